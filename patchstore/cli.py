@@ -1,0 +1,199 @@
+"""`patchstore`: look at a bucket, prove it, rebuild a version, keep a server current.
+
+Exit codes: 0 done, 1 any other failure, 2 wrong call, 3 stored data is wrong, 4 store or server
+unavailable, 5 another publisher has the run, 130 interrupted.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from patchstore import __version__, log, report
+from patchstore.errors import (
+    DataError,
+    LineageError,
+    PatchstoreError,
+    ServerUnavailable,
+    StoreUnavailable,
+    UsageError,
+    VersionConflict,
+    VersionNotFound,
+)
+from patchstore.model import Manifest, StoreHeader
+from patchstore.stores import Store, open_store
+
+# torch takes seconds to import, so commands that need it import it themselves.
+
+app = typer.Typer(
+    help="Exact, whole, fast: versions of model weights in an object store.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+StoreUrl = Annotated[str, typer.Argument(metavar="STORE", help="A folder, s3://bucket/prefix or another URL.")]
+Option = Annotated[
+    list[str] | None,
+    typer.Option("--option", "-o", metavar="KEY=VALUE", help="Storage option, such as endpoint_url=...; repeatable."),
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object a line.")]
+
+
+@app.command("log")
+def log_command(
+    store: StoreUrl,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Newest versions to list.")] = 20,
+    option: Option = None,
+    as_json: Json = False,
+) -> None:
+    """List versions, newest first."""
+    bucket = _open(store, option)
+    header, newest = _run(bucket)
+    versions = [newest]
+    while len(versions) < limit and versions[-1].version > 0:
+        versions.append(log.read_manifest(bucket, versions[-1].version - 1))
+    if as_json:
+        for found in versions:
+            report.print_json(report.summary(found))
+    else:
+        report.out.print(report.log_table(header, versions))
+
+
+@app.command()
+def show(
+    store: StoreUrl,
+    version: Annotated[int | None, typer.Argument(min=0, help="The newest by default.")] = None,
+    option: Option = None,
+    as_json: Json = False,
+) -> None:
+    """Show one version: its lineage, payloads and digests."""
+    bucket = _open(store, option)
+    header, newest = _run(bucket)
+    found = newest if version is None else log.read_manifest(bucket, version)
+    if as_json:
+        report.print_json(report.full(found, header))
+    else:
+        report.out.print(report.show_table(found))
+
+
+@app.command()
+def verify(
+    store: StoreUrl,
+    version: Annotated[int | None, typer.Argument(min=0, help="The newest by default.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every version, oldest first.")] = False,
+    option: Option = None,
+    as_json: Json = False,
+) -> None:
+    """Rebuild a version in memory, tensor by tensor, and check every digest."""
+    if every and version is not None:
+        raise typer.BadParameter("name a version or --all, not both")
+    from patchstore import rebuild
+
+    bucket = _open(store, option)
+    _, newest = _run(bucket)
+    for wanted in range(newest.version + 1) if every else [newest.version if version is None else version]:
+        with report.progress(f"version {wanted}", shown=not as_json) as progress:
+            found = rebuild.verify(bucket, wanted, progress=progress)
+        if as_json:
+            report.print_json({**report.summary(found), "verified": True})
+        else:
+            report.out.print(f"version {found.version}: payloads and state {report.short(found.state.total)} verified")
+
+
+@app.command()
+def replay(
+    store: StoreUrl,
+    out: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
+    version: Annotated[int | None, typer.Option("--version", "-v", min=0, help="The newest by default.")] = None,
+    option: Option = None,
+    as_json: Json = False,
+) -> None:
+    """Write a version as a checkpoint folder for transformers and vLLM."""
+    from patchstore import rebuild
+
+    bucket = _open(store, option)
+    with report.progress("replay", shown=not as_json) as progress:
+        found = rebuild.replay(bucket, version, out=out, progress=progress)
+    if as_json:
+        report.print_json({**report.summary(found), "out": str(out)})
+    else:
+        report.out.print(f"version {found.version} (step {found.step}) is in {out}, state {report.short(found.state.total)}")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log what happens to standard error.")] = False,
+    _show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def _open(url: str, options: list[str] | None) -> Store:
+    parsed: dict[str, Any] = {}
+    for option in options or []:
+        key, separator, value = option.partition("=")
+        if not separator or not key:
+            raise typer.BadParameter(f"--option takes KEY=VALUE, not {option!r}")
+        parsed[key] = value
+    return open_store(url, **parsed)
+
+
+def _run(store: Store) -> tuple[StoreHeader, Manifest]:
+    header = log.read_header(store)
+    newest = None if header is None else log.head(store)
+    if header is None or newest is None:
+        raise VersionNotFound(f"{store.url} holds no version; check the URL, or publish one")
+    return header, newest
+
+
+_EXIT_CODES: dict[type[PatchstoreError], int] = {
+    UsageError: 2,
+    DataError: 3,
+    LineageError: 3,
+    StoreUnavailable: 4,
+    ServerUnavailable: 4,
+    VersionConflict: 5,
+}
+
+
+def main() -> None:
+    """Run the command line; errors become one line and an exit code, never a traceback."""
+    as_json = "--json" in sys.argv
+    try:
+        app()
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`); keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except PatchstoreError as exc:
+        code = next((code for kind, code in _EXIT_CODES.items() if isinstance(exc, kind)), 1)
+        _explain(exc.kind, str(exc), as_json=as_json)
+        sys.exit(code)
+    except OSError as exc:
+        _explain("os", str(exc), as_json=as_json)
+        sys.exit(1)
+
+
+def _explain(kind: str, message: str, *, as_json: bool) -> None:
+    if as_json:
+        report.print_json({"error": {"kind": kind, "message": message}})
+    report.err.print(f"[bold red]error[/] ({kind}): ", end="")
+    report.err.print(message, markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Every error that patchstore raises on purpose, grouped by what a handler does with it.
+
+A class says how to handle it; `kind` is a stable word for logs, JSON and tests, and never changes
+once released. A message says where, expected, got, and what to do.
+"""
+
+from typing import ClassVar
+
+
+class PatchstoreError(Exception):
+    """Base of the tree; never raised itself."""
+
+    kind: ClassVar[str] = "error"
+
+
+# Retry: nothing is known to be wrong except the way there.
+
+
+class StoreUnavailable(PatchstoreError):
+    """The store did not answer, or not in time; whether a write happened is unknown."""
+
+    kind = "store-unavailable"
+
+
+class ServerUnavailable(PatchstoreError):
+    """An inference server could not be reached or refused the call."""
+
+    kind = "server-unavailable"
+
+
+# Mend the call: the caller asked for something that cannot be.
+
+
+class UsageError(PatchstoreError):
+    """The caller's mistake; nothing was read or written because of it."""
+
+    kind = "usage"
+
+
+class UnsupportedStore(UsageError):
+    """The store lacks a guarantee that versions need, above all an exclusive create."""
+
+    kind = "unsupported-store"
+
+
+class RunExists(UsageError):
+    """The prefix already holds a run, and this is not a resumption of it."""
+
+    kind = "run-exists"
+
+
+class ResumeMismatch(UsageError):
+    """The trainer's weights are not those of the version it wants to go on from."""
+
+    kind = "resume-mismatch"
+
+
+class SchemaMismatch(UsageError):
+    """Names, shapes or dtypes differ from those the run was created with."""
+
+    kind = "schema-mismatch"
+
+
+class NotFound(UsageError):
+    """No object has this key."""
+
+    kind = "not-found"
+
+
+class AlreadyExists(UsageError):
+    """A create-only put found the key taken; what is stored was left as it is."""
+
+    kind = "already-exists"
+
+
+class VersionNotFound(NotFound):
+    """The store has no such version."""
+
+    kind = "unknown-version"
+
+
+# Do not trust: what is stored is not what was published.
+
+
+class DataError(PatchstoreError):
+    """Stored or received bytes are wrong; nothing of them was applied."""
+
+    kind = "data"
+
+
+class CorruptObject(DataError):
+    """An object's bytes do not match its digest, or its structure breaks the format's rules."""
+
+    kind = "corrupt-object"
+
+
+class UnsupportedFormat(DataError):
+    """The object is of a format version or encoding that this release does not know."""
+
+    kind = "unsupported-format"
+
+
+class StateMismatch(DataError):
+    """Rebuilt weights do not have the state digest that their manifest records."""
+
+    kind = "state-mismatch"
+
+
+# Stop: somebody else is, or was, here.
+
+
+class VersionConflict(PatchstoreError):
+    """Another publisher took the next version; this one is fenced and must not go on."""
+
+    kind = "version-conflict"
+
+
+class LineageError(PatchstoreError):
+    """No path of payloads leads from the held version to the target."""
+
+    kind = "wrong-parent"
+
+
+class PublishFailed(PatchstoreError):
+    """An earlier publication was not stored; the next one will be an anchor, so no change is lost."""
+
+    kind = "publish-failed"
+
+
+class TornModel(PatchstoreError):
+    """A model holds part of a version because undoing a failed update failed too; load an anchor."""
+
+    kind = "torn"

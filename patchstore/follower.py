@@ -1,0 +1,248 @@
+"""Keep named tensors at a version of a store, whole or not at all.
+
+An update has two halves. Staging plans, fetches, checks and decodes, and compares the state digest
+that the tensors would have with the manifest's: all of it without writing to them. Committing
+writes, and hands back what undoes it.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from patchstore import digest, fetch, lineage, log
+from patchstore.errors import CorruptObject, SchemaMismatch, StateMismatch, UsageError, VersionNotFound
+from patchstore.model import Manifest, Plan, TensorSpec
+from patchstore.stores.base import Store
+from patchstore.tensors import TensorPatch, bits, spec_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """An update that is proved and ready to be written."""
+
+    plan: Plan
+    patches: dict[str, TensorPatch]
+    """Per tensor of which some elements change."""
+    full: dict[str, torch.Tensor]
+    """Per tensor that an anchor replaces as a whole."""
+    sums: dict[str, digest.Sums]
+    """Digest sums of every tensor of the target."""
+    timings: dict[str, float]
+    """Seconds spent on `fetch`, `decode` and `verify`."""
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.plan.target
+
+    @property
+    def names(self) -> list[str]:
+        """Tensors that the update writes."""
+        return [*self.patches, *self.full]
+
+
+class Undo:
+    """What a commit replaced; putting it back needs nothing but memory."""
+
+    def __init__(self, follower: "Follower") -> None:
+        self._follower = follower
+        self._before = (follower.manifest, follower._sums)
+        self._old: list[tuple[str, TensorPatch | torch.Tensor | None]] = []
+
+    def rollback(self) -> None:
+        """Restore the tensors and the held version to what they were before the commit."""
+        tensors = self._follower.tensors
+        for name, old in reversed(self._old):
+            if old is None:
+                del tensors[name]
+            elif isinstance(old, TensorPatch):
+                bits(tensors[name])[old.indices] = bits(old.values)
+            else:
+                bits(tensors[name]).copy_(bits(old))
+        self._old.clear()
+        self._follower.manifest, self._follower._sums = self._before
+
+
+class Follower:
+    """A holder of one version of a run's tensors."""
+
+    def __init__(
+        self,
+        store: Store,
+        tensors: MutableMapping[str, torch.Tensor],
+        *,
+        held: int | None = None,
+        scratch: Path | None = None,
+    ) -> None:
+        """Open a store for following.
+
+        Args:
+            tensors: by checkpoint name, contiguous; written in place. Empty to have the first
+                anchor fill it with tensors on the CPU.
+            held: the version whose weights `tensors` has now, which is proved by digest; None when
+                unknown, and the first update starts from an anchor.
+            scratch: folder for temporary files of a delta's size; None for the system's.
+
+        Raises:
+            VersionNotFound: the store holds no run, or not the version `held`.
+            SchemaMismatch: the tensors are not those of the run.
+            StateMismatch: they are not what version `held` has.
+        """
+        header = log.read_header(store)
+        if header is None:
+            raise VersionNotFound(f"{store.url} holds no run; open a publisher on it first")
+        self.store = store
+        self.header = header
+        self.tensors = tensors
+        self.manifest: Manifest | None = None
+        """Of the held version; None while unknown."""
+        self._scratch = scratch
+        self._specs = header.schema.by_name()
+        self._sums: dict[str, digest.Sums] = {}
+        if tensors:
+            self._check_tensors()
+        if held is not None:
+            manifest = log.read_manifest(store, held)
+            found = {name: digest.of_tensor(tensors[name]) for name in self._specs if name in tensors}
+            if len(found) != len(self._specs):
+                raise StateMismatch(f"no tensors were given, so they cannot be at version {held}")
+            digest.check_state(header.schema, found, manifest)
+            self.manifest, self._sums = manifest, found
+
+    def _check_tensors(self) -> None:
+        found = {name: spec_of(name, tensor) for name, tensor in self.tensors.items()}
+        for name in sorted(found.keys() | self._specs.keys()):
+            if found.get(name) != self._specs.get(name):
+                raise SchemaMismatch(
+                    f"tensor {name!r} is {found.get(name)}, but the run has {self._specs.get(name)}"
+                )
+            if not self.tensors[name].is_contiguous():
+                raise SchemaMismatch(f"tensor {name!r} is not contiguous, so it cannot be written in place")
+
+    @property
+    def held(self) -> int | None:
+        """The version that the tensors have, or None while that is unknown."""
+        return None if self.manifest is None else self.manifest.version
+
+    def head(self) -> int | None:
+        """Return the newest version in the store, or None before the first."""
+        newest = log.head(self.store, hint=self.held)
+        return None if newest is None else newest.version
+
+    def update(self, version: int | None = None) -> Manifest:
+        """Stage and commit a version; None for the head. Raises as those two do.
+
+        Raises:
+            VersionNotFound: no such version, or none at all yet.
+        """
+        goal = self.head() if version is None else version
+        if goal is None:
+            raise VersionNotFound(f"{self.store.url} has no version yet")
+        if goal == self.held and self.manifest is not None:
+            return self.manifest
+        staged = self.stage(goal)
+        self.commit(staged)
+        return staged.manifest
+
+    def stage(self, version: int) -> Staged:
+        """Make an update ready and prove it. The tensors are read, not written.
+
+        Memory: an anchor is held in full, deltas as their changed elements.
+
+        Raises:
+            VersionNotFound, LineageError: the store has no way to that version.
+            CorruptObject, StateMismatch: what it has is wrong; nothing may be applied.
+        """
+        route = lineage.plan(log.read_lineage(self.store, version, self.held), self.held, version)
+        if route.target.run_id != self.header.run_id:
+            raise CorruptObject(
+                f"version {version} is of run {route.target.run_id}, but this store was opened as run "
+                f"{self.header.run_id}"
+            )
+        began = time.monotonic()
+        patches: dict[str, TensorPatch] = {}
+        full: dict[str, torch.Tensor] = {}
+        sums = dict(self._sums)
+        with fetch.deltas(self.store, route.deltas, self._specs, self._scratch) as deltas:
+            fetched = time.monotonic()
+            if route.anchor is not None:
+                sums = {}
+                for spec, tensor in self._anchor(route.anchor):
+                    for patch in deltas.patches(spec):
+                        bits(tensor)[patch.indices] = bits(patch.values)
+                    full[spec.name], sums[spec.name] = tensor, digest.of_tensor(tensor)
+            else:
+                for name in sorted(deltas.names):
+                    patch = deltas.merged(self._specs[name])
+                    # The mapped files go away with this block; what is staged must not.
+                    patch = TensorPatch(name=name, indices=patch.indices.clone(), values=patch.values.clone())
+                    patches[name] = patch
+            decoded = time.monotonic()
+        for name, patch in patches.items():
+            old = bits(self.tensors[name])[patch.indices].cpu().view(patch.values.dtype)
+            before, after = (digest.of_elements(patch.indices, values) for values in (old, patch.values))
+            sums[name] = sums[name].minus(before).plus(after)
+        if missing := self._specs.keys() - sums.keys():
+            raise CorruptObject(
+                f"the anchor of version {route.anchor and route.anchor.version} lacks {len(missing)} tensors, "
+                f"such as {min(missing)!r}"
+            )
+        digest.check_state(self.header.schema, sums, route.target)
+        timings = {
+            "fetch": fetched - began,
+            "decode": decoded - fetched,
+            "verify": time.monotonic() - decoded,
+        }
+        return Staged(plan=route, patches=patches, full=full, sums=sums, timings=timings)
+
+    def _anchor(self, manifest: Manifest) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        assert manifest.anchor is not None
+        for wanted in manifest.anchor.payloads:
+            specs, tensors = fetch.anchor_file(self.store, wanted, self._specs)
+            yield from zip(specs, tensors, strict=True)
+
+    def commit(self, staged: Staged) -> Undo:
+        """Write a staged update into the tensors; afterwards they hold its version.
+
+        Memory: the replaced values are kept in what is returned.
+
+        Raises:
+            UsageError: the tensors moved to another version since it was staged.
+            Anything that writing raises, after all that was written has been put back.
+        """
+        if staged.plan.held != self.held:
+            raise UsageError(
+                f"this update was staged on version {staged.plan.held}, but {self.held} is held now; stage it again"
+            )
+        undo = Undo(self)
+        try:
+            for name, patch in staged.patches.items():
+                live = bits(self.tensors[name])
+                indices, new = patch.indices.to(live.device), bits(patch.values).to(live.device)
+                old = live[indices].view(patch.values.dtype)
+                undo._old.append((name, TensorPatch(name=name, indices=indices, values=old)))
+                live[indices] = new
+            for name, tensor in staged.full.items():
+                if name in self.tensors:
+                    undo._old.append((name, self.tensors[name].clone()))
+                    bits(self.tensors[name]).copy_(bits(tensor))
+                else:
+                    undo._old.append((name, None))
+                    self.tensors[name] = tensor
+        except BaseException:
+            undo.rollback()
+            raise
+        self.manifest, self._sums = staged.manifest, staged.sums
+        logger.info(
+            "applied version %d: %d tensors, %.1f MiB, fetch %.2f s, decode %.2f s, verify %.2f s",
+            staged.manifest.version,
+            len(staged.names),
+            staged.plan.num_bytes / 2**20,
+            *(staged.timings[part] for part in ("fetch", "decode", "verify")),
+        )
+        return undo

@@ -1,0 +1,133 @@
+"""What every kernel means, in plain torch: the CPU path, and what device kernels are tested against.
+
+Integers here are 64-bit and wrap around; torch has no unsigned shift, so a shift to the right is
+followed by a mask.
+"""
+
+import torch
+
+A = 0x9E3779B97F4A7C15
+"""Multiplies an element's position, counted from 1."""
+B = 0xD1B54A32D192ED03
+"""Multiplies an element's bits. No difference of 16-bit patterns times B / A is a distance under 2**47
+elements, so no two changes of a 16-bit tensor can trade places unseen."""
+M = 0xFF51AFD7ED558CCD
+"""Spreads the folded sum over all 64 bits (the first multiplier of MurmurHash3's 64-bit finaliser)."""
+
+LOW = 0xFFFFFFFF
+CHUNK = 1 << 16  # elements; with int64 temporaries this stays in the second-level cache (350 M/s a core)
+COMPARE_CHUNK = 1 << 22  # elements; bounds the temporaries of a comparison to a few tens of MB
+
+MAX_GAP = 65535
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits as an integer modulo 2**64."""
+    value %= 1 << 64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix(u: torch.Tensor) -> tuple[int, int]:
+    """Fold a position and bits that were joined to `u` (int64, overwritten), and sum over the elements."""
+    high = (u >> 32).bitwise_and_(LOW)
+    u.bitwise_xor_(high).mul_(_signed(M))
+    high = (u >> 32).bitwise_and_(LOW)
+    u.bitwise_xor_(high)
+    first = int(u.sum())
+    second = int(u.bitwise_and_(LOW).mul_(high).sum())
+    return first, second
+
+
+def sum_all(bits: torch.Tensor) -> tuple[int, int]:
+    """Return the two digest sums of a whole tensor, modulo 2**64.
+
+    An element at position i (from 0) with bits x (zero-extended) adds, modulo 2**64:
+        u = A * (i + 1) + B * x;  t = u ^ (u >> 32);  z = M * t;  y = z ^ (z >> 32)
+    y to the first sum, and the product of y's upper and lower 32 bits to the second. Each map is a
+    bijection, so a change of one element always changes the first sum.
+
+    Args:
+        bits: flat integer tensor, [num_elements].
+
+    Example: bits [1] give u = 0x6fecc3ec50dd6918, y = 0x9776c6b6230390f and a second sum of 0x3a180016f332d45.
+    """
+    mask = (1 << (8 * bits.element_size())) - 1
+    ramp = torch.arange(1, min(CHUNK, bits.numel()) + 1, device=bits.device) * _signed(A)
+    first = second = 0
+    for start in range(0, bits.numel(), CHUNK):
+        u = bits[start : start + CHUNK].to(torch.int64, copy=True)
+        if bits.element_size() < 8:
+            u.bitwise_and_(mask)
+        u.mul_(_signed(B)).add_(ramp[: u.numel()]).add_(_signed(start * A))
+        one, two = _mix(u)
+        first, second = first + one, second + two
+    return first % 2**64, second % 2**64
+
+
+def sum_at(indices: torch.Tensor, bits: torch.Tensor) -> tuple[int, int]:
+    """Return what the elements at `indices` add to a tensor's digest sums, modulo 2**64.
+
+    Args:
+        indices: int32 or int64 [num], positions in the flattened tensor.
+        bits: integer [num], the elements' bit patterns.
+    """
+    mask = (1 << (8 * bits.element_size())) - 1
+    first = second = 0
+    for start in range(0, bits.numel(), CHUNK):
+        u = bits[start : start + CHUNK].to(torch.int64, copy=True)
+        if bits.element_size() < 8:
+            u.bitwise_and_(mask)
+        at = indices[start : start + CHUNK].to(torch.int64)
+        u.mul_(_signed(B)).add_((at + 1).mul_(_signed(A)))
+        one, two = _mix(u)
+        first, second = first + one, second + two
+    return first % 2**64, second % 2**64
+
+
+def differing(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Return the positions at which two flat integer tensors differ: int64 [num_changed], ascending."""
+    parts = [
+        (new[start : start + COMPARE_CHUNK] != old[start : start + COMPARE_CHUNK]).nonzero().view(-1) + start
+        for start in range(0, new.numel(), COMPARE_CHUNK)
+    ]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=new.device)
+
+
+def bridge(indices: torch.Tensor) -> torch.Tensor:
+    """Return `indices` with as many positions added as it takes for no gap to exceed 65,535.
+
+    A bridge stands 65,536 after the position before it.
+
+    Example: [3, 65539, 200000] -> [3, 65539, 131075, 196611, 200000]: 65,535 positions lie between 3
+    and 65539, so that gap just fits; the next one takes two bridges.
+    """
+    if indices.numel() == 0:
+        return indices
+    before = torch.cat([indices.new_full((1,), -1), indices[:-1]])
+    num_bridges = (indices - before - 1) // (MAX_GAP + 1)
+    if not bool(num_bridges.any()):
+        return indices
+    counts = num_bridges + 1
+    last = counts.cumsum(0) - 1  # where each given position comes to stand
+    owner = torch.repeat_interleave(torch.arange(len(indices), device=indices.device), counts)
+    nth = torch.arange(len(owner), device=indices.device) - (last - num_bridges)[owner] + 1
+    bridged = before[owner] + nth.to(indices.dtype) * (MAX_GAP + 1)
+    bridged[last] = indices
+    return bridged
+
+
+def to_gaps(indices: torch.Tensor) -> torch.Tensor:
+    """Return uint16 gaps [num]: the positions skipped before each index; see `bridge` for their limit.
+
+    Example: [3, 4, 10] -> [3, 0, 5].
+    """
+    before = torch.cat([indices.new_full((1,), -1), indices[:-1]])[: len(indices)]
+    return (indices - before - 1).to(torch.uint16)
+
+
+def from_gaps(gaps: torch.Tensor) -> torch.Tensor:
+    """Return the int64 positions [num] that uint16 gaps stand for: one prefix sum.
+
+    Example: [3, 0, 5] -> [3, 4, 10].
+    """
+    return (gaps.to(torch.int64) + 1).cumsum(0) - 1

@@ -1,0 +1,180 @@
+"""The log of versions: reading manifests, finding the head, and the one create that commits.
+
+A manifest's slot is created once and never again written or removed. Every client library may
+report its own successful create as "already exists" (it retried after a lost answer), so a commit
+that was refused or left unanswered is settled by reading the slot back.
+"""
+
+from patchstore import checksum, layout, manifest
+from patchstore.errors import (
+    AlreadyExists,
+    CorruptObject,
+    NotFound,
+    RunExists,
+    StoreUnavailable,
+    VersionConflict,
+    VersionNotFound,
+)
+from patchstore.model import Manifest, StoreHeader
+from patchstore.stores.base import Store
+
+
+def create_header(store: Store, header: StoreHeader) -> None:
+    """Create a run.
+
+    Raises:
+        RunExists: the prefix holds another run; nothing was changed.
+        StoreUnavailable: unknown whether it was created.
+    """
+    data = manifest.header_to_json(header)
+    try:
+        store.put(layout.HEADER, data, if_absent=True)
+    except (AlreadyExists, StoreUnavailable) as exc:
+        found = read_header(store)
+        if found is None:
+            raise
+        if found.run_id != header.run_id:
+            raise RunExists(
+                f"{store.url} already holds run {found.run_id}, created {found.created_at}; "
+                "use another prefix, or open the publisher with resume=... to go on with that run"
+            ) from exc
+
+
+def read_header(store: Store) -> StoreHeader | None:
+    """Return the header of the run at this prefix, or None where there is no run.
+
+    Raises:
+        CorruptObject, UnsupportedFormat: `store.json` cannot be understood.
+    """
+    try:
+        return manifest.header_from_json(store.get(layout.HEADER))
+    except NotFound:
+        return None
+
+
+def read_manifest(store: Store, version: int) -> Manifest:
+    """Return a version's manifest.
+
+    Raises:
+        VersionNotFound: not committed.
+        CorruptObject, UnsupportedFormat: the object cannot be understood.
+    """
+    return _read(store, version)[0]
+
+
+def manifest_digest(found: Manifest) -> str:
+    """Digest of a manifest's bytes, as the next version's `parent_digest` names it."""
+    return checksum.digest(manifest.to_json(found))
+
+
+def _read(store: Store, version: int) -> tuple[Manifest, bytes]:
+    key = layout.manifest_key(version)
+    try:
+        data = store.get(key)
+    except NotFound as exc:
+        raise VersionNotFound(f"{store.url} has no version {version}") from exc
+    return manifest.from_json(key, data), data
+
+
+def head(store: Store, hint: int | None = None) -> Manifest | None:
+    """Return the highest committed version's manifest, or None where nothing is committed.
+
+    Costs two reads when `hint` is the head: the slot itself and the empty one after it. Without a
+    hint, `head.json` gives one; without either, the versions are listed once. A hint is never
+    believed without its manifest.
+    """
+    found = None
+    for guess in (hint, _stored_hint(store)) if hint is not None else (_stored_hint(store),):
+        if guess is None:
+            continue
+        try:
+            found = read_manifest(store, guess)
+            break
+        except VersionNotFound:
+            continue
+    if found is None:
+        # Listings may lag behind, so what they show is a start for probing, not the answer.
+        listed = (layout.manifest_version(key) for key in store.list(layout.VERSIONS))
+        last = max((version for version in listed if version is not None), default=None)
+        try:
+            found = read_manifest(store, 0 if last is None else last)
+        except VersionNotFound:
+            return None
+    while (later := following(store, found)) is not None:
+        found = later
+    return found
+
+
+def following(store: Store, found: Manifest) -> Manifest | None:
+    """Return the version in the slot after this one, or None while there is nothing new."""
+    try:
+        return read_manifest(store, found.version + 1)
+    except VersionNotFound:
+        return None
+
+
+def _stored_hint(store: Store) -> int | None:
+    try:
+        return manifest.hint_from_json(store.get(layout.HEAD))
+    except NotFound:
+        return None
+
+
+def write_hint(store: Store, version: int) -> None:
+    """Tell readers where the head was; losing this costs them a listing, nothing else."""
+    store.put(layout.HEAD, manifest.hint_to_json(version))
+
+
+def read_lineage(store: Store, target: int, held: int | None = None) -> dict[int, Manifest]:
+    """Return what `lineage.plan` needs: the target and its ancestors.
+
+    Goes back to the nearest anchor, and on to `held` where that is older, checking that every
+    manifest is the one that its child names.
+
+    Raises:
+        VersionNotFound: the target, or an ancestor that the plan needs, is not in the store.
+        CorruptObject: a manifest is not the one its child was built on.
+    """
+    found, _ = _read(store, target)
+    lineage = {target: found}
+    anchored = found.anchor is not None
+    oldest = target if held is None else held
+    while found.parent is not None and found.delta is not None:
+        if anchored and found.version <= oldest:
+            break
+        if found.version == held:
+            break
+        parent, data = _read(store, found.parent)
+        if checksum.digest(data) != found.parent_digest:
+            raise CorruptObject(
+                f"{layout.manifest_key(parent.version)} is not the manifest that version {found.version} "
+                f"names as its parent: expected {found.parent_digest}, found {checksum.digest(data)}"
+            )
+        lineage[parent.version] = found = parent
+        anchored = anchored or parent.anchor is not None
+    return lineage
+
+
+def commit(store: Store, new: Manifest) -> None:
+    """Make a version exist. Its payloads must be stored already.
+
+    Raises:
+        VersionConflict: another writer has the slot; this one is fenced and must stop.
+        StoreUnavailable: no answer, and the slot is still empty or cannot be read; calling again
+            with the same manifest is safe.
+    """
+    key, data = layout.manifest_key(new.version), manifest.to_json(new)
+    try:
+        # Readers believe a version exists once its manifest does, so this comes last and never overwrites.
+        store.put(key, data, if_absent=True)
+    except (AlreadyExists, StoreUnavailable) as exc:
+        try:
+            stored = store.get(key)
+        except NotFound:
+            raise StoreUnavailable(f"{key} was not stored: {exc}") from exc
+        if stored != data:
+            other = manifest.from_json(key, stored).writer
+            raise VersionConflict(
+                f"version {new.version} was committed by {other.id} (epoch {other.epoch}), not by "
+                f"{new.writer.id} (epoch {new.writer.epoch}); another publisher has this run: stop this one"
+            ) from exc

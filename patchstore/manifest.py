@@ -1,0 +1,283 @@
+"""Manifests and the store header as JSON: the only module that knows how they are spelled.
+
+What is read comes from a bucket that anybody may have written to, so every field is checked before
+it becomes a value; a reader ignores fields it does not know, so that later releases may add some.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from patchstore import layout
+from patchstore.errors import CorruptObject, UnsupportedFormat, UsageError
+from patchstore.model import (
+    DTYPE_BYTES,
+    FORMAT_VERSION,
+    Anchor,
+    Delta,
+    Manifest,
+    Payload,
+    Schema,
+    StateDigest,
+    StoreHeader,
+    TensorSpec,
+    Writer,
+)
+
+MAX_ELEMENTS = 2**48
+"""Elements of one tensor; keeps every byte count of a hostile shape inside 64 bits."""
+
+_HEX = frozenset("0123456789abcdef")
+_Scalar = TypeVar("_Scalar", str, int)
+
+
+def header_to_json(header: StoreHeader) -> bytes:
+    """Spell a store header; deterministic, so equal headers have equal bytes."""
+    return _dump(
+        {
+            "format_version": FORMAT_VERSION,
+            "run_id": header.run_id,
+            "created_at": header.created_at,
+            "tensors": [
+                {"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in header.schema.tensors
+            ],
+            "tied": dict(sorted(header.schema.tied.items())),
+        }
+    )
+
+
+def header_from_json(data: bytes) -> StoreHeader:
+    """Read `store.json`.
+
+    Raises:
+        CorruptObject: not a store header; the message names the field.
+        UnsupportedFormat: written by a release with another format version.
+    """
+    record = _Record.parse(layout.HEADER, data)
+    specs = tuple(
+        tensor_spec(layout.HEADER, item.text("name"), item.text("dtype"), item.value.get("shape"))
+        for item in record.items("tensors")
+    )
+    names = [spec.name for spec in specs]
+    if names != sorted(set(names)):
+        raise record.corrupt("tensors", "must ascend by name and hold each name once")
+    tied = record.value.get("tied", {})
+    if not isinstance(tied, dict):
+        raise record.corrupt("tied", "must be an object")
+    for alias, name in tied.items():
+        if name not in set(names) or alias in set(names):
+            raise record.corrupt("tied", f"{alias!r} must be a further name of a tensor that is listed")
+    return StoreHeader(
+        run_id=record.text("run_id"),
+        created_at=record.text("created_at"),
+        schema=Schema(tensors=specs, tied=tied),
+    )
+
+
+def tensor_spec(where: str, name: str, dtype: str, shape: object) -> TensorSpec:
+    """Build a spec from untrusted parts.
+
+    Raises:
+        CorruptObject: a control character in the name, an unknown dtype, or a bad shape.
+    """
+    if not name or not name.isprintable():
+        raise CorruptObject(f"{where}: {name!r} is not a tensor name: it must be printable and not empty")
+    if dtype not in DTYPE_BYTES:
+        raise CorruptObject(f"{where}: tensor {name!r} has unknown dtype {dtype!r}")
+    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in shape):
+        raise CorruptObject(f"{where}: tensor {name!r} has shape {shape!r}, not a list of sizes")
+    spec = TensorSpec(name=name, dtype=dtype, shape=tuple(shape))
+    if spec.num_elements > MAX_ELEMENTS:
+        raise CorruptObject(f"{where}: tensor {name!r} of shape {shape} has too many elements")
+    return spec
+
+
+def to_json(manifest: Manifest) -> bytes:
+    """Spell a manifest; deterministic, because its digest is what the next version names."""
+    delta, anchor = manifest.delta, manifest.anchor
+    return _dump(
+        {
+            "format_version": FORMAT_VERSION,
+            "version": manifest.version,
+            "kind": manifest.kind,
+            "parent": manifest.parent,
+            "parent_digest": manifest.parent_digest,
+            "run_id": manifest.run_id,
+            "step": manifest.step,
+            "created_at": manifest.created_at,
+            "writer": {
+                "id": manifest.writer.id,
+                "epoch": manifest.writer.epoch,
+                "write_id": manifest.writer.write_id,
+            },
+            "delta": delta
+            and {
+                "encoding": delta.encoding,
+                "num_changed": delta.num_changed,
+                "payloads": _payloads(delta.payloads),
+            },
+            "anchor": anchor
+            and {"payloads": _payloads(anchor.payloads), "files": _payloads(anchor.files)},
+            "state": {"total": manifest.state.total, "tensors": list(manifest.state.tensors)},
+        }
+    )
+
+
+def from_json(key: str, data: bytes) -> Manifest:
+    """Read a manifest.
+
+    Args:
+        key: where it was found; says which version it must be, and is named in errors.
+
+    Raises:
+        CorruptObject: not a manifest of that version; the message names the field.
+        UnsupportedFormat: written by a release with another format version.
+    """
+    record = _Record.parse(key, data)
+    version = record.count("version")
+    if layout.manifest_version(key) != version:
+        raise record.corrupt("version", f"is {version}, which does not belong under this key")
+    parent = None if record.value.get("parent") is None else record.count("parent")
+    if parent is not None and parent >= version:
+        raise record.corrupt("parent", f"is {parent}, which is not before version {version}")
+    writer, state = record.item("writer"), record.item("state")
+    delta, anchor = record.optional("delta"), record.optional("anchor")
+    if anchor is None and (delta is None or parent is None):
+        raise record.corrupt("anchor", "is missing, and there is no delta on a parent either")
+    return Manifest(
+        version=version,
+        parent=parent,
+        parent_digest=None if parent is None else record.digest("parent_digest"),
+        run_id=record.text("run_id"),
+        step=record.integer("step"),
+        created_at=record.text("created_at"),
+        writer=Writer(id=writer.text("id"), epoch=writer.count("epoch"), write_id=writer.text("write_id")),
+        state=StateDigest(total=state.digest("total"), tensors=state.sums("tensors")),
+        delta=None
+        if delta is None
+        else Delta(
+            encoding=delta.text("encoding"),
+            num_changed=delta.count("num_changed"),
+            payloads=delta.payloads("payloads", "deltas/"),
+        ),
+        anchor=None
+        if anchor is None
+        else Anchor(
+            payloads=anchor.payloads("payloads", "anchors/"), files=anchor.payloads("files", "anchors/")
+        ),
+    )
+
+
+def hint_to_json(version: int) -> bytes:
+    """Spell `head.json`."""
+    return _dump({"version": version})
+
+
+def hint_from_json(data: bytes) -> int | None:
+    """Read `head.json`; a hint that makes no sense is none."""
+    try:
+        version = json.loads(data)["version"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return version if type(version) is int and version >= 0 else None
+
+
+def _payloads(payloads: tuple[Payload, ...]) -> list[dict[str, Any]]:
+    return [{"key": p.key, "size": p.size, "digest": p.digest} for p in payloads]
+
+
+def _dump(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+class _Record:
+    """An untrusted JSON object that is asked for one typed field at a time."""
+
+    def __init__(self, where: str, path: str, value: dict[str, Any]) -> None:
+        self.where, self.path, self.value = where, path, value
+
+    @classmethod
+    def parse(cls, where: str, data: bytes) -> "_Record":
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError) as exc:
+            raise CorruptObject(f"{where} is not JSON: {exc}") from exc
+        if not isinstance(value, dict):
+            raise CorruptObject(f"{where} must hold a JSON object, not {type(value).__name__}")
+        record = cls(where, "", value)
+        found = record.integer("format_version")
+        if found != FORMAT_VERSION:
+            raise UnsupportedFormat(
+                f"{where} has format version {found}; this release reads {FORMAT_VERSION}: "
+                "use the release that wrote it, or a later one"
+            )
+        return record
+
+    def corrupt(self, field: str, reason: str) -> CorruptObject:
+        return CorruptObject(f"{self.where}: {self.path}{field} {reason}")
+
+    def _scalar(self, field: str, kind: type[_Scalar]) -> _Scalar:
+        value = self.value.get(field)
+        if type(value) is not kind:  # bool is an int to isinstance
+            raise self.corrupt(field, f"must be of type {kind.__name__}, not {value!r:.80}")
+        return value
+
+    def text(self, field: str) -> str:
+        value = self._scalar(field, str)
+        if not value or not value.isprintable():
+            raise self.corrupt(field, "must be printable and not empty")
+        return value
+
+    def integer(self, field: str) -> int:
+        return self._scalar(field, int)
+
+    def count(self, field: str) -> int:
+        value = self.integer(field)
+        if value < 0:
+            raise self.corrupt(field, f"must not be negative, but is {value}")
+        return value
+
+    def digest(self, field: str) -> str:
+        value = self.text(field)
+        if not (value.startswith("blake3:") and len(value) == 71 and _HEX.issuperset(value[7:])):
+            raise self.corrupt(field, f"must be 'blake3:' and 64 hex digits, not {value!r:.80}")
+        return value
+
+    def sums(self, field: str) -> tuple[str, ...]:
+        values = self.value.get(field)
+        if not isinstance(values, list) or not all(
+            isinstance(v, str) and len(v) == 32 and _HEX.issuperset(v) for v in values
+        ):
+            raise self.corrupt(field, "must be a list of 32 hex digits a tensor")
+        return tuple(values)
+
+    def item(self, field: str) -> "_Record":
+        value = self.value.get(field)
+        if not isinstance(value, dict):
+            raise self.corrupt(field, "must be an object")
+        return _Record(self.where, f"{self.path}{field}.", value)
+
+    def optional(self, field: str) -> "_Record | None":
+        return None if self.value.get(field) is None else self.item(field)
+
+    def items(self, field: str) -> "list[_Record]":
+        values = self.value.get(field)
+        if not isinstance(values, list) or not all(isinstance(v, dict) for v in values):
+            raise self.corrupt(field, "must be a list of objects")
+        return [_Record(self.where, f"{self.path}{field}[{i}].", v) for i, v in enumerate(values)]
+
+    def payloads(self, field: str, prefix: str) -> tuple[Payload, ...]:
+        found = []
+        for item in self.items(field):
+            key = item.text("key")
+            try:
+                layout.check_key(key)
+            except UsageError as exc:
+                raise item.corrupt("key", str(exc)) from exc
+            # A manifest must not be able to make a reader fetch or overwrite anything else.
+            if not key.startswith(prefix) or key.count("/") != 2:
+                raise item.corrupt("key", f"must be a file in a folder of {prefix}, not {key!r}")
+            found.append(Payload(key=key, size=item.count("size"), digest=item.digest("digest")))
+        if len({payload.key for payload in found}) != len(found):
+            raise self.corrupt(field, "must hold each key once")
+        return tuple(found)

@@ -1,0 +1,328 @@
+"""Payloads: safetensors files written and read as streams, with every byte accounted for.
+
+The safetensors library reads files and writes whole buffers; anchors here are streamed from the
+model to the store and from the store into a replay, so that memory is bounded by one tensor. The
+format is its own; the tests read what this writes with the library, and the other way round.
+"""
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from patchstore.encodings import EncodedTensor, named
+from patchstore.errors import CorruptObject
+from patchstore.manifest import tensor_spec
+from patchstore.model import DTYPE_BYTES, FORMAT_VERSION, Manifest, Schema, TensorSpec
+from patchstore.stores.base import Chunk
+from patchstore.tensors import TensorPatch, from_bytes, raw_bytes, spec_of
+
+CHUNK_BYTES = 8 << 20
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor of a file and where its bytes are."""
+
+    spec: TensorSpec
+    start: int
+    """Bytes from the beginning of the data; `start + spec.num_bytes` is the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileHeader:
+    """What a safetensors file says before its data."""
+
+    entries: tuple[Entry, ...]
+    """In the order of their data, which they cover without holes or overlaps."""
+    metadata: Mapping[str, str]
+    data_start: int
+    """Bytes from the beginning of the file."""
+
+
+def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """Return the length field and header of a file that holds these tensors in this order."""
+    record: dict[str, object] = {_METADATA: dict(metadata)}
+    offset = 0
+    for spec in specs:
+        end = offset + spec.num_bytes
+        record[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def file_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> int:
+    """Size of the file that `write` makes."""
+    return len(header_bytes(specs, metadata)) + sum(spec.num_bytes for spec in specs)
+
+
+def aligned(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Order tensors so that each begins at a multiple of its element size: wide dtypes first."""
+    return sorted(specs, key=lambda spec: -DTYPE_BYTES[spec.dtype])
+
+
+def write(
+    specs: Sequence[TensorSpec], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
+) -> Iterator[Chunk]:
+    """Yield a safetensors file, one tensor at a time, as views of the tensors' memory.
+
+    Args:
+        tensors: one for each spec, in the same order; taken from the iterable as they are written.
+    """
+    yield header_bytes(specs, metadata)
+    for spec, tensor in zip(specs, tensors, strict=True):
+        assert spec_of(spec.name, tensor) == spec, f"{spec} is not what is being written"
+        view = raw_bytes(tensor)
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield view[start : start + CHUNK_BYTES]
+
+
+def read_header(where: str, file_size: int, first: bytes) -> FileHeader | int:
+    """Read a header from the first bytes of a file.
+
+    Args:
+        where: the object's key, to name in errors.
+        file_size: bytes of the whole file.
+        first: as many of its bytes as are at hand, at least 8 if it has them.
+
+    Returns:
+        The header, or the number of bytes that `first` must have for it.
+
+    Raises:
+        CorruptObject: not a safetensors file, or one whose entries overlap, leave holes, or do not
+            add up to the file's size.
+    """
+    if file_size < 8 or len(first) < 8:
+        raise CorruptObject(f"{where}: {file_size} bytes are too few for a safetensors file")
+    (length,) = struct.unpack_from("<Q", first)
+    if length > min(MAX_HEADER_BYTES, file_size - 8):
+        raise CorruptObject(
+            f"{where}: its header claims {length:,} bytes, but the file has {file_size:,} and a header "
+            f"at most {MAX_HEADER_BYTES:,}"
+        )
+    if len(first) < 8 + length:
+        return 8 + int(length)
+    try:
+        record = json.loads(first[8 : 8 + length], object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as exc:
+        raise CorruptObject(f"{where}: its header is not JSON: {exc}") from exc
+    if not isinstance(record, dict):
+        raise CorruptObject(f"{where}: its header is not a JSON object")
+    metadata = record.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CorruptObject(f"{where}: its metadata must map strings to strings")
+    entries = sorted(
+        (_entry(where, name, value) for name, value in record.items()),
+        key=lambda entry: (entry.start, entry.spec.num_bytes),
+    )
+    expected = 0
+    for entry in entries:
+        if entry.start != expected:
+            raise CorruptObject(
+                f"{where}: the bytes of {entry.spec.name!r} begin at {entry.start}, expected {expected}: "
+                "tensors must not overlap or leave holes"
+            )
+        expected += entry.spec.num_bytes
+    if 8 + length + expected != file_size:
+        raise CorruptObject(
+            f"{where}: header and tensors need {8 + length + expected:,} bytes, but the file has {file_size:,}"
+        )
+    return FileHeader(entries=tuple(entries), metadata=metadata, data_start=8 + int(length))
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        raise ValueError("a name occurs twice in one object")
+    return record
+
+
+def _entry(where: str, name: str, value: object) -> Entry:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CorruptObject(f"{where}: entry {name!r:.100} must have dtype, shape and data_offsets, nothing else")
+    offsets = value["data_offsets"]
+    if not (isinstance(offsets, list) and len(offsets) == 2 and all(type(n) is int for n in offsets)):
+        raise CorruptObject(f"{where}: data_offsets of {name!r:.100} must be two integers")
+    if not isinstance(value["dtype"], str):
+        raise CorruptObject(f"{where}: dtype of {name!r:.100} must be a string")
+    spec = tensor_spec(where, name, value["dtype"], value["shape"])
+    if offsets[0] < 0 or offsets[1] - offsets[0] != spec.num_bytes:
+        raise CorruptObject(
+            f"{where}: {name!r} needs {spec.num_bytes} bytes, but its data_offsets are {offsets}"
+        )
+    return Entry(spec=spec, start=offsets[0])
+
+
+def read_stream(
+    where: str, file_size: int, chunks: Iterable[bytes]
+) -> Iterator[FileHeader | tuple[TensorSpec, torch.Tensor]]:
+    """Yield a file's header and then its tensors, in the order of their data, from a stream.
+
+    Holds one tensor and one chunk at a time. Consumes `chunks` to the end, so that a check behind
+    them (`checksum.verified`) has run when this iterator ends; nothing it yielded may be trusted
+    before that.
+
+    Raises:
+        CorruptObject: as `read_header`, or the stream ends early.
+    """
+    source = _Source(where, iter(chunks))
+    first = source.take(min(8, file_size))
+    header = read_header(where, file_size, first)
+    if isinstance(header, int):
+        header = read_header(where, file_size, first + source.take(header - len(first)))
+    assert isinstance(header, FileHeader)
+    yield header
+    for entry in header.entries:
+        yield entry.spec, from_bytes(entry.spec, source.take(entry.spec.num_bytes))
+    source.finish()
+
+
+class _Source:
+    """A stream of chunks of any sizes, read in pieces of other sizes."""
+
+    def __init__(self, where: str, chunks: Iterator[bytes]) -> None:
+        self._where, self._chunks = where, chunks
+        self._rest = memoryview(b"")
+
+    def take(self, size: int) -> bytearray:
+        """Return exactly `size` bytes.
+
+        Allocates as data arrives, not as a header claims: a lying size costs nothing.
+        """
+        piece = bytearray()
+        while len(piece) < size:
+            if not self._rest:
+                chunk = next(self._chunks, None)
+                if chunk is None:
+                    raise CorruptObject(f"{self._where} ends {size - len(piece):,} bytes early")
+                self._rest = memoryview(chunk)
+            part = self._rest[: size - len(piece)]
+            piece += part
+            self._rest = self._rest[len(part) :]
+        return piece
+
+    def finish(self) -> None:
+        for chunk in self._chunks:
+            if chunk:
+                raise CorruptObject(f"{self._where} goes on after its last tensor")
+
+
+def open_buffer(where: str, buffer: bytearray | memoryview) -> tuple[FileHeader, dict[str, torch.Tensor]]:
+    """Read a whole file that is in memory or mapped; the tensors share the buffer.
+
+    Raises:
+        CorruptObject: as `read_header`.
+    """
+    view = memoryview(buffer).cast("B")
+    header = read_header(where, len(view), bytes(view[:8]))
+    if isinstance(header, int):
+        header = read_header(where, len(view), bytes(view[:header]))
+    assert isinstance(header, FileHeader)
+    tensors = {}
+    for entry in header.entries:
+        start = header.data_start + entry.start
+        tensors[entry.spec.name] = from_bytes(entry.spec, view[start : start + entry.spec.num_bytes])
+    return header, tensors
+
+
+def anchor_metadata(manifest_version: int, step: int, run_id: str) -> dict[str, str]:
+    """The metadata of an anchor's files. `format` is what `transformers` insists on."""
+    return {
+        "format": "pt",
+        "format_version": str(FORMAT_VERSION),
+        "kind": "anchor",
+        "run_id": run_id,
+        "version": str(manifest_version),
+        "step": str(step),
+    }
+
+
+def delta_metadata(
+    version: int, parent: int, step: int, run_id: str, encoding: str, specs: Iterable[TensorSpec]
+) -> dict[str, str]:
+    """The metadata of a delta's files: all that is needed to understand one on its own."""
+    tensors = {spec.name: {"dtype": spec.dtype, "shape": list(spec.shape)} for spec in specs}
+    return {
+        "format": "patchstore",
+        "format_version": str(FORMAT_VERSION),
+        "kind": "delta",
+        "run_id": run_id,
+        "version": str(version),
+        "parent": str(parent),
+        "step": str(step),
+        "encoding": encoding,
+        "tensors": json.dumps(tensors, separators=(",", ":"), ensure_ascii=False),
+    }
+
+
+def delta_file(
+    patches: Sequence[tuple[TensorSpec, TensorPatch]], metadata: Mapping[str, str]
+) -> tuple[list[TensorSpec], list[torch.Tensor]]:
+    """Encode patches; return the tensors of a delta file and their specs, in the order to write."""
+    encoding = named(metadata["encoding"])
+    stored: dict[str, torch.Tensor] = {}
+    for spec, patch in patches:
+        encoded = encoding.encode(patch, spec)
+        stored[f"{spec.name}.idx"] = encoded.idx
+        stored[f"{spec.name}.val"] = encoded.val
+    specs = aligned(spec_of(name, tensor) for name, tensor in stored.items())
+    return specs, [stored[spec.name] for spec in specs]
+
+
+def read_delta(
+    where: str, buffer: bytearray | memoryview, manifest: Manifest, schema: Mapping[str, TensorSpec]
+) -> dict[str, EncodedTensor]:
+    """Read a delta file and check that it is the one its manifest means.
+
+    Returns:
+        Per tensor name what is stored; `decode` turns one into a patch.
+
+    Raises:
+        CorruptObject: not a delta, or one of another run, version, parent or encoding; a tensor that
+            the run does not have, or has in another shape or dtype; entries missing or left over.
+    """
+    header, tensors = open_buffer(where, buffer)
+    assert manifest.delta is not None
+    expected = {
+        "format": "patchstore",
+        "format_version": str(FORMAT_VERSION),
+        "kind": "delta",
+        "run_id": manifest.run_id,
+        "version": str(manifest.version),
+        "parent": str(manifest.parent),
+        "step": str(manifest.step),
+        "encoding": manifest.delta.encoding,
+    }
+    for field, value in expected.items():
+        if header.metadata.get(field) != value:
+            raise CorruptObject(f"{where}: its {field} is {header.metadata.get(field)!r}, expected {value!r}")
+    try:
+        listed = json.loads(header.metadata.get("tensors", ""), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as exc:
+        raise CorruptObject(f"{where}: its list of tensors is not JSON: {exc}") from exc
+    if not isinstance(listed, dict):
+        raise CorruptObject(f"{where}: its list of tensors is not a JSON object")
+    found = {}
+    for name, value in listed.items():
+        if name not in schema:
+            raise CorruptObject(f"{where}: it changes tensor {name!r:.100}, which this run does not have")
+        if value != {"dtype": schema[name].dtype, "shape": list(schema[name].shape)}:
+            raise CorruptObject(f"{where}: it takes {name!r} for {value!r:.100}, but the run has {schema[name]}")
+        if f"{name}.idx" not in tensors or f"{name}.val" not in tensors:
+            raise CorruptObject(f"{where}: {name!r} lacks its positions or values")
+        found[name] = EncodedTensor(idx=tensors.pop(f"{name}.idx"), val=tensors.pop(f"{name}.val"))
+    if tensors:
+        raise CorruptObject(f"{where}: it holds {min(tensors)!r:.100}, which belongs to no listed tensor")
+    return found
+
+
+def index_json(schema: Schema, weight_map: Mapping[str, str]) -> bytes:
+    """The `model.safetensors.index.json` of a sharded checkpoint folder."""
+    record = {"metadata": {"total_size": schema.num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(record, indent=2, ensure_ascii=False).encode() + b"\n"

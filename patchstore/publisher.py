@@ -1,0 +1,409 @@
+"""Publish a training run's weights: each call makes one version of exactly what changed.
+
+Changes are found by comparing bits with a snapshot of what was published last, never inferred from
+the optimiser, so any number of steps may lie between two calls. The training loop waits for that
+comparison; encoding, upload and commit run behind it on one thread.
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+
+from patchstore import diff, digest, log
+from patchstore.committer import Change, Committer, now
+from patchstore.encodings import named
+from patchstore.errors import (
+    PublishFailed,
+    ResumeMismatch,
+    RunExists,
+    SchemaMismatch,
+    UsageError,
+    VersionConflict,
+)
+from patchstore.layout import check_file_name
+from patchstore.model import Manifest, Schema, StoreHeader, TensorSpec
+from patchstore.stores.base import Store
+from patchstore.stores.probe import prove_create_only
+from patchstore.tensors import TensorPatch, bits, spec_of
+
+logger = logging.getLogger(__name__)
+
+Source = torch.nn.Module | Mapping[str, torch.Tensor]
+"""A model, whose `state_dict` is published, or its tensors by checkpoint name."""
+
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json", ".bin.index.json")
+
+
+class Publication:
+    """One call of `publish_patch` on its way into the store."""
+
+    def __init__(self, step: int, *, compare_s: float) -> None:
+        self.step = step
+        self.compare_s = compare_s
+        """Seconds that the training loop waited for the comparison."""
+        self.publish_s: float | None = None
+        """Seconds from the call to the commit; None until then."""
+        self.seen = False
+        """Whether somebody asked for the result."""
+        self._future: Future[Manifest] = Future()
+
+    def done(self) -> bool:
+        """Whether the result is in, good or bad."""
+        return self._future.done()
+
+    def result(self, timeout_s: float | None = None) -> Manifest:
+        """Wait for the commit and return the version's manifest.
+
+        Raises:
+            PublishFailed: not stored; the next publication will be an anchor.
+            VersionConflict: another publisher has this run; this one must stop.
+            TimeoutError: not done within `timeout_s`.
+        """
+        error = self._future.exception(timeout_s)
+        self.seen = True
+        if error is not None:
+            raise error
+        return self._future.result()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What the background thread is to commit."""
+
+    publication: Publication
+    change: Change
+    anchor: bool
+    began: float
+
+
+class Publisher:
+    """The one writer of a run. Use from one thread; close it, or use it as a context manager.
+
+    Memory: a snapshot of the served weights on their device, and the changed elements of at most
+    `max_pending` publications in host memory, plus a few parts of 8 MiB in transfer. An anchor is
+    uploaded from the snapshot itself, so the call after an anchor waits until it is stored.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        source: Source,
+        *,
+        dtype: torch.dtype | None = torch.bfloat16,
+        encoding: str = "gap",
+        anchor_every: int = 64,
+        files: str | os.PathLike[str] | None = None,
+        resume: bool | int | Literal["anchor"] = False,
+        max_pending: int = 2,
+        max_shard_bytes: int = 5_000_000_000,
+    ) -> None:
+        """Create a run, or claim an existing one with `resume`.
+
+        Args:
+            source: the model or its tensors. Names, shapes and tied tensors must stay what they are
+                now; a mapping may hold other tensor objects under its names at each call.
+            dtype: what floating-point tensors of 16 bits or more are served as, and therefore
+                compared as; None to publish every tensor in its own dtype.
+            encoding: how positions are stored; see `encodings.ENCODINGS`.
+            anchor_every: publications from one anchor to the next; the versions in between store
+                changes only.
+            files: a checkpoint folder whose config and tokenizer files go into every anchor.
+            resume: False for a new run. True to go on from the newest version with exactly these
+                weights, a number to go on from that version, which must have them. "anchor" to go
+                on behind the head with whatever weights these are, by publishing all of them.
+            max_pending: publications under way before `publish_patch` waits.
+            max_shard_bytes: size of an anchor's files.
+
+        Raises:
+            RunExists: the store has a run and `resume` is False.
+            ResumeMismatch: no version has these weights, or the one named has others.
+            SchemaMismatch: a tensor cannot be stored, or the run was created with other tensors.
+            UnsupportedStore: the store cannot create exclusively.
+            VersionConflict: another publisher claimed the run at the same time.
+        """
+        if anchor_every < 1 or max_pending < 1 or max_shard_bytes < 1:
+            raise UsageError("anchor_every, max_pending and max_shard_bytes must be at least 1")
+        self._encoding = named(encoding)
+        self._source, self._dtype = source, dtype
+        self._anchor_every = anchor_every
+        prove_create_only(store)
+        current, self._tied = self._tensors()
+        self._snapshot = {name: self._served(tensor, copy=True) for name, tensor in current.items()}
+        schema = Schema(
+            tensors=tuple(spec_of(name, tensor) for name, tensor in sorted(self._snapshot.items())),
+            tied=self._tied,
+        )
+        header, head, parent = _open_run(store, schema, self._snapshot, resume)
+        self.run_id = header.run_id
+        self._specs = header.schema.by_name()
+        self._committer = Committer(
+            store,
+            header,
+            head=head,
+            parent=parent,
+            encoding=encoding,
+            files={} if files is None else _checkpoint_files(Path(files)),
+            max_shard_bytes=max_shard_bytes,
+        )
+        self._since_anchor = 0
+        """Publications since the last anchor."""
+        if parent is not None:
+            self._since_anchor = len(log.read_lineage(store, self._committer.claim().version)) - 1
+        self._owes_anchor = parent is None or resume == "anchor"
+        """Set where the snapshot is not what the parent has, so that only a whole model can follow."""
+        self._conflict: VersionConflict | None = None
+        self._pending: list[Publication] = []
+        self._slots = threading.BoundedSemaphore(max_pending)
+        self._snapshot_free = threading.Event()
+        self._snapshot_free.set()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="patchstore-publisher", daemon=True)
+        self._thread.start()
+
+    def publish_patch(self, step: int) -> Publication:
+        """Publish what changed since the last call as the next version.
+
+        Returns when the weights have been compared, and may be changed again; the version exists
+        when the returned publication's `result` says so.
+
+        Raises:
+            PublishFailed: an earlier publication was not stored, and nobody has been told yet. This
+                call published nothing; the next one publishes the whole model.
+            VersionConflict: another publisher has this run; nothing can be published any more.
+            SchemaMismatch: names, shapes, dtypes or ties of the source have changed.
+            UsageError: the publisher is closed.
+        """
+        if self._closed:
+            raise UsageError("this publisher is closed")
+        self._raise_untold()
+        self._slots.acquire()
+        try:
+            # An anchor on its way reads the snapshot, which must not change under it.
+            self._snapshot_free.wait()
+            began = time.monotonic()
+            try:
+                change = self._compare(step)
+            except BaseException:
+                # The snapshot may have moved for some tensors, so no delta can build on it.
+                self._owes_anchor = True
+                raise
+            anchor = self._owes_anchor or self._since_anchor + 1 >= self._anchor_every
+            self._since_anchor = 0 if anchor else self._since_anchor + 1
+            publication = Publication(step, compare_s=time.monotonic() - began)
+            if anchor:
+                self._snapshot_free.clear()
+        except BaseException:
+            self._slots.release()
+            raise
+        self._pending.append(publication)
+        self._jobs.put(_Job(publication=publication, change=change, anchor=anchor, began=began))
+        return publication
+
+    def close(self) -> None:
+        """Wait until everything published is committed or has failed, and end the background thread.
+
+        Raises:
+            PublishFailed, VersionConflict: a publication failed, and nobody has been told yet.
+        """
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+        self._thread.join()
+        self._raise_untold()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except (PublishFailed, VersionConflict):
+            if error is None:
+                raise
+            logger.exception("a publication failed too, while the trainer was failing")
+
+    def _raise_untold(self) -> None:
+        if self._conflict is not None:
+            raise self._conflict
+        self._pending = [publication for publication in self._pending if not publication.seen]
+        errors = []
+        for publication in [publication for publication in self._pending if publication.done()]:
+            self._pending.remove(publication)
+            try:
+                publication.result()
+            except Exception as exc:
+                errors.append(exc)
+        if errors:
+            # The later ones failed because the first did.
+            raise errors[0]
+
+    def _tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return the source's tensors, each once, and further names -> the first name."""
+        source = self._source
+        first: dict[tuple[object, ...], str] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        tied: dict[str, str] = {}
+        for name, tensor in (source.state_dict() if isinstance(source, torch.nn.Module) else source).items():
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta or hasattr(tensor, "full_tensor"):
+                raise SchemaMismatch(
+                    f"{name!r} is not a whole tensor in memory but {type(tensor).__name__}; "
+                    "pass full tensors by name instead of the model"
+                )
+            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if tensor.numel() and first.setdefault(place, name) != name:
+                tied[name] = first[place]
+            else:
+                tensors[name] = tensor
+        return tensors, tied
+
+    def _served(self, tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+        """Return a tensor as it is served: the source's own memory where it is so already, unless `copy`."""
+        # Also drops a requirement for gradients: what is published is never part of a graph.
+        tensor = tensor.detach()
+        served = tensor.to(self._served_dtype(tensor), copy=copy)
+        return served.contiguous()
+
+    def _served_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        if self._dtype is not None and tensor.is_floating_point() and tensor.element_size() >= 2:
+            return self._dtype
+        return tensor.dtype
+
+    def _compare(self, step: int) -> Change:
+        """Bring the snapshot up to the source, and return what that changed."""
+        current, tied = self._tensors()
+        if tied != self._tied:
+            raise SchemaMismatch(f"tensors were tied as {self._tied}, but are tied as {tied} now")
+        for name in sorted(current.keys() | self._specs.keys()):
+            found = None
+            if name in current:
+                served = torch.empty(current[name].shape, dtype=self._served_dtype(current[name]), device="meta")
+                found = spec_of(name, served)
+            if found != self._specs.get(name):
+                raise SchemaMismatch(f"tensor {name!r} was {self._specs.get(name)}, but is {found} now")
+        num_changed = 0
+        patches, before = [], []
+        for name in sorted(current):
+            tensor, snapshot = self._served(current[name]), self._snapshot[name]
+            changed = diff.changed(tensor, snapshot)
+            if changed.numel() == 0:
+                continue
+            num_changed += changed.numel()
+            stated = self._encoding.stated(changed)
+            new, old = bits(tensor), bits(snapshot)
+            values = new[stated]
+            patches.append(
+                TensorPatch(name=name, indices=stated.cpu(), values=values.view(tensor.dtype).cpu())
+            )
+            before.append(old[stated].view(tensor.dtype).cpu())
+            old[stated] = values
+        return Change(step=step, num_changed=num_changed, patches=tuple(patches), before=tuple(before))
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            publication = job.publication
+            try:
+                manifest = self._commit(job)
+            except BaseException as exc:
+                self._owes_anchor = True
+                if isinstance(exc, VersionConflict):
+                    self._conflict = exc
+                publication._future.set_exception(exc)
+            else:
+                publication.publish_s = time.monotonic() - job.began
+                logger.info(
+                    "published version %d: step %d, %d changed, %.1f MiB, compare %.2f s, publish %.2f s",
+                    manifest.version,
+                    manifest.step,
+                    job.change.num_changed,
+                    manifest.num_bytes / 2**20,
+                    publication.compare_s,
+                    publication.publish_s,
+                )
+                publication._future.set_result(manifest)
+            finally:
+                if job.anchor:
+                    self._snapshot_free.set()
+                self._slots.release()
+
+    def _commit(self, job: _Job) -> Manifest:
+        if self._conflict is not None:
+            raise self._conflict
+        if job.anchor:
+            # After a failure the parent lacks changes that the snapshot has: then there is no delta to it.
+            change = None if self._owes_anchor else job.change
+            manifest = self._committer.commit_anchor(job.change.step, self._snapshot.__getitem__, change)
+            self._owes_anchor = False
+            return manifest
+        if self._owes_anchor:
+            raise PublishFailed(
+                f"step {job.change.step} builds on a publication that was not stored; "
+                "the next publication will be an anchor"
+            )
+        return self._committer.commit_delta(job.change)
+
+
+def _open_run(
+    store: Store, schema: Schema, snapshot: Mapping[str, torch.Tensor], resume: bool | int | str
+) -> tuple[StoreHeader, Manifest | None, Manifest | None]:
+    """Return the run's header, its head, and the version to build on."""
+    header = log.read_header(store)
+    if header is None:
+        if resume is not False:
+            raise ResumeMismatch(f"{store.url} holds no run to resume; open it without resume")
+        header = StoreHeader(run_id=uuid.uuid4().hex, created_at=now(), schema=schema)
+        log.create_header(store, header)
+        return header, None, None
+    if resume is False:
+        raise RunExists(
+            f"{store.url} already holds run {header.run_id}, created {header.created_at}; "
+            "use another prefix, or resume=True to go on with that run"
+        )
+    ours, theirs = schema.by_name(), header.schema.by_name()
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise SchemaMismatch(f"tensor {name!r} is {ours.get(name)}, but the run has {theirs.get(name)}")
+    head = log.head(store)
+    if head is None or resume == "anchor":
+        return header, head, head
+    state = digest.of_tensors(header.schema, snapshot.items())
+    if resume is not True:
+        parent = log.read_manifest(store, int(resume))
+        if parent.state != state:
+            raise ResumeMismatch(
+                f"version {resume} has state digest {parent.state.total}, but these weights have {state.total}; "
+                'load that version first, or use resume="anchor" to publish these weights whole'
+            )
+        return header, head, parent
+    for version in range(head.version, -1, -1):
+        parent = log.read_manifest(store, version)
+        if parent.state == state:
+            return header, head, parent
+    raise ResumeMismatch(
+        f"none of the {head.version + 1} versions in {store.url} has these weights (state digest {state.total}); "
+        'load one of them first, or use resume="anchor" to publish these weights whole'
+    )
+
+
+def _checkpoint_files(folder: Path) -> dict[str, bytes]:
+    """Read a checkpoint folder's files that are not weights."""
+    if not folder.is_dir():
+        raise UsageError(f"files={folder} is not a folder")
+    return {
+        check_file_name(path.name): path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_FILES)
+    }

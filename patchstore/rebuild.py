@@ -1,0 +1,151 @@
+"""Rebuild any version, bit for bit, as a checkpoint folder.
+
+An anchor's files are streamed through, tensor by tensor, with the deltas written into each tensor
+on its way: memory holds one tensor, not the model, and nothing appears under the output's name
+before every payload digest and the state digest have been checked.
+"""
+
+import os
+import shutil
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from patchstore import digest, fetch, lineage, log, payload
+from patchstore.errors import CorruptObject, UsageError, VersionNotFound
+from patchstore.model import Manifest, Plan, StoreHeader, TensorSpec
+from patchstore.stores.base import Store
+from patchstore.tensors import bits
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done so far and the bytes in all."""
+
+
+def replay(
+    store: Store,
+    version: int | None = None,
+    *,
+    out: str | os.PathLike[str],
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write a version as a Hugging Face checkpoint folder.
+
+    Args:
+        version: None for the head.
+        out: a folder that does not exist yet. Its parent needs room for the checkpoint and the
+            deltas.
+
+    Returns:
+        The version's manifest.
+
+    Raises:
+        UsageError: `out` exists.
+        VersionNotFound: no such version.
+        LineageError: the version cannot be reached from an anchor.
+        CorruptObject, StateMismatch: the bucket's bytes are wrong. As after every error, nothing
+            exists under `out`.
+    """
+    target = Path(out)
+    if target.exists():
+        raise UsageError(f"{target} exists; name a folder that does not")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    partial.mkdir()
+    try:
+        header, route = _route(store, version)
+        assert route.anchor is not None and route.anchor.anchor is not None
+        metadata = payload.anchor_metadata(route.target.version, route.target.step, header.run_id)
+        for name, specs, tensors in _files(store, header, route, partial, progress):
+            with (partial / name).open("xb") as file:
+                for chunk in payload.write(specs, tensors, metadata):
+                    file.write(chunk)
+        for wanted in route.anchor.anchor.files:
+            fetch.download(store, wanted, partial / wanted.key.rsplit("/", 1)[1])
+        for path in partial.iterdir():
+            _flush(path)
+        os.rename(partial, target)
+        _flush(target.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return route.target
+
+
+def verify(store: Store, version: int | None = None, *, progress: Progress | None = None) -> Manifest:
+    """Rebuild a version without keeping it, and check every digest on the way.
+
+    Raises:
+        As `replay`.
+    """
+    header, route = _route(store, version)
+    for _, _, tensors in _files(store, header, route, None, progress):
+        deque(tensors, maxlen=0)
+    return route.target
+
+
+def _route(store: Store, version: int | None) -> tuple[StoreHeader, Plan]:
+    header = log.read_header(store)
+    if header is None:
+        raise VersionNotFound(f"{store.url} holds no run")
+    if version is None:
+        newest = log.head(store)
+        if newest is None:
+            raise VersionNotFound(f"{store.url} has no version yet")
+        version = newest.version
+    route = lineage.plan(log.read_lineage(store, version), None, version)
+    if route.target.run_id != header.run_id:
+        raise CorruptObject(
+            f"version {version} is of run {route.target.run_id}, but the store of run {header.run_id}"
+        )
+    return header, route
+
+
+def _files(
+    store: Store, header: StoreHeader, route: Plan, scratch: Path | None, progress: Progress | None
+) -> Iterator[tuple[str, list[TensorSpec], Iterator[torch.Tensor]]]:
+    """Yield each file of the version: its name, what it holds, and its tensors in that order.
+
+    All tensors of a file must be taken before the next file. The digests have been checked when
+    this iterator ends, and not before.
+    """
+    assert route.anchor is not None and route.anchor.anchor is not None
+    schema = header.schema.by_name()
+    sums: dict[str, digest.Sums] = {}
+    done = 0
+
+    def patched(
+        specs: list[TensorSpec], tensors: Iterator[torch.Tensor], deltas: fetch.Deltas
+    ) -> Iterator[torch.Tensor]:
+        nonlocal done
+        for spec, tensor in zip(specs, tensors, strict=True):
+            flat = bits(tensor)
+            for patch in deltas.patches(spec):
+                flat[patch.indices] = bits(patch.values)
+            sums[spec.name] = digest.of_tensor(tensor)
+            yield tensor
+            done += spec.num_bytes
+            if progress is not None:
+                progress(done, header.schema.num_bytes)
+
+    with fetch.deltas(store, route.deltas, schema, scratch) as deltas:
+        for wanted in route.anchor.anchor.payloads:
+            specs, tensors = fetch.anchor_file(store, wanted, schema)
+            if twice := [spec.name for spec in specs if spec.name in sums]:
+                raise CorruptObject(f"{wanted.key}: {twice[0]!r} is in another file of this anchor too")
+            yield wanted.key.rsplit("/", 1)[1], specs, patched(specs, tensors, deltas)
+    if missing := schema.keys() - sums.keys():
+        raise CorruptObject(
+            f"the anchor of version {route.anchor.version} lacks {len(missing)} tensors, such as {min(missing)!r}"
+        )
+    digest.check_state(header.schema, sums, route.target)
+
+
+def _flush(path: Path) -> None:
+    """Make a file, or a folder's list of files, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,116 @@
+"""What the command line shows: versions as tables for people and as JSON lines for programs."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from patchstore import manifest as manifests
+from patchstore.model import Manifest, StoreHeader
+
+out = Console()
+err = Console(stderr=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on one line of standard output, at once."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def summary(found: Manifest) -> dict[str, Any]:
+    """A version in a few fields."""
+    return {
+        "version": found.version,
+        "kind": found.kind,
+        "parent": found.parent,
+        "step": found.step,
+        "created_at": found.created_at,
+        "writer": found.writer.id,
+        "epoch": found.writer.epoch,
+        "encoding": found.delta and found.delta.encoding,
+        "num_changed": found.delta and found.delta.num_changed,
+        "delta_bytes": found.delta and found.delta.num_bytes,
+        "anchor_bytes": found.anchor and found.anchor.num_bytes,
+        "state": found.state.total,
+    }
+
+
+def full(found: Manifest, header: StoreHeader) -> dict[str, Any]:
+    """A version with all that its manifest says; each tensor's digest under the tensor's name."""
+    record: dict[str, Any] = json.loads(manifests.to_json(found))
+    names = (spec.name for spec in header.schema.tensors)
+    record["state"]["tensors"] = dict(zip(names, found.state.tensors, strict=True))
+    return record
+
+
+def log_table(header: StoreHeader, versions: Iterable[Manifest]) -> Table:
+    """Versions, a line each, in the order given."""
+    schema = header.schema
+    table = Table(
+        title=f"run {header.run_id}: {len(schema.tensors)} tensors, {schema.num_elements:,} elements, "
+        f"{decimal(schema.num_bytes)}"
+    )
+    for name in ("version", "step", "changed", "delta", "B/change", "anchor", "state"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for found in versions:
+        delta, anchor = found.delta, found.anchor
+        changed = rate = size = "-"
+        if delta is not None:
+            changed = f"{100 * delta.num_changed / max(1, schema.num_elements):.3f} %"
+            size = decimal(delta.num_bytes)
+            rate = f"{delta.num_bytes / delta.num_changed:.2f}" if delta.num_changed else "-"
+        table.add_row(
+            str(found.version),
+            str(found.step),
+            changed,
+            size,
+            rate,
+            "-" if anchor is None else decimal(anchor.num_bytes),
+            short(found.state.total),
+        )
+    return table
+
+
+def show_table(found: Manifest) -> Table:
+    """One version, a field a line."""
+    table = Table(title=f"version {found.version}", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in summary(found).items():
+        table.add_row(name, "-" if value is None else str(value))
+    table.add_row("write_id", found.writer.write_id)
+    table.add_row("parent_digest", found.parent_digest or "-")
+    delta = found.delta.payloads if found.delta else ()
+    anchor = (*found.anchor.payloads, *found.anchor.files) if found.anchor else ()
+    for part, payloads in (("delta", delta), ("anchor", anchor)):
+        for payload in payloads:
+            table.add_row(part, f"{payload.key}\n{payload.size:,} bytes, {payload.digest}")
+    return table
+
+
+def short(digest: str) -> str:
+    """The first digits of a digest, enough to compare by eye."""
+    return digest.removeprefix("blake3:")[:12]
+
+
+@contextmanager
+def progress(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar of bytes on standard error while the block runs, where that is a terminal."""
+    if not (shown and err.is_terminal):
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -1,0 +1,85 @@
+"""Tensors as bit patterns: dtypes by their safetensors names, integer views, and patches.
+
+Bits are compared and carried, never numbers: -0.0 and 0.0 differ, and a NaN equals itself.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from patchstore.errors import SchemaMismatch
+from patchstore.model import TensorSpec
+
+TORCH_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+}
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPatch:
+    """New values for some elements of one tensor, in checkpoint coordinates."""
+
+    name: str
+    indices: torch.Tensor
+    """int32 or int64 [num_stated], strictly ascending positions in the flattened tensor."""
+    values: torch.Tensor
+    """[num_stated], in the tensor's own dtype."""
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements' bit patterns as a flat integer tensor of the same width.
+
+    Shares memory with a contiguous tensor; one byte gives uint8, wider ones int16, int32, int64.
+    """
+    return tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Describe a tensor.
+
+    Raises:
+        SchemaMismatch: its dtype cannot be stored, or its name is not printable.
+    """
+    if tensor.dtype not in _NAMES:
+        raise SchemaMismatch(
+            f"tensor {name!r} has dtype {tensor.dtype}; storable are {', '.join(sorted(TORCH_DTYPES))}"
+        )
+    if not name or not name.isprintable():
+        raise SchemaMismatch(f"{name!r} cannot name a tensor: it must be printable and not empty")
+    return TensorSpec(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))
+
+
+def index_dtype(num_elements: int) -> torch.dtype:
+    """int32 while every position fits, int64 from 2**31 elements on."""
+    return torch.int32 if num_elements <= 2**31 - 1 else torch.int64
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, little-endian and without a copy where it is contiguous on the CPU."""
+    flat = bits(tensor.cpu().contiguous())
+    return memoryview(flat.view(torch.uint8).numpy()).cast("B") if flat.numel() else memoryview(b"")
+
+
+def from_bytes(spec: TensorSpec, data: bytearray | memoryview) -> torch.Tensor:
+    """Return a tensor over `data` (`spec.num_bytes` long, writable), sharing its memory."""
+    dtype = TORCH_DTYPES[spec.dtype]
+    if spec.num_elements == 0:
+        return torch.empty(spec.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(spec.shape)
