@@ -53,7 +53,9 @@ def verified(chunks: Iterable[bytes], payload: Payload) -> Iterator[bytes]:
             break
         yield chunk
     if hasher.num_bytes != payload.size:
-        found = f"at least {hasher.num_bytes:,}" if hasher.num_bytes > payload.size else f"{hasher.num_bytes:,}"
+        found = (
+            f"at least {hasher.num_bytes:,}" if hasher.num_bytes > payload.size else f"{hasher.num_bytes:,}"
+        )
         raise CorruptObject(f"{payload.key} should have {payload.size:,} bytes but has {found}")
     if hasher.digest() != payload.digest:
         raise CorruptObject(f"{payload.key} should have digest {payload.digest} but has {hasher.digest()}")

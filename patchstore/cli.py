@@ -35,10 +35,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-StoreUrl = Annotated[str, typer.Argument(metavar="STORE", help="A folder, s3://bucket/prefix or another URL.")]
+StoreUrl = Annotated[
+    str, typer.Argument(metavar="STORE", help="A folder, s3://bucket/prefix or another URL.")
+]
 Option = Annotated[
     list[str] | None,
-    typer.Option("--option", "-o", metavar="KEY=VALUE", help="Storage option, such as endpoint_url=...; repeatable."),
+    typer.Option(
+        "--option", "-o", metavar="KEY=VALUE", help="Storage option, such as endpoint_url=...; repeatable."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object a line.")]
 
@@ -101,14 +105,18 @@ def verify(
         if as_json:
             report.print_json({**report.summary(found), "verified": True})
         else:
-            report.out.print(f"version {found.version}: payloads and state {report.short(found.state.total)} verified")
+            report.out.print(
+                f"version {found.version}: payloads and state {report.short(found.state.total)} verified"
+            )
 
 
 @app.command()
 def replay(
     store: StoreUrl,
     out: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
-    version: Annotated[int | None, typer.Option("--version", "-v", min=0, help="The newest by default.")] = None,
+    version: Annotated[
+        int | None, typer.Option("--version", "-v", min=0, help="The newest by default.")
+    ] = None,
     option: Option = None,
     as_json: Json = False,
 ) -> None:
@@ -121,7 +129,48 @@ def replay(
     if as_json:
         report.print_json({**report.summary(found), "out": str(out)})
     else:
-        report.out.print(f"version {found.version} (step {found.step}) is in {out}, state {report.short(found.state.total)}")
+        report.out.print(
+            f"version {found.version}, step {found.step}: {out}, state {report.short(found.state.total)}"
+        )
+
+
+@app.command()
+def follow(
+    store: StoreUrl,
+    server: Annotated[
+        str, typer.Option("--server", metavar="URL", help="A vLLM server with the delta backend.")
+    ],
+    min_interval_s: Annotated[
+        float, typer.Option(min=0.01, help="Seconds between looks while there is news.")
+    ] = 0.2,
+    max_interval_s: Annotated[
+        float, typer.Option(min=0.01, help="Seconds between looks at the most.")
+    ] = 10.0,
+    timeout_s: Annotated[
+        float, typer.Option(min=1, help="Seconds that one call may take, an anchor's too.")
+    ] = 600.0,
+    option: Option = None,
+    as_json: Json = False,
+) -> None:
+    """Keep a server at the newest version, until SIGTERM or Ctrl-C."""
+    from patchstore.integrations.follow import Follow, stop_on_signals
+    from patchstore.integrations.vllm_server import VllmServer
+
+    bucket, options = _open(store, option), _parsed(option)
+    stop = stop_on_signals()
+    with VllmServer(server, timeout_s=timeout_s) as inference:
+        following = Follow(
+            bucket,
+            inference,
+            storage_options=options,
+            min_interval_s=min_interval_s,
+            max_interval_s=max(min_interval_s, max_interval_s),
+        )
+        for done in following.run(stop):
+            if as_json:
+                report.print_json({"server": inference.url, **done.to_dict()})
+            else:
+                report.out.print(f"{inference.url}: {done}", markup=False, highlight=False)
 
 
 def _version(wanted: bool) -> None:
@@ -138,18 +187,23 @@ def _root(
     ] = False,
 ) -> None:
     logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
 
 
 def _open(url: str, options: list[str] | None) -> Store:
+    return open_store(url, **_parsed(options))
+
+
+def _parsed(options: list[str] | None) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
     for option in options or []:
         key, separator, value = option.partition("=")
         if not separator or not key:
             raise typer.BadParameter(f"--option takes KEY=VALUE, not {option!r}")
         parsed[key] = value
-    return open_store(url, **parsed)
+    return parsed
 
 
 def _run(store: Store) -> tuple[StoreHeader, Manifest]:

@@ -19,7 +19,17 @@ import torch
 
 from patchstore import checksum, digest, layout, log, payload
 from patchstore.errors import NotFound, PublishFailed, StoreUnavailable, VersionConflict, VersionNotFound
-from patchstore.model import Anchor, Delta, Manifest, Payload, Schema, StateDigest, StoreHeader, TensorSpec, Writer
+from patchstore.model import (
+    Anchor,
+    Delta,
+    Manifest,
+    Payload,
+    Schema,
+    StateDigest,
+    StoreHeader,
+    TensorSpec,
+    Writer,
+)
 from patchstore.stores.base import Chunk, Store
 from patchstore.tensors import TensorPatch
 
@@ -94,7 +104,7 @@ class Committer:
             self._sums = digest.sums_of(header.schema, parent.state)
 
     def claim(self) -> Manifest:
-        """Commit an empty delta on the parent, with a higher epoch: from here on, older publishers are fenced.
+        """Commit an empty delta on the parent, with a higher epoch: that fences all older publishers.
 
         Raises:
             VersionConflict: another publisher was faster; nothing was written.
@@ -162,9 +172,7 @@ class Committer:
             key = layout.delta_key(self._next, write_id, 1, 1)
             payloads = (self._upload(key, lambda: payload.write(specs, tensors, metadata)),)
         delta = Delta(encoding=self.encoding, num_changed=change.num_changed, payloads=payloads)
-        return self._manifest(
-            change.step, digest.of_state(self.header.schema, sums), delta, anchor, write_id
-        )
+        return self._manifest(change.step, digest.of_state(self.header.schema, sums), delta, anchor, write_id)
 
     def _upload_anchor(
         self, step: int, write_id: str, tensors: Callable[[str], torch.Tensor]
@@ -184,7 +192,8 @@ class Committer:
         def shard(specs: Sequence[TensorSpec]) -> Iterator[Chunk]:
             return payload.write(specs, digested(specs), metadata)
 
-        payloads, weight_map = [], {}
+        payloads: list[Payload] = []
+        weight_map: dict[str, str] = {}
         for number, specs in enumerate(shards, 1):
             name = layout.shard_name(number, len(shards))
             weight_map |= {spec.name: name for spec in specs}
@@ -228,12 +237,17 @@ class Committer:
         raise AssertionError("unreachable")
 
     def _manifest(
-        self, step: int, state: StateDigest, delta: Delta | None, anchor: Anchor | None, write_id: str | None = None
+        self,
+        step: int,
+        state: StateDigest,
+        delta: Delta | None,
+        anchor: Anchor | None,
+        write_id: str | None = None,
     ) -> Manifest:
         return Manifest(
             version=self._next,
-            parent=self.parent and self.parent.version,
-            parent_digest=self.parent and log.manifest_digest(self.parent),
+            parent=None if self.parent is None else self.parent.version,
+            parent_digest=None if self.parent is None else log.manifest_digest(self.parent),
             run_id=self.header.run_id,
             step=step,
             created_at=now(),
@@ -252,8 +266,8 @@ class Committer:
         except VersionConflict as exc:
             if self._settle():
                 raise PublishFailed(
-                    f"an earlier commit of version {self._next - 1} took place after all, while its answer was "
-                    "lost; the next publication will be an anchor on it"
+                    f"an earlier commit of version {self._next - 1} took place after all, although its "
+                    "answer was lost; the next publication will be an anchor on it"
                 ) from exc
             raise
         self._adopt(new)

@@ -75,7 +75,9 @@ def of_tensors(schema: Schema, tensors: Iterable[tuple[str, torch.Tensor]]) -> S
     specs, sums = schema.by_name(), dict[str, Sums]()
     for name, tensor in tensors:
         if specs.get(name) != spec_of(name, tensor):
-            raise SchemaMismatch(f"tensor {spec_of(name, tensor)} does not follow the schema: {specs.get(name)}")
+            raise SchemaMismatch(
+                f"tensor {spec_of(name, tensor)} does not follow the schema: {specs.get(name)}"
+            )
         sums[name] = of_tensor(tensor)
     if missing := specs.keys() - sums.keys():
         raise SchemaMismatch(f"{len(missing)} tensors are missing, such as {min(missing)!r}")
@@ -92,9 +94,7 @@ def sums_of(schema: Schema, state: StateDigest) -> dict[str, Sums]:
         raise SchemaMismatch(
             f"the state digest covers {len(state.tensors)} tensors, but the schema has {len(schema.tensors)}"
         )
-    return {
-        spec.name: Sums.from_hex(text) for spec, text in zip(schema.tensors, state.tensors, strict=True)
-    }
+    return {spec.name: Sums.from_hex(text) for spec, text in zip(schema.tensors, state.tensors, strict=True)}
 
 
 def check_state(schema: Schema, sums: Mapping[str, Sums], manifest: Manifest) -> None:

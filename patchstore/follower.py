@@ -189,7 +189,7 @@ class Follower:
             sums[name] = sums[name].minus(before).plus(after)
         if missing := self._specs.keys() - sums.keys():
             raise CorruptObject(
-                f"the anchor of version {route.anchor and route.anchor.version} lacks {len(missing)} tensors, "
+                f"the anchor that version {version} starts from lacks {len(missing)} tensors, "
                 f"such as {min(missing)!r}"
             )
         digest.check_state(self.header.schema, sums, route.target)
@@ -217,7 +217,8 @@ class Follower:
         """
         if staged.plan.held != self.held:
             raise UsageError(
-                f"this update was staged on version {staged.plan.held}, but {self.held} is held now; stage it again"
+                f"this update was staged on version {staged.plan.held}, but {self.held} is held now: "
+                "stage it again"
             )
         undo = Undo(self)
         try:

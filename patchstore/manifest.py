@@ -116,8 +116,7 @@ def to_json(manifest: Manifest) -> bytes:
                 "num_changed": delta.num_changed,
                 "payloads": _payloads(delta.payloads),
             },
-            "anchor": anchor
-            and {"payloads": _payloads(anchor.payloads), "files": _payloads(anchor.files)},
+            "anchor": anchor and {"payloads": _payloads(anchor.payloads), "files": _payloads(anchor.files)},
             "state": {"total": manifest.state.total, "tensors": list(manifest.state.tensors)},
         }
     )

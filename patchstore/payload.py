@@ -83,7 +83,7 @@ def write(
             yield view[start : start + CHUNK_BYTES]
 
 
-def read_header(where: str, file_size: int, first: bytes) -> FileHeader | int:
+def read_header(where: str, file_size: int, first: bytes | bytearray) -> FileHeader | int:
     """Read a header from the first bytes of a file.
 
     Args:
@@ -131,7 +131,8 @@ def read_header(where: str, file_size: int, first: bytes) -> FileHeader | int:
         expected += entry.spec.num_bytes
     if 8 + length + expected != file_size:
         raise CorruptObject(
-            f"{where}: header and tensors need {8 + length + expected:,} bytes, but the file has {file_size:,}"
+            f"{where}: header and tensors need {8 + length + expected:,} bytes, "
+            f"but the file has {file_size:,}"
         )
     return FileHeader(entries=tuple(entries), metadata=metadata, data_start=8 + int(length))
 
@@ -145,7 +146,9 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _entry(where: str, name: str, value: object) -> Entry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CorruptObject(f"{where}: entry {name!r:.100} must have dtype, shape and data_offsets, nothing else")
+        raise CorruptObject(
+            f"{where}: entry {name!r:.100} must have dtype, shape and data_offsets, nothing else"
+        )
     offsets = value["data_offsets"]
     if not (isinstance(offsets, list) and len(offsets) == 2 and all(type(n) is int for n in offsets)):
         raise CorruptObject(f"{where}: data_offsets of {name!r:.100} must be two integers")
@@ -313,7 +316,9 @@ def read_delta(
         if name not in schema:
             raise CorruptObject(f"{where}: it changes tensor {name!r:.100}, which this run does not have")
         if value != {"dtype": schema[name].dtype, "shape": list(schema[name].shape)}:
-            raise CorruptObject(f"{where}: it takes {name!r} for {value!r:.100}, but the run has {schema[name]}")
+            raise CorruptObject(
+                f"{where}: it takes {name!r} for {value!r:.100}, but the run has {schema[name]}"
+            )
         if f"{name}.idx" not in tensors or f"{name}.val" not in tensors:
             raise CorruptObject(f"{where}: {name!r} lacks its positions or values")
         found[name] = EncodedTensor(idx=tensors.pop(f"{name}.idx"), val=tensors.pop(f"{name}.val"))

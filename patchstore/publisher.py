@@ -32,7 +32,7 @@ from patchstore.errors import (
     VersionConflict,
 )
 from patchstore.layout import check_file_name
-from patchstore.model import Manifest, Schema, StoreHeader, TensorSpec
+from patchstore.model import Manifest, Schema, StoreHeader
 from patchstore.stores.base import Store
 from patchstore.stores.probe import prove_create_only
 from patchstore.tensors import TensorPatch, bits, spec_of
@@ -243,10 +243,9 @@ class Publisher:
         errors = []
         for publication in [publication for publication in self._pending if publication.done()]:
             self._pending.remove(publication)
-            try:
-                publication.result()
-            except Exception as exc:
-                errors.append(exc)
+            publication.seen = True
+            if (error := publication._future.exception()) is not None:
+                errors.append(error)
         if errors:
             # The later ones failed because the first did.
             raise errors[0]
@@ -290,7 +289,9 @@ class Publisher:
         for name in sorted(current.keys() | self._specs.keys()):
             found = None
             if name in current:
-                served = torch.empty(current[name].shape, dtype=self._served_dtype(current[name]), device="meta")
+                served = torch.empty(
+                    current[name].shape, dtype=self._served_dtype(current[name]), device="meta"
+                )
                 found = spec_of(name, served)
             if found != self._specs.get(name):
                 raise SchemaMismatch(f"tensor {name!r} was {self._specs.get(name)}, but is {found} now")
@@ -317,7 +318,7 @@ class Publisher:
             publication = job.publication
             try:
                 manifest = self._commit(job)
-            except BaseException as exc:
+            except BaseException as exc:  # noqa: BLE001 -- it belongs to whoever asks
                 self._owes_anchor = True
                 if isinstance(exc, VersionConflict):
                     self._conflict = exc
@@ -384,7 +385,7 @@ def _open_run(
         parent = log.read_manifest(store, int(resume))
         if parent.state != state:
             raise ResumeMismatch(
-                f"version {resume} has state digest {parent.state.total}, but these weights have {state.total}; "
+                f"version {resume} has state digest {parent.state.total}, these weights {state.total}; "
                 'load that version first, or use resume="anchor" to publish these weights whole'
             )
         return header, head, parent
@@ -393,7 +394,8 @@ def _open_run(
         if parent.state == state:
             return header, head, parent
     raise ResumeMismatch(
-        f"none of the {head.version + 1} versions in {store.url} has these weights (state digest {state.total}); "
+        f"none of the {head.version + 1} versions in {store.url} has these weights, whose state digest is "
+        f"{state.total}; "
         'load one of them first, or use resume="anchor" to publish these weights whole'
     )
 

@@ -66,7 +66,7 @@ def replay(
             fetch.download(store, wanted, partial / wanted.key.rsplit("/", 1)[1])
         for path in partial.iterdir():
             _flush(path)
-        os.rename(partial, target)
+        partial.rename(target)
         _flush(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -137,7 +137,8 @@ def _files(
             yield wanted.key.rsplit("/", 1)[1], specs, patched(specs, tensors, deltas)
     if missing := schema.keys() - sums.keys():
         raise CorruptObject(
-            f"the anchor of version {route.anchor.version} lacks {len(missing)} tensors, such as {min(missing)!r}"
+            f"the anchor of version {route.anchor.version} lacks {len(missing)} tensors, "
+            f"such as {min(missing)!r}"
         )
     digest.check_state(header.schema, sums, route.target)
 

@@ -74,7 +74,7 @@ def index_dtype(num_elements: int) -> torch.dtype:
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor, little-endian and without a copy where it is contiguous on the CPU."""
     flat = bits(tensor.cpu().contiguous())
-    return memoryview(flat.view(torch.uint8).numpy()).cast("B") if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def from_bytes(spec: TensorSpec, data: bytearray | memoryview) -> torch.Tensor:

@@ -23,7 +23,8 @@ class EncodedTensor:
 class Encoding(Protocol):
     """How positions are stored. Values are new values, so applying a patch twice is harmless."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def stated(self, changed: torch.Tensor) -> torch.Tensor:
         """Return the positions that a patch must state for these changed ones: all of them, perhaps more.

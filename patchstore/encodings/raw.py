@@ -32,6 +32,7 @@ class Raw:
                 raise CorruptObject(f"{where}: positions of {spec.name!r} do not ascend")
             if first < 0 or last >= spec.num_elements:
                 raise CorruptObject(
-                    f"{where}: positions {first} to {last} of {spec.name!r} leave its {spec.num_elements} elements"
+                    f"{where}: positions {first} to {last} of {spec.name!r} leave its "
+                    f"{spec.num_elements} elements"
                 )
         return TensorPatch(name=spec.name, indices=idx, values=encoded.val)

@@ -1,0 +1,38 @@
+"""The registry: every benchmark, and the test that must pass before its figures mean anything."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import encodings, replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One benchmark."""
+
+    name: str
+    about: str
+    gate: str
+    """The test that proves what is measured."""
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], Iterator[dict[str, Any]]]
+
+
+CASES = (
+    Case(
+        name="encodings",
+        about="Payload bytes per changed element on a recorded trace of optimiser steps.",
+        gate="tests/encodings",
+        arguments=encodings.arguments,
+        run=encodings.run,
+    ),
+    Case(
+        name="replay",
+        about="Peak memory and time of rebuilding a version, for checkpoints of growing size.",
+        gate="tests/test_replay.py",
+        arguments=replay.arguments,
+        run=replay.run,
+    ),
+)

@@ -1,0 +1,1 @@
+"""Drivers for other programs: vLLM's server, and the loop that keeps one at the head."""

@@ -1,0 +1,261 @@
+"""A vLLM server that runs the `delta` backend, as seen through HTTP.
+
+The routes are vLLM's own; it serves them with `VLLM_SERVER_DEV_MODE=1`. An update is three calls, and
+generation goes on during the longest of them, in which the server fetches and proves the version.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import httpx
+
+from patchstore.errors import PatchstoreError, ServerUnavailable
+
+_REASON = re.compile(r"\[([a-z]+(?:-[a-z]+)*)\] (.*)", re.DOTALL)
+_VLLM_SUFFIX = "', please check the stack trace"
+_HEALTH_TIMEOUT_S = 10.0
+
+Switch = Literal["resume", "stay-paused"]
+"""What becomes of a paused server once it serves the new version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerStatus:
+    """What all ranks of a server say about themselves, folded into one."""
+
+    initialised: bool
+    """Every rank has a store open."""
+    run_id: str | None
+    held: int | None
+    """The version that every rank serves; None where one serves none, or they differ."""
+    state_digest: str | None
+    """Of the held version."""
+    update_open: bool
+    """An update was started and neither finished nor failed."""
+    switch: Switch | None
+    """A switch of versions was begun and not ended, and what ends it; see `VllmServer.apply`."""
+    torn: bool
+    """Some rank serves parts of two versions."""
+    last_error: str | None
+    """`[kind] message` of the last call, where it failed."""
+    ranks: tuple[Mapping[str, Any], ...]
+    """Each rank's own status, as `DeltaWorkerExtension.delta_status` returns it."""
+
+
+class VllmServer:
+    """A client of one server. Calls block; use from one thread.
+
+    Any method raises `ServerUnavailable` where the server cannot be reached, or refuses for a
+    reason that is not ours; and otherwise the error whose kind the server names.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 600.0) -> None:
+        """Connect lazily.
+
+        Args:
+            timeout_s: for one call; must be longer than fetching an anchor takes.
+        """
+        self.url = url.rstrip("/")
+        # vLLM closes a connection after it answered with an error and does not say so; a call on a kept one
+        # would then fail although the server is well.
+        fresh = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=self.url, timeout=timeout_s, limits=fresh)
+
+    def is_healthy(self) -> bool:
+        """Whether the server answers, and says that its engine is alive."""
+        try:
+            return self._http.get("/health", timeout=_HEALTH_TIMEOUT_S).is_success
+        except httpx.TransportError:
+            return False
+
+    def status(self) -> ServerStatus:
+        """Ask every rank what it serves. With data parallelism one engine answers for itself."""
+        ranks = self._every_rank("delta_status")
+
+        def agreed(key: str) -> Any:
+            first = ranks[0][key]
+            return first if all(rank[key] == first for rank in ranks) else None
+
+        errors = [rank["last_error"] for rank in ranks if rank["last_error"]]
+        return ServerStatus(
+            initialised=all(rank["initialised"] for rank in ranks),
+            run_id=agreed("run_id"),
+            held=agreed("held"),
+            state_digest=agreed("state_digest"),
+            update_open=any(rank["update_open"] for rank in ranks),
+            switch=agreed("switch"),
+            torn=any(rank["torn"] for rank in ranks),
+            last_error=f"[{errors[0]['kind']}] {errors[0]['message']}" if errors else None,
+            ranks=tuple(ranks),
+        )
+
+    def fingerprint(self) -> list[dict[str, str]]:
+        """Return each rank's digests of its live parameters and buffers; reads all of them."""
+        return self._every_rank("delta_fingerprint")
+
+    def init_weight_transfer(self, store: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        """Have the server open a store, and find out which of its versions it serves already."""
+        info: dict[str, Any] = {"store": store}
+        if storage_options:
+            info["storage_options"] = dict(storage_options)
+        self._post("/init_weight_transfer_engine", {"init_info": info})
+
+    def start_weight_update(self) -> None:
+        """Begin an update; refused while one is open."""
+        self._post("/start_weight_update", {})
+
+    def update_weights(self, version: int) -> None:
+        """Have every rank fetch and prove a version; what is served stays as it is.
+
+        If this raises, the update is closed and nothing changed.
+        """
+        self._post("/update_weights", {"update_info": {"version": version}})
+
+    def finish_weight_update(self, weight_version: str) -> None:
+        """Have every rank serve what it fetched, and label answers with `weight_version` from here on.
+
+        If this raises, the update is closed and the server serves what it did, or says that it is torn.
+        """
+        self._post("/finish_weight_update", {"weight_version": weight_version})
+
+    def weight_version(self) -> str | None:
+        """The label of answers, or None where vLLM is too old to have one."""
+        try:
+            answer = self._call("GET", "/weight_info")
+        except _NoSuchRoute:
+            return None
+        return str(answer["weight_version"])
+
+    def set_weight_version(self, weight_version: str) -> None:
+        """Label answers from here on, without touching weights; does nothing where vLLM has no labels."""
+        try:
+            self._post("/update_weight_version", {"new_version": weight_version})
+        except _NoSuchRoute:
+            return
+
+    def is_paused(self) -> bool:
+        """Whether generation is paused, by anybody."""
+        return bool(self._call("GET", "/is_paused")["is_paused"])
+
+    def pause(self) -> None:
+        """Hold all generation where it is; requests stay and go on after `resume`."""
+        self._post("/pause", {}, mode="keep")
+
+    def resume(self) -> None:
+        """Let generation go on."""
+        self._post("/resume", {})
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of all prefixes; requests under way compute theirs again."""
+        # Without preempting them vLLM refuses, and later requests would reuse what older weights computed.
+        answer = self._post("/reset_prefix_cache", {}, reset_running_requests="true")
+        if not answer["success"]:
+            raise ServerUnavailable(f"{self.url} did not reset its prefix cache: blocks are in use")
+
+    def apply(self, version: int) -> None:
+        """Bring the server to a version, whole, and make it forget what older weights computed.
+
+        Generation is paused only while the weights are written and the prefix cache is reset; a server
+        that somebody else paused stays paused. The server is told first, so that a process killed on
+        the way leaves a mark, and the next `apply` or `end_switch` ends what it began.
+
+        Raises:
+            Any error of the calls it makes. The server serves the version it did, or its status says
+            that it is torn, or that a switch is to be ended, and generation stays paused until then.
+        """
+        status = self.status()
+        if status.switch is not None:
+            self.end_switch(status.switch)
+        if not status.update_open:
+            self.start_weight_update()
+        self.update_weights(version)
+        switch: Switch = "stay-paused" if self.is_paused() else "resume"
+        self._mark(switch)
+        try:
+            if switch == "resume":
+                self.pause()
+            self.finish_weight_update(str(version))
+        except PatchstoreError:
+            with suppress(ServerUnavailable):
+                self.end_switch(switch)
+            raise
+        self.end_switch(switch)
+
+    def end_switch(self, switch: Switch) -> None:
+        """End a switch of versions, whoever began it: reset the prefix cache and let generation go on.
+
+        Repeating it is harmless.
+        """
+        self.reset_prefix_cache()
+        if switch == "resume":
+            self.resume()
+        self._mark(None)
+
+    def _mark(self, switch: Switch | None) -> None:
+        self._post("/collective_rpc", {"method": "delta_switch", "args": [switch]})
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _every_rank(self, method: str) -> list[dict[str, Any]]:
+        results = self._post("/collective_rpc", {"method": method})["results"]
+        if not results or not all(isinstance(result, dict) for result in results):
+            raise ServerUnavailable(f"{self.url} answered {method} with {results!r:.200}; restart the server")
+        return list(results)
+
+    def _post(self, path: str, body: Mapping[str, Any], **query: str) -> dict[str, Any]:
+        return self._call("POST", path, json=body, params=query)
+
+    def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+        try:
+            response = self._http.request(method, path, **request)
+        except httpx.TransportError as exc:
+            raise ServerUnavailable(f"{method} {self.url}{path}: {type(exc).__name__}: {exc}") from exc
+        if not response.is_success:
+            raise _refusal(f"{method} {self.url}{path}", response)
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        return answer if isinstance(answer, dict) else {}
+
+
+class _NoSuchRoute(ServerUnavailable):
+    """vLLM does not serve this path."""
+
+
+def _refusal(call: str, response: httpx.Response) -> PatchstoreError:
+    """Turn an error answer into the error that the server meant."""
+    try:
+        text = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        text = response.text
+    if found := _REASON.search(text):
+        kind, message = found[1], found[2].partition(_VLLM_SUFFIX)[0]
+        for error in _tree(PatchstoreError):
+            if error.kind == kind:
+                return error(f"{call}: {message}")
+        return ServerUnavailable(f"{call}: [{kind}] {message}")
+    if response.status_code == httpx.codes.NOT_FOUND:
+        return _NoSuchRoute(f"{call}: no such route; is the server vLLM with VLLM_SERVER_DEV_MODE=1?")
+    return ServerUnavailable(f"{call}: HTTP {response.status_code}: {text:.500}")
+
+
+def _tree(error: type[PatchstoreError]) -> Iterator[type[PatchstoreError]]:
+    """All error classes below this one, which carry a kind of their own."""
+    for child in error.__subclasses__():
+        if "kind" in vars(child):
+            yield child
+        yield from _tree(child)

@@ -1,0 +1,131 @@
+"""What patchstore needs of a place to keep objects: six verbs and one guarantee.
+
+The guarantee is `put(..., if_absent=True)`: of any number of writers of a key exactly one
+succeeds, and a reader sees all of the object or none of it. Everything else may be as weak as
+object stores are: listings may lag, and a write may have happened although it reported an error.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from patchstore.errors import UsageError
+from patchstore.layout import check_key
+
+PART_BYTES = 8 << 20
+"""Size of a part of a streamed object; with `NUM_PARTS` it bounds memory per transfer."""
+NUM_PARTS = 8
+"""Parts of one transfer that are under way at once."""
+
+Chunk = bytes | bytearray | memoryview
+"""A piece of an object; a memoryview must be contiguous."""
+
+
+class Store(ABC):
+    """A flat set of objects under keys such as `versions/00000012.json`.
+
+    All methods may be called from several threads. Keys are those that `layout.check_key` admits;
+    any other raises `UsageError`, and so does a store that refuses the caller (no such bucket, no
+    right to it). Any method raises `StoreUnavailable` where the store cannot be reached or answers
+    with something else than yes or no; for a write that leaves open whether it happened.
+    """
+
+    url: str
+    """Where this is, as given to `open_store`; holds no secrets."""
+
+    @abstractmethod
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        """Return bytes `start` to `end` (exclusive) of an object, cut at its size.
+
+        Raises:
+            NotFound: no such object.
+        """
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """Return an object's size in bytes.
+
+        Raises:
+            NotFound: no such object.
+        """
+
+    @abstractmethod
+    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+        """Store a small object in one step: a reader sees the old one, or all of the new one.
+
+        Raises:
+            AlreadyExists: `if_absent` and the key is taken; the stored object is unchanged.
+                A client that retried after a lost answer may report its own object so.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """Yield the keys that start with `prefix`, in ascending order.
+
+        The prefix is a string, not a folder: `versions/0000` finds `versions/00000012.json`.
+        """
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove an object; removing what is not there is no error."""
+
+    @abstractmethod
+    def upload(self, key: str, chunks: Iterable[Chunk]) -> None:
+        """Store an object of any size from chunks of any sizes, in place of one that was there.
+
+        Holds at most `NUM_PARTS` parts in memory, and is done with a chunk before it asks for the
+        next, so a producer may use one buffer for all. The object becomes visible when complete;
+        if `chunks` raises, the error passes through and nothing becomes visible.
+        """
+
+    def read(self, key: str, *, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+        """Yield bytes `start` to `end` of an object in order, as parts fetched in parallel.
+
+        Holds at most `NUM_PARTS` parts in memory, however large the object is. Each part is
+        whole, but an object that is replaced meanwhile may come out mixed; payloads never are.
+
+        Raises:
+            NotFound: no such object; like all errors, when the first part is asked for.
+        """
+        check_range(start, end)
+        stop = self.size(key) if end is None else end
+        if stop - start <= PART_BYTES:
+            if part := self.get(key, start, max(start, stop)):
+                yield part
+            return
+        with ThreadPoolExecutor(NUM_PARTS, thread_name_prefix="patchstore-read") as pool:
+            parts: deque[Future[bytes]] = deque()
+            try:
+                for offset in range(start, stop, PART_BYTES):
+                    parts.append(pool.submit(self.get, key, offset, min(offset + PART_BYTES, stop)))
+                    if len(parts) == NUM_PARTS:
+                        yield parts.popleft().result()
+                while parts:
+                    yield parts.popleft().result()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def close(self) -> None:  # noqa: B027 - most stores have nothing to release
+        """Release connections; the store must not be used afterwards."""
+
+
+def check_prefix(prefix: str) -> str:
+    """Return what `list` may look for: nothing, or the beginning of a key.
+
+    Raises:
+        UsageError: no key starts so.
+    """
+    if prefix:
+        check_key(prefix.removesuffix("/"))
+    return prefix
+
+
+def check_range(start: int, end: int | None) -> None:
+    """Refuse a range that counts from the end or runs backwards.
+
+    Raises:
+        UsageError: `start` is negative, or `end` is before it.
+    """
+    if start < 0 or (end is not None and end < start):
+        raise UsageError(f"bytes {start} to {end} are no range: give 0 <= start <= end")

@@ -1,0 +1,244 @@
+"""Objects as files of a folder, on a local disk or on a file system that machines share.
+
+An object appears under its name only when all its bytes are on the disk: by rename where it may
+replace another, by a hard link where it must not. Opening the final name with O_EXCL would be
+exclusive too, but lets readers see a half-written file.
+"""
+
+import errno
+import os
+import stat
+import threading
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import BinaryIO
+
+from patchstore.errors import AlreadyExists, NotFound, StoreUnavailable, UnsupportedStore, UsageError
+from patchstore.layout import check_key
+from patchstore.stores.base import Chunk, Store, check_prefix, check_range
+
+_TEMP = ".tmp"
+_STALE_S = 7 * 86_400
+"""A temporary file untouched for so long is what a killed writer left."""
+_PLACE_ATTEMPTS = 10
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV}
+
+
+class FolderStore(Store):
+    """The files below a folder; the folder is made by the first write.
+
+    Unfinished objects lie in `.tmp/` below it, which is no part of the store. A symbolic link
+    below the folder is no object either, so nothing outside can be read or written through one.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.url = os.fspath(path)
+        self._root = os.path.realpath(path)
+        self._swept = False
+        self._sweep_lock = threading.Lock()
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        check_range(start, end)
+        with self._answers(key), self._open(key) as file:
+            # Cut at the size first: reading n bytes allocates n bytes, whatever the file has.
+            size = os.fstat(file.fileno()).st_size
+            stop = size if end is None else min(end, size)
+            file.seek(start)
+            return file.read(max(0, stop - start))
+
+    def size(self, key: str) -> int:
+        with self._answers(key), self._open(key) as file:
+            return os.fstat(file.fileno()).st_size
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+        self._store(key, [data], if_absent=if_absent)
+
+    def upload(self, key: str, chunks: Iterable[Chunk]) -> None:
+        self._store(key, chunks, if_absent=False)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        folder = check_prefix(prefix).rpartition("/")[0]
+        with self._answers(prefix):
+            # Sorted as a whole: in folder order `a/b` would come before `a-b`, as keys after it.
+            keys = sorted(key for key in self._walk(folder) if key.startswith(prefix))
+        yield from keys
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._answers(key):
+            if not os.path.isfile(path):
+                return
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+                _sync_folder(os.path.dirname(path))
+            self._remove_empty_folders(os.path.dirname(path))
+
+    def _path(self, key: str) -> str:
+        """The file of a key.
+
+        Raises:
+            UsageError: no key, one of our own temporary files, or reached through a symbolic link.
+        """
+        path = os.path.join(self._root, check_key(key))
+        if key.partition("/")[0] == _TEMP:
+            raise UsageError(f"{key}: {self.url} keeps unfinished objects under {_TEMP}/, use another key")
+        if os.path.realpath(path) != path:
+            raise UsageError(f"{key}: {self.url} has a symbolic link there, which is no object; remove it")
+        return path
+
+    @contextmanager
+    def _answers(self, key: str) -> Iterator[None]:
+        """Turn what the operating system says into what a store says."""
+        try:
+            yield
+        except (IsADirectoryError, NotADirectoryError) as exc:
+            raise UsageError(f"{key}: {self.url} cannot hold a key and others below it: {exc}") from exc
+        except PermissionError as exc:
+            raise UsageError(f"{key}: {self.url} refuses access: {exc}") from exc
+        except OSError as exc:
+            if exc.errno == errno.EROFS:
+                raise UsageError(f"{key}: {self.url} is mounted read-only") from exc
+            raise StoreUnavailable(f"{key}: {self.url} failed: {exc}") from exc
+
+    def _open(self, key: str) -> BinaryIO:
+        try:
+            file = open(self._path(key), "rb")  # noqa: SIM115 - the caller closes it
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as exc:
+            raise NotFound(f"{self.url} has no {key}") from exc
+        return file
+
+    def _walk(self, folder: str) -> Iterator[str]:
+        """Yield the keys below a folder (`""` is the root), in no order."""
+        path = os.path.join(self._root, folder) if folder else self._root
+        if folder.partition("/")[0] == _TEMP or os.path.realpath(path) != path:
+            return
+        try:
+            entries = _entries(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return  # never made, or removed with its last object while we looked
+        for entry in entries:
+            key = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._walk(key)
+            elif entry.is_file(follow_symlinks=False):
+                # What people and tools leave in folders under names that no key has is no object.
+                with suppress(UsageError):
+                    yield check_key(key)
+
+    def _store(self, key: str, chunks: Iterable[Chunk], *, if_absent: bool) -> None:
+        final = self._path(key)
+        with self._answers(key):
+            file = self._create_temp()
+        try:
+            with file:
+                # Only our own calls are translated: what `chunks` raises passes through.
+                for chunk in chunks:
+                    with self._answers(key):
+                        _write(file, chunk)
+                with self._answers(key):
+                    os.fsync(file.fileno())
+            with self._answers(key):
+                self._place(file.name, final, key, if_absent=if_absent)
+        finally:
+            with suppress(OSError):
+                os.unlink(file.name)
+
+    def _create_temp(self) -> BinaryIO:
+        """Open a new file in the temporary folder, which is made first if need be."""
+        folder = os.path.join(self._root, _TEMP)
+        _make_folder(folder)
+        # Not from `tempfile`: its files are private to the user, and servers may run as another.
+        file = open(os.path.join(folder, uuid.uuid4().hex), "xb", buffering=0)  # noqa: SIM115
+        with self._sweep_lock:
+            if not self._swept:
+                _sweep(folder, now=os.fstat(file.fileno()).st_mtime)
+                self._swept = True
+        return file
+
+    def _place(self, temp: str, final: str, key: str, *, if_absent: bool) -> None:
+        """Give a finished file its name, and wait until that is on the disk too.
+
+        Raises:
+            AlreadyExists: `if_absent` and another file has the name.
+            UnsupportedStore: `if_absent` and the file system has no hard links; nothing was stored.
+        """
+        for attempt in range(1, _PLACE_ATTEMPTS + 1):
+            try:
+                _make_folder(os.path.dirname(final))
+                if if_absent:
+                    self._link(temp, final, key)
+                else:
+                    os.replace(temp, final)
+                _sync_folder(os.path.dirname(final))
+            except FileNotFoundError:
+                # A delete took the folder's last object, and the folder with it. Once more.
+                if attempt == _PLACE_ATTEMPTS:
+                    raise
+            else:
+                return
+
+    def _link(self, temp: str, final: str, key: str) -> None:
+        try:
+            os.link(temp, final)
+        except FileExistsError as exc:
+            if os.path.isdir(final):
+                raise UsageError(f"{key}: {self.url} has keys below it, so it cannot be one") from exc
+            # NFS may carry out a link, lose its answer, and then say "exists" to the repetition.
+            if not os.path.samefile(temp, final):
+                raise AlreadyExists(f"{self.url} already has {key}") from exc
+        except OSError as exc:
+            if exc.errno not in _NO_LINKS:
+                raise
+            raise UnsupportedStore(
+                f"{key}: the file system of {self.url} has no hard links ({exc.strerror}), without which a "
+                "file cannot be created whole and only once; use another file system, or s3://"
+            ) from exc
+
+    def _remove_empty_folders(self, folder: str) -> None:
+        while folder != self._root:
+            try:
+                os.rmdir(folder)
+            except OSError:
+                return  # not empty, or somebody else removed it
+            folder = os.path.dirname(folder)
+
+
+def _entries(path: str) -> list[os.DirEntry[str]]:
+    with os.scandir(path) as entries:
+        return list(entries)
+
+
+def _write(file: BinaryIO, chunk: Chunk) -> None:
+    rest = memoryview(chunk).cast("B")
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _make_folder(path: str) -> None:
+    """Make a folder and those above it, each on the disk before the next."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    _make_folder(parent)
+    with suppress(FileExistsError):
+        os.mkdir(path)
+    _sync_folder(parent)
+
+
+def _sync_folder(path: str) -> None:
+    """Wait until the names in a folder are on the disk; syncing a file does not do that."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _sweep(folder: str, now: float) -> None:
+    """Remove what killed writers left; `now` is the file server's clock, not ours."""
+    for entry in _entries(folder):
+        with suppress(OSError):
+            found = entry.stat(follow_symlinks=False)
+            if stat.S_ISREG(found.st_mode) and now - found.st_mtime > _STALE_S:
+                os.unlink(entry.path)

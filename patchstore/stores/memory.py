@@ -1,0 +1,66 @@
+"""Objects in this process's memory, for tests and examples: gone when the process ends."""
+
+import threading
+from collections.abc import Iterable, Iterator
+
+from patchstore.errors import AlreadyExists, NotFound
+from patchstore.layout import check_key
+from patchstore.stores.base import Chunk, Store, check_prefix, check_range
+
+
+class MemoryStore(Store):
+    """A dict under a lock. The one store whose `upload` holds the whole object in memory."""
+
+    def __init__(self, url: str = "memory://") -> None:
+        self.url = url
+        self._objects: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        check_range(start, end)
+        return self._object(key)[start:end]
+
+    def size(self, key: str) -> int:
+        return len(self._object(key))
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+        check_key(key)
+        with self._lock:
+            if if_absent and key in self._objects:
+                raise AlreadyExists(f"{self.url} already has {key}")
+            self._objects[key] = bytes(data)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        check_prefix(prefix)
+        with self._lock:
+            keys = sorted(key for key in self._objects if key.startswith(prefix))
+        yield from keys
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        with self._lock:
+            self._objects.pop(key, None)
+
+    def upload(self, key: str, chunks: Iterable[Chunk]) -> None:
+        check_key(key)
+        collected = bytearray()
+        for chunk in chunks:
+            collected += chunk
+        self.put(key, bytes(collected))
+
+    def _object(self, key: str) -> bytes:
+        check_key(key)
+        with self._lock:
+            if key not in self._objects:
+                raise NotFound(f"{self.url} has no {key}")
+            return self._objects[key]
+
+
+_named: dict[str, MemoryStore] = {}
+_named_lock = threading.Lock()
+
+
+def named(name: str) -> MemoryStore:
+    """Return this process's store of that name: the same one for the same name."""
+    with _named_lock:
+        return _named.setdefault(name, MemoryStore(f"memory://{name}"))

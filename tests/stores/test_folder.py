@@ -1,0 +1,243 @@
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patchstore.errors import AlreadyExists, NotFound, StoreUnavailable, UnsupportedStore, UsageError
+from patchstore.stores.base import Store
+from patchstore.stores.folder import FolderStore
+from patchstore.testing.store import StoreConformance
+
+_ENDLESS_UPLOAD = """
+import sys
+from patchstore.stores import open_store
+def chunks():
+    yield bytes(100_000)
+    print("under way", flush=True)
+    sys.stdin.read()
+open_store(sys.argv[1]).upload("deltas/x", chunks())
+"""
+
+
+class TestFolderStore(StoreConformance):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return FolderStore(tmp_path / "not" / "made" / "yet")
+
+    def other_process(self, store: Store) -> tuple[str, dict[str, Any]]:
+        return store.url, {}
+
+
+def temporary(root: Path) -> list[Path]:
+    return list((root / ".tmp").iterdir())
+
+
+def test_a_writer_killed_in_an_upload_leaves_only_a_temporary_file(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _ENDLESS_UPLOAD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "under way\n"
+        writer.kill()
+    store = FolderStore(tmp_path)
+    assert list(store.list()) == []
+    assert [path.stat().st_size for path in temporary(tmp_path)] == [100_000]
+    store.put("deltas/x", b"the next writer's", if_absent=True)
+    assert list(store.list()) == ["deltas/x"]
+
+
+def test_no_temporary_file_is_left_by_writes_that_end(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store.put("a", b"x", if_absent=True)
+    store.put("a", b"y")
+    store.upload("b", [b"z"])
+    with pytest.raises(AlreadyExists):
+        store.put("a", b"x", if_absent=True)
+    with pytest.raises(ZeroDivisionError):
+        store.upload("c", (bytes(1 // 0) for _ in range(1)))
+    assert temporary(tmp_path) == []
+
+
+def test_a_file_that_a_killed_writer_left_long_ago_is_removed(tmp_path: Path) -> None:
+    FolderStore(tmp_path).put("a", b"")
+    old, young = tmp_path / ".tmp" / "old", tmp_path / ".tmp" / "young"
+    old.touch()
+    young.touch()
+    os.utime(old, (0, 0))
+    FolderStore(tmp_path).put("a", b"")
+    assert temporary(tmp_path) == [young]
+
+
+def test_temporary_files_cannot_be_reached_as_objects(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store.put("a", b"")
+    (tmp_path / ".tmp" / "half").write_bytes(b"half")
+    half = ".tmp/half"
+    for ask in (lambda: store.get(half), lambda: store.put(".tmp", b""), lambda: store.delete(half)):
+        with pytest.raises(UsageError, match="unfinished"):
+            ask()
+    assert list(store.list()) == ["a"]
+    assert list(store.list(".tmp/")) == []
+
+
+def test_files_are_as_readable_as_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        FolderStore(tmp_path).put("a", b"")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_folder_that_was_never_made_is_an_empty_store(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "nothing")
+    assert list(store.list()) == []
+    with pytest.raises(NotFound):
+        store.get("a")
+    store.delete("a")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_symbolic_link_below_the_folder_is_no_object(tmp_path: Path) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    outside.mkdir()
+    root.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    (root / "folder").symlink_to(outside)
+    (root / "file").symlink_to(outside / "secret")
+    store = FolderStore(root)
+    for key in ("folder/secret", "file"):
+        for ask in (
+            lambda key=key: store.get(key),
+            lambda key=key: store.size(key),
+            lambda key=key: store.put(key, b"overwritten"),
+            lambda key=key: store.upload(key, [b"overwritten"]),
+            lambda key=key: store.delete(key),
+        ):
+            with pytest.raises(UsageError, match="symbolic link"):
+                ask()
+    assert list(store.list()) == []
+    assert list(store.list("folder/")) == []
+    assert (outside / "secret").read_bytes() == b"secret"
+
+
+def test_the_folder_itself_may_be_a_symbolic_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    FolderStore(tmp_path / "link").put("a", b"x")
+    assert FolderStore(tmp_path / "real").get("a") == b"x"
+
+
+def test_a_relative_path_stays_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = FolderStore("bucket")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    store.put("a", b"x")
+    assert (tmp_path / "bucket" / "a").read_bytes() == b"x"
+
+
+def test_files_whose_names_are_no_keys_are_not_listed(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store.put("a", b"")
+    (tmp_path / "a copy of a").touch()
+    assert list(store.list()) == ["a"]
+
+
+@pytest.mark.parametrize("if_absent", [True, False])
+@pytest.mark.parametrize("key", ["a", "a/b/c"])
+def test_a_key_cannot_also_be_a_folder(tmp_path: Path, key: str, if_absent: bool) -> None:
+    store = FolderStore(tmp_path)
+    store.put("a/b", b"x")
+    with pytest.raises(UsageError):
+        store.put(key, b"y", if_absent=if_absent)
+    assert list(store.list()) == ["a/b"]
+
+
+def test_the_last_object_of_a_folder_takes_the_folder_with_it(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store.put("deltas/00000001-x/1", b"")
+    store.put("deltas/00000001-x/2", b"")
+    store.delete("deltas/00000001-x/1")
+    assert (tmp_path / "deltas" / "00000001-x").is_dir()
+    store.delete("deltas/00000001-x/2")
+    assert not (tmp_path / "deltas").exists()
+    assert tmp_path.is_dir()
+
+
+def test_a_put_survives_a_delete_that_removes_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path)
+    link = os.link
+    removed: list[str] = []
+
+    def link_after_removal(source: str, target: str) -> None:
+        if not removed:
+            removed.append(target)
+            os.rmdir(os.path.dirname(target))
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_after_removal)
+    store.put("probes/a", b"x", if_absent=True)
+    assert removed
+    assert store.get("probes/a") == b"x"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_hard_links_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def no_link(source: str, target: str) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", no_link)
+    store = FolderStore(tmp_path)
+    with pytest.raises(UnsupportedStore, match="hard links"):
+        store.put("a", b"x", if_absent=True)
+    assert list(store.list()) == []
+    assert temporary(tmp_path) == []
+
+
+def test_a_link_whose_answer_was_lost_is_recognised_as_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def link_twice(source: str, target: str) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    store = FolderStore(tmp_path)
+    store.put("a", b"x", if_absent=True)
+    assert store.get("a") == b"x"
+
+
+def test_a_full_disk_leaves_nothing_and_says_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = FolderStore(tmp_path)
+    store.put("a", b"x")
+    monkeypatch.setattr(os, "fsync", no_space)
+    for if_absent in (True, False):
+        with pytest.raises(StoreUnavailable) as caught:
+            store.put("b", b"x", if_absent=if_absent)
+        assert isinstance(caught.value.__cause__, OSError)
+    assert list(store.list()) == ["a"]
+    assert temporary(tmp_path) == []
+
+
+def test_an_operating_system_error_of_the_chunks_passes_through(tmp_path: Path) -> None:
+    def chunks() -> Any:
+        yield b"x"
+        raise ConnectionResetError
+
+    with pytest.raises(ConnectionResetError):
+        FolderStore(tmp_path).upload("a", chunks())

@@ -1,0 +1,128 @@
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3fs
+from fsspec.registry import _registry, known_implementations
+
+from patchstore.errors import UnsupportedStore, UsageError
+from patchstore.stores import open_store
+from patchstore.stores.folder import FolderStore
+from patchstore.stores.fsspec_store import FsspecStore
+from patchstore.stores.memory import MemoryStore
+from patchstore.stores.s3 import S3Store
+
+
+def test_a_path_is_a_folder(tmp_path: Path) -> None:
+    for url in (tmp_path, str(tmp_path), f"file://{tmp_path}", f"file://localhost{tmp_path}"):
+        store = open_store(url)
+        assert isinstance(store, FolderStore)
+        store.put("a", str(url).encode())
+        assert (tmp_path / "a").read_bytes() == str(url).encode()
+
+
+def test_a_file_url_is_unquoted(tmp_path: Path) -> None:
+    open_store(f"file://{tmp_path}/with%20space").put("a", b"x")
+    assert (tmp_path / "with space" / "a").exists()
+
+
+@pytest.mark.parametrize(
+    "url", ["file://", "file://another-machine/path", "memory://", "s3://", "s3:///prefix"]
+)
+def test_a_url_that_names_no_place_is_refused(url: str) -> None:
+    with pytest.raises(UsageError):
+        open_store(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "known"), [("folder", "none"), ("memory://options", "none"), ("s3://bucket", "endpoint_url")]
+)
+def test_an_unknown_option_is_refused_and_the_known_ones_named(url: str, known: str) -> None:
+    with pytest.raises(UsageError, match=known) as caught:
+        open_store(url, endpoint="http://127.0.0.1")
+    assert caught.value.kind == "usage"
+
+
+def test_a_memory_url_is_a_memory_store() -> None:
+    store = open_store("memory://opened")
+    assert isinstance(store, MemoryStore)
+    assert store.url == "memory://opened"
+
+
+def test_an_s3_url_is_an_s3_store_at_bucket_and_prefix() -> None:
+    store = open_store("s3://bucket/some/run/", key="k", secret="very secret")
+    assert isinstance(store, S3Store)
+    assert store.url == "s3://bucket/some/run"
+    assert open_store("s3://bucket").url == "s3://bucket"
+
+
+def test_an_s3_prefix_that_is_no_key_is_refused() -> None:
+    with pytest.raises(UsageError):
+        open_store("s3://bucket/a//b")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:SECRET@bucket/run",
+        "s3://bucket/run?X-Amz-Signature=SECRET",
+        "s3://bucket/run#SECRET",
+        "gs://user:SECRET@bucket/run",
+    ],
+)
+def test_secrets_in_a_url_are_refused_without_being_repeated(url: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        open_store(url)
+    assert "SECRET" not in str(caught.value)
+
+
+def test_the_hub_is_refused_for_want_of_a_conditional_write() -> None:
+    with pytest.raises(UnsupportedStore, match="conditional write"):
+        open_store("hf://buckets/user/bucket")
+
+
+def test_an_unknown_protocol_is_the_callers_mistake() -> None:
+    with pytest.raises(UsageError, match="nonsense"):
+        open_store("nonsense://bucket/run")
+
+
+def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {"class": "no_such_package.FileSystem", "err": "Install no_such_package"}
+    monkeypatch.setitem(known_implementations, "missing", missing)
+    with pytest.raises(UnsupportedStore, match="Install no_such_package"):
+        open_store("missing://bucket/run")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run"])
+def test_without_s3fs_and_fsspec_the_message_says_what_to_install(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("patchstore.stores.s3", "patchstore.stores.fsspec_store"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(UnsupportedStore, match="pip install"):
+        open_store(url)
+
+
+@pytest.mark.parametrize("protocol", ["local", "http", "ftp", "zip"])
+def test_a_protocol_without_an_exclusive_create_is_refused_before_it_is_reached(protocol: str) -> None:
+    pytest.importorskip("aiohttp")
+    with pytest.raises(UnsupportedStore, match="only once"):
+        open_store(f"{protocol}://127.0.0.1/run")
+
+
+def test_another_protocol_of_fsspec_is_opened_through_it(
+    monkeypatch: pytest.MonkeyPatch, s3_options: dict[str, Any], s3_url: str
+) -> None:
+    class Another(s3fs.S3FileSystem):
+        protocol = ("another", "s3")
+
+    monkeypatch.setitem(_registry, "another", Another)
+    url = s3_url.replace("s3://", "another://")
+    store = open_store(url, **s3_options)
+    assert isinstance(store, FsspecStore)
+    assert store.url == url
+    store.put("a", b"x", if_absent=True)
+    assert open_store(s3_url, **s3_options).get("a") == b"x"

@@ -1,0 +1,194 @@
+"""Followers: proved before a write, whole afterwards, and undone when something fails."""
+
+import pytest
+import torch
+
+from patchstore import Follower, layout
+from patchstore.errors import (
+    CorruptObject,
+    LineageError,
+    SchemaMismatch,
+    StateMismatch,
+    UsageError,
+    VersionNotFound,
+)
+from patchstore.manifest import to_json
+from patchstore.stores.memory import MemoryStore
+from tests.weights import Run, State, assert_same_bits, small_model
+
+
+def copies(state: State) -> State:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def test_a_follower_reaches_any_version_from_any_other(run: Run) -> None:
+    run.publish_versions(9)
+    follower = Follower(run.store, {})
+    for version in (3, 8, 0, 5, 4, 8, 7):
+        follower.update(version)
+        assert follower.held == version
+        assert_same_bits(dict(follower.tensors), run.history[version])
+
+
+def test_staging_writes_nothing(run: Run) -> None:
+    run.publish_versions(3)
+    follower = Follower(run.store, copies(run.history[0]), held=0)
+    staged = follower.stage(2)
+    assert_same_bits(dict(follower.tensors), run.history[0])
+    assert (follower.held, staged.manifest.version) == (0, 2)
+
+
+def test_tensors_keep_their_memory_through_updates_and_anchors(run: Run) -> None:
+    run.publish_versions(6)
+    follower = Follower(run.store, copies(run.history[0]), held=0)
+    places = {name: tensor.data_ptr() for name, tensor in follower.tensors.items()}
+    follower.update(2)
+    follower.update(0)
+    follower.update()
+    assert {name: tensor.data_ptr() for name, tensor in follower.tensors.items()} == places
+    assert_same_bits(dict(follower.tensors), run.history[5])
+
+
+def test_rolling_back_restores_bits_and_version(run: Run) -> None:
+    run.publish_versions(6)
+    follower = Follower(run.store, copies(run.history[1]), held=1)
+    for version in (3, 5, 0):
+        undo = follower.commit(follower.stage(version))
+        assert_same_bits(dict(follower.tensors), run.history[version])
+        undo.rollback()
+        assert follower.held == 1
+        assert_same_bits(dict(follower.tensors), run.history[1])
+    follower.update(2)
+    assert_same_bits(dict(follower.tensors), run.history[2])
+
+
+def test_rolling_back_a_first_anchor_leaves_no_tensors(run: Run) -> None:
+    run.publish()
+    follower = Follower(run.store, {})
+    follower.commit(follower.stage(0)).rollback()
+    assert (follower.held, dict(follower.tensors)) == (None, {})
+
+
+def test_a_write_that_fails_midway_is_undone(run: Run) -> None:
+    run.publish_versions(2)
+    tensors = copies(run.history[0])
+    follower = Follower(run.store, tensors, held=0)
+    staged = follower.stage(1)
+    last = max(staged.patches)
+    broken = tensors.pop(last)
+    with pytest.raises(KeyError):
+        follower.commit(staged)
+    tensors[last] = broken
+    assert follower.held == 0
+    assert_same_bits(tensors, run.history[0])
+
+
+def test_an_update_staged_on_another_version_is_refused(run: Run) -> None:
+    run.publish_versions(3)
+    follower = Follower(run.store, copies(run.history[0]), held=0)
+    stale = follower.stage(1)
+    follower.update(2)
+    with pytest.raises(UsageError):
+        follower.commit(stale)
+    assert_same_bits(dict(follower.tensors), run.history[2])
+
+
+def test_claiming_a_version_that_the_tensors_do_not_have_is_refused(run: Run) -> None:
+    run.publish_versions(2)
+    with pytest.raises(StateMismatch):
+        Follower(run.store, copies(run.history[0]), held=1)
+    with pytest.raises(StateMismatch):
+        Follower(run.store, {}, held=1)
+
+
+def test_weights_changed_behind_the_followers_back_are_noticed_before_a_write(run: Run) -> None:
+    run.publish_versions(2)
+    tensors = copies(run.history[0])
+    follower = Follower(run.store, tensors, held=0)
+    changed = int(follower.stage(1).patches["embed.weight"].indices[0])
+    tensors["embed.weight"].view(-1)[changed] = 5.0
+    with pytest.raises(StateMismatch):
+        follower.stage(1)
+
+
+def test_other_tensors_than_the_runs_are_refused(run: Run) -> None:
+    run.publish()
+    with pytest.raises(SchemaMismatch):
+        Follower(run.store, small_model())
+    with pytest.raises(SchemaMismatch):
+        Follower(run.store, {"embed.weight": torch.zeros(3)})
+    strided = copies(run.history[0])
+    strided["embed.weight"] = strided["embed.weight"].T.contiguous().T
+    with pytest.raises(SchemaMismatch):
+        Follower(run.store, strided)
+
+
+def test_a_store_without_a_run_or_a_version_is_named(store: MemoryStore, run: Run) -> None:
+    with pytest.raises(VersionNotFound):
+        Follower(store, {})
+    run.open()
+    follower = Follower(store, {})
+    assert follower.head() is None
+    with pytest.raises(VersionNotFound):
+        follower.update()
+
+
+def test_an_unknown_version_changes_nothing(run: Run) -> None:
+    run.publish()
+    follower = Follower(run.store, copies(run.history[0]), held=0)
+    with pytest.raises(VersionNotFound):
+        follower.update(5)
+    assert_same_bits(dict(follower.tensors), run.history[0])
+
+
+def test_a_delta_is_never_applied_to_another_base_than_its_parent(run: Run) -> None:
+    run.publish_versions(3)
+    # A bucket that lost its anchor: version 2 is reachable from 1 alone.
+    manifest = run.store.get(layout.manifest_key(0))
+    run.store.delete(layout.manifest_key(0))
+    follower = Follower(run.store, copies(run.history[1]), held=1)
+    follower.update(2)
+    assert_same_bits(dict(follower.tensors), run.history[2])
+    stranger = Follower(run.store, {})
+    with pytest.raises((LineageError, VersionNotFound)):
+        stranger.update(2)
+    run.store.put(layout.manifest_key(0), manifest)
+    stranger.update(2)
+    assert_same_bits(dict(stranger.tensors), run.history[2])
+
+
+def test_a_corrupt_delta_is_healed_from_nothing_but_a_good_one(run: Run) -> None:
+    run.publish_versions(2)
+    key = next(run.store.list("deltas/"))
+    good = run.store.get(key)
+    run.store.put(key, good[:-1] + bytes([good[-1] ^ 1]))
+    follower = Follower(run.store, copies(run.history[0]), held=0)
+    with pytest.raises(CorruptObject):
+        follower.update()
+    assert_same_bits(dict(follower.tensors), run.history[0])
+    run.store.put(key, good)
+    follower.update()
+    assert_same_bits(dict(follower.tensors), run.history[1])
+
+
+def test_a_manifest_that_promises_other_weights_is_refused_before_a_write(run: Run) -> None:
+    _, second = run.publish_versions(2)
+    forged = to_json(second).replace(second.state.tensors[0].encode(), b"0" * 32)
+    run.store.put(layout.manifest_key(1), forged)
+    follower = Follower(run.store, copies(run.history[0]), held=0)
+    with pytest.raises(StateMismatch):
+        follower.update(1)
+    assert_same_bits(dict(follower.tensors), run.history[0])
+
+
+def test_temporary_files_are_gone_after_success_and_failure(run: Run, tmp_path) -> None:
+    run.publish_versions(2)
+    follower = Follower(run.store, copies(run.history[0]), held=0, scratch=tmp_path)
+    follower.update()
+    assert list(tmp_path.iterdir()) == []
+    key = next(run.store.list("deltas/"))
+    run.store.put(key, b"short")
+    follower = Follower(run.store, copies(run.history[0]), held=0, scratch=tmp_path)
+    with pytest.raises(CorruptObject):
+        follower.update()
+    assert list(tmp_path.iterdir()) == []

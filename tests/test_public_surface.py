@@ -1,0 +1,81 @@
+"""The names that users may rely on; a change here is a change for them."""
+
+import importlib
+import inspect
+
+import pytest
+
+import patchstore
+from patchstore import errors
+
+SURFACE = {
+    "Follower",
+    "Manifest",
+    "PatchstoreError",
+    "Payload",
+    "Plan",
+    "Publication",
+    "Publisher",
+    "Schema",
+    "Store",
+    "TensorSpec",
+    "open_store",
+    "replay",
+    "verify",
+}
+
+KINDS = {
+    "already-exists",
+    "corrupt-object",
+    "data",
+    "error",
+    "not-found",
+    "publish-failed",
+    "resume-mismatch",
+    "run-exists",
+    "schema-mismatch",
+    "server-unavailable",
+    "state-mismatch",
+    "store-unavailable",
+    "torn",
+    "unknown-version",
+    "unsupported-format",
+    "unsupported-store",
+    "usage",
+    "version-conflict",
+    "wrong-parent",
+}
+
+
+def test_the_package_offers_these_names_and_no_others() -> None:
+    assert set(patchstore.__all__) == SURFACE
+    assert {name for name in dir(patchstore) if not name.startswith("_")} == SURFACE
+
+
+@pytest.mark.parametrize("name", sorted(SURFACE))
+def test_each_name_loads_and_is_documented(name: str) -> None:
+    value = getattr(patchstore, name)
+    assert not inspect.ismodule(value)
+    assert value.__doc__
+
+
+@pytest.mark.parametrize("name", sorted(SURFACE - {"PatchstoreError"}))
+def test_names_stay_themselves_whatever_was_imported_before(name: str) -> None:
+    importlib.import_module(patchstore._HOMES[name])
+    assert getattr(patchstore, name) is getattr(importlib.import_module(patchstore._HOMES[name]), name)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError):
+        _ = patchstore.missing
+
+
+def test_every_error_has_a_kind_of_its_own_and_the_kinds_are_stable() -> None:
+    found = [
+        value
+        for value in vars(errors).values()
+        if inspect.isclass(value) and issubclass(value, errors.PatchstoreError)
+    ]
+    kinds = [error.kind for error in found]
+    assert len(kinds) == len(set(kinds))
+    assert set(kinds) == KINDS

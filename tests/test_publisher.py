@@ -1,0 +1,483 @@
+"""What a publisher puts into a store, and when."""
+
+import threading
+
+import pytest
+import torch
+
+from patchstore import Follower, Publisher, log
+from patchstore.errors import (
+    PublishFailed,
+    ResumeMismatch,
+    RunExists,
+    SchemaMismatch,
+    UnsupportedFormat,
+    UsageError,
+    VersionConflict,
+)
+from patchstore.payload import open_buffer
+from patchstore.stores.base import Store
+from patchstore.stores.memory import MemoryStore
+from patchstore.testing.faults import Fault, FaultyStore
+from tests.weights import Run, assert_same_bits, served
+
+
+def newest(store: Store) -> dict[str, torch.Tensor]:
+    """What a follower that starts from nothing ends up with."""
+    tensors: dict[str, torch.Tensor] = {}
+    Follower(store, tensors).update()
+    return tensors
+
+
+def test_the_first_version_is_an_anchor_and_the_next_ones_are_deltas(run: Run) -> None:
+    kinds = [manifest.kind for manifest in run.publish_versions(6)]
+    assert kinds == ["anchor", "delta", "delta", "delta", "anchor", "delta"]
+
+
+def test_an_anchor_that_has_a_parent_keeps_its_delta(run: Run) -> None:
+    anchor = run.publish_versions(5)[4]
+    assert anchor.anchor is not None
+    assert anchor.delta is not None and anchor.delta.num_changed > 0
+
+
+def test_a_delta_holds_exactly_the_elements_whose_bf16_bits_changed(run: Run) -> None:
+    before = run.publish()
+    old = run.history[before.version]
+    run.train()
+    after = run.publish()
+    new = run.history[after.version]
+    changed = sum(int((old[n].view(-1) != new[n].view(-1)).sum()) for n in old)
+    assert after.delta is not None
+    assert after.delta.num_changed == changed > 0
+
+
+def test_masters_that_moved_less_than_bf16_can_see_change_nothing(run: Run) -> None:
+    run.publish()
+    run.model["layers.0.norm.weight"] += 1e-6
+    manifest = run.publish()
+    assert manifest.delta is not None
+    assert (manifest.delta.num_changed, manifest.delta.payloads) == (0, ())
+
+
+def test_small_moves_add_up_until_bf16_sees_them(run: Run) -> None:
+    run.publish()
+    counts = []
+    for step in range(40):
+        run.model["layers.0.norm.weight"] += 2e-4
+        delta = run.publish(step).delta
+        counts.append(delta.num_changed if delta else 0)
+    assert 0 < sum(counts) < 40 * 33
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+def test_several_optimiser_steps_between_publications_are_all_in_the_next(run: Run) -> None:
+    run.publish()
+    for _ in range(5):
+        run.train()
+    run.publish()
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+def test_unchanged_tensors_are_absent_from_a_delta(run: Run) -> None:
+    run.publish()
+    run.model["scale"].fill_(0.25)
+    manifest = run.publish()
+    assert manifest.delta is not None
+    _, tensors = open_buffer("", bytearray(run.store.get(manifest.delta.payloads[0].key)))
+    assert tensors.keys() == {"scale.idx", "scale.val"}
+
+
+def test_nan_and_negative_zero_are_changes_and_arrive(run: Run) -> None:
+    run.model["layers.0.norm.weight"].fill_(0.0)
+    run.publish()
+    run.model["layers.0.norm.weight"][3] = -0.0
+    run.model["layers.0.norm.weight"][4] = float("nan")
+    manifest = run.publish()
+    assert manifest.delta is not None and manifest.delta.num_changed == 2
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+def test_a_nan_that_stays_is_no_change(run: Run) -> None:
+    run.model["layers.0.norm.weight"][4] = float("nan")
+    run.publish()
+    manifest = run.publish()
+    assert manifest.delta is not None and manifest.delta.num_changed == 0
+
+
+def test_a_tied_tensor_is_stored_and_changed_once(run: Run) -> None:
+    run.publish()
+    header = log.read_header(run.store)
+    assert header is not None
+    assert header.schema.tied == {"head.weight": "embed.weight"}
+    assert "head.weight" not in header.schema.by_name()
+    run.model["head.weight"][0, 0] = 9.0
+    manifest = run.publish()
+    assert manifest.delta is not None and manifest.delta.num_changed == 1
+    assert newest(run.store)["embed.weight"][0, 0] == 9.0
+
+
+def test_untying_a_tensor_is_refused(run: Run) -> None:
+    run.publish()
+    run.model["head.weight"] = run.model["head.weight"].clone()
+    with pytest.raises(SchemaMismatch):
+        run.publish()
+
+
+def test_a_module_is_published_by_its_state_dict(store: MemoryStore) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with Publisher(store, model) as publisher:
+        publisher.publish_patch(0).result()
+        model(torch.ones(8)).sum().backward()
+        optimiser.step()
+        publisher.publish_patch(1).result()
+    expected = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    assert_same_bits(newest(store), expected)
+
+
+def test_without_a_dtype_tensors_keep_their_own(store: MemoryStore) -> None:
+    model = {
+        "a": torch.randn(5),
+        "b": torch.randn(5).to(torch.float16),
+        "c": torch.randn(5).to(torch.float8_e4m3fn),
+    }
+    with Publisher(store, model, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+    assert_same_bits(newest(store), model)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "gap"])
+def test_an_outlier_far_away_arrives_in_either_encoding(store: MemoryStore, encoding: str) -> None:
+    model = {"w": torch.zeros(300_000)}
+    with Publisher(store, model, encoding=encoding) as publisher:
+        publisher.publish_patch(0).result()
+        model["w"][7] = 1.0
+        model["w"][299_999] = 2.0
+        manifest = publisher.publish_patch(1).result()
+    assert manifest.delta is not None and manifest.delta.num_changed == 2
+    assert_same_bits(newest(store), served(model))
+
+
+def test_an_unknown_encoding_is_refused(store: MemoryStore) -> None:
+    with pytest.raises(UnsupportedFormat):
+        Publisher(store, {"w": torch.zeros(3)}, encoding="zip")
+
+
+def test_what_is_not_a_whole_tensor_is_refused(store: MemoryStore) -> None:
+    with pytest.raises(SchemaMismatch):
+        Publisher(store, {"w": torch.zeros(3, device="meta")})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.pop("scale"),
+        lambda model: model.update(extra=torch.zeros(3)),
+        lambda model: model.update(scale=torch.zeros(2)),
+        lambda model: model.update(position_ids=model["position_ids"].to(torch.int32)),
+    ],
+)
+def test_a_source_whose_schema_changes_is_refused_and_the_next_version_is_whole(run: Run, change) -> None:
+    run.publish()
+    good = dict(run.model)
+    change(run.model)
+    with pytest.raises(SchemaMismatch):
+        run.publish()
+    run.model.clear()
+    run.model.update(good)
+    run.train()
+    assert run.publish().kind == "anchor"
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+def test_the_caller_may_change_weights_as_soon_as_publish_returns(store: MemoryStore) -> None:
+    slow = threading.Event()
+
+    class Waiting(MemoryStore):
+        def upload(self, key, chunks):  # type: ignore[no-untyped-def]
+            slow.wait(30)
+            super().upload(key, chunks)
+
+    waiting = Waiting()
+    model = {"w": torch.zeros(1000)}
+    with Publisher(waiting, model) as publisher:
+        first = publisher.publish_patch(0)
+        model["w"].fill_(1.0)
+        assert not first.done()
+        slow.set()
+        first.result()
+        delta = publisher.publish_patch(1)
+        model["w"].fill_(2.0)
+        delta.result()
+    assert_same_bits(newest(waiting), {"w": torch.ones(1000, dtype=torch.bfloat16)})
+
+
+def test_no_more_publications_are_under_way_than_allowed() -> None:
+    gate = threading.Event()
+    started = threading.Semaphore(0)
+
+    class Waiting(MemoryStore):
+        def upload(self, key, chunks):  # type: ignore[no-untyped-def]
+            started.release()
+            gate.wait(30)
+            super().upload(key, chunks)
+
+    model = {"w": torch.zeros(10)}
+    store = Waiting()
+    gate.set()
+    publisher = Publisher(store, model, max_pending=2)
+    publisher.publish_patch(0).result()
+    gate.clear()
+    for step in (1, 2):
+        model["w"] += 1
+        publisher.publish_patch(step)
+    third = threading.Thread(target=publisher.publish_patch, args=(3,))
+    third.start()
+    third.join(0.2)
+    assert third.is_alive()
+    gate.set()
+    third.join(30)
+    publisher.close()
+    assert log.head(store) is not None and log.head(store).version == 3  # type: ignore[union-attr]
+
+
+def test_a_passing_outage_is_waited_out(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("patchstore.committer.FIRST_PAUSE_S", 0.001)
+    model = {"w": torch.zeros(10)}
+    faulty = FaultyStore(store, Fault(verb="upload", effect="fail-before", times=2))
+    with Publisher(faulty, model) as publisher:
+        assert publisher.publish_patch(0).result().version == 0
+
+
+@pytest.mark.parametrize("effect", ["fail-after", "exists"])
+def test_a_commit_whose_answer_was_lost_is_settled_as_ones_own(store: MemoryStore, effect) -> None:
+    faulty = FaultyStore(store, Fault(verb="put", key="versions/*", effect=effect))
+    with Publisher(faulty, {"w": torch.zeros(10)}) as publisher:
+        assert publisher.publish_patch(0).result().version == 0
+    assert sum(1 for _ in store.list("versions/")) == 1
+
+
+def test_a_truncated_upload_is_found_before_the_commit(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patchstore.committer.FIRST_PAUSE_S", 0.001)
+    model = {"w": torch.zeros(10)}
+    faulty = FaultyStore(store, Fault(verb="upload", effect="truncate", times=1))
+    with Publisher(faulty, model) as publisher:
+        publisher.publish_patch(0).result()
+    assert_same_bits(newest(store), served(model))
+
+
+def outage(store: Store, verb: str, key: str, skip: int = 0) -> FaultyStore:
+    """A store on which one operation fails more often than a publisher tries."""
+    return FaultyStore(store, Fault(verb=verb, key=key, effect="fail-before", skip=skip, times=5))  # type: ignore[arg-type]
+
+
+def test_a_publication_that_finally_fails_makes_the_next_one_an_anchor(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patchstore.committer.FIRST_PAUSE_S", 0.001)
+    run = Run(outage(store, "upload", "deltas/*"))
+    run.publish()
+    run.train()
+    with pytest.raises(PublishFailed):
+        run.publish()
+    run.train()
+    recovered = run.publish()
+    assert (recovered.version, recovered.kind, recovered.delta) == (1, "anchor", None)
+    assert_same_bits(newest(store), served(run.model))
+    run.train()
+    assert run.publish().kind == "delta"
+    assert_same_bits(newest(store), served(run.model))
+    run.close()
+
+
+def test_a_failure_nobody_asked_about_surfaces_in_the_next_call(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patchstore.committer.FIRST_PAUSE_S", 0.001)
+    model = {"w": torch.zeros(10)}
+    publisher = Publisher(outage(store, "put", "versions/*"), model)
+    failed = publisher.publish_patch(0)
+    while not failed.done():
+        pass
+    with pytest.raises(PublishFailed):
+        publisher.publish_patch(1)
+    model["w"] += 1
+    assert publisher.publish_patch(2).result().kind == "anchor"
+    publisher.close()
+    assert_same_bits(newest(store), served(model))
+
+
+def test_a_failure_nobody_asked_about_surfaces_at_close(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patchstore.committer.FIRST_PAUSE_S", 0.001)
+    publisher = Publisher(outage(store, "put", "versions/*"), {"w": torch.zeros(10)})
+    publisher.publish_patch(0)
+    with pytest.raises(PublishFailed):
+        publisher.close()
+
+
+def test_publications_behind_a_failed_one_do_not_commit_on_its_base(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patchstore.committer.FIRST_PAUSE_S", 0.001)
+    gate = threading.Event()
+
+    class Waiting(FaultyStore):
+        def upload(self, key, chunks):  # type: ignore[no-untyped-def]
+            if key.startswith("deltas/"):
+                gate.wait(30)
+            super().upload(key, chunks)
+
+    model = {"w": torch.zeros(10)}
+    faulty = Waiting(store, Fault(verb="upload", key="deltas/*", effect="fail-before", times=5))
+    publisher = Publisher(faulty, model, max_pending=3)
+    publisher.publish_patch(0).result()
+    waiting = []
+    for step in (1, 2):
+        model["w"][step] = step
+        waiting.append(publisher.publish_patch(step))
+    gate.set()
+    for publication in waiting:
+        with pytest.raises(PublishFailed):
+            publication.result()
+    assert publisher.publish_patch(3).result().kind == "anchor"
+    publisher.close()
+    assert_same_bits(newest(store), served(model))
+
+
+def test_a_commit_that_takes_place_after_it_was_given_up_is_adopted(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patchstore.committer.FIRST_PAUSE_S", 0.001)
+    model = {"w": torch.zeros(10)}
+    # Every put of version 1 is carried out late: the answer is lost, and so is every look at the slot.
+    faulty = FaultyStore(
+        store,
+        Fault(verb="put", key="versions/00000001.json", effect="fail-after", times=5),
+        Fault(verb="get", key="versions/00000001.json", effect="fail-before", times=5),
+    )
+    publisher = Publisher(faulty, model)
+    publisher.publish_patch(0).result()
+    model["w"] += 1
+    with pytest.raises(PublishFailed):
+        publisher.publish_patch(1).result()
+    assert [log.read_manifest(store, version).step for version in (0, 1)] == [0, 1]
+    model["w"] += 1
+    recovered = publisher.publish_patch(2).result()
+    publisher.close()
+    assert (recovered.version, recovered.parent, recovered.kind) == (2, 1, "anchor")
+    assert_same_bits(newest(store), served(model))
+
+
+def test_of_two_publishers_on_one_run_exactly_one_goes_on(run: Run) -> None:
+    run.publish()
+    first = run.publisher
+    second = Publisher(run.store, run.model, resume=True)
+    run.train()
+    with pytest.raises(VersionConflict):
+        first.publish_patch(1).result()
+    with pytest.raises(VersionConflict):
+        first.publish_patch(2)
+    with pytest.raises(VersionConflict):
+        first.close()
+    run._publisher = None
+    manifest = second.publish_patch(1).result()
+    second.close()
+    assert (manifest.version, manifest.writer.epoch) == (2, 2)
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+def test_a_second_run_cannot_open_the_same_prefix_by_accident(run: Run) -> None:
+    run.publish()
+    with pytest.raises(RunExists):
+        Publisher(run.store, run.model)
+
+
+def test_two_publishers_that_create_a_run_at_once_leave_one(store: MemoryStore) -> None:
+    opened, errors = [], []
+    barrier = threading.Barrier(4)
+
+    def create() -> None:
+        barrier.wait()
+        try:
+            opened.append(Publisher(store, {"w": torch.zeros(4)}))
+        except RunExists as exc:
+            errors.append(exc)
+
+    threads = [threading.Thread(target=create) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(opened), len(errors)) == (1, 3)
+    opened[0].close()
+
+
+def test_resuming_continues_from_the_version_that_has_these_weights(run: Run) -> None:
+    run.publish_versions(3)
+    run.close()
+    run.model.update(
+        {name: tensor.float() for name, tensor in run.history[1].items() if tensor.is_floating_point()}
+    )
+    run.model["head.weight"] = run.model["embed.weight"]
+    publisher = run.open(resume=True)
+    claim = log.head(run.store)
+    assert claim is not None and (claim.version, claim.parent, claim.writer.epoch) == (3, 1, 2)
+    run.train()
+    manifest = publisher.publish_patch(9).result()
+    assert (manifest.version, manifest.parent) == (4, 3)
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+def test_resuming_from_a_named_version_proves_it_first(run: Run) -> None:
+    run.publish_versions(3)
+    run.close()
+    with pytest.raises(ResumeMismatch):
+        run.open(resume=0)
+    with pytest.raises(ResumeMismatch):
+        run.open(resume=True)
+
+
+def test_weights_of_no_version_can_resume_as_an_anchor(run: Run) -> None:
+    run.publish_versions(3)
+    run.close()
+    publisher = run.open(resume="anchor")
+    manifest = publisher.publish_patch(7).result()
+    assert (manifest.kind, manifest.delta) == ("anchor", None)
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+def test_an_empty_prefix_has_nothing_to_resume(store: MemoryStore) -> None:
+    with pytest.raises(ResumeMismatch):
+        Publisher(store, {"w": torch.zeros(3)}, resume=True)
+
+
+def test_resuming_with_other_tensors_is_refused(run: Run) -> None:
+    run.publish()
+    run.close()
+    run.model["scale"] = torch.zeros(2)
+    with pytest.raises(SchemaMismatch):
+        run.open(resume=True)
+
+
+def test_config_and_tokenizer_files_go_into_every_anchor(store: MemoryStore, tmp_path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("[]")
+    (tmp_path / "model.safetensors").write_text("not me")
+    with Publisher(store, {"w": torch.zeros(10)}, files=tmp_path, anchor_every=1) as publisher:
+        for step in range(2):
+            manifest = publisher.publish_patch(step).result()
+            assert manifest.anchor is not None
+            names = [payload.key.rsplit("/", 1)[1] for payload in manifest.anchor.files]
+            assert names == ["config.json", "tokenizer.json"]
+
+
+def test_a_closed_publisher_refuses_to_publish(run: Run) -> None:
+    publisher = run.open()
+    publisher.close()
+    publisher.close()
+    with pytest.raises(UsageError):
+        publisher.publish_patch(0)
