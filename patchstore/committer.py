@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from patchstore import checksum, digest, layout, log, payload
+from patchstore import checksum, digest, layout, log, manifest, payload
 from patchstore.errors import NotFound, PublishFailed, StoreUnavailable, VersionConflict, VersionNotFound
 from patchstore.model import (
     Anchor,
@@ -100,8 +100,10 @@ class Committer:
         self._id = writer_id()
         self._uncertain: Manifest | None = None
         self._sums: dict[str, digest.Sums] = {}
+        self._parent_digest: str | None = None
         if parent is not None:
             self._sums = digest.sums_of(header.schema, parent.state)
+            self._parent_digest = log.stored_digest(store, parent.version)
 
     def claim(self) -> Manifest:
         """Commit an empty delta on the parent, with a higher epoch: that fences all older publishers.
@@ -247,7 +249,7 @@ class Committer:
         return Manifest(
             version=self._next,
             parent=None if self.parent is None else self.parent.version,
-            parent_digest=None if self.parent is None else log.manifest_digest(self.parent),
+            parent_digest=self._parent_digest,
             run_id=self.header.run_id,
             step=step,
             created_at=now(),
@@ -293,6 +295,7 @@ class Committer:
 
     def _adopt(self, new: Manifest) -> None:
         self.parent, self._next = new, new.version + 1
+        self._parent_digest = checksum.digest(manifest.to_json(new))
         self._sums = digest.sums_of(self.header.schema, new.state)
 
 

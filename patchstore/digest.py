@@ -88,10 +88,10 @@ def sums_of(schema: Schema, state: StateDigest) -> dict[str, Sums]:
     """Return each tensor's sums from a manifest's state digest.
 
     Raises:
-        SchemaMismatch: the digest is not one of this schema.
+        StateMismatch: the digest is not one of this schema.
     """
     if len(state.tensors) != len(schema.tensors):
-        raise SchemaMismatch(
+        raise StateMismatch(
             f"the state digest covers {len(state.tensors)} tensors, but the schema has {len(schema.tensors)}"
         )
     return {spec.name: Sums.from_hex(text) for spec, text in zip(schema.tensors, state.tensors, strict=True)}

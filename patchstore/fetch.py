@@ -23,12 +23,10 @@ def chunks(store: Store, wanted: Payload) -> Iterator[bytes]:
         CorruptObject: missing, or not the bytes that the manifest names.
     """
     try:
-        yield from checksum.verified(store.read(wanted.key, end=wanted.size), wanted)
-        beyond = store.size(wanted.key) - wanted.size
+        # One byte more than there should be, so that a longer object is noticed without asking for its size.
+        yield from checksum.verified(store.read(wanted.key, end=wanted.size + 1), wanted)
     except NotFound as exc:
         raise CorruptObject(f"{wanted.key} is missing from {store.url}, though its version names it") from exc
-    if beyond > 0:
-        raise CorruptObject(f"{wanted.key} should have {wanted.size:,} bytes but has {beyond:,} more")
 
 
 def download(store: Store, wanted: Payload, path: Path) -> None:
@@ -77,6 +75,14 @@ class Deltas:
         return TensorPatch(name=spec.name, indices=indices[last], values=values)
 
 
+def _mapped(path: Path) -> memoryview:
+    """Map a file privately: torch wants writable memory, and the file must stay as it is."""
+    if path.stat().st_size == 0:
+        return memoryview(b"")  # cannot be mapped; whoever parses it says what is wrong
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+
+
 @contextmanager
 def deltas(
     store: Store, manifests: tuple[Manifest, ...], schema: Mapping[str, TensorSpec], scratch: Path | None
@@ -98,33 +104,45 @@ def deltas(
             for number, wanted in enumerate(manifest.delta.payloads):
                 path = Path(folder) / f"{manifest.version}-{number}"
                 download(store, wanted, path)
-                with path.open("rb") as file:
-                    # A private mapping: torch wants writable memory, and nothing may write to it.
-                    buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-                stored = payload.read_delta(wanted.key, memoryview(buffer), manifest, schema)
+                stored = payload.read_delta(wanted.key, _mapped(path), manifest, schema)
                 versions.append((manifest, wanted.key, stored))
         yield Deltas(versions)
 
 
-def anchor_file(
-    store: Store, wanted: Payload, schema: Mapping[str, TensorSpec]
-) -> tuple[list[TensorSpec], Iterator[torch.Tensor]]:
-    """Open one file of an anchor as a stream.
+def anchor(
+    store: Store, manifest: Manifest, schema: Mapping[str, TensorSpec]
+) -> Iterator[tuple[str, list[TensorSpec], Iterator[torch.Tensor]]]:
+    """Stream an anchor, file by file.
 
-    Returns:
-        What it holds, and the tensors in the same order, one in memory at a time; they are proved
-        only when that iterator ends.
+    Yields:
+        A file's name, what it holds, and its tensors in the same order, one in memory at a time. All
+        must be taken before the next file; they are proved only when their iterator ends.
 
     Raises:
-        CorruptObject: not the file that the manifest names, or a tensor that is not the run's.
+        CorruptObject: not a file that the manifest names, or together they do not hold each tensor of
+            the run once.
     """
-    stream = payload.read_stream(wanted.key, wanted.size, chunks(store, wanted))
-    header = next(stream)
-    assert isinstance(header, payload.FileHeader)
-    specs = [entry.spec for entry in header.entries]
-    for spec in specs:
-        if schema.get(spec.name) != spec:
-            raise CorruptObject(
-                f"{wanted.key}: it holds {spec}, but the run has {schema.get(spec.name)} under that name"
-            )
-    return specs, (item[1] for item in stream if not isinstance(item, payload.FileHeader))
+    assert manifest.anchor is not None
+    seen: set[str] = set()
+    for wanted in manifest.anchor.payloads:
+        stream = payload.read_stream(wanted.key, wanted.size, chunks(store, wanted))
+        header = next(stream)
+        assert isinstance(header, payload.FileHeader)
+        payload.check_metadata(
+            wanted.key, header, payload.anchor_metadata(manifest.version, manifest.step, manifest.run_id)
+        )
+        specs = [entry.spec for entry in header.entries]
+        for spec in specs:
+            if schema.get(spec.name) != spec:
+                raise CorruptObject(
+                    f"{wanted.key}: it holds {spec}, but the run has {schema.get(spec.name)} under that name"
+                )
+            if spec.name in seen:
+                raise CorruptObject(f"{wanted.key}: {spec.name!r} is in another file of this anchor too")
+            seen.add(spec.name)
+        tensors = (item[1] for item in stream if not isinstance(item, payload.FileHeader))
+        yield wanted.key.rsplit("/", 1)[1], specs, tensors
+    if missing := schema.keys() - seen:
+        raise CorruptObject(
+            f"the anchor of version {manifest.version} lacks {len(missing)} tensors, such as {min(missing)!r}"
+        )

@@ -7,7 +7,7 @@ writes, and hands back what undoes it.
 
 import logging
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 
 from patchstore import digest, fetch, lineage, log
 from patchstore.errors import CorruptObject, SchemaMismatch, StateMismatch, UsageError, VersionNotFound
-from patchstore.model import Manifest, Plan, TensorSpec
+from patchstore.model import Manifest, Plan
 from patchstore.stores.base import Store
 from patchstore.tensors import TensorPatch, bits, spec_of
 
@@ -172,10 +172,11 @@ class Follower:
             fetched = time.monotonic()
             if route.anchor is not None:
                 sums = {}
-                for spec, tensor in self._anchor(route.anchor):
-                    for patch in deltas.patches(spec):
-                        bits(tensor)[patch.indices] = bits(patch.values)
-                    full[spec.name], sums[spec.name] = tensor, digest.of_tensor(tensor)
+                for _, specs, tensors in fetch.anchor(self.store, route.anchor, self._specs):
+                    for spec, tensor in zip(specs, tensors, strict=True):
+                        for patch in deltas.patches(spec):
+                            bits(tensor)[patch.indices] = bits(patch.values)
+                        full[spec.name], sums[spec.name] = tensor, digest.of_tensor(tensor)
             else:
                 for name in sorted(deltas.names):
                     patch = deltas.merged(self._specs[name])
@@ -187,11 +188,6 @@ class Follower:
             old = bits(self.tensors[name])[patch.indices].cpu().view(patch.values.dtype)
             before, after = (digest.of_elements(patch.indices, values) for values in (old, patch.values))
             sums[name] = sums[name].minus(before).plus(after)
-        if missing := self._specs.keys() - sums.keys():
-            raise CorruptObject(
-                f"the anchor that version {version} starts from lacks {len(missing)} tensors, "
-                f"such as {min(missing)!r}"
-            )
         digest.check_state(self.header.schema, sums, route.target)
         timings = {
             "fetch": fetched - began,
@@ -199,12 +195,6 @@ class Follower:
             "verify": time.monotonic() - decoded,
         }
         return Staged(plan=route, patches=patches, full=full, sums=sums, timings=timings)
-
-    def _anchor(self, manifest: Manifest) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        assert manifest.anchor is not None
-        for wanted in manifest.anchor.payloads:
-            specs, tensors = fetch.anchor_file(self.store, wanted, self._specs)
-            yield from zip(specs, tensors, strict=True)
 
     def commit(self, staged: Staged) -> Undo:
         """Write a staged update into the tensors; afterwards they hold its version.

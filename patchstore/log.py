@@ -62,9 +62,15 @@ def read_manifest(store: Store, version: int) -> Manifest:
     return _read(store, version)[0]
 
 
-def manifest_digest(found: Manifest) -> str:
-    """Digest of a manifest's bytes, as the next version's `parent_digest` names it."""
-    return checksum.digest(manifest.to_json(found))
+def stored_digest(store: Store, version: int) -> str:
+    """Digest of a manifest as it is stored, which the next version names as its `parent_digest`.
+
+    Not of the manifest spelled anew: another release may have written fields that this one drops.
+
+    Raises:
+        VersionNotFound: not committed.
+    """
+    return checksum.digest(_read(store, version)[1])
 
 
 def _read(store: Store, version: int) -> tuple[Manifest, bytes]:
@@ -149,6 +155,11 @@ def read_lineage(store: Store, target: int, held: int | None = None) -> dict[int
             raise CorruptObject(
                 f"{layout.manifest_key(parent.version)} is not the manifest that version {found.version} "
                 f"names as its parent: expected {found.parent_digest}, found {checksum.digest(data)}"
+            )
+        if parent.run_id != found.run_id or parent.writer.epoch > found.writer.epoch:
+            raise CorruptObject(
+                f"version {found.version} (run {found.run_id}, epoch {found.writer.epoch}) cannot descend "
+                f"from version {parent.version} (run {parent.run_id}, epoch {parent.writer.epoch})"
             )
         lineage[parent.version] = found = parent
         anchored = anchored or parent.anchor is not None

@@ -6,6 +6,7 @@ it becomes a value; a reader ignores fields it does not know, so that later rele
 
 import json
 from collections.abc import Mapping
+from math import prod
 from typing import Any, TypeVar
 
 from patchstore import layout
@@ -24,6 +25,7 @@ from patchstore.model import (
     Writer,
 )
 
+MAX_VERSION = 2**63 - 1
 MAX_ELEMENTS = 2**48
 """Elements of one tensor; keeps every byte count of a hostile shape inside 64 bits."""
 
@@ -58,20 +60,23 @@ def header_from_json(data: bytes) -> StoreHeader:
         tensor_spec(layout.HEADER, item.text("name"), item.text("dtype"), item.value.get("shape"))
         for item in record.items("tensors")
     )
-    names = [spec.name for spec in specs]
-    if names != sorted(set(names)):
+    names = {spec.name for spec in specs}
+    if [spec.name for spec in specs] != sorted(names):
         raise record.corrupt("tensors", "must ascend by name and hold each name once")
-    tied = record.value.get("tied", {})
-    if not isinstance(tied, dict):
-        raise record.corrupt("tied", "must be an object")
-    for alias, name in tied.items():
-        if name not in set(names) or alias in set(names):
-            raise record.corrupt("tied", f"{alias!r} must be a further name of a tensor that is listed")
+    tied = record.item("tied")
+    for alias in tied.value:
+        if tied.text(alias) not in names or alias in names or not is_name(alias):
+            raise record.corrupt("tied", f"{alias!r:.100} must be a further name of a tensor that is listed")
     return StoreHeader(
         run_id=record.text("run_id"),
         created_at=record.text("created_at"),
-        schema=Schema(tensors=specs, tied=tied),
+        schema=Schema(tensors=specs, tied=tied.value),
     )
+
+
+def is_name(name: str) -> bool:
+    """Whether a tensor may be called so: printable, not empty, and not what safetensors keeps for itself."""
+    return bool(name) and name.isprintable() and name != "__metadata__"
 
 
 def tensor_spec(where: str, name: str, dtype: str, shape: object) -> TensorSpec:
@@ -80,16 +85,16 @@ def tensor_spec(where: str, name: str, dtype: str, shape: object) -> TensorSpec:
     Raises:
         CorruptObject: a control character in the name, an unknown dtype, or a bad shape.
     """
-    if not name or not name.isprintable():
-        raise CorruptObject(f"{where}: {name!r} is not a tensor name: it must be printable and not empty")
+    if not is_name(name):
+        raise CorruptObject(f"{where}: {name!r:.100} cannot name a tensor")
     if dtype not in DTYPE_BYTES:
         raise CorruptObject(f"{where}: tensor {name!r} has unknown dtype {dtype!r}")
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in shape):
-        raise CorruptObject(f"{where}: tensor {name!r} has shape {shape!r}, not a list of sizes")
-    spec = TensorSpec(name=name, dtype=dtype, shape=tuple(shape))
-    if spec.num_elements > MAX_ELEMENTS:
-        raise CorruptObject(f"{where}: tensor {name!r} of shape {shape} has too many elements")
-    return spec
+        raise CorruptObject(f"{where}: tensor {name!r} has shape {shape!r:.100}, not a list of sizes")
+    # Without its zeros: strides are computed from all sizes, also where there is nothing to stride over.
+    if prod(n for n in shape if n) > MAX_ELEMENTS:
+        raise CorruptObject(f"{where}: tensor {name!r} of shape {shape!r:.100} has too many elements")
+    return TensorSpec(name=name, dtype=dtype, shape=tuple(shape))
 
 
 def to_json(manifest: Manifest) -> bytes:
@@ -143,7 +148,7 @@ def from_json(key: str, data: bytes) -> Manifest:
     delta, anchor = record.optional("delta"), record.optional("anchor")
     if anchor is None and (delta is None or parent is None):
         raise record.corrupt("anchor", "is missing, and there is no delta on a parent either")
-    return Manifest(
+    manifest = Manifest(
         version=version,
         parent=parent,
         parent_digest=None if parent is None else record.digest("parent_digest"),
@@ -165,6 +170,13 @@ def from_json(key: str, data: bytes) -> Manifest:
             payloads=anchor.payloads("payloads", "anchors/"), files=anchor.payloads("files", "anchors/")
         ),
     )
+    for part in (manifest.delta, manifest.anchor):
+        payloads = (*part.payloads, *getattr(part, "files", ())) if part is not None else ()
+        if len({payload.key for payload in payloads}) != len(payloads):
+            raise record.corrupt("payloads", "must hold each key once")
+        if len({payload.key.rpartition("/")[0] for payload in payloads}) > 1:
+            raise record.corrupt("payloads", "must lie in one folder")
+    return manifest
 
 
 def hint_to_json(version: int) -> bytes:
@@ -178,7 +190,32 @@ def hint_from_json(data: bytes) -> int | None:
         version = json.loads(data)["version"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return version if type(version) is int and version >= 0 else None
+    return version if type(version) is int and 0 <= version <= MAX_VERSION else None
+
+
+def json_object(what: str, text: str | bytes | bytearray) -> dict[str, Any]:
+    """Parse untrusted JSON.
+
+    Args:
+        what: the subject of the error's sentence.
+
+    Raises:
+        CorruptObject: not JSON, a name that occurs twice, or not an object.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as exc:
+        raise CorruptObject(f"{what} is not JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise CorruptObject(f"{what} must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        raise ValueError("a name occurs twice in one object")
+    return record
 
 
 def _payloads(payloads: tuple[Payload, ...]) -> list[dict[str, Any]]:
@@ -197,13 +234,7 @@ class _Record:
 
     @classmethod
     def parse(cls, where: str, data: bytes) -> "_Record":
-        try:
-            value = json.loads(data)
-        except (ValueError, RecursionError) as exc:
-            raise CorruptObject(f"{where} is not JSON: {exc}") from exc
-        if not isinstance(value, dict):
-            raise CorruptObject(f"{where} must hold a JSON object, not {type(value).__name__}")
-        record = cls(where, "", value)
+        record = cls(where, "", json_object(where, data))
         found = record.integer("format_version")
         if found != FORMAT_VERSION:
             raise UnsupportedFormat(
@@ -277,6 +308,4 @@ class _Record:
             if not key.startswith(prefix) or key.count("/") != 2:
                 raise item.corrupt("key", f"must be a file in a folder of {prefix}, not {key!r}")
             found.append(Payload(key=key, size=item.count("size"), digest=item.digest("digest")))
-        if len({payload.key for payload in found}) != len(found):
-            raise self.corrupt(field, "must hold each key once")
         return tuple(found)

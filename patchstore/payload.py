@@ -14,7 +14,7 @@ import torch
 
 from patchstore.encodings import EncodedTensor, named
 from patchstore.errors import CorruptObject
-from patchstore.manifest import tensor_spec
+from patchstore.manifest import json_object, tensor_spec
 from patchstore.model import DTYPE_BYTES, FORMAT_VERSION, Manifest, Schema, TensorSpec
 from patchstore.stores.base import Chunk
 from patchstore.tensors import TensorPatch, from_bytes, raw_bytes, spec_of
@@ -108,12 +108,7 @@ def read_header(where: str, file_size: int, first: bytes | bytearray) -> FileHea
         )
     if len(first) < 8 + length:
         return 8 + int(length)
-    try:
-        record = json.loads(first[8 : 8 + length], object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as exc:
-        raise CorruptObject(f"{where}: its header is not JSON: {exc}") from exc
-    if not isinstance(record, dict):
-        raise CorruptObject(f"{where}: its header is not a JSON object")
+    record = json_object(f"{where}: its header", first[8 : 8 + length])
     metadata = record.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CorruptObject(f"{where}: its metadata must map strings to strings")
@@ -135,13 +130,6 @@ def read_header(where: str, file_size: int, first: bytes | bytearray) -> FileHea
             f"but the file has {file_size:,}"
         )
     return FileHeader(entries=tuple(entries), metadata=metadata, data_start=8 + int(length))
-
-
-def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        raise ValueError("a name occurs twice in one object")
-    return record
 
 
 def _entry(where: str, name: str, value: object) -> Entry:
@@ -234,6 +222,17 @@ def open_buffer(where: str, buffer: bytearray | memoryview) -> tuple[FileHeader,
     return header, tensors
 
 
+def check_metadata(where: str, header: FileHeader, expected: Mapping[str, str]) -> None:
+    """Refuse a file that says of itself something else than its manifest does.
+
+    Raises:
+        CorruptObject
+    """
+    for field, value in expected.items():
+        if header.metadata.get(field) != value:
+            raise CorruptObject(f"{where}: its {field} is {header.metadata.get(field)!r}, expected {value!r}")
+
+
 def anchor_metadata(manifest_version: int, step: int, run_id: str) -> dict[str, str]:
     """The metadata of an anchor's files. `format` is what `transformers` insists on."""
     return {
@@ -302,15 +301,8 @@ def read_delta(
         "step": str(manifest.step),
         "encoding": manifest.delta.encoding,
     }
-    for field, value in expected.items():
-        if header.metadata.get(field) != value:
-            raise CorruptObject(f"{where}: its {field} is {header.metadata.get(field)!r}, expected {value!r}")
-    try:
-        listed = json.loads(header.metadata.get("tensors", ""), object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as exc:
-        raise CorruptObject(f"{where}: its list of tensors is not JSON: {exc}") from exc
-    if not isinstance(listed, dict):
-        raise CorruptObject(f"{where}: its list of tensors is not a JSON object")
+    check_metadata(where, header, expected)
+    listed = json_object(f"{where}: its list of tensors", header.metadata.get("tensors", ""))
     found = {}
     for name, value in listed.items():
         if name not in schema:

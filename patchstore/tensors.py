@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from patchstore.errors import SchemaMismatch
+from patchstore.manifest import is_name
 from patchstore.model import TensorSpec
 
 TORCH_DTYPES = {
@@ -61,8 +62,8 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
         raise SchemaMismatch(
             f"tensor {name!r} has dtype {tensor.dtype}; storable are {', '.join(sorted(TORCH_DTYPES))}"
         )
-    if not name or not name.isprintable():
-        raise SchemaMismatch(f"{name!r} cannot name a tensor: it must be printable and not empty")
+    if not is_name(name):
+        raise SchemaMismatch(f"{name!r} cannot name a tensor: it must be printable, and not '__metadata__'")
     return TensorSpec(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))
 
 

@@ -71,14 +71,14 @@ def test_a_slot_that_somebody_else_has_is_a_conflict_and_stays_theirs(run: Run) 
 @pytest.mark.parametrize("effect", ["fail-after", "exists"])
 def test_a_lost_answer_is_settled_by_reading_the_slot(run: Run, effect) -> None:
     head = run.publish()
-    new = replace(head, version=1, parent=0, parent_digest=log.manifest_digest(head))
+    new = replace(head, version=1, parent=0, parent_digest=log.stored_digest(run.store, 0))
     log.commit(FaultyStore(run.store, Fault(verb="put", effect=effect)), new)
     assert log.read_manifest(run.store, 1) == new
 
 
 def test_a_create_that_did_not_happen_is_unavailable_and_can_be_tried_again(run: Run) -> None:
     head = run.publish()
-    new = replace(head, version=1, parent=0, parent_digest=log.manifest_digest(head))
+    new = replace(head, version=1, parent=0, parent_digest=log.stored_digest(run.store, 0))
     faulty = FaultyStore(run.store, Fault(verb="put", effect="fail-before"))
     with pytest.raises(StoreUnavailable):
         log.commit(faulty, new)

@@ -138,7 +138,7 @@ class Follow:
         return newest
 
     def run(self, stop: threading.Event) -> Iterator[Step]:
-        """Step until `stop` is set, yielding each step that did something; one under way is finished first."""
+        """Step until `stop` is set, yielding what was done. A step under way is finished first."""
         while not stop.is_set():
             done = self.step()
             if done.did == "failed":

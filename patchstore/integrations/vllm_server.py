@@ -5,7 +5,7 @@ generation goes on during the longest of them, in which the server fetches and p
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,11 +13,17 @@ from typing import Any, Literal, Self
 
 import httpx
 
+from patchstore import errors
 from patchstore.errors import PatchstoreError, ServerUnavailable
 
 _REASON = re.compile(r"\[([a-z]+(?:-[a-z]+)*)\] (.*)", re.DOTALL)
 _VLLM_SUFFIX = "', please check the stack trace"
 _HEALTH_TIMEOUT_S = 10.0
+_ERRORS = {
+    error.kind: error
+    for error in vars(errors).values()
+    if isinstance(error, type) and issubclass(error, PatchstoreError) and error is not PatchstoreError
+}
 
 Switch = Literal["resume", "stay-paused"]
 """What becomes of a paused server once it serves the new version."""
@@ -80,7 +86,7 @@ class VllmServer:
             first = ranks[0][key]
             return first if all(rank[key] == first for rank in ranks) else None
 
-        errors = [rank["last_error"] for rank in ranks if rank["last_error"]]
+        failed = [rank["last_error"] for rank in ranks if rank["last_error"]]
         return ServerStatus(
             initialised=all(rank["initialised"] for rank in ranks),
             run_id=agreed("run_id"),
@@ -89,7 +95,7 @@ class VllmServer:
             update_open=any(rank["update_open"] for rank in ranks),
             switch=agreed("switch"),
             torn=any(rank["torn"] for rank in ranks),
-            last_error=f"[{errors[0]['kind']}] {errors[0]['message']}" if errors else None,
+            last_error=f"[{failed[0]['kind']}] {failed[0]['message']}" if failed else None,
             ranks=tuple(ranks),
         )
 
@@ -244,18 +250,9 @@ def _refusal(call: str, response: httpx.Response) -> PatchstoreError:
         text = response.text
     if found := _REASON.search(text):
         kind, message = found[1], found[2].partition(_VLLM_SUFFIX)[0]
-        for error in _tree(PatchstoreError):
-            if error.kind == kind:
-                return error(f"{call}: {message}")
+        if kind in _ERRORS:
+            return _ERRORS[kind](f"{call}: {message}")
         return ServerUnavailable(f"{call}: [{kind}] {message}")
     if response.status_code == httpx.codes.NOT_FOUND:
         return _NoSuchRoute(f"{call}: no such route; is the server vLLM with VLLM_SERVER_DEV_MODE=1?")
     return ServerUnavailable(f"{call}: HTTP {response.status_code}: {text:.500}")
-
-
-def _tree(error: type[PatchstoreError]) -> Iterator[type[PatchstoreError]]:
-    """All error classes below this one, which carry a kind of their own."""
-    for child in error.__subclasses__():
-        if "kind" in vars(child):
-            yield child
-        yield from _tree(child)

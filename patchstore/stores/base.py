@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 
 from patchstore.errors import UsageError
 from patchstore.layout import check_key
@@ -96,17 +97,22 @@ class Store(ABC):
             return
         with ThreadPoolExecutor(NUM_PARTS, thread_name_prefix="patchstore-read") as pool:
             parts: deque[Future[bytes]] = deque()
+            offsets = iter(range(start, stop, PART_BYTES))
             try:
-                for offset in range(start, stop, PART_BYTES):
+                for offset in islice(offsets, NUM_PARTS):
                     parts.append(pool.submit(self.get, key, offset, min(offset + PART_BYTES, stop)))
-                    if len(parts) == NUM_PARTS:
-                        yield parts.popleft().result()
                 while parts:
-                    yield parts.popleft().result()
+                    part = parts.popleft().result()
+                    yield part
+                    if len(part) < PART_BYTES:
+                        # The object's end, wherever the caller took it to be.
+                        return
+                    for offset in islice(offsets, 1):
+                        parts.append(pool.submit(self.get, key, offset, min(offset + PART_BYTES, stop)))
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def close(self) -> None:  # noqa: B027 - most stores have nothing to release
+    def close(self) -> None:
         """Release connections; the store must not be used afterwards."""
 
 

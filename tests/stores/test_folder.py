@@ -178,7 +178,7 @@ def test_a_put_survives_a_delete_that_removes_its_folder(
     def link_after_removal(source: str, target: str) -> None:
         if not removed:
             removed.append(target)
-            os.rmdir(os.path.dirname(target))
+            Path(target).parent.rmdir()
         link(source, target)
 
     monkeypatch.setattr(os, "link", link_after_removal)

@@ -1,0 +1,63 @@
+"""What holds for every registered encoding, whatever changed."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patchstore import diff
+from patchstore.encodings import ENCODINGS, named
+from patchstore.errors import UnsupportedFormat
+from patchstore.model import TensorSpec
+from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits
+from patchstore.testing.encoding import random_values
+
+NUM = 150_000
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+@settings(max_examples=30, deadline=None)
+@given(
+    dtype=st.sampled_from([*TORCH_DTYPES]),
+    touched=st.sets(
+        st.integers(0, NUM - 1) | st.sampled_from([0, 65_535, 65_536, 131_071, 131_072, NUM - 1]), max_size=8
+    ),
+    seed=st.integers(0, 2**32),
+)
+def test_a_patch_turns_the_old_tensor_into_the_new_one(
+    name: str, dtype: str, touched: set[int], seed: int
+) -> None:
+    """What is stated is what changed and bridges; a bridge carries the value it was given."""
+    old = random_values(1000, dtype, seed).repeat(NUM // 1000)
+    new = old.clone()
+    at = torch.tensor(sorted(touched), dtype=torch.int64)
+    bits(new)[at] = bits(random_values(len(at), dtype, seed + 1))
+    encoding, spec = named(name), TensorSpec(name="w", dtype=dtype, shape=(NUM,))
+    changed = diff.changed(new, old)
+    stated = encoding.stated(changed)
+    patch = TensorPatch(name="w", indices=stated, values=bits(new)[stated].view(new.dtype))
+    decoded = encoding.decode(encoding.encode(patch, spec), spec, "here")
+    assert set(changed.tolist()) <= set(decoded.indices.tolist()) <= set(stated.tolist())
+    applied = old.clone()
+    for _ in range(2):
+        bits(applied)[decoded.indices] = bits(decoded.values)
+        assert torch.equal(bits(applied), bits(new))
+
+
+def test_an_encoding_is_registered_under_its_own_name() -> None:
+    assert {name: encoding.name for name, encoding in ENCODINGS.items()} == {name: name for name in ENCODINGS}
+    assert all(named(name) is encoding for name, encoding in ENCODINGS.items())
+
+
+def test_every_encoding_passes_the_conformance_suite() -> None:
+    from tests.encodings import test_gap, test_raw
+
+    tested = {type(suite.encoding) for suite in (test_raw.TestRaw, test_gap.TestGap)}
+    assert tested == {type(encoding) for encoding in ENCODINGS.values()}
+
+
+def test_an_unknown_encoding_names_the_known_ones() -> None:
+    with pytest.raises(UnsupportedFormat) as caught:
+        named("context-2")
+    assert caught.value.kind == "unsupported-format"
+    assert all(name in str(caught.value) for name in ENCODINGS)

@@ -1,0 +1,473 @@
+"""What can be wrong with a bucket, and the kind of error that each must give.
+
+Each case is a small change to a golden bucket. Unless the case is about digests, sizes and digests
+are mended around the change, so that the check behind them is reached.
+"""
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.format import surgery
+from tests.format.surgery import Entries, Objects
+
+CORRUPT, UNSUPPORTED, STATE = "corrupt-object", "unsupported-format", "state-mismatch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bad:
+    name: str
+    kinds: tuple[str, ...]
+    """The error's kind; several where the format leaves open which check comes first."""
+    change: Callable[[Objects], object]
+    bucket: str = "v1-gap"
+    version: int = 1
+    """The version that must not be readable any more."""
+    beyond_followers: bool = False
+    """Whether it is about files that only a replay reads."""
+
+
+CASES: list[Bad] = []
+
+
+def bad(name: str, change: Callable[[Objects], object], *kinds: str, **where: Any) -> None:
+    CASES.append(Bad(name=name, kinds=kinds or (CORRUPT,), change=change, **where))
+
+
+def key_of(objects: Objects, version: int, part: str) -> str:
+    return surgery.manifest(objects, version)[part]["payloads"][0]["key"]  # type: ignore[no-any-return]
+
+
+def spoiled(part: str, version: int, spoil: Callable[[bytes], bytes]) -> Callable[[Objects], None]:
+    """Other bytes under a payload's key, and nothing mended."""
+
+    def change(objects: Objects) -> None:
+        key = key_of(objects, version, part)
+        objects[key] = spoil(objects[key])
+
+    return change
+
+
+def missing(part: str, version: int) -> Callable[[Objects], object]:
+    return lambda objects: objects.pop(key_of(objects, version, part))
+
+
+def vouched(part: str, version: int, edit: Callable[[bytes], bytes]) -> Callable[[Objects], None]:
+    """Other bytes of a payload, and a manifest that vouches for them."""
+    return lambda objects: surgery.put_payload(
+        objects, version, part, edit(surgery.payload(objects, version, part))
+    )
+
+
+def in_manifest(version: int, edit: Callable[[Any], object]) -> Callable[[Objects], None]:
+    return lambda objects: surgery.edit_manifest(objects, version, edit)
+
+
+def in_file(part: str, version: int, edit: Callable[[Any, Entries], object]) -> Callable[[Objects], None]:
+    return lambda objects: surgery.edit_file(objects, version, part, edit)
+
+
+def in_header(part: str, version: int, edit: Callable[[Any], object]) -> Callable[[Objects], None]:
+    return lambda objects: surgery.edit_header(objects, version, part, edit)
+
+
+def in_store_json(edit: Callable[[Any], object]) -> Callable[[Objects], None]:
+    return lambda objects: surgery.edit_json(objects, "store.json", edit)
+
+
+def put(path: str, value: object) -> Callable[[Any], None]:
+    """Set a field of nested objects: `put("writer.epoch", 3)`."""
+    *folders, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+
+    def edit(record: Any) -> None:
+        for folder in folders:
+            record = record[folder]
+        record[last] = value
+
+    return edit
+
+
+def drop(field: str) -> Callable[[Any], object]:
+    return lambda record: record.pop(field)
+
+
+def metadata(field: str, value: object) -> Callable[[Any, Entries], None]:
+    return lambda found, _: found.__setitem__(field, value)
+
+
+def entry(name: str, dtype: str, shape: list[int], data: bytes) -> Callable[[Any, Entries], None]:
+    return lambda _, tensors: tensors.__setitem__(name, (dtype, shape, data))
+
+
+def listed(name: str, dtype: str, shape: list[int]) -> Callable[[Any, Entries], None]:
+    """Add a tensor to a delta's own list."""
+
+    def edit(found: Any, _: Entries) -> None:
+        found["tensors"] = json.dumps(
+            {**json.loads(found["tensors"]), name: {"dtype": dtype, "shape": shape}}
+        )
+
+    return edit
+
+
+def both(*edits: Callable[..., object]) -> Callable[..., None]:
+    def edit(*arguments: Any) -> None:
+        for each in edits:
+            each(*arguments)
+
+    return edit
+
+
+def repeated(data: bytes) -> bytes:
+    """The header's first tensor, twice under one name."""
+    header, rest = surgery.take_apart(data)
+    name = next(name for name in header if name != "__metadata__")
+    text = json.dumps(header)[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}"
+    return surgery.put_together(text.encode(), rest)
+
+
+def grown(data: bytes) -> bytes:
+    """One more byte of data than the header accounts for."""
+    return data + b"\0"
+
+
+def move_first(by: int) -> Callable[[Any], None]:
+    """Move the bytes that the header's first tensor claims."""
+
+    def edit(header: Any) -> None:
+        name = next(name for name in header if name != "__metadata__")
+        header[name]["data_offsets"] = [offset + by for offset in header[name]["data_offsets"]]
+
+    return edit
+
+
+def int32s(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}i", *numbers)
+
+
+def uint16s(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}H", *numbers)
+
+
+# Bytes that no digest vouches for.
+for part, version in (("delta", 1), ("anchor", 0)):
+    bad(f"{part} truncated", spoiled(part, version, lambda data: data[:-1]))
+    bad(f"{part} cut in half", spoiled(part, version, lambda data: data[: len(data) // 2]))
+    bad(f"{part} emptied", spoiled(part, version, lambda _: b""))
+    bad(f"{part} goes on", spoiled(part, version, grown))
+    bad(f"{part} has a flipped bit", spoiled(part, version, lambda data: data[:-1] + bytes([data[-1] ^ 4])))
+    bad(f"{part} is missing", missing(part, version))
+bad(
+    "config has other bytes",
+    lambda objects: objects.update({next(k for k in objects if "config" in k): b"{}"}),
+    bucket="v1-sharded",
+    beyond_followers=True,
+)
+
+# Safetensors files that break its rules, or this format's.
+for part, version in (("delta", 1), ("anchor", 0)):
+    bad(f"{part} is empty and vouched for", vouched(part, version, lambda _: b""))
+    bad(f"{part} has 7 bytes", vouched(part, version, lambda data: data[:7]))
+    bad(
+        f"{part} claims a header of 2**63 bytes",
+        vouched(part, version, lambda d: struct.pack("<Q", 2**63) + d[8:]),
+    )
+    bad(f"{part} claims a header of 2**64-1 bytes", vouched(part, version, lambda d: b"\xff" * 8 + d[8:]))
+    bad(
+        f"{part} has a header that is no JSON",
+        vouched(part, version, lambda _: surgery.put_together(b"{]", b"")),
+    )
+    bad(f"{part} has a list for a header", vouched(part, version, lambda _: surgery.put_together(b"[]", b"")))
+    bad(
+        f"{part} has a header nested without end",
+        vouched(part, version, lambda _: surgery.put_together(b'{"a":' * 100_000, b"")),
+    )
+    bad(f"{part} has tensors that overlap", in_header(part, version, move_first(-1)))
+    bad(f"{part} has a hole", in_header(part, version, move_first(1)))
+    bad(f"{part} has a name twice", vouched(part, version, repeated))
+    bad(f"{part} has bytes behind its tensors", vouched(part, version, grown))
+    bad(f"{part} has metadata that are no strings", in_file(part, version, metadata("step", 1)))
+    bad(f"{part} has an unknown tensor", in_file(part, version, entry("unknown", "U8", [1], b"\0")))
+    bad(
+        f"{part} has a tensor of unknown dtype",
+        in_file(part, version, entry("big.more", "C64", [1], bytes(8))),
+    )
+    bad(
+        f"{part} has a tensor of 2**48 x 2**48 x 0",
+        in_file(part, version, entry("x", "U8", [2**48, 2**48, 0], b"")),
+    )
+    bad(
+        f"{part} has a tensor of 1,000 dimensions",
+        in_file(part, version, entry("x", "U8", [1] * 1000, b"\0")),
+    )
+    bad(f"{part} has a negative size", in_file(part, version, entry("x", "U8", [-1, 0], b"")))
+    bad(f"{part} has a fractional size", in_file(part, version, entry("x", "U8", [1.0], b"\0")))  # type: ignore[list-item]
+    bad(f"{part} has a name with a newline", in_file(part, version, entry("a\nb", "U8", [1], b"\0")))
+bad(
+    "anchor has another shape",
+    in_file("anchor", 0, lambda _, t: t.update(scalar=("BF16", [1], t["scalar"][2]))),
+    version=0,
+)
+bad(
+    "anchor has another dtype",
+    in_file("anchor", 0, lambda _, t: t.update(scalar=("F16", [], t["scalar"][2]))),
+    version=0,
+)
+bad("anchor lacks a tensor", in_file("anchor", 0, lambda _, tensors: tensors.pop("scalar")), version=0)
+bad(
+    "anchor lacks a tensor without elements",
+    in_file("anchor", 0, lambda _, tensors: tensors.pop("zero-size")),
+    version=0,
+)
+bad(
+    "anchor is someone else's checkpoint",
+    vouched("anchor", 0, lambda _: surgery.safetensors_file({"format": "pt"}, {"w": ("F32", [1], bytes(4))})),
+    version=0,
+)
+bad(
+    "anchor holds a tensor in two files",
+    lambda objects: surgery.edit_file(objects, 0, "anchor", entry("b", "BF16", [20], bytes(40)), 0),
+    bucket="v1-sharded",
+    version=0,
+)
+
+# Deltas that are not their manifest's.
+for field, value in {
+    "format": "pt",
+    "format_version": "2",
+    "kind": "anchor",
+    "run_id": "another",
+    "version": "2",
+    "parent": "7",
+    "step": "101",
+    "encoding": "raw",
+}.items():
+    bad(f"delta is labelled {field} {value}", in_file("delta", 1, metadata(field, value)))
+    bad(f"delta has no {field}", in_file("delta", 1, lambda found, _, field=field: found.pop(field)))
+bad(
+    "delta is someone else's checkpoint",
+    vouched("delta", 1, lambda _: surgery.safetensors_file(None, {"big": ("I8", [140_000], bytes(140_000))})),
+)
+bad(
+    "delta is another version's",
+    lambda objects: surgery.put_payload(objects, 1, "delta", surgery.payload(objects, 3, "delta")),
+)
+bad("delta lists nothing", in_file("delta", 1, metadata("tensors", "{}")))
+bad("delta lists no JSON", in_file("delta", 1, metadata("tensors", "{")))
+bad("delta lists a number", in_file("delta", 1, metadata("tensors", "3")))
+bad(
+    "delta lists a tensor twice",
+    in_file("delta", 1, lambda f, _: f.update(tensors=f["tensors"][:-1] + "," + f["tensors"][1:])),
+)
+bad(
+    "delta lists an unknown tensor",
+    in_file(
+        "delta",
+        1,
+        both(
+            listed("new", "U8", [1]),
+            entry("new.idx", "U16", [1], bytes(2)),
+            entry("new.val", "U8", [1], b"\0"),
+        ),
+    ),
+)
+bad(
+    "delta lists a tensor by its tied name",
+    in_file(
+        "delta",
+        1,
+        both(
+            listed("tied-to-big", "I8", [140_000]),
+            entry("tied-to-big.idx", "U16", [1], bytes(2)),
+            entry("tied-to-big.val", "I8", [1], b"\0"),
+        ),
+    ),
+)
+bad("delta lists another shape", in_file("delta", 1, listed("big", "I8", [70_000, 2])))
+bad("delta lists another dtype", in_file("delta", 1, listed("big", "U8", [140_000])))
+bad("delta lacks positions", in_file("delta", 1, lambda _, tensors: tensors.pop("big.idx")))
+bad("delta lacks values", in_file("delta", 1, lambda _, tensors: tensors.pop("big.val")))
+
+# Positions and values. `big` has 140,000 elements of I8, and 4 stated positions.
+bad(
+    "gaps reach the tensor's end",
+    in_file("delta", 1, entry("big.idx", "U16", [4], uint16s(3, 65_535, 65_535, 8_926))),
+)
+bad("gaps reach far beyond", in_file("delta", 1, entry("big.idx", "U16", [4], b"\xff" * 8)))
+bad(
+    "a gap is other than it was",
+    in_file("delta", 1, entry("big.idx", "U16", [4], uint16s(3, 65_535, 65_535, 1))),
+    STATE,
+)
+bad("a value is other than it was", in_file("delta", 1, entry("big.val", "I8", [4], bytes(4))), STATE)
+bad("gaps are int16", in_file("delta", 1, entry("big.idx", "I16", [4], uint16s(3, 65_535, 65_535, 8_925))))
+bad("gaps are int32", in_file("delta", 1, entry("big.idx", "I32", [4], int32s(3, 65_535, 65_535, 8_925))))
+bad("gaps have two dimensions", in_file("delta", 1, entry("big.idx", "U16", [2, 2], bytes(8))))
+bad("gaps are a scalar", in_file("delta", 1, entry("big.idx", "U16", [], bytes(2))))
+bad("there are more gaps than values", in_file("delta", 1, entry("big.idx", "U16", [5], bytes(10))))
+bad("there are more values than gaps", in_file("delta", 1, entry("big.val", "I8", [5], bytes(5))))
+bad("values are of another dtype", in_file("delta", 1, entry("big.val", "U8", [4], bytes(4))))
+bad("values are of another shape", in_file("delta", 1, entry("big.val", "I8", [4, 1], bytes(4))))
+RAW: dict[str, Any] = {"bucket": "v1-raw", "version": 1}
+# `u8.weight` has 6 elements, the last two of which changed.
+for name, data in {
+    "descend": int32s(5, 4),
+    "are equal": int32s(4, 4),
+    "are negative": int32s(-1, 4),
+    "reach the tensor's end": int32s(4, 6),
+    "reach far beyond": int32s(4, 2**31 - 1),
+}.items():
+    bad(f"raw positions {name}", in_file("delta", 1, entry("u8.weight.idx", "I32", [2], data)), **RAW)
+bad(
+    "raw positions are int64",
+    in_file("delta", 1, entry("u8.weight.idx", "I64", [2], struct.pack("<2q", 4, 5))),
+    **RAW,
+)
+bad("raw positions are uint32", in_file("delta", 1, entry("u8.weight.idx", "U32", [2], int32s(4, 5))), **RAW)
+bad(
+    "raw positions are other than they were",
+    in_file("delta", 1, entry("u8.weight.idx", "I32", [2], int32s(2, 3))),
+    STATE,
+    **RAW,
+)
+
+# Manifests.
+bad("manifest is no JSON", lambda o: surgery.put_manifest(o, 1, b"{"))
+bad("manifest is no UTF-8", lambda o: surgery.put_manifest(o, 1, b'{"\xff": 1}'))
+bad("manifest is a list", lambda o: surgery.put_manifest(o, 1, b"[1]"))
+bad("manifest is nested without end", lambda o: surgery.put_manifest(o, 1, b"[" * 100_000))
+bad("manifest is of format version 2", in_manifest(1, put("format_version", 2)), UNSUPPORTED)
+bad("manifest is of format version true", in_manifest(1, put("format_version", True)))
+bad("anchor's manifest is of format version 2", in_manifest(0, put("format_version", 2)), UNSUPPORTED)
+bad("manifest is of no format version", in_manifest(1, drop("format_version")))
+bad("manifest is of another version", in_manifest(1, put("version", 2)))
+bad("manifest is of another run", in_manifest(1, put("run_id", "another")))
+bad("manifest's parent comes later", in_manifest(1, put("parent", 2)))
+bad("manifest is its own parent", in_manifest(1, put("parent", 1)))
+bad("manifest has a wrong parent digest", in_manifest(1, put("parent_digest", "blake3:" + "0" * 64)))
+bad("manifest has no parent digest", in_manifest(1, put("parent_digest", None)))
+bad(
+    "parent has other bytes",
+    lambda o: o.update({"versions/00000000.json": o["versions/00000000.json"] + b" "}),
+)
+bad("parent is missing", lambda o: o.pop("versions/00000000.json"), "unknown-version")
+bad("manifest is missing", lambda o: o.pop("versions/00000001.json"), "unknown-version")
+bad("manifest has neither delta nor anchor", in_manifest(1, put("delta", None)))
+bad("manifest has no parent for its delta", in_manifest(1, put("parent", None)))
+bad("encoding is unknown", in_manifest(1, put("delta.encoding", "context")), UNSUPPORTED)
+bad("encoding is another", in_manifest(1, put("delta.encoding", "raw")))
+for key in (
+    "../outside",
+    "deltas/../outside",
+    "deltas/../../outside",
+    "/deltas/x/y",
+    "deltas//x",
+    "deltas/x",
+    "deltas/x/y/z",
+    "deltas/x/..",
+    "deltas/./x",
+    "deltas\\x\\y",
+    "deltas/x/\0",
+    "deltas/x/\u00e9",
+    "anchors/x/y",
+    "store.json",
+    "versions/00000000.json",
+    "",
+    3,
+    None,
+    "deltas/x/y\n",
+):
+    bad(f"delta's key is {key!r}", in_manifest(1, put("delta.payloads.0.key", key)))
+for key in (
+    "anchors/x/..",
+    "anchors/../config.json",
+    "../config.json",
+    "deltas/x/config.json",
+    "anchors/x/a/config.json",
+):
+    bad(
+        f"file's key is {key!r}",
+        in_manifest(2, put("anchor.files.0.key", key)),
+        bucket="v1-sharded",
+        version=2,
+    )
+bad(
+    "a payload is named twice",
+    in_manifest(1, lambda r: r["delta"]["payloads"].append(r["delta"]["payloads"][0])),
+)
+bad(
+    "a file is a payload too",
+    in_manifest(0, lambda r: r["anchor"]["files"].append(r["anchor"]["payloads"][0])),
+    version=0,
+)
+bad(
+    "a file in another folder has a payload's name",
+    lambda o: (
+        o.update({"anchors/other/model.safetensors": b""}),
+        surgery.edit_manifest(
+            o,
+            0,
+            lambda r: r["anchor"]["files"].append(
+                {
+                    "key": "anchors/other/model.safetensors",
+                    "size": 0,
+                    "digest": "blake3:af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262",
+                }
+            ),
+        ),
+    ),
+    version=0,
+)
+for size in (-1, 0, 1, 2**40, 2**63, 10**30, "1", None, 1.0, True):
+    bad(f"delta's size is {size!r}", in_manifest(1, put("delta.payloads.0.size", size)))
+    bad(f"anchor's size is {size!r}", in_manifest(0, put("anchor.payloads.0.size", size)), version=0)
+for digest in ("", "blake3:", "sha256:" + "0" * 64, "blake3:" + "0" * 64, "blake3:" + "G" * 64, None):
+    bad(f"delta's digest is {digest!r}", in_manifest(1, put("delta.payloads.0.digest", digest)))
+bad("a delta is left out", in_manifest(1, put("delta.payloads", [])), STATE)
+bad("state's total is another", in_manifest(1, put("state.total", "blake3:" + "0" * 64)), STATE)
+bad("a tensor's sums are others", in_manifest(1, put("state.tensors.3", "0" * 32)), STATE)
+bad("a tensor's sums are no digits", in_manifest(1, put("state.tensors.3", "x" * 32)))
+bad("sums are missing", in_manifest(1, lambda record: record["state"]["tensors"].pop()), CORRUPT, STATE)
+bad(
+    "sums are left over",
+    in_manifest(1, lambda record: record["state"]["tensors"].append("0" * 32)),
+    CORRUPT,
+    STATE,
+)
+
+# store.json.
+bad("store.json is no JSON", lambda objects: objects.update({"store.json": b""}))
+bad("store.json is missing", lambda objects: objects.pop("store.json"), "unknown-version")
+bad("store.json is of format version 2", in_store_json(put("format_version", 2)), UNSUPPORTED)
+bad("store.json is of another run", in_store_json(put("run_id", "another")))
+bad("tensors do not ascend", in_store_json(lambda record: record["tensors"].reverse()))
+bad(
+    "a tensor is listed twice",
+    in_store_json(lambda record: record["tensors"].insert(0, record["tensors"][0])),
+)
+bad("a tensor has an unknown dtype", in_store_json(put("tensors.0.dtype", "F128")))
+bad("a tensor has too many elements", in_store_json(put("tensors.0.shape", [2**30, 2**30])))
+bad("a tensor has a negative size", in_store_json(put("tensors.0.shape", [-1])))
+bad("a tensor has no name", in_store_json(put("tensors.0.name", "")))
+bad("a tensor is left out", in_store_json(lambda record: record["tensors"].pop(3)))
+bad("a tensor has another shape", in_store_json(put("tensors.3.shape", [3, 2])))
+for name, shape in (("zero-size", [2**48, 2**48, 0]), ("scalar", [1] * 1000)):
+    bad(
+        f"a tensor of {len(shape)} dimensions is listed and stored",
+        lambda objects, name=name, shape=shape: (
+            in_store_json(lambda r: next(t for t in r["tensors"] if t["name"] == name).update(shape=shape))(
+                objects
+            ),
+            in_header("anchor", 0, lambda header: header[name].update(shape=shape))(objects),
+        ),
+        CORRUPT,
+        UNSUPPORTED,
+        STATE,
+    )
+bad("tied to nothing", in_store_json(put("tied", {"a": "no such tensor"})))
+bad("tied to a list", in_store_json(put("tied", {"a": ["big"]})))
+bad("tied under a listed name", in_store_json(put("tied", {"scalar": "big"})))
+bad("tied under a name that is not printable", in_store_json(put("tied", {"a\nb": "big"})))
+bad("tied is a list", in_store_json(put("tied", [])))

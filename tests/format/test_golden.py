@@ -1,0 +1,247 @@
+"""Golden buckets are read to the bytes they had; bad ones are refused, and leave nothing."""
+
+import hashlib
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from patchstore import digest, rebuild
+from patchstore.encodings import ENCODINGS, EncodedTensor
+from patchstore.errors import PatchstoreError
+from patchstore.follower import Follower
+from patchstore.model import TensorSpec
+from patchstore.stores.folder import FolderStore
+from patchstore.stores.memory import MemoryStore
+from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, raw_bytes, spec_of
+from tests.format import bad_buckets, independent_reader, surgery
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+EXPECTED: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_bytes())
+VECTORS: dict[str, Any] = json.loads((GOLDEN / "vectors.json").read_bytes())
+VERSIONS = [(bucket, int(version)) for bucket, versions in EXPECTED.items() for version in versions]
+
+
+class PatientStore(MemoryStore):
+    """Refuses to be asked for ever."""
+
+    def __init__(self, objects: surgery.Objects) -> None:
+        super().__init__()
+        for key, data in objects.items():
+            self.put(key, data)
+        self.patience = 200
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        self.patience -= 1
+        assert self.patience > 0, "a bucket of some ten objects was asked for 200 pieces"
+        return super().get(key, start, end)
+
+
+def sha256(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def test_every_golden_bucket_has_expectations() -> None:
+    assert {
+        path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name.startswith("v")
+    } == EXPECTED.keys()
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 300_000
+
+
+@pytest.mark.parametrize(("bucket", "version"), VERSIONS)
+def test_a_golden_version_is_replayed_to_the_bytes_it_had(tmp_path: Path, bucket: str, version: int) -> None:
+    expected = EXPECTED[bucket][str(version)]
+    rebuild.verify(FolderStore(GOLDEN / bucket), version)
+    rebuild.replay(FolderStore(GOLDEN / bucket), version, out=tmp_path / "out")
+    tensors, files = {}, {}
+    for path in (tmp_path / "out").iterdir():
+        if path.suffix != ".safetensors":
+            files[path.name] = sha256(path.read_bytes())
+            continue
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                tensor = file.get_tensor(name)
+                found = {"file": path.name, "dtype": spec_of(name, tensor).dtype, "shape": [*tensor.shape]}
+                tensors[name] = {**found, "sha256": sha256(raw_bytes(tensor))}
+    assert {"tensors": tensors, "files": files} == expected
+
+
+@pytest.mark.parametrize("bucket", EXPECTED)
+def test_a_follower_walks_a_golden_bucket(bucket: str) -> None:
+    follower = Follower(FolderStore(GOLDEN / bucket), {})
+    for version, expected in EXPECTED[bucket].items():
+        follower.update(int(version))
+        found = {name: sha256(raw_bytes(tensor)) for name, tensor in follower.tensors.items()}
+        assert found == {name: tensor["sha256"] for name, tensor in expected["tensors"].items()}
+
+
+@pytest.mark.parametrize("bucket", EXPECTED)
+def test_the_independent_reader_reads_a_golden_bucket(bucket: str) -> None:
+    for version, expected in EXPECTED[bucket].items():
+        tensors = independent_reader.rebuild(GOLDEN / bucket, int(version))
+        found = {name: (dtype, [*shape], sha256(data)) for name, (dtype, shape, data) in tensors.items()}
+        assert found == {n: (t["dtype"], t["shape"], t["sha256"]) for n, t in expected["tensors"].items()}
+
+
+def test_a_golden_head_is_found(tmp_path: Path) -> None:
+    for bucket, versions in EXPECTED.items():
+        found = rebuild.replay(FolderStore(GOLDEN / bucket), out=tmp_path / bucket)
+        assert found.version == max(map(int, versions))
+
+
+@pytest.mark.parametrize("vector", VECTORS["digests"], ids=lambda v: f"{v['dtype']}-{v['bytes'][:8]}")
+def test_digest_vectors_hold(vector: dict[str, Any]) -> None:
+    data = bytes.fromhex(vector["bytes"])
+    dtype = TORCH_DTYPES[vector["dtype"]]
+    tensor = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+        if data
+        else torch.empty(0, dtype=dtype)
+    )
+    if "position" in vector:
+        found = digest.of_elements(torch.tensor([vector["position"]]), tensor)
+        first, second = independent_reader.added(vector["position"], int.from_bytes(data, "little"))
+        assert vector["sums"] == f"{first:016x}{second:016x}"
+    else:
+        found = digest.of_tensor(tensor)
+        assert vector["sums"] == independent_reader.sums(data, dtype.itemsize)
+    assert found.hex() == vector["sums"]
+    assert digest.Sums.from_hex(vector["sums"]) == found
+
+
+@pytest.mark.parametrize("vector", VECTORS["encoded"], ids=lambda v: f"{v['encoding']}-{v['num_elements']}")
+def test_encoding_vectors_hold(vector: dict[str, Any]) -> None:
+    encoding, count = ENCODINGS[vector["encoding"]], vector["num_elements"]
+    spec = TensorSpec(name="t", dtype="I8", shape=(count,))
+    stated = encoding.stated(torch.tensor(vector["changed"], dtype=torch.int64))
+    assert stated.tolist() == vector["stated"]
+    values = torch.zeros(len(stated), dtype=torch.int8)
+    idx = encoding.encode(TensorPatch(name="t", indices=stated, values=values), spec).idx
+    assert idx.dtype == TORCH_DTYPES[vector["dtype"]]
+    assert idx.tolist() == vector["idx"]
+    stored = EncodedTensor(idx=torch.tensor(vector["idx"], dtype=idx.dtype), val=values)
+    assert encoding.decode(stored, spec, "here").indices.tolist() == vector["stated"]
+    data = bytes(raw_bytes(stored.idx))
+    assert independent_reader.positions(vector["encoding"], vector["dtype"], data, count) == vector["stated"]
+
+
+def spoiled(case: bad_buckets.Bad) -> surgery.Objects:
+    objects = surgery.load(GOLDEN / case.bucket)
+    case.change(objects)
+    return objects
+
+
+@pytest.fixture(params=bad_buckets.CASES, ids=lambda case: case.name.encode("unicode_escape").decode())
+def case(request: pytest.FixtureRequest) -> bad_buckets.Bad:
+    return request.param  # type: ignore[no-any-return]
+
+
+def test_a_bad_bucket_is_refused_by_replay_and_leaves_no_file(tmp_path: Path, case: bad_buckets.Bad) -> None:
+    store = PatientStore(spoiled(case))
+    with pytest.raises(PatchstoreError) as caught:
+        rebuild.replay(store, case.version, out=tmp_path / "out")
+    assert caught.value.kind in case.kinds
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_bucket_is_refused_by_a_follower_that_holds_nothing(case: bad_buckets.Bad) -> None:
+    if case.beyond_followers:
+        pytest.skip("a follower reads no config")
+    tensors: dict[str, torch.Tensor] = {}
+    with pytest.raises(PatchstoreError) as caught:
+        Follower(PatientStore(spoiled(case)), tensors).update(case.version)
+    assert caught.value.kind in case.kinds
+    assert tensors == {}
+
+
+def test_a_bad_bucket_does_not_move_a_follower_that_holds_the_version_before(case: bad_buckets.Bad) -> None:
+    good = surgery.load(GOLDEN / case.bucket)
+    store = PatientStore(good)
+    follower = Follower(store, {})
+    if case.version > 0:
+        follower.update(case.version - 1)
+    before = {name: bits(tensor).clone() for name, tensor in follower.tensors.items()}
+    held = follower.held
+    for key in good:
+        store.delete(key)
+    for key, data in spoiled(case).items():
+        store.put(key, data)
+    try:
+        follower.update(case.version)
+    except PatchstoreError:
+        assert follower.held == held
+        assert follower.tensors.keys() == before.keys()
+        assert all(torch.equal(bits(follower.tensors[name]), old) for name, old in before.items())
+    else:
+        # It needed nothing of what is wrong, so it must have the right weights.
+        expected = EXPECTED[case.bucket][str(case.version)]["tensors"]
+        assert {n: sha256(raw_bytes(t)) for n, t in follower.tensors.items()} == {
+            name: tensor["sha256"] for name, tensor in expected.items()
+        }
+
+
+def test_a_bad_bucket_is_refused_by_the_independent_reader(tmp_path: Path, case: bad_buckets.Bad) -> None:
+    with pytest.raises(independent_reader.Refused):
+        independent_reader.rebuild(surgery.lay_out(spoiled(case), tmp_path), case.version)
+
+
+def test_a_hint_that_lies_is_not_believed() -> None:
+    for hint in (
+        b"",
+        b"{",
+        b"[]",
+        b'"version"',
+        b'{"version": -1}',
+        b'{"version": true}',
+        b'{"version": 99}',
+        b'{"version": 1}',
+        b'{"version": %d}' % 10**300,
+        b'{"version": 1e9}',
+        b"[" * 100_000,
+    ):
+        store = surgery.store_of({**surgery.load(GOLDEN / "v1-raw"), "head.json": hint})
+        assert rebuild.verify(store).version == 3
+
+
+def test_a_hint_that_no_file_system_can_hold_is_not_believed(tmp_path: Path) -> None:
+    objects = surgery.load(GOLDEN / "v1-raw") | {"head.json": b'{"version": %d}' % 10**300}
+    assert rebuild.verify(FolderStore(surgery.lay_out(objects, tmp_path))).version == 3
+
+
+def test_fields_of_later_releases_are_ignored() -> None:
+    objects = surgery.load(GOLDEN / "v1-gap")
+    for version in range(4):
+        surgery.edit_manifest(objects, version, lambda record: record.update(later={"a": [1]}))
+        surgery.edit_manifest(objects, version, lambda record: record["writer"].update(later=None))
+    surgery.edit_json(objects, "store.json", lambda record: record.update(later=3))
+    surgery.edit_file(objects, 1, "delta", lambda metadata, _: metadata.update(later="3"))
+    assert rebuild.verify(surgery.store_of(objects), 3).version == 3
+
+
+def test_payloads_that_no_manifest_names_do_not_exist() -> None:
+    objects = surgery.load(GOLDEN / "v1-gap")
+    objects["deltas/00000001-ffffffffffffffff/00001-of-00001.safetensors"] = b"left over"
+    objects["anchors/00000009-ffffffffffffffff/model.safetensors"] = b"left over"
+    objects["deltas/x"] = b"left over"
+    assert rebuild.verify(surgery.store_of(objects)).version == 3
+
+
+@pytest.mark.parametrize(("part", "version"), [("delta", 1), ("anchor", 0)])
+@pytest.mark.parametrize("size", [2**33, 2**50])
+def test_a_lying_size_costs_neither_memory_nor_requests(part: str, version: int, size: int) -> None:
+    objects = surgery.load(GOLDEN / "v1-gap")
+    bad_buckets.in_manifest(version, bad_buckets.put(f"{part}.payloads.0.size", size))(objects)
+    store = PatientStore(objects)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PatchstoreError) as caught:
+            rebuild.verify(store, 1)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    assert caught.value.kind == "corrupt-object"
+    assert store.patience > 150

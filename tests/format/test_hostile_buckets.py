@@ -1,0 +1,354 @@
+"""Whatever a bucket holds, reading it ends in the right weights or in one of our errors, and in no trace.
+
+Hypothesis finds the bytes. Digests and sizes are mended around most changes, so that parsers are
+reached; in CI (hypothesis' own `ci` profile) the examples are always the same.
+"""
+
+import json
+import math
+import struct
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from patchstore import checksum, lineage, log, manifest, payload, rebuild
+from patchstore.errors import CorruptObject, DataError, LineageError, UsageError
+from patchstore.follower import Follower
+from patchstore.model import DTYPE_BYTES, Payload
+from patchstore.stores.memory import MemoryStore
+from patchstore.tensors import bits, raw_bytes
+from tests.format import surgery
+from tests.format.surgery import Objects
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TYPED = (DataError, UsageError, LineageError)
+MAX_GETS = 300
+EXAMPLES = 50
+fuzz = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+BUCKETS = {name: surgery.load(GOLDEN / name) for name in ("v1-raw", "v1-resumed", "v1-sharded")}
+TARGETS = {"v1-raw": 2, "v1-resumed": 4, "v1-sharded": 3}
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.sampled_from([2**31, 2**48, 2**48 + 1, 2**63, 2**64, 10**30, -(2**63), 10**4000]),
+    st.floats(allow_nan=True),
+    st.text(max_size=5),
+    st.sampled_from(
+        ["..", "deltas/../x", "anchors/x/y", "\ud800", "\0", "gap", "raw", "BF16", "blake3:" + "0" * 64]
+    ),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+edits = st.tuples(
+    st.integers(0, 11) | st.integers(0, 10**6), st.sampled_from(["set", "drop", "again", "grow"]), values
+)
+
+
+class CountingStore(MemoryStore):
+    """Ends a reader that asks for ever."""
+
+    gets = 0
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        self.gets += 1
+        assert self.gets < MAX_GETS, f"asked for {MAX_GETS} pieces"
+        return super().get(key, start, end)
+
+
+def fill(store: MemoryStore, objects: Objects) -> None:
+    for key in [*store.list()]:
+        store.delete(key)
+    for key, data in objects.items():
+        store.put(key, data)
+
+
+def assert_reading_is_safe(bucket: str, objects: Objects) -> None:
+    """Replay, follow from nothing, and from the version before: a typed error leaves no trace."""
+    target = TARGETS[bucket]
+    store = CountingStore()
+    fill(store, objects)
+    with TemporaryDirectory() as folder:
+        try:
+            rebuild.replay(store, target, out=Path(folder) / "out")
+        except TYPED:
+            assert list(Path(folder).iterdir()) == []
+        else:
+            assert [path.name for path in Path(folder).iterdir()] == ["out"]
+    fresh: dict[str, torch.Tensor] = {}
+    try:
+        Follower(store, fresh).update(target)
+    except TYPED:
+        assert fresh == {}
+    fill(store, BUCKETS[bucket])
+    follower = Follower(store, {})
+    follower.update(target - 1)
+    before = {name: bits(tensor).clone() for name, tensor in follower.tensors.items()}
+    places = {name: tensor.data_ptr() for name, tensor in follower.tensors.items()}
+    fill(store, objects)
+    try:
+        follower.update(target)
+    except TYPED:
+        assert follower.held == target - 1
+        assert all(torch.equal(bits(follower.tensors[name]), old) for name, old in before.items())
+    else:
+        assert follower.held == target
+    assert {name: tensor.data_ptr() for name, tensor in follower.tensors.items()} == places
+
+
+def mutated(data: bytes, cuts: list[tuple[str, int, int]]) -> bytes:
+    """Flip, set, insert, remove, repeat or cut at places that wrap around the data."""
+    found = bytearray(data)
+    for kind, place, value in cuts:
+        at = place % (len(found) + 1)
+        match kind:
+            case "flip" if at < len(found):
+                found[at] ^= 1 << value % 8
+            case "set" if at < len(found):
+                found[at] = value
+            case "insert":
+                found[at:at] = bytes([value])
+            case "remove":
+                del found[at : at + 1 + value % 8]
+            case "repeat":
+                found[at:at] = found[at : at + value]
+            case "cut":
+                del found[at:]
+    return bytes(found)
+
+
+byte_changes = st.lists(
+    st.tuples(
+        st.sampled_from(["flip", "set", "insert", "remove", "repeat", "cut"]),
+        st.integers(0, 10**6) | st.integers(0, 40),
+        st.integers(0, 255),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def places(record: Any) -> list[tuple[Any, Any]]:
+    """Every field and item of nested JSON, outermost first: what it is in, and under which key."""
+    found: list[tuple[Any, Any]] = []
+    waiting = [record]
+    for holder in waiting:
+        keys = list(holder) if isinstance(holder, dict) else range(len(holder))
+        found += [(holder, key) for key in keys]
+        waiting += [holder[key] for key in keys if isinstance(holder[key], (dict, list))]
+    return found
+
+
+def edit_json(record: Any, changes: list[tuple[int, str, Any]]) -> None:
+    for number, kind, value in changes:
+        found = places(record)
+        if not found:
+            return
+        holder, key = found[number % len(found)]
+        if kind == "drop":
+            del holder[key]
+        elif kind == "again" and isinstance(holder, list):
+            holder.append(holder[key])
+        elif kind == "grow" and isinstance(holder, dict):
+            holder[str(value)] = holder[key]
+        else:
+            holder[key] = value
+
+
+@fuzz
+@given(st.sampled_from([*BUCKETS]), st.integers(0, 10**6), byte_changes)
+def test_any_object_may_have_any_bytes(bucket: str, number: int, changes: list[tuple[str, int, int]]) -> None:
+    objects = dict(BUCKETS[bucket])
+    key = sorted(objects)[number % len(objects)]
+    objects[key] = mutated(objects[key], changes)
+    assert_reading_is_safe(bucket, objects)
+
+
+@fuzz
+@given(st.sampled_from([*BUCKETS]), st.booleans(), byte_changes)
+def test_a_payload_that_its_manifest_vouches_for_may_have_any_bytes(
+    bucket: str, anchor: bool, changes: list[tuple[str, int, int]]
+) -> None:
+    objects = dict(BUCKETS[bucket])
+    version, part = (0, "anchor") if anchor else (TARGETS[bucket], "delta")
+    surgery.put_payload(objects, version, part, mutated(surgery.payload(objects, version, part), changes))
+    assert_reading_is_safe(bucket, objects)
+
+
+@fuzz
+@given(st.sampled_from([*BUCKETS]), st.booleans(), st.lists(edits, min_size=1, max_size=3))
+def test_a_payload_may_have_any_header(
+    bucket: str, anchor: bool, changes: list[tuple[int, str, Any]]
+) -> None:
+    objects = dict(BUCKETS[bucket])
+    version, part = (0, "anchor") if anchor else (TARGETS[bucket], "delta")
+    surgery.edit_header(objects, version, part, lambda header: edit_json(header, changes))
+    assert_reading_is_safe(bucket, objects)
+
+
+@fuzz
+@given(st.sampled_from([*BUCKETS]), st.integers(0, 10), st.lists(edits, min_size=1, max_size=3))
+def test_a_manifest_may_say_anything(bucket: str, back: int, changes: list[tuple[int, str, Any]]) -> None:
+    objects = dict(BUCKETS[bucket])
+    version = max(0, TARGETS[bucket] - back % 3)
+    surgery.edit_manifest(objects, version, lambda record: edit_json(record, changes))
+    assert_reading_is_safe(bucket, objects)
+
+
+@fuzz
+@given(st.sampled_from([*BUCKETS]), st.lists(edits, min_size=1, max_size=3))
+def test_store_json_may_say_anything(bucket: str, changes: list[tuple[int, str, Any]]) -> None:
+    objects = dict(BUCKETS[bucket])
+    surgery.edit_json(objects, "store.json", lambda record: edit_json(record, changes))
+    assert_reading_is_safe(bucket, objects)
+
+
+@fuzz
+@given(st.sampled_from([*BUCKETS]), st.lists(edits, min_size=1, max_size=3))
+def test_a_delta_may_list_anything(bucket: str, changes: list[tuple[int, str, Any]]) -> None:
+    objects = dict(BUCKETS[bucket])
+
+    def edit(metadata: Any, _: surgery.Entries) -> None:
+        record = json.loads(metadata["tensors"])
+        edit_json(record, changes)
+        metadata["tensors"] = json.dumps(record)
+
+    surgery.edit_file(objects, TARGETS[bucket], "delta", edit)
+    assert_reading_is_safe(bucket, objects)
+
+
+@st.composite
+def stored_tensors(draw: st.DrawFn) -> tuple[str, list[int], bytes]:
+    """A well-formed entry with any bytes, often small numbers so that it looks like positions."""
+    dtype = draw(st.sampled_from([*DTYPE_BYTES, "I32", "I32", "U16", "U16"]))
+    shape = draw(
+        st.lists(st.integers(0, 3), max_size=3) | st.lists(st.integers(0, 8), min_size=1, max_size=1)
+    )
+    width = DTYPE_BYTES[dtype]
+    numbers = st.integers(0, 7) | st.integers(0, 2 ** (8 * width) - 1)
+    found = draw(st.lists(numbers, min_size=math.prod(shape), max_size=math.prod(shape)))
+    return dtype, shape, b"".join((n % 2 ** (8 * width)).to_bytes(width, "little") for n in found)
+
+
+@fuzz
+@given(
+    st.sampled_from(["v1-raw", "v1-resumed", "v1-sharded"]),
+    st.dictionaries(
+        st.integers(0, 100), st.tuples(st.none() | stored_tensors(), st.none() | stored_tensors()), min_size=1
+    ),
+)
+def test_a_delta_may_hold_anything(bucket: str, replaced: dict[int, Any]) -> None:
+    """Positions and values of any dtype, shape and content, for tensors that the delta lists."""
+    objects = dict(BUCKETS[bucket])
+
+    def edit(metadata: Any, tensors: surgery.Entries) -> None:
+        names = sorted(json.loads(metadata["tensors"]))
+        for number, (idx, val) in replaced.items():
+            name = names[number % len(names)]
+            if idx is not None:
+                tensors[f"{name}.idx"] = idx
+            if val is not None:
+                tensors[f"{name}.val"] = val
+
+    surgery.edit_file(objects, TARGETS[bucket], "delta", edit)
+    assert_reading_is_safe(bucket, objects)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.binary(max_size=200) | st.builds(lambda v: json.dumps(v).encode(), values))
+def test_manifests_and_hints_are_read_from_any_bytes(data: bytes) -> None:
+    for read in (manifest.header_from_json, lambda data: manifest.from_json("versions/00000001.json", data)):
+        with pytest.raises(DataError):
+            read(data)
+    hint = manifest.hint_from_json(data)
+    assert hint is None or hint >= 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=64), st.integers(0, 2**64 - 1) | st.integers(0, 64))
+def test_a_safetensors_header_is_read_from_any_bytes(rest: bytes, length: int) -> None:
+    data = struct.pack("<Q", length) + rest
+    with suppress(CorruptObject):
+        payload.open_buffer("here", bytearray(data))
+    with suppress(CorruptObject):
+        list(payload.read_stream("here", len(data), iter([data[:5], b"", data[5:]])))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 200), st.lists(st.integers(0, 30), max_size=12), st.integers(-2, 2))
+def test_a_stream_is_verified_however_it_is_cut(size: int, cuts: list[int], lie: int) -> None:
+    data = bytes(number % 251 for number in range(size))
+    pieces, at = [], 0
+    for cut in cuts:
+        pieces.append(data[at : at + cut])
+        at += cut
+    pieces.append(data[at:])
+    claimed = Payload(key="deltas/x/y", size=max(0, size + lie), digest=checksum.digest(data))
+    if claimed.size == size:
+        assert b"".join(checksum.verified(pieces, claimed)) == data
+    else:
+        with pytest.raises(CorruptObject):
+            list(checksum.verified(pieces, claimed))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_plan_leads_from_what_is_held_to_the_target(data: st.DataObject) -> None:
+    """In any tree of versions: planned steps are a path, or there is none."""
+    store = MemoryStore()
+    template = surgery.manifest(BUCKETS["v1-raw"], 1)
+    count = data.draw(st.integers(1, 8))
+    for version in range(count):
+        parent = data.draw(st.none() | st.integers(0, version - 1)) if version else None
+        with_anchor = parent is None or data.draw(st.booleans())
+        with_delta = parent is not None and (not with_anchor or data.draw(st.booleans()))
+        sizes = [data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9))]
+        digest = "blake3:" + "0" * 64
+        anchor = {"payloads": [{"key": "anchors/a/b", "size": sizes[0], "digest": digest}], "files": []}
+        delta = {
+            "encoding": "gap",
+            "num_changed": 1,
+            "payloads": [{"key": "deltas/a/b", "size": sizes[1], "digest": digest}],
+        }
+        named = None if parent is None else checksum.digest(store.get(f"versions/{parent:08d}.json"))
+        record = template | {
+            "version": version,
+            "parent": parent,
+            "parent_digest": named,
+            "anchor": anchor if with_anchor else None,
+            "delta": delta if with_delta else None,
+        }
+        store.put(f"versions/{version:08d}.json", json.dumps(record).encode())
+    target = data.draw(st.integers(0, count - 1))
+    held = data.draw(st.none() | st.integers(0, count - 1))
+    try:
+        plan = lineage.plan(log.read_lineage(store, target, held), held, target)
+    except LineageError:
+        pytest.fail("every version without a parent has an anchor, so there is always a way")
+    steps = [version.version for version in plan.deltas]
+    start = held if plan.anchor is None else plan.anchor.version
+    assert plan.anchor is None or plan.anchor.anchor is not None
+    assert [version.parent for version in plan.deltas] == [start, *steps][:-1]
+    assert [start, *steps][-1] == target
+
+
+def test_what_a_reader_holds_shares_no_memory_with_what_it_fetched() -> None:
+    store = MemoryStore()
+    fill(store, BUCKETS["v1-raw"])
+    follower = Follower(store, {})
+    follower.update(1)
+    before = {name: bytes(raw_bytes(tensor)) for name, tensor in follower.tensors.items()}
+    follower.commit(follower.stage(2)).rollback()
+    assert {name: bytes(raw_bytes(tensor)) for name, tensor in follower.tensors.items()} == before
+    assert follower.held == 1

@@ -1,0 +1,122 @@
+"""Our safetensors files against the safetensors library: each reads what the other writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load, load_file, save, save_file
+
+from patchstore import payload, rebuild
+from patchstore.errors import CorruptObject
+from patchstore.stores.memory import MemoryStore
+from patchstore.tensors import TORCH_DTYPES, bits, spec_of
+from patchstore.testing.encoding import random_values
+from tests.format import independent_reader, surgery
+from tests.format.runs import State, eventful, tensors_of_every_dtype
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def stored_tensors() -> State:
+    return {name: tensor for name, tensor in tensors_of_every_dtype().items() if name != "alias"}
+
+
+def written(tensors: State, metadata: dict[str, str]) -> bytes:
+    specs = payload.aligned(spec_of(name, tensor) for name, tensor in tensors.items())
+    data = b"".join(payload.write(specs, (tensors[spec.name] for spec in specs), metadata))
+    assert len(data) == payload.file_bytes(specs, metadata)
+    return data
+
+
+def assert_same(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert spec_of(name, found[name]) == spec_of(name, tensor)
+        assert torch.equal(bits(found[name]), bits(tensor))
+
+
+def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+    tensors = stored_tensors()
+    (tmp_path / "ours").write_bytes(written(tensors, {"format": "pt", "naïve": "重み \n\0"}))
+    assert_same(load_file(tmp_path / "ours"), tensors)
+    assert_same(load((tmp_path / "ours").read_bytes()), tensors)
+    with safe_open(tmp_path / "ours", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "naïve": "重み \n\0"}
+        assert_same({name: file.get_tensor(name) for name in file.keys()}, tensors)  # noqa: SIM118 - no mapping
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt", "q": '"'}])
+def test_we_read_what_the_library_writes(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    tensors = stored_tensors()
+    save_file(tensors, tmp_path / "theirs", metadata)
+    data = (tmp_path / "theirs").read_bytes()
+    header, found = payload.open_buffer("theirs", bytearray(data))
+    assert header.metadata == (metadata or {})
+    assert_same(found, tensors)
+    for size in (7, 8, 1000, len(data)):
+        pieces = [data[at : at + size] for at in range(0, 5000, size)] + [data[-(-5000 // size) * size :]]
+        assert b"".join(pieces) == data
+        _, *items = payload.read_stream("theirs", len(data), pieces)
+        assert_same({spec.name: tensor for spec, tensor in items}, tensors)  # type: ignore[misc]
+    assert independent_reader.parse_safetensors(data)[1].keys() == tensors.keys()
+
+
+def test_a_file_without_tensors_goes_both_ways() -> None:
+    assert load(written({}, {})) == {}
+    header, tensors = payload.open_buffer("theirs", bytearray(save({})))
+    assert header.entries == ()
+    assert tensors == {}
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_one_element_of_any_dtype_goes_both_ways(dtype: str) -> None:
+    for tensor in (random_values(1, dtype), random_values(1, dtype).reshape(()), random_values(0, dtype)):
+        assert_same(load(written({"t": tensor}, {})), {"t": tensor})
+        assert_same(payload.open_buffer("theirs", bytearray(save({"t": tensor})))[1], {"t": tensor})
+
+
+@pytest.mark.parametrize("encoding", ["raw", "gap"])
+def test_the_library_reads_every_payload_and_every_replayed_file(tmp_path: Path, encoding: str) -> None:
+    store = MemoryStore()
+    eventful(store, encoding, None)
+    payloads = [store.get(key) for key in store.list() if key.endswith(".safetensors")]
+    assert len(payloads) > 8
+    for data in payloads:
+        header, tensors = payload.open_buffer("ours", bytearray(data))
+        (tmp_path / "file").write_bytes(data)
+        with safe_open(tmp_path / "file", framework="pt") as file:
+            assert file.metadata() == header.metadata
+            assert_same({name: file.get_tensor(name) for name in file.keys()}, tensors)  # noqa: SIM118 - no mapping
+    rebuild.replay(store, out=tmp_path / "out")
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_bytes())
+    assert index["weight_map"] == {name: path.name for path in shards for name in load_file(path)}
+
+
+def test_data_begin_at_a_multiple_of_their_element_size() -> None:
+    header, _ = payload.open_buffer("ours", bytearray(written(stored_tensors(), {"odd": "x"})))
+    assert header.data_start % 8 == 0
+    for entry in header.entries:
+        assert entry.start % TORCH_DTYPES[entry.spec.dtype].itemsize == 0
+
+
+def test_what_the_library_refuses_we_refuse() -> None:
+    for name, (metadata, tensors) in {
+        "a dtype of its own": ({}, {"t": ("F7", [1], b"\0")}),
+        "too few bytes": ({}, {"t": ("F32", [2], bytes(4))}),
+        "too many bytes": ({}, {"t": ("F32", [1], bytes(8))}),
+    }.items():
+        data = surgery.safetensors_file(metadata, tensors)
+        with pytest.raises(Exception):  # noqa: B017, PT011 - whatever the library raises
+            load(data)
+        with pytest.raises(CorruptObject) as caught:
+            payload.open_buffer(name, bytearray(data))
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("bucket", ["v1-gap", "v1-raw", "v1-sharded"])
+def test_the_library_reads_golden_payloads(bucket: str) -> None:
+    for path in (GOLDEN / bucket).rglob("*.safetensors"):
+        assert_same(load_file(path), payload.open_buffer("golden", bytearray(path.read_bytes()))[1])

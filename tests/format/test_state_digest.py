@@ -1,0 +1,229 @@
+"""The state digest against plain integers, and against the changes that it must not miss."""
+
+import pytest
+import torch
+
+from patchstore import digest
+from patchstore.errors import SchemaMismatch, StateMismatch
+from patchstore.kernels import reference
+from patchstore.model import DTYPE_BYTES, Manifest, Schema, TensorSpec, Writer
+from patchstore.tensors import TORCH_DTYPES, bits, raw_bytes
+from patchstore.testing.encoding import random_values
+from tests.format import independent_reader
+
+CHUNK = reference.CHUNK
+ONE_PER_WIDTH = ("U8", "BF16", "F32", "I64")
+
+
+def plainly(tensor: torch.Tensor) -> str:
+    return independent_reader.sums(bytes(raw_bytes(tensor)), tensor.element_size())
+
+
+def at(tensor: torch.Tensor, positions: torch.Tensor) -> digest.Sums:
+    return digest.of_elements(positions, bits(tensor)[positions].view(tensor.dtype))
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_every_dtype_has_the_sums_of_plain_integers(dtype: str) -> None:
+    for size in (0, 1, 2, 63, 1000):
+        tensor = random_values(size, dtype, size)
+        assert digest.of_tensor(tensor).hex() == plainly(tensor)
+
+
+@pytest.mark.parametrize("dtype", ONE_PER_WIDTH)
+@pytest.mark.parametrize("size", [CHUNK - 1, CHUNK, CHUNK + 1])
+def test_chunks_leave_no_trace_in_the_sums(dtype: str, size: int) -> None:
+    tensor = random_values(size, dtype, size)
+    assert digest.of_tensor(tensor).hex() == plainly(tensor)
+
+
+@pytest.mark.parametrize("dtype", ONE_PER_WIDTH)
+def test_several_chunks_add_up(dtype: str) -> None:
+    tensor = random_values(2 * CHUNK + 1, dtype)
+    assert digest.of_tensor(tensor).hex() == plainly(tensor)
+    for index_dtype in (torch.int32, torch.int64):
+        assert at(tensor, torch.arange(tensor.numel(), dtype=index_dtype)) == digest.of_tensor(tensor)
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_extreme_bits_have_the_sums_of_plain_integers(dtype: str) -> None:
+    for byte in (0x00, 0x01) if dtype == "BOOL" else (0x00, 0x01, 0x7F, 0x80, 0xFF):
+        tensor = torch.full((5 * DTYPE_BYTES[dtype],), byte, dtype=torch.uint8).view(TORCH_DTYPES[dtype])
+        assert digest.of_tensor(tensor).hex() == plainly(tensor)
+
+
+def test_a_tensor_without_elements_has_32_zeros() -> None:
+    for tensor in (torch.empty(0), torch.empty(3, 0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)):
+        assert digest.of_tensor(tensor).hex() == "0" * 32
+
+
+def test_a_scalar_is_one_element_and_shape_does_not_enter_the_sums() -> None:
+    scalar = torch.tensor(-0.0, dtype=torch.bfloat16)
+    assert digest.of_tensor(scalar) == digest.of_tensor(scalar.reshape(1, 1))
+    assert digest.of_tensor(scalar).hex() == plainly(scalar)
+
+
+@pytest.mark.parametrize(
+    "position",
+    [0, CHUNK - 1, CHUNK, 2**31 - 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40 + 12_345, 2**48 - 1],
+)
+@pytest.mark.parametrize("dtype", ONE_PER_WIDTH)
+def test_positions_of_any_size_have_the_sums_of_plain_integers(position: int, dtype: str) -> None:
+    value = random_values(1, dtype, position % 1000)
+    first, second = independent_reader.added(position, int.from_bytes(raw_bytes(value), "little"))
+    expected = digest.Sums(first % 2**64, second % 2**64)
+    assert digest.of_elements(torch.tensor([position]), value) == expected
+    if position < 2**31 - 1:
+        assert digest.of_elements(torch.tensor([position], dtype=torch.int32), value) == expected
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_a_change_that_is_followed_gives_the_sums_of_the_whole(dtype: str) -> None:
+    old, fresh = random_values(5000, dtype, 1), random_values(5000, dtype, 2)
+    new = old.clone()
+    for seed in range(3):
+        before = new.clone()
+        positions = (torch.rand(5000, generator=torch.Generator().manual_seed(seed)) < 0.1).nonzero().view(-1)
+        bits(new)[positions] = bits(fresh)[positions]
+        followed = digest.of_tensor(before).minus(at(before, positions)).plus(at(new, positions))
+        assert followed == digest.of_tensor(new)
+    assert digest.of_tensor(new).hex() == plainly(new)
+
+
+def test_parts_add_up_in_any_order() -> None:
+    tensor = random_values(100_000, "BF16")
+    order = torch.randperm(100_000, generator=torch.Generator().manual_seed(0))
+    total = digest.Sums()
+    for positions in torch.split(order, 33_333):
+        total = total.plus(at(tensor, positions))
+    assert total == digest.of_tensor(tensor)
+
+
+@pytest.mark.parametrize("dtype", ["I64", "U64", "F64", "I32", "BF16"])
+def test_what_is_digested_is_not_modified(dtype: str) -> None:
+    tensor = random_values(1000, dtype)
+    positions = torch.arange(1000)
+    copies = bits(tensor).clone(), positions.clone()
+    digest.of_tensor(tensor)
+    digest.of_elements(positions, tensor)
+    assert torch.equal(bits(tensor), copies[0])
+    assert torch.equal(positions, copies[1])
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32", "I8"])
+def test_what_is_lost_or_mixed_up_is_found(dtype: str) -> None:
+    tensor = random_values(512, dtype, 3)
+    bits(tensor)[:8] = 0
+    plain = digest.of_tensor(tensor)
+
+    def changed(positions: list[int], values: torch.Tensor) -> digest.Sums:
+        other = tensor.clone()
+        bits(other)[torch.tensor(positions)] = values
+        assert not torch.equal(bits(other), bits(tensor))
+        return digest.of_tensor(other)
+
+    flat = bits(tensor)
+    sign = 8 * tensor.element_size() - 1
+    others = [
+        changed([i, i + 100], flat[[i + 100, i]]) for i in range(8, 300) if flat[i] != flat[i + 100]
+    ]  # swaps
+    others += [changed([i, 0], flat[[0, i]]) for i in range(8, 300) if flat[i]]  # moves among zeros
+    others += [
+        changed([i], flat[i] ^ torch.tensor(1).bitwise_left_shift(sign).to(flat.dtype)) for i in range(300)
+    ]
+    others += [changed([i], flat[i] + 1) for i in range(300)]
+    others += [
+        changed([i, i + 1], flat[[i, i + 1]] + torch.tensor([1, -1]).to(flat.dtype)) for i in range(300)
+    ]
+    others += [digest.of_tensor(tensor[:-1]), digest.of_tensor(torch.cat([tensor, tensor[:1]]))]
+    assert plain not in others
+    assert plain.first not in {sums.first for sums in others}
+    assert plain.second not in {sums.second for sums in others}
+
+
+def test_zeros_have_places() -> None:
+    assert digest.of_tensor(torch.zeros(10)) != digest.of_tensor(torch.zeros(11))
+    one_at = {digest.of_tensor(torch.eye(64)[i]) for i in range(64)}
+    assert len(one_at) == 64
+    assert digest.of_tensor(torch.tensor([0.0])) != digest.of_tensor(torch.tensor([-0.0]))
+
+
+def test_no_two_elements_of_16_bits_can_trade_places_below_2_to_the_47_elements() -> None:
+    """The claim in the definition of B: for no difference d is (B / A) * d a distance below 2**47."""
+    ratio = reference.B * pow(reference.A, -1, 2**64) % 2**64
+    nearest = min(min(ratio * d % 2**64, -ratio * d % 2**64) for d in range(1, 2**16))
+    assert nearest >= 2**47
+
+
+def test_hexadecimal_digits_go_there_and_back() -> None:
+    for sums in (digest.Sums(), digest.Sums(1, 2), digest.Sums(2**64 - 1, 2**64 - 1), digest.Sums(0, 2**63)):
+        assert digest.Sums.from_hex(sums.hex()) == sums
+        assert len(sums.hex()) == 32
+        assert sums.minus(sums) == digest.Sums()
+        assert sums.plus(digest.Sums(5, 7)).minus(digest.Sums(5, 7)) == sums
+
+
+SCHEMA = Schema(
+    tensors=(
+        TensorSpec(name="a", dtype="BF16", shape=(2, 3)),
+        TensorSpec(name="b", dtype="BF16", shape=(6,)),
+        TensorSpec(name="s", dtype="F32", shape=()),
+    )
+)
+
+
+def tensors_of_schema() -> dict[str, torch.Tensor]:
+    return {
+        "a": random_values(6, "BF16", 1).reshape(2, 3),
+        "b": random_values(6, "BF16", 2),
+        "s": torch.tensor(1.0),
+    }
+
+
+def test_the_total_is_that_of_the_page() -> None:
+    tensors = tensors_of_schema()
+    a, b, s = map(plainly, tensors.values())
+    lines = f"a\tBF16\t2,3\t{a}\nb\tBF16\t6\t{b}\ns\tF32\t\t{s}\n"
+    found = digest.of_tensors(SCHEMA, reversed(tensors.items()))
+    assert found.total == independent_reader._digest(lines.encode())
+    assert found.tensors == (a, b, s)
+
+
+def test_two_tensors_that_traded_their_weights_have_another_total() -> None:
+    tensors = tensors_of_schema()
+    traded = tensors | {"a": tensors["b"].reshape(2, 3), "b": tensors["a"].flatten()}
+    assert digest.of_tensors(SCHEMA, traded.items()).total != digest.of_tensors(SCHEMA, tensors.items()).total
+
+
+def test_a_mismatch_names_the_tensor_that_is_wrong() -> None:
+    tensors = tensors_of_schema()
+    manifest = Manifest(
+        version=3,
+        parent=None,
+        parent_digest=None,
+        run_id="r",
+        step=0,
+        created_at="now",
+        delta=None,
+        anchor=None,
+        writer=Writer(id="w", epoch=1, write_id="0" * 16),
+        state=digest.of_tensors(SCHEMA, tensors.items()),
+    )
+    sums = {name: digest.of_tensor(tensor) for name, tensor in tensors.items()}
+    digest.check_state(SCHEMA, sums, manifest)
+    with pytest.raises(StateMismatch) as caught:
+        digest.check_state(SCHEMA, sums | {"b": digest.Sums(1, 1)}, manifest)
+    assert "version 3" in str(caught.value)
+    assert str(caught.value).endswith(": b")
+
+
+def test_tensors_that_are_not_the_schemas_are_not_digested() -> None:
+    tensors = tensors_of_schema()
+    for wrong in (
+        tensors | {"c": torch.zeros(1)},
+        tensors | {"a": torch.zeros(2, 3)},
+        tensors | {"a": tensors["a"].flatten()},
+        {name: tensor for name, tensor in tensors.items() if name != "s"},
+    ):
+        with pytest.raises(SchemaMismatch):
+            digest.of_tensors(SCHEMA, wrong.items())

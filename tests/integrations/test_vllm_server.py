@@ -1,0 +1,134 @@
+"""The client of a vLLM server: the order of its calls, and what it makes of refusals."""
+
+import pytest
+
+from patchstore.errors import (
+    CorruptObject,
+    LineageError,
+    PatchstoreError,
+    ServerUnavailable,
+    TornModel,
+    VersionNotFound,
+)
+from patchstore.integrations.vllm_server import VllmServer
+
+APPLY = [
+    "/start_weight_update",
+    "/update_weights",
+    "delta_switch",
+    "/pause",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/resume",
+    "delta_switch",
+]
+
+
+def test_apply_fetches_first_and_pauses_only_to_switch(stub, server):
+    server.apply(12)
+    assert stub.calls == APPLY
+    assert (stub.held, stub.weight_version, server.weight_version()) == (12, "12", "12")
+    assert (stub.paused, stub.stale_prefixes, stub.switch) == (False, False, None)
+
+
+def test_a_server_that_somebody_paused_stays_paused(stub, server):
+    stub.paused = True
+    server.apply(12)
+    assert stub.paused
+    assert not stub.stale_prefixes
+    assert "/resume" not in stub.calls
+
+
+def test_an_update_that_a_killed_driver_left_open_is_gone_on_with(stub, server):
+    stub.update_open = True
+    server.apply(12)
+    assert stub.calls == APPLY[1:]
+
+
+def test_a_switch_that_a_killed_driver_left_is_ended_first(stub, server):
+    stub.switch, stub.paused, stub.stale_prefixes = "resume", True, True
+    server.apply(12)
+    assert stub.calls == [*APPLY[-3:], *APPLY]
+    assert not stub.paused
+
+
+def test_a_failed_fetch_pauses_nothing(stub, server):
+    stub.failures["/update_weights"] = ["[corrupt-object] deltas/x should have digest y"]
+    with pytest.raises(CorruptObject, match=r"/update_weights: deltas/x should have digest y$"):
+        server.apply(12)
+    assert stub.calls == APPLY[:2]
+
+
+def test_a_failed_switch_lets_generation_go_on(stub, server):
+    stub.failures["/finish_weight_update"] = ["[torn] half of it"]
+    with pytest.raises(TornModel):
+        server.apply(12)
+    assert (stub.paused, stub.switch, stub.weight_version) == (False, None, "default")
+
+
+def test_a_failed_reset_leaves_a_mark_and_is_made_good_by_the_next_apply(stub, server):
+    stub.failures["/reset_prefix_cache"] = ["blocks are busy"]
+    with pytest.raises(ServerUnavailable, match="blocks are busy"):
+        server.apply(12)
+    assert (stub.held, stub.paused, server.status().switch) == (12, True, "resume")
+
+    server.apply(13)
+
+    assert (stub.held, stub.paused, stub.stale_prefixes, stub.switch) == (13, False, False, None)
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ("[unknown-version] no version 7", VersionNotFound),
+        ("[wrong-parent] version 18 builds on 17", LineageError),
+        ("[torn] rank 0: half; [data] rank 1: bad", TornModel),
+        ("[load-failed] a kind of the plugin's own", ServerUnavailable),
+        ("index out of range", ServerUnavailable),
+    ],
+)
+def test_a_refusal_becomes_the_error_whose_kind_it_names(stub, server, message, error):
+    stub.failures["/start_weight_update"] = [message]
+    with pytest.raises(PatchstoreError) as caught:
+        server.start_weight_update()
+    assert type(caught.value) is error
+    assert message.partition("] ")[2] in str(caught.value)
+
+
+def test_a_server_that_is_down_is_unavailable_and_unhealthy(stub, server):
+    assert server.is_healthy()
+    stub.down = True
+    with pytest.raises(ServerUnavailable):
+        server.status()
+    assert not server.is_healthy()
+
+
+def test_ranks_that_differ_hold_no_version(stub, server):
+    stub.num_ranks, stub.held = 2, 5
+    assert server.status().held == 5
+    stub.held_by_rank = {1: 4}
+    assert server.status().held is None
+    assert [rank["held"] for rank in server.status().ranks] == [5, 4]
+
+
+def test_a_missing_route_is_told_from_a_server_that_is_down(server):
+    with pytest.raises(ServerUnavailable, match="VLLM_SERVER_DEV_MODE"):
+        server._post("/no_such_route", {})
+
+
+def test_an_old_vllm_without_weight_versions_has_none(stub, server, monkeypatch):
+    answer = stub.answer
+
+    def old(path, query, body):
+        if "version" in path or path == "/weight_info":
+            raise KeyError(path)
+        return answer(path, query, body)
+
+    monkeypatch.setattr(stub, "answer", old)
+    server.set_weight_version("3")
+    assert server.weight_version() is None
+
+
+def test_nobody_listening_is_unavailable():
+    with VllmServer("http://127.0.0.1:1") as server, pytest.raises(ServerUnavailable):
+        server.status()
