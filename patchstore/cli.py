@@ -143,9 +143,7 @@ def follow(
     min_interval_s: Annotated[
         float, typer.Option(min=0.01, help="Seconds between looks while there is news.")
     ] = 0.2,
-    max_interval_s: Annotated[
-        float, typer.Option(min=0.01, help="Seconds between looks at the most.")
-    ] = 10.0,
+    max_interval_s: Annotated[float, typer.Option(min=0.01, help="Seconds between looks at the most.")] = 2.0,
     timeout_s: Annotated[
         float, typer.Option(min=1, help="Seconds that one call may take, an anchor's too.")
     ] = 600.0,

@@ -127,6 +127,12 @@ class PublishFailed(PatchstoreError):
     kind = "publish-failed"
 
 
+class LoadFailed(PatchstoreError):
+    """A model's own loader broke off; the weights were put back, unless the error goes on with `torn`."""
+
+    kind = "load-failed"
+
+
 class TornModel(PatchstoreError):
     """A model holds part of a version because undoing a failed update failed too; load an anchor."""
 

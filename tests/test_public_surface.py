@@ -29,6 +29,7 @@ KINDS = {
     "corrupt-object",
     "data",
     "error",
+    "load-failed",
     "not-found",
     "publish-failed",
     "resume-mismatch",

@@ -33,8 +33,9 @@ class FolderStore(Store):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.url = os.fspath(path)
         self._root = os.path.realpath(path)
+        # Absolute, since it is handed on to servers that run in other folders.
+        self.url = self._root
         self._swept = False
         self._sweep_lock = threading.Lock()
 

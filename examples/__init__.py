@@ -1,0 +1,1 @@
+"""Examples that run: `trainer` is the README's, `demo` is what `make demo` shows."""

@@ -1,0 +1,88 @@
+"""Programs that run beside the demo, each the leader of a process group that ends with the demo."""
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_PATIENCE_S = 5.0
+
+
+class Program:
+    """A running program and all that it starts. Leaving the `with` block ends all of it."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        piped: bool = False,
+    ) -> None:
+        """Start it.
+
+        Args:
+            log: file that takes what it prints.
+            environment: in addition to ours.
+            piped: standard output goes to `process.stdout` as text instead.
+        """
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if piped else output,
+                stderr=output,
+                text=True,
+                # A group of its own: one signal reaches its children too, and Ctrl-C reaches only us.
+                start_new_session=True,
+            )
+
+    def check_alive(self) -> None:
+        """Raise RuntimeError with the end of its log, if it has ended."""
+        if self.process.poll() is not None:
+            lines = self.log.read_text(errors="replace").splitlines()[-20:]
+            said = "\n".join(lines)
+            raise RuntimeError(
+                f"{self.log.stem} ended with status {self.process.returncode}; {self.log}:\n{said}"
+            )
+
+    def stop(self) -> None:
+        """End the group: politely, and then for certain."""
+        try:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            self.process.wait(_PATIENCE_S)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            pass
+        finally:
+            # Children may outlive the leader.
+            _kill_group(self.process.pid)
+            self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

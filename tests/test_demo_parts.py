@@ -1,0 +1,78 @@
+"""The demo's own parts, without vLLM; `make demo` itself is run by hand and before a release."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from examples.demo import corpus, report
+from examples.demo.processes import Program
+from examples.demo.training import Trainer
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_tokenizer_gives_back_its_text_and_the_published_topic_is_kept_apart() -> None:
+    texts, topic = corpus.read_topics()
+    tokenizer = corpus.train_tokenizer([*texts, topic])
+    assert topic not in texts
+    assert len(tokenizer) == corpus.VOCABULARY
+    assert tokenizer.decode(tokenizer.encode(topic)) == topic
+    assert len(corpus.encode(tokenizer, texts)) > 1000
+
+
+def test_the_checkpoint_has_the_bits_that_are_published(tmp_path: Path) -> None:
+    texts, topic = corpus.read_topics()
+    tokenizer = corpus.train_tokenizer(texts)
+    trainer = Trainer(corpus.encode(tokenizer, texts), len(tokenizer))
+    trainer.specialise(corpus.encode(tokenizer, [topic]))
+    before = trainer.served_weights()
+    assert trainer.step() > 0
+    trainer.save(tmp_path, tokenizer)
+    saved, served = load_file(tmp_path / "model.safetensors"), trainer.served_weights()
+    assert saved
+    assert all(torch.equal(saved[name].view(torch.int16), served[name].view(torch.int16)) for name in saved)
+    assert any(not torch.equal(before[name], served[name]) for name in saved)
+    assert (tmp_path / "tokenizer.json").is_file()
+
+
+def test_a_program_ends_together_with_what_it_started(tmp_path: Path) -> None:
+    deaf = f"{sys.executable} -c 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)'"
+    with Program(["sh", "-c", f"{deaf} & echo $!; wait"], log=tmp_path / "log", piped=True) as program:
+        assert program.process.stdout is not None
+        child = int(program.process.stdout.readline())
+        program.check_alive()
+        program.process.stdout.close()
+    deadline = time.monotonic() + 10
+    while _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _runs(child)
+
+
+def test_a_program_that_ended_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+    with Program(["sh", "-c", "echo broken; exit 3"], log=tmp_path / "server.log") as program:
+        program.process.wait()
+        with pytest.raises(RuntimeError, match=r"server ended with status 3(?s:.*)broken"):
+            program.check_alive()
+
+
+def test_generations_are_marked_from_where_they_part() -> None:
+    console = Console(width=60, color_system=None)
+    with console.capture() as capture:
+        console.print(report.generations_table(["a", "b"], [" [x] one", " same"], [" [x] two", " same"]))
+    shown = capture.get()
+    assert "a [x] one" in shown
+    assert "a [x] two" in shown
+    assert "unchanged │ b same" in shown
+
+
+def _runs(process: int) -> bool:
+    """Whether a process exists and has not ended; an ended one that nobody waited for does not count."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

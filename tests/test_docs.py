@@ -1,0 +1,79 @@
+"""What the documentation shows is run, and what it names exists."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import patchstore
+from patchstore import cli, verify
+from patchstore.stores.folder import FolderStore
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def test_the_readme_example_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    folder = FolderStore(tmp_path / "bucket")
+    checkpoint = tmp_path / "base"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    monkeypatch.setattr(patchstore, "open_store", lambda url: folder)
+    model = torch.nn.Linear(8, 8)
+
+    def train(model: torch.nn.Module, optimiser: object) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+
+    names: dict[str, Any] = {"model": model, "optimiser": None, "train": train, "num_steps": 3}
+    exec(block.replace("path/of/the/base/checkpoint", str(checkpoint)), names)
+    assert verify(folder).version == 2
+
+
+def test_the_trainer_example_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "examples/trainer.py", str(tmp_path / "bucket")]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert verify(FolderStore(tmp_path / "bucket")).version == 8
+
+
+def test_every_command_in_the_readme_exists() -> None:
+    commands = {command.name or command.callback.__name__ for command in cli.app.registered_commands}  # type: ignore[union-attr]
+    shown = set(re.findall(r"^patchstore (\w+)", README, re.MULTILINE))
+    assert shown
+    assert shown <= commands
+
+
+def test_every_make_target_in_the_readme_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shown = set(re.findall(r"`?make ([a-z-]+)", README))
+    assert {"demo", "test"} <= shown <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_named_in_a_page_exist(page: Path) -> None:
+    text = page.read_text()
+    for link in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (page.parent / link).exists(), link
+    for name in re.findall(r"`((?:docs|tests|examples|benchmarks|requirements)/[\w./-]*)`", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_test_that_the_failures_page_names_exists() -> None:
+    named = re.findall(r"`(test_\w+)`", (ROOT / "docs" / "failures.md").read_text())
+    assert len(named) > 40
+    source = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    source += "\n".join(path.read_text() for path in (ROOT / "patchstore" / "testing").glob("*.py"))
+    missing = [name for name in named if f"def {name}(" not in source]
+    assert missing == []
+
+
+def test_design_notes_are_numbered_without_gaps() -> None:
+    numbers = sorted(int(path.name[:4]) for path in (ROOT / "docs" / "design").glob("0*.md"))
+    assert numbers == list(range(1, len(numbers) + 1))

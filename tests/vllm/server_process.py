@@ -1,0 +1,83 @@
+"""A real vLLM server on the CPU, on a port of its own, which ends with its test module or by itself."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MODEL_NAME = "tiny"
+
+_START_S = 300.0
+_LIFE_S = 900
+"""A server that nobody ended, because the tests were killed, ends itself."""
+_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]),
+}
+
+
+class ServerProcess:
+    """Starts, kills and restarts one server under one URL."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self.log = log
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._arguments = arguments
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, model: Path) -> None:
+        """Serve a checkpoint folder; returns when the server is healthy."""
+        command = [
+            *("timeout", "--kill-after=10", str(_LIFE_S)),
+            *(str(Path(sys.executable).with_name("vllm")), "serve", str(model)),
+            *("--host", "127.0.0.1", "--port", str(self._port), "--served-model-name", MODEL_NAME),
+            *("--enforce-eager", "--max-model-len", "256", "--block-size", "32"),
+            *("--kv-cache-memory-bytes", "67108864", "--gpu-memory-utilization", "0.1"),
+            *("--enable-prompt-tokens-details", "--seed", "0"),
+            *("--worker-extension-cls", "failing_extension.FailingExtension"),
+            *("--weight-transfer-config", '{"backend": "delta"}'),
+            *self._arguments,
+        ]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=os.environ | _ENVIRONMENT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=self.log.parent,
+            )
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).is_success:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.25)
+        self.stop()
+        raise RuntimeError(f"the server did not start:\n{self.log_tail()}")
+
+    def stop(self) -> None:
+        """Kill the server and all processes it started. It has nothing to save."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def log_tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-80:])

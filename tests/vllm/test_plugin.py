@@ -1,0 +1,86 @@
+"""Importing the plugin, and what its ranks say to each other."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_plugin.agreement import Failure, describe, gather, is_last
+from vllm_plugin.engine import BACKEND, DeltaWeightTransferEngine, register
+from vllm_plugin.versions import check_version
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_importing_registers_the_backend_and_registering_again_is_harmless():
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    register()
+    assert WeightTransferEngineFactory._registry[BACKEND]() is DeltaWeightTransferEngine
+
+
+@pytest.mark.parametrize("found", ["0.25.1", "0.34.0", "1.0.0", "dev"])
+def test_an_untried_vllm_is_refused(found):
+    with pytest.raises(ImportError, match=r"0\.26 to 0\.33"):
+        check_version(found)
+
+
+@pytest.mark.parametrize("found", ["0.26.0", "0.32.0+cpu", "0.33.1rc2"])
+def test_a_supported_vllm_is_accepted(found):
+    check_version(found)
+
+
+def test_without_vllm_the_import_fails_with_a_sentence():
+    code = "import sys; sys.modules['vllm'] = None; import vllm_plugin"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "vLLM cannot be imported here: install vllm" in done.stderr
+
+
+def test_reasons_are_said_once_and_the_worst_first():
+    failures = [
+        Failure(rank=0, kind="data", message="bad"),
+        Failure(rank=1, kind="data", message="bad"),
+        Failure(rank=1, kind="torn", message="half"),
+    ]
+    assert describe(failures[:2]) == "[data] bad"
+    assert describe(failures) == "[torn] rank 1: half; [data] rank 0, 1: bad"
+
+
+def test_one_rank_agrees_with_itself():
+    assert gather([], 7) == [7]
+    assert is_last([])
+
+
+RANK = """
+import importlib.util, sys
+import torch.distributed as dist
+
+# By its path: the package would import vLLM, which takes many seconds a process.
+spec = importlib.util.spec_from_file_location("agreement", sys.argv[1])
+agreement = importlib.util.module_from_spec(spec)
+sys.modules["agreement"] = agreement
+spec.loader.exec_module(agreement)
+
+rank = int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=4)
+# Two pairs side by side, as tensor parallel groups are, and across them, as pipelines are.
+rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+groups = [rows[rank // 2], columns[rank % 2]]
+print(agreement.gather(groups, f"from {rank}"), agreement.is_last(groups))
+dist.barrier()
+"""
+
+
+def test_all_ranks_of_two_groups_learn_the_same(tmp_path):
+    command = [sys.executable, "-c", RANK, str(ROOT / "vllm_plugin" / "agreement.py"), str(tmp_path / "meet")]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in range(4)
+    ]
+    said = [process.communicate(timeout=120)[0].strip() for process in ranks]
+    everything = [f"from {rank}" for rank in range(4)]
+    assert said == [f"{everything} {rank == 3}" for rank in range(4)]

@@ -1,0 +1,277 @@
+"""One real server through all that an update can do to it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny_qwen
+import torch
+from server_process import MODEL_NAME, ServerProcess
+from trainer import served
+
+from patchstore import PatchstoreError, layout, replay
+from patchstore import manifest as manifests
+from patchstore.errors import ServerUnavailable
+from patchstore.integrations.follow import Follow
+from patchstore.integrations.vllm_server import VllmServer
+
+# A server may take minutes to start on a busy machine.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+PROMPT = [1 + (7 * i) % (tiny_qwen.VOCABULARY - 1) for i in range(100)]
+
+
+def ask(server: VllmServer) -> dict:
+    question = {
+        "model": MODEL_NAME,
+        "prompt": PROMPT,
+        "max_tokens": 16,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    return httpx.post(f"{server.url}/v1/completions", json=question, timeout=60).raise_for_status().json()
+
+
+def answer(server: VllmServer) -> list[int]:
+    return ask(server)["choices"][0]["token_ids"]
+
+
+def live(server: VllmServer) -> dict[str, str]:
+    """Fingerprint of what versions change: weights, not the buffers that vLLM makes for itself."""
+    (fingerprint,) = server.fingerprint()
+    return {name: digest for name, digest in fingerprint.items() if name.endswith(".weight")}
+
+
+def fail_loads(server: VllmServer, num_failures: int) -> None:
+    server._post("/collective_rpc", {"method": "delta_fail_loads", "args": [num_failures]})
+
+
+@pytest.fixture
+def refused(server: VllmServer):
+    """Run a call that must be refused with a kind, and see that the server stays as it was."""
+
+    def check(kind: str, call: Callable[[], object]) -> PatchstoreError:
+        before, held, words = live(server), server.status().held, answer(server)
+        with pytest.raises(PatchstoreError) as caught:
+            call()
+        assert caught.value.kind == kind
+        status = server.status()
+        assert (status.held, status.torn, status.update_open) == (held, False, False)
+        assert not server.is_paused()
+        assert live(server) == before
+        assert answer(server) == words
+        return caught.value
+
+    return check
+
+
+def test_a_server_knows_the_version_of_the_folder_it_was_started_from(server, new_trainer):
+    # First in this module: no other version was applied yet.
+    trainer = new_trainer()
+    state = trainer.publish().state
+    trainer.step()
+
+    server.init_weight_transfer(trainer.url)
+
+    status = server.status()
+    assert (status.held, status.state_digest) == (0, state.total)
+
+
+def test_a_server_reaches_any_version_bit_for_bit(server, new_trainer):
+    trainer = new_trainer(anchor_every=3)
+    trainer.publish()
+    server.init_weight_transfer(trainer.url)
+    for _ in range(6):
+        trainer.step()
+
+    # Each delta, one back through an anchor, several deltas at once, and across an anchor.
+    for version in (0, 1, 2, 1, 6, 3, 5):
+        server.apply(version)
+        assert live(server) == served(trainer.history[version])
+        assert server.status().held == version
+        assert server.weight_version() == str(version)
+
+
+def test_answers_follow_the_version(server, trainer):
+    trainer.step(density=0.5)
+    first = answer(server)
+
+    server.apply(1)
+    second = answer(server)
+    server.apply(0)
+
+    assert second != first
+    assert answer(server) == first
+
+
+def test_nan_and_negative_zero_arrive(server, trainer):
+    norm, embedding = trainer.tensors["model.norm.weight"], trainer.tensors["model.embed_tokens.weight"]
+    embedding[3, :4] = 0.0
+    trainer.publish()
+    server.apply(1)
+
+    norm[5] = float("nan")
+    norm[6:8] = torch.tensor([0x7FC1, -0x0040], dtype=torch.int16).view(torch.bfloat16)  # NaNs with payloads
+    embedding[3, :4] = -0.0
+    trainer.publish()
+    server.apply(2)
+
+    assert live(server) == served(trainer.history[2])
+
+
+def test_a_version_in_which_nothing_changed_is_held_too(server, trainer):
+    trainer.publish()
+    server.apply(1)
+    assert server.status().held == 1
+
+
+def test_the_prefix_cache_does_not_answer_for_old_weights(server, trainer):
+    trainer.step()
+    ask(server)
+    assert ask(server)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+    server.apply(1)
+
+    assert not (ask(server)["usage"]["prompt_tokens_details"] or {}).get("cached_tokens")
+
+
+def test_an_unknown_version_is_refused(server, trainer, refused):
+    assert "77" in str(refused("unknown-version", lambda: server.apply(77)))
+    assert "[unknown-version]" in server.status().last_error
+
+
+def test_a_store_without_a_run_is_refused(server, trainer, refused, tmp_path):
+    refused("unknown-version", lambda: server.init_weight_transfer(str(tmp_path / "empty")))
+    trainer.step()
+    server.apply(1)
+
+
+def test_unknown_keys_are_refused_with_the_known_ones(server, trainer, refused):
+    init = {"init_info": {"store": trainer.url, "stroage_options": {}}}
+    error = refused("usage", lambda: server._post("/init_weight_transfer_engine", init))
+    assert "storage_options" in str(error)
+
+    server.start_weight_update()
+    update = {"update_info": {"step": 1}}
+    assert "version" in str(refused("usage", lambda: server._post("/update_weights", update)))
+
+
+def test_a_corrupt_payload_is_refused_and_a_repaired_one_applies(server, trainer, refused):
+    (payload,) = trainer.step().delta.payloads
+    path = Path(trainer.url) / payload.key
+    data = path.read_bytes()
+    path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+
+    refused("corrupt-object", lambda: server.apply(1))
+
+    path.write_bytes(data)
+    server.apply(1)
+    assert live(server) == served(trainer.history[1])
+
+
+def test_a_manifest_on_another_parent_is_refused(server, trainer, refused):
+    trainer.step()
+    last = trainer.step()
+    key = layout.manifest_key(last.version)
+    trainer.store.put(key, manifests.to_json(replace(last, parent=0)))
+    refused("corrupt-object", lambda: server.apply(2))
+
+
+def test_weights_that_are_not_what_the_manifest_says_are_refused(server, trainer, refused):
+    last = trainer.step()
+    sums = ("0" * 32, *last.state.tensors[1:])
+    lying = replace(last, state=replace(last.state, tensors=sums))
+    trainer.store.put(layout.manifest_key(1), manifests.to_json(lying))
+    refused("state-mismatch", lambda: server.apply(1))
+
+
+def test_a_run_with_a_tensor_that_the_model_lacks_is_refused(server, new_trainer, trainer, weights, refused):
+    other = new_trainer({**weights, "model.layers.0.mlp.more.weight": torch.zeros(8)})
+    other.publish()
+    before, words = live(server), answer(server)
+
+    server.init_weight_transfer(other.url)
+    assert "mlp.more.weight" in str(refused("schema-mismatch", lambda: server.apply(0)))
+    assert (live(server), answer(server)) == (before, words)
+
+
+def test_a_tensor_that_the_loader_ignores_is_refused(server, new_trainer, trainer, weights, refused):
+    # vLLM's loaders skip such names, which old checkpoints have.
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    other = new_trainer({**weights, name: torch.zeros(8)})
+    other.publish()
+    server.init_weight_transfer(other.url)
+    assert name in str(refused("schema-mismatch", lambda: server.apply(0)))
+
+
+def test_calls_out_of_order_are_refused(server, trainer):
+    trainer.step()
+    with pytest.raises(ServerUnavailable, match="start_weight_update must be called"):
+        server.update_weights(1)
+    with pytest.raises(ServerUnavailable, match="without a matching start"):
+        server.finish_weight_update("1")
+
+    server.start_weight_update()
+    with pytest.raises(ServerUnavailable, match="already active"):
+        server.start_weight_update()
+    with pytest.raises(PatchstoreError, match="no version is staged"):
+        server.finish_weight_update("1")
+
+    assert server.weight_version() == "0"
+    server.apply(1)
+    assert server.status().held == 1
+
+
+def test_a_load_that_fails_halfway_is_rolled_back(server, trainer, refused):
+    trainer.step(density=0.5)
+    fail_loads(server, 1)
+    assert "made to fail" in str(refused("load-failed", lambda: server.apply(1)))
+    assert server.status().last_error.startswith("[load-failed]")
+
+    server.apply(1)
+    assert live(server) == served(trainer.history[1])
+
+
+def test_a_torn_model_says_so_and_is_mended_by_an_anchor(server, trainer):
+    trainer.step(density=0.5)
+    fail_loads(server, 2)
+
+    with pytest.raises(PatchstoreError) as caught:
+        server.apply(1)
+
+    assert caught.value.kind == "torn"
+    status = server.status()
+    assert (status.torn, status.held) == (True, None)
+    server.apply(1)
+    assert not server.status().torn
+    assert live(server) == served(trainer.history[1])
+
+
+def test_a_killed_server_is_healed_by_follow(server, process: ServerProcess, model, trainer, tmp_path):
+    follow = Follow(trainer.store, server)
+    trainer.step()
+    trainer.step()
+    assert [follow.step().did for _ in range(2)] == ["applied", "nothing"]
+    before, words = server.fingerprint(), answer(server)
+
+    process.stop()
+    assert follow.step().did == "failed"
+    # Started from the replayed version, so this also is a fresh server to compare with.
+    replay(trainer.store, 2, out=tmp_path / "replayed")
+    for path in model.iterdir():
+        if path.suffix == ".json" and not (tmp_path / "replayed" / path.name).exists():
+            (tmp_path / "replayed" / path.name).write_bytes(path.read_bytes())
+    process.start(tmp_path / "replayed")
+
+    assert server.fingerprint() == before
+    assert answer(server) == words
+    done = follow.step()
+    assert (done.did, done.version) == ("initialised", 2)
+    assert server.weight_version() == "2"
+    assert follow.step().did == "nothing"
+    trainer.step()
+    assert (follow.step().version, server.status().held) == (3, 3)
+    assert live(server) == served(trainer.history[3])
