@@ -142,7 +142,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         failures = self._attempt(lambda: opened.append(self._open(init_info.given)))
         if failures:
             for updater in opened:
-                updater.store.close()
+                updater.close()
             self._fail(failures)
             return
         self.shutdown()
@@ -181,6 +181,14 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         ):
             return {}
         return read_folder(folder, schema)
+
+    def prefetch(self, version: int) -> bool:
+        """Begin to stage a version while generation goes on; see `Updater.prefetch`.
+
+        Returns:
+            Whether `update_weights` is due: it need not fetch, or it will say what is wrong.
+        """
+        return self.updater is None or not self.is_open or self.updater.prefetch(version)
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: the weights stay as they are until `finish_weight_update`."""
@@ -253,7 +261,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         """Close the store. The weights and their version stay; initialising again goes on from them."""
         if self.updater is not None and self.is_open:
-            self.updater.store.close()
+            self.updater.close()
         self.is_open = False
 
     @staticmethod

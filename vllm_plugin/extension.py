@@ -48,6 +48,14 @@ class DeltaWorkerExtension:
             "timings": {} if updater is None else updater.timings,
         }
 
+    def delta_prefetch(self, version: int) -> bool:
+        """Begin to fetch and prove a version while generation goes on; call again until it is True.
+
+        `update_weights` with that version is quick then. It also says what went wrong, if anything did:
+        this never raises, since an exception in one rank would confuse vLLM's replies.
+        """
+        return self._delta_engine().prefetch(version)
+
     def delta_switch(self, switch: str | None) -> None:
         """Keep a driver's mark that it is switching versions, or None when it is done.
 

@@ -7,6 +7,7 @@ loader. What undoes a failed load is the same loader and the copy's old bits.
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -36,6 +37,9 @@ class Updater:
         self._live = live
         self._follower = follower
         self._staged: Staged | None = None
+        self._ahead: tuple[int, Future[Staged]] | None = None
+        """A version that is being staged, or was, before anybody asked for it with `stage`."""
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="patchstore-prefetch")
         self._undo: Undo | None = None
         self._saved: dict[str, torch.Tensor] | None = None
         tied = follower.header.schema.tied
@@ -60,14 +64,39 @@ class Updater:
         """The host's copy of what is served, by checkpoint name; empty when that is unknown."""
         return dict(self._follower.tensors)
 
+    def prefetch(self, version: int) -> bool:
+        """Begin to fetch and prove a version on a thread, or see how that stands; returns at once.
+
+        What goes wrong is not said here: `stage` tries again, and raises.
+
+        Returns:
+            Whether nothing is under way any more, so that `stage` will not be the one to fetch.
+        """
+        if self._staged is not None:
+            # Until that update has ended, nothing else may look at the host's copy.
+            return True
+        if self._ahead is not None and (self._ahead[0] == version or not self._ahead[1].done()):
+            return self._ahead[1].done()
+        self._ahead = version, self._background.submit(self._follower.stage, version)
+        return False
+
     def stage(self, version: int) -> None:
-        """Fetch and prove a version. The live weights are not touched; what was staged before is dropped.
+        """Fetch and prove a version, unless `prefetch` did. What was staged before is dropped.
+
+        The live weights are not touched.
 
         Raises:
             As `Follower.stage`; nothing is staged then.
         """
         self.drop()
-        self._staged = self._follower.stage(version)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            # Waited for even if it is another version's: the follower serves one thread at a time.
+            failed = ahead[1].exception() is not None
+            if ahead[0] == version and not failed and ahead[1].result().plan.held == self._follower.held:
+                self._staged = ahead[1].result()
+        if self._staged is None:
+            self._staged = self._follower.stage(version)
         self.timings = dict(self._staged.timings)
 
     def drop(self) -> None:
@@ -130,6 +159,11 @@ class Updater:
             ) from exc
         finally:
             self._forget()
+
+    def close(self) -> None:
+        """Let go of the store. `copy` and `held` still tell what is served."""
+        self._background.shutdown(wait=True, cancel_futures=True)
+        self.store.close()
 
     def _forget(self) -> None:
         self._staged = self._undo = self._saved = None

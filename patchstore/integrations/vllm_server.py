@@ -1,10 +1,11 @@
 """A vLLM server that runs the `delta` backend, as seen through HTTP.
 
-The routes are vLLM's own; it serves them with `VLLM_SERVER_DEV_MODE=1`. An update is three calls, and
-generation goes on during the longest of them, in which the server fetches and proves the version.
+The routes are vLLM's own; it serves them with `VLLM_SERVER_DEV_MODE=1`. An update is three calls, in which
+vLLM generates nothing; what takes long, fetching and proving a version, is done on a thread before them.
 """
 
 import re
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class VllmServer:
             timeout_s: for one call; must be longer than fetching an anchor takes.
         """
         self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
         # vLLM closes a connection after it answered with an error and does not say so; a call on a kept one
         # would then fail although the server is well.
         fresh = httpx.Limits(max_keepalive_connections=0)
@@ -110,13 +112,35 @@ class VllmServer:
             info["storage_options"] = dict(storage_options)
         self._post("/init_weight_transfer_engine", {"init_info": info})
 
+    def prefetch(self, version: int) -> None:
+        """Have every rank fetch and prove a version while generation goes on; returns when they are done.
+
+        What went wrong there, if anything did, is for `update_weights` to say.
+
+        Raises:
+            ServerUnavailable: not done within the time for one call.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        pause_s = 0.005
+        while not all(
+            self._post("/collective_rpc", {"method": "delta_prefetch", "args": [version]})["results"]
+        ):
+            if time.monotonic() > deadline:
+                raise ServerUnavailable(
+                    f"{self.url} is still fetching version {version} after {self._timeout_s} s"
+                )
+            time.sleep(pause_s)
+            # Each question waits for the engine's current step, so long downloads are asked about seldom.
+            pause_s = min(2 * pause_s, 0.5)
+
     def start_weight_update(self) -> None:
         """Begin an update; refused while one is open."""
         self._post("/start_weight_update", {})
 
     def update_weights(self, version: int) -> None:
-        """Have every rank fetch and prove a version; what is served stays as it is.
+        """Have every rank fetch and prove a version, unless `prefetch` did; what is served stays as it is.
 
+        Generation waits meanwhile, as it does during every call of this kind.
         If this raises, the update is closed and nothing changed.
         """
         self._post("/update_weights", {"update_info": {"version": version}})
@@ -165,9 +189,10 @@ class VllmServer:
     def apply(self, version: int) -> None:
         """Bring the server to a version, whole, and make it forget what older weights computed.
 
-        Generation is paused only while the weights are written and the prefix cache is reset; a server
-        that somebody else paused stays paused. The server is told first, so that a process killed on
-        the way leaves a mark, and the next `apply` or `end_switch` ends what it began.
+        Generation goes on while the version is fetched and proved, and is paused only while the weights are
+        written and the prefix cache is reset; a server that somebody else paused stays paused. The server is
+        told first, so that a process killed on the way leaves a mark, and the next `apply` or `end_switch`
+        ends what it began.
 
         Raises:
             Any error of the calls it makes. The server serves the version it did, or its status says
@@ -176,6 +201,7 @@ class VllmServer:
         status = self.status()
         if status.switch is not None:
             self.end_switch(status.switch)
+        self.prefetch(version)
         if not status.update_open:
             self.start_weight_update()
         self.update_weights(version)

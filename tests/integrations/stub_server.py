@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,6 +32,8 @@ class StubServer:
         """Forget all that a process forgets."""
         self.initialised = self.update_open = self.paused = self.torn = False
         self.staged: int | None = None
+        self.prefetches = Counter[int]()
+        """Version -> how often it was asked for; the third time it is there."""
         self.held: int | None = None
         self.switch: str | None = None
         self.weight_version = "default"
@@ -72,6 +75,9 @@ class StubServer:
             case "/collective_rpc" if body["method"] == "delta_switch":
                 (self.switch,) = body["args"]
                 return {"results": [None]}
+            case "/collective_rpc" if body["method"] == "delta_prefetch":
+                self.prefetches.update(body["args"])
+                return {"results": [self.prefetches[body["args"][0]] >= 3] * self.num_ranks}
             case "/init_weight_transfer_engine":
                 self.opened = body["init_info"]
                 self.initialised, self.held = True, self.found

@@ -14,6 +14,7 @@ from patchstore.errors import (
 from patchstore.integrations.vllm_server import VllmServer
 
 APPLY = [
+    *["delta_prefetch"] * 3,
     "/start_weight_update",
     "/update_weights",
     "delta_switch",
@@ -43,7 +44,7 @@ def test_a_server_that_somebody_paused_stays_paused(stub, server):
 def test_an_update_that_a_killed_driver_left_open_is_gone_on_with(stub, server):
     stub.update_open = True
     server.apply(12)
-    assert stub.calls == APPLY[1:]
+    assert stub.calls == [*APPLY[:3], *APPLY[4:]]
 
 
 def test_a_switch_that_a_killed_driver_left_is_ended_first(stub, server):
@@ -57,7 +58,7 @@ def test_a_failed_fetch_pauses_nothing(stub, server):
     stub.failures["/update_weights"] = ["[corrupt-object] deltas/x should have digest y"]
     with pytest.raises(CorruptObject, match=r"/update_weights: deltas/x should have digest y$"):
         server.apply(12)
-    assert stub.calls == APPLY[:2]
+    assert stub.calls == APPLY[:5]
 
 
 def test_a_failed_switch_lets_generation_go_on(stub, server):

@@ -43,7 +43,8 @@ class ServerProcess:
         """Serve a checkpoint folder; returns when the server is healthy."""
         command = [
             *("timeout", "--kill-after=10", str(_LIFE_S)),
-            *(str(Path(sys.executable).with_name("vllm")), "serve", str(model)),
+            # What the `vllm` command runs, also where it was not installed as a script.
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
             *("--host", "127.0.0.1", "--port", str(self._port), "--served-model-name", MODEL_NAME),
             *("--enforce-eager", "--max-model-len", "256", "--block-size", "32"),
             *("--kv-cache-memory-bytes", "67108864", "--gpu-memory-utilization", "0.1"),

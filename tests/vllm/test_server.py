@@ -8,6 +8,7 @@ import httpx
 import pytest
 import tiny_qwen
 import torch
+import vllm
 from server_process import MODEL_NAME, ServerProcess
 from trainer import served
 
@@ -37,6 +38,10 @@ def ask(server: VllmServer) -> dict:
 
 def answer(server: VllmServer) -> list[int]:
     return ask(server)["choices"][0]["token_ids"]
+
+
+UNLABELLED = None if vllm.__version__.startswith("0.26.") else object()
+"""What a vLLM that does not label answers yet says of its weight version."""
 
 
 def live(server: VllmServer) -> dict[str, str]:
@@ -92,7 +97,7 @@ def test_a_server_reaches_any_version_bit_for_bit(server, new_trainer):
         server.apply(version)
         assert live(server) == served(trainer.history[version])
         assert server.status().held == version
-        assert server.weight_version() == str(version)
+        assert server.weight_version() in {str(version), UNLABELLED}
 
 
 def test_answers_follow_the_version(server, trainer):
@@ -220,7 +225,7 @@ def test_calls_out_of_order_are_refused(server, trainer):
     with pytest.raises(PatchstoreError, match="no version is staged"):
         server.finish_weight_update("1")
 
-    assert server.weight_version() == "0"
+    assert server.weight_version() in {"0", UNLABELLED}
     server.apply(1)
     assert server.status().held == 1
 
@@ -270,7 +275,7 @@ def test_a_killed_server_is_healed_by_follow(server, process: ServerProcess, mod
     assert answer(server) == words
     done = follow.step()
     assert (done.did, done.version) == ("initialised", 2)
-    assert server.weight_version() == "2"
+    assert server.weight_version() in {"2", UNLABELLED}
     assert follow.step().did == "nothing"
     trainer.step()
     assert (follow.step().version, server.status().held) == (3, 3)

@@ -1,5 +1,6 @@
 """Whole or not at all, for one rank and without a server: a plain module with a loader of its own."""
 
+import threading
 from collections.abc import Iterable
 
 import pytest
@@ -51,8 +52,8 @@ def module() -> Fused:
 
 @pytest.fixture
 def updater(trainer, module) -> Updater:
-    """At version 0, with versions 1 and 2 in the store."""
-    for _ in range(3):
+    """At version 0, with versions 1 to 3 in the store."""
+    for _ in range(4):
         trainer.step(density=0.5)
     updater = open_updater(trainer.store, LiveWeights(module), lambda schema: {})
     apply(updater, 0)
@@ -76,6 +77,60 @@ def test_staging_touches_nothing(updater, module, trainer):
     assert updater.staged.version == 2
     assert updater.held.version == 0
     assert serves(module, trainer.history[0])
+
+
+def wait_for_prefetch(updater: Updater, version: int) -> None:
+    while not updater.prefetch(version):
+        pass
+
+
+def test_prefetching_returns_while_the_version_is_being_fetched(updater, module, trainer, monkeypatch):
+    gate, stage = threading.Event(), updater._follower.stage
+    monkeypatch.setattr(updater._follower, "stage", lambda version: gate.wait(60) and stage(version))
+    assert not updater.prefetch(2)
+    assert not updater.prefetch(2)
+    assert serves(module, trainer.history[0])
+    gate.set()
+    apply(updater, 2)
+    assert serves(module, trainer.history[2])
+
+
+def test_a_prefetched_version_is_not_fetched_again(updater, module, trainer, monkeypatch):
+    wait_for_prefetch(updater, 2)
+    assert updater.staged is None
+    monkeypatch.setattr(updater._follower, "stage", lambda version: pytest.fail("fetched again"))
+    updater.stage(2)
+    updater.commit()
+    updater.accept()
+    assert serves(module, trainer.history[2])
+
+
+def test_another_version_than_was_prefetched_can_be_staged(updater, module, trainer):
+    updater.prefetch(1)
+    apply(updater, 3)
+    assert serves(module, trainer.history[3])
+    wait_for_prefetch(updater, 1)
+    apply(updater, 1)
+    assert serves(module, trainer.history[1])
+
+
+def test_a_failed_prefetch_is_said_by_stage_and_tried_again(updater, module, trainer):
+    wait_for_prefetch(updater, 4)
+    with pytest.raises(PatchstoreError):
+        updater.stage(4)
+    wait_for_prefetch(updater, 4)
+    trainer.step()
+    apply(updater, 4)
+    assert serves(module, trainer.history[4])
+
+
+def test_nothing_is_prefetched_between_staging_and_the_end_of_an_update(updater, module, trainer):
+    updater.stage(1)
+    assert updater.prefetch(2)
+    updater.commit()
+    updater.accept()
+    apply(updater, 2)
+    assert serves(module, trainer.history[2])
 
 
 def test_a_commit_loads_the_version(updater, module, trainer):
@@ -172,7 +227,7 @@ def test_a_name_that_the_model_lacks_is_a_schema_mismatch(updater, module):
 
 
 def test_what_is_served_already_is_recognised_by_its_bits(trainer, module):
-    for _ in range(3):
+    for _ in range(4):
         trainer.step(density=0.5)
     updater = open_updater(trainer.store, LiveWeights(module), lambda schema: trainer.history[1])
     assert updater.held.version == 1
