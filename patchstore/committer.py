@@ -7,7 +7,7 @@ by one create-only put. A crash in between leaves payloads that nothing names.
 import logging
 import os
 import socket
-import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,8 +91,6 @@ class Committer:
         self.header = header
         self.parent = parent
         self.encoding = encoding
-        self.stopping = threading.Event()
-        """Set to give up waiting between tries."""
         self._files = files
         self._max_shard_bytes = max_shard_bytes
         self._next = 0 if head is None else head.version + 1
@@ -228,13 +226,14 @@ class Committer:
             try:
                 return attempt()
             except StoreUnavailable as exc:
-                if tries == ATTEMPTS or self.stopping.wait(pause_s):
+                if tries == ATTEMPTS:
                     raise PublishFailed(
                         f"{what} failed {tries} times; the store holds version "
                         f"{self.parent and self.parent.version} still, and the next publication "
                         f"will be an anchor: {exc}"
                     ) from exc
                 logger.warning("%s failed, trying again in %.1f s: %s", what, pause_s, exc)
+                time.sleep(pause_s)
                 pause_s *= 2
         raise AssertionError("unreachable")
 
@@ -289,12 +288,11 @@ class Committer:
             return False
         if found != self._uncertain:
             return False
-        self._uncertain = None
         self._adopt(found)
         return True
 
     def _adopt(self, new: Manifest) -> None:
-        self.parent, self._next = new, new.version + 1
+        self.parent, self._next, self._uncertain = new, new.version + 1, None
         self._parent_digest = checksum.digest(manifest.to_json(new))
         self._sums = digest.sums_of(self.header.schema, new.state)
 

@@ -24,6 +24,7 @@ from patchstore import diff, digest, log
 from patchstore.committer import Change, Committer, now
 from patchstore.encodings import named
 from patchstore.errors import (
+    DataError,
     PublishFailed,
     ResumeMismatch,
     RunExists,
@@ -182,19 +183,23 @@ class Publisher:
             PublishFailed: an earlier publication was not stored, and nobody has been told yet. This
                 call published nothing; the next one publishes the whole model.
             VersionConflict: another publisher has this run; nothing can be published any more.
-            SchemaMismatch: names, shapes, dtypes or ties of the source have changed.
+            SchemaMismatch: names, shapes, dtypes or ties of the source have changed. This call published
+                nothing; once they are back, the next one goes on.
             UsageError: the publisher is closed.
         """
         if self._closed:
             raise UsageError("this publisher is closed")
+        if self._conflict is not None:
+            raise self._conflict
         self._raise_untold()
+        current = self._current()
         self._slots.acquire()
         try:
             # An anchor on its way reads the snapshot, which must not change under it.
             self._snapshot_free.wait()
             began = time.monotonic()
             try:
-                change = self._compare(step)
+                change = self._compare(step, current)
             except BaseException:
                 # The snapshot may have moved for some tensors, so no delta can build on it.
                 self._owes_anchor = True
@@ -237,8 +242,6 @@ class Publisher:
             logger.exception("a publication failed too, while the trainer was failing")
 
     def _raise_untold(self) -> None:
-        if self._conflict is not None:
-            raise self._conflict
         self._pending = [publication for publication in self._pending if not publication.seen]
         errors = []
         for publication in [publication for publication in self._pending if publication.done()]:
@@ -281,8 +284,12 @@ class Publisher:
             return self._dtype
         return tensor.dtype
 
-    def _compare(self, step: int) -> Change:
-        """Bring the snapshot up to the source, and return what that changed."""
+    def _current(self) -> dict[str, torch.Tensor]:
+        """Return the source's tensors, each once.
+
+        Raises:
+            SchemaMismatch: they are not those of the run; the snapshot is untouched.
+        """
         current, tied = self._tensors()
         if tied != self._tied:
             raise SchemaMismatch(f"tensors were tied as {self._tied}, but are tied as {tied} now")
@@ -295,6 +302,10 @@ class Publisher:
                 found = spec_of(name, served)
             if found != self._specs.get(name):
                 raise SchemaMismatch(f"tensor {name!r} was {self._specs.get(name)}, but is {found} now")
+        return current
+
+    def _compare(self, step: int, current: dict[str, torch.Tensor]) -> Change:
+        """Bring the snapshot up to the tensors, and return what that changed."""
         num_changed = 0
         patches, before = [], []
         for name in sorted(current):
@@ -341,6 +352,15 @@ class Publisher:
                 self._slots.release()
 
     def _commit(self, job: _Job) -> Manifest:
+        try:
+            return self._commit_or_fail(job)
+        except (UsageError, DataError) as exc:
+            # Such as a bucket that was deleted, or rights that were taken away, while the run goes on.
+            raise PublishFailed(
+                f"step {job.change.step} was not stored, and the next publication will be an anchor: {exc}"
+            ) from exc
+
+    def _commit_or_fail(self, job: _Job) -> Manifest:
         if self._conflict is not None:
             raise self._conflict
         if job.anchor:

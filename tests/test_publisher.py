@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from patchstore import Follower, Publisher, log
+from patchstore import Follower, Publisher, diff, log
 from patchstore.errors import (
     PublishFailed,
     ResumeMismatch,
@@ -177,7 +177,7 @@ def test_what_is_not_a_whole_tensor_is_refused(store: MemoryStore) -> None:
         lambda model: model.update(position_ids=model["position_ids"].to(torch.int32)),
     ],
 )
-def test_a_source_whose_schema_changes_is_refused_and_the_next_version_is_whole(run: Run, change) -> None:
+def test_a_source_whose_schema_changes_is_refused_until_it_is_back(run: Run, change) -> None:
     run.publish()
     good = dict(run.model)
     change(run.model)
@@ -186,6 +186,26 @@ def test_a_source_whose_schema_changes_is_refused_and_the_next_version_is_whole(
     run.model.clear()
     run.model.update(good)
     run.train()
+    assert run.publish().kind == "delta"
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+def test_a_comparison_that_breaks_off_makes_the_next_version_whole(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.publish()
+    run.train()
+    changed = diff.changed
+
+    def out_of_memory(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        if new.dim() == 1:
+            raise RuntimeError("out of memory")
+        return changed(new, old)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(diff, "changed", out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run.publish()
     assert run.publish().kind == "anchor"
     assert_same_bits(newest(run.store), served(run.model))
 
@@ -319,6 +339,29 @@ def test_a_failure_nobody_asked_about_surfaces_at_close(
         publisher.close()
 
 
+def test_a_store_that_refuses_fails_the_publication_without_retries(store: MemoryStore) -> None:
+    model = {"w": torch.zeros(10)}
+
+    class Refusing(FaultyStore):
+        refusing = False
+
+        def upload(self, key, chunks):  # type: ignore[no-untyped-def]
+            if self.refusing:
+                raise UsageError("no right to write")
+            super().upload(key, chunks)
+
+    refusing = Refusing(store)
+    with Publisher(refusing, model) as publisher:
+        publisher.publish_patch(0).result()
+        model["w"] += 1
+        refusing.refusing = True
+        with pytest.raises(PublishFailed, match="no right to write"):
+            publisher.publish_patch(1).result()
+        refusing.refusing = False
+        assert publisher.publish_patch(2).result().kind == "anchor"
+    assert_same_bits(newest(store), served(model))
+
+
 def test_publications_behind_a_failed_one_do_not_commit_on_its_base(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,8 +424,7 @@ def test_of_two_publishers_on_one_run_exactly_one_goes_on(run: Run) -> None:
         first.publish_patch(1).result()
     with pytest.raises(VersionConflict):
         first.publish_patch(2)
-    with pytest.raises(VersionConflict):
-        first.close()
+    first.close()
     run._publisher = None
     manifest = second.publish_patch(1).result()
     second.close()
