@@ -10,7 +10,6 @@ import os
 import queue
 import threading
 import time
-import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,20 +19,19 @@ from typing import Literal, Self
 
 import torch
 
-from patchstore import diff, digest, log
-from patchstore.committer import Change, Committer, now
+from patchstore import diff, log
+from patchstore.committer import Change, Committer
 from patchstore.encodings import named
 from patchstore.errors import (
     DataError,
     PublishFailed,
-    ResumeMismatch,
-    RunExists,
     SchemaMismatch,
     UsageError,
     VersionConflict,
 )
 from patchstore.layout import check_file_name
-from patchstore.model import Manifest, Schema, StoreHeader
+from patchstore.model import Manifest, Schema
+from patchstore.resume import open_run
 from patchstore.stores.base import Store
 from patchstore.stores.probe import prove_create_only
 from patchstore.tensors import TensorPatch, bits, spec_of
@@ -145,7 +143,7 @@ class Publisher:
             tensors=tuple(spec_of(name, tensor) for name, tensor in sorted(self._snapshot.items())),
             tied=self._tied,
         )
-        header, head, parent = _open_run(store, schema, self._snapshot, resume)
+        header, head, parent = open_run(store, schema, self._snapshot, resume)
         self.run_id = header.run_id
         self._specs = header.schema.by_name()
         self._committer = Committer(
@@ -375,49 +373,6 @@ class Publisher:
                 "the next publication will be an anchor"
             )
         return self._committer.commit_delta(job.change)
-
-
-def _open_run(
-    store: Store, schema: Schema, snapshot: Mapping[str, torch.Tensor], resume: bool | int | str
-) -> tuple[StoreHeader, Manifest | None, Manifest | None]:
-    """Return the run's header, its head, and the version to build on."""
-    header = log.read_header(store)
-    if header is None:
-        if resume is not False:
-            raise ResumeMismatch(f"{store.url} holds no run to resume; open it without resume")
-        header = StoreHeader(run_id=uuid.uuid4().hex, created_at=now(), schema=schema)
-        log.create_header(store, header)
-        return header, None, None
-    if resume is False:
-        raise RunExists(
-            f"{store.url} already holds run {header.run_id}, created {header.created_at}; "
-            "use another prefix, or resume=True to go on with that run"
-        )
-    ours, theirs = schema.by_name(), header.schema.by_name()
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
-            raise SchemaMismatch(f"tensor {name!r} is {ours.get(name)}, but the run has {theirs.get(name)}")
-    head = log.head(store)
-    if head is None or resume == "anchor":
-        return header, head, head
-    state = digest.of_tensors(header.schema, snapshot.items())
-    if resume is not True:
-        parent = log.read_manifest(store, int(resume))
-        if parent.state != state:
-            raise ResumeMismatch(
-                f"version {resume} has state digest {parent.state.total}, these weights {state.total}; "
-                'load that version first, or use resume="anchor" to publish these weights whole'
-            )
-        return header, head, parent
-    for version in range(head.version, -1, -1):
-        parent = log.read_manifest(store, version)
-        if parent.state == state:
-            return header, head, parent
-    raise ResumeMismatch(
-        f"none of the {head.version + 1} versions in {store.url} has these weights, whose state digest is "
-        f"{state.total}; "
-        'load one of them first, or use resume="anchor" to publish these weights whole'
-    )
 
 
 def _checkpoint_files(folder: Path) -> dict[str, bytes]:

@@ -26,6 +26,7 @@ LAYERS = {
     "patchstore.payload": 2,
     "patchstore.committer": 3,
     "patchstore.publisher": 3,
+    "patchstore.resume": 3,
     "patchstore.fetch": 3,
     "patchstore.follower": 3,
     "patchstore.rebuild": 3,

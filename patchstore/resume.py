@@ -1,0 +1,70 @@
+"""Where a publisher stands when it opens a store: a new run, or behind a version that it proves to have.
+
+Nothing is ever deleted or overwritten to make a resumption fit.
+"""
+
+import uuid
+from collections.abc import Mapping
+
+import torch
+
+from patchstore import digest, log
+from patchstore.committer import now
+from patchstore.errors import ResumeMismatch, RunExists, SchemaMismatch
+from patchstore.model import Manifest, Schema, StoreHeader
+from patchstore.stores.base import Store
+
+
+def open_run(
+    store: Store, schema: Schema, snapshot: Mapping[str, torch.Tensor], resume: bool | int | str
+) -> tuple[StoreHeader, Manifest | None, Manifest | None]:
+    """Create a run, or find the version that these weights are.
+
+    Args:
+        snapshot: the weights as they are served.
+        resume: as `Publisher` takes it.
+
+    Returns:
+        The run's header, its head, and the version to build on; the last two are None in a run
+        without versions.
+
+    Raises:
+        As `Publisher`; nothing was written then.
+    """
+    header = log.read_header(store)
+    if header is None:
+        if resume is not False:
+            raise ResumeMismatch(f"{store.url} holds no run to resume; open it without resume")
+        header = StoreHeader(run_id=uuid.uuid4().hex, created_at=now(), schema=schema)
+        log.create_header(store, header)
+        return header, None, None
+    if resume is False:
+        raise RunExists(
+            f"{store.url} already holds run {header.run_id}, created {header.created_at}; "
+            "use another prefix, or resume=True to go on with that run"
+        )
+    ours, theirs = schema.by_name(), header.schema.by_name()
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise SchemaMismatch(f"tensor {name!r} is {ours.get(name)}, but the run has {theirs.get(name)}")
+    head = log.head(store)
+    if head is None or resume == "anchor":
+        return header, head, head
+    state = digest.of_tensors(header.schema, snapshot.items())
+    if resume is not True:
+        parent = log.read_manifest(store, int(resume))
+        if parent.state != state:
+            raise ResumeMismatch(
+                f"version {resume} has state digest {parent.state.total}, these weights {state.total}; "
+                'load that version first, or use resume="anchor" to publish these weights whole'
+            )
+        return header, head, parent
+    for version in range(head.version, -1, -1):
+        parent = log.read_manifest(store, version)
+        if parent.state == state:
+            return header, head, parent
+    raise ResumeMismatch(
+        f"none of the {head.version + 1} versions in {store.url} has these weights, whose state digest is "
+        f"{state.total}; "
+        'load one of them first, or use resume="anchor" to publish these weights whole'
+    )
