@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 any other failure, 2 wrong call, 3 stored data is wrong, 4
 unavailable, 5 another publisher has the run, 130 interrupted.
 """
 
+import json
 import logging
 import os
 import sys
@@ -41,7 +42,10 @@ StoreUrl = Annotated[
 Option = Annotated[
     list[str] | None,
     typer.Option(
-        "--option", "-o", metavar="KEY=VALUE", help="Storage option, such as endpoint_url=...; repeatable."
+        "--option",
+        "-o",
+        metavar="KEY=VALUE",
+        help="Storage option, such as endpoint_url=...; values may be JSON; repeatable.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object a line.")]
@@ -200,8 +204,17 @@ def _parsed(options: list[str] | None) -> dict[str, Any]:
         key, separator, value = option.partition("=")
         if not separator or not key:
             raise typer.BadParameter(f"--option takes KEY=VALUE, not {option!r}")
-        parsed[key] = value
+        parsed[key] = _option_value(value)
     return parsed
+
+
+def _option_value(text: str) -> Any:
+    """A JSON number, truth value, list or object as what it is, and anything else as text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return text if isinstance(value, str) else value
 
 
 def _run(store: Store) -> tuple[StoreHeader, Manifest]:
@@ -237,6 +250,10 @@ def main() -> None:
         sys.exit(code)
     except OSError as exc:
         _explain("os", str(exc), as_json=as_json)
+        sys.exit(1)
+    except Exception as exc:
+        logging.getLogger(__name__).info("internal error", exc_info=True)
+        _explain("internal", f"{type(exc).__name__}: {exc}", as_json=as_json)
         sys.exit(1)
 
 

@@ -18,7 +18,15 @@ from typing import TypeVar
 import torch
 
 from patchstore import checksum, digest, layout, log, manifest, payload
-from patchstore.errors import NotFound, PublishFailed, StoreUnavailable, VersionConflict, VersionNotFound
+from patchstore.errors import (
+    DataError,
+    NotFound,
+    PatchstoreError,
+    PublishFailed,
+    StoreUnavailable,
+    VersionConflict,
+    VersionNotFound,
+)
 from patchstore.model import (
     Anchor,
     Delta,
@@ -96,7 +104,8 @@ class Committer:
         self._next = 0 if head is None else head.version + 1
         self._epoch = 1 if head is None else head.writer.epoch + 1
         self._id = writer_id()
-        self._uncertain: Manifest | None = None
+        self._uncertain: list[Manifest] = []
+        """Attempts at the next version that got no answer; any of them may yet take place."""
         self._sums: dict[str, digest.Sums] = {}
         self._parent_digest: str | None = None
         if parent is not None:
@@ -262,7 +271,7 @@ class Committer:
         try:
             self._retried(f"commit of version {new.version}", lambda: log.commit(self.store, new))
         except PublishFailed:
-            self._uncertain = new
+            self._uncertain.append(new)
             raise
         except VersionConflict as exc:
             if self._settle():
@@ -274,25 +283,26 @@ class Committer:
         self._adopt(new)
         try:
             log.write_hint(self.store, new.version)
-        except StoreUnavailable as exc:
+        except PatchstoreError as exc:
+            # The version exists; whatever is wrong with the hint must not unmake it.
             logger.info("head.json was not updated, which costs readers a listing: %s", exc)
         return new
 
     def _settle(self) -> bool:
         """Find out whether a commit that got no answer took place; if so its version is the parent now."""
-        if self._uncertain is None:
+        if not self._uncertain:
             return False
         try:
-            found = log.read_manifest(self.store, self._uncertain.version)
-        except (StoreUnavailable, VersionNotFound):
+            found = log.read_manifest(self.store, self._next)
+        except (StoreUnavailable, VersionNotFound, DataError):
             return False
-        if found != self._uncertain:
+        if found not in self._uncertain:
             return False
         self._adopt(found)
         return True
 
     def _adopt(self, new: Manifest) -> None:
-        self.parent, self._next, self._uncertain = new, new.version + 1, None
+        self.parent, self._next, self._uncertain = new, new.version + 1, []
         self._parent_digest = checksum.digest(manifest.to_json(new))
         self._sums = digest.sums_of(self.header.schema, new.state)
 

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -52,10 +53,20 @@ class Undo:
     def __init__(self, follower: "Follower") -> None:
         self._follower = follower
         self._before = (follower.manifest, follower._sums)
+        self._after = follower.manifest
+        """The version that the commit brought; until it is done, the one before."""
         self._old: list[tuple[str, TensorPatch | torch.Tensor | None]] = []
 
     def rollback(self) -> None:
-        """Restore the tensors and the held version to what they were before the commit."""
+        """Restore the tensors and the held version to what they were before the commit.
+
+        Raises:
+            UsageError: another commit came after this one; nothing was changed.
+        """
+        if self._follower.manifest is not self._after:
+            raise UsageError(
+                f"the tensors are at version {self._follower.held} by now: what this replaced cannot return"
+            )
         tensors = self._follower.tensors
         for name, old in reversed(self._old):
             if old is None:
@@ -66,6 +77,7 @@ class Undo:
                 bits(tensors[name]).copy_(bits(old))
         self._old.clear()
         self._follower.manifest, self._follower._sums = self._before
+        self._after = self._follower.manifest
 
 
 class Follower:
@@ -116,6 +128,10 @@ class Follower:
 
     def _check_tensors(self) -> None:
         found = {name: spec_of(name, tensor) for name, tensor in self.tensors.items()}
+        for alias, name in self.header.schema.tied.items():
+            # The further name of a tied tensor is no tensor of its own, as long as it really is the same.
+            if alias in found and self.tensors[alias].data_ptr() == self.tensors[name].data_ptr():
+                del found[alias]
         for name in sorted(found.keys() | self._specs.keys()):
             if found.get(name) != self._specs.get(name):
                 raise SchemaMismatch(
@@ -123,6 +139,14 @@ class Follower:
                 )
             if not self.tensors[name].is_contiguous():
                 raise SchemaMismatch(f"tensor {name!r} is not contiguous, so it cannot be written in place")
+        places = sorted(
+            (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+            for name, tensor in self.tensors.items()
+            if name in found and tensor.numel()
+        )
+        for (device, _, end, name), (other_device, start, _, other) in pairwise(places):
+            if device == other_device and start < end:
+                raise SchemaMismatch(f"tensors {name!r} and {other!r} share memory, but are two in this run")
 
     @property
     def held(self) -> int | None:
@@ -225,15 +249,15 @@ class Follower:
                 else:
                     undo._old.append((name, None))
                     self.tensors[name] = tensor
+            logger.info(
+                "applied version %d: %d tensors, %.1f MiB, fetch %.2f s, decode %.2f s, verify %.2f s",
+                staged.manifest.version,
+                len(staged.names),
+                staged.plan.num_bytes / 2**20,
+                *(staged.timings[part] for part in ("fetch", "decode", "verify")),
+            )
+            self.manifest, self._sums, undo._after = staged.manifest, staged.sums, staged.manifest
         except BaseException:
             undo.rollback()
             raise
-        self.manifest, self._sums = staged.manifest, staged.sums
-        logger.info(
-            "applied version %d: %d tensors, %.1f MiB, fetch %.2f s, decode %.2f s, verify %.2f s",
-            staged.manifest.version,
-            len(staged.names),
-            staged.plan.num_bytes / 2**20,
-            *(staged.timings[part] for part in ("fetch", "decode", "verify")),
-        )
         return undo

@@ -9,6 +9,7 @@ from patchstore import checksum, layout, manifest
 from patchstore.errors import (
     AlreadyExists,
     CorruptObject,
+    DataError,
     NotFound,
     RunExists,
     StoreUnavailable,
@@ -85,14 +86,12 @@ def _read(store: Store, version: int) -> tuple[Manifest, bytes]:
 def head(store: Store, hint: int | None = None) -> Manifest | None:
     """Return the highest committed version's manifest, or None where nothing is committed.
 
-    Costs two reads when `hint` is the head: the slot itself and the empty one after it. Without a
-    hint, `head.json` gives one; without either, the versions are listed once. A hint is never
-    believed without its manifest.
+    Costs three reads when `hint` or `head.json` is right: that object, the slot, and the empty one after
+    it; one more for each version that both are behind. Without either, the versions are listed once. A
+    hint is never believed without its manifest.
     """
     found = None
-    for guess in (hint, _stored_hint(store)) if hint is not None else (_stored_hint(store),):
-        if guess is None:
-            continue
+    for guess in sorted({guess for guess in (hint, _stored_hint(store)) if guess is not None}, reverse=True):
         try:
             found = read_manifest(store, guess)
             break
@@ -134,8 +133,8 @@ def write_hint(store: Store, version: int) -> None:
 def read_lineage(store: Store, target: int, held: int | None = None) -> dict[int, Manifest]:
     """Return what `lineage.plan` needs: the target and its ancestors.
 
-    Goes back to the nearest anchor, and on to `held` where that is older, checking that every
-    manifest is the one that its child names.
+    Goes back to the nearest anchor, and on to `held` where that is older and its deltas may still cost
+    less, checking that every manifest is the one that its child names.
 
     Raises:
         VersionNotFound: the target, or an ancestor that the plan needs, is not in the store.
@@ -143,14 +142,18 @@ def read_lineage(store: Store, target: int, held: int | None = None) -> dict[int
     """
     found, _ = _read(store, target)
     lineage = {target: found}
-    anchored = found.anchor is not None
-    oldest = target if held is None else held
-    while found.parent is not None and found.delta is not None:
-        if anchored and found.version <= oldest:
+    spent = 0  # bytes of the deltas from `found` to the target
+    cheapest = None if found.anchor is None else found.anchor.num_bytes
+    while found.parent is not None and found.delta is not None and found.version != held:
+        spent += found.delta.num_bytes
+        if cheapest is not None and (held is None or found.version < held or spent > cheapest):
             break
-        if found.version == held:
+        try:
+            parent, data = _read(store, found.parent)
+        except VersionNotFound:
+            if cheapest is None:
+                raise
             break
-        parent, data = _read(store, found.parent)
         if checksum.digest(data) != found.parent_digest:
             raise CorruptObject(
                 f"{layout.manifest_key(parent.version)} is not the manifest that version {found.version} "
@@ -162,7 +165,8 @@ def read_lineage(store: Store, target: int, held: int | None = None) -> dict[int
                 f"from version {parent.version} (run {parent.run_id}, epoch {parent.writer.epoch})"
             )
         lineage[parent.version] = found = parent
-        anchored = anchored or parent.anchor is not None
+        if cheapest is None and parent.anchor is not None:
+            cheapest = spent + parent.anchor.num_bytes
     return lineage
 
 
@@ -184,8 +188,15 @@ def commit(store: Store, new: Manifest) -> None:
         except NotFound:
             raise StoreUnavailable(f"{key} was not stored: {exc}") from exc
         if stored != data:
-            other = manifest.from_json(key, stored).writer
             raise VersionConflict(
-                f"version {new.version} was committed by {other.id} (epoch {other.epoch}), not by "
-                f"{new.writer.id} (epoch {new.writer.epoch}); another publisher has this run: stop this one"
+                f"version {new.version} was committed by {_author(key, stored)}, not by {new.writer.id} "
+                f"(epoch {new.writer.epoch}); another publisher has this run: stop this one"
             ) from exc
+
+
+def _author(key: str, data: bytes) -> str:
+    try:
+        writer = manifest.from_json(key, data).writer
+    except DataError:
+        return "a publisher of another release"
+    return f"{writer.id} (epoch {writer.epoch})"

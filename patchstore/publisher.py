@@ -41,16 +41,17 @@ logger = logging.getLogger(__name__)
 Source = torch.nn.Module | Mapping[str, torch.Tensor]
 """A model, whose `state_dict` is published, or its tensors by checkpoint name."""
 
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json", ".bin.index.json")
+_FILE_ENDINGS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
+"""Of config and tokenizer files, and of code that a config refers to."""
 
 
 class Publication:
     """One call of `publish_patch` on its way into the store."""
 
-    def __init__(self, step: int, *, compare_s: float) -> None:
+    def __init__(self, step: int, *, waited_s: float) -> None:
         self.step = step
-        self.compare_s = compare_s
-        """Seconds that the training loop waited for the comparison."""
+        self.waited_s = waited_s
+        """Seconds that the call took: for its turn, which comes when an anchor is stored, and to compare."""
         self.publish_s: float | None = None
         """Seconds from the call to the commit; None until then."""
         self.seen = False
@@ -83,6 +84,8 @@ class _Job:
     publication: Publication
     change: Change
     anchor: bool
+    alone: bool
+    """The change is not all that happened since the parent, so the anchor cannot have it as its delta."""
     began: float
 
 
@@ -133,9 +136,16 @@ class Publisher:
         """
         if anchor_every < 1 or max_pending < 1 or max_shard_bytes < 1:
             raise UsageError("anchor_every, max_pending and max_shard_bytes must be at least 1")
+        if not isinstance(resume, int) and resume != "anchor":
+            raise UsageError(f'resume must be True, False, a version or "anchor", not {resume!r}')
+        if dtype is not None and not dtype.is_floating_point:
+            raise UsageError(f"dtype must be a floating-point dtype or None, not {dtype}")
         self._encoding = named(encoding)
         self._source, self._dtype = source, dtype
         self._anchor_every = anchor_every
+        checkpoint_files = {} if files is None else _checkpoint_files(Path(files))
+        # A read first: where nobody answers it says so at once, while the probe tries again and again.
+        log.read_header(store)
         prove_create_only(store)
         current, self._tied = self._tensors()
         self._snapshot = {name: self._served(tensor, copy=True) for name, tensor in current.items()}
@@ -152,7 +162,7 @@ class Publisher:
             head=head,
             parent=parent,
             encoding=encoding,
-            files={} if files is None else _checkpoint_files(Path(files)),
+            files=checkpoint_files,
             max_shard_bytes=max_shard_bytes,
         )
         self._since_anchor = 0
@@ -160,7 +170,9 @@ class Publisher:
         if parent is not None:
             self._since_anchor = len(log.read_lineage(store, self._committer.claim().version)) - 1
         self._owes_anchor = parent is None or resume == "anchor"
-        """Set where the snapshot is not what the parent has, so that only a whole model can follow."""
+        """Set by the thread when it failed to store a version: only a whole model can follow."""
+        self._snapshot_ahead = False
+        """Set while the snapshot has changes that were not handed to the thread."""
         self._conflict: VersionConflict | None = None
         self._pending: list[Publication] = []
         self._slots = threading.BoundedSemaphore(max_pending)
@@ -190,28 +202,30 @@ class Publisher:
         if self._conflict is not None:
             raise self._conflict
         self._raise_untold()
+        began = time.monotonic()
         current = self._current()
         self._slots.acquire()
+        sent = False
         try:
             # An anchor on its way reads the snapshot, which must not change under it.
             self._snapshot_free.wait()
-            began = time.monotonic()
-            try:
-                change = self._compare(step, current)
-            except BaseException:
-                # The snapshot may have moved for some tensors, so no delta can build on it.
-                self._owes_anchor = True
-                raise
-            anchor = self._owes_anchor or self._since_anchor + 1 >= self._anchor_every
+            # Whatever breaks off from here on, Ctrl-C too, the snapshot may have what no version will have.
+            lost, self._snapshot_ahead = self._snapshot_ahead, True
+            change = self._compare(step, current)
+            anchor = lost or self._owes_anchor or self._since_anchor + 1 >= self._anchor_every
             self._since_anchor = 0 if anchor else self._since_anchor + 1
-            publication = Publication(step, compare_s=time.monotonic() - began)
+            publication = Publication(step, waited_s=time.monotonic() - began)
+            job = _Job(publication=publication, change=change, anchor=anchor, alone=lost, began=began)
             if anchor:
                 self._snapshot_free.clear()
-        except BaseException:
-            self._slots.release()
-            raise
-        self._pending.append(publication)
-        self._jobs.put(_Job(publication=publication, change=change, anchor=anchor, began=began))
+            self._pending.append(publication)
+            self._jobs.put(job)
+            sent = True
+            self._snapshot_ahead = False
+        finally:
+            if not sent:
+                self._snapshot_free.set()
+                self._slots.release()
         return publication
 
     def close(self) -> None:
@@ -333,37 +347,39 @@ class Publisher:
                     self._conflict = exc
                 publication._future.set_exception(exc)
             else:
-                publication.publish_s = time.monotonic() - job.began
-                logger.info(
-                    "published version %d: step %d, %d changed, %.1f MiB, compare %.2f s, publish %.2f s",
-                    manifest.version,
-                    manifest.step,
-                    job.change.num_changed,
-                    manifest.num_bytes / 2**20,
-                    publication.compare_s,
-                    publication.publish_s,
-                )
                 publication._future.set_result(manifest)
             finally:
                 if job.anchor:
                     self._snapshot_free.set()
                 self._slots.release()
+                del job, publication
 
     def _commit(self, job: _Job) -> Manifest:
         try:
-            return self._commit_or_fail(job)
+            manifest = self._commit_or_fail(job)
         except (UsageError, DataError) as exc:
             # Such as a bucket that was deleted, or rights that were taken away, while the run goes on.
             raise PublishFailed(
                 f"step {job.change.step} was not stored, and the next publication will be an anchor: {exc}"
             ) from exc
+        job.publication.publish_s = time.monotonic() - job.began
+        logger.info(
+            "published version %d: step %d, %d changed, %.1f MiB, waited %.2f s, published in %.2f s",
+            manifest.version,
+            manifest.step,
+            job.change.num_changed,
+            manifest.num_bytes / 2**20,
+            job.publication.waited_s,
+            job.publication.publish_s,
+        )
+        return manifest
 
     def _commit_or_fail(self, job: _Job) -> Manifest:
         if self._conflict is not None:
             raise self._conflict
         if job.anchor:
             # After a failure the parent lacks changes that the snapshot has: then there is no delta to it.
-            change = None if self._owes_anchor else job.change
+            change = None if self._owes_anchor or job.alone else job.change
             manifest = self._committer.commit_anchor(job.change.step, self._snapshot.__getitem__, change)
             self._owes_anchor = False
             return manifest
@@ -382,5 +398,5 @@ def _checkpoint_files(folder: Path) -> dict[str, bytes]:
     return {
         check_file_name(path.name): path.read_bytes()
         for path in sorted(folder.iterdir())
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_FILES)
+        if path.is_file() and path.name.endswith(_FILE_ENDINGS) and not path.name.endswith(".index.json")
     }

@@ -51,12 +51,12 @@ def replay(
     target = Path(out)
     if target.exists():
         raise UsageError(f"{target} exists; name a folder that does not")
+    header, route = _route(store, version)
+    assert route.anchor is not None and route.anchor.anchor is not None
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     partial.mkdir()
     try:
-        header, route = _route(store, version)
-        assert route.anchor is not None and route.anchor.anchor is not None
         metadata = payload.anchor_metadata(route.target.version, route.target.step, header.run_id)
         for name, specs, tensors in _files(store, header, route, partial, progress):
             with (partial / name).open("xb") as file:

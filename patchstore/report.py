@@ -18,6 +18,7 @@ from rich.progress import (
 from rich.table import Table
 
 from patchstore import manifest as manifests
+from patchstore.errors import CorruptObject
 from patchstore.model import Manifest, StoreHeader
 
 out = Console()
@@ -48,9 +49,18 @@ def summary(found: Manifest) -> dict[str, Any]:
 
 
 def full(found: Manifest, header: StoreHeader) -> dict[str, Any]:
-    """A version with all that its manifest says; each tensor's digest under the tensor's name."""
+    """A version with all that its manifest says; each tensor's digest under the tensor's name.
+
+    Raises:
+        CorruptObject: the manifest is not of this run's tensors.
+    """
     record: dict[str, Any] = json.loads(manifests.to_json(found))
-    names = (spec.name for spec in header.schema.tensors)
+    names = [spec.name for spec in header.schema.tensors]
+    if len(names) != len(found.state.tensors):
+        raise CorruptObject(
+            f"version {found.version} has digests of {len(found.state.tensors)} tensors, "
+            f"but the run has {len(names)}"
+        )
     record["state"]["tensors"] = dict(zip(names, found.state.tensors, strict=True))
     return record
 

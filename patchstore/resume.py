@@ -47,6 +47,8 @@ def open_run(
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             raise SchemaMismatch(f"tensor {name!r} is {ours.get(name)}, but the run has {theirs.get(name)}")
+    if schema.tied != header.schema.tied:
+        raise SchemaMismatch(f"tensors are tied as {schema.tied}, but the run has {header.schema.tied}")
     head = log.head(store)
     if head is None or resume == "anchor":
         return header, head, head

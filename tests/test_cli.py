@@ -116,6 +116,34 @@ def test_wrong_arguments_are_explained(patchstore) -> None:
     assert patchstore("verify", "x", "1", "--all")[0] == 2
 
 
+def test_option_values_are_json_where_they_can_be() -> None:
+    options = [
+        "anon=false",
+        "max_concurrency=4",
+        'config_kwargs={"a": 1}',
+        "key=abc",
+        'secret="12"',
+        "url=http://x",
+    ]
+    assert cli._parsed(options) == {
+        "anon": False,
+        "max_concurrency": 4,
+        "config_kwargs": {"a": 1},
+        "key": "abc",
+        "secret": '"12"',
+        "url": "http://x",
+    }
+
+
+def test_a_manifest_of_other_tensors_is_an_error_and_no_traceback(bucket, patchstore) -> None:
+    path = bucket[0] / "versions" / "00000005.json"
+    record = json.loads(path.read_text())
+    record["state"]["tensors"].pop()
+    path.write_text(json.dumps(record))
+    code, out, _ = patchstore("show", bucket[0], "--json")
+    assert (code, json.loads(out)["error"]["kind"]) == (3, "corrupt-object")
+
+
 def test_help_lists_every_command(patchstore) -> None:
     code, out, _ = patchstore("--help")
     assert code == 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from patchstore import Follower, layout
+from patchstore import Follower, Publisher, layout
 from patchstore.errors import (
     CorruptObject,
     LineageError,
@@ -14,6 +14,7 @@ from patchstore.errors import (
 )
 from patchstore.manifest import to_json
 from patchstore.stores.memory import MemoryStore
+from patchstore.testing.faults import FaultyStore
 from tests.weights import Run, State, assert_same_bits, small_model
 
 
@@ -121,6 +122,54 @@ def test_other_tensors_than_the_runs_are_refused(run: Run) -> None:
     strided["embed.weight"] = strided["embed.weight"].T.contiguous().T
     with pytest.raises(SchemaMismatch):
         Follower(run.store, strided)
+
+
+def test_tensors_that_share_memory_are_refused_unless_they_are_tied(run: Run, store: MemoryStore) -> None:
+    run.publish()
+    tied = copies(run.history[0])
+    tied["head.weight"] = tied["embed.weight"]
+    Follower(run.store, tied).update()
+    assert_same_bits({n: t for n, t in tied.items() if n != "head.weight"}, run.history[0])
+    untied = copies(run.history[0])
+    untied["head.weight"] = untied["embed.weight"].clone()
+    with pytest.raises(SchemaMismatch):
+        Follower(run.store, untied)
+
+
+def test_two_tensors_in_one_memory_are_refused(store: MemoryStore) -> None:
+    with Publisher(store, {"a": torch.zeros(8), "b": torch.ones(8)}) as publisher:
+        publisher.publish_patch(0).result()
+    memory = torch.zeros(12, dtype=torch.bfloat16)
+    for start in (0, 4):
+        with pytest.raises(SchemaMismatch):
+            Follower(store, {"a": memory[:8], "b": memory[start : start + 8]})
+
+
+def test_an_undo_that_is_no_longer_the_last_is_refused(run: Run) -> None:
+    run.publish_versions(3)
+    follower = Follower(run.store, copies(run.history[0]), held=0)
+    first = follower.commit(follower.stage(1))
+    second = follower.commit(follower.stage(2))
+    with pytest.raises(UsageError):
+        first.rollback()
+    assert_same_bits(dict(follower.tensors), run.history[2])
+    second.rollback()
+    first.rollback()
+    assert_same_bits(dict(follower.tensors), run.history[0])
+
+
+def test_catching_up_reads_no_further_back_than_it_can_gain(run: Run) -> None:
+    run.open(anchor_every=8)
+    for step in range(40):
+        run.publish(step)
+        run.model["layers.0.proj.weight"].mul_(1.01)
+    reads = FaultyStore(run.store)
+    follower = Follower(reads, copies(run.history[0]), held=0)
+    reads.calls.clear()
+    follower.update(39)
+    assert_same_bits(dict(follower.tensors), run.history[39])
+    manifests = [key for verb, key in reads.calls if verb == "get" and key.startswith("versions/")]
+    assert len(manifests) < 25
 
 
 def test_a_store_without_a_run_or_a_version_is_named(store: MemoryStore, run: Run) -> None:

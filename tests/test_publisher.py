@@ -11,6 +11,7 @@ from patchstore.errors import (
     ResumeMismatch,
     RunExists,
     SchemaMismatch,
+    StoreUnavailable,
     UnsupportedFormat,
     UsageError,
     VersionConflict,
@@ -208,6 +209,46 @@ def test_a_comparison_that_breaks_off_makes_the_next_version_whole(
             run.publish()
     assert run.publish().kind == "anchor"
     assert_same_bits(newest(run.store), served(run.model))
+
+
+@pytest.mark.parametrize("where", ["patchstore.publisher.Publication", "patchstore.publisher._Job"])
+@pytest.mark.parametrize("anchor_every", [1, 100])
+def test_an_interrupt_after_the_comparison_loses_no_change(
+    run: Run, monkeypatch: pytest.MonkeyPatch, where: str, anchor_every: int
+) -> None:
+    run.open(anchor_every=anchor_every)
+    run.publish()
+    run.train()
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.publish()
+    run.train()
+    manifest = run.publish()
+    assert (manifest.version, manifest.kind, manifest.delta) == (1, "anchor", None)
+    assert_same_bits(newest(run.store), served(run.model))
+    run.train()
+    assert run.publish().delta is not None
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+def test_a_hint_that_cannot_be_written_does_not_unmake_versions(store: MemoryStore) -> None:
+    class NoOverwriting(MemoryStore):
+        def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+            if key == "head.json":
+                raise UsageError("this bucket admits new objects only")
+            super().put(key, data, if_absent=if_absent)
+
+    strict = NoOverwriting()
+    run = Run(strict)
+    kinds = [manifest.kind for manifest in run.publish_versions(3)]
+    run.close()
+    assert kinds == ["anchor", "delta", "delta"]
+    assert log.head(strict) is not None
 
 
 def test_the_caller_may_change_weights_as_soon_as_publish_returns(store: MemoryStore) -> None:
@@ -413,6 +454,60 @@ def test_a_commit_that_takes_place_after_it_was_given_up_is_adopted(
     publisher.close()
     assert (recovered.version, recovered.parent, recovered.kind) == (2, 1, "anchor")
     assert_same_bits(newest(store), served(model))
+
+
+def test_the_first_of_two_commits_without_answers_is_recognised_as_ones_own(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patchstore.committer.FIRST_PAUSE_S", 0.001)
+    model = {"w": torch.zeros(10)}
+    slot, late = "versions/00000001.json", []
+
+    class Late(MemoryStore):
+        """Loses puts of version 1, of which the first takes place when it is told to."""
+
+        def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+            if key == slot and len(late) < 10:
+                late.append(data)
+                raise StoreUnavailable("timed out")
+            super().put(key, data, if_absent=if_absent)
+
+    store = Late()
+    publisher = Publisher(store, model)
+    publisher.publish_patch(0).result()
+    for step in (1, 2):
+        model["w"] += 1
+        with pytest.raises(PublishFailed):
+            publisher.publish_patch(step).result()
+    MemoryStore.put(store, slot, late[0])
+    model["w"] += 1
+    manifest = publisher.publish_patch(3).result()
+    publisher.close()
+    assert (manifest.version, manifest.parent, log.read_manifest(store, 1).step) == (2, 1, 1)
+    assert_same_bits(newest(store), served(model))
+
+
+def test_a_slot_taken_by_a_later_release_is_a_conflict_too(run: Run) -> None:
+    run.publish()
+    run.store.put("versions/00000001.json", b'{"format_version": 2}')
+    run.train()
+    with pytest.raises(VersionConflict):
+        run.publish()
+
+
+def test_resuming_with_other_ties_is_refused(store: MemoryStore) -> None:
+    tensor = torch.zeros(4)
+    with Publisher(store, {"x": tensor}) as publisher:
+        publisher.publish_patch(0).result()
+    with pytest.raises(SchemaMismatch):
+        Publisher(store, {"x": tensor, "z": tensor}, resume=True)
+
+
+def test_wrong_arguments_are_refused_before_a_run_is_created(store: MemoryStore) -> None:
+    for wrong in ({"resume": "anchr"}, {"dtype": torch.int8}, {"files": "/nonexistent"}, {"max_pending": 0}):
+        with pytest.raises(UsageError):
+            Publisher(store, {"w": torch.zeros(3)}, **wrong)  # type: ignore[arg-type]
+    assert list(store.list()) == []
 
 
 def test_of_two_publishers_on_one_run_exactly_one_goes_on(run: Run) -> None:

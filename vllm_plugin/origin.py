@@ -31,15 +31,14 @@ def read_folder(folder: Path, schema: Schema) -> dict[str, torch.Tensor]:
     for path in _files(folder):
         if path.stat().st_size == 0:
             continue
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
-            view = memoryview(mapped)
-            _, tensors = payload.open_buffer(path.name, view)
-            for name, tensor in tensors.items():
-                if wanted.get(name) == spec_of(name, tensor):
-                    # A copy: undoing relies on it, and the file may be replaced while the server runs.
-                    found[name] = tensor.clone()
-            del tensors, tensor
-            view.release()
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        # Unmapped with the last tensor over it.
+        _, tensors = payload.open_buffer(path.name, memoryview(mapped))
+        for name, tensor in tensors.items():
+            if wanted.get(name) == spec_of(name, tensor):
+                # A copy: undoing relies on it, and the file may be replaced while the server runs.
+                found[name] = tensor.clone()
     return found if found.keys() == wanted.keys() else {}
 
 
@@ -63,7 +62,7 @@ def find_version(store: Store, schema: Schema, tensors: dict[str, torch.Tensor])
     sums: dict[str, str] = {}
     names = [spec.name for spec in sorted(schema.tensors, key=lambda spec: spec.num_elements)]
     for manifest in _worth_knowing(store):
-        recorded = dict(zip((spec.name for spec in schema.tensors), manifest.state.tensors, strict=True))
+        recorded = dict(zip((spec.name for spec in schema.tensors), manifest.state.tensors, strict=False))
         for name in names:
             if name not in sums:
                 sums[name] = digest.of_tensor(tensors[name]).hex()

@@ -7,7 +7,7 @@ loader. What undoes a failed load is the same loader and the copy's old bits.
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -67,14 +67,16 @@ class Updater:
     def prefetch(self, version: int) -> bool:
         """Begin to fetch and prove a version on a thread, or see how that stands; returns at once.
 
-        What goes wrong is not said here: `stage` tries again, and raises.
+        What goes wrong is not said here, but by `stage`.
 
         Returns:
             Whether nothing is under way any more, so that `stage` will not be the one to fetch.
         """
         if self._staged is not None:
-            # Until that update has ended, nothing else may look at the host's copy.
-            return True
+            if self._staged.manifest.version == version:
+                return True
+            # Whoever staged it did not come back to finish.
+            self.drop()
         if self._ahead is not None and (self._ahead[0] == version or not self._ahead[1].done()):
             return self._ahead[1].done()
         self._ahead = version, self._background.submit(self._follower.stage, version)
@@ -92,9 +94,10 @@ class Updater:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             # Waited for even if it is another version's: the follower serves one thread at a time.
-            failed = ahead[1].exception() is not None
-            if ahead[0] == version and not failed and ahead[1].result().plan.held == self._follower.held:
-                self._staged = ahead[1].result()
+            wait([ahead[1]])
+            if ahead[0] == version:
+                found = ahead[1].result()
+                self._staged = found if found.plan.held == self._follower.held else None
         if self._staged is None:
             self._staged = self._follower.stage(version)
         self.timings = dict(self._staged.timings)

@@ -142,7 +142,7 @@ class Follow:
         while not stop.is_set():
             done = self.step()
             if done.did == "failed":
-                logger.warning("%s: %s; next try in %.1f s", self.server.url, done, self.interval_s)
+                logger.info("%s: %s; next try in %.1f s", self.server.url, done, self.interval_s)
             elif done.did != "nothing":
                 logger.info("%s: %s", self.server.url, done)
             if done.did != "nothing":
@@ -151,8 +151,13 @@ class Follow:
 
 
 def stop_on_signals() -> threading.Event:
-    """Return an event that SIGTERM and SIGINT set. Call from the main thread."""
+    """Return an event that SIGTERM and SIGINT set; a second one ends the process. For the main thread."""
     stop = threading.Event()
+
+    def set_once(number: int, _frame: object) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, set_once)
     return stop

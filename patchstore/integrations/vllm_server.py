@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import httpx
 
 from patchstore import errors
-from patchstore.errors import PatchstoreError, ServerUnavailable
+from patchstore.errors import PatchstoreError, ServerUnavailable, UsageError
 
 _REASON = re.compile(r"\[([a-z]+(?:-[a-z]+)*)\] (.*)", re.DOTALL)
 _VLLM_SUFFIX = "', please check the stack trace"
@@ -66,6 +66,8 @@ class VllmServer:
         Args:
             timeout_s: for one call; must be longer than fetching an anchor takes.
         """
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"{url!r} is not the URL of a server: it begins with http:// or https://")
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         # vLLM closes a connection after it answered with an error and does not say so; a call on a kept one
@@ -199,21 +201,25 @@ class VllmServer:
             that it is torn, or that a switch is to be ended, and generation stays paused until then.
         """
         status = self.status()
-        if status.switch is not None:
-            self.end_switch(status.switch)
+        begun = status.switch
+        if begun is not None and not status.torn:
+            self.end_switch(begun)
+            begun = None
         self.prefetch(version)
         if not status.update_open:
             self.start_weight_update()
         self.update_weights(version)
-        switch: Switch = "stay-paused" if self.is_paused() else "resume"
+        switch: Switch = begun or ("stay-paused" if self.is_paused() else "resume")
         self._mark(switch)
         try:
             if switch == "resume":
                 self.pause()
             self.finish_weight_update(str(version))
         except PatchstoreError:
-            with suppress(ServerUnavailable):
-                self.end_switch(switch)
+            with suppress(PatchstoreError):
+                # Parts of two versions must not answer: a torn server stays paused until an anchor mends it.
+                if not self.status().torn:
+                    self.end_switch(switch)
             raise
         self.end_switch(switch)
 
@@ -257,11 +263,17 @@ class VllmServer:
             raise ServerUnavailable(f"{method} {self.url}{path}: {type(exc).__name__}: {exc}") from exc
         if not response.is_success:
             raise _refusal(f"{method} {self.url}{path}", response)
+        if not response.content:
+            return {}
         try:
             answer = response.json()
         except ValueError:
             answer = None
-        return answer if isinstance(answer, dict) else {}
+        if not isinstance(answer, dict):
+            raise ServerUnavailable(
+                f"{method} {self.url}{path} answered {response.text!r:.100}, unlike vLLM; check the URL"
+            )
+        return answer
 
 
 class _NoSuchRoute(ServerUnavailable):

@@ -26,6 +26,10 @@ class StubServer:
         """The version that it finds it has when it opens a store."""
         self.num_ranks = 1
         self.url = ""
+        self.page: bytes | None = None
+        """What any route answers instead, as a server does that is not vLLM."""
+        self.tears = False
+        """The next `finish_weight_update` fails and leaves parts of two versions."""
         self.restart()
 
     def restart(self) -> None:
@@ -89,6 +93,9 @@ class StubServer:
                 if not self.update_open:
                     raise ValueError("start_weight_update must be called before update_weights.")
                 self.staged = body["update_info"]["version"]
+            case "/finish_weight_update" if self.tears:
+                self.tears, self.torn, self.update_open = False, True, False
+                raise ValueError("[torn] parts of two versions")
             case "/finish_weight_update":
                 self.held, self.staged, self.update_open, self.torn = self.staged, None, False, False
                 self.weight_version, self.stale_prefixes = body["weight_version"], True
@@ -135,7 +142,7 @@ def serving(stub: StubServer) -> Iterator[StubServer]:
                     500,
                     {"error": {"message": message, "type": "InternalServerError", "code": 500}},
                 )
-            body = json.dumps(answer).encode()
+            body = stub.page or json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -9,6 +9,7 @@ from patchstore.errors import (
     PatchstoreError,
     ServerUnavailable,
     TornModel,
+    UsageError,
     VersionNotFound,
 )
 from patchstore.integrations.vllm_server import VllmServer
@@ -52,6 +53,23 @@ def test_a_switch_that_a_killed_driver_left_is_ended_first(stub, server):
     server.apply(12)
     assert stub.calls == [*APPLY[-3:], *APPLY]
     assert not stub.paused
+
+
+def test_a_torn_server_stays_paused_until_an_update_mends_it(stub, server):
+    stub.tears = True
+    with pytest.raises(TornModel):
+        server.apply(12)
+    assert (stub.torn, stub.paused, stub.switch) == (True, True, "resume")
+    server.apply(12)
+    assert (stub.torn, stub.paused, stub.switch, stub.held) == (False, False, None, 12)
+
+
+def test_what_is_not_vllm_is_said(server, stub):
+    stub.page = b"<html>Welcome</html>"
+    with pytest.raises(ServerUnavailable, match="unlike vLLM"):
+        server.status()
+    with pytest.raises(UsageError):
+        VllmServer("localhost:8000")
 
 
 def test_a_failed_fetch_pauses_nothing(stub, server):

@@ -8,7 +8,14 @@ import torch
 from trainer import Trainer
 
 from patchstore import log
-from patchstore.errors import LoadFailed, PatchstoreError, SchemaMismatch, TornModel, UsageError
+from patchstore.errors import (
+    CorruptObject,
+    LoadFailed,
+    PatchstoreError,
+    SchemaMismatch,
+    TornModel,
+    UsageError,
+)
 from patchstore.model import Schema
 from vllm_plugin.live import LiveWeights
 from vllm_plugin.origin import read_folder
@@ -118,19 +125,25 @@ def test_a_failed_prefetch_is_said_by_stage_and_tried_again(updater, module, tra
     wait_for_prefetch(updater, 4)
     with pytest.raises(PatchstoreError):
         updater.stage(4)
-    wait_for_prefetch(updater, 4)
     trainer.step()
+    wait_for_prefetch(updater, 4)
     apply(updater, 4)
     assert serves(module, trainer.history[4])
 
 
-def test_nothing_is_prefetched_between_staging_and_the_end_of_an_update(updater, module, trainer):
+def test_an_update_that_nobody_finished_gives_way_to_a_prefetch(updater, module, trainer):
     updater.stage(1)
-    assert updater.prefetch(2)
-    updater.commit()
-    updater.accept()
+    assert updater.prefetch(1)
+    wait_for_prefetch(updater, 2)
+    assert updater.staged is None
     apply(updater, 2)
     assert serves(module, trainer.history[2])
+
+
+def test_a_truncated_checkpoint_file_is_named(tmp_path, trainer):
+    (tmp_path / "model.safetensors").write_bytes(b"12345678")
+    with pytest.raises(CorruptObject, match=r"model\.safetensors"):
+        read_folder(tmp_path, log.read_header(trainer.store).schema)
 
 
 def test_a_commit_loads_the_version(updater, module, trainer):
