@@ -92,7 +92,7 @@ def show(
 def verify(
     store: StoreUrl,
     version: Annotated[int | None, typer.Argument(min=0, help="The newest by default.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every version, oldest first.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Every version, each from its anchor.")] = False,
     option: Option = None,
     as_json: Json = False,
 ) -> None:

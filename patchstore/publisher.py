@@ -92,6 +92,8 @@ class _Job:
 class Publisher:
     """The one writer of a run. Use from one thread; close it, or use it as a context manager.
 
+    One that is not closed keeps its thread and its snapshot until the process ends.
+
     Memory: a snapshot of the served weights on their device, and the changed elements of at most
     `max_pending` publications in host memory, plus a few parts of 8 MiB in transfer. An anchor is
     uploaded from the snapshot itself, so the call after an anchor waits until it is stored.
