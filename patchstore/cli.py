@@ -1,12 +1,13 @@
 """`patchstore`: look at a bucket, prove it, rebuild a version, keep a server current.
 
 Exit codes: 0 done, 1 any other failure, 2 wrong call, 3 stored data is wrong, 4 store or server
-unavailable, 5 another publisher has the run, 130 interrupted.
+unavailable, 5 another publisher has the run, 130 interrupted, 143 terminated.
 """
 
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -238,6 +239,8 @@ _EXIT_CODES: dict[type[PatchstoreError], int] = {
 def main() -> None:
     """Run the command line; errors become one line and an exit code, never a traceback."""
     as_json = "--json" in sys.argv
+    # So that what was begun is cleaned up, as with Ctrl-C; `follow` has handlers of its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         app()
     except BrokenPipeError:

@@ -1,6 +1,7 @@
 """The command line: what it prints, how it fails, and with which exit code."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -149,6 +150,21 @@ def test_help_lists_every_command(patchstore) -> None:
     assert code == 0
     for command in ("log", "show", "verify", "replay", "follow"):
         assert command in out
+
+
+def test_a_terminated_replay_leaves_nothing(bucket, tmp_path: Path) -> None:
+    # A pipe in the payload's place: the replay waits in it until it is told to end.
+    payload = next((bucket[0] / "anchors").glob("00000004-*")) / "model.safetensors"
+    payload.unlink()
+    os.mkfifo(payload)
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-m", "patchstore.cli", "replay", str(bucket[0]), str(tmp_path / "out" / "v")]
+    replaying = subprocess.Popen(command)
+    while not list((tmp_path / "out").iterdir()):
+        assert replaying.poll() is None
+    replaying.terminate()
+    assert replaying.wait(60) == 143
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_reader_that_stops_reading_is_no_error(bucket) -> None:

@@ -109,6 +109,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Whether the updater's store can be used."""
         self.last_error: Failure | None = None
         """Of the last call that failed; None after one that succeeded."""
+        self._loaded = False
+        """Whether anything was loaded since the start, so that the folder says nothing any more."""
         self.switch: str | None = None
         """A driver's mark; see `DeltaWorkerExtension.delta_switch`."""
 
@@ -172,8 +174,9 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _served(self, schema: Schema) -> dict[str, torch.Tensor]:
         """Return the checkpoint tensors that are served now, or none where nobody knows them."""
-        if self.updater is not None:
-            return self.updater.copy()
+        known = {} if self.updater is None else self.updater.copy()
+        if known or self._loaded:
+            return known
         folder = Path(self.model_config.model)
         if (
             self.vllm_config.load_config.load_format not in {"auto", "hf", "safetensors"}
@@ -242,6 +245,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         logger.info("serving version %d: %s", updater.held.version, _spent(updater.timings))
 
     def _load(self) -> set[str]:
+        self._loaded = True
         with set_current_vllm_config(self.vllm_config):
             unread = self._opened().commit()
         self._wait_for_device()

@@ -78,7 +78,12 @@ def test_a_server_knows_the_version_of_the_folder_it_was_started_from(server, ne
     trainer = new_trainer()
     state = trainer.publish().state
     trainer.step()
+    stranger = new_trainer()
+    stranger.step()
 
+    # Opening another run's store first must not make it forget.
+    server.init_weight_transfer(stranger.url)
+    assert server.status().held is None
     server.init_weight_transfer(trainer.url)
 
     status = server.status()
