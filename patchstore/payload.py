@@ -57,11 +57,6 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
     return struct.pack("<Q", len(text)) + text
 
 
-def file_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> int:
-    """Size of the file that `write` makes."""
-    return len(header_bytes(specs, metadata)) + sum(spec.num_bytes for spec in specs)
-
-
 def aligned(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Order tensors so that each begins at a multiple of its element size: wide dtypes first."""
     return sorted(specs, key=lambda spec: -DTYPE_BYTES[spec.dtype])

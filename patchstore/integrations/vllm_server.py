@@ -19,7 +19,6 @@ from patchstore.errors import PatchstoreError, ServerUnavailable, UsageError
 
 _REASON = re.compile(r"\[([a-z]+(?:-[a-z]+)*)\] (.*)", re.DOTALL)
 _VLLM_SUFFIX = "', please check the stack trace"
-_HEALTH_TIMEOUT_S = 10.0
 _ERRORS = {
     error.kind: error
     for error in vars(errors).values()
@@ -74,13 +73,6 @@ class VllmServer:
         # would then fail although the server is well.
         fresh = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.Client(base_url=self.url, timeout=timeout_s, limits=fresh)
-
-    def is_healthy(self) -> bool:
-        """Whether the server answers, and says that its engine is alive."""
-        try:
-            return self._http.get("/health", timeout=_HEALTH_TIMEOUT_S).is_success
-        except httpx.TransportError:
-            return False
 
     def status(self) -> ServerStatus:
         """Ask every rank what it serves. With data parallelism one engine answers for itself."""

@@ -116,12 +116,10 @@ def test_a_refusal_becomes_the_error_whose_kind_it_names(stub, server, message, 
     assert message.partition("] ")[2] in str(caught.value)
 
 
-def test_a_server_that_is_down_is_unavailable_and_unhealthy(stub, server):
-    assert server.is_healthy()
+def test_a_server_that_is_down_is_unavailable(stub, server):
     stub.down = True
     with pytest.raises(ServerUnavailable):
         server.status()
-    assert not server.is_healthy()
 
 
 def test_ranks_that_differ_hold_no_version(stub, server):
