@@ -134,6 +134,8 @@ class Publisher:
             ResumeMismatch: no version has these weights, or the one named has others.
             SchemaMismatch: a tensor cannot be stored, or the run was created with other tensors.
             UnsupportedStore: the store cannot create exclusively.
+            StoreUnavailable: the store does not answer.
+            UsageError: an argument makes no sense; nothing was written.
             VersionConflict: another publisher claimed the run at the same time.
         """
         if anchor_every < 1 or max_pending < 1 or max_shard_bytes < 1:
@@ -207,7 +209,7 @@ class Publisher:
         began = time.monotonic()
         current = self._current()
         self._slots.acquire()
-        sent = False
+        sent = taken = False
         try:
             # An anchor on its way reads the snapshot, which must not change under it.
             self._snapshot_free.wait()
@@ -219,14 +221,18 @@ class Publisher:
             publication = Publication(step, waited_s=time.monotonic() - began)
             job = _Job(publication=publication, change=change, anchor=anchor, alone=lost, began=began)
             if anchor:
+                taken = True
                 self._snapshot_free.clear()
             self._pending.append(publication)
-            self._jobs.put(job)
+            # Said before it is done, with no call in between at which a signal could be handled.
             sent = True
+            self._jobs.put(job)
             self._snapshot_ahead = False
         finally:
             if not sent:
-                self._snapshot_free.set()
+                if taken:
+                    # Only what this call took: an anchor that is being uploaded still reads the snapshot.
+                    self._snapshot_free.set()
                 self._slots.release()
         return publication
 

@@ -236,6 +236,42 @@ def test_an_interrupt_after_the_comparison_loses_no_change(
     assert_same_bits(newest(run.store), served(run.model))
 
 
+def test_an_interrupt_while_an_anchor_is_uploaded_does_not_let_the_snapshot_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, uploading = threading.Event(), threading.Event()
+
+    class Waiting(MemoryStore):
+        def upload(self, key, chunks):  # type: ignore[no-untyped-def]
+            uploading.set()
+            gate.wait(30)
+            super().upload(key, chunks)
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    store, model = Waiting(), {"w": torch.zeros(1000)}
+    publisher = Publisher(store, model)
+    first = publisher.publish_patch(0)
+    uploading.wait(30)
+    model["w"].fill_(1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(publisher._snapshot_free, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish_patch(1)
+    second = threading.Thread(target=publisher.publish_patch, args=(2,))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    gate.set()
+    second.join(30)
+    publisher.close()
+    version_0: dict[str, torch.Tensor] = {}
+    Follower(store, version_0).update(first.result().version)
+    assert_same_bits(version_0, {"w": torch.zeros(1000, dtype=torch.bfloat16)})
+    assert_same_bits(newest(store), served(model))
+
+
 def test_a_hint_that_cannot_be_written_does_not_unmake_versions(store: MemoryStore) -> None:
     class NoOverwriting(MemoryStore):
         def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
