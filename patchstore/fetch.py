@@ -1,10 +1,16 @@
-"""Bring payloads of a plan to this host, verified, in bounded memory."""
+"""Bring payloads of a plan to this host, verified, in bounded memory.
+
+Given a spool, processes of one host share what they fetch; without one each fetches for itself.
+"""
 
 import mmap
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 
@@ -12,8 +18,11 @@ from patchstore import checksum, payload
 from patchstore.encodings import EncodedTensor, named
 from patchstore.errors import CorruptObject, NotFound
 from patchstore.model import Manifest, Payload, TensorSpec
-from patchstore.stores.base import Store
+from patchstore.stores.base import PART_BYTES, Store
 from patchstore.tensors import TensorPatch
+
+if TYPE_CHECKING:
+    from patchstore.spool import Spool
 
 
 def chunks(store: Store, wanted: Payload) -> Iterator[bytes]:
@@ -75,44 +84,64 @@ class Deltas:
         return TensorPatch(name=spec.name, indices=indices[last], values=values)
 
 
-def _mapped(path: Path) -> memoryview:
+def _mapped(file: BinaryIO) -> memoryview:
     """Map a file privately: torch wants writable memory, and the file must stay as it is."""
-    if path.stat().st_size == 0:
+    if os.fstat(file.fileno()).st_size == 0:
         return memoryview(b"")  # cannot be mapped; whoever parses it says what is wrong
-    with path.open("rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+
+
+@contextmanager
+def _temporary(store: Store, wanted: Payload, scratch: Path | None) -> Iterator[BinaryIO]:
+    with TemporaryFile(prefix="patchstore-", dir=scratch) as file:
+        for chunk in chunks(store, wanted):
+            file.write(chunk)
+        file.flush()
+        yield file
 
 
 @contextmanager
 def deltas(
-    store: Store, manifests: tuple[Manifest, ...], schema: Mapping[str, TensorSpec], scratch: Path | None
+    store: Store,
+    manifests: tuple[Manifest, ...],
+    schema: Mapping[str, TensorSpec],
+    scratch: Path | None,
+    spool: "Spool | None" = None,
 ) -> Iterator[Deltas]:
     """Download and open the deltas of these versions; their files are gone when the block ends.
 
     Args:
         scratch: folder for temporary files of the deltas' size; None for the system's.
+        spool: where their files are instead, if given; they are gone when no other process needs them.
 
     Raises:
         CorruptObject: a payload is not what its manifest names, or not a delta of this run.
     """
-    with TemporaryDirectory(prefix="patchstore-", dir=scratch) as folder:
+
+    def local(wanted: Payload) -> AbstractContextManager[BinaryIO]:
+        return _temporary(store, wanted, scratch) if spool is None else spool.fetch(store, wanted)
+
+    with ExitStack() as files:
         versions = []
         for manifest in manifests:
             assert manifest.delta is not None
             # Before anything is fetched, so that a newer release's bucket fails at once.
             named(manifest.delta.encoding)
-            for number, wanted in enumerate(manifest.delta.payloads):
-                path = Path(folder) / f"{manifest.version}-{number}"
-                download(store, wanted, path)
-                stored = payload.read_delta(wanted.key, _mapped(path), manifest, schema)
-                versions.append((manifest, wanted.key, stored))
+            for wanted in manifest.delta.payloads:
+                buffer = _mapped(files.enter_context(local(wanted)))
+                versions.append(
+                    (manifest, wanted.key, payload.read_delta(wanted.key, buffer, manifest, schema))
+                )
         yield Deltas(versions)
 
 
 def anchor(
-    store: Store, manifest: Manifest, schema: Mapping[str, TensorSpec]
+    store: Store, manifest: Manifest, schema: Mapping[str, TensorSpec], spool: "Spool | None" = None
 ) -> Iterator[tuple[str, list[TensorSpec], Iterator[torch.Tensor]]]:
     """Stream an anchor, file by file.
+
+    Args:
+        spool: where its files are streamed from, if given; kept there until this iterator ends.
 
     Yields:
         A file's name, what it holds, and its tensors in the same order, one in memory at a time. All
@@ -124,24 +153,75 @@ def anchor(
     """
     assert manifest.anchor is not None
     seen: set[str] = set()
-    for wanted in manifest.anchor.payloads:
-        stream = payload.read_stream(wanted.key, wanted.size, chunks(store, wanted))
-        header = next(stream)
-        assert isinstance(header, payload.FileHeader)
-        payload.check_metadata(
-            wanted.key, header, payload.anchor_metadata(manifest.version, manifest.step, manifest.run_id)
-        )
-        specs = [entry.spec for entry in header.entries]
-        for spec in specs:
-            if schema.get(spec.name) != spec:
-                raise CorruptObject(
-                    f"{wanted.key}: it holds {spec}, but the run has {schema.get(spec.name)} under that name"
-                )
-            if spec.name in seen:
-                raise CorruptObject(f"{wanted.key}: {spec.name!r} is in another file of this anchor too")
-            seen.add(spec.name)
-        tensors = (item[1] for item in stream if not isinstance(item, payload.FileHeader))
-        yield wanted.key.rsplit("/", 1)[1], specs, tensors
+    with ExitStack() as files:
+        for wanted in manifest.anchor.payloads:
+            source: Iterable[bytes] = chunks(store, wanted)
+            if spool is not None:
+                file = files.enter_context(spool.fetch(store, wanted))
+                source = iter(partial(file.read, PART_BYTES), b"")
+            stream = payload.read_stream(wanted.key, wanted.size, source)
+            header = next(stream)
+            assert isinstance(header, payload.FileHeader)
+            specs = _admitted(wanted.key, header, manifest, schema, seen)
+            tensors = (item[1] for item in stream if not isinstance(item, payload.FileHeader))
+            yield wanted.key.rsplit("/", 1)[1], specs, tensors
+    _check_complete(manifest, schema, seen)
+
+
+@contextmanager
+def local_anchor(
+    store: Store, manifest: Manifest, schema: Mapping[str, TensorSpec], spool: "Spool"
+) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Open an anchor's tensors by name, in any order, all of them proved.
+
+    They are private mappings of the spool's files: memory is the page cache, which all processes of the
+    host share. A tensor that is written to keeps its own copy of the pages, and the files stay as they
+    are. Tensors may outlive the block, which then keep their file's disk space.
+
+    Raises:
+        CorruptObject: as `anchor`; nothing was yielded.
+    """
+    assert manifest.anchor is not None
+    seen: set[str] = set()
+    tensors: dict[str, torch.Tensor] = {}
+    with ExitStack() as files:
+        for wanted in manifest.anchor.payloads:
+            buffer = _mapped(files.enter_context(spool.fetch(store, wanted)))
+            header, found = payload.open_buffer(wanted.key, buffer)
+            _admitted(wanted.key, header, manifest, schema, seen)
+            tensors |= found
+        _check_complete(manifest, schema, seen)
+        yield tensors
+
+
+def _admitted(
+    where: str,
+    header: payload.FileHeader,
+    manifest: Manifest,
+    schema: Mapping[str, TensorSpec],
+    seen: set[str],
+) -> list[TensorSpec]:
+    """Return what a file of an anchor holds, and add it to `seen`, unless the anchor must not hold it.
+
+    Raises:
+        CorruptObject
+    """
+    payload.check_metadata(
+        where, header, payload.anchor_metadata(manifest.version, manifest.step, manifest.run_id)
+    )
+    specs = [entry.spec for entry in header.entries]
+    for spec in specs:
+        if schema.get(spec.name) != spec:
+            raise CorruptObject(
+                f"{where}: it holds {spec}, but the run has {schema.get(spec.name)} under that name"
+            )
+        if spec.name in seen:
+            raise CorruptObject(f"{where}: {spec.name!r} is in another file of this anchor too")
+        seen.add(spec.name)
+    return specs
+
+
+def _check_complete(manifest: Manifest, schema: Mapping[str, TensorSpec], seen: set[str]) -> None:
     if missing := schema.keys() - seen:
         raise CorruptObject(
             f"the anchor of version {manifest.version} lacks {len(missing)} tensors, such as {min(missing)!r}"

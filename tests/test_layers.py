@@ -28,6 +28,7 @@ LAYERS = {
     "patchstore.publisher": 3,
     "patchstore.resume": 3,
     "patchstore.fetch": 3,
+    "patchstore.spool": 3,
     "patchstore.follower": 3,
     "patchstore.rebuild": 3,
     "patchstore.cli": 4,

@@ -22,13 +22,16 @@ class Failure:
 
     rank: int
     kind: str
-    """The `kind` of a `PatchstoreError`, or `internal` for any other exception."""
+    """The `kind` of a `PatchstoreError`, `os` for what the system refused, such as space on its disk, or
+    `internal` for any other exception."""
     message: str
 
     @classmethod
     def of(cls, rank: int, exc: Exception) -> "Failure":
         if isinstance(exc, PatchstoreError):
             return cls(rank=rank, kind=exc.kind, message=str(exc))
+        if isinstance(exc, OSError):
+            return cls(rank=rank, kind="os", message=str(exc))
         return cls(rank=rank, kind="internal", message=f"{type(exc).__name__}: {exc}")
 
 

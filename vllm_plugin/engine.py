@@ -1,21 +1,21 @@
-"""The `delta` weight transfer engine: every name and signature of vLLM that this package relies on.
+"""The `delta` weight transfer engine: vLLM's interface for engines, served in every rank.
 
 vLLM checks the order of calls and keeps a flag that an update is open. It clears the flag only in a
 rank that raised, while here only the last rank may raise (see `agreement`), so the flag is cleared
 here in all of them: after any failure the update is closed, and the caller starts a new one.
 """
 
+import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from tempfile import gettempdir
+from typing import Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed import parallel_state
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -23,15 +23,20 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 
-from patchstore.errors import SchemaMismatch, UsageError
-from patchstore.model import Schema
+from patchstore.errors import StateMismatch, UsageError
+from patchstore.spool import Spool
 from patchstore.stores import open_store
 from vllm_plugin.agreement import Failure, describe, gather, is_last
+from vllm_plugin.derived import Derived
 from vllm_plugin.live import LiveWeights
+from vllm_plugin.mapping import Claims, Share
 from vllm_plugin.origin import read_folder
-from vllm_plugin.update import Updater, open_updater
+from vllm_plugin.serving import Serving, groups, keep_load_layout, watch_sleep
+from vllm_plugin.trace import Trace
+from vllm_plugin.update import Updater
+
+T = TypeVar("T")
 
 # vLLM configures only loggers below its own name.
 logger = init_logger("vllm.patchstore")
@@ -50,21 +55,22 @@ def register() -> None:
 def adopt(worker: object) -> None:
     """Prepare a worker that is about to be constructed, and remember it for its engine."""
     _workers.add(worker)
-    if current_platform.is_cpu():
-        _keep_load_layout()
+    keep_load_layout()
+    watch_sleep(worker, lambda level: _told(worker, level), lambda: _told(worker, None))
 
 
-def _keep_load_layout() -> None:
-    """Keep Linear weights on the CPU as they were loaded.
+def _told(worker: Any, level: int | None) -> None:
+    engine = getattr(worker, "weight_transfer_engine", None)
+    if isinstance(engine, DeltaWeightTransferEngine):
+        engine.sleeping(level)
 
-    By default vLLM packs them for oneDNN, or for AMX, and leaves an empty parameter, into which
-    nothing can be loaded again. Unpacked is also the layout that GPUs have.
-    """
-    from vllm import _custom_ops
-    from vllm.model_executor.layers import utils
 
-    _custom_ops._supports_onednn = False
-    utils.check_cpu_sgl_kernel = lambda *_, **__: False
+class RanksFailed(Exception):
+    """A step failed in some ranks; raised in all of them alike."""
+
+    def __init__(self, failures: list[Failure]) -> None:
+        super().__init__(describe(failures))
+        self.failures = failures
 
 
 @dataclass
@@ -101,22 +107,30 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             UsageError: its weights do not have the layout in which they are loaded.
         """
         super().__init__(config, vllm_config, device, model)
-        _check_layout(vllm_config, model)
-        self.live = LiveWeights(model)
+        self._serving = Serving(vllm_config, model)
+        self._serving.check_layout()
+        self.live = LiveWeights([model], self._serving.load, Derived([model], self._serving.refresh))
         self.updater: Updater | None = None
         """None before the first `init_transfer_engine`."""
         self.is_open = False
         """Whether the updater's store can be used."""
         self.last_error: Failure | None = None
         """Of the last call that failed; None after one that succeeded."""
-        self._loaded = False
-        """Whether anything was loaded since the start, so that the folder says nothing any more."""
+        self._is_as_started = True
+        """Whether nothing was loaded since the start, so that the folder still says what is served."""
+        self._sleep_level: int | None = None
+        """None while awake."""
         self.switch: str | None = None
         """A driver's mark; see `DeltaWorkerExtension.delta_switch`."""
 
     @property
     def rank(self) -> int:
         return int(self.parallel_config.rank)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the weights' memory was given away; see vLLM's sleep mode."""
+        return self._sleep_level is not None
 
     @property
     def update_open(self) -> bool:
@@ -132,58 +146,70 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return UpdateInfo(given=update_dict)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Open a store. Opening again, also another one, keeps the weights and finds their version anew.
+        """Open a store: map the model's weights to the run's, and find out which version is served.
+
+        Opening again, also another store, keeps the weights and finds their version anew.
 
         Args:
-            init_info: `store` (a URL) and optionally `storage_options`.
+            init_info: `store` (a URL), and optionally `storage_options` and `scratch`, a folder of this user
+                alone on a local disk, in which the ranks of a host share what they fetch.
 
         Raises:
             RuntimeError: any rank could not; all are as before. Begins with the error's `[kind]`.
         """
-        opened: list[Updater] = []
-        failures = self._attempt(lambda: opened.append(self._open(init_info.given)))
-        if failures:
-            for updater in opened:
+        opened: list[tuple[Updater, LiveWeights, Trace]] = []
+        try:
+            shares = self._together(lambda: self._open(init_info.given, opened))
+            updater, live, traced = opened[0]
+            claims = self._together(lambda: self._survey(updater, traced, shares))
+            found = self._together(lambda: updater.find(claims))
+            if not all(self._together(lambda: updater.adopt(found[0]))):
+                updater.forget()
+        except RanksFailed as failed:
+            for updater, _, _ in opened:
                 updater.close()
-            self._fail(failures)
+            self._fail(failed.failures)
             return
+        updater.torn = self.updater is not None and self.updater.torn and updater.held is None
         self.shutdown()
-        self.updater, self.is_open = opened[0], True
-        held = self.updater.held
+        self.updater, self.live, self.is_open = updater, live, True
+        held = updater.held
         logger.info(
             "following run %s at %s, holding %s",
-            self.updater.run_id,
-            self.updater.store.url,
+            updater.header.run_id,
+            updater.store.url,
             "no version of it" if held is None else f"version {held.version}",
         )
 
-    def _open(self, given: Mapping[str, Any]) -> Updater:
-        known = _keywords("init_info", given, {"store": str, "storage_options": dict}, required={"store"})
-        if self._worker() is None:
+    def _open(self, given: Mapping[str, Any], opened: list[tuple[Updater, LiveWeights, Trace]]) -> Share:
+        types: dict[str, type] = {"store": str, "storage_options": dict, "scratch": str}
+        known = _keywords("init_info", given, types, required={"store"})
+        worker = self._worker()
+        if worker is None:
             raise UsageError("start vllm with --worker-extension-cls vllm_plugin.DeltaWorkerExtension")
+        self._check_awake()
         if self.update_open:
             raise UsageError("an update is open; finish it before opening a store")
+        spool = Spool(Path(known.get("scratch") or Path(gettempdir()) / f"patchstore-{os.geteuid()}"))
+        models = self._serving.models(worker)
+        live = LiveWeights(models, self._serving.load, Derived(models, self._serving.refresh))
         store = open_store(known["store"], **known.get("storage_options", {}))
         try:
-            updater = open_updater(store, self.live, self._served)
+            updater = Updater(store, live, spool)
+            traced = updater.trace()
         except BaseException:
             store.close()
             raise
-        updater.torn = self.updater is not None and self.updater.torn
-        return updater
+        opened.append((updater, live, traced))
+        return live.share(traced)
 
-    def _served(self, schema: Schema) -> dict[str, torch.Tensor]:
-        """Return the checkpoint tensors that are served now, or none where nobody knows them."""
-        known = {} if self.updater is None else self.updater.copy()
-        if known or self._loaded:
-            return known
+    def _survey(self, updater: Updater, traced: Trace, shares: Sequence[Share]) -> Claims:
+        updater.follow(traced, shares)
         folder = Path(self.model_config.model)
-        if (
-            self.vllm_config.load_config.load_format not in {"auto", "hf", "safetensors"}
-            or not folder.is_dir()
-        ):
-            return {}
-        return read_folder(folder, schema)
+        is_loaded = self.vllm_config.load_config.load_format in {"auto", "hf", "safetensors"}
+        if self._is_as_started and is_loaded and folder.is_dir():
+            updater.check_map(read_folder(folder, updater.schema))
+        return updater.claims()
 
     def prefetch(self, version: int) -> bool:
         """Begin to stage a version while generation goes on; see `Updater.prefetch`.
@@ -191,7 +217,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Returns:
             Whether `update_weights` is due: it need not fetch, or it will say what is wrong.
         """
-        return self.updater is None or not self.is_open or self.updater.prefetch(version)
+        return self.updater is None or not self._can_stage() or self.updater.prefetch(version)
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: the weights stay as they are until `finish_weight_update`."""
@@ -206,15 +232,34 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             RuntimeError: any rank could not; nothing is staged in any and the update is closed.
                 Begins with the error's `[kind]`.
         """
-        failures = self._attempt(lambda: self._stage(update_info))
-        if failures:
+        try:
+            changes = self._together(lambda: self._stage(update_info))
+            self._together(lambda: self._opened().prove(changes))
+        except RanksFailed as failed:
+            failures = failed.failures
+            if any(each.kind == StateMismatch.kind for each in failures):
+                failures = self._blame(failures)
             if self.updater is not None:
                 self.updater.drop()
             self._fail(failures)
 
-    def _stage(self, given: Mapping[str, Any]) -> None:
+    def _stage(self, given: Mapping[str, Any]) -> tuple[Claims, Claims]:
         known = _keywords("update_info", given, {"version": int}, required={"version"})
-        self._opened().stage(known["version"])
+        self._check_awake()
+        updater = self._opened()
+        updater.stage(known["version"])
+        return updater.changes()
+
+    def _blame(self, failures: list[Failure]) -> list[Failure]:
+        """Find out whether what was staged is wrong, or the weights that it would have changed."""
+        updater = self._opened()
+        try:
+            claims = self._together(updater.claims)
+            self._together(lambda: updater.check_held(claims))
+        except RanksFailed as failed:
+            updater.tear()
+            return failed.failures
+        return failures
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         self.update_weights(dict(update_info.given))
@@ -226,41 +271,63 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             RuntimeError: any rank could not; all have the version they had, or say that they are
                 torn, and the update is closed. Begins with the error's `[kind]`.
         """
-        unread: list[set[str]] = []
-        failures = self._attempt(lambda: unread.append(self._load()))
-        if not failures and (ignored := set.intersection(*gather(self._groups(), unread[0]))):
-            message = (
-                f"the model's loader ignores {len(ignored)} tensors of this version, such as "
-                f"{min(ignored)!r}: the server would not serve what was published"
-            )
-            failures = [Failure(rank=self.rank, kind=SchemaMismatch.kind, message=message)]
-        if failures:
+        try:
+            self._together(self._commit)
+            updater = self._opened()
+            if updater.replaces_all:
+                claims = self._together(updater.claims)
+                self._together(lambda: updater.check(claims))
+        except RanksFailed as failed:
+            failures = failed.failures
             if self.updater is not None:
-                failures += self._attempt(self._roll_back)
+                undo = self.updater
+                try:
+                    self._together(undo.roll_back)
+                except RanksFailed as worse:
+                    # In all ranks, also where the undo succeeded: they must never differ.
+                    undo.tear()
+                    failures = failures + worse.failures
             self._fail(failures)
             return
-        updater = self._opened()
         updater.accept()
         assert updater.held is not None
         logger.info("serving version %d: %s", updater.held.version, _spent(updater.timings))
 
-    def _load(self) -> set[str]:
-        self._loaded = True
-        with set_current_vllm_config(self.vllm_config):
-            unread = self._opened().commit()
-        self._wait_for_device()
-        return unread
+    def _commit(self) -> None:
+        self._check_awake()
+        updater = self._opened()
+        if updater.staged is not None:
+            self._is_as_started = False
+        updater.commit()
 
-    def _roll_back(self) -> None:
-        assert self.updater is not None
-        with set_current_vllm_config(self.vllm_config):
-            self.updater.roll_back()
-        self._wait_for_device()
+    def sleeping(self, level: int | None) -> None:
+        """Hear that the weights' memory is about to be given away, or is back.
 
-    def _wait_for_device(self) -> None:
-        """Let copies end, or raise what went wrong in them, while it can still be undone."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+        Args:
+            level: 2 loses the weights, so that the next update starts from an anchor; None when awake again.
+        """
+        if level is not None and self.updater is not None:
+            self.updater.quiesce()
+            self.updater.drop()
+            if level > 1:
+                self.updater.forget()
+        if level is not None and level > 1:
+            self._is_as_started = False
+        self._sleep_level = level
+
+    def _check_awake(self) -> None:
+        if self.is_asleep:
+            raise UsageError("the server sleeps; wake it up, with its weights, before it is updated")
+
+    def sums(self, first: int, num_elements: int) -> dict[str, Any]:
+        """See `DeltaWorkerExtension.delta_sums`. Never raises: other ranks would be misunderstood."""
+        updater = self.updater
+        if updater is None or self.is_asleep:
+            return {"held": None, "num_commits": 0, "next": None, "sums": {}, "computed": [], "unproved": []}
+        return updater.sums(first, num_elements)
+
+    def _can_stage(self) -> bool:
+        return self.is_open and not self.is_asleep
 
     def shutdown(self) -> None:
         """Close the store. The weights and their version stay; initialising again goes on from them."""
@@ -282,21 +349,23 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         mine = (worker for worker in _workers if getattr(worker, "weight_transfer_engine", None) is self)
         return next(mine, None)
 
-    def _groups(self) -> list[dist.ProcessGroup]:
-        """CPU groups that span this engine's ranks, and no other data-parallel engine's."""
-        found = [parallel_state.get_tp_group(), parallel_state.get_pcp_group(), parallel_state.get_pp_group()]
-        return [group.cpu_group for group in found if group.world_size > 1]
+    def _together(self, step: Callable[[], T]) -> list[T]:
+        """Run a step that waits for no other rank, and return the results of all.
 
-    def _attempt(self, step: Callable[[], object]) -> list[Failure]:
-        """Run a step and return the failures of all ranks."""
-        failure = None
+        Raises:
+            RanksFailed: in all ranks, if it failed in any.
+        """
+        result, failure = None, None
         try:
-            step()
+            result = step()
         except Exception as exc:
             logger.exception("rank %d failed", self.rank)
             failure = Failure.of(self.rank, exc)
         self.last_error = failure
-        return [each for each in gather(self._groups(), failure) if each is not None]
+        every = gather(groups(), (result, failure))
+        if failures := [failure for _, failure in every if failure is not None]:
+            raise RanksFailed(failures)
+        return [result for result, _ in every]  # type: ignore[misc]
 
     def _fail(self, failures: list[Failure]) -> None:
         """Close the update, and raise in the last rank only.
@@ -308,35 +377,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if worker is not None:
             worker._weight_update_active = False
         self.reset_weight_update_target()
-        if is_last(self._groups()):
+        if is_last(groups()):
             raise RuntimeError(describe(failures))
-
-
-def _check_layout(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
-    """Refuse a model whose weights were transformed after loading: they cannot be loaded into again.
-
-    Raises:
-        UsageError: with the reason, or a list of parameters.
-    """
-    if (quantization := vllm_config.model_config.quantization) is not None:
-        raise UsageError(f"the delta backend cannot update weights quantised as {quantization!r}; serve bf16")
-    if vllm_config.model_config.use_mla:
-        raise UsageError("the delta backend cannot update multi-head latent attention (MLA) yet")
-    if getattr(current_platform, "is_zen_cpu", bool)():
-        raise UsageError(
-            "the delta backend needs Linear weights as loaded, but this platform packs them for ZenDNN"
-        )
-    for name, module in model.named_modules():
-        backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
-        if backend is not None and "TRITON" not in backend.name:
-            raise UsageError(
-                f"the delta backend needs experts as loaded, but {name!r} uses {backend.name}, which "
-                "rearranges them: choose --moe-backend triton"
-            )
-    if packed := [name for name, parameter in model.named_parameters() if parameter.numel() == 0]:
-        raise UsageError(
-            f"the delta backend needs weights as loaded, but {len(packed)} were packed, such as {packed[0]!r}"
-        )
 
 
 def _keywords(what: str, given: object, types: Mapping[str, type], required: set[str]) -> Mapping[str, Any]:

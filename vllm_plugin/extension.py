@@ -10,6 +10,7 @@ from typing import Any, Self
 import vllm
 
 from vllm_plugin.engine import DeltaWeightTransferEngine, adopt
+from vllm_plugin.update import Updater
 
 
 class DeltaWorkerExtension:
@@ -23,9 +24,11 @@ class DeltaWorkerExtension:
     def delta_status(self) -> dict[str, Any]:
         """Return what this rank serves, as JSON values; needs no open store.
 
-        Keys: `rank`, `vllm`, `initialised`, `store`, `run_id`, `held` (version or None), `state_digest`
-        (of the held version), `staged` (version or None), `update_open`, `switch` (see `delta_switch`),
-        `torn`, `last_error` (None, or `rank`, `kind`, `message`), `timings` (seconds, of the last update).
+        Keys: `rank`, `num_engines` (data parallel, of which this answers for one), `vllm`, `initialised`,
+        `asleep`, `store`, `run_id`, `held` (version or None), `parent` and `step` (of the held version),
+        `state_digest` (of the held version), `staged` (version or None), `update_open`, `switch` (see
+        `delta_switch`), `torn`, `last_error` (None, or `rank`, `kind`, `message`), `timings` (seconds, of
+        the last update), `map` (None, or see `_map`).
         """
         engine = self._delta_engine()
         updater = engine.updater
@@ -34,11 +37,15 @@ class DeltaWorkerExtension:
             held, staged = updater.held, updater.staged
         return {
             "rank": engine.rank,
+            "num_engines": engine.parallel_config.data_parallel_size,
             "vllm": vllm.__version__,
             "initialised": engine.is_open,
+            "asleep": engine.is_asleep,
             "store": None if updater is None else updater.store.url,
-            "run_id": None if updater is None else updater.run_id,
+            "run_id": None if updater is None else updater.header.run_id,
             "held": None if held is None else held.version,
+            "parent": None if held is None else held.parent,
+            "step": None if held is None else held.step,
             "state_digest": None if held is None else held.state.total,
             "staged": None if staged is None else staged.version,
             "update_open": engine.update_open,
@@ -46,6 +53,7 @@ class DeltaWorkerExtension:
             "torn": updater is not None and updater.torn,
             "last_error": None if engine.last_error is None else asdict(engine.last_error),
             "timings": {} if updater is None else updater.timings,
+            "map": None if updater is None else _map(updater),
         }
 
     def delta_prefetch(self, version: int) -> bool:
@@ -63,6 +71,23 @@ class DeltaWorkerExtension:
         """
         self._delta_engine().switch = switch
 
+    def delta_sums(self, first: int, num_elements: int) -> dict[str, Any]:
+        """Digest a part of the weights that this rank serves, so that anybody can compare them with a manifest.
+
+        Generation waits meanwhile, so whoever wants all of them asks for one part after the other.
+
+        Args:
+            first: where to begin, in the schema's tensors.
+            num_elements: stop with the tensor that brings this rank's part to so many.
+
+        Returns:
+            `held`, `num_commits` (grows with every update: parts with different ones do not belong together),
+            `next` (where to go on, None at the end), and `sums`: per name, `[slice, 32 hex digits]` for each
+            slice that this rank holds. Equal slices are equal lists. Names that vLLM calculates from are in
+            `computed`, those that no rank holds in full in `unproved`; neither has sums.
+        """
+        return self._delta_engine().sums(first, num_elements)
+
     def delta_fingerprint(self) -> dict[str, str]:
         """Digest the bits of each live parameter and buffer of this rank. Reads all of them."""
         return self._delta_engine().live.fingerprint()
@@ -75,3 +100,19 @@ class DeltaWorkerExtension:
                 '--weight-transfer-config \'{"backend": "delta"}\''
             )
         return engine
+
+
+def _map(updater: Updater) -> dict[str, Any]:
+    """Summarise where weights go: number of `runtimes` (pieces of memory), of names that are `mapped`,
+    `computed` (loaded in full by vLLM's loader), `partial` (held in part) and `absent` (of no use here), each
+    with some of those, and whether the map `is_proved` by weights that vLLM itself had loaded.
+    """
+    mapped = updater.map
+    kinds = {"computed": mapped.computed, "partial": mapped.partial, "absent": mapped.absent}
+    return {
+        "runtimes": len(mapped.runtimes),
+        "mapped": len(mapped.proved),
+        **{f"num_{kind}": len(names) for kind, names in kinds.items()},
+        **{kind: sorted(names)[:20] for kind, names in kinds.items()},
+        "is_proved": updater.is_map_proved,
+    }

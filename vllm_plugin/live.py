@@ -1,43 +1,240 @@
-"""The weights a model serves: loaded through the model's own loader, saved, restored, fingerprinted."""
+"""The weights a model serves: read, digested, patched and written in place, through a traced map.
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+Addresses never change: captured CUDA graphs read from them. Bits are moved, never numbers.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from patchstore import checksum
+from patchstore import checksum, digest
+from patchstore.digest import Sums
 from patchstore.errors import LoadFailed, SchemaMismatch
-from patchstore.tensors import raw_bytes
+from patchstore.model import Schema, TensorSpec
+from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, raw_bytes
+from vllm_plugin.derived import Derived
+from vllm_plugin.mapping import Claims, Share, WeightMap, share
+from vllm_plugin.regions import Region, View, locate, pieces, positions
+from vllm_plugin.trace import Runtime, Trace, trace
+
+Load = Callable[[torch.nn.Module, Iterator[tuple[str, torch.Tensor]]], object]
+"""Calls a model's loader, in the surroundings that loaders expect."""
+
+PIECE = 1 << 23
+"""Elements that are copied or digested at a time: bounds what a device needs beside the weights to about 0.5 GB
+while it digests (int64 temporaries), and to 32 MB while it loads an anchor."""
+
+NUM_SAMPLES = 64
+"""Elements of each tensor that are compared with the checkpoint when a map is new."""
+
+
+@dataclass(slots=True)
+class Scatter:
+    """New bits for some elements of one runtime, and what they replace."""
+
+    positions: torch.Tensor
+    """int32 or int64 [num], in elements of the runtime's storage; no two are equal."""
+    new: torch.Tensor
+    """Integers [num] of the runtime's element width."""
+    old: torch.Tensor
+
+
+@dataclass(slots=True)
+class Change:
+    """Patches in runtime coordinates, and the claims that prove them."""
+
+    scatters: dict[int, Scatter] = field(default_factory=dict)
+    """By index of the runtime."""
+    before: dict[str, list[tuple[View, Sums]]] = field(default_factory=dict)
+    """Of the patched elements, as they are in the live weights."""
+    after: dict[str, list[tuple[View, Sums]]] = field(default_factory=dict)
 
 
 class LiveWeights:
-    """The parameters and buffers of one rank's model.
+    """The parameters and buffers of one rank: of the model, and of a draft model that comes with it."""
 
-    Addresses never change: everything is written in place, as captured CUDA graphs require.
-    """
+    def __init__(self, models: Sequence[torch.nn.Module], load: Load, derived: Derived) -> None:
+        self._models = tuple(models)
+        self._load = load
+        self._derived = derived
+        self._map: WeightMap | None = None
+        self._places: dict[str, tuple[object, ...]] = {}
+        self.device = next(iter(models[0].parameters())).device
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    # The map.
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each parameter and buffer once, under its first name in the model."""
-        yield from self._model.named_parameters()
-        yield from self._model.named_buffers()
+    def trace(self, schema: Schema) -> Trace:
+        """Trace the models' loaders for a schema. Writes nothing.
+
+        Raises:
+            SchemaMismatch: a loader does not take these names, or leaves a parameter as it is.
+            UsageError: the loader cannot be traced.
+        """
+        traced = trace(self._models, schema, self._load)
+        bare = {n: count for n, count in traced.uncovered.items() if n not in self._derived.names}
+        if bare:
+            listed = ", ".join(f"{name!r} ({count:,} elements)" for name, count in sorted(bare.items())[:5])
+            raise SchemaMismatch(
+                f"{len(bare)} parameters of the model get nothing from this run's tensors, such as {listed}: "
+                "publish them too, or serve a model without them"
+            )
+        return traced
+
+    def share(self, traced: Trace) -> Share:
+        return share(traced)
+
+    def follow(self, mapped: WeightMap) -> None:
+        """Use a map that all ranks agreed on, from here on."""
+        self._map = mapped
+        self._places = self._places_now()
+
+    @property
+    def map(self) -> WeightMap:
+        assert self._map is not None
+        return self._map
+
+    def moved(self) -> list[str]:
+        """Names of parameters and buffers whose memory is not what was traced."""
+        now = self._places_now()
+        return sorted(n for n in now.keys() | self._places.keys() if now.get(n) != self._places.get(n))
+
+    def _places_now(self) -> dict[str, tuple[object, ...]]:
+        return {
+            f"{i}.{name}": (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            for i, model in enumerate(self._models)
+            for name, tensor in _tensors(model)
+        }
+
+    # Reading.
+
+    def claims(self, names: Iterable[str]) -> Claims:
+        """Digest what this rank holds of these names; those that are calculated are left out."""
+        specs = self.map.schema.by_name()
+        found: dict[str, list[tuple[View, Sums]]] = {}
+        for name in names:
+            for index, region in self.map.regions.get(name, ()):
+                sums = self._sums(specs[name], index, region)
+                found.setdefault(name, []).append((region.source, sums))
+        return found
+
+    def _sums(self, spec: TensorSpec, index: int, region: Region) -> Sums:
+        flat, total = self._flat(index), Sums()
+        for part in pieces(region, PIECE):
+            held = flat.as_strided(part.target.shape, part.target.strides, part.target.offset).reshape(-1)
+            at = positions(part.source, held.device)
+            total = total.plus(digest.of_elements(at, _narrowed(held, spec)))
+        return total
+
+    def misplaced(self, loaded: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names of which sampled elements are not where the map says.
+
+        Args:
+            loaded: checkpoint tensors that the model was loaded from, contiguous, on the CPU.
+        """
+        random = torch.Generator().manual_seed(0)
+        specs, wrong = self.map.schema.by_name(), []
+        for name in sorted(loaded.keys() & self.map.regions.keys()):
+            spec, elements = specs[name], bits(loaded[name])
+            chosen = torch.randint(max(1, spec.num_elements), (NUM_SAMPLES,), generator=random)
+            chosen = chosen.unique()[: spec.num_elements]
+            for index, region in self.map.regions[name]:
+                inside, mask, target = locate(region, chosen.to(self.device))
+                at = chosen[inside] if mask is None else chosen[inside][mask.cpu()]
+                if not torch.equal(_narrowed(self._flat(index)[target], spec).cpu(), elements[at]):
+                    wrong.append(name)
+                    break
+        return wrong
+
+    def fingerprint(self) -> dict[str, str]:
+        """Digest the bits of each parameter and buffer; equal fingerprints mean equal weights."""
+        several = len(self._models) > 1
+        return {
+            (f"draft.{name}" if several and i else name): checksum.digest(raw_bytes(tensor.detach()))
+            for i, model in enumerate(self._models)
+            for name, tensor in _tensors(model)
+        }
+
+    # Writing.
+
+    def stage(self, patches: Iterable[TensorPatch], *, keep_old: bool) -> Change:
+        """Translate patches of copied names to this rank's memory, and read what they replace.
+
+        Args:
+            keep_old: whether to digest and keep what is there now.
+        """
+        specs = self.map.schema.by_name()
+        change = Change()
+        parts: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
+        for patch in patches:
+            regions = self.map.regions.get(patch.name, ())
+            if not regions:
+                continue
+            spec = specs[patch.name]
+            indices, values = patch.indices.to(self.device), bits(patch.values).to(self.device)
+            for index, region in regions:
+                inside, mask, target = locate(region, indices)
+                at, new = indices[inside], values[inside]
+                if mask is not None:
+                    at, new = at[mask], new[mask]
+                flat = self._flat(index)
+                old = flat[target]
+                parts.setdefault(index, []).append((_index(target, flat), _widened(new, spec, flat), old))
+                if keep_old:
+                    before = digest.of_elements(at, _narrowed(old, spec))
+                    change.before.setdefault(patch.name, []).append((region.source, before))
+                    after = digest.of_elements(at, new)
+                    change.after.setdefault(patch.name, []).append((region.source, after))
+        for index, found in parts.items():
+            where, new, old = (torch.cat(each) for each in zip(*found, strict=True))
+            change.scatters[index] = Scatter(positions=where, new=new, old=old)
+        return change
+
+    def scatter(self, change: Change) -> None:
+        """Write a change, and read it back.
+
+        Raises:
+            LoadFailed: the device did not keep what was written; the weights hold part of the change.
+        """
+        for index, each in change.scatters.items():
+            flat = self._flat(index)
+            flat[each.positions] = each.new
+            if not torch.equal(flat[each.positions], each.new):
+                raise LoadFailed(f"{self.map.runtimes[index].names[0]!r} did not keep what was written to it")
+
+    def gather_back(self, change: Change) -> None:
+        """Put back what a change replaced, and check that it is there. Raises as `scatter`."""
+        for each in change.scatters.values():
+            each.new, each.old = each.old, each.new
+        try:
+            self.scatter(change)
+        finally:
+            for each in change.scatters.values():
+                each.new, each.old = each.old, each.new
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write what this rank holds of a copied name, in full.
+
+        Args:
+            tensor: the checkpoint's, contiguous, on the CPU.
+        """
+        spec, source = self.map.schema.by_name()[name], bits(tensor)
+        for index, region in self.map.regions.get(name, ()):
+            flat = self._flat(index)
+            for part in pieces(region, PIECE):
+                new = source.as_strided(part.source.shape, part.source.strides, part.source.offset)
+                target = flat.as_strided(part.target.shape, part.target.strides, part.target.offset)
+                target.copy_(_widened(new.to(self.device), spec, flat))
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-        """Load checkpoint tensors in full.
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Have the models' own loaders load tensors in full.
 
         Args:
             tensors: by checkpoint name, on the CPU; several names may share one tensor (tied).
 
-        Returns:
-            The names whose elements the loader never read: it has no use for them on this rank.
-
         Raises:
-            SchemaMismatch: the loader refused a tensor; the weights now hold part of the others.
+            SchemaMismatch: a loader refused a tensor; the weights now hold part of the others.
             LoadFailed: it raised anything else; the weights now hold part of the tensors.
         """
         at = "before it read a tensor"
@@ -48,58 +245,76 @@ class LiveWeights:
                 at = f"when it had read up to {name!r} {tuple(tensor.shape)} {tensor.dtype}"
                 yield name, tensor
 
-        reads = _Reads(tensors)
-        try:
-            with reads:
-                self._model.load_weights(in_order())  # type: ignore[operator]
-        except Exception as exc:
-            # What vLLM's loaders raise for names and shapes that their model does not have.
-            refused = isinstance(exc, KeyError | ValueError | AttributeError | AssertionError)
-            error = SchemaMismatch if refused else LoadFailed
-            raise error(f"the model's loader failed {at}: {type(exc).__name__}: {exc}") from exc
-        return reads.unread
+        for model in self._models:
+            try:
+                self._load(model, in_order())
+            except Exception as exc:
+                # What vLLM's loaders raise for names and shapes that their model does not have.
+                refused = isinstance(exc, KeyError | ValueError | AttributeError | AssertionError)
+                error = SchemaMismatch if refused else LoadFailed
+                raise error(f"the model's loader failed {at}: {type(exc).__name__}: {exc}") from exc
 
-    def save(self) -> dict[str, torch.Tensor]:
-        """Return a copy of everything on the CPU, which costs one model of host memory."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors()}
+    def derive(self) -> None:
+        """Have the model calculate again what it made from its weights after loading, into the same memory.
 
-    @torch.no_grad()
-    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `save` returned."""
-        for name, tensor in self.tensors():
-            tensor.copy_(saved[name])
+        Raises:
+            LoadFailed: it came out in another shape.
+        """
+        self._derived.refresh()
 
-    def fingerprint(self) -> dict[str, str]:
-        """Digest the bits of each parameter and buffer; equal fingerprints mean equal weights."""
-        return {name: checksum.digest(raw_bytes(tensor.detach())) for name, tensor in self.tensors()}
+    def save(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Copy runtimes to the CPU."""
+        return {index: self._flat(index).to("cpu", copy=True) for index in indices}
+
+    def restore(self, saved: Mapping[int, torch.Tensor]) -> None:
+        """Put back what `save` returned, and check that it is there.
+
+        Raises:
+            LoadFailed: the device did not keep it.
+        """
+        for index, data in saved.items():
+            flat = self._flat(index)
+            flat.copy_(data)
+            if not torch.equal(flat.cpu(), data):
+                raise LoadFailed(f"{self.map.runtimes[index].names[0]!r} did not keep what was written to it")
+
+    def written(self) -> set[int]:
+        """Runtimes that any name of the checkpoint reaches."""
+        copied = {index for found in self.map.regions.values() for index, _ in found}
+        return copied.union(*(indices for _, indices in self.map.groups))
+
+    def _flat(self, index: int) -> torch.Tensor:
+        return flat(self.map.runtimes[index])
 
 
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices which of the given tensors any operation touches, also through views of them."""
+def flat(runtime: Runtime) -> torch.Tensor:
+    """All of a runtime's memory as integers of its element width, [num_elements]."""
+    width = bits(torch.empty(0, dtype=runtime.dtype)).dtype
+    view = torch.empty(0, dtype=width, device=runtime.storage.device)
+    return view.set_(runtime.storage, 0, (runtime.storage.nbytes() // width.itemsize,))
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        spans: dict[tuple[int, int], set[str]] = {}
-        for name, tensor in tensors.items():
-            if tensor.numel():
-                span = (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
-                spans.setdefault(span, set()).add(name)
-        self._spans = sorted(spans)
-        self._names = [spans[span] for span in self._spans]
-        self.unread = {name for names in self._names for name in names}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self._note((*args, *(kwargs or {}).values()))
-        return func(*args, **(kwargs or {}))
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter and buffer once, under its first name in the model."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
-    def _note(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if isinstance(value, list | tuple):
-                self._note(value)
-            elif isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                where = value.data_ptr()
-                i = bisect_right(self._spans, (where, 1 << 64)) - 1
-                if i >= 0 and where < self._spans[i][1]:
-                    self.unread -= self._names[i]
+
+def _index(target: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Positions in the narrowest integers that reach them all: they are the larger part of what is staged."""
+    return target.to(torch.int32) if memory.numel() < 2**31 else target
+
+
+def _widened(new: torch.Tensor, spec: TensorSpec, memory: torch.Tensor) -> torch.Tensor:
+    """The checkpoint's bits as the runtime's: bfloat16 is the upper half of float32."""
+    if new.element_size() == memory.element_size():
+        return new
+    assert spec.dtype == "BF16" and memory.element_size() == 4
+    return new.to(torch.int32) << 16
+
+
+def _narrowed(held: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The runtime's bits as the checkpoint's. What was copied there loses nothing."""
+    if held.element_size() == TORCH_DTYPES[spec.dtype].itemsize:
+        return held
+    return (held >> 16).to(torch.int16)

@@ -1,74 +1,35 @@
-"""Find out which version a server holds when it starts, from the checkpoint folder it loaded.
-
-An anchor is an ordinary checkpoint folder, so servers are started from one, or from the base model
-that was published as version 0. Names and times prove nothing; the bits do.
-"""
+"""Find out which version of a run some weights are: by their bits, since names and times prove nothing."""
 
 import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from patchstore import digest, log, payload
-from patchstore.errors import VersionNotFound
-from patchstore.model import Manifest, Schema
+from patchstore import fetch, lineage, log, payload
+from patchstore.digest import Sums, of_tensor, sums_of
+from patchstore.errors import CorruptObject, StateMismatch, VersionNotFound
+from patchstore.model import Manifest, Schema, TensorSpec
+from patchstore.spool import Spool
 from patchstore.stores.base import Store
-from patchstore.tensors import spec_of
+from patchstore.tensors import bits, from_bytes, spec_of
 
 
-def read_folder(folder: Path, schema: Schema) -> dict[str, torch.Tensor]:
-    """Return the schema's tensors from a checkpoint folder, or nothing if it lacks one of them.
-
-    Tensors that the schema does not know are left out: they are not the trainer's.
-
-    Raises:
-        CorruptObject: a file is not a safetensors file.
-    """
-    wanted = schema.by_name()
-    found: dict[str, torch.Tensor] = {}
-    for path in _files(folder):
-        if path.stat().st_size == 0:
-            continue
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        # Unmapped with the last tensor over it.
-        _, tensors = payload.open_buffer(path.name, memoryview(mapped))
-        for name, tensor in tensors.items():
-            if wanted.get(name) == spec_of(name, tensor):
-                # A copy: undoing relies on it, and the file may be replaced while the server runs.
-                found[name] = tensor.clone()
-    return found if found.keys() == wanted.keys() else {}
-
-
-def _files(folder: Path) -> list[Path]:
-    """The files that make up the checkpoint; folders may hold further copies in other layouts."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    single = folder / "model.safetensors"
-    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-
-
-def find_version(store: Store, schema: Schema, tensors: dict[str, torch.Tensor]) -> int | None:
-    """Return the version whose state these tensors have, or None.
+def find_version(store: Store, schema: Schema, sums: Mapping[str, Sums]) -> int | None:
+    """Return the version whose tensors have these digest sums, or None.
 
     Looks from the head back for as long as the deltas from there cost less than the nearest anchor:
-    knowing an older version would not make the next update cheaper. Each tensor is digested at most
-    once, and only until a candidate differs.
+    knowing an older version would not make the next update cheaper.
+
+    Args:
+        sums: of as many of the schema's tensors as are known; without any, nothing is found.
     """
-    sums: dict[str, str] = {}
-    names = [spec.name for spec in sorted(schema.tensors, key=lambda spec: spec.num_elements)]
+    if not sums:
+        return None
     for manifest in _worth_knowing(store):
-        recorded = dict(zip((spec.name for spec in schema.tensors), manifest.state.tensors, strict=False))
-        for name in names:
-            if name not in sums:
-                sums[name] = digest.of_tensor(tensors[name]).hex()
-            if sums[name] != recorded[name]:
-                break
-        else:
+        recorded = sums_of(schema, manifest.state)
+        if all(recorded[name] == found for name, found in sums.items()):
             return manifest.version
     return None
 
@@ -89,3 +50,82 @@ def _worth_knowing(store: Store) -> Iterator[Manifest]:
             manifest = log.read_manifest(store, manifest.parent)
         except VersionNotFound:
             return
+
+
+def read_tensors(
+    store: Store, schema: Schema, version: int, names: Iterable[str], spool: Spool
+) -> dict[str, torch.Tensor]:
+    """Rebuild some tensors of a version, reading no more of its anchor than they need.
+
+    Raises:
+        VersionNotFound, LineageError: the store has no way to that version.
+        CorruptObject, StateMismatch: what it has is wrong.
+    """
+    specs = schema.by_name()
+    wanted = {name: specs[name] for name in names}
+    if not wanted:
+        return {}
+    route = lineage.plan(log.read_lineage(store, version), None, version)
+    assert route.anchor is not None
+    found = dict(_of_anchor(store, route.anchor, wanted))
+    with fetch.deltas(store, route.deltas, specs, None, spool) as deltas:
+        for name in wanted.keys() & deltas.names:
+            for patch in deltas.patches(wanted[name]):
+                bits(found[name])[patch.indices] = bits(patch.values)
+    recorded = sums_of(schema, route.target.state)
+    for name in wanted:
+        if name not in found or of_tensor(found[name]) != recorded[name]:
+            raise StateMismatch(f"{name!r} as rebuilt from the store is not what version {version} has")
+    return found
+
+
+def _of_anchor(
+    store: Store, manifest: Manifest, wanted: Mapping[str, TensorSpec]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read single tensors by range. They are not proved: no digest of the file can be checked."""
+    assert manifest.anchor is not None
+    for each in manifest.anchor.payloads:
+        header = payload.read_header(each.key, each.size, _range(store, each.key, 0, min(each.size, 1 << 16)))
+        if isinstance(header, int):
+            header = payload.read_header(each.key, each.size, _range(store, each.key, 0, header))
+        assert isinstance(header, payload.FileHeader)
+        for entry in header.entries:
+            if wanted.get(entry.spec.name) == entry.spec:
+                start = header.data_start + entry.start
+                data = _range(store, each.key, start, start + entry.spec.num_bytes)
+                if len(data) != entry.spec.num_bytes:
+                    raise CorruptObject(f"{each.key}: it ends before {entry.spec.name!r} does")
+                yield entry.spec.name, from_bytes(entry.spec, data)
+
+
+def _range(store: Store, key: str, start: int, end: int) -> bytearray:
+    return bytearray(b"".join(store.read(key, start=start, end=end)))
+
+
+def read_folder(folder: Path, schema: Schema) -> dict[str, torch.Tensor]:
+    """Map those of the schema's tensors that a checkpoint folder has; reads nothing before they are.
+
+    Raises:
+        CorruptObject: a file is not a safetensors file.
+    """
+    wanted = schema.by_name()
+    found: dict[str, torch.Tensor] = {}
+    for path in _files(folder):
+        if path.stat().st_size == 0:
+            continue
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        # Unmapped with the last tensor over it.
+        _, tensors = payload.open_buffer(path.name, memoryview(mapped))
+        found |= {name: each for name, each in tensors.items() if wanted.get(name) == spec_of(name, each)}
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that make up the checkpoint; folders may hold further copies in other layouts."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    single = folder / "model.safetensors"
+    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))

@@ -1,71 +1,218 @@
 """One rank's side of an update: a version is served whole, or the one before it is.
 
-Keeps a copy of the checkpoint's tensors on the host. An update is proved and applied to that copy
-first, and then the tensors that changed are loaded into the live model in full, by the model's own
-loader. What undoes a failed load is the same loader and the copy's old bits.
+Staging reads the live weights and writes nothing; committing writes what is staged, in place, with a record
+that undoes it. What needs all ranks' word, that together they hold what the manifest says, is handed out as
+claims and comes back as everybody's, since a method here must never wait for another rank.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from patchstore.errors import TornModel, UsageError
-from patchstore.follower import Follower, Staged, Undo
-from patchstore.model import Manifest, Schema
+from patchstore import digest, fetch, lineage, log
+from patchstore.digest import Sums
+from patchstore.errors import CorruptObject, StateMismatch, TornModel, UsageError, VersionNotFound
+from patchstore.model import Manifest, Plan, Schema
+from patchstore.spool import Spool
 from patchstore.stores.base import Store
-from patchstore.tensors import spec_of
-from vllm_plugin.live import LiveWeights
-from vllm_plugin.origin import find_version
+from patchstore.tensors import TensorPatch, bits
+from vllm_plugin.live import Change, LiveWeights
+from vllm_plugin.mapping import Claims, Share, WeightMap
+from vllm_plugin.origin import find_version, read_tensors
+from vllm_plugin.regions import View
+from vllm_plugin.trace import Trace
+
+
+@dataclass(slots=True, kw_only=True)
+class Staged:
+    """An update that is ready to be written."""
+
+    plan: Plan
+    anchor: Mapping[str, torch.Tensor]
+    """Every tensor of the anchor that it starts from; empty where it starts from the held version."""
+    change: Change
+    """What the deltas change, of the names that are copied."""
+    computed: dict[str, torch.Tensor]
+    """Every calculated name that changes, and those loaded with it, in full."""
+    before: Mapping[str, Sums] = field(default_factory=dict)
+    after: Mapping[str, Sums] = field(default_factory=dict)
+    """Digest sums of the elements of calculated names that change."""
+    saved: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The runtimes that are written as a whole, as they are now."""
+    leases: ExitStack
+    """Holds the payloads' files, so that the host's other ranks need not fetch them again."""
+    timings: dict[str, float]
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.plan.target
 
 
 class Updater:
-    """Moves the live weights from version to version: `stage`, `commit`, then `accept` or `roll_back`."""
+    """Moves the live weights from version to version: `stage`, `prove`, `commit`, then `accept` or `roll_back`.
 
-    def __init__(self, store: Store, live: LiveWeights, follower: Follower) -> None:
-        """Start from what `open_updater` found out.
+    Before the first of them, all ranks `trace`, `follow` what they found, and `adopt` the version that
+    they hold already, if any.
+    """
 
-        Args:
-            follower: over the host's copy; of no tensors when it is unknown what `live` serves.
+    def __init__(self, store: Store, live: LiveWeights, spool: Spool) -> None:
+        """Open a run.
+
+        Raises:
+            VersionNotFound: the store holds no run.
         """
+        header = log.read_header(store)
+        if header is None:
+            raise VersionNotFound(f"{store.url} holds no run; open a publisher on it first")
         self.store = store
+        self.header = header
+        self.held: Manifest | None = None
+        """The version that the live weights are known to have."""
         self.torn = False
-        """The live weights are parts of two versions; the next update starts from an anchor."""
+        """The live weights are parts of two versions, or nobody's; the next update starts from an anchor."""
+        self.is_map_proved = False
+        """The map agreed in every element with weights that vLLM's own loader had loaded."""
         self.timings: dict[str, float] = {}
-        """Seconds of the last update: `fetch`, `decode`, `verify`, `commit`, `load`."""
+        """Seconds of the last update: `fetch`, `stage`, `commit`, `verify`."""
+        self.num_commits = 0
         self._live = live
-        self._follower = follower
+        self._spool = spool
+        self._mirror: dict[str, torch.Tensor] = {}
+        """Calculated names in full, as they are in the held version."""
         self._staged: Staged | None = None
         self._ahead: tuple[int, Future[Staged]] | None = None
         """A version that is being staged, or was, before anybody asked for it with `stage`."""
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="patchstore-prefetch")
-        self._undo: Undo | None = None
-        self._saved: dict[str, torch.Tensor] | None = None
-        tied = follower.header.schema.tied
-        self._aliases: dict[str, list[str]] = {}
-        for alias, name in tied.items():
-            self._aliases.setdefault(name, []).append(alias)
+        self._background = ThreadPoolExecutor(
+            1, thread_name_prefix="patchstore-prefetch", initializer=_use_device, initargs=(live.device,)
+        )
+        self._is_written = False
 
     @property
-    def run_id(self) -> str:
-        return self._follower.header.run_id
-
-    @property
-    def held(self) -> Manifest | None:
-        """The version that the live weights are known to have."""
-        return self._follower.manifest
+    def schema(self) -> Schema:
+        return self.header.schema
 
     @property
     def staged(self) -> Manifest | None:
         return None if self._staged is None else self._staged.manifest
 
-    def copy(self) -> dict[str, torch.Tensor]:
-        """The host's copy of what is served, by checkpoint name; empty when that is unknown."""
-        return dict(self._follower.tensors)
+    @property
+    def replaces_all(self) -> bool:
+        """Whether what is staged starts from an anchor, so that only the live weights themselves can prove it."""
+        return self._staged is not None and self._staged.plan.anchor is not None
+
+    # Opening: the map, and the version that is held already.
+
+    def trace(self) -> Trace:
+        """Trace the models' loaders. Raises as `LiveWeights.trace`."""
+        return self._live.trace(self.schema)
+
+    def follow(self, traced: Trace, shares: Sequence[Share]) -> None:
+        """Use the map that comes of all ranks' shares."""
+        self._live.follow(WeightMap(self.schema, traced, shares))
+
+    def claims(self) -> Claims:
+        """Digest all that this rank serves of the run."""
+        return self._live.claims(sorted(self._live.map.regions))
+
+    def check_map(self, loaded: Mapping[str, torch.Tensor]) -> None:
+        """Compare some elements of the live weights with the checkpoint that vLLM loaded them from.
+
+        Raises:
+            UsageError: weights are not where the loader puts them: they were rearranged since.
+        """
+        if wrong := self._live.misplaced(loaded):
+            raise UsageError(
+                f"{len(wrong)} tensors are not where vLLM's loader put them, such as {wrong[0]!r}: they were "
+                "rearranged after loading, so that they cannot be updated in place; choose backends "
+                "(--moe-backend, --attention-backend) that serve bf16 weights as they are loaded"
+            )
+
+    def check_held(self, claims: Sequence[Claims]) -> None:
+        """Check that all ranks together still serve the version that they hold.
+
+        Raises:
+            StateMismatch: they do not: somebody else wrote to the weights.
+        """
+        assert self.held is not None
+        recorded = digest.sums_of(self.schema, self.held.state)
+        sums = self._live.map.total(claims)
+        if wrong := [name for name, found in sums.items() if found != recorded[name]]:
+            raise StateMismatch(
+                f"{len(wrong)} tensors of the live weights are no longer those of version {self.held.version}, "
+                f"such as {wrong[0]!r}: something else wrote to them; the next update starts from an anchor"
+            )
+
+    def sums(self, first: int, num_elements: int) -> dict[str, Any]:
+        """Digest a part of what this rank serves; see `DeltaWorkerExtension.delta_sums`."""
+        mapped, found, spent, at = self._live.map, {}, 0, first
+        for spec in self.schema.tensors[first:]:
+            if spent >= num_elements:
+                break
+            spent += sum(region.num_elements for _, region in mapped.regions.get(spec.name, ()))
+            for name, slices in self._live.claims([spec.name]).items():
+                if name in mapped.proved:
+                    found[name] = [
+                        [[view.offset, *view.shape, *view.strides], sums.hex()] for view, sums in slices
+                    ]
+            at += 1
+        return {
+            "held": self._held_version(),
+            "num_commits": self.num_commits,
+            "next": at if at < len(self.schema.tensors) else None,
+            "sums": found,
+            "computed": sorted(mapped.computed),
+            "unproved": sorted(mapped.partial | mapped.absent),
+        }
+
+    @property
+    def map(self) -> WeightMap:
+        return self._live.map
+
+    def find(self, claims: Sequence[Claims]) -> int | None:
+        """Return the version that all ranks together serve, or None."""
+        try:
+            sums = self._live.map.total(claims)
+        except StateMismatch:
+            return None
+        return find_version(self.store, self.schema, sums)
+
+    def adopt(self, version: int | None) -> bool:
+        """Take it that this version is served. What is calculated is proved by calculating it again.
+
+        Returns:
+            Whether it is; if not, the live weights are as before.
+        """
+        self.held, self._mirror = None, {}
+        if version is None:
+            return False
+        mapped = self._live.map
+        mirror = read_tensors(self.store, self.schema, version, mapped.computed, self._spool)
+        written = {index for _, indices in mapped.groups for index in indices}
+        saved = self._live.save(written)
+        try:
+            self._live.load(self._named(mirror))
+            same = all(torch.equal(saved[index], now) for index, now in self._live.save(written).items())
+        finally:
+            self._live.restore(saved)
+        if same:
+            self.held, self._mirror = log.read_manifest(self.store, version), mirror
+            self.is_map_proved, self.torn = True, False
+        return same
+
+    def forget(self) -> None:
+        """Hold no version: the next update starts from an anchor."""
+        self.held = None
+        self.drop()
+
+    # Staging.
 
     def prefetch(self, version: int) -> bool:
-        """Begin to fetch and prove a version on a thread, or see how that stands; returns at once.
+        """Begin to stage a version on a thread, or see how that stands; returns at once.
 
         What goes wrong is not said here, but by `stage`.
 
@@ -79,114 +226,255 @@ class Updater:
             self.drop()
         if self._ahead is not None and (self._ahead[0] == version or not self._ahead[1].done()):
             return self._ahead[1].done()
-        self._ahead = version, self._background.submit(self._follower.stage, version)
+        self._discard_ahead()
+        self._ahead = version, self._background.submit(self._stage, version)
         return False
 
-    def stage(self, version: int) -> None:
-        """Fetch and prove a version, unless `prefetch` did. What was staged before is dropped.
+    def quiesce(self) -> None:
+        """Wait until nothing reads the live weights behind the caller's back."""
+        if self._ahead is not None:
+            wait([self._ahead[1]])
 
-        The live weights are not touched.
+    def stage(self, version: int) -> None:
+        """Fetch a version and translate it, unless `prefetch` did. What was staged before is dropped.
 
         Raises:
-            As `Follower.stage`; nothing is staged then.
+            VersionNotFound, LineageError: the store has no way to that version.
+            CorruptObject: what it has is wrong.
+            UsageError: parameters have moved in memory since they were traced.
         """
         self.drop()
+        self.quiesce()
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            # Waited for even if it is another version's: the follower serves one thread at a time.
-            wait([ahead[1]])
-            if ahead[0] == version:
-                found = ahead[1].result()
-                self._staged = found if found.plan.held == self._follower.held else None
+            found = ahead[1].result() if ahead[0] == version else None
+            if found is not None and found.plan.held == self._held_version():
+                self._staged = found
+            elif ahead[1].exception() is None:
+                ahead[1].result().leases.close()
         if self._staged is None:
-            self._staged = self._follower.stage(version)
+            self._staged = self._stage(version)
         self.timings = dict(self._staged.timings)
+
+    def _held_version(self) -> int | None:
+        return None if self.held is None else self.held.version
+
+    def _stage(self, version: int) -> Staged:
+        held = self._held_version()
+        began = time.monotonic()
+        if moved := self._live.moved():
+            raise UsageError(
+                f"{len(moved)} parameters have other memory than when the store was opened, such as "
+                f"{moved[0]!r}; open it again"
+            )
+        route = lineage.plan(log.read_lineage(self.store, version, held), held, version)
+        if route.target.run_id != self.header.run_id:
+            raise CorruptObject(
+                f"version {version} is of run {route.target.run_id}, but this store was opened as run "
+                f"{self.header.run_id}"
+            )
+        specs, mapped = self.schema.by_name(), self._live.map
+        with ExitStack() as leases, torch.no_grad():
+            anchor: Mapping[str, torch.Tensor] = {}
+            if route.anchor is not None:
+                anchor = leases.enter_context(
+                    fetch.local_anchor(self.store, route.anchor, specs, self._spool)
+                )
+            deltas = leases.enter_context(fetch.deltas(self.store, route.deltas, specs, None, self._spool))
+            fetched = time.monotonic()
+            copied = sorted(deltas.names - mapped.computed)
+            change = self._live.stage(
+                (deltas.merged(specs[name]) for name in copied), keep_old=route.anchor is None
+            )
+            base = anchor if route.anchor is not None else self._mirror
+            patches = {name: deltas.merged(specs[name]) for name in sorted(deltas.names & mapped.computed)}
+            wanted = mapped.computed if anchor else patches.keys()
+            groups = [(names, indices) for names, indices in mapped.groups if names & wanted]
+            computed = {name: base[name].clone() for names, _ in groups for name in sorted(names)}
+            before, after = _patched(computed, patches)
+            written = {index for _, indices in groups for index in indices}
+            if anchor:
+                # While the map is not proved, nor is it that the loader writes nowhere else.
+                written = self._live.written() if self.is_map_proved else set(range(len(mapped.runtimes)))
+            saved = self._live.save(written)
+            _wait_for(self._live.device)
+            timings = {"fetch": fetched - began, "stage": time.monotonic() - fetched}
+            return Staged(
+                plan=route,
+                anchor=anchor,
+                change=change,
+                computed=computed,
+                before=before,
+                after=after,
+                saved=saved,
+                leases=leases.pop_all(),
+                timings=timings,
+            )
+
+    def changes(self) -> tuple[Claims, Claims]:
+        """Claim what the staged elements are now on this rank, and what they would be."""
+        assert self._staged is not None
+        whole = {spec.name: View.of(torch.empty(spec.shape, device="meta")) for spec in self.schema.tensors}
+        before = dict(self._staged.change.before) | {
+            n: [(whole[n], s)] for n, s in self._staged.before.items()
+        }
+        after = dict(self._staged.change.after) | {n: [(whole[n], s)] for n, s in self._staged.after.items()}
+        return before, after
+
+    def prove(self, changes: Sequence[tuple[Claims, Claims]]) -> None:
+        """Check that what is staged leads from the held version to the one that it says.
+
+        Args:
+            changes: of all ranks.
+
+        Raises:
+            StateMismatch: it does not: the payloads are wrong, or the live weights are not the held version.
+        """
+        assert self._staged is not None
+        if not self.replaces_all:
+            assert self.held is not None
+            mapped = self._live.map
+            before = mapped.total([each[0] for each in changes])
+            after = mapped.total([each[1] for each in changes])
+            sums = digest.sums_of(self.schema, self.held.state)
+            for name, now in before.items():
+                sums[name] = sums[name].minus(now).plus(after[name])
+            self._check(sums, unproved=mapped.partial | mapped.absent)
+
+    def _check(self, sums: dict[str, Sums], unproved: frozenset[str]) -> None:
+        """Check sums against the staged version's, as far as this server can know them."""
+        assert self._staged is not None
+        target = self._staged.manifest
+        recorded = digest.sums_of(self.schema, target.state)
+        digest.check_state(self.schema, sums | {name: recorded[name] for name in unproved}, target)
 
     def drop(self) -> None:
         """Forget what is staged."""
+        if self._staged is not None:
+            self._staged.leases.close()
         self._staged = None
 
-    def commit(self) -> set[str]:
-        """Load what is staged into the live weights. Ends with `accept` or `roll_back`, also if it raises.
+    def _discard_ahead(self) -> None:
+        if self._ahead is not None and self._ahead[1].exception() is None:
+            self._ahead[1].result().leases.close()
+        self._ahead = None
 
-        Returns:
-            Names that the model's loader never read on this rank.
+    # Committing.
+
+    def commit(self) -> None:
+        """Write what is staged into the live weights. Ends with `accept` or `roll_back`, also if it raises.
 
         Raises:
             UsageError: nothing is staged.
-            SchemaMismatch, LoadFailed: the model's loader raised; `roll_back` puts the weights back.
+            SchemaMismatch, LoadFailed: writing failed; `roll_back` puts the weights back.
         """
-        if self._staged is None:
+        staged = self._staged
+        if staged is None:
             raise UsageError("no version is staged; call update_weights with a version before finishing")
+        if moved := self._live.moved():
+            raise UsageError(f"{moved[0]!r} has other memory than when it was staged; open the store again")
         began = time.monotonic()
-        if not self._follower.tensors:
-            # No old bits of the checkpoint are known, so the model's own are what undoes this one load.
-            self._saved = self._live.save()
-        self._undo = self._follower.commit(self._staged)
-        committed = time.monotonic()
-        unread = self._live.load(dict(self._changed()))
-        self.timings |= {"commit": committed - began, "load": time.monotonic() - committed}
-        return unread
+        self._is_written = True
+        computed = self._named(staged.computed)
+        if staged.anchor and not self.is_map_proved:
+            # vLLM's loader writes, the map reads: if they agree in every bit, the map is right.
+            rest = {name: each for name, each in self._named(staged.anchor).items() if name not in computed}
+            self._live.load(rest | computed)
+        else:
+            for name in sorted(staged.anchor.keys() - staged.computed.keys()):
+                self._live.write(name, staged.anchor[name])
+            if computed:
+                self._live.load(computed)
+        self._live.scatter(staged.change)
+        self._live.derive()
+        _wait_for(self._live.device)
+        self.timings["commit"] = time.monotonic() - began
 
-    def _changed(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def check(self, claims: Sequence[Claims]) -> None:
+        """Check that all ranks together serve the staged version.
+
+        Raises:
+            StateMismatch: they do not.
+        """
         assert self._staged is not None
-        for name in self._staged.names:
-            for each in (name, *self._aliases.get(name, ())):
-                yield each, self._follower.tensors[name]
+        began = time.monotonic()
+        mapped, staged = self._live.map, self._staged
+        sums = mapped.total(claims) | {name: digest.of_tensor(each) for name, each in staged.computed.items()}
+        self._check(sums, unproved=mapped.partial | mapped.absent)
+        self.timings["verify"] = time.monotonic() - began
 
     def accept(self) -> None:
         """Make the commit final."""
+        assert self._staged is not None
+        self.held = self._staged.manifest
+        self._mirror |= self._staged.computed
+        self.is_map_proved |= bool(self._staged.anchor)
         self.torn = False
-        self._forget()
+        self.num_commits += 1
+        self._is_written = False
+        self.drop()
 
     def roll_back(self) -> None:
-        """Put back the weights, and the version held, from before `commit`.
+        """Put back the weights from before `commit`. The version held is the one before, as it was all along.
 
         Raises:
-            TornModel: that failed too. `torn` is set, and the next update loads an anchor.
+            TornModel: that failed too. `tear` is to follow, in all ranks.
         """
         try:
-            if self._undo is not None:
-                self._undo.rollback()
-                if self._saved is not None:
-                    self._live.restore(self._saved)
-                else:
-                    self._live.load(dict(self._changed()))
+            if self._is_written and self._staged is not None:
+                if not self._staged.anchor:
+                    self._live.gather_back(self._staged.change)
+                self._live.restore(self._staged.saved)
+                self._live.derive()
+                _wait_for(self._live.device)
         except Exception as exc:
-            self.torn = True
-            self._follower.tensors.clear()
-            self._follower.manifest = None
             raise TornModel(
                 f"undoing a failed update failed too, so the weights are parts of two versions: {exc}; "
                 "update again, which will load an anchor, or restart the server"
             ) from exc
         finally:
-            self._forget()
+            self._is_written = False
+            self.drop()
+
+    def tear(self) -> None:
+        """Hold no version, and say so, until an update from an anchor succeeds."""
+        self.torn = True
+        self.forget()
 
     def close(self) -> None:
-        """Let go of the store. `copy` and `held` still tell what is served."""
+        """Let go of the store. `held` still tells what is served."""
         self._background.shutdown(wait=True, cancel_futures=True)
+        self.drop()
+        if self._ahead is not None and not self._ahead[1].cancelled():
+            self._discard_ahead()
         self.store.close()
 
-    def _forget(self) -> None:
-        self._staged = self._undo = self._saved = None
+    def _named(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same tensors under all their names, tied ones too."""
+        tied = {alias: name for alias, name in self.schema.tied.items() if name in tensors}
+        return {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
 
 
-def open_updater(
-    store: Store, live: LiveWeights, served: Callable[[Schema], dict[str, torch.Tensor]]
-) -> Updater:
-    """Open a store for a model.
+def _patched(
+    tensors: Mapping[str, torch.Tensor], patches: Mapping[str, TensorPatch]
+) -> tuple[dict[str, Sums], dict[str, Sums]]:
+    """Apply patches to tensors of their names; return the digest sums of the elements before and after."""
+    before, after = {}, {}
+    for name, patch in patches.items():
+        old = bits(tensors[name])[patch.indices].view(patch.values.dtype)
+        before[name] = digest.of_elements(patch.indices, old)
+        after[name] = digest.of_elements(patch.indices, patch.values)
+        bits(tensors[name])[patch.indices] = bits(patch.values)
+    return before, after
 
-    Args:
-        served: returns the checkpoint tensors that `live` has now, or none where they are unknown. They
-            become the host's copy if they are a version of the run, and are not used otherwise.
 
-    Raises:
-        VersionNotFound: the store holds no run.
-    """
-    unknown = Follower(store, {})
-    schema = unknown.header.schema
-    tensors = served(schema)
-    follows = {name: spec_of(name, tensor) for name, tensor in tensors.items()} == schema.by_name()
-    held = find_version(store, schema, tensors) if follows else None
-    return Updater(store, live, unknown if held is None else Follower(store, tensors, held=held))
+def _use_device(device: torch.device) -> None:
+    """A new thread begins on the first device, whatever its process uses."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Let copies end, or raise what went wrong in them, while it can still be undone."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()

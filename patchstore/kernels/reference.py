@@ -19,6 +19,8 @@ CHUNK = 1 << 15
 """Elements mixed at a time: int64 temporaries stay in the cache (300 M/s a core), and torch does not
 split an operation of this size over threads, whose waiting for each other took ten times as long as the
 work on a busy host."""
+DEVICE_CHUNK = 1 << 23
+"""The same on a device, where launching an operation costs more than its temporaries."""
 COMPARE_CHUNK = 1 << 22  # elements; bounds the temporaries of a comparison to a few tens of MB
 
 MAX_GAP = 65535
@@ -55,10 +57,11 @@ def sum_all(bits: torch.Tensor) -> tuple[int, int]:
     Example: bits [1] give u = 0x6fecc3ec50dd6918, the sums 0x9776c6b6230390f and 0x3a180016f332d45.
     """
     mask = (1 << (8 * bits.element_size())) - 1
-    ramp = torch.arange(1, min(CHUNK, bits.numel()) + 1, device=bits.device) * _signed(A)
+    chunk = CHUNK if bits.device.type == "cpu" else DEVICE_CHUNK
+    ramp = torch.arange(1, min(chunk, bits.numel()) + 1, device=bits.device) * _signed(A)
     first = second = 0
-    for start in range(0, bits.numel(), CHUNK):
-        u = bits[start : start + CHUNK].to(torch.int64, copy=True)
+    for start in range(0, bits.numel(), chunk):
+        u = bits[start : start + chunk].to(torch.int64, copy=True)
         if bits.element_size() < 8:
             u.bitwise_and_(mask)
         u.mul_(_signed(B)).add_(ramp[: u.numel()]).add_(_signed(start * A))
@@ -75,12 +78,13 @@ def sum_at(indices: torch.Tensor, bits: torch.Tensor) -> tuple[int, int]:
         bits: integer [num], the elements' bit patterns.
     """
     mask = (1 << (8 * bits.element_size())) - 1
+    chunk = CHUNK if bits.device.type == "cpu" else DEVICE_CHUNK
     first = second = 0
-    for start in range(0, bits.numel(), CHUNK):
-        u = bits[start : start + CHUNK].to(torch.int64, copy=True)
+    for start in range(0, bits.numel(), chunk):
+        u = bits[start : start + chunk].to(torch.int64, copy=True)
         if bits.element_size() < 8:
             u.bitwise_and_(mask)
-        at = indices[start : start + CHUNK].to(torch.int64)
+        at = indices[start : start + chunk].to(torch.int64)
         u.mul_(_signed(B)).add_((at + 1).mul_(_signed(A)))
         one, two = _mix(u)
         first, second = first + one, second + two

@@ -1,36 +1,91 @@
-"""The extension under test, and a way to make the model's loader fail in the middle."""
+"""The extension under test, and ways to make its updates fail where a real machine would."""
 
-from collections.abc import Iterable
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
 
-import torch
-
+from patchstore.errors import LoadFailed
 from vllm_plugin import DeltaWorkerExtension
+from vllm_plugin.live import Change
 
 
 class FailingExtension(DeltaWorkerExtension):
-    """Adds `delta_fail_loads`; changes nothing else."""
+    """Adds methods that break things; changes nothing else."""
 
-    def delta_fail_loads(self, num_failures: int, rank: int | None = None) -> None:
-        """Let the next loads fail after half of their tensors.
+    def delta_fail_writes(self, num_failures: int, rank: int | None = None) -> None:
+        """Let the next writes of changes fail after half of them.
 
         Args:
-            num_failures: 1 fails the load of a version, 2 its undoing too.
+            num_failures: 1 fails the commit of a version, 2 its undoing too.
             rank: the only rank to fail in; None for all.
         """
         if rank not in (None, self.rank):
             return
-        model = self.model_runner.get_model()
-        load = type(model).load_weights
+        live = self.weight_transfer_engine.live
+        scatter = live.scatter
         left = num_failures
 
-        def failing(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        def failing(change: Change) -> None:
             nonlocal left
             if left == 0:
-                del model.load_weights
-                return load(model, weights)
+                del live.scatter
+                return scatter(change)
             left -= 1
-            every = list(weights)
-            load(model, every[: len(every) // 2])
-            raise OSError("made to fail by the test")
+            half = dict(list(change.scatters.items())[: len(change.scatters) // 2])
+            scatter(Change(scatters=half))
+            raise LoadFailed("made to fail by the test")
 
-        model.load_weights = failing
+        live.scatter = failing
+
+    def delta_fail_anchors(self, after: int) -> None:
+        """Let the next load of an anchor fail when `after` tensors are written, whoever writes them."""
+        live = self.weight_transfer_engine.live
+        write, load = live.write, live.load
+        written = 0
+
+        def restore() -> None:
+            del live.write, live.load
+
+        def failing_write(name: str, tensor: Any) -> None:
+            nonlocal written
+            write(name, tensor)
+            written += 1
+            if written == after:
+                restore()
+                raise LoadFailed("made to fail by the test")
+
+        def failing_load(tensors: dict[str, Any]) -> None:
+            load(dict(list(tensors.items())[:after]))
+            restore()
+            raise LoadFailed("made to fail by the test")
+
+        live.write, live.load = failing_write, failing_load
+
+    def delta_write_behind(self, name: str) -> None:
+        """Flip one bit of a parameter, as something that is not the engine might."""
+        parameter = dict(self.model_runner.get_model().named_parameters())[name]
+        parameter.data.view(-1)[:1].neg_()
+
+    def delta_move(self, name: str) -> None:
+        """Give a parameter other memory with the same contents."""
+        parameter = dict(self.model_runner.get_model().named_parameters())[name]
+        parameter.data = parameter.data.clone()
+
+    def delta_addresses(self) -> dict[str, int]:
+        """Where each parameter lies."""
+        return {n: p.data_ptr() for n, p in self.model_runner.get_model().named_parameters()}
+
+    def delta_die_while_staging(self, rank: int) -> None:
+        """Kill this worker when it next stages, once it has fetched."""
+        if rank != self.rank:
+            return
+        live = self.weight_transfer_engine.live
+        stage: Callable[..., Change] = live.stage
+
+        def dying(*args: Any, **kwargs: Any) -> Change:
+            stage(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError
+
+        live.stage = dying

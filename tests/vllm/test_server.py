@@ -50,8 +50,8 @@ def live(server: VllmServer) -> dict[str, str]:
     return {name: digest for name, digest in fingerprint.items() if name.endswith(".weight")}
 
 
-def fail_loads(server: VllmServer, num_failures: int) -> None:
-    server._post("/collective_rpc", {"method": "delta_fail_loads", "args": [num_failures]})
+def fail_writes(server: VllmServer, num_failures: int) -> None:
+    server._post("/collective_rpc", {"method": "delta_fail_writes", "args": [num_failures]})
 
 
 @pytest.fixture
@@ -201,20 +201,33 @@ def test_weights_that_are_not_what_the_manifest_says_are_refused(server, trainer
 def test_a_run_with_a_tensor_that_the_model_lacks_is_refused(server, new_trainer, trainer, weights, refused):
     other = new_trainer({**weights, "model.layers.0.mlp.more.weight": torch.zeros(8)})
     other.publish()
-    before, words = live(server), answer(server)
+    trainer.step()
 
-    server.init_weight_transfer(other.url)
-    assert "mlp.more.weight" in str(refused("schema-mismatch", lambda: server.apply(0)))
-    assert (live(server), answer(server)) == (before, words)
+    refusal = refused("schema-mismatch", lambda: server.init_weight_transfer(other.url))
+    assert "mlp.more.weight" in str(refusal)
+    server.apply(1)
+    assert live(server) == served(trainer.history[1])
 
 
-def test_a_tensor_that_the_loader_ignores_is_refused(server, new_trainer, trainer, weights, refused):
+def test_a_run_that_leaves_a_parameter_alone_is_refused(server, new_trainer, trainer, weights, refused):
+    name = "model.layers.1.input_layernorm.weight"
+    other = new_trainer({each: tensor for each, tensor in weights.items() if each != name})
+    other.publish()
+    assert name in str(refused("schema-mismatch", lambda: server.init_weight_transfer(other.url)))
+
+
+def test_tensors_that_are_not_served_are_listed_and_no_obstacle(server, new_trainer, weights):
     # vLLM's loaders skip such names, which old checkpoints have.
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    other = new_trainer({**weights, name: torch.zeros(8)})
+    other = new_trainer({**weights, name: torch.ones(8)})
     other.publish()
     server.init_weight_transfer(other.url)
-    assert name in str(refused("schema-mismatch", lambda: server.apply(0)))
+    other.step()
+    server.apply(1)
+
+    (rank,) = server.status().ranks
+    assert rank["map"]["absent"] == [name]
+    assert live(server) == served({n: t for n, t in other.history[1].items() if n != name})
 
 
 def test_calls_out_of_order_are_refused(server, trainer):
@@ -237,7 +250,7 @@ def test_calls_out_of_order_are_refused(server, trainer):
 
 def test_a_load_that_fails_halfway_is_rolled_back(server, trainer, refused):
     trainer.step(density=0.5)
-    fail_loads(server, 1)
+    fail_writes(server, 1)
     assert "made to fail" in str(refused("load-failed", lambda: server.apply(1)))
     assert server.status().last_error.startswith("[load-failed]")
 
@@ -247,7 +260,7 @@ def test_a_load_that_fails_halfway_is_rolled_back(server, trainer, refused):
 
 def test_a_torn_model_says_so_and_is_mended_by_an_anchor(server, trainer):
     trainer.step(density=0.5)
-    fail_loads(server, 2)
+    fail_writes(server, 2)
 
     with pytest.raises(PatchstoreError) as caught:
         server.apply(1)

@@ -10,8 +10,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 SERVER_ARGUMENTS = ("--tensor-parallel-size", "2")
 
 
-def fail_loads(server, num_failures: int, rank: int) -> None:
-    server._post("/collective_rpc", {"method": "delta_fail_loads", "args": [num_failures, rank]})
+def fail_writes(server, num_failures: int, rank: int) -> None:
+    server._post("/collective_rpc", {"method": "delta_fail_writes", "args": [num_failures, rank]})
 
 
 def ranks(server, key: str) -> list:
@@ -25,7 +25,7 @@ def ranks(server, key: str) -> list:
 def test_a_failure_in_one_rank_leaves_both_as_they_were(server, trainer, rank):
     trainer.step(density=0.5)
     before = server.fingerprint()
-    fail_loads(server, 1, rank)
+    fail_writes(server, 1, rank)
 
     with pytest.raises(PatchstoreError, match="made to fail"):
         server.apply(1)
@@ -51,7 +51,7 @@ def test_a_refusal_by_all_ranks_is_one_error(server, trainer):
 
 def test_a_torn_rank_makes_a_torn_server_and_an_anchor_mends_it(server, trainer):
     trainer.step(density=0.5)
-    fail_loads(server, 2, 0)
+    fail_writes(server, 2, 0)
     with pytest.raises(PatchstoreError) as caught:
         server.apply(1)
     assert caught.value.kind == "torn"

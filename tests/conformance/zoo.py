@@ -1,0 +1,311 @@
+"""Tiny models of many architectures, with random weights, as folders that vLLM loads.
+
+Each is built by transformers and saved under the names that its checkpoints have on the Hub. Every tensor is
+random, norms, biases and router corrections too, so that one that is swapped or dropped shows.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+
+VOCABULARY = 250
+"""Not a multiple of 64, so that vLLM pads it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A way to spread a model over ranks."""
+
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Engine arguments."""
+    generates: bool = True
+    """Whether vLLM's CPU build can answer, and not only load."""
+
+
+LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+    {
+        "tp1": Layout(),
+        "tp2": Layout(engine={"tensor_parallel_size": 2}),
+        # The kernel for experts on the CPU crashes at the first token: it ignores which experts a rank has.
+        "ep2": Layout(engine={"tensor_parallel_size": 2, "enable_expert_parallel": True}, generates=False),
+        "pp2": Layout(engine={"pipeline_parallel_size": 2}),
+        "transformers": Layout(engine={"model_impl": "transformers"}),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A tiny model, and how vLLM serves it."""
+
+    name: str
+    config: Callable[[], PretrainedConfig]
+    experts: bool = False
+    """Whether it has experts, so that the layout `ep2` differs from `tp2`."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Engine arguments beside those of the layout."""
+    auto: str = "AutoModelForCausalLM"
+    """The class of transformers that builds it."""
+    not_offered: Mapping[str, str] = field(default_factory=dict)
+    """Layouts that vLLM's CPU build cannot serve, with its reason; our plugin has no part in it."""
+
+    def refusal(self, layout: str) -> str | None:
+        """Return why vLLM does not serve this model in a layout, or None if it does."""
+        if layout == "ep2" and not self.experts:
+            return "it has no experts"
+        return self.not_offered.get(layout)
+
+
+_ATTENTION = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_DEEPSEEK = {
+    **_ATTENTION,
+    "num_key_value_heads": 4,
+    # The only sizes that vLLM's latent attention for CPUs has.
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
+
+def _config(kind: str, **changes: Any) -> Callable[[], PretrainedConfig]:
+    common = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    return lambda: getattr(transformers, kind)(**common | changes)
+
+
+def _alternating(*kinds: str) -> dict[str, Any]:
+    return {"layer_types": list(kinds), "num_hidden_layers": len(kinds)}
+
+
+_SLIDING = _alternating("sliding_attention", "full_attention")
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            Architecture(name="qwen2", config=_config("Qwen2Config", **_ATTENTION)),
+            Architecture(name="qwen3", config=_config("Qwen3Config", **_ATTENTION)),
+            Architecture(
+                name="qwen3-tied", config=_config("Qwen3Config", **_ATTENTION, tie_word_embeddings=True)
+            ),
+            Architecture(name="llama", config=_config("LlamaConfig", **_ATTENTION)),
+            Architecture(
+                name="llama-bias-mqa",
+                config=_config(
+                    "LlamaConfig",
+                    **_ATTENTION | {"num_key_value_heads": 1},
+                    attention_bias=True,
+                    mlp_bias=True,
+                ),
+            ),
+            Architecture(name="mistral", config=_config("MistralConfig", **_ATTENTION, sliding_window=None)),
+            Architecture(name="phi3", config=_config("Phi3Config", **_ATTENTION)),
+            Architecture(
+                name="gemma2",
+                config=_config(
+                    "Gemma2Config", **_ATTENTION | _SLIDING, sliding_window=32, tie_word_embeddings=True
+                ),
+            ),
+            Architecture(
+                name="gemma3",
+                config=_config(
+                    "Gemma3TextConfig", **_ATTENTION | _SLIDING, sliding_window=32, tie_word_embeddings=True
+                ),
+            ),
+            Architecture(
+                name="gpt2",
+                config=_config(
+                    "GPT2Config", n_embd=128, n_layer=2, n_head=4, n_positions=256, tie_word_embeddings=True
+                ),
+            ),
+            Architecture(
+                name="falcon",
+                config=_config(
+                    "FalconConfig",
+                    hidden_size=128,
+                    num_hidden_layers=2,
+                    num_attention_heads=4,
+                    num_kv_heads=2,
+                    new_decoder_architecture=True,
+                    tie_word_embeddings=True,
+                ),
+            ),
+            Architecture(
+                name="bloom",
+                config=_config("BloomConfig", hidden_size=128, n_layer=2, n_head=4, tie_word_embeddings=True),
+            ),
+            Architecture(name="olmo2", config=_config("Olmo2Config", **_ATTENTION)),
+            Architecture(
+                name="mixtral",
+                config=_config(
+                    "MixtralConfig",
+                    **_ATTENTION,
+                    num_local_experts=8,
+                    num_experts_per_tok=2,
+                    sliding_window=None,
+                ),
+                experts=True,
+            ),
+            Architecture(
+                name="qwen2-moe",
+                config=_config(
+                    "Qwen2MoeConfig", **_ATTENTION, **_EXPERTS, shared_expert_intermediate_size=128
+                ),
+                experts=True,
+            ),
+            Architecture(
+                name="qwen3-moe", config=_config("Qwen3MoeConfig", **_ATTENTION, **_EXPERTS), experts=True
+            ),
+            Architecture(
+                name="deepseek-v2",
+                config=_config(
+                    "DeepseekV2Config", **_DEEPSEEK, q_lora_rank=None, topk_method="group_limited_greedy"
+                ),
+                experts=True,
+            ),
+            Architecture(
+                name="deepseek-v3",
+                config=_config(
+                    "DeepseekV3Config",
+                    **_DEEPSEEK,
+                    q_lora_rank=64,
+                    num_nextn_predict_layers=0,
+                    topk_method="noaux_tc",
+                    scoring_func="sigmoid",
+                ),
+                experts=True,
+            ),
+            Architecture(
+                name="glm4-moe",
+                config=_config(
+                    "Glm4MoeConfig",
+                    **_ATTENTION,
+                    n_routed_experts=8,
+                    num_experts_per_tok=2,
+                    n_shared_experts=1,
+                    moe_intermediate_size=64,
+                    first_k_dense_replace=1,
+                    use_qk_norm=True,
+                    num_nextn_predict_layers=0,
+                ),
+                experts=True,
+            ),
+            Architecture(
+                name="gpt-oss",
+                config=_config(
+                    "GptOssConfig",
+                    **_ATTENTION | _SLIDING | {"intermediate_size": 64},
+                    num_local_experts=8,
+                    num_experts_per_tok=2,
+                    sliding_window=32,
+                ),
+                experts=True,
+            ),
+            Architecture(
+                name="llama4",
+                config=_config(
+                    "Llama4TextConfig",
+                    **_ATTENTION,
+                    intermediate_size_mlp=128,
+                    num_local_experts=8,
+                    num_experts_per_tok=1,
+                    interleave_moe_layer_step=2,
+                    attention_chunk_size=128,
+                ),
+                experts=True,
+            ),
+            Architecture(
+                name="qwen3-next",
+                config=_config(
+                    "Qwen3NextConfig",
+                    **_ATTENTION | _alternating("linear_attention", "full_attention"),
+                    **_EXPERTS,
+                    shared_expert_intermediate_size=64,
+                    linear_num_key_heads=2,
+                    linear_num_value_heads=4,
+                    linear_key_head_dim=64,
+                    linear_value_head_dim=64,
+                ),
+                experts=True,
+            ),
+            Architecture(
+                name="mamba2",
+                config=_config(
+                    "Mamba2Config",
+                    hidden_size=64,
+                    num_hidden_layers=2,
+                    expand=2,
+                    head_dim=32,
+                    num_heads=4,
+                    n_groups=2,
+                    state_size=32,
+                ),
+            ),
+        )
+    }
+)
+
+
+def build(architecture: Architecture) -> PreTrainedModel:
+    """Return the same random model each time: bf16, but for tensors that transformers keeps in float32."""
+    config = architecture.config()
+    config.dtype = torch.bfloat16
+    model = getattr(transformers, architecture.auto).from_config(config).to(torch.bfloat16)
+    for module in model.modules():
+        if isinstance(bias := getattr(module, "e_score_correction_bias", None), torch.Tensor):
+            # As on the Hub, where it is the one tensor in float32.
+            bias.data = bias.float()
+    random = torch.Generator().manual_seed(7)
+    kept = {name for name, _ in model.named_parameters()} | set(model.state_dict())
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in kept and tensor.is_floating_point():
+                tensor.copy_(_random(name, tensor.shape, random))
+    return model
+
+
+def _random(name: str, shape: torch.Size, random: torch.Generator) -> torch.Tensor:
+    """Random values of a size at which every input still changes the answer, and none overflows."""
+    noise = torch.randn(shape, generator=random)
+    if name.endswith("A_log"):
+        return torch.rand(shape, generator=random) * 2
+    if "embed" in name or "wte" in name:
+        return noise
+    if len(shape) < 2:
+        # Norms, biases, router corrections, sinks.
+        return ("norm" in name and name.endswith("weight")) + 0.2 * noise
+    return noise * (1.5 / shape[-1] ** 0.5)
+
+
+def save(architecture: Architecture, folder: Path) -> Path:
+    """Write a checkpoint folder that vLLM serves, without a tokenizer."""
+    build(architecture).save_pretrained(folder)
+    return folder
