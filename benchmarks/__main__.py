@@ -4,6 +4,7 @@ import argparse
 import json
 import platform
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,19 +27,30 @@ def machine() -> dict[str, Any]:
 
 
 def show(title: str, rows: Iterable[dict[str, Any]]) -> None:
-    """Print rows of equal keys as a table."""
-    rows = list(rows)
-    table = Table(title=title)
-    for name in rows[0]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            *(
-                f"{v:,.3f}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v)
-                for v in row.values()
+    """Print rows as tables, one for each run of rows with equal keys; a row alone becomes a column."""
+    for keys, group in groupby(rows, key=tuple):
+        several = list(group)
+        if len(several) == 1:
+            names, lines = ["", ""], [[name, _cell(value)] for name, value in several[0].items()]
+            table = Table(title=title, show_header=False)
+        else:
+            shared = [name for name in keys if all(row[name] == several[0][name] for row in several)]
+            names = [name for name in keys if name not in shared]
+            lines = [[_cell(row[name]) for name in names] for row in several]
+            table = Table(
+                title=title, caption=", ".join(f"{name} {_cell(several[0][name])}" for name in shared)
             )
-        )
-    Console().print(table)
+        for name in names:
+            table.add_column(name, justify="right", no_wrap=True)
+        for line in lines:
+            table.add_row(*line)
+        Console().print(table)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.3f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import encodings, replay
+from benchmarks import apply, encodings, replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,13 @@ class Case:
 
 
 CASES = (
+    Case(
+        name="apply",
+        about="Time to bring a served model to the next version, beside vLLM's own loaders.",
+        gate="tests/vllm/test_update.py",
+        arguments=apply.arguments,
+        run=apply.run,
+    ),
     Case(
         name="encodings",
         about="Payload bytes per changed element on a recorded trace of optimiser steps.",

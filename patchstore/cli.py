@@ -91,15 +91,27 @@ def show(
 
 @app.command()
 def verify(
-    store: StoreUrl,
+    store: Annotated[
+        str | None,
+        typer.Argument(metavar="[STORE]", help="With --server, the one it follows by default."),
+    ] = None,
     version: Annotated[int | None, typer.Argument(min=0, help="The newest by default.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every version, each from its anchor.")] = False,
+    server: Annotated[
+        str | None,
+        typer.Option("--server", metavar="URL", help="Check what this server serves, while it does."),
+    ] = None,
     option: Option = None,
     as_json: Json = False,
 ) -> None:
-    """Rebuild a version in memory, tensor by tensor, and check every digest."""
-    if every and version is not None:
-        raise typer.BadParameter("name a version or --all, not both")
+    """Rebuild a version in memory, tensor by tensor, and check every digest; or check a server's weights."""
+    if every and (version is not None or server is not None):
+        raise typer.BadParameter("name a version, a server or --all, not two of them")
+    if server is not None:
+        _verify_server(store, version, server, option, as_json=as_json)
+        return
+    if store is None:
+        raise typer.BadParameter("name a store, or a server with --server")
     from patchstore import rebuild
 
     bucket = _open(store, option)
@@ -113,6 +125,29 @@ def verify(
             report.out.print(
                 f"version {found.version}: payloads and state {report.short(found.state.total)} verified"
             )
+
+
+def _verify_server(
+    store: str | None, version: int | None, server: str, option: list[str] | None, *, as_json: bool
+) -> None:
+    from patchstore.integrations.proof import prove
+    from patchstore.integrations.vllm_server import VllmServer
+
+    with VllmServer(server) as inference:
+        url = store or inference.status().store
+        if url is None:
+            raise UsageError(f"{server} follows no store; name one")
+        proof = prove(_open(url, option), inference, version)
+    rest = {"computed": len(proof.computed), "unproved": len(proof.unproved)}
+    if as_json:
+        served = {"server": inference.url, "num_proved": proof.num_proved, **rest, "verified": True}
+        report.print_json({**report.summary(proof.manifest), **served})
+        return
+    unseen = "".join(f", {count} {kind}" for kind, count in rest.items() if count)
+    report.out.print(
+        f"{inference.url} serves version {proof.manifest.version}, state "
+        f"{report.short(proof.manifest.state.total)}: {proof.num_proved} tensors verified{unseen}"
+    )
 
 
 @app.command()

@@ -28,11 +28,12 @@ from patchstore.errors import StateMismatch, UsageError
 from patchstore.spool import Spool
 from patchstore.stores import open_store
 from vllm_plugin.agreement import Failure, describe, gather, is_last
+from vllm_plugin.cpu_layout import keep_load_layout
 from vllm_plugin.derived import Derived
 from vllm_plugin.live import LiveWeights
 from vllm_plugin.mapping import Claims, Share
 from vllm_plugin.origin import read_folder
-from vllm_plugin.serving import Serving, groups, keep_load_layout, watch_sleep
+from vllm_plugin.serving import Serving, groups, watch_sleep
 from vllm_plugin.trace import Trace
 from vllm_plugin.update import Updater
 

@@ -72,7 +72,7 @@ class DeltaWorkerExtension:
         self._delta_engine().switch = switch
 
     def delta_sums(self, first: int, num_elements: int) -> dict[str, Any]:
-        """Digest a part of the weights that this rank serves, so that anybody can compare them with a manifest.
+        """Digest a part of the weights that this rank serves, for comparison with a manifest.
 
         Generation waits meanwhile, so whoever wants all of them asks for one part after the other.
 

@@ -22,8 +22,8 @@ Load = Callable[[torch.nn.Module, Iterator[tuple[str, torch.Tensor]]], object]
 """Calls a model's loader, in the surroundings that loaders expect."""
 
 PIECE = 1 << 23
-"""Elements that are copied or digested at a time: bounds what a device needs beside the weights to about 0.5 GB
-while it digests (int64 temporaries), and to 32 MB while it loads an anchor."""
+"""Elements that are copied or digested at a time. Bounds what a device needs beside the weights: about 0.5 GB
+to digest (int64 temporaries), and 32 MB to load an anchor."""
 
 NUM_SAMPLES = 64
 """Elements of each tensor that are compared with the checkpoint when a map is new."""
@@ -100,10 +100,13 @@ class LiveWeights:
         return sorted(n for n in now.keys() | self._places.keys() if now.get(n) != self._places.get(n))
 
     def _places_now(self) -> dict[str, tuple[object, ...]]:
+        # Other buffers may move: vLLM makes some anew, such as a cache of rotations in another dtype.
+        written = {name for index in self.written() for name in self.map.runtimes[index].names}
         return {
             f"{i}.{name}": (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
             for i, model in enumerate(self._models)
             for name, tensor in _tensors(model)
+            if name in written
         }
 
     # Reading.
@@ -243,7 +246,8 @@ class LiveWeights:
             nonlocal at
             for name, tensor in tensors.items():
                 at = f"when it had read up to {name!r} {tuple(tensor.shape)} {tensor.dtype}"
-                yield name, tensor
+                # A copy: some loaders write to what they are given.
+                yield name, tensor.clone()
 
         for model in self._models:
             try:

@@ -34,6 +34,11 @@ class View:
             strides=tuple(int(s) for s in tensor.stride()),
         )
 
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...]) -> "View":
+        """All positions of a contiguous tensor."""
+        return cls(offset=0, shape=shape, strides=_contiguous(shape))
+
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
@@ -181,7 +186,7 @@ def overlap(views: Sequence[View]) -> bool:
         else:
             listed = positions(view, painted.device)
             painted[listed - base] = True
-            if len(listed.unique()) < len(listed):
+            if len(set(listed.tolist())) < len(listed):
                 return True
     return False
 
@@ -198,8 +203,10 @@ def compose(wanted: View, held: Sequence[Region], shape: tuple[int, ...]) -> lis
         Regions from the origin to `wanted`'s own index space (targets are contiguous over `wanted.shape`).
         Parts that nothing was copied into are left out. None where it takes too many regions to say.
     """
-    index = View(offset=0, shape=wanted.shape, strides=_contiguous(wanted.shape))
-    asked = [Region(source=wanted, target=index)] if wanted.num_elements else []
+    if not wanted.num_elements:
+        return []
+    near = [each for each in held if each.target.offset < wanted.end and wanted.offset < each.target.end]
+    asked = [Region(source=wanted, target=View.contiguous(wanted.shape))] if near else []
     found: list[Region] = []
     num_cuts = 0
     while asked:
@@ -211,10 +218,7 @@ def compose(wanted: View, held: Sequence[Region], shape: tuple[int, ...]) -> lis
                 return None
             asked += _halves(each, digits)
         else:
-            first, end = each.source.offset, each.source.end
-            for region in held:
-                if region.target.offset < end and first < region.target.end:
-                    found += _parts(region, each, digits, shape)
+            found += [part for region in near for part in _parts(region, each, digits, shape)]
     return found
 
 
@@ -399,6 +403,9 @@ def _box(region: Region, shape: tuple[int, ...]) -> Region | int:
 
 def outside(region: Region, box: View, shape: tuple[int, ...]) -> Iterator[Region]:
     """Yield what a region, itself boxed, brings to elements of a contiguous tensor that are not in a box."""
+    if box.end <= region.target.offset or region.target.end <= box.offset:
+        yield region
+        return
     steps = _contiguous(shape)
     own, other = _indices(region.target.offset, steps), _indices(box.offset, steps)
     shared = [

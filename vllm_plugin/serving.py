@@ -3,8 +3,6 @@
 Where versions 0.26 to 0.33 or platforms differ, the difference is here.
 """
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -99,49 +97,6 @@ def groups() -> list[dist.ProcessGroup]:
     """CPU groups that span this engine's ranks, and no other data-parallel engine's."""
     found = [parallel_state.get_tp_group(), parallel_state.get_pcp_group(), parallel_state.get_pp_group()]
     return [group.cpu_group for group in found if group.world_size > 1]
-
-
-def keep_load_layout() -> None:
-    """Have weights on the CPU stay as they were loaded, which is how GPUs have them.
-
-    By default vLLM packs Linear weights for oneDNN or AMX and leaves an empty parameter, and reorders
-    experts in place. Unpacked Linear weights are slower; experts are packed again in each forward pass.
-    """
-    if not current_platform.is_cpu():
-        return
-    from vllm import _custom_ops
-    from vllm.model_executor.layers import utils
-
-    _custom_ops._supports_onednn = False
-    utils.check_cpu_sgl_kernel = lambda *_, **__: False
-    _keep_experts()
-    if hasattr(torch.cpu, "_is_amx_tile_supported"):
-        # Asked for by the attention that packs its own copies of projections.
-        torch.cpu._is_amx_tile_supported = lambda: False
-
-
-def _keep_experts() -> None:
-    try:
-        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-
-        pack, multiply = cpu_moe.cpu_prepack_moe_weight, cpu_moe.cpu_fused_moe
-    except (ImportError, AttributeError):
-        from vllm.model_executor.layers.fused_moe import cpu_fused_moe as cpu_moe  # 0.27 and before
-
-        pack, multiply = cpu_moe.cpu_prepack_moe_weight, cpu_moe.cpu_fused_moe
-    if hasattr(multiply, "__wrapped__"):
-        return
-    signature = inspect.signature(multiply)
-
-    @functools.wraps(multiply)
-    def multiply_unpacked(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        for name in ("w13", "w2"):
-            given.arguments[name] = pack(given.arguments[name], given.arguments["isa"])
-        return multiply(*given.args, **given.kwargs)
-
-    cpu_moe.cpu_prepack_moe_weight = lambda weight, isa: weight  # noqa: ARG005 (named by its callers)
-    cpu_moe.cpu_fused_moe = multiply_unpacked
 
 
 def watch_sleep(worker: Any, asleep: Callable[[int], None], awake: Callable[[], None]) -> None:

@@ -5,11 +5,15 @@ the model is written down instead of executed, and followed back through slices,
 copies of copies. What is calculated instead of copied has no place of its own, and is listed as such.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from patchstore.errors import SchemaMismatch, UsageError
@@ -19,23 +23,31 @@ from vllm_plugin.regions import Region, View, boxed, compose, is_nested, normal,
 
 aten = torch.ops.aten
 
-_EMPTY = frozenset({aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default})
-_FILLED = frozenset(
+_EMPTY = frozenset(
     {
-        aten.zeros_like.default,
-        aten.ones_like.default,
-        aten.full_like.default,
-        aten.new_zeros.default,
-        aten.new_ones.default,
-        aten.new_full.default,
+        aten.empty.memory_format,
+        aten.empty_strided.default,
+        aten.empty_like.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
     }
 )
-_LOOKS = frozenset(
-    {aten.equal.default, aten.nonzero.default, aten.masked_select.default, aten.is_nonzero.default}
+_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
+_REMAKES = frozenset(
+    {
+        aten.resize_.default,
+        aten.resize_as_.default,
+        aten.set_.default,
+        aten.set_.source_Storage,
+        aten.set_.source_Storage_storage_offset,
+        aten.set_.source_Tensor,
+    }
 )
 
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
 _MAX_COPIES = 1024
-"""A copy that repeats its source, or gathers rows, more often than this is treated as calculated."""
+"""A copy that repeats its source, or gathers runs of rows, more often than this is treated as calculated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,26 +75,49 @@ class Trace:
     """Parameter -> how many of its elements neither come from the checkpoint nor are set to a constant."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Node:
     """What is known of a tensor's memory that is not the model's: checkpoint data, on its way."""
 
     shape: tuple[int, ...]
     """As the memory is laid out, slowest dimension first."""
     dtype: torch.dtype
-    parts: list[tuple[str, Region]] = field(default_factory=list)
-    """Stored name, and where its elements lie: targets are boxes of `shape`."""
+    parts: list[tuple[str | None, Region]] = field(default_factory=list)
+    """Stored name, or None for a constant, and where its elements lie: targets are boxes of `shape`."""
     tainted: set[str] = field(default_factory=set)
     """Names from which it was calculated; it then has no parts."""
-    filled: bool = False
-    """What no part covers is a constant, and not unwritten memory."""
+    company: set[str] = field(default_factory=set)
+    """All names that the loader read before it put this together, also those of elements that are gone."""
+
+    @property
+    def whole(self) -> Region:
+        view = View.contiguous(self.shape)
+        return Region(source=view, target=view)
 
     @property
     def names(self) -> set[str]:
-        return {name for name, _ in self.parts} | self.tainted
+        return {name for name, _ in self.parts if name is not None} | self.tainted
+
+    def taint(self, names: Collection[str]) -> None:
+        """Say that it was calculated, from what it held and from these names."""
+        self.tainted = self.names.union(names)
+        self.parts = [] if self.tainted else [(None, self.whole)]
+
+    def put(self, where: View, parts: Iterable[tuple[str | None, Region]]) -> bool:
+        """Note what a view of it holds from now on; False if that cannot be said, and nothing was noted."""
+        boxes = boxed(Region(source=where, target=where), self.shape)
+        found = [(name, boxed(region, self.shape)) for name, region in parts]
+        if boxes is None or any(each is None for _, each in found):
+            return False
+        for box in boxes:
+            self.parts = [
+                (name, rest) for name, part in self.parts for rest in outside(part, box.target, self.shape)
+            ]
+        self.parts += [(name, each) for name, several in found for each in several or ()]
+        return True
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Write:
     """One write into the model's memory. Neither parts nor names: a constant."""
 
@@ -90,6 +125,14 @@ class _Write:
     parts: tuple[tuple[str, Region], ...] = ()
     names: frozenset[str] = frozenset()
     """Of what was calculated."""
+    company: frozenset[str] = frozenset()
+    """Names that must be there too for the loader to make this write."""
+    during: str | None
+    """The name that the loader had read last; None before the first and after the last one."""
+
+    @property
+    def sources(self) -> frozenset[str]:
+        return self.names.union(name for name, _ in self.parts)
 
 
 def trace(
@@ -107,12 +150,14 @@ def trace(
         SchemaMismatch: a loader does not take this schema's names or shapes.
         UsageError: a loader looks at elements, or gives parameters other memory, so it cannot be traced.
     """
+    models = list(models)
     tracer = _Tracer(models, schema)
     for model in models:
-        before = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
+        before = _Attributes(model)
         try:
-            with torch.no_grad(), tracer:
+            with torch.no_grad(), tracer, _KnownIndices():
                 load(model, tracer.checkpoint())
+            before.check()
         except (KeyError, ValueError, AttributeError, AssertionError, TypeError) as exc:
             # What vLLM's loaders raise for names and shapes that their model does not have.
             raise SchemaMismatch(
@@ -123,68 +168,113 @@ def trace(
                 f"the model's loader cannot be traced; it failed {tracer.at}: {type(exc).__name__}: {exc}"
             ) from exc
         finally:
-            moved = [t for t, data in before if t.data_ptr() != data.data_ptr() or t.device != data.device]
-            for tensor, data in before:
-                tensor.data = data
+            before.restore()
+    return tracer.result()
+
+
+class _Attributes:
+    """What a model's modules hold, to put it back after a loader ran on tensors without elements."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules = [
+            (module, dict(vars(module)), [dict(vars(module)[kind]) for kind in _REGISTERED])
+            for module in model.modules()
+        ]
+        self._tensors = [(tensor, tensor.data) for _, tensor in _tensors(model)]
+
+    def check(self) -> None:
+        """Refuse a loader that a trace says too little of.
+
+        Raises:
+            UsageError: parameters have other memory, or modules hold tensors of the checkpoint themselves.
+        """
+        moved = sum(t.data_ptr() != data.data_ptr() or t.device != data.device for t, data in self._tensors)
+        for module, values, registered in self._modules:
+            for kind, then in zip(_REGISTERED, registered, strict=True):
+                moved += sum(value is not then.get(name) for name, value in vars(module)[kind].items())
+            for name, value in vars(module).items():
+                moved += value is not values.get(name) and _is_unknown(value)
         if moved:
             raise UsageError(
-                f"the model's loader gives {len(moved)} parameters other memory instead of writing to them, "
-                "so it cannot be traced"
+                f"the model's loader gives {moved} parameters or attributes other memory instead of "
+                "writing to them, so it cannot be traced"
             )
-    return tracer.result()
+
+    def restore(self) -> None:
+        for module, values, registered in self._modules:
+            vars(module).clear()
+            vars(module).update(values)
+            for kind, then in zip(_REGISTERED, registered, strict=True):
+                values[kind].clear()
+                values[kind].update(then)
+        for tensor, data in self._tensors:
+            if _place(tensor) != _place(data):
+                tensor.data = data
+
+
+class _KnownIndices(TorchFunctionMode):
+    """Keeps lists of indices known: tensors without elements would make them tensors without elements too."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__getitem__ or func is torch.Tensor.__setitem__:
+            args = (args[0], _indexed(args[1]), *args[2:])
+        return func(*args, **(kwargs or {}))
 
 
 class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, models: Iterable[torch.nn.Module], schema: Schema) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.at = "before it read a tensor"
-        self._schema = schema
+        self._specs = schema.by_name()
+        self._tied = schema.tied
         self._current: str | None = None
-        self._touched: set[str] = set()
-        self._scalars: set[str] = set()
+        self._looked: set[str] = set()
+        """Names of which a loader has read an element as a number."""
+        self._pending: set[str] = set()
+        """Those of them that it has not used since, as far as one can see."""
         self._nodes: dict[int, _Node] = {}
-        self._alive: list[torch.UntypedStorage] = []
-        """Keeps the address of a storage from being used again, which is what tells storages apart."""
+        self._made: dict[int, tuple[int, ...]] = {}
+        """Memory that a loader made for itself, and how it is laid out."""
+        self._unwritten: set[int] = set()
+        """Such memory that nothing was written to."""
+        self._known: list[StorageWeakRef] = []
+        """Keep the address of a storage from being used again, which is what tells storages apart."""
         self._runtime: dict[int, int] = {}
-        self.runtimes: list[Runtime] = []
         self._writes: list[list[_Write]] = []
         self._parameters: list[list[tuple[str, View]]] = []
-        names: dict[int, list[str]] = {}
+        found: list[tuple[torch.UntypedStorage, torch.dtype]] = []
+        names: list[dict[str, None]] = []
         for model in models:
             for name, tensor in _tensors(model):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._runtime:
-                    self._runtime[storage._cdata] = len(self.runtimes)
-                    self.runtimes.append(Runtime(names=(), storage=storage, dtype=tensor.dtype))
+                index = self._runtime.setdefault(_memory(tensor), len(found))
+                if index == len(found):
+                    found.append((tensor.untyped_storage(), tensor.dtype))
+                    names.append({})
                     self._writes.append([])
                     self._parameters.append([])
-                index = self._runtime[storage._cdata]
-                names.setdefault(index, []).append(name)
+                names[index][name] = None
                 if isinstance(tensor, torch.nn.Parameter):
                     self._parameters[index].append((name, View.of(tensor)))
-        self.runtimes = [
-            Runtime(names=tuple(dict.fromkeys(names[i])), storage=each.storage, dtype=each.dtype)
-            for i, each in enumerate(self.runtimes)
-        ]
-        self._tensors = {spec.name: self._source(spec.name) for spec in schema.tensors}
-
-    def _source(self, name: str) -> torch.Tensor:
-        spec = self._schema.by_name()[name]
-        tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
-        node = self._new_node(tensor)
-        whole = View.of(tensor)
-        node.parts.append((name, Region(source=whole, target=whole)))
-        return tensor
+        self.runtimes = tuple(
+            Runtime(names=tuple(called), storage=storage, dtype=dtype)
+            for called, (storage, dtype) in zip(names, found, strict=True)
+        )
 
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what a loader is given: every name of the checkpoint, tied ones too."""
-        every = {spec.name: spec.name for spec in self._schema.tensors} | dict(self._schema.tied)
+        every = {name: name for name in self._specs} | dict(self._tied)
         for name, stored in sorted(every.items()):
-            tensor = self._tensors[stored]
+            spec = self._specs[stored]
+            tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+            node = self._new_node(tensor)
+            node.parts = [(stored, node.whole)]
+            node.company = {stored}
             self.at = f"when it had read up to {name!r} {tuple(tensor.shape)} {tensor.dtype}"
             self._current = stored
-            self._scalars.clear()
             yield name, tensor
+        self._current = None
 
     # What a loader does.
 
@@ -192,6 +282,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.is_view or func is aten._unsafe_view.default:
+            return func(*args, **kwargs)
         if func is aten.copy_.default:
             self._copy(args[0], args[1])
             return args[0]
@@ -199,54 +291,92 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for target, source in zip(args[0], args[1], strict=True):
                 self._copy(target, source)
             return None
-        if func in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default):
+        if func in _FILLS:
             self._fill(func, args)
             return args[0]
         if func is aten._local_scalar_dense.default:
-            return self._scalar(func, args[0])
+            return self._number(func, args[0])
+        return self._other(func, args, kwargs)
+
+    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = list(_flat((*args, *kwargs.values())))
-        if written := [tensor for tensor in _written(func, args, kwargs) if self._index(tensor) is not None]:
-            for tensor in written:
-                self._calculated(tensor, tensors)
-            return _returned(func, args, kwargs)
-        tracked = [tensor for tensor in tensors if self._node(tensor) is not None]
-        if not tracked:
+        written = _written(func, args, kwargs)
+        is_harmless = all(self._index(tensor) is None for tensor in written)
+        if is_harmless and not any(self._is_unknown(tensor) for tensor in tensors):
+            made = func(*args, **kwargs)
+            self._note(func, made, written)
+            return made
+        if not written:
+            return self._derive(func, args, kwargs, tensors)
+        if func in _REMAKES:
+            raise UsageError(
+                f"the model's loader gives tensors other memory ({func}), so it cannot be traced"
+            )
+        if torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
-        return self._derive(func, args, kwargs, tracked)
+        if not self._scatter(func, args, kwargs):
+            self._change(written, tensors)
+        return written[0] if len(func._schema.returns) == 1 else tuple(written) or None
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         index, node = self._index(target), self._node(source)
+        names = self._names(source)
         if index is None:
-            if node is None and self._node(target) is None:
-                aten.copy_.default(target, source)
+            if node or names or self._node(target):
+                self._into_node(target, source, names)
             else:
-                self._into_node(target, source)
+                self._unwritten.discard(_memory(target))
+                aten.copy_.default(target, source)
             return
+        parts = self._parts(target, source, self.runtimes[index].dtype) if node else None
+        if parts is not None and sum(region.num_elements for _, region in parts) == target.numel():
+            copied = tuple(
+                (name, each) for name, region in parts if name is not None for each in normal(region)
+            )
+            self._write(index, target, copied, company=node.company if node else ())
+        else:
+            # Calculated, or partly left as the loader's memory happened to be.
+            self._write(index, target, names=names, company=node.company if node else ())
+
+    def _write(
+        self,
+        index: int,
+        target: torch.Tensor,
+        parts: tuple[tuple[str, Region], ...] = (),
+        names: Collection[str] = (),
+        company: Collection[str] = (),
+    ) -> None:
+        runtime = self.runtimes[index]
         where = View.of(target)
-        parts = self._parts(target, source) if target.dtype == self.runtimes[index].dtype else None
-        if parts is None:
-            names = frozenset(node.names if node else self._blamed(index, where))
-            self._writes[index].append(_Write(target=where, names=names))
-            return
-        self._touched |= {name for name, _ in parts}
-        self._writes[index].append(_Write(target=where, parts=tuple(parts)))
+        if target.element_size() != runtime.dtype.itemsize:
+            # Parts of elements: count all of them.
+            where = View.contiguous((runtime.storage.nbytes() // runtime.dtype.itemsize,))
+        if where.num_elements:
+            self._writes[index].append(
+                _Write(
+                    target=where,
+                    parts=parts,
+                    names=frozenset(names),
+                    company=frozenset(company),
+                    during=self._current,
+                )
+            )
 
-    def _blamed(self, index: int, where: View) -> set[str]:
-        """Names that calculated data must come from: those that were last copied there, or the latest."""
-        for write in reversed(self._writes[index]):
-            if write.target == where and write.parts:
-                return {name for name, _ in write.parts}
-        return {self._current} if self._current else set()
-
-    def _parts(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[str, Region]] | None:
+    def _parts(
+        self, target: torch.Tensor, source: torch.Tensor, dtype: torch.dtype
+    ) -> list[tuple[str | None, Region]] | None:
         """Where in the checkpoint the elements of a copy come from, or None if they were calculated.
 
-        The regions' targets are positions in `target`'s storage.
+        Args:
+            dtype: of the elements of the memory that `target` is a view of.
+
+        Returns:
+            Regions whose targets are positions in `target`'s storage: not all of it where nothing was ever
+            written to parts of `source`.
         """
-        node = self._node(source)
-        if node is None or node.tainted or source.dtype != node.dtype:
-            return None
-        if not _is_exact(node.dtype, target.dtype):
+        node = self._nodes[_memory(source)]
+        goal = View.of(target)
+        if node.tainted or not is_nested(goal) or not self._is_moved(node, source, target, dtype):
             return None
         try:
             wide = source.expand(target.shape)
@@ -255,172 +385,228 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"the model's loader failed {self.at}: it copies {tuple(source.shape)} "
                 f"to {tuple(target.shape)}"
             ) from exc
-        copies = 1
-        for n, s in zip(wide.shape, wide.stride(), strict=True):
-            copies *= n if s == 0 else 1
-        if copies > _MAX_COPIES:
+        view = View.of(wide)
+        if math.prod(n for n, s in zip(view.shape, view.strides, strict=True) if s == 0) > _MAX_COPIES:
             return None
-        goal = View.of(target)
-        if not is_nested(goal):
-            return None
-        found: list[tuple[str, Region]] = []
+        found: list[tuple[str | None, Region]] = []
         for name, region in node.parts:
-            if region.source == region.target and region.num_elements == _size(node.shape):
-                # The checkpoint's own memory.
-                found.append((name, Region(source=View.of(wide), target=goal)))
-                continue
-            composed = compose(View.of(wide), [region], node.shape)
-            if composed is None:
+            if region.source == region.target and region.num_elements == math.prod(node.shape):
+                # All of a tensor as the checkpoint has it, so that its positions are the checkpoint's.
+                parts: list[Region] | None = [Region(source=view, target=goal)]
+            else:
+                parts = compose(view, [region], node.shape)
+                parts = parts and [onto(part, goal) for part in parts]
+            if parts is None:
                 return None
-            for part in composed:
-                found.append((name, onto(part, goal)))
-        if not node.filled and sum(region.num_elements for _, region in found) != target.numel():
-            return None  # the loader left some of it as it happened to be
+            if name is None:
+                parts = [Region(source=part.target, target=part.target) for part in parts]
+            found += [(name, part) for part in parts]
         return found
 
-    def _into_node(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _is_moved(self, node: _Node, source: torch.Tensor, target: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether a copy moves bits as they are, or widens bfloat16, which is the upper half of float32."""
+        if source.element_size() != node.dtype.itemsize or target.element_size() != dtype.itemsize:
+            return False
+        if source.dtype == target.dtype:
+            return True
+        is_widened = source.dtype == torch.bfloat16 and target.dtype == torch.float32
+        return is_widened and all(self._specs[name].dtype == "BF16" for name in node.names)
+
+    def _into_node(self, target: torch.Tensor, source: torch.Tensor, names: Collection[str]) -> None:
         """Follow a copy into memory of the loader's own."""
-        node = self._node(target) or self._new_node(target)
-        if node.tainted:
-            node.tainted |= self._names(source)
-            return
-        parts = self._parts(target, source)
-        origin = self._node(source)
-        if parts is None or (origin is not None and origin.filled and target.numel() != _size(node.shape)):
-            self._taint(node, self._names(source))
-            return
-        node.filled |= origin is not None and origin.filled
-        boxes = [(name, boxed(region, node.shape)) for name, region in parts]
-        for name, found in boxes:
-            if found is None:
-                self._taint(node, self._names(source))
-                return
-            for box in found:
-                node.parts = [(n, o) for n, r in node.parts for o in outside(r, box.target, node.shape)]
-                node.parts.append((name, box))
-
-    def _names(self, tensor: torch.Tensor) -> set[str]:
-        node = self._node(tensor)
-        return set(node.names) if node else ({self._current} if self._current else set())
-
-    def _taint(self, node: _Node, names: set[str]) -> None:
-        node.tainted |= node.names | names
-        node.parts.clear()
+        node = self._node(target) or self._adopted(target)
+        if origin := self._node(source):
+            node.company |= origin.company
+            parts = self._parts(target, source, node.dtype)
+        else:
+            parts = _constant(target) if not names else None
+        is_known = parts is not None and not node.tainted and target.element_size() == node.dtype.itemsize
+        if not is_known or not node.put(View.of(target), parts or ()):
+            node.taint(names)
 
     def _fill(self, func: Any, args: tuple[Any, ...]) -> None:
-        target = args[0]
-        index = self._index(target)
-        given = [tensor for tensor in _flat(args[1:]) if self._node(tensor) is not None]
+        target, value = args[0], args[1] if len(args) > 1 else 0
+        if isinstance(value, torch.Tensor):
+            self._copy(target, value.expand(target.shape))
+            return
+        names = self._blamed(isinstance(value, float) and math.isnan(value))
+        index, node = self._index(target), self._node(target)
         if index is not None:
-            names = self._scalars | {name for tensor in given for name in self._names(tensor)}
-            self._writes[index].append(_Write(target=View.of(target), names=frozenset(names)))
-        elif (node := self._node(target)) is None:
+            self._write(index, target, names=names)
+        elif node is None and not names:
+            self._unwritten.discard(_memory(target))
             func(*args)
-        elif given or self._scalars or View.of(target).num_elements != _size(node.shape):
-            self._taint(node, self._names(target))
         else:
-            node.parts.clear()
-            node.filled = True
+            node = node or self._adopted(target)
+            is_known = not names and not node.tainted and target.element_size() == node.dtype.itemsize
+            if not is_known or not node.put(View.of(target), _constant(target)):
+                node.taint(names)
 
-    def _scalar(self, func: Any, tensor: torch.Tensor) -> Any:
+    def _number(self, func: Any, tensor: torch.Tensor) -> Any:
+        """Answer a loader that reads an element as a number. Some fill parameters of one element by value."""
         node = self._node(tensor)
+        names = self._company([tensor]).union(self._names(tensor))
+        self._pending |= names
+        self._looked |= names
         if node is None:
             return func(tensor)
-        # Loaders fill one-element parameters by value: whatever they fill now counts as calculated.
-        self._scalars |= node.names
-        return 0
+        if tensor.dtype == torch.bool:
+            raise UsageError(f"the model's loader {self.at} decides by elements, so it cannot be traced")
+        # Whatever is calculated from it is recognised by being no number.
+        return math.nan if tensor.is_floating_point() else 0
 
-    def _calculated(self, target: torch.Tensor, given: list[torch.Tensor]) -> None:
-        index = self._index(target)
-        assert index is not None
-        names = {name for tensor in given if self._node(tensor) is not None for name in self._names(tensor)}
-        where = View.of(target)
-        names |= self._blamed(index, where)
-        self._writes[index].append(_Write(target=where, names=frozenset(names)))
+    def _blamed(self, is_unknown: bool) -> Collection[str]:
+        """Names that a constant may have been calculated from, by way of numbers."""
+        if not is_unknown:
+            return set(self._pending)
+        names = set(self._pending or self._looked)
+        self._pending.clear()
+        return names
+
+    def _change(self, written: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+        """Note that an operation calculates in place, or into tensors that it was given."""
+        names = {name for tensor in tensors for name in self._names(tensor)}
+        company = self._company(tensors)
+        for tensor in written:
+            index = self._index(tensor)
+            if index is not None:
+                self._write(index, tensor, names=names, company=company)
+            else:
+                node = self._node(tensor) or self._adopted(tensor)
+                node.taint(names)
+                node.company |= company
 
     def _derive(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracked: list[torch.Tensor]
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
         """Run an operation on shapes alone, and say where its result's elements come from."""
-        if func in _LOOKS:
-            names = sorted({name for tensor in tracked for name in self._names(tensor)})
-            raise UsageError(f"{func} looks at the elements of {', '.join(names[:3])}")
-        indices = (
-            args[1] if func is aten.index.Tensor else args[2:3] if func is aten.index_select.default else ()
-        )
+        names = {name for tensor in tensors for name in self._names(tensor)}
+        if torch.Tag.data_dependent_output in func.tags:
+            listed = ", ".join(sorted(names)[:3])
+            raise UsageError(
+                f"the model's loader looks at the elements of {listed} ({func}), so it cannot be traced"
+            )
+        if func is aten.index.Tensor:
+            args = (args[0], self._without_masks(args[1]))
         made = func(
-            *_on_meta(args), **{**_on_meta(kwargs), **({"device": "meta"} if "device" in kwargs else {})}
+            *_on_meta(args), **_on_meta({**kwargs, **({"device": "meta"} if "device" in kwargs else {})})
         )
-        known = {_memory(tensor) for tensor in tracked}
+        given = {_memory(tensor) for tensor in tensors}
         for result in _flat((made,)):
-            if _memory(result) in known:
+            if _memory(result) in given:
                 continue  # a view: its memory says where it came from
-            if self._node(result) is not None:
-                self._taint(self._nodes[_memory(result)], self._names(tracked[0]))
+            node = self._new_node(result)
+            if func in _EMPTY:
                 continue
-            self._new_node(result)
-            if func in (aten.clone.default, aten._to_copy.default):
-                self._into_node(result, args[0])
-            elif func is aten.cat.default:
-                self._cat(result, args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0))
-            elif func is aten.stack.default:
-                dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-                self._cat(result, [each.unsqueeze(dim) for each in args[0]], dim)
-            elif func in (aten.index.Tensor, aten.index_select.default):
-                self._gather(result, args[0], args[1] if func is aten.index_select.default else None, indices)
-            elif func is aten.constant_pad_nd.default:
-                self._pad(result, args[0], args[1])
-            elif func in _FILLED:
-                self._nodes[_memory(result)].filled = True
-            elif func not in _EMPTY:
-                names = {name for tensor in tracked for name in self._names(tensor)}
-                self._taint(self._nodes[_memory(result)], names)
-        if func._schema.is_mutable:
-            for tensor in _written(func, args, kwargs):
-                if (node := self._node(tensor)) is not None:
-                    self._taint(node, {name for each in tracked for name in self._names(each)})
+            node.company = self._company(tensors)
+            follow = _FOLLOWED.get(func)
+            if follow is None or not follow(self, result, *args, **kwargs):
+                node.taint(names)
         return made
 
-    def _cat(self, result: torch.Tensor, given: list[torch.Tensor], dim: int) -> None:
+    # Operations that only move elements. Each returns whether it could be followed.
+
+    def _clone(self, result: torch.Tensor, source: torch.Tensor, **_: Any) -> bool:
+        self._copy(result, source)
+        return True
+
+    def _cat(self, result: torch.Tensor, given: list[torch.Tensor], dim: int = 0) -> bool:
         start = 0
         for each in given:
-            if each.numel() == 0 and each.dim() == 1:
+            if each.dim() == 1 and each.numel() == 0:
                 continue
-            self._into_node(result.narrow(dim, start, each.shape[dim]), each)
+            self._copy(result.narrow(dim, start, each.shape[dim]), each)
             start += each.shape[dim]
+        return True
 
-    def _gather(
-        self, result: torch.Tensor, source: torch.Tensor, dim: int | None, indices: Iterable[Any]
-    ) -> None:
+    def _stack(self, result: torch.Tensor, given: list[torch.Tensor], dim: int = 0) -> bool:
+        return self._cat(result, [each.unsqueeze(dim) for each in given], dim)
+
+    def _repeat(self, result: torch.Tensor, source: torch.Tensor, repeats: list[int]) -> bool:
+        shape = (*(1,) * (len(repeats) - source.dim()), *source.shape)
+        split = [n for pair in zip(repeats, shape, strict=True) for n in pair]
+        once = [n for size in shape for n in (1, size)]
+        self._copy(result.view(split), source.view(once).expand(split))
+        return True
+
+    def _index_rows(self, result: torch.Tensor, source: torch.Tensor, indices: list[Any]) -> bool:
+        dims = [dim for dim, index in enumerate(indices) if index is not None]
+        return len(dims) == 1 and self._select_rows(result, source, dims[0], indices[dims[0]])
+
+    def _select_rows(self, result: torch.Tensor, source: torch.Tensor, dim: int, rows: torch.Tensor) -> bool:
         """Follow a gather of whole rows along one dimension, by indices that are known."""
-        listed = list(indices)
-        dims = [k for k, index in enumerate(listed) if index is not None] if dim is None else [dim]
-        rows = listed[dims[0]] if dim is None and dims else listed[0]
-        known = isinstance(rows, torch.Tensor) and self._node(rows) is None and rows.device.type != "meta"
-        if (
-            len(dims) != 1
-            or not known
-            or rows.dim() != 1
-            or rows.dtype == torch.bool
-            or len(rows) > _MAX_COPIES
-        ):
-            self._taint(self._nodes[_memory(result)], self._names(source))
-            return
-        for i, row in enumerate(rows.tolist()):
-            self._into_node(result.select(dims[0], i), source.select(dims[0], row))
+        runs = self._runs(rows, source.shape[dim])
+        if runs is None:
+            return False
+        dim %= source.dim()
+        listed = result.unsqueeze(dim) if rows.dim() == 0 else result.flatten(dim, dim + rows.dim() - 1)
+        if _memory(listed) != _memory(result):
+            return False  # two dimensions of indices that do not lie together
+        for first, row, count in runs:
+            self._copy(listed.narrow(dim, first, count), source.narrow(dim, row, count))
+        return True
 
-    def _pad(self, result: torch.Tensor, source: torch.Tensor, pad: list[int]) -> None:
-        inner = result
+    def _runs(self, rows: torch.Tensor, size: int) -> list[tuple[int, int, int]] | None:
+        """Ascending runs of row numbers as (position in the list, first row, length), if they are known."""
+        if self._is_unknown(rows) or rows.is_meta or rows.is_floating_point() or rows.dtype == torch.bool:
+            return None
+        runs: list[tuple[int, int, int]] = []
+        for i, row in enumerate(rows.flatten().remainder(size).tolist()):
+            if runs and row == runs[-1][1] + runs[-1][2]:
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+            else:
+                runs.append((i, row, 1))
+        return runs if len(runs) <= _MAX_COPIES else None
+
+    def _scatter(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Follow a write to whole rows along one dimension, by indices that are known."""
+        if func is aten.index_put_.default and not (args[3] if len(args) > 3 else kwargs.get("accumulate")):
+            target, indices, source = args[:3]
+            indices = self._without_masks(indices)
+            dims = [dim for dim, index in enumerate(indices) if index is not None]
+            if len(dims) != 1:
+                return False
+            dim, rows = dims[0], indices[dims[0]]
+        elif func is aten.index_copy_.default:
+            target, dim, rows, source = args
+        else:
+            return False
+        if rows.dim() != 1 or (runs := self._runs(rows, target.shape[dim])) is None:
+            return False
+        shape = list(target.shape)
+        shape[dim] = len(rows)
+        source = source.expand(shape)
+        for first, row, count in runs:
+            self._copy(target.narrow(dim, row, count), source.narrow(dim, first, count))
+        return True
+
+    def _without_masks(self, indices: Iterable[Any]) -> list[Any]:
+        """Turn known masks into row numbers: without elements, a mask selects nobody knows how many."""
+        found: list[Any] = []
+        for index in indices:
+            is_mask = index is not None and index.dtype == torch.bool
+            if is_mask and not self._is_unknown(index) and not index.is_meta:
+                found += index.nonzero(as_tuple=True)
+            else:
+                found.append(index)
+        return found
+
+    def _pad(self, result: torch.Tensor, source: torch.Tensor, pad: list[int], value: float = 0) -> bool:
+        self._constant(result, float(value))
         for k in range(len(pad) // 2):
-            dim = source.dim() - 1 - k
-            if pad[2 * k] < 0 or pad[2 * k + 1] < 0:
-                self._taint(self._nodes[_memory(result)], self._names(source))
-                return
-            inner = inner.narrow(dim, pad[2 * k], source.shape[dim])
-        self._into_node(inner, source)
-        self._nodes[_memory(result)].filled = True
+            dim, (low, high) = source.dim() - 1 - k, pad[2 * k : 2 * k + 2]
+            source = source.narrow(dim, max(0, -low), source.shape[dim] - max(0, -low) - max(0, -high))
+            result = result.narrow(dim, max(0, low), source.shape[dim])
+        self._copy(result, source)
+        return True
 
-    # Which memory a tensor is in.
+    def _constant(self, result: torch.Tensor, *args: Any, **_: Any) -> bool:
+        """Follow a result of which only the shape is the given tensor's."""
+        is_unknown = any(math.isnan(value) for value in args if isinstance(value, float))
+        self._nodes[_memory(result)].taint(self._blamed(is_unknown))
+        return True
+
+    # Which memory a tensor is in, and what is known of it.
 
     def _index(self, tensor: torch.Tensor) -> int | None:
         return self._runtime.get(_memory(tensor))
@@ -428,62 +614,204 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _node(self, tensor: torch.Tensor) -> _Node | None:
         return self._nodes.get(_memory(tensor))
 
+    def _names(self, tensor: torch.Tensor) -> Collection[str]:
+        """Names whose elements are in a tensor, or that it was calculated from."""
+        node, index = self._node(tensor), self._index(tensor)
+        if node is not None:
+            return node.names
+        if index is not None:
+            writes = [write for write in self._writes[index] if write.parts or write.names]
+            where = View.of(tensor)
+            return {name for write in writes if _meet(write.target, where) for name in write.sources}
+        if not self._looked or tensor.is_meta:
+            return self._blamed(False)
+        return self._blamed(tensor.is_floating_point() and bool(tensor.isnan().any()))
+
+    def _company(self, tensors: Iterable[torch.Tensor]) -> set[str]:
+        nodes = (self._node(tensor) for tensor in tensors)
+        return {name for node in nodes if node is not None for name in node.company}
+
+    def _is_unknown(self, tensor: torch.Tensor) -> bool:
+        """Whether its elements are, or may come from, the checkpoint's."""
+        return self._node(tensor) is not None or (
+            self._index(tensor) is not None and bool(self._names(tensor))
+        )
+
+    def _note(self, func: Any, made: Any, written: list[torch.Tensor]) -> None:
+        """Remember memory that a loader made for itself, should it put elements of the checkpoint there."""
+        for tensor in written:
+            self._unwritten.discard(_memory(tensor))
+        for tensor in _flat((made,)):
+            if _memory(tensor) not in self._made and self._index(tensor) is None:
+                self._made[_memory(tensor)] = _layout(tensor)
+                self._known.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+                if func in _EMPTY:
+                    self._unwritten.add(_memory(tensor))
+
     def _new_node(self, tensor: torch.Tensor) -> _Node:
-        storage = tensor.untyped_storage()
-        dims = sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: (-d[1], d[0] == 1))
-        elements = storage.nbytes() // tensor.element_size()
-        shape = tuple(n for n, _ in dims)
-        if _size(shape) != elements:
-            shape = (elements,)
-        node = _Node(shape=shape, dtype=tensor.dtype)
-        self._nodes[storage._cdata] = node
-        self._alive.append(storage)
+        node = self._nodes[_memory(tensor)] = _Node(shape=_layout(tensor), dtype=tensor.dtype)
+        self._known.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+        return node
+
+    def _adopted(self, tensor: torch.Tensor) -> _Node:
+        """Follow memory from now on that held constants so far, or nothing."""
+        node = self._new_node(tensor)
+        shape = self._made.get(_memory(tensor), node.shape)
+        if math.prod(shape) == math.prod(node.shape):
+            node.shape = shape
+        if _memory(tensor) not in self._unwritten:
+            node.parts = [(None, node.whole)]
         return node
 
     # What it comes to.
 
     def result(self) -> Trace:
-        regions: dict[str, list[tuple[int, Region]]] = {}
-        groups: list[tuple[set[str], set[int]]] = []
-        uncovered: dict[str, int] = {}
-        for index, writes in enumerate(self._writes):
+        groups = _Groups()
+        kept: list[list[_Write]] = []
+        for writes in self._writes:
             last = {write.target: write for write in writes}
-            ordered = [write for write in writes if last[write.target] is write]
-            copies = [write for write in ordered if write.parts]
-            unclear = _overwritten(ordered)
-            for write in ordered:
-                if write.names or write in unclear:
-                    groups.append((set(write.names) | {name for name, _ in write.parts}, {index}))
-            for write in copies:
+            kept.append([write for write in writes if last[write.target] is write])
+            for write in kept[-1]:
+                groups.join(write.sources | write.company)
+                if write.names or not all(is_nested(region.source) for _, region in write.parts):
+                    groups.mark(write.sources)
+            for earlier, later in _collisions(kept[-1]):
+                groups.join(earlier.sources | later.sources | ({later.during} if later.during else set()))
+                groups.mark(earlier.sources)
+        self._join_side_effects(groups, kept)
+        calculated = groups.marked()
+        alone = frozenset().union(*calculated)
+        regions: dict[str, list[tuple[int, Region]]] = {}
+        for index, writes in enumerate(kept):
+            for write in writes:
                 for name, region in write.parts:
-                    regions.setdefault(name, []).extend((index, part) for part in normal(region))
-            for name, view in self._parameters[index]:
-                if missing := _missing(view, ordered):
-                    uncovered[name] = missing
-        for name, found in regions.items():
-            if not all(is_nested(region.source) for _, region in found):
-                groups.append(({name}, {index for index, _ in found}))
-        computed = _joined(groups)
-        for names, indices in computed:
-            for name in names:
-                indices |= {index for index, _ in regions.pop(name, [])}
-        loaded = regions.keys() | {name for names, _ in computed for name in names}
+                    if name not in alone:
+                        regions.setdefault(name, []).append((index, region))
         return Trace(
-            runtimes=tuple(self.runtimes),
+            runtimes=self.runtimes,
             regions={name: tuple(found) for name, found in regions.items()},
-            computed=tuple((frozenset(names), frozenset(indices)) for names, indices in computed if names),
-            unread=frozenset(spec.name for spec in self._schema.tensors) - loaded,
-            uncovered=uncovered,
+            computed=tuple((names, self._written_with(names)) for names in calculated),
+            unread=frozenset(self._specs) - regions.keys() - alone,
+            uncovered={
+                name: missing
+                for index, views in enumerate(self._parameters)
+                for name, view in views
+                if (missing := _missing(view, kept[index]))
+            },
+        )
+
+    def _join_side_effects(self, groups: "_Groups", kept: list[list[_Write]]) -> None:
+        """Join to calculated names those whose elements are written over when a loader loads just them."""
+        while True:
+            marked = groups.marked()
+            for names in marked:
+                for writes, remaining in zip(self._writes, kept, strict=True):
+                    for write in writes:
+                        if not _is_repeated(write, names):
+                            continue
+                        for other in remaining:
+                            if (
+                                other.sources
+                                and not other.sources <= names
+                                and _meet(write.target, other.target)
+                            ):
+                                groups.join(names | other.sources)
+            if groups.marked() == marked:
+                return
+
+    def _written_with(self, names: frozenset[str]) -> frozenset[int]:
+        """The runtimes that a loader writes to when it loads just these names."""
+        return frozenset(
+            index for index, writes in enumerate(self._writes) if any(_is_repeated(w, names) for w in writes)
         )
 
 
+class _Groups:
+    """Sets of names that must be loaded together, of which some are marked: only a loader can load them."""
+
+    def __init__(self) -> None:
+        self._parents: dict[str, str] = {}
+        self._marked: set[str] = set()
+
+    def _root(self, name: str) -> str:
+        self._parents.setdefault(name, name)
+        while (parent := self._parents[name]) != name:
+            self._parents[name] = self._parents[parent]
+            name = parent
+        return name
+
+    def join(self, names: Collection[str]) -> None:
+        roots = [self._root(name) for name in names]
+        for root in roots[1:]:
+            self._parents[self._root(root)] = self._root(roots[0])
+
+    def mark(self, names: Collection[str]) -> None:
+        self._marked |= set(names)
+
+    def marked(self) -> list[frozenset[str]]:
+        roots = {self._root(name) for name in self._marked}
+        groups: dict[str, set[str]] = {}
+        for name in list(self._parents):
+            if (root := self._root(name)) in roots:
+                groups.setdefault(root, set()).add(name)
+        return sorted((frozenset(names) for names in groups.values()), key=min)
+
+
+_FOLLOWED: Mapping[Any, Callable[..., bool]] = {
+    aten.clone.default: _Tracer._clone,
+    aten._to_copy.default: _Tracer._clone,
+    aten.cat.default: _Tracer._cat,
+    aten.stack.default: _Tracer._stack,
+    aten.repeat.default: _Tracer._repeat,
+    aten.index.Tensor: _Tracer._index_rows,
+    aten.index_select.default: _Tracer._select_rows,
+    aten.constant_pad_nd.default: _Tracer._pad,
+    aten.zeros_like.default: _Tracer._constant,
+    aten.ones_like.default: _Tracer._constant,
+    aten.full_like.default: _Tracer._constant,
+    aten.new_zeros.default: _Tracer._constant,
+    aten.new_ones.default: _Tracer._constant,
+    aten.new_full.default: _Tracer._constant,
+}
+
+
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything that a loader may write to: parameters, buffers, and tensors that are plain attributes."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield (f"{path}.{name}" if path else name), value
+
+
+def _is_unknown(value: object) -> bool:
+    """Whether an attribute can only be a checkpoint's, as a trace gives it to loaders."""
+    return (isinstance(value, torch.Tensor) and value.is_meta) or (
+        isinstance(value, float) and math.isnan(value)
+    )
+
+
+def _constant(target: torch.Tensor) -> list[tuple[str | None, Region]]:
+    """What is put into a tensor that is set to a constant."""
+    where = View.of(target)
+    return [(None, Region(source=where, target=where))]
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor's memory, slowest dimension first."""
+    dims = sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: (-dim[1], dim[0] == 1))
+    shape = tuple(n for n, _ in dims)
+    num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return shape if math.prod(shape) == num_elements else (num_elements,)
 
 
 def _flat(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -497,7 +825,7 @@ def _flat(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 def _on_meta(value: Any) -> Any:
     """The same arguments without elements, since no operation mixes real tensors with meta ones."""
     if isinstance(value, torch.Tensor):
-        return value if value.device.type == "meta" else value.to("meta")
+        return value if value.is_meta else value.to("meta")
     if isinstance(value, list | tuple):
         return type(value)(_on_meta(each) for each in value)
     if isinstance(value, dict):
@@ -505,72 +833,66 @@ def _on_meta(value: Any) -> Any:
     return value
 
 
+@cache
+def _outputs(func: Any) -> tuple[tuple[int, str], ...]:
+    """Which arguments an operation writes to."""
+    return tuple(
+        (i, argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _indexed(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(_indexed(each) for each in index)
+    if isinstance(index, list) and index and all(isinstance(each, int) for each in index):
+        return torch.tensor(index, device="cpu")
+    return index
+
+
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operation writes to."""
-    found = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += _flat((value,))
-    return found
+    return list(_flat(args[i] if i < len(args) else kwargs.get(name) for i, name in _outputs(func)))
 
 
-def _returned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    written = _written(func, args, kwargs)
-    return written[0] if len(func._schema.returns) == 1 else tuple(written) or None
+def _meet(one: View, other: View) -> bool:
+    """Whether two views share a position."""
+    if not one.num_elements or not other.num_elements:
+        return False
+    return one.offset < other.end and other.offset < one.end and overlap([one, other])
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
+def _is_repeated(write: _Write, names: frozenset[str]) -> bool:
+    """Whether a loader that loads just these names makes this write."""
+    return not names.isdisjoint(write.sources) or (
+        not write.sources and (write.during is None or write.during in names)
+    )
 
 
-def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether copying keeps every bit pattern apart, also NaNs, and in a way that can be read back."""
-    return source == target or (source == torch.bfloat16 and target == torch.float32)
-
-
-def _overwritten(writes: list[_Write]) -> set[_Write]:
-    """Copies of which a part was written over, by another copy or a constant: their place is not theirs."""
-    loaded = [write for write in writes if write.parts or write.names]
-    if overlap([write.target for write in loaded]):
-        return {write for write in writes if write.parts}
-    spoilt = set()
-    earlier: list[_Write] = []
-    for write in writes:
-        if write.parts or write.names:
-            earlier.append(write)
-            continue
-        for other in earlier:
-            apart = other.target.end <= write.target.offset or write.target.end <= other.target.offset
-            if not apart and overlap([other.target, write.target]):
-                spoilt.add(other)
-    return {write for write in spoilt if write.parts}
+def _collisions(writes: list[_Write]) -> Iterator[tuple[_Write, _Write]]:
+    """Writes of which a part, but not all, was written over by a later one, and that later one."""
+    if not overlap([write.target for write in writes]):
+        return
+    for i, earlier in enumerate(writes):
+        if earlier.sources:
+            for later in writes[i + 1 :]:
+                if _meet(earlier.target, later.target):
+                    yield earlier, later
 
 
 def _missing(view: View, writes: list[_Write]) -> int:
     """How many elements of a parameter no write reaches."""
-    if sum(write.target.num_elements for write in writes if write.parts or write.names) == view.num_elements:
+    if not view.num_elements:
         return 0
-    if not writes:
-        return view.num_elements
-    low = min(view.offset, *(write.target.offset for write in writes))
-    high = max(view.end, *(write.target.end for write in writes))
-    painted = torch.zeros(high - low, dtype=torch.bool)
-    for write in writes:
-        where = write.target
-        painted.as_strided(where.shape, where.strides, where.offset - low).fill_(True)
+    near = [
+        write.target for write in writes if write.target.offset < view.end and view.offset < write.target.end
+    ]
+    is_inside = all(view.offset <= each.offset and each.end <= view.end for each in near)
+    if is_inside and view.num_elements == view.end - view.offset and not overlap(near):
+        return view.num_elements - sum(each.num_elements for each in near)
+    low = min(each.offset for each in (view, *near))
+    painted = torch.zeros(max(each.end for each in (view, *near)) - low, dtype=torch.bool)
+    for each in near:
+        painted.as_strided(each.shape, each.strides, each.offset - low).fill_(True)
     return int((~painted.as_strided(view.shape, view.strides, view.offset - low)).sum())
-
-
-def _joined(groups: list[tuple[set[str], set[int]]]) -> list[tuple[set[str], set[int]]]:
-    """Join groups that share a name."""
-    joined: list[tuple[set[str], set[int]]] = []
-    for names, indices in groups:
-        shared = [each for each in joined if each[0] & names]
-        joined = [each for each in joined if each not in shared]
-        every = names.union(*(each[0] for each in shared)), indices.union(*(each[1] for each in shared))
-        joined.append(every)
-    return joined

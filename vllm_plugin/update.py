@@ -54,7 +54,7 @@ class Staged:
 
 
 class Updater:
-    """Moves the live weights from version to version: `stage`, `prove`, `commit`, then `accept` or `roll_back`.
+    """Moves the live weights between versions: `stage`, `prove`, `commit`, then `accept` or `roll_back`.
 
     Before the first of them, all ranks `trace`, `follow` what they found, and `adopt` the version that
     they hold already, if any.
@@ -102,7 +102,7 @@ class Updater:
 
     @property
     def replaces_all(self) -> bool:
-        """Whether what is staged starts from an anchor, so that only the live weights themselves can prove it."""
+        """Whether what is staged starts from an anchor, so that only the weights as written can prove it."""
         return self._staged is not None and self._staged.plan.anchor is not None
 
     # Opening: the map, and the version that is held already.
@@ -143,8 +143,9 @@ class Updater:
         sums = self._live.map.total(claims)
         if wrong := [name for name, found in sums.items() if found != recorded[name]]:
             raise StateMismatch(
-                f"{len(wrong)} tensors of the live weights are no longer those of version {self.held.version}, "
-                f"such as {wrong[0]!r}: something else wrote to them; the next update starts from an anchor"
+                f"{len(wrong)} tensors of the live weights are no longer those of version "
+                f"{self.held.version}, such as {wrong[0]!r}: something else wrote to them; "
+                "the next update starts from an anchor"
             )
 
     def sums(self, first: int, num_elements: int) -> dict[str, Any]:

@@ -35,7 +35,11 @@ class ServerStatus:
 
     initialised: bool
     """Every rank has a store open."""
+    num_engines: int
+    """Data-parallel engines of the server, of which one answered."""
     run_id: str | None
+    store: str | None
+    """URL of the store that it follows."""
     held: int | None
     """The version that every rank serves; None where one serves none, or they differ."""
     state_digest: str | None
@@ -75,7 +79,7 @@ class VllmServer:
         self._http = httpx.Client(base_url=self.url, timeout=timeout_s, limits=fresh)
 
     def status(self) -> ServerStatus:
-        """Ask every rank what it serves. With data parallelism one engine answers for itself."""
+        """Ask every rank what it serves. With data parallelism one engine answers, for itself alone."""
         ranks = self._every_rank("delta_status")
 
         def agreed(key: str) -> Any:
@@ -85,7 +89,9 @@ class VllmServer:
         failed = [rank["last_error"] for rank in ranks if rank["last_error"]]
         return ServerStatus(
             initialised=all(rank["initialised"] for rank in ranks),
+            num_engines=max(rank["num_engines"] for rank in ranks),
             run_id=agreed("run_id"),
+            store=agreed("store"),
             held=agreed("held"),
             state_digest=agreed("state_digest"),
             update_open=any(rank["update_open"] for rank in ranks),
@@ -99,11 +105,24 @@ class VllmServer:
         """Return each rank's digests of its live parameters and buffers; reads all of them."""
         return self._every_rank("delta_fingerprint")
 
-    def init_weight_transfer(self, store: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        """Have the server open a store, and find out which of its versions it serves already."""
+    def sums(self, first: int, num_elements: int) -> list[dict[str, Any]]:
+        """Have each rank digest a part of its live weights; see `DeltaWorkerExtension.delta_sums`."""
+        return self._every_rank("delta_sums", first, num_elements)
+
+    def init_weight_transfer(
+        self, store: str, storage_options: Mapping[str, Any] | None = None, *, scratch: str | None = None
+    ) -> None:
+        """Have the server open a store, and find out which of its versions it serves already.
+
+        Args:
+            scratch: folder on the server's local disk, of its user alone, in which the ranks of a host share
+                what they fetch; None for one in the system's folder for temporary files.
+        """
         info: dict[str, Any] = {"store": store}
         if storage_options:
             info["storage_options"] = dict(storage_options)
+        if scratch is not None:
+            info["scratch"] = scratch
         self._post("/init_weight_transfer_engine", {"init_info": info})
 
     def prefetch(self, version: int) -> None:
@@ -190,11 +209,12 @@ class VllmServer:
 
         Raises:
             Any error of the calls it makes. The server serves the version it did, or its status says
-            that it is torn, or that a switch is to be ended, and generation stays paused until then.
+            that it is torn, or that a switch is to be ended, and generation stays paused until then. Of
+            several data-parallel engines some may have switched, so they stay paused until `apply` succeeds.
         """
         status = self.status()
         begun = status.switch
-        if begun is not None and not status.torn:
+        if begun is not None and not status.torn and status.num_engines == 1:
             self.end_switch(begun)
             begun = None
         self.prefetch(version)
@@ -209,8 +229,9 @@ class VllmServer:
             self.finish_weight_update(str(version))
         except PatchstoreError:
             with suppress(PatchstoreError):
-                # Parts of two versions must not answer: a torn server stays paused until an anchor mends it.
-                if not self.status().torn:
+                # Parts of two versions must not answer: a torn server stays paused until an anchor mends it,
+                # and so do several engines, of which some may have switched, until all of them have.
+                if not ((after := self.status()).torn or after.num_engines > 1):
                     self.end_switch(switch)
             raise
         self.end_switch(switch)
@@ -239,8 +260,8 @@ class VllmServer:
     ) -> None:
         self.close()
 
-    def _every_rank(self, method: str) -> list[dict[str, Any]]:
-        results = self._post("/collective_rpc", {"method": method})["results"]
+    def _every_rank(self, method: str, *args: int) -> list[dict[str, Any]]:
+        results = self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
         if not results or not all(isinstance(result, dict) for result in results):
             raise ServerUnavailable(f"{self.url} answered {method} with {results!r:.200}; restart the server")
         return list(results)

@@ -1,4 +1,4 @@
-"""One architecture in one layout: are the weights after updates those of a fresh start from the same version?"""
+"""One architecture in one layout: are weights after updates those of a fresh start from the same version?"""
 
 from collections.abc import Mapping
 from contextlib import closing
@@ -17,7 +17,7 @@ from patchstore.rebuild import replay
 from patchstore.stores import open_store
 
 COMPARED = (1, NEWEST)
-"""Versions whose weights are compared: after a delta on an anchor, and after two deltas and another anchor."""
+"""Versions that are compared: a delta after an anchor, and one after deltas and another anchor."""
 
 Verdict = Literal["equal", "not offered by vLLM", "refused", "FAILED"]
 State = tuple[list[dict[str, str]], list[Any]]
@@ -126,7 +126,9 @@ class _Case:
         return differences(state, truth) or "equal"
 
     def _state(self, llm: LLM) -> State:
-        return llm.collective_rpc("delta_fingerprint"), answers(llm) if self._generates else []
+        # The first answer may convert a buffer, such as the cache of rotations, so this comes first.
+        said = answers(llm) if self._generates else []
+        return llm.collective_rpc("delta_fingerprint"), said
 
 
 def differences(state: State, truth: State) -> str:

@@ -9,12 +9,15 @@ import os
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    # Some functions of the sampler are compiled even if all else is eager.
+    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # The engine's core runs in the process that made it, so that its errors arrive there.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+import importlib
 import multiprocessing
 import re
 import signal
@@ -30,6 +33,16 @@ from vllm import LLM, SamplingParams
 from vllm.v1.executor import multiproc_executor
 
 import patchstore.errors
+
+# What starting an engine imports: 6 s each time, were it not here already.
+for _each in (
+    "model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "renderers.hf",
+    "v1.engine.llm_engine",
+    "v1.worker.cpu_model_runner",
+    "v1.worker.cpu_worker",
+):
+    importlib.import_module(f"vllm.{_each}")
 
 # Workers are forks too. On the CPU vLLM insists on spawning, which imports everything again: 40 s on 2 cores.
 multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
@@ -56,7 +69,7 @@ class Engine:
     arguments: Mapping[str, Any]
     """Of the layout and the architecture."""
     log: Path
-    time_limit_s: float = 180
+    time_limit_s: float = 300
 
     def run(self, work: Callable[[LLM], Any]) -> Any:
         """Start the engine, let it do some work in its process, and return what that returned.
@@ -127,7 +140,8 @@ _REFUSED = [
     re.compile(rf"\b({'|'.join(_KINDS)}): (.+)"),
     re.compile(rf"RuntimeError: .*?\[({'|'.join(_KINDS.values())})\] (.+)"),
 ]
-_FAILED = re.compile(r"\b\w*(?:Error|Exception): (?!Tokenizer not available|cancelled|Engine core init).+")
+_INVALID = re.compile(r"^  Value error, (.+?)(?: \[type=.*)?$", re.MULTILINE)
+_FAILED = re.compile(r"\b(\w*(?:Error|Exception): (?!Tokenizer not available|cancelled|Engine core init).+)")
 
 
 def _explain(result: str, log: str) -> EngineFailed:
@@ -137,6 +151,6 @@ def _explain(result: str, log: str) -> EngineFailed:
             return EngineFailed(found[2].strip(), refused=True)
     if "Segfault encountered" in log:
         return EngineFailed("a worker crashed (segmentation fault)", refused=False)
-    if found := _FAILED.search(log):
-        return EngineFailed(found[0].strip(), refused=False)
+    if found := _INVALID.search(log) or _FAILED.search(log):
+        return EngineFailed(found[1].strip(), refused=False)
     return EngineFailed(result.strip().partition("\n")[0], refused=False)

@@ -34,7 +34,8 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         "tp2": Layout(engine={"tensor_parallel_size": 2}),
         # The kernel for experts on the CPU crashes at the first token: it ignores which experts a rank has.
         "ep2": Layout(engine={"tensor_parallel_size": 2, "enable_expert_parallel": True}, generates=False),
-        "pp2": Layout(engine={"pipeline_parallel_size": 2}),
+        # The second stage has no buffers for what the first one sends, unless vLLM compiles the model.
+        "pp2": Layout(engine={"pipeline_parallel_size": 2}, generates=False),
         "transformers": Layout(engine={"model_impl": "transformers"}),
     }
 )
@@ -62,6 +63,9 @@ class Architecture:
         return self.not_offered.get(layout)
 
 
+_NOT_COMPATIBLE = {"transformers": "its implementation in transformers is not compatible with vLLM"}
+_NO_ATTENTION = {"transformers": "a layer without attention cannot be handled"}
+
 _ATTENTION = {
     "hidden_size": 128,
     "num_hidden_layers": 2,
@@ -74,7 +78,8 @@ _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size":
 _DEEPSEEK = {
     **_ATTENTION,
     "num_key_value_heads": 4,
-    # The only sizes that vLLM's latent attention for CPUs has.
+    # Of the part with positions. The only sizes that vLLM's latent attention for CPUs has are 512 and 64.
+    "head_dim": 64,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32,
@@ -145,6 +150,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 config=_config(
                     "GPT2Config", n_embd=128, n_layer=2, n_head=4, n_positions=256, tie_word_embeddings=True
                 ),
+                not_offered={
+                    "transformers": "its loader skips c_attn.bias, whose name ends like that of a buffer"
+                },
             ),
             Architecture(
                 name="falcon",
@@ -157,10 +165,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                     new_decoder_architecture=True,
                     tie_word_embeddings=True,
                 ),
+                not_offered=_NOT_COMPATIBLE,
             ),
             Architecture(
                 name="bloom",
                 config=_config("BloomConfig", hidden_size=128, n_layer=2, n_head=4, tie_word_embeddings=True),
+                not_offered=_NOT_COMPATIBLE,
             ),
             Architecture(name="olmo2", config=_config("Olmo2Config", **_ATTENTION)),
             Architecture(
@@ -207,7 +217,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 name="glm4-moe",
                 config=_config(
                     "Glm4MoeConfig",
-                    **_ATTENTION,
+                    **_ATTENTION | {"num_hidden_layers": 4},
                     n_routed_experts=8,
                     num_experts_per_tok=2,
                     n_shared_experts=1,
@@ -241,12 +251,15 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                     attention_chunk_size=128,
                 ),
                 experts=True,
+                not_offered={
+                    "transformers": "its loader fails at the fused experts: their size does not match"
+                },
             ),
             Architecture(
                 name="qwen3-next",
                 config=_config(
                     "Qwen3NextConfig",
-                    **_ATTENTION | _alternating("linear_attention", "full_attention"),
+                    **_ATTENTION | _alternating(*["linear_attention", "full_attention"] * 2),
                     **_EXPERTS,
                     shared_expert_intermediate_size=64,
                     linear_num_key_heads=2,
@@ -255,6 +268,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                     linear_value_head_dim=64,
                 ),
                 experts=True,
+                not_offered=_NO_ATTENTION,
             ),
             Architecture(
                 name="mamba2",
@@ -268,6 +282,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                     n_groups=2,
                     state_size=32,
                 ),
+                not_offered=_NO_ATTENTION | {"pp2": "pipeline parallelism is not supported for this model"},
             ),
         )
     }

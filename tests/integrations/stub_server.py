@@ -25,6 +25,9 @@ class StubServer:
         self.found: int | None = None
         """The version that it finds it has when it opens a store."""
         self.num_ranks = 1
+        self.num_engines = 1
+        self.opened: dict[str, Any] = {}
+        """What the server was told to open."""
         self.url = ""
         self.page: bytes | None = None
         """What any route answers instead, as a server does that is not vLLM."""
@@ -48,6 +51,8 @@ class StubServer:
         return {
             "rank": rank,
             "initialised": self.initialised,
+            "num_engines": self.num_engines,
+            "store": self.opened.get("store"),
             "run_id": self.run_id if self.initialised else None,
             "held": self.held_by_rank.get(rank, self.held),
             "state_digest": None,

@@ -1,10 +1,12 @@
 """The extension under test, and ways to make its updates fail where a real machine would."""
 
+import errno
 import os
 import signal
 from collections.abc import Callable
 from typing import Any
 
+from patchstore import fetch, spool
 from patchstore.errors import LoadFailed
 from vllm_plugin import DeltaWorkerExtension
 from vllm_plugin.live import Change
@@ -62,8 +64,10 @@ class FailingExtension(DeltaWorkerExtension):
 
         live.write, live.load = failing_write, failing_load
 
-    def delta_write_behind(self, name: str) -> None:
-        """Flip one bit of a parameter, as something that is not the engine might."""
+    def delta_write_behind(self, name: str, rank: int = 0) -> None:
+        """Change one element of a parameter, as something that is not the engine might."""
+        if rank != self.rank:
+            return
         parameter = dict(self.model_runner.get_model().named_parameters())[name]
         parameter.data.view(-1)[:1].neg_()
 
@@ -75,6 +79,32 @@ class FailingExtension(DeltaWorkerExtension):
     def delta_addresses(self) -> dict[str, int]:
         """Where each parameter lies."""
         return {n: p.data_ptr() for n, p in self.model_runner.get_model().named_parameters()}
+
+    def delta_count_downloads(self) -> list[str]:
+        """Return the keys of the payloads that this worker downloaded since the last call."""
+        if not hasattr(spool.download, "keys"):
+            download, keys = spool.download, []
+
+            def counting(store: Any, wanted: Any, path: Any) -> None:
+                keys.append(wanted.key)
+                download(store, wanted, path)
+
+            counting.keys = keys
+            spool.download = counting
+        keys = list(spool.download.keys)
+        spool.download.keys.clear()
+        return keys
+
+    def delta_fill_disk(self) -> None:
+        """Let the next download find the disk full, after a part of it."""
+        chunks = fetch.chunks
+
+        def failing(*args: Any) -> Any:
+            fetch.chunks = chunks
+            yield next(chunks(*args))[:100]
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        fetch.chunks = failing
 
     def delta_die_while_staging(self, rank: int) -> None:
         """Kill this worker when it next stages, once it has fetched."""

@@ -1,6 +1,9 @@
 """One real server through all that an update can do to it."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from trainer import served
 
 from patchstore import PatchstoreError, layout, replay
 from patchstore import manifest as manifests
-from patchstore.errors import ServerUnavailable
+from patchstore.errors import ServerUnavailable, StateMismatch
 from patchstore.integrations.follow import Follow
 from patchstore.integrations.vllm_server import VllmServer
 
@@ -50,8 +53,12 @@ def live(server: VllmServer) -> dict[str, str]:
     return {name: digest for name, digest in fingerprint.items() if name.endswith(".weight")}
 
 
+def call(server: VllmServer, method: str, *args: object) -> list:
+    return server._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
+
+
 def fail_writes(server: VllmServer, num_failures: int) -> None:
-    server._post("/collective_rpc", {"method": "delta_fail_writes", "args": [num_failures]})
+    call(server, "delta_fail_writes", num_failures)
 
 
 @pytest.fixture
@@ -256,6 +263,101 @@ def test_a_load_that_fails_halfway_is_rolled_back(server, trainer, refused):
 
     server.apply(1)
     assert live(server) == served(trainer.history[1])
+
+
+def test_a_full_disk_is_said_and_a_later_try_succeeds(server, trainer, refused):
+    trainer.step()
+    call(server, "delta_fill_disk")
+    assert "No space left" in str(refused("server-unavailable", lambda: server.apply(1)))
+    server.apply(1)
+    assert live(server) == served(trainer.history[1])
+
+
+@pytest.mark.parametrize("after", [1, 9])
+def test_an_anchor_that_fails_halfway_leaves_the_version_before(server, new_trainer, refused, after):
+    trainer = new_trainer(anchor_every=2)
+    for _ in range(3):
+        trainer.step(density=0.5)
+    server.init_weight_transfer(trainer.url)
+    server.apply(1)
+    call(server, "delta_fail_anchors", after)
+    # Back from 1 to 0 there is no delta.
+    refused("load-failed", lambda: server.apply(0))
+
+    server.apply(0)
+    assert live(server) == served(trainer.history[0])
+
+
+def test_weights_that_something_else_wrote_to_are_noticed_and_mended(server, trainer):
+    call(server, "delta_write_behind", "model.norm.weight")
+    trainer.step(density=1.0)
+
+    with pytest.raises(StateMismatch, match=r"model\.norm\.weight.*something else wrote"):
+        server.apply(1)
+
+    assert (server.status().torn, server.status().held) == (True, None)
+    server.apply(1)
+    assert live(server) == served(trainer.history[1])
+
+
+def test_a_parameter_that_moved_is_refused_until_the_store_is_opened_again(server, trainer):
+    trainer.step()
+    call(server, "delta_move", "model.layers.0.mlp.down_proj.weight")
+    with pytest.raises(PatchstoreError, match="open it again"):
+        server.apply(1)
+
+    server.init_weight_transfer(trainer.url)
+    assert server.status().held == 0
+    server.apply(1)
+    assert live(server) == served(trainer.history[1])
+
+
+def test_parameters_keep_their_addresses(server, new_trainer):
+    trainer = new_trainer(anchor_every=2)
+    trainer.publish()
+    server.init_weight_transfer(trainer.url)
+    for _ in range(3):
+        trainer.step()
+    server.apply(0)
+    before = call(server, "delta_addresses")
+    for version in (1, 3, 0, 2):
+        server.apply(version)
+    assert call(server, "delta_addresses") == before
+
+
+def test_a_request_under_way_survives_an_update(server, trainer):
+    trainer.step()
+    question = {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": 120, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=question, timeout=120)
+        server.apply(1)
+        answered = asked.result().raise_for_status().json()
+    assert answered["usage"]["completion_tokens"] == 120
+    assert live(server) == served(trainer.history[1])
+
+
+def test_status_tells_what_is_served_and_how(server, trainer):
+    trainer.step()
+    server.apply(1)
+    (rank,) = server.status().ranks
+    assert (rank["held"], rank["parent"], rank["step"], rank["torn"]) == (1, 0, 2, False)
+    mapped = rank["map"]
+    assert (mapped["mapped"], mapped["is_proved"]) == (len(trainer.tensors), True)
+    assert (mapped["num_computed"], mapped["num_partial"], mapped["num_absent"]) == (0, 0, 0)
+    assert rank["timings"].keys() >= {"fetch", "stage", "commit"}
+
+
+def test_the_command_proves_what_a_server_serves(server, trainer):
+    trainer.step()
+    server.apply(1)
+    command = [sys.executable, "-m", "patchstore.cli", "verify", "--server", server.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"serves version 1, state {server.status().state_digest[7:19]}" in done.stdout
+
+    call(server, "delta_write_behind", "model.norm.weight")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = " ".join(done.stderr.split())
+    assert (done.returncode, "1 tensors differ, such as model.norm.weight" in said) == (3, True)
 
 
 def test_a_torn_model_says_so_and_is_mended_by_an_anchor(server, trainer):

@@ -3,6 +3,8 @@
 import pytest
 
 from patchstore import PatchstoreError
+from patchstore.errors import ServerUnavailable, StateMismatch
+from patchstore.integrations.proof import prove
 
 # A server may take minutes to start on a busy machine.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -10,8 +12,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 SERVER_ARGUMENTS = ("--tensor-parallel-size", "2")
 
 
+def call(server, method: str, *args: object) -> list:
+    return server._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
+
+
 def fail_writes(server, num_failures: int, rank: int) -> None:
-    server._post("/collective_rpc", {"method": "delta_fail_writes", "args": [num_failures, rank]})
+    call(server, "delta_fail_writes", num_failures, rank)
 
 
 def ranks(server, key: str) -> list:
@@ -55,10 +61,65 @@ def test_a_torn_rank_makes_a_torn_server_and_an_anchor_mends_it(server, trainer)
     with pytest.raises(PatchstoreError) as caught:
         server.apply(1)
     assert caught.value.kind == "torn"
-    assert ranks(server, "torn") == [True, False]
-    assert server.status().held is None
+    # Rank 1 put its weights back, but must not go on from there alone.
+    assert ranks(server, "torn") == [True, True]
+    assert ranks(server, "held") == [None, None]
 
     server.apply(1)
 
     assert ranks(server, "torn") == [False, False]
-    assert server.status().held == 1
+    assert ranks(server, "held") == [1, 1]
+    assert prove(trainer.store, server).num_proved == len(trainer.tensors)
+
+
+def test_live_weights_are_proved_over_both_ranks(server, trainer):
+    trainer.step()
+    server.apply(1)
+
+    proof = prove(trainer.store, server, 1, num_elements=5000)
+
+    assert (proof.manifest.version, proof.num_proved) == (1, len(trainer.tensors))
+    assert (proof.computed, proof.unproved) == ((), ())
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.gate_up_proj.weight"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bit_that_changed_in_one_rank_is_noticed_and_mended(server, trainer, name, rank):
+    # The one is a copy of what the other rank has too, the other a slice that only this rank has.
+    call(server, "delta_write_behind", name, rank)
+
+    with pytest.raises(StateMismatch):
+        prove(trainer.store, server)
+    trainer.step(density=1.0)
+    with pytest.raises(StateMismatch):
+        server.apply(1)
+    assert ranks(server, "torn") == [True, True]
+    server.apply(1)
+    assert prove(trainer.store, server).manifest.version == 1
+
+
+def test_each_payload_is_downloaded_once_for_both_ranks(server, trainer):
+    manifest = trainer.step()
+    call(server, "delta_count_downloads")
+
+    server.apply(1)
+
+    each_rank = call(server, "delta_count_downloads")
+    assert [key for keys in each_rank for key in keys] == [payload.key for payload in manifest.delta.payloads]
+    assert ranks(server, "held") == [1, 1]
+
+
+def test_a_worker_killed_while_staging_leaves_whole_versions_behind(
+    server, trainer, process, model, tmp_path
+):
+    trainer.step()
+    call(server, "delta_die_while_staging", 1)
+    with pytest.raises(ServerUnavailable):
+        server.apply(1)
+
+    process.stop()
+    process.start(model)
+    server.init_weight_transfer(trainer.url, scratch=str(tmp_path / "scratch"))
+    assert ranks(server, "held") == [0, 0]
+    server.apply(1)
+    assert prove(trainer.store, server).manifest.version == 1
