@@ -28,6 +28,9 @@ def machine() -> dict[str, Any]:
 
 def show(title: str, rows: Iterable[dict[str, Any]]) -> None:
     """Print rows as tables, one for each run of rows with equal keys; a row alone becomes a column."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
     for keys, group in groupby(rows, key=tuple):
         several = list(group)
         if len(several) == 1:
@@ -44,7 +47,7 @@ def show(title: str, rows: Iterable[dict[str, Any]]) -> None:
             table.add_column(name, justify="right", no_wrap=True)
         for line in lines:
             table.add_row(*line)
-        Console().print(table)
+        console.print(table)
 
 
 def _cell(value: object) -> str:

@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -78,16 +78,14 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     shape = SHAPES[args.shape]
     with tempfile.TemporaryDirectory(prefix="patchstore-apply-") as temporary:
         folder = Path(temporary)
-        worker = _start(shape, folder / "model", args.engine)
-        server = Server(worker, upstream)
-        device = server.device if args.no_store else torch.device("cpu")
-        with Trainer(shape, device, None if args.no_store else folder / "store") as trainer:
-            about = {"shape": shape.name, "store": not args.no_store, **_software(server.device)}
-            yield about | server.open(trainer, folder / "spool")
-            for density in args.densities:
-                for row in _rounds(server, trainer, ways, density, args.repeats):
-                    yield about | row
-        server.close()
+        with closing(Server(_start(shape, folder / "model", args.engine), upstream)) as server:
+            device = server.device if args.no_store else torch.device("cpu")
+            with Trainer(shape, device, None if args.no_store else folder / "store") as trainer:
+                about = {"shape": shape.name, "tensors_on": device.type, **_software(server.device)}
+                yield about | server.open(trainer, folder / "spool")
+                for density in args.densities:
+                    for row in _rounds(server, trainer, ways, density, args.repeats):
+                        yield about | row
 
 
 def _ways(asked: Sequence[Way] | None, *, has_upstream: bool, has_store: bool) -> list[Way]:
@@ -277,8 +275,9 @@ class Server:
         """Map the weights and load version 0; returns what that took."""
         row: dict[str, Any] = {}
         if trainer.store is not None:
-            init = {"store": trainer.store.url, "scratch": str(spool)}
-            self._worker.init_weight_transfer_engine(init)
+            self._worker.init_weight_transfer_engine(
+                init_info={"store": trainer.store.url, "scratch": str(spool)}
+            )
             self._live, self._updater = self._engine.live, self._engine.updater
             # The first anchor goes through vLLM's loader, and proves the map; any other through the map.
             row |= self._load_anchor("anchor") | self._load_anchor("anchor_again")
@@ -306,7 +305,7 @@ class Server:
         with _peak(self.device) as peak:
             began = time.perf_counter()
             self._worker.start_weight_update()
-            self._worker.update_weights({"version": 0})
+            self._worker.update_weights(update_info={"version": 0})
             staged = time.perf_counter()
             self._worker.finish_weight_update()
             ended = time.perf_counter()
@@ -454,19 +453,15 @@ def _start(shape: Shape, folder: Path, arguments: Mapping[str, Any]) -> Any:
             **arguments,
         },
     )
-    (worker,) = llm.collective_rpc(_Itself())
-    # Its engine must outlive this call.
+    (worker,) = llm.collective_rpc(_itself)
+    # The engine must outlive this call.
     worker.benchmarked_by = llm
     return worker
 
 
-class _Itself:
-    """A method of the worker that returns it."""
-
-    __name__ = "itself"
-
-    def __call__(self, worker: Any) -> Any:
-        return worker
+def _itself(worker: Any) -> Any:
+    """Called in the worker, whose wrapper some versions pass instead."""
+    return getattr(worker, "worker", worker)
 
 
 def _upstream(path: Path | None) -> ModuleType | None:
@@ -491,14 +486,18 @@ def _peak(device: torch.device) -> Iterator[dict[str, int]]:
     """Measure how far memory grows: of the `host` (resident, mapped files included) and of the `device`."""
     peak: dict[str, int] = {}
     gc.collect()
-    # Resets the kernel's high-water mark of this process.
-    Path("/proc/self/clear_refs").write_text("5")
+    # Resets the kernel's high-water mark of this process; not every container may.
+    has_reset = False
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+        has_reset = True
     before, allocated = _status("VmRSS"), 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         allocated = torch.cuda.memory_allocated()
     yield peak
-    peak["host"] = _status("VmHWM") - before
+    if has_reset:
+        peak["host"] = _status("VmHWM") - before
     if device.type == "cuda":
         peak["device"] = torch.cuda.max_memory_allocated() - allocated
 

@@ -45,6 +45,11 @@ def of_tensor(tensor: torch.Tensor) -> Sums:
     return Sums(*reference.sum_all(bits(tensor)))
 
 
+def of_run(first: int, values: torch.Tensor) -> Sums:
+    """Sum over elements that follow each other from position `first` on."""
+    return Sums(*reference.sum_all(bits(values), first))
+
+
 def of_elements(indices: torch.Tensor, values: torch.Tensor) -> Sums:
     """Sum over the elements with these positions and values; both [num]."""
     return Sums(*reference.sum_at(indices, bits(values)))

@@ -125,8 +125,12 @@ class LiveWeights:
         flat, total = self._flat(index), Sums()
         for part in pieces(region, PIECE):
             held = flat.as_strided(part.target.shape, part.target.strides, part.target.offset).reshape(-1)
-            at = positions(part.source, held.device)
-            total = total.plus(digest.of_elements(at, _narrowed(held, spec)))
+            narrowed = _narrowed(held, spec)
+            if part.source.strides in {(), (1,)}:
+                found = digest.of_run(part.source.offset, narrowed)
+            else:
+                found = digest.of_elements(positions(part.source, held.device), narrowed)
+            total = total.plus(found)
         return total
 
     def misplaced(self, loaded: Mapping[str, torch.Tensor]) -> list[str]:
@@ -140,7 +144,7 @@ class LiveWeights:
         for name in sorted(loaded.keys() & self.map.regions.keys()):
             spec, elements = specs[name], bits(loaded[name])
             chosen = torch.randint(max(1, spec.num_elements), (NUM_SAMPLES,), generator=random)
-            chosen = chosen.unique()[: spec.num_elements]
+            chosen = torch.unique(chosen)[: spec.num_elements]
             for index, region in self.map.regions[name]:
                 inside, mask, target = locate(region, chosen.to(self.device))
                 at = chosen[inside] if mask is None else chosen[inside][mask.cpu()]
@@ -181,7 +185,7 @@ class LiveWeights:
                 if mask is not None:
                     at, new = at[mask], new[mask]
                 flat = self._flat(index)
-                old = flat[target]
+                old = flat.index_select(0, target)
                 parts.setdefault(index, []).append((_index(target, flat), _widened(new, spec, flat), old))
                 if keep_old:
                     before = digest.of_elements(at, _narrowed(old, spec))
@@ -201,8 +205,9 @@ class LiveWeights:
         """
         for index, each in change.scatters.items():
             flat = self._flat(index)
-            flat[each.positions] = each.new
-            if not torch.equal(flat[each.positions], each.new):
+            # Three times as fast on the CPU as indexing with a tensor.
+            flat.scatter_(0, each.positions.to(torch.int64), each.new)
+            if not torch.equal(flat.index_select(0, each.positions), each.new):
                 raise LoadFailed(f"{self.map.runtimes[index].names[0]!r} did not keep what was written to it")
 
     def gather_back(self, change: Change) -> None:
@@ -282,6 +287,11 @@ class LiveWeights:
             if not torch.equal(flat.cpu(), data):
                 raise LoadFailed(f"{self.map.runtimes[index].names[0]!r} did not keep what was written to it")
 
+    def registered(self) -> set[int]:
+        """Runtimes of parameters and buffers: all that a loader may write to, but not the KV cache."""
+        names = {name for model in self._models for name, _ in _tensors(model)}
+        return {i for i, each in enumerate(self.map.runtimes) if not names.isdisjoint(each.names)}
+
     def written(self) -> set[int]:
         """Runtimes that any name of the checkpoint reaches."""
         copied = {index for found in self.map.regions.values() for index, _ in found}
@@ -294,8 +304,10 @@ class LiveWeights:
 def flat(runtime: Runtime) -> torch.Tensor:
     """All of a runtime's memory as integers of its element width, [num_elements]."""
     width = bits(torch.empty(0, dtype=runtime.dtype)).dtype
-    view = torch.empty(0, dtype=width, device=runtime.storage.device)
-    return view.set_(runtime.storage, 0, (runtime.storage.nbytes() // width.itemsize,))
+    num_elements = runtime.storage.nbytes() // width.itemsize
+    return torch.empty(0, dtype=width, device=runtime.storage.device).set_(
+        runtime.storage, 0, (num_elements,), (1,)
+    )
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

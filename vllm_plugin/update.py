@@ -295,8 +295,10 @@ class Updater:
             before, after = _patched(computed, patches)
             written = {index for _, indices in groups for index in indices}
             if anchor:
-                # While the map is not proved, nor is it that the loader writes nowhere else.
-                written = self._live.written() if self.is_map_proved else set(range(len(mapped.runtimes)))
+                written = self._live.written()
+                if not self.is_map_proved:
+                    # Nor is it proved then that the loader writes nowhere else.
+                    written |= self._live.registered()
             saved = self._live.save(written)
             _wait_for(self._live.device)
             timings = {"fetch": fetched - began, "stage": time.monotonic() - fetched}

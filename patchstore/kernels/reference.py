@@ -43,8 +43,8 @@ def _mix(u: torch.Tensor) -> tuple[int, int]:
     return first, second
 
 
-def sum_all(bits: torch.Tensor) -> tuple[int, int]:
-    """Return the two digest sums of a whole tensor, modulo 2**64.
+def sum_all(bits: torch.Tensor, first: int = 0) -> tuple[int, int]:
+    """Return the two digest sums of a whole tensor, or of a run of its elements, modulo 2**64.
 
     An element at position i (from 0) with bits x (zero-extended) adds, modulo 2**64:
         u = A * (i + 1) + B * x;  t = u ^ (u >> 32);  z = M * t;  y = z ^ (z >> 32)
@@ -53,21 +53,22 @@ def sum_all(bits: torch.Tensor) -> tuple[int, int]:
 
     Args:
         bits: flat integer tensor, [num_elements].
+        first: position of the first of them.
 
     Example: bits [1] give u = 0x6fecc3ec50dd6918, the sums 0x9776c6b6230390f and 0x3a180016f332d45.
     """
     mask = (1 << (8 * bits.element_size())) - 1
     chunk = CHUNK if bits.device.type == "cpu" else DEVICE_CHUNK
     ramp = torch.arange(1, min(chunk, bits.numel()) + 1, device=bits.device) * _signed(A)
-    first = second = 0
+    total, products = 0, 0
     for start in range(0, bits.numel(), chunk):
         u = bits[start : start + chunk].to(torch.int64, copy=True)
         if bits.element_size() < 8:
             u.bitwise_and_(mask)
-        u.mul_(_signed(B)).add_(ramp[: u.numel()]).add_(_signed(start * A))
+        u.mul_(_signed(B)).add_(ramp[: u.numel()]).add_(_signed((first + start) * A))
         one, two = _mix(u)
-        first, second = first + one, second + two
-    return first % 2**64, second % 2**64
+        total, products = total + one, products + two
+    return total % 2**64, products % 2**64
 
 
 def sum_at(indices: torch.Tensor, bits: torch.Tensor) -> tuple[int, int]:

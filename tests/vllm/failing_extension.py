@@ -91,9 +91,9 @@ class FailingExtension(DeltaWorkerExtension):
 
             counting.keys = keys
             spool.download = counting
-        keys = list(spool.download.keys)
+        counted = list(spool.download.keys)
         spool.download.keys.clear()
-        return keys
+        return counted
 
     def delta_fill_disk(self) -> None:
         """Let the next download find the disk full, after a part of it."""

@@ -30,13 +30,18 @@ _ENVIRONMENT = {
 class ServerProcess:
     """Starts, kills and restarts one server under one URL."""
 
-    def __init__(self, log: Path, *arguments: str) -> None:
+    def __init__(self, log: Path, *arguments: str, eager: bool = True) -> None:
+        """Choose a port.
+
+        Args:
+            eager: False to let vLLM compile the model and capture graphs.
+        """
         self.log = log
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
-        self._arguments = arguments
+        self.arguments = (*(["--enforce-eager"] if eager else []), *arguments)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, model: Path) -> None:
@@ -46,12 +51,12 @@ class ServerProcess:
             # What the `vllm` command runs, also where it was not installed as a script.
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
             *("--host", "127.0.0.1", "--port", str(self._port), "--served-model-name", MODEL_NAME),
-            *("--enforce-eager", "--max-model-len", "256", "--block-size", "32"),
+            *("--max-model-len", "256", "--block-size", "32"),
             *("--kv-cache-memory-bytes", "67108864", "--gpu-memory-utilization", "0.1"),
             *("--enable-prompt-tokens-details", "--seed", "0"),
             *("--worker-extension-cls", "failing_extension.FailingExtension"),
             *("--weight-transfer-config", '{"backend": "delta"}'),
-            *self._arguments,
+            *self.arguments,
         ]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
