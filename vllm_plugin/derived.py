@@ -40,19 +40,23 @@ class Derived:
         """Calculate all of them again, into the same memory.
 
         Raises:
-            LoadFailed: one came out in another shape or dtype.
+            LoadFailed: one came out in another shape or dtype. None has moved.
         """
         for module in self._modules:
             before = _made(module)
-            self._refresh(module)
-            after = _made(module)
+            try:
+                self._refresh(module)
+                after = _made(module)
+            finally:
+                # Also after a failure, so that it is the old memory that is put right when that is undone.
+                for name, old in before.items():
+                    setattr(module, name, old)
             for name, old in before.items():
                 new = after.get(name)
                 if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
                     raise LoadFailed(f"{type(module).__name__}.{name} was {_shape(old)} and is {_shape(new)}")
                 if new.data_ptr() != old.data_ptr():
                     old.copy_(new)
-                    setattr(module, name, old)
 
 
 def _made(module: torch.nn.Module) -> dict[str, torch.Tensor]:

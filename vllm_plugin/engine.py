@@ -109,8 +109,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         super().__init__(config, vllm_config, device, model)
         self._serving = Serving(vllm_config, model)
-        self._serving.check_layout()
-        self.live = LiveWeights([model], self._serving.load, Derived([model], self._serving.refresh))
+        self._serving.check_layout([model])
+        self.live = self._live([model])
         self.updater: Updater | None = None
         """None before the first `init_transfer_engine`."""
         self.is_open = False
@@ -138,6 +138,25 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Whether vLLM counts an update as started."""
         worker = self._worker()
         return bool(worker is not None and worker._weight_update_active)
+
+    @property
+    def draft(self) -> str | None:
+        """See `Serving.draft_source`."""
+        worker = self._worker()
+        return None if worker is None else self._serving.draft_source(worker)
+
+    def fingerprint(self) -> dict[str, str]:
+        """See `LiveWeights.fingerprint`. Needs no open store."""
+        worker = self._worker()
+        if self.updater is None and worker is not None:
+            self.live = self._live(self._serving.models(worker))
+        return self.live.fingerprint()
+
+    def _live(self, models: Sequence[torch.nn.Module]) -> LiveWeights:
+        is_quantised = self._serving.is_quantised
+        # Reloading calculates again by itself what is made from weights.
+        derived = Derived([] if is_quantised else models, self._serving.refresh)
+        return LiveWeights(models, self._serving.load, derived, is_quantised=is_quantised)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         # Checking here would raise in every rank at once.
@@ -193,7 +212,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise UsageError("an update is open; finish it before opening a store")
         spool = Spool(Path(known.get("scratch") or Path(gettempdir()) / f"patchstore-{os.geteuid()}"))
         models = self._serving.models(worker)
-        live = LiveWeights(models, self._serving.load, Derived(models, self._serving.refresh))
+        self._serving.check_layout(models)
+        live = self._live(models)
         store = open_store(known["store"], **known.get("storage_options", {}))
         try:
             updater = Updater(store, live, spool)

@@ -25,10 +25,12 @@ class DeltaWorkerExtension:
         """Return what this rank serves, as JSON values; needs no open store.
 
         Keys: `rank`, `num_engines` (data parallel, of which this answers for one), `vllm`, `initialised`,
-        `asleep`, `store`, `run_id`, `held` (version or None), `parent` and `step` (of the held version),
-        `state_digest` (of the held version), `staged` (version or None), `update_open`, `switch` (see
-        `delta_switch`), `torn`, `last_error` (None, or `rank`, `kind`, `message`), `timings` (seconds, of
-        the last update), `map` (None, or see `_map`).
+        `asleep`, `draft` (None without a speculative draft model, `followed` if it is updated together with
+        the model, `separate` if its checkpoint is another, so that it stays as it is), `store`, `run_id`,
+        `held` (version or None), `parent` and `step` (of the held version), `state_digest` (of the held
+        version), `staged` (version or None), `update_open`, `switch` (see `delta_switch`), `torn`,
+        `last_error` (None, or `rank`, `kind`, `message`), `timings` (seconds, of the last update), `map`
+        (None, or see `_map`).
         """
         engine = self._delta_engine()
         updater = engine.updater
@@ -41,6 +43,7 @@ class DeltaWorkerExtension:
             "vllm": vllm.__version__,
             "initialised": engine.is_open,
             "asleep": engine.is_asleep,
+            "draft": engine.draft,
             "store": None if updater is None else updater.store.url,
             "run_id": None if updater is None else updater.header.run_id,
             "held": None if held is None else held.version,
@@ -89,8 +92,10 @@ class DeltaWorkerExtension:
         return self._delta_engine().sums(first, num_elements)
 
     def delta_fingerprint(self) -> dict[str, str]:
-        """Digest the bits of each live parameter and buffer of this rank. Reads all of them."""
-        return self._delta_engine().live.fingerprint()
+        """Digest the bits of each live parameter and buffer of this rank, and of a followed draft model's,
+        which are called `draft.` and their name. Reads all of them.
+        """
+        return self._delta_engine().fingerprint()
 
     def _delta_engine(self) -> DeltaWeightTransferEngine:
         engine = getattr(self, "weight_transfer_engine", None)

@@ -16,10 +16,10 @@ from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, raw_bytes
 from vllm_plugin.derived import Derived
 from vllm_plugin.mapping import Claims, Share, WeightMap, share
 from vllm_plugin.regions import Region, View, locate, pieces, positions
-from vllm_plugin.trace import Runtime, Trace, trace
+from vllm_plugin.trace import Runtime, Trace, trace, untraced
 
 Load = Callable[[torch.nn.Module, Iterator[tuple[str, torch.Tensor]]], object]
-"""Calls a model's loader, in the surroundings that loaders expect."""
+"""Calls a model's loader, in the surroundings that loaders expect; may return a set of weights left alone."""
 
 PIECE = 1 << 23
 """Elements that are copied or digested at a time. Bounds what a device needs beside the weights: about 0.5 GB
@@ -54,8 +54,16 @@ class Change:
 class LiveWeights:
     """The parameters and buffers of one rank: of the model, and of a draft model that comes with it."""
 
-    def __init__(self, models: Sequence[torch.nn.Module], load: Load, derived: Derived) -> None:
+    def __init__(
+        self, models: Sequence[torch.nn.Module], load: Load, derived: Derived, *, is_quantised: bool = False
+    ) -> None:
+        """Take over models as they are.
+
+        Args:
+            is_quantised: whether vLLM quantises weights while it loads them, so that nothing is copied.
+        """
         self._models = tuple(models)
+        self._is_quantised = is_quantised
         self._load = load
         self._derived = derived
         self._map: WeightMap | None = None
@@ -71,7 +79,9 @@ class LiveWeights:
             SchemaMismatch: a loader does not take these names, or leaves a parameter as it is.
             UsageError: the loader cannot be traced.
         """
-        traced = trace(self._models, schema, self._load)
+        if self._is_quantised:
+            return untraced(self._models, schema)
+        traced = trace(self._target_last(), schema, self._load)
         bare = {n: count for n, count in traced.uncovered.items() if n not in self._derived.names}
         if bare:
             listed = ", ".join(f"{name!r} ({count:,} elements)" for name, count in sorted(bare.items())[:5])
@@ -254,14 +264,24 @@ class LiveWeights:
                 # A copy: some loaders write to what they are given.
                 yield name, tensor.clone()
 
-        for model in self._models:
+        for model in self._target_last():
             try:
-                self._load(model, in_order())
+                left = self._load(model, in_order())
             except Exception as exc:
                 # What vLLM's loaders raise for names and shapes that their model does not have.
                 refused = isinstance(exc, KeyError | ValueError | AttributeError | AssertionError)
                 error = SchemaMismatch if refused else LoadFailed
                 raise error(f"the model's loader failed {at}: {type(exc).__name__}: {exc}") from exc
+            if isinstance(left, set) and left and tensors.keys() >= self.map.schema.by_name().keys():
+                raise SchemaMismatch(
+                    f"{len(left)} weights of the model get nothing from this run's tensors, such as "
+                    f"{min(left)!r}"
+                )
+
+    def _target_last(self) -> Sequence[torch.nn.Module]:
+        # A draft model shares the target's embedding and head, and checkpoints may have other values for
+        # those under the draft's names. vLLM loads both before it lets them share, and so keeps the target's.
+        return self._models[::-1]
 
     def derive(self) -> None:
         """Have the model calculate again what it made from its weights after loading, into the same memory.

@@ -3,7 +3,7 @@
 Where versions 0.26 to 0.33 or platforms differ, the difference is here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
 from patchstore.errors import UsageError
+from vllm_plugin.trace import Attributes
 
 
 class Serving:
@@ -37,15 +39,58 @@ class Serving:
             found = getattr(getattr(runner, "drafter", None), "model", None)
         return found if isinstance(found, torch.nn.Module) else None
 
+    def draft_source(self, worker: Any) -> str | None:
+        """`followed` if the draft model is updated with the model, `separate` if never, None without one."""
+        if self.draft(worker) is None:
+            return None
+        return "followed" if self._is_from_checkpoint() else "separate"
+
     def _is_from_checkpoint(self) -> bool:
         speculative = self._config.speculative_config
         draft = None if speculative is None else speculative.draft_model_config
         return draft is not None and draft.model == self._config.model_config.model
 
-    def load(self, model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Call a model's own loader, as vLLM does when it starts."""
+    @property
+    def is_quantised(self) -> bool:
+        """Whether vLLM quantises weights while it loads them, so that only its reload can write them."""
+        return self._config.model_config.quantization is not None
+
+    def load(self, model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        """Call a model's own loader, as vLLM does when it starts, or reloads.
+
+        Returns:
+            Weights of a quantised model that nothing was loaded into.
+
+        Raises:
+            ValueError: only some of the weights of a quantised layer were loaded; they are as before.
+            Whatever the loader raises.
+        """
         with self._surroundings():
+            if self.is_quantised:
+                return self._reload(model, weights)
             model.load_weights(weights)  # type: ignore[operator]
+            return set()
+
+    def _reload(self, model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load layers in full, have vLLM quantise them, and copy the result to where it was."""
+        before = Attributes(model)
+        places = {name: each.data_ptr() for name, each in model.named_parameters(remove_duplicate=False)}
+        try:
+            layerwise.initialize_layerwise_reload(model)
+            wanted = {name for name, each in model.named_parameters() if each.dim() > 0}
+            loaded = set(model.load_weights(weights) or ())  # type: ignore[operator]
+            owners = {name.rpartition(".")[0] for name in loaded}
+            if partial := sorted(n for n in wanted - loaded if n.rpartition(".")[0] in owners):
+                raise ValueError(f"{partial[0]!r} is not loaded with the rest of its layer")
+            layerwise.finalize_layerwise_reload(model, self._config.model_config)
+        except BaseException:
+            before.restore()
+            for module in model.modules():
+                layerwise.get_layerwise_info(module).reset()
+            raise
+        # A tied weight is in the memory of the other, which was loaded.
+        reached = {places.get(name) for name in loaded}
+        return {name for name in wanted - loaded if places.get(name) not in reached}
 
     def refresh(self, module: torch.nn.Module) -> None:
         """Have an attention layer calculate again what it made from its weights."""
@@ -62,22 +107,25 @@ class Serving:
         finally:
             torch.set_default_dtype(before)
 
-    def check_layout(self) -> None:
-        """Refuse a model whose weights were rearranged after loading: they cannot be loaded into again.
+    def check_layout(self, models: Sequence[torch.nn.Module]) -> None:
+        """Refuse models whose weights were rearranged after loading: they cannot be loaded into again.
 
         Raises:
             UsageError: with the reason, the parameters, and the option that helps.
         """
         config = self._config.model_config
-        if (quantization := config.quantization) is not None:
-            raise UsageError(
-                f"the delta backend cannot update weights quantised as {quantization!r}; serve bf16"
-            )
+        if self.is_quantised:
+            if getattr(config.hf_config, "quantization_config", None) is not None:
+                raise UsageError(
+                    f"the checkpoint itself is quantised ({config.quantization}), so its tensors are not the "
+                    "trainer's; serve the bf16 checkpoint, with --quantization fp8 if need be"
+                )
+            return
         if getattr(current_platform, "is_zen_cpu", bool)():
             raise UsageError(
                 "the delta backend needs Linear weights as loaded, but this platform packs them for ZenDNN"
             )
-        for name, module in self._model.named_modules():
+        for name, module in (each for model in models for each in model.named_modules()):
             backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
             kept = "CPU" if current_platform.is_cpu() else "TRITON"
             if backend is not None and kept not in backend.name:
@@ -85,7 +133,8 @@ class Serving:
                     f"the delta backend needs experts as loaded, but {name!r} uses {backend.name}, which "
                     "rearranges them: choose --moe-backend triton"
                 )
-        packed = [name for name, parameter in self._model.named_parameters() if parameter.numel() == 0]
+        parameters = [each for model in models for each in model.named_parameters()]
+        packed = [name for name, parameter in parameters if parameter.numel() == 0]
         if packed:
             raise UsageError(
                 f"the delta backend needs weights as loaded, but {len(packed)} were packed, such as "

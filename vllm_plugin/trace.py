@@ -6,6 +6,7 @@ copies of copies. What is calculated instead of copied has no place of its own, 
 """
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -143,7 +144,7 @@ def trace(
     """Trace the loaders of models that are loaded from one checkpoint. Nothing is written to them.
 
     Args:
-        models: the target, then possibly a draft model.
+        models: in the order in which they are loaded; what they share keeps what the last one puts there.
         load: calls a model's loader; here so that the caller can set up what loaders expect around them.
 
     Raises:
@@ -153,7 +154,7 @@ def trace(
     models = list(models)
     tracer = _Tracer(models, schema)
     for model in models:
-        before = _Attributes(model)
+        before = Attributes(model)
         try:
             with torch.no_grad(), tracer, _KnownIndices():
                 load(model, tracer.checkpoint())
@@ -172,8 +173,39 @@ def trace(
     return tracer.result()
 
 
-class _Attributes:
-    """What a model's modules hold, to put it back after a loader ran on tensors without elements."""
+def untraced(models: Iterable[torch.nn.Module], schema: Schema) -> Trace:
+    """Say that every name is calculated, those of a layer together, and may be written anywhere.
+
+    For models of which vLLM loads layers as a whole, because it quantises them on the way.
+    """
+    runtimes: dict[int, tuple[list[str], torch.Tensor]] = {}
+    for model in models:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            runtimes.setdefault(_memory(tensor), ([], tensor))[0].append(name)
+    layers: dict[str, set[str]] = {}
+    for spec in schema.tensors:
+        layers.setdefault(_layer(spec.name), set()).add(spec.name)
+    everything = frozenset(range(len(runtimes)))
+    return Trace(
+        runtimes=tuple(
+            Runtime(names=tuple(names), storage=tensor.untyped_storage(), dtype=tensor.dtype)
+            for names, tensor in runtimes.values()
+        ),
+        regions={},
+        computed=tuple((frozenset(names), everything) for names in layers.values()),
+        unread=frozenset(),
+        uncovered={},
+    )
+
+
+def _layer(name: str) -> str:
+    """The part of a name up to its first number, or all of it."""
+    found = re.match(r"(.*?\.\d+)\.", name)
+    return found[1] if found else name
+
+
+class Attributes:
+    """What a model's modules hold, to put it back after a loader replaced it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = [
@@ -296,6 +328,9 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         if func is aten._local_scalar_dense.default:
             return self._number(func, args[0])
+        if func is aten._to_copy.default and not self._is_unknown(args[0]):
+            # Indices that are moved to where the checkpoint's tensors are must stay known.
+            kwargs = {name: value for name, value in kwargs.items() if value != torch.device("meta")}
         return self._other(func, args, kwargs)
 
     def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -86,8 +86,9 @@ def _cell(outcome: case.Outcome, reasons: dict[str, int]) -> str:
     return f"{outcome.verdict} [{reasons.setdefault(outcome.reason, len(reasons) + 1)}]"
 
 
-def _listed(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items())
+def _listed(mapped: Mapping[str, object]) -> str:
+    kinds = {kind: mapped.get(f"num_{kind}") for kind in ("computed", "partial", "absent")}
+    return ", ".join([f"{mapped.get('mapped')} mapped", *(f"{n} {kind}" for kind, n in kinds.items() if n)])
 
 
 def _processor() -> str:

@@ -37,6 +37,8 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         # The second stage has no buffers for what the first one sends, unless vLLM compiles the model.
         "pp2": Layout(engine={"pipeline_parallel_size": 2}, generates=False),
         "transformers": Layout(engine={"model_impl": "transformers"}),
+        # Quantised while it is loaded; vLLM has no kernel to answer with on the CPU.
+        "int8": Layout(engine={"quantization": "int8_per_channel_weight_only"}, generates=False),
     }
 )
 
@@ -60,6 +62,8 @@ class Architecture:
         """Return why vLLM does not serve this model in a layout, or None if it does."""
         if layout == "ep2" and not self.experts:
             return "it has no experts"
+        if layout == "int8" and self.experts:
+            return "it has no kernel for int8 experts on the CPU"
         return self.not_offered.get(layout)
 
 

@@ -64,6 +64,19 @@ class FailingExtension(DeltaWorkerExtension):
 
         live.write, live.load = failing_write, failing_load
 
+    def delta_fail_loads(self) -> None:
+        """Let the next call of vLLM's loader fail when it has had half of the tensors."""
+        model = self.model_runner.get_model()
+        load = model.load_weights
+
+        def failing(weights: Any) -> None:
+            del model.load_weights
+            every = list(weights)
+            load(every[: len(every) // 2])
+            raise LoadFailed("made to fail by the test")
+
+        model.load_weights = failing
+
     def delta_write_behind(self, name: str, rank: int = 0) -> None:
         """Change one element of a parameter, as something that is not the engine might."""
         if rank != self.rank:

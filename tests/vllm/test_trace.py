@@ -615,6 +615,17 @@ def test_a_row_gather_by_a_known_index_is_followed() -> None:
     assert_copied(check(model_of(p=(4, 3, 2)), write, checkpoint(w=(8, 2, 3))), "w")
 
 
+def test_indices_that_are_moved_to_where_the_weights_are_stay_known() -> None:
+    def write(model: torch.nn.Module, name: str, w: torch.Tensor) -> None:
+        expert_map = torch.tensor([-1, 0, 1, -1])
+        mine = (expert_map != -1).nonzero().flatten().to(w.device)
+        first = mine[0].item()
+        for e, rows in enumerate(w[mine]):
+            model.p.data[first - 1 + e].copy_(rows)
+
+    assert_copied(check(model_of(p=(2, 3)), write, checkpoint(w=(4, 3))), "w")
+
+
 def test_a_transposed_and_halved_stack_of_experts_is_followed() -> None:
     def write(model: torch.nn.Module, name: str, w: torch.Tensor) -> None:
         gate, up = w.transpose(-1, -2).contiguous().chunk(2, dim=-2)
