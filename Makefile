@@ -31,7 +31,7 @@ CONSTRAINTS ?= --constraint requirements/constraints.txt
 PINS := --override requirements/overrides.txt $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo test test-quick lint format types check clean
+.PHONY: help setup lock demo test test-quick conformance lint format types check clean
 
 help: ## Show this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -60,6 +60,9 @@ test: $(INSTALLED) ## Run all tests, with real vLLM servers.
 
 test-quick: $(INSTALLED) ## Run the tests that take about a minute together: no vLLM.
 	$(BIN)/python -m pytest -m "not vllm and not slow"
+
+conformance: $(INSTALLED) ## Compare every architecture in every layout, 20 to 60 minutes; writes docs/conformance.md.
+	$(BIN)/python tests/conformance/run.py --out docs/conformance.md
 
 lint: $(INSTALLED) ## Check style and formatting.
 	$(BIN)/ruff check .

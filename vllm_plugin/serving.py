@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
 from patchstore.errors import UsageError
@@ -73,6 +72,9 @@ class Serving:
 
     def _reload(self, model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
         """Load layers in full, have vLLM quantise them, and copy the result to where it was."""
+        # Not with this module, as it imports all of torch's compiler.
+        from vllm.model_executor.model_loader.reload import layerwise
+
         before = Attributes(model)
         places = {name: each.data_ptr() for name, each in model.named_parameters(remove_duplicate=False)}
         try:

@@ -1,4 +1,4 @@
-"""Run all cases, or some, and write a table: `python tests/conformance/run.py --out docs/conformance.md`."""
+"""Run all cases, or some, and write a table: `make conformance`."""
 
 # First, since it sets the environment and imports vLLM: each engine is a fork of this process.
 import engines  # noqa: F401, I001
@@ -58,7 +58,7 @@ def table(results: Results, layouts: list[str]) -> str:
         "# Which architectures were compared",
         "",
         f"vLLM {vllm.__version__}, torch {torch.__version__}, {os.cpu_count()} cores, {_processor()}.",
-        "Made by `python tests/conformance/run.py --out docs/conformance.md`.",
+        "Made by `make conformance`.",
         "",
         "Each model is tiny, with random weights. Its server is brought from version 0 through 3, and must",
         "then have the same bits in every parameter and buffer of every rank as one freshly started from the",

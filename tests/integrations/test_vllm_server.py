@@ -151,3 +151,21 @@ def test_an_old_vllm_without_weight_versions_has_none(stub, server, monkeypatch)
 def test_nobody_listening_is_unavailable():
     with VllmServer("http://127.0.0.1:1") as server, pytest.raises(ServerUnavailable):
         server.status()
+
+
+def test_engines_of_which_one_failed_stay_paused_until_all_have_one_version(stub, server):
+    # Only one of several data-parallel engines answers, so nobody knows which of them switched.
+    stub.num_engines = 2
+    server.init_weight_transfer("store")
+    stub.failures["/finish_weight_update"] = ["[load-failed] in the engine that does not answer"]
+    with pytest.raises(LoadFailed):
+        server.apply(1)
+    assert stub.paused
+
+    stub.failures["/update_weights"] = ["[corrupt-object] and again"]
+    with pytest.raises(CorruptObject):
+        server.apply(1)
+    assert stub.paused
+
+    server.apply(1)
+    assert (stub.paused, stub.held, stub.switch) == (False, 1, None)

@@ -1,0 +1,130 @@
+"""What a server says of its weights, compared with what the store says they are."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from patchstore import Publisher, digest, log
+from patchstore.errors import ServerUnavailable, StateMismatch, UsageError
+from patchstore.integrations.proof import prove
+from patchstore.stores.memory import MemoryStore
+
+WEIGHTS = {"a": torch.arange(12.0).view(3, 4).bfloat16(), "b": torch.randn(5).bfloat16()}
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    store = MemoryStore()
+    with Publisher(store, WEIGHTS, dtype=None) as publisher:
+        publisher.publish_patch(0).result(timeout_s=60)
+    return store
+
+
+def part(name: str, first: int, end: int, changed: bool = False) -> list[Any]:
+    """A run of a tensor's elements, as a rank claims it."""
+    values = WEIGHTS[name].flatten()[first:end].clone()
+    if changed:
+        values[0] += 1
+    sums = digest.of_elements(torch.arange(first, end), values)
+    return [[first, end - first, 1], sums.hex()]
+
+
+@dataclass
+class Ranks:
+    """A server of some ranks, each of which answers as it is told."""
+
+    run_id: str
+    sums: list[dict[str, list[Any]]]
+    held: int | None = 0
+    commits: list[int] = field(default_factory=lambda: [0])
+    """What the count of commits is in each answer; the last one stays."""
+    unproved: tuple[str, ...] = ()
+    url: str = "http://server"
+
+    def server(self) -> Any:
+        return SimpleNamespace(url=self.url, status=self._status, sums=self._sums)
+
+    def _status(self) -> Any:
+        return SimpleNamespace(run_id=self.run_id)
+
+    def _sums(self, first: int, num_elements: int) -> list[dict[str, Any]]:
+        commits = self.commits.pop(0) if len(self.commits) > 1 else self.commits[0]
+        name = sorted(WEIGHTS)[first]
+        return [
+            {
+                "held": self.held,
+                "num_commits": commits,
+                "next": first + 1 if first + 1 < len(WEIGHTS) else None,
+                "sums": {name: rank[name]} if name in rank else {},
+                "computed": [],
+                "unproved": list(self.unproved),
+            }
+            for rank in self.sums
+        ]
+
+
+@pytest.fixture
+def ranks(store: MemoryStore) -> Ranks:
+    """Two ranks that share `a` between them and both hold `b`."""
+    whole = [part("b", 0, 5)]
+    header = log.read_header(store)
+    assert header is not None
+    return Ranks(header.run_id, [{"a": [part("a", 0, 4)], "b": whole}, {"a": [part("a", 4, 12)], "b": whole}])
+
+
+def test_slices_of_all_ranks_are_added_up_and_copies_counted_once(store: MemoryStore, ranks: Ranks) -> None:
+    proof = prove(store, ranks.server())
+    assert (proof.manifest.version, proof.num_proved, proof.unproved) == (0, 2, ())
+
+
+def test_one_other_element_is_a_mismatch(store: MemoryStore, ranks: Ranks) -> None:
+    ranks.sums[1]["a"] = [part("a", 4, 12, changed=True)]
+    with pytest.raises(StateMismatch, match="such as a"):
+        prove(store, ranks.server())
+
+
+def test_copies_that_differ_are_a_mismatch(store: MemoryStore, ranks: Ranks) -> None:
+    ranks.sums[1]["b"] = [part("b", 0, 5, changed=True)]
+    with pytest.raises(StateMismatch, match="copies of 'b'"):
+        prove(store, ranks.server())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_slice_that_nobody_claims_is_a_mismatch(store: MemoryStore, ranks: Ranks, rank: int) -> None:
+    del ranks.sums[rank]["a"]
+    with pytest.raises(StateMismatch, match="such as a"):
+        prove(store, ranks.server())
+
+
+def test_names_that_are_not_served_are_listed(store: MemoryStore, ranks: Ranks) -> None:
+    ranks.unproved = ("b",)
+    for rank in ranks.sums:
+        del rank["b"]
+    assert prove(store, ranks.server()).unproved == ("b",)
+
+
+def test_an_update_between_two_parts_begins_the_proof_anew(store: MemoryStore, ranks: Ranks) -> None:
+    ranks.commits = [0, 1, 1]
+    assert prove(store, ranks.server()).num_proved == 2
+
+
+def test_a_server_that_never_rests_is_given_up(store: MemoryStore, ranks: Ranks) -> None:
+    ranks.commits = list(range(100))
+    with pytest.raises(ServerUnavailable, match="while it was being read"):
+        prove(store, ranks.server())
+
+
+def test_a_server_without_a_version_or_of_another_run_cannot_be_proved(
+    store: MemoryStore, ranks: Ranks
+) -> None:
+    with pytest.raises(UsageError, match="not 7"):
+        prove(store, ranks.server(), 7)
+    ranks.held = None
+    with pytest.raises(UsageError, match="holds no version"):
+        prove(store, ranks.server())
+    ranks.run_id = "another"
+    with pytest.raises(UsageError, match="follows run another"):
+        prove(store, ranks.server())
