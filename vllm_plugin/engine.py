@@ -308,6 +308,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     # In all ranks, also where the undo succeeded: they must never differ.
                     undo.tear()
                     failures = failures + worse.failures
+                if undo.held is not None and any(each.kind == StateMismatch.kind for each in failures):
+                    failures = self._blame(failures)
             self._fail(failures)
             return
         updater.accept()

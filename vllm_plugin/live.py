@@ -207,6 +207,13 @@ class LiveWeights:
             change.scatters[index] = Scatter(positions=where, new=new, old=old)
         return change
 
+    def changed(self, change: Change) -> str | None:
+        """Name a parameter that no longer has what a change would replace; None where all have."""
+        for index, each in change.scatters.items():
+            if not torch.equal(self._flat(index).index_select(0, each.positions), each.old):
+                return self.map.runtimes[index].names[0]
+        return None
+
     def scatter(self, change: Change) -> None:
         """Write a change, and read it back.
 

@@ -369,6 +369,7 @@ class Updater:
 
         Raises:
             UsageError: nothing is staged.
+            StateMismatch: the weights are not what they were when it was staged; nothing was written.
             SchemaMismatch, LoadFailed: writing failed; `roll_back` puts the weights back.
         """
         staged = self._staged
@@ -377,6 +378,8 @@ class Updater:
         if moved := self._live.moved():
             raise UsageError(f"{moved[0]!r} has other memory than when it was staged; open the store again")
         began = time.monotonic()
+        if staged.plan.anchor is None and (changed := self._live.changed(staged.change)):
+            raise StateMismatch(f"something wrote to {changed!r} after this version was staged")
         self._is_written = True
         computed = self._named(staged.computed)
         if staged.anchor and not self.is_map_proved:

@@ -27,25 +27,30 @@ def main() -> int:
         "--only", nargs="+", choices=list(ARCHITECTURES), default=list(ARCHITECTURES), metavar="NAME"
     )
     parser.add_argument("--layouts", type=lambda text: text.split(","), default=list(LAYOUTS), metavar="A,B")
+    parser.add_argument(
+        "--cases", nargs="+", metavar="NAME:LAYOUT", help="Only these, whatever the other options say."
+    )
     parser.add_argument("--out", type=Path, help="Write a markdown table there.")
     parser.add_argument("--keep", type=Path, help="Keep checkpoints, stores and logs in this folder.")
     options = parser.parse_args()
     if unknown := set(options.layouts) - LAYOUTS.keys():
         parser.error(f"unknown layouts {sorted(unknown)}; known are {list(LAYOUTS)}")
+    cases = [(name, layout) for name in options.only for layout in options.layouts]
+    if options.cases:
+        cases = [tuple(each.split(":")) for each in options.cases]
     results = {}
-    for name in options.only:
-        for layout in options.layouts:
-            begun = time.monotonic()
-            with tempfile.TemporaryDirectory() as temporary:
-                folder = Path(temporary)
-                if options.keep is not None:
-                    folder = options.keep / f"{name}-{layout}"
-                    folder.mkdir(parents=True)
-                outcome = results[name, layout] = case.run(name, layout, folder)
-            spent = time.monotonic() - begun
-            upstream = f"; upstream: {outcome.upstream}" if outcome.upstream else ""
-            sys.stdout.write(f"{name:15} {layout:12} {outcome}{upstream} ({spent:.0f} s)\n")
-            sys.stdout.flush()
+    for name, layout in cases:
+        begun = time.monotonic()
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            if options.keep is not None:
+                folder = options.keep / f"{name}-{layout}"
+                folder.mkdir(parents=True)
+            outcome = results[name, layout] = case.run(name, layout, folder)
+        spent = time.monotonic() - begun
+        upstream = f"; upstream: {outcome.upstream}" if outcome.upstream else ""
+        sys.stdout.write(f"{name:15} {layout:12} {outcome}{upstream} ({spent:.0f} s)\n")
+        sys.stdout.flush()
     if options.out is not None:
         options.out.write_text(table(results, options.layouts))
     return any(each.verdict == "FAILED" for each in results.values())
