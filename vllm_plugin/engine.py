@@ -274,6 +274,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _blame(self, failures: list[Failure]) -> list[Failure]:
         """Find out whether what was staged is wrong, or the weights that it would have changed."""
         updater = self._opened()
+        if updater.held is None:
+            return failures
         try:
             claims = self._together(updater.claims)
             self._together(lambda: updater.check_held(claims))
@@ -308,7 +310,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     # In all ranks, also where the undo succeeded: they must never differ.
                     undo.tear()
                     failures = failures + worse.failures
-                if undo.held is not None and any(each.kind == StateMismatch.kind for each in failures):
+                if any(each.kind == StateMismatch.kind for each in failures):
                     failures = self._blame(failures)
             self._fail(failures)
             return

@@ -757,6 +757,21 @@ def test_weights_that_something_else_wrote_to_are_noticed(ranks, module, trainer
     assert serves(ranks, trainer.history[4])
 
 
+def test_a_write_after_staging_is_noticed_before_anything_is_written(ranks, updater, module, trainer):
+    for tensor in trainer.tensors.values():
+        tensor.neg_()
+    trainer.publish()
+    ranks.stage(4)
+    bits(module.cols)[5] ^= 1
+    before = module.state()
+
+    with pytest.raises(StateMismatch, match="'cols' after this version was staged"):
+        updater.commit()
+    updater.roll_back()
+
+    assert equal(module.state(), before)
+
+
 def test_sums_come_in_parts_that_make_up_the_whole(pair, trainer):
     pair.apply(1)
     recorded = log.read_manifest(trainer.store, 1).state.tensors
