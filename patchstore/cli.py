@@ -141,9 +141,12 @@ def _verify_server(
     rest = {"computed": len(proof.computed), "unproved": len(proof.unproved)}
     if as_json:
         served = {"server": inference.url, "num_proved": proof.num_proved, **rest, "verified": True}
+        served["num_engines"] = proof.num_engines
         report.print_json({**report.summary(proof.manifest), **served})
         return
     unseen = "".join(f", {count} {kind}" for kind, count in rest.items() if count)
+    if proof.num_engines > 1:
+        unseen += f"; one of {proof.num_engines} engines answered"
     report.out.print(
         f"{inference.url} serves version {proof.manifest.version}, state "
         f"{report.short(proof.manifest.state.total)}: {proof.num_proved} tensors verified{unseen}"

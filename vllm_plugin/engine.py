@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
 
-from patchstore.errors import StateMismatch, UsageError
+from patchstore.errors import StateMismatch, TornModel, UsageError
 from patchstore.spool import Spool
 from patchstore.stores import open_store
 from vllm_plugin.agreement import Failure, describe, gather, is_last
@@ -33,7 +33,7 @@ from vllm_plugin.derived import Derived
 from vllm_plugin.live import LiveWeights
 from vllm_plugin.mapping import Claims, Share
 from vllm_plugin.origin import read_folder
-from vllm_plugin.serving import Serving, groups, watch_sleep
+from vllm_plugin.serving import Serving, groups, leave_order_to_engine, watch
 from vllm_plugin.trace import Trace
 from vllm_plugin.update import Updater
 
@@ -57,13 +57,19 @@ def adopt(worker: object) -> None:
     """Prepare a worker that is about to be constructed, and remember it for its engine."""
     _workers.add(worker)
     keep_load_layout()
-    watch_sleep(worker, lambda level: _told(worker, level), lambda: _told(worker, None))
+    watch(
+        worker,
+        asleep=lambda level: _tell(worker, lambda engine: engine.sleeping(level)),
+        awake=lambda: _tell(worker, lambda engine: engine.sleeping(None)),
+        reloaded=lambda: _tell(worker, lambda engine: engine.reloaded()),
+    )
+    leave_order_to_engine(worker)
 
 
-def _told(worker: Any, level: int | None) -> None:
+def _tell(worker: Any, news: Callable[["DeltaWeightTransferEngine"], None]) -> None:
     engine = getattr(worker, "weight_transfer_engine", None)
     if isinstance(engine, DeltaWeightTransferEngine):
-        engine.sleeping(level)
+        news(engine)
 
 
 class RanksFailed(Exception):
@@ -121,6 +127,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Whether nothing was loaded since the start, so that the folder still says what is served."""
         self._sleep_level: int | None = None
         """None while awake."""
+        self.update_open = False
+        """Whether an update was started, and neither finished nor failed."""
         self.switch: str | None = None
         """A driver's mark; see `DeltaWorkerExtension.delta_switch`."""
 
@@ -132,12 +140,6 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def is_asleep(self) -> bool:
         """Whether the weights' memory was given away; see vLLM's sleep mode."""
         return self._sleep_level is not None
-
-    @property
-    def update_open(self) -> bool:
-        """Whether vLLM counts an update as started."""
-        worker = self._worker()
-        return bool(worker is not None and worker._weight_update_active)
 
     @property
     def draft(self) -> str | None:
@@ -175,7 +177,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 alone on a local disk, in which the ranks of a host share what they fetch.
 
         Raises:
-            RuntimeError: any rank could not; all are as before. Begins with the error's `[kind]`.
+            RuntimeError: any rank could not; all are as before, or say that they are torn, and an update that
+                was open is closed. Begins with the error's `[kind]`.
         """
         opened: list[tuple[Updater, LiveWeights, Trace]] = []
         try:
@@ -188,6 +191,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         except RanksFailed as failed:
             for updater, _, _ in opened:
                 updater.close()
+            if self.updater is not None and any(each.kind == TornModel.kind for each in failed.failures):
+                self.updater.tear()
             self._fail(failed.failures)
             return
         updater.torn = self.updater is not None and self.updater.torn and updater.held is None
@@ -209,7 +214,10 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise UsageError("start vllm with --worker-extension-cls vllm_plugin.DeltaWorkerExtension")
         self._check_awake()
         if self.update_open:
-            raise UsageError("an update is open; finish it before opening a store")
+            raise UsageError("an update is open, and closed now; open the store again")
+        if self.updater is not None:
+            # Its thread reads weights, which are loaded to prove some of them.
+            self.updater.quiesce()
         spool = Spool(Path(known.get("scratch") or Path(gettempdir()) / f"patchstore-{os.geteuid()}"))
         models = self._serving.models(worker)
         self._serving.check_layout(models)
@@ -241,7 +249,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self.updater is None or not self._can_stage() or self.updater.prefetch(version)
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare: the weights stay as they are until `finish_weight_update`."""
+        """Begin an update. The weights stay as they are until `finish_weight_update`."""
+        self.update_open = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Stage a version: fetch and prove it while the live weights stay as they are.
@@ -266,6 +275,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _stage(self, given: Mapping[str, Any]) -> tuple[Claims, Claims]:
         known = _keywords("update_info", given, {"version": int}, required={"version"})
+        if not self.update_open:
+            raise UsageError("start_weight_update must be called before update_weights")
         self._check_awake()
         updater = self._opened()
         updater.stage(known["version"])
@@ -280,7 +291,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             claims = self._together(updater.claims)
             self._together(lambda: updater.check_held(claims))
         except RanksFailed as failed:
-            updater.tear()
+            if any(each.kind == StateMismatch.kind for each in failed.failures):
+                updater.tear()
             return failed.failures
         return failures
 
@@ -314,7 +326,13 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     failures = self._blame(failures)
             self._fail(failures)
             return
+        except BaseException:
+            # An interrupt may have come between any two writes.
+            if self.updater is not None:
+                self.updater.tear()
+            raise
         updater.accept()
+        self.update_open = False
         assert updater.held is not None
         logger.info("serving version %d: %s", updater.held.version, _spent(updater.timings))
 
@@ -339,6 +357,13 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if level is not None and level > 1:
             self._is_as_started = False
         self._sleep_level = level
+
+    def reloaded(self) -> None:
+        """Hear that vLLM loaded weights by itself: nobody knows which version they are, if any."""
+        self._is_as_started = False
+        if self.updater is not None:
+            self.updater.quiesce()
+            self.updater.forget()
 
     def _check_awake(self) -> None:
         if self.is_asleep:
@@ -398,9 +423,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         In the others this returns, and so must the caller.
         """
         self.last_error = failures[-1]
-        worker = self._worker()
-        if worker is not None:
-            worker._weight_update_active = False
+        self.update_open = False
         self.reset_weight_update_target()
         if is_last(groups()):
             raise RuntimeError(describe(failures))
@@ -417,14 +440,15 @@ def _keywords(what: str, given: object, types: Mapping[str, type], required: set
         for name, kind in types.items()
     )
     if not isinstance(given, Mapping):
-        raise UsageError(f"{what} must be an object with {known}, not {given!r}")
+        raise UsageError(f"{what} must be an object with {known}, not a {type(given).__name__}")
     if unknown := given.keys() - types.keys():
         raise UsageError(f"{what} has unknown keys {sorted(unknown)}; known are {known}")
     if missing := required - given.keys():
         raise UsageError(f"{what} lacks {sorted(missing)}; known are {known}")
     for name, value in given.items():
         if not isinstance(value, types[name]) or isinstance(value, bool):
-            raise UsageError(f"{what} has {name} = {value!r}; known are {known}")
+            # Not the value: it may be a secret.
+            raise UsageError(f"{what} has a {type(value).__name__} as {name!r}; known are {known}")
     return given
 
 

@@ -136,12 +136,26 @@ class LiveWeights:
         for part in pieces(region, PIECE):
             held = flat.as_strided(part.target.shape, part.target.strides, part.target.offset).reshape(-1)
             narrowed = _narrowed(held, spec)
+            if not _is_widened(held, spec):
+                total = total.plus(_NOBODYS)
             if part.source.strides in {(), (1,)}:
                 found = digest.of_run(part.source.offset, narrowed)
             else:
                 found = digest.of_elements(positions(part.source, held.device), narrowed)
             total = total.plus(found)
         return total
+
+    def serves(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether what this rank holds of a copied name is what a checkpoint tensor has there."""
+        spec, source = self.map.schema.by_name()[name], bits(tensor)
+        for index, region in self.map.regions.get(name, ()):
+            flat = self._flat(index)
+            for part in pieces(region, PIECE):
+                held = flat.as_strided(part.target.shape, part.target.strides, part.target.offset)
+                wanted = source.as_strided(part.source.shape, part.source.strides, part.source.offset)
+                if not torch.equal(held, _widened(wanted.to(self.device), spec, flat)):
+                    return False
+        return True
 
     def misplaced(self, loaded: Mapping[str, torch.Tensor]) -> list[str]:
         """Names of which sampled elements are not where the map says.
@@ -199,6 +213,8 @@ class LiveWeights:
                 parts.setdefault(index, []).append((_index(target, flat), _widened(new, spec, flat), old))
                 if keep_old:
                     before = digest.of_elements(at, _narrowed(old, spec))
+                    if not _is_widened(old, spec):
+                        before = before.plus(_NOBODYS)
                     change.before.setdefault(patch.name, []).append((region.source, before))
                     after = digest.of_elements(at, new)
                     change.after.setdefault(patch.name, []).append((region.source, after))
@@ -207,7 +223,7 @@ class LiveWeights:
             change.scatters[index] = Scatter(positions=where, new=new, old=old)
         return change
 
-    def changed(self, change: Change) -> str | None:
+    def overwritten(self, change: Change) -> str | None:
         """Name a parameter that no longer has what a change would replace; None where all have."""
         for index, each in change.scatters.items():
             if not torch.equal(self._flat(index).index_select(0, each.positions), each.old):
@@ -354,6 +370,16 @@ def _widened(new: torch.Tensor, spec: TensorSpec, memory: torch.Tensor) -> torch
         return new
     assert spec.dtype == "BF16" and memory.element_size() == 4
     return new.to(torch.int32) << 16
+
+
+_NOBODYS = Sums(1, 0)
+"""Added to the sums of elements that are no checkpoint's, so that they match none."""
+
+
+def _is_widened(held: torch.Tensor, spec: TensorSpec) -> bool:
+    """Whether the runtime's bits are what some bits of the checkpoint become."""
+    is_same = held.element_size() == TORCH_DTYPES[spec.dtype].itemsize
+    return is_same or not bool((held & 0xFFFF).any())
 
 
 def _narrowed(held: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -150,13 +150,21 @@ def groups() -> list[dist.ProcessGroup]:
     return [group.cpu_group for group in found if group.world_size > 1]
 
 
-def watch_sleep(worker: Any, asleep: Callable[[int], None], awake: Callable[[], None]) -> None:
-    """Be told before a worker gives its weights' memory away, and after it has it back.
+def watch(
+    worker: Any,
+    asleep: Callable[[int], None],
+    awake: Callable[[], None],
+    reloaded: Callable[[], None],
+) -> None:
+    """Be told when something else than the engine changes a worker's weights.
 
     Args:
-        asleep: takes the level: 1 keeps a copy of the weights on the host, 2 keeps nothing.
+        asleep: called before the weights' memory is given away, with the level: 1 keeps a copy of them on the
+            host, 2 keeps nothing.
+        awake: called when the memory is back.
+        reloaded: called when vLLM has loaded weights by itself, or failed to.
     """
-    sleep, wake_up = worker.sleep, worker.wake_up
+    sleep, wake_up, reload_weights = worker.sleep, worker.wake_up, worker.reload_weights
 
     def sleep_watched(level: int = 1, **kwargs: Any) -> Any:
         asleep(level)
@@ -168,4 +176,36 @@ def watch_sleep(worker: Any, asleep: Callable[[int], None], awake: Callable[[], 
             awake()
         return answer
 
+    def reload_weights_watched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return reload_weights(*args, **kwargs)
+        finally:
+            reloaded()
+
     worker.sleep, worker.wake_up = sleep_watched, wake_up_watched
+    worker.reload_weights = reload_weights_watched
+
+
+def leave_order_to_engine(worker: Any) -> None:
+    """Have the engine say what is out of order in an update, since all its ranks fail as one.
+
+    vLLM's worker checks the order itself and raises in every rank, which confuses the replies to later calls;
+    with several engines, of which one failed, its flags then differ and no call would be in order any more.
+    """
+    start, update, finish = worker.start_weight_update, worker.update_weights, worker.finish_weight_update
+
+    def start_anew(*args: Any, **kwargs: Any) -> Any:
+        worker._weight_update_active = False
+        return start(*args, **kwargs)
+
+    def update_checked(update_info: Any) -> Any:
+        worker._weight_update_active = True
+        # A list would be one for each rank, but ranks must never be told different things.
+        return update({"list": update_info} if isinstance(update_info, list) else update_info)
+
+    def finish_checked(*args: Any, **kwargs: Any) -> Any:
+        worker._weight_update_active = True
+        return finish(*args, **kwargs)
+
+    worker.start_weight_update, worker.update_weights = start_anew, update_checked
+    worker.finish_weight_update = finish_checked

@@ -82,9 +82,9 @@ def untraced(models: Iterable[torch.nn.Module], schema: Schema) -> Trace:
 
 
 def _layer(name: str) -> str:
-    """The part of a name up to its first number, or all of it."""
+    """The part of a name up to its first number. Names without one are a layer too, as they may be fused."""
     found = re.match(r"(.*?\.\d+)\.", name)
-    return found[1] if found else name
+    return found[1] if found else ""
 
 
 class Attributes:

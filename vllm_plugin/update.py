@@ -5,6 +5,7 @@ that undoes it. What needs all ranks' word, that together they hold what the man
 claims and comes back as everybody's, since a method here must never wait for another rank.
 """
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -27,6 +28,8 @@ from vllm_plugin.origin import find_version, read_tensors
 from vllm_plugin.regions import View
 from vllm_plugin.trace import Trace
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True, kw_only=True)
 class Staged:
@@ -42,6 +45,8 @@ class Staged:
     before: Mapping[str, Sums] = field(default_factory=dict)
     after: Mapping[str, Sums] = field(default_factory=dict)
     """Digest sums of the elements of calculated names that change."""
+    partial: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Every name of which only a part is served, in full, where the update starts from an anchor."""
     saved: dict[int, torch.Tensor] = field(default_factory=dict)
     """The runtimes that are written as a whole, as they are now."""
     leases: ExitStack
@@ -127,9 +132,10 @@ class Updater:
         """
         if wrong := self._live.misplaced(loaded):
             raise UsageError(
-                f"{len(wrong)} tensors are not where vLLM's loader put them, such as {wrong[0]!r}: they were "
-                "rearranged after loading, so that they cannot be updated in place; choose backends "
-                "(--moe-backend, --attention-backend) that serve bf16 weights as they are loaded"
+                f"{len(wrong)} tensors are not where vLLM's loader put them, such as {wrong[0]!r}. Either "
+                "they were rearranged after loading and cannot be updated in place: choose backends "
+                "(--moe-backend, --attention-backend) that serve bf16 weights as they are loaded. Or the "
+                "checkpoint's files are others than when the server started: start it again"
             )
 
     def check_held(self, claims: Sequence[Claims]) -> None:
@@ -187,20 +193,34 @@ class Updater:
 
         Returns:
             Whether it is; if not, the live weights are as before.
+
+        Raises:
+            TornModel: the live weights could not be put back.
         """
         self.held, self._mirror = None, {}
         if version is None:
             return False
         mapped = self._live.map
-        mirror = read_tensors(self.store, self.schema, version, mapped.computed, self._spool)
-        written = {index for _, indices in mapped.groups for index in indices}
-        saved = self._live.save(written)
-        try:
-            self._live.load(self._named(mirror))
-            same = all(torch.equal(saved[index], now) for index, now in self._live.save(written).items())
-        finally:
-            self._live.restore(saved)
+        wanted = mapped.computed | mapped.partial
+        found = read_tensors(self.store, self.schema, version, wanted, self._spool)
+        mirror = {name: found[name] for name in mapped.computed}
+        same = all(self._live.serves(name, found[name]) for name in sorted(mapped.partial))
+        if mirror and same:
+            written = {index for _, indices in mapped.groups for index in indices}
+            saved = self._live.save(written)
+            try:
+                self._live.load(self._named(mirror))
+                same = all(torch.equal(saved[index], now) for index, now in self._live.save(written).items())
+            finally:
+                try:
+                    self._live.restore(saved)
+                except Exception as exc:
+                    raise TornModel(
+                        f"weights that were loaded to be compared could not be put back: {exc}"
+                    ) from exc
         if same:
+            # Also if an undo failed between the weights and what is made from them.
+            self._live.derive()
             self.held, self._mirror = log.read_manifest(self.store, version), mirror
             self.is_map_proved, self.torn = True, False
         return same
@@ -244,6 +264,11 @@ class Updater:
             CorruptObject: what it has is wrong.
             UsageError: parameters have moved in memory since they were traced.
         """
+        if self._staged is not None and (version, self._held_version()) == (
+            self._staged.manifest.version,
+            self._staged.plan.held,
+        ):
+            return
         self.drop()
         self.quiesce()
         ahead, self._ahead = self._ahead, None
@@ -252,7 +277,7 @@ class Updater:
             if found is not None and found.plan.held == self._held_version():
                 self._staged = found
             elif ahead[1].exception() is None:
-                ahead[1].result().leases.close()
+                _release(ahead[1].result())
         if self._staged is None:
             self._staged = self._stage(version)
         self.timings = dict(self._staged.timings)
@@ -293,6 +318,10 @@ class Updater:
             groups = [(names, indices) for names, indices in mapped.groups if names & wanted]
             computed = {name: base[name].clone() for names, _ in groups for name in sorted(names)}
             before, after = _patched(computed, patches)
+            partial = {name: anchor[name].clone() for name in sorted(mapped.partial) if anchor}
+            for name in partial.keys() & deltas.names:
+                merged = deltas.merged(specs[name])
+                bits(partial[name])[merged.indices] = bits(merged.values)
             written = {index for _, indices in groups for index in indices}
             if anchor:
                 written = self._live.written()
@@ -309,6 +338,7 @@ class Updater:
                 computed=computed,
                 before=before,
                 after=after,
+                partial=partial,
                 saved=saved,
                 leases=leases.pop_all(),
                 timings=timings,
@@ -317,7 +347,8 @@ class Updater:
     def changes(self) -> tuple[Claims, Claims]:
         """Claim what the staged elements are now on this rank, and what they would be."""
         assert self._staged is not None
-        whole = {spec.name: View.of(torch.empty(spec.shape, device="meta")) for spec in self.schema.tensors}
+        specs = self.schema.by_name()
+        whole = {name: View.contiguous(specs[name].shape) for name in self._staged.before}
         before = dict(self._staged.change.before) | {
             n: [(whole[n], s)] for n, s in self._staged.before.items()
         }
@@ -353,14 +384,14 @@ class Updater:
 
     def drop(self) -> None:
         """Forget what is staged."""
-        if self._staged is not None:
-            self._staged.leases.close()
-        self._staged = None
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            _release(staged)
 
     def _discard_ahead(self) -> None:
-        if self._ahead is not None and self._ahead[1].exception() is None:
-            self._ahead[1].result().leases.close()
-        self._ahead = None
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and not ahead[1].cancelled() and ahead[1].exception() is None:
+            _release(ahead[1].result())
 
     # Committing.
 
@@ -378,8 +409,8 @@ class Updater:
         if moved := self._live.moved():
             raise UsageError(f"{moved[0]!r} has other memory than when it was staged; open the store again")
         began = time.monotonic()
-        if staged.plan.anchor is None and (changed := self._live.changed(staged.change)):
-            raise StateMismatch(f"something wrote to {changed!r} after this version was staged")
+        if staged.plan.anchor is None and (name := self._live.overwritten(staged.change)):
+            raise StateMismatch(f"something wrote to {name!r} after this version was staged")
         self._is_written = True
         computed = self._named(staged.computed)
         if staged.anchor and not self.is_map_proved:
@@ -407,6 +438,9 @@ class Updater:
         mapped, staged = self._live.map, self._staged
         sums = mapped.total(claims) | {name: digest.of_tensor(each) for name, each in staged.computed.items()}
         self._check(sums, unproved=mapped.partial | mapped.absent)
+        for name, tensor in staged.partial.items():
+            if not self._live.serves(name, tensor):
+                raise StateMismatch(f"what is served of {name!r} is not version {staged.manifest.version}'s")
         self.timings["verify"] = time.monotonic() - began
 
     def accept(self) -> None:
@@ -451,8 +485,7 @@ class Updater:
         """Let go of the store. `held` still tells what is served."""
         self._background.shutdown(wait=True, cancel_futures=True)
         self.drop()
-        if self._ahead is not None and not self._ahead[1].cancelled():
-            self._discard_ahead()
+        self._discard_ahead()
         self.store.close()
 
     def _named(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -472,6 +505,14 @@ def _patched(
         after[name] = digest.of_elements(patch.indices, patch.values)
         bits(tensors[name])[patch.indices] = bits(patch.values)
     return before, after
+
+
+def _release(staged: Staged) -> None:
+    """Let go of the payloads' files. That some of them are gone already is nobody's failure."""
+    try:
+        staged.leases.close()
+    except OSError as exc:
+        logger.warning("files of version %d could not be removed: %s", staged.manifest.version, exc)
 
 
 def _use_device(device: torch.device) -> None:

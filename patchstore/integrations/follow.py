@@ -119,9 +119,10 @@ class Follow:
                 return Step(did="initialised", version=held)
             if status.held == self._head.version and status.switch is None:
                 return Step(did="nothing", version=status.held)
-            if status.held == self._head.version and status.switch is not None:
+            if status.held == self._head.version and status.switch is not None and status.num_engines == 1:
                 self.server.end_switch(status.switch)
                 return Step(did="resumed", version=status.held)
+            # Of several engines the others may hold something else: applying again brings all to one version.
             wanted = self._head.version
             self.server.apply(wanted)
             return Step(did="applied", version=wanted, timings=self.server.status().ranks[0]["timings"])

@@ -31,6 +31,8 @@ class Proof:
     """Tensors that the server calculates its weights from, and whose own bits it does not serve."""
     unproved: tuple[str, ...]
     """Tensors that the server has no use for, or holds only in part."""
+    num_engines: int
+    """Data-parallel engines of the server. One of them, and it alone, was compared."""
 
 
 @dataclass(slots=True)
@@ -61,6 +63,8 @@ def prove(
     header = log.read_header(store)
     if header is None:
         raise VersionNotFound(f"{store.url} holds no run")
+    if num_elements < 1:
+        raise UsageError(f"each rank must read at least one element at a time, not {num_elements}")
     status = server.status()
     if status.run_id != header.run_id:
         raise UsageError(f"{server.url} follows run {status.run_id}, but {store.url} holds {header.run_id}")
@@ -72,6 +76,8 @@ def prove(
         raise ServerUnavailable(f"{server.url} was updated {_MAX_RESTARTS} times while it was being read")
     if version not in (None, survey.held):
         raise UsageError(f"{server.url} holds version {survey.held}, not {version}")
+    if not survey.slices:
+        raise UsageError(f"{server.url} calculates all of its weights, so that none can be compared")
     manifest = log.read_manifest(store, survey.held)
     _compare(header.schema, manifest, survey, server.url)
     return Proof(
@@ -79,6 +85,7 @@ def prove(
         num_proved=len(survey.slices),
         computed=tuple(sorted(survey.computed)),
         unproved=tuple(sorted(survey.unproved)),
+        num_engines=status.num_engines,
     )
 
 

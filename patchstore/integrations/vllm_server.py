@@ -147,7 +147,7 @@ class VllmServer:
             pause_s = min(2 * pause_s, 0.5)
 
     def start_weight_update(self) -> None:
-        """Begin an update; refused while one is open."""
+        """Begin an update; one that is open begins anew."""
         self._post("/start_weight_update", {})
 
     def update_weights(self, version: int) -> None:
@@ -218,8 +218,7 @@ class VllmServer:
             self.end_switch(begun)
             begun = None
         self.prefetch(version)
-        if not status.update_open:
-            self.start_weight_update()
+        self.start_weight_update()
         self.update_weights(version)
         switch: Switch = begun or ("stay-paused" if self.is_paused() else "resume")
         self._mark(switch)

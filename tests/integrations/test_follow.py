@@ -118,6 +118,19 @@ def test_a_switch_that_a_killed_follower_left_is_ended(follow, stub):
     assert (stub.paused, stub.stale_prefixes) == (False, False)
 
 
+def test_engines_that_may_differ_are_brought_to_one_version_before_they_go_on(follow, stub):
+    # The engine that answers holds the head; of the other nobody knows.
+    stub.num_engines = 2
+    did(follow, 2)
+    stub.calls.clear()
+    stub.switch, stub.paused = "resume", True
+
+    assert follow.step().did == "applied"
+
+    assert "/finish_weight_update" in stub.calls
+    assert (stub.paused, stub.switch) == (False, None)
+
+
 def test_a_failed_update_is_tried_again_with_growing_waits_and_never_skipped(follow, store, stub):
     did(follow, 2)
     commit(store, 1)

@@ -48,7 +48,7 @@ class Ranks:
         return SimpleNamespace(url=self.url, status=self._status, sums=self._sums)
 
     def _status(self) -> Any:
-        return SimpleNamespace(run_id=self.run_id)
+        return SimpleNamespace(run_id=self.run_id, num_engines=1)
 
     def _sums(self, first: int, num_elements: int) -> list[dict[str, Any]]:
         commits = self.commits.pop(0) if len(self.commits) > 1 else self.commits[0]
@@ -122,6 +122,10 @@ def test_a_server_without_a_version_or_of_another_run_cannot_be_proved(
 ) -> None:
     with pytest.raises(UsageError, match="not 7"):
         prove(store, ranks.server(), 7)
+    for rank in ranks.sums:
+        rank.clear()
+    with pytest.raises(UsageError, match="none can be compared"):
+        prove(store, ranks.server())
     ranks.held = None
     with pytest.raises(UsageError, match="holds no version"):
         prove(store, ranks.server())

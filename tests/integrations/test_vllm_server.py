@@ -42,10 +42,10 @@ def test_a_server_that_somebody_paused_stays_paused(stub, server):
     assert "/resume" not in stub.calls
 
 
-def test_an_update_that_a_killed_driver_left_open_is_gone_on_with(stub, server):
+def test_an_update_that_a_killed_driver_left_open_is_begun_anew(stub, server):
     stub.update_open = True
     server.apply(12)
-    assert stub.calls == [*APPLY[:3], *APPLY[4:]]
+    assert stub.calls == APPLY
 
 
 def test_a_switch_that_a_killed_driver_left_is_ended_first(stub, server):

@@ -3,7 +3,7 @@
 import pytest
 
 from patchstore import PatchstoreError
-from patchstore.errors import ServerUnavailable, StateMismatch
+from patchstore.errors import ServerUnavailable, StateMismatch, UsageError
 from patchstore.integrations.proof import prove
 
 # A server may take minutes to start on a busy machine.
@@ -53,6 +53,20 @@ def test_a_refusal_by_all_ranks_is_one_error(server, trainer):
         server.init_weight_transfer(trainer.url + "-of-nobody")
     assert caught.value.kind == "unknown-version"
     assert ranks(server, "held") == [0, 0]
+
+
+def test_calls_out_of_order_are_one_error_and_later_answers_stay_in_step(server, trainer):
+    trainer.step()
+    for call_out_of_order in (lambda: server.update_weights(1), lambda: server.finish_weight_update("1")):
+        with pytest.raises(UsageError):
+            call_out_of_order()
+        assert ranks(server, "held") == [0, 0]
+    server.start_weight_update()
+    with pytest.raises(UsageError):
+        server._post("/update_weights", {"update_info": [{"version": 1}]})
+    assert ranks(server, "held") == [0, 0]
+    server.apply(1)
+    assert ranks(server, "held") == [1, 1]
 
 
 def test_a_torn_rank_makes_a_torn_server_and_an_anchor_mends_it(server, trainer):

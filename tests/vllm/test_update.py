@@ -665,6 +665,20 @@ def test_names_that_are_served_in_part_are_listed_and_exact(trainer, open_ranks,
     assert open_ranks(trainer, *ranks.modules).held == 3
 
 
+def test_what_is_served_in_part_tells_versions_apart_too(trainer, open_ranks):
+    # Only in `cols`, of which no digest can be told, does version 4 differ from 3.
+    trainer.tensors["cols"].neg_()
+    trainer.publish()
+    module = TakesAPart()
+    module.load_weights((n, t.clone()) for n, t in trainer.history[3].items())
+    ranks = open_ranks(trainer, module)
+    assert ranks.held is None
+
+    ranks.apply(4)
+    assert serves(ranks, trainer.history[4])
+    assert open_ranks(trainer, module).held == 4
+
+
 # Which version is held.
 
 
@@ -681,7 +695,8 @@ def test_what_is_served_already_is_recognised_by_its_bits(trainer, module, open_
 @pytest.mark.parametrize("name", ["norm", "rate", "bias", "ab"])
 def test_one_other_bit_is_not_the_version_and_is_left_alone(trainer, module, open_ranks, name):
     module.load_weights((n, t.clone()) for n, t in trainer.history[1].items())
-    bits(module.state_dict()[name])[2] ^= 1 << (16 if name == "bias" else 0)
+    # Of `bias`, float32, no checkpoint in bfloat16 has this bit.
+    bits(module.state_dict()[name])[2] ^= 1
     before = module.state()
     ranks = open_ranks(trainer, module)
     assert (ranks.held, ranks.one.is_map_proved) == (None, False)

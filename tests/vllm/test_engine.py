@@ -1,0 +1,109 @@
+"""The engine's own part, without a server: what it keeps to itself, and what an interrupt leaves."""
+
+import pytest
+import torch
+from trainer import Trainer
+
+from patchstore.errors import UsageError
+from patchstore.spool import Spool
+from vllm_plugin import engine as module
+from vllm_plugin.derived import Derived
+from vllm_plugin.engine import DeltaWeightTransferEngine
+from vllm_plugin.live import LiveWeights
+from vllm_plugin.update import Updater
+
+pytestmark = pytest.mark.vllm
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+        self.b = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            getattr(self, name).data.copy_(tensor)
+
+
+@pytest.fixture
+def trainer(new_trainer) -> Trainer:
+    trainer = new_trainer({name: torch.randn(8).bfloat16() for name in "ab"})
+    trainer.publish()
+    trainer.step(density=1.0)
+    return trainer
+
+
+@pytest.fixture
+def engine(trainer, tmp_path, monkeypatch) -> DeltaWeightTransferEngine:
+    """An engine of one rank, at version 0, that no vLLM has made."""
+    monkeypatch.setattr(module, "groups", list)
+    monkeypatch.setattr(DeltaWeightTransferEngine, "rank", 0)
+    monkeypatch.setattr(DeltaWeightTransferEngine, "reset_weight_update_target", lambda self: None)
+    engine = object.__new__(DeltaWeightTransferEngine)
+    model = Model()
+    engine.live = LiveWeights([model], lambda model, weights: model.load_weights(weights), Derived([], print))
+    engine.updater = updater = Updater(trainer.store, engine.live, Spool(tmp_path / "scratch"))
+    traced = updater.trace()
+    updater.follow(traced, [engine.live.share(traced)])
+    engine.is_open, engine.update_open, engine._sleep_level, engine._is_as_started = True, False, None, True
+    update(engine, 0)
+    return engine
+
+
+def update(engine: DeltaWeightTransferEngine, version: int) -> None:
+    engine.start_weight_update()
+    engine.update_weights({"version": version})
+    engine.finish_weight_update()
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_between_two_writes_leaves_no_version_behind(engine, monkeypatch, interrupt):
+    scatter = engine.live.scatter
+
+    def interrupted(change) -> None:
+        scatter(change)
+        raise interrupt
+
+    monkeypatch.setattr(engine.live, "scatter", interrupted)
+    with pytest.raises(interrupt):
+        update(engine, 1)
+    assert (engine.updater.held, engine.updater.torn) == (None, True)
+
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "groups", list)
+    monkeypatch.setattr(DeltaWeightTransferEngine, "rank", 0)
+    update(engine, 1)
+    assert (engine.updater.held.version, engine.updater.torn) == (1, False)
+
+
+def test_weights_that_vllm_reloads_are_nobodys(engine):
+    engine.reloaded()
+    assert engine.updater.held is None
+    update(engine, 1)
+    assert engine.updater.held.version == 1
+
+
+def test_files_that_are_gone_already_fail_no_update(engine, tmp_path):
+    engine.start_weight_update()
+    engine.update_weights({"version": 1})
+    for path in (tmp_path / "scratch").iterdir():
+        path.unlink()
+    (tmp_path / "scratch").rmdir()
+    engine.finish_weight_update()
+    assert (engine.updater.held.version, engine.updater.staged) == (1, None)
+
+
+def test_a_version_that_is_staged_is_not_staged_again(engine, monkeypatch):
+    engine.start_weight_update()
+    engine.update_weights({"version": 1})
+    monkeypatch.setattr(engine.updater, "_stage", lambda version: pytest.fail("staged again"))
+    update(engine, 1)
+    assert engine.updater.held.version == 1
+
+
+def test_values_that_may_be_secrets_are_not_repeated():
+    for given in ("hunter2", {"store": "s3://b", "storage_options": "hunter2"}):
+        with pytest.raises(UsageError) as caught:
+            module._keywords("init_info", given, {"store": str, "storage_options": dict}, required={"store"})
+        assert "hunter2" not in str(caught.value)
