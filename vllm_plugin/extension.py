@@ -24,13 +24,12 @@ class DeltaWorkerExtension:
     def delta_status(self) -> dict[str, Any]:
         """Return what this rank serves, as JSON values; needs no open store.
 
-        Keys: `rank`, `num_engines` (data parallel, of which this answers for one), `vllm`, `initialised`,
-        `asleep`, `draft` (None without a speculative draft model, `followed` if it is updated together with
-        the model, `separate` if its checkpoint is another, so that it stays as it is), `store`, `run_id`,
-        `held` (version or None), `parent` and `step` (of the held version), `state_digest` (of the held
-        version), `staged` (version or None), `update_open`, `switch` (see `delta_switch`), `torn`,
-        `last_error` (None, or `rank`, `kind`, `message`), `timings` (seconds, of the last update), `map`
-        (None, or see `_map`).
+        Keys: `rank`, `vllm`, `initialised`, `asleep`, `draft` (None without a speculative draft model,
+        `followed` if it is updated together with the model, `separate` if its checkpoint is another, so
+        that it stays as it is), `store`, `run_id`, `held` (version or None), `parent` and `step` (of the
+        held version), `state_digest` (of the held version), `staged` (version or None), `update_open`,
+        `switch` (see `delta_switch`), `torn`, `last_error` (None, or `rank`, `kind`, `message`), `timings`
+        (seconds, of the last update), `map` (None, or see `_map`).
         """
         engine = self._delta_engine()
         updater = engine.updater
@@ -39,7 +38,6 @@ class DeltaWorkerExtension:
             held, staged = updater.held, updater.staged
         return {
             "rank": engine.rank,
-            "num_engines": engine.parallel_config.data_parallel_size,
             "vllm": vllm.__version__,
             "initialised": engine.is_open,
             "asleep": engine.is_asleep,

@@ -48,8 +48,8 @@ def versions_table() -> Table:
         "B/change",
         "publish",
         "fetch",
-        "prove",
-        "load",
+        "stage",
+        "commit",
         "state",
     ):
         table.add_column(name, justify="right", no_wrap=True)
@@ -83,8 +83,8 @@ def add_version(
         f"{delta.num_bytes / delta.num_changed:.2f}" if delta and delta.num_changed else "-",
         f"{publish_s:.2f} s",
         f"{timings['fetch']:.3f} s",
-        f"{timings['decode'] + timings['verify']:.3f} s",
-        f"{timings['commit'] + timings['load']:.3f} s",
+        f"{timings['stage']:.3f} s",
+        f"{timings['commit']:.3f} s",
         "[green]equal[/]" if equal else "[red]differs[/]",
     )
 

@@ -89,7 +89,7 @@ class VllmServer:
         failed = [rank["last_error"] for rank in ranks if rank["last_error"]]
         return ServerStatus(
             initialised=all(rank["initialised"] for rank in ranks),
-            num_engines=max(rank["num_engines"] for rank in ranks),
+            num_engines=self._world_size("true") // self._world_size("false"),
             run_id=agreed("run_id"),
             store=agreed("store"),
             held=agreed("held"),
@@ -104,6 +104,10 @@ class VllmServer:
     def fingerprint(self) -> list[dict[str, str]]:
         """Return each rank's digests of its live parameters and buffers; reads all of them."""
         return self._every_rank("delta_fingerprint")
+
+    def _world_size(self, include_dp: str) -> int:
+        # An engine does not know of its siblings; the front does.
+        return int(self._call("GET", "/get_world_size", params={"include_dp": include_dp})["world_size"])
 
     def sums(self, first: int, num_elements: int) -> list[dict[str, Any]]:
         """Have each rank digest a part of its live weights; see `DeltaWorkerExtension.delta_sums`."""

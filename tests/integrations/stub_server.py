@@ -51,7 +51,6 @@ class StubServer:
         return {
             "rank": rank,
             "initialised": self.initialised,
-            "num_engines": self.num_engines,
             "store": self.opened.get("store"),
             "run_id": self.run_id if self.initialised else None,
             "held": self.held_by_rank.get(rank, self.held),
@@ -63,13 +62,16 @@ class StubServer:
             "timings": {"fetch": 0.5},
         }
 
-    def answer(  # noqa: C901, PLR0912  (one case a route is the clearest list of them)
+    def answer(  # noqa: C901, PLR0911, PLR0912  (one case a route is the clearest list of them)
         self, path: str, query: dict[str, str], body: dict[str, Any]
     ) -> dict[str, Any]:
         """Do what the route does; a `ValueError` becomes HTTP 500."""
         match path:
             case "/health":
                 return {}
+            case "/get_world_size":
+                engines = self.num_engines if query["include_dp"] == "true" else 1
+                return {"world_size": self.num_ranks * engines}
             case "/weight_info":
                 return {"weight_version": self.weight_version}
             case "/is_paused":
