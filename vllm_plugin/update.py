@@ -81,7 +81,7 @@ class Updater:
         self.torn = False
         """The live weights are parts of two versions, or nobody's; the next update starts from an anchor."""
         self.is_map_proved = False
-        """The map agreed in every element with weights that vLLM's own loader had loaded."""
+        """The map agreed, in every element that is copied, with weights that vLLM's own loader had loaded."""
         self.timings: dict[str, float] = {}
         """Seconds of the last update: `fetch`, `stage`, `commit`, `verify`."""
         self.num_commits = 0
