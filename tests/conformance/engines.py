@@ -105,7 +105,6 @@ class Engine:
         try:
             llm = LLM(
                 model=str(self.model),
-                skip_tokenizer_init=True,
                 enforce_eager=True,
                 enable_prefix_caching=False,
                 max_model_len=128,
@@ -116,7 +115,7 @@ class Engine:
                 disable_log_stats=True,
                 worker_extension_cls="conformance_extension.ConformanceExtension",
                 weight_transfer_config={"backend": "delta"},
-                **self.arguments,
+                **{"skip_tokenizer_init": True} | self.arguments,
             )
             result.send((True, work(llm)))
         except BaseException as exc:  # noqa: BLE001  # It is told to the parent.

@@ -15,6 +15,7 @@ CASES = [
     ("deepseek-v3", "tp1"),  # experts, float32, tensors made from weights
     ("mamba2", "tp1"),  # calculated
     ("llama4", "ep2"),  # gathered by an index
+    ("aria-text-only", "tp1"),  # no vision tower
     ("qwen3-tied", "int8"),  # quantised by vLLM
 ]
 

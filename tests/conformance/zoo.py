@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PretrainedConfig, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 
 VOCABULARY = 250
 """Not a multiple of 64, so that vLLM pads it."""
@@ -55,6 +57,8 @@ class Architecture:
     """Engine arguments beside those of the layout."""
     auto: str = "AutoModelForCausalLM"
     """The class of transformers that builds it."""
+    processor: Callable[[], ProcessorMixin] | None = None
+    """Of prompts and images, without which vLLM does not start a model that has its vision tower."""
     not_offered: Mapping[str, str] = field(default_factory=dict)
     """Layouts that vLLM's CPU build cannot serve, with its reason; our plugin has no part in it."""
 
@@ -69,6 +73,8 @@ class Architecture:
 
 _NOT_COMPATIBLE = {"transformers": "its implementation in transformers is not compatible with vLLM"}
 _NO_ATTENTION = {"transformers": "a layer without attention cannot be handled"}
+_NO_TOP_K = {"transformers": "it looks for the number of experts of a token under another name"}
+_NO_PIPELINE = {"pp2": "pipeline parallelism is not supported for this model"}
 
 _ATTENTION = {
     "hidden_size": 128,
@@ -86,8 +92,8 @@ _DEEPSEEK = {
     "head_dim": 64,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
@@ -96,6 +102,19 @@ _DEEPSEEK = {
     "n_group": 2,
     "topk_group": 1,
 }
+
+_VISION = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "image_size": 32,
+    "patch_size": 8,
+}
+_IMAGE = 240
+"""The token that stands for an image."""
+_WITH_IMAGES = {"skip_tokenizer_init": False}
+_TEXT_ONLY = _WITH_IMAGES | {"limit_mm_per_prompt": {"image": 0}}
 
 
 def _config(kind: str, **changes: Any) -> Callable[[], PretrainedConfig]:
@@ -108,6 +127,59 @@ def _config(kind: str, **changes: Any) -> Callable[[], PretrainedConfig]:
         "tie_word_embeddings": False,
     }
     return lambda: getattr(transformers, kind)(**common | changes)
+
+
+def _paligemma() -> PretrainedConfig:
+    return transformers.PaliGemmaConfig(
+        vision_config=transformers.SiglipVisionConfig(**_VISION, vision_use_head=False),
+        text_config=_config("GemmaConfig", **_ATTENTION, tie_word_embeddings=True)(),
+        image_token_index=_IMAGE,
+        vocab_size=VOCABULARY,
+        hidden_size=_ATTENTION["hidden_size"],
+        projection_dim=_ATTENTION["hidden_size"],
+    )
+
+
+def _paligemma_processor() -> ProcessorMixin:
+    size = {"height": _VISION["image_size"], "width": _VISION["image_size"]}
+    images = transformers.SiglipImageProcessorPil(size=size)
+    images.image_seq_length = (_VISION["image_size"] // _VISION["patch_size"]) ** 2
+    return transformers.PaliGemmaProcessor(images, _tokenizer())
+
+
+def _aria() -> PretrainedConfig:
+    vision = _VISION | {"image_size": 980, "patch_size": 98}
+    return transformers.AriaConfig(
+        vision_config=transformers.Idefics3VisionConfig(**vision),
+        vision_feature_layer=-1,
+        text_config=_config(
+            "AriaTextConfig", **_ATTENTION, moe_num_experts=8, moe_topk=2, moe_num_shared_experts=1
+        )(),
+        projector_patch_to_query_dict={25: 4, 100: 4},
+        image_token_index=_IMAGE,
+        tie_word_embeddings=False,
+    )
+
+
+def _aria_processor() -> ProcessorMixin:
+    return transformers.AriaProcessor(
+        transformers.AriaImageProcessorPil(max_image_size=980), _tokenizer(), size_conversion={490: 4, 980: 4}
+    )
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each number, but for the two tokens that a prompt with an image needs."""
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    del words[f"w{_IMAGE}"], words[f"w{_IMAGE + 1}"]
+    words |= {"<image>": _IMAGE, "\n": _IMAGE + 1}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
+        unk_token="w0",
+        bos_token="w0",
+        eos_token="w0",
+        pad_token="w0",
+        extra_special_tokens={"image_token": "<image>"},
+    )
 
 
 def _alternating(*kinds: str) -> dict[str, Any]:
@@ -286,7 +358,32 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                     n_groups=2,
                     state_size=32,
                 ),
-                not_offered=_NO_ATTENTION | {"pp2": "pipeline parallelism is not supported for this model"},
+                not_offered=_NO_ATTENTION | _NO_PIPELINE,
+            ),
+            Architecture(
+                name="paligemma-text-only",
+                config=_paligemma,
+                auto="AutoModelForImageTextToText",
+                processor=_paligemma_processor,
+                engine=_TEXT_ONLY,
+            ),
+            Architecture(
+                name="aria",
+                config=_aria,
+                auto="AutoModelForImageTextToText",
+                processor=_aria_processor,
+                engine=_WITH_IMAGES,
+                experts=True,
+                not_offered=_NO_PIPELINE | _NO_TOP_K,
+            ),
+            Architecture(
+                name="aria-text-only",
+                config=_aria,
+                auto="AutoModelForImageTextToText",
+                processor=_aria_processor,
+                engine=_TEXT_ONLY,
+                experts=True,
+                not_offered=_NO_PIPELINE | _NO_TOP_K,
             ),
         )
     }
@@ -325,6 +422,8 @@ def _random(name: str, shape: torch.Size, random: torch.Generator) -> torch.Tens
 
 
 def save(architecture: Architecture, folder: Path) -> Path:
-    """Write a checkpoint folder that vLLM serves, without a tokenizer."""
+    """Write a checkpoint folder that vLLM serves, without a tokenizer if it can."""
     build(architecture).save_pretrained(folder)
+    if architecture.processor is not None:
+        architecture.processor().save_pretrained(folder)
     return folder

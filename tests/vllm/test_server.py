@@ -1,11 +1,13 @@
 """One real server through all that an update can do to it."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import httpx
 import pytest
@@ -20,10 +22,14 @@ from patchstore import PatchstoreError, layout, replay
 from patchstore import manifest as manifests
 from patchstore.errors import StateMismatch, UsageError
 from patchstore.integrations.follow import Follow
+from patchstore.integrations.proof import prove
 from patchstore.integrations.vllm_server import VllmServer
 
 # A server may take minutes to start on a busy machine.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+# After the first token nothing is sent before the end, so that a call is not behind what it shall interrupt.
+SERVER_ARGUMENTS = ("--stream-interval", "1000")
 
 PROMPT = [1 + (7 * i) % (tiny_qwen.VOCABULARY - 1) for i in range(100)]
 
@@ -42,6 +48,28 @@ def ask(server: VllmServer) -> dict:
 
 def answer(server: VllmServer) -> list[int]:
     return ask(server)["choices"][0]["token_ids"]
+
+
+def stream(server: VllmServer, begun: Event) -> tuple[list[int], str | None]:
+    """Return a long answer and why it ended; says when the first tokens are there."""
+    question = {
+        "model": MODEL_NAME,
+        "prompt": PROMPT[:8],
+        "max_tokens": 240,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+    }
+    tokens, ended = [], None
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=question, timeout=120) as response:
+        for line in response.raise_for_status().iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                tokens += choice["token_ids"] or []
+                ended = choice["finish_reason"]
+                begun.set()
+    return tokens, ended
 
 
 UNLABELLED = None if vllm.__version__.startswith("0.26.") else object()
@@ -339,6 +367,40 @@ def test_a_request_under_way_survives_an_update(server, trainer):
         answered = asked.result().raise_for_status().json()
     assert answered["usage"]["completion_tokens"] == 120
     assert live(server) == served(trainer.history[1])
+
+
+@pytest.mark.parametrize(("mode", "ended"), [("wait", "length"), ("abort", "abort"), ("keep", "length")])
+def test_a_server_is_updated_in_each_pause_mode_of_vllm(server, trainer, mode, ended):
+    trainer.step(density=0.5)
+    old, _ = stream(server, Event())
+    with ThreadPoolExecutor(1) as pool:
+        # An answer that ends before the pause arrives proves nothing, so it is asked for again.
+        for _ in range(20):
+            begun = Event()
+            asked = pool.submit(stream, server, begun)
+            begun.wait(60)
+            server._post("/pause", {}, mode=mode)
+            # Only what is kept is still to come; the others end before the update begins.
+            is_caught = not asked.done() if mode == "keep" else asked.result()[1] == ended
+            if is_caught:
+                break
+            server.resume()
+        server.apply(1)
+        stayed_paused = server.is_paused()
+        server.resume()
+        tokens, reason = asked.result()
+
+    assert (is_caught, stayed_paused, reason) == (True, True, ended)
+    if mode == "wait":
+        assert tokens == old
+    elif mode == "abort":
+        assert 0 < len(tokens) < len(old)
+        assert tokens == old[: len(tokens)]
+    else:
+        assert (len(tokens), tokens[0]) == (len(old), old[0])
+    assert server.status().held == 1
+    assert prove(trainer.store, server, 1).num_proved == len(trainer.tensors)
+    assert stream(server, Event())[0] != old
 
 
 def test_status_tells_what_is_served_and_how(server, trainer):
