@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 STORE ?= file
+OUT ?= bench-run
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +32,7 @@ CONSTRAINTS ?= --constraint requirements/constraints.txt
 PINS := --override requirements/overrides.txt $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo test test-quick conformance lint format types check clean
+.PHONY: help setup lock demo test test-quick conformance bench-gpu lint format types check clean
 
 help: ## Show this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -64,6 +65,11 @@ test-quick: $(INSTALLED) ## Run the tests that take about a minute together: no 
 conformance: $(INSTALLED) ## Compare every architecture in every layout, 20 to 60 minutes; writes docs/conformance.md.
 	$(BIN)/python tests/conformance/run.py --out docs/conformance.md
 
+bench-gpu: ## Measure a served 8B model on this machine's GPU, with vLLM of PYTHON; into OUT.
+	mkdir -p $(OUT)
+	$(PYTHON) -m benchmarks serving --shape qwen3-8b --store /dev/shm/patchstore-bench --log $(OUT)/vllm.log --json > $(OUT)/serving.jsonl
+	$(PYTHON) -m benchmarks.plots $(OUT)/serving.jsonl --out $(OUT)
+
 lint: $(INSTALLED) ## Check style and formatting.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -78,5 +84,5 @@ types: $(INSTALLED) ## Check types.
 check: lint types test ## What CI runs.
 
 clean: ## Remove .venv, caches and what the demo left.
-	rm -rf $(VENV) build dist demo-run *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist demo-run bench-run *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,9 @@
 import argparse
 import json
 import platform
+import subprocess
 from collections.abc import Iterable
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -14,6 +16,8 @@ from rich.table import Table
 from benchmarks.cases import CASES
 from patchstore import __version__
 
+_MAX_COLUMNS = 14
+
 
 def machine() -> dict[str, Any]:
     """What a figure depends on besides the code."""
@@ -23,11 +27,26 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "machine": platform.machine(),
         "num_threads": torch.get_num_threads(),
+        **_gpus(),
     }
 
 
+@cache
+def _gpus() -> dict[str, Any]:
+    """GPUs and their software, without taking memory on them as torch would; nothing without any."""
+    if not torch.cuda.is_available():
+        return {}
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
+        gpu, driver = (each.strip() for each in said.splitlines()[0].rsplit(",", 1))
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
+        gpu, driver = torch.cuda.get_device_name(), "?"
+    return {"gpu": gpu, "num_gpus": torch.cuda.device_count(), "driver": driver, "cuda": torch.version.cuda}
+
+
 def show(title: str, rows: Iterable[dict[str, Any]]) -> None:
-    """Print rows as tables, one for each run of rows with equal keys; a row alone becomes a column."""
+    """Print rows as tables, one for each run of rows with equal keys; columns if alone, or too wide."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)
@@ -43,6 +62,8 @@ def show(title: str, rows: Iterable[dict[str, Any]]) -> None:
             table = Table(
                 title=title, caption=", ".join(f"{name} {_cell(several[0][name])}" for name in shared)
             )
+            if len(names) > _MAX_COLUMNS:
+                names, *lines = (list(each) for each in zip(names, *lines, strict=True))
         for name in names:
             table.add_column(name, justify="right", no_wrap=True)
         for line in lines:
@@ -53,6 +74,8 @@ def show(title: str, rows: Iterable[dict[str, Any]]) -> None:
 def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.3f}"
+    if isinstance(value, (list, dict)):
+        return f"{len(value)} values"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 

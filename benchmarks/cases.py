@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import apply, encodings, replay
+from benchmarks import apply, encodings, replay, serving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,5 +41,12 @@ CASES = (
         gate="tests/test_replay.py",
         arguments=replay.arguments,
         run=replay.run,
+    ),
+    Case(
+        name="serving",
+        about="From the optimiser to an answer of the new weights, and how late tokens are around an update.",
+        gate="tests/vllm/test_server.py",
+        arguments=serving.arguments,
+        run=serving.run,
     ),
 )
