@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from patchstore.stores.memory import MemoryStore
+from tests import interpreted  # noqa: F401 -- before anything imports Triton
 from tests.weights import Run
 
 

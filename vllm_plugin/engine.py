@@ -5,6 +5,7 @@ rank that raised, while here only the last rank may raise (see `agreement`), so 
 here in all of them: after any failure the update is closed, and the caller starts a new one.
 """
 
+import importlib.util
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -158,7 +159,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         is_quantised = self._serving.is_quantised
         # Reloading calculates again by itself what is made from weights.
         derived = Derived([] if is_quantised else models, self._serving.refresh)
-        return LiveWeights(models, self._serving.load, derived, is_quantised=is_quantised)
+        return _kind_for(models)(models, self._serving.load, derived, is_quantised=is_quantised)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         # Checking here would raise in every rank at once.
@@ -427,6 +428,16 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.reset_weight_update_target()
         if is_last(groups()):
             raise RuntimeError(describe(failures))
+
+
+def _kind_for(models: Sequence[torch.nn.Module]) -> type[LiveWeights]:
+    """Kernels need Triton and a device that it compiles for; plain torch does the same anywhere."""
+    device = next(models[0].parameters()).device
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return LiveWeights
+    from vllm_plugin.device import DeviceWeights
+
+    return DeviceWeights
 
 
 def _keywords(what: str, given: object, types: Mapping[str, type], required: set[str]) -> Mapping[str, Any]:

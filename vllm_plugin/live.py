@@ -4,6 +4,7 @@ Addresses never change: captured CUDA graphs read from them. Bits are moved, nev
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from patchstore import checksum, digest
 from patchstore.digest import Sums
 from patchstore.errors import LoadFailed, SchemaMismatch
+from patchstore.fetch import Deltas
 from patchstore.model import Schema, TensorSpec
 from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, raw_bytes
 from vllm_plugin.derived import Derived
@@ -67,6 +69,7 @@ class LiveWeights:
         self._load = load
         self._derived = derived
         self._map: WeightMap | None = None
+        self._watched: set[str] = set()
         self._places: dict[str, tuple[object, ...]] = {}
         self.device = next(iter(models[0].parameters())).device
 
@@ -97,6 +100,8 @@ class LiveWeights:
     def follow(self, mapped: WeightMap) -> None:
         """Use a map that all ranks agreed on, from here on."""
         self._map = mapped
+        # Other buffers may move: vLLM makes some anew, such as a cache of rotations in another dtype.
+        self._watched = {name for index in self.written() for name in mapped.runtimes[index].names}
         self._places = self._places_now()
 
     @property
@@ -110,13 +115,11 @@ class LiveWeights:
         return sorted(n for n in now.keys() | self._places.keys() if now.get(n) != self._places.get(n))
 
     def _places_now(self) -> dict[str, tuple[object, ...]]:
-        # Other buffers may move: vLLM makes some anew, such as a cache of rotations in another dtype.
-        written = {name for index in self.written() for name in self.map.runtimes[index].names}
         return {
             f"{i}.{name}": (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
             for i, model in enumerate(self._models)
             for name, tensor in _tensors(model)
-            if name in written
+            if name in self._watched
         }
 
     # Reading.
@@ -222,6 +225,19 @@ class LiveWeights:
             where, new, old = (torch.cat(each) for each in zip(*found, strict=True))
             change.scatters[index] = Scatter(positions=where, new=new, old=old)
         return change
+
+    def stage_deltas(self, deltas: Deltas, names: Sequence[str], *, keep_old: bool) -> Change:
+        """`stage` what deltas come to for some names.
+
+        Raises:
+            CorruptObject: positions that no encoder writes.
+        """
+        specs = self.map.schema.by_name()
+        return self.stage((deltas.merged(specs[name]) for name in names), keep_old=keep_old)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Do what the block says beside what the device is busy with, and wait for it at its end."""
+        return nullcontext()
 
     def overwritten(self, change: Change) -> str | None:
         """Name a parameter that no longer has what a change would replace; None where all have."""

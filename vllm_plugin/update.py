@@ -157,16 +157,17 @@ class Updater:
     def sums(self, first: int, num_elements: int) -> dict[str, Any]:
         """Digest a part of what this rank serves; see `DeltaWorkerExtension.delta_sums`."""
         mapped, found, spent, at = self._live.map, {}, 0, first
-        for spec in self.schema.tensors[first:]:
-            if spent >= num_elements:
-                break
-            spent += sum(region.num_elements for _, region in mapped.regions.get(spec.name, ()))
-            for name, slices in self._live.claims([spec.name]).items():
-                if name in mapped.proved:
-                    found[name] = [
-                        [[view.offset, *view.shape, *view.strides], sums.hex()] for view, sums in slices
-                    ]
+        while at < len(self.schema.tensors) and spent < num_elements:
+            spent += sum(
+                region.num_elements for _, region in mapped.regions.get(self.schema.tensors[at].name, ())
+            )
             at += 1
+        names = [spec.name for spec in self.schema.tensors[first:at]]
+        for name, slices in self._live.claims(names).items():
+            if name in mapped.proved:
+                found[name] = [
+                    [[view.offset, *view.shape, *view.strides], sums.hex()] for view, sums in slices
+                ]
         return {
             "held": self._held_version(),
             "num_commits": self.num_commits,
@@ -300,7 +301,7 @@ class Updater:
                 f"{self.header.run_id}"
             )
         specs, mapped = self.schema.by_name(), self._live.map
-        with ExitStack() as leases, torch.no_grad():
+        with ExitStack() as leases, torch.no_grad(), self._live.aside():
             anchor: Mapping[str, torch.Tensor] = {}
             if route.anchor is not None:
                 anchor = leases.enter_context(
@@ -309,9 +310,7 @@ class Updater:
             deltas = leases.enter_context(fetch.deltas(self.store, route.deltas, specs, None, self._spool))
             fetched = time.monotonic()
             copied = sorted(deltas.names - mapped.computed)
-            change = self._live.stage(
-                (deltas.merged(specs[name]) for name in copied), keep_old=route.anchor is None
-            )
+            change = self._live.stage_deltas(deltas, copied, keep_old=route.anchor is None)
             base = anchor if route.anchor is not None else self._mirror
             patches = {name: deltas.merged(specs[name]) for name in sorted(deltas.names & mapped.computed)}
             wanted = mapped.computed if anchor else patches.keys()
@@ -329,7 +328,6 @@ class Updater:
                     # Nor is it proved then that the loader writes nowhere else.
                     written |= self._live.registered()
             saved = self._live.save(written)
-            _wait_for(self._live.device)
             timings = {"fetch": fetched - began, "stage": time.monotonic() - fetched}
             return Staged(
                 plan=route,
@@ -452,7 +450,9 @@ class Updater:
         self.torn = False
         self.num_commits += 1
         self._is_written = False
-        self.drop()
+        # Removing files takes longer than writing weights did, and generation waits for this.
+        staged, self._staged = self._staged, None
+        self._background.submit(_release, staged)
 
     def roll_back(self) -> None:
         """Put back the weights from before `commit`. The version held is the one before, as it was all along.
@@ -483,7 +483,7 @@ class Updater:
 
     def close(self) -> None:
         """Let go of the store. `held` still tells what is served."""
-        self._background.shutdown(wait=True, cancel_futures=True)
+        self._background.shutdown(wait=True)
         self.drop()
         self._discard_ahead()
         self.store.close()

@@ -6,6 +6,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from halves import half_of
+
 from patchstore import fetch, spool
 from patchstore.errors import LoadFailed
 from vllm_plugin import DeltaWorkerExtension
@@ -34,8 +36,7 @@ class FailingExtension(DeltaWorkerExtension):
                 del live.scatter
                 return scatter(change)
             left -= 1
-            half = dict(list(change.scatters.items())[: len(change.scatters) // 2])
-            scatter(Change(scatters=half))
+            scatter(half_of(change))
             raise LoadFailed("made to fail by the test")
 
         live.scatter = failing

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from halves import half_of
 from trainer import Trainer
 
 from patchstore import digest, layout, log
@@ -25,6 +26,7 @@ from patchstore.model import Manifest, Schema
 from patchstore.spool import Spool
 from patchstore.stores import open_store
 from patchstore.tensors import bits
+from tests.interpreted import DEVICE, kernels
 from vllm_plugin.derived import Derived
 from vllm_plugin.live import Change, LiveWeights
 from vllm_plugin.origin import read_folder
@@ -102,12 +104,12 @@ def _parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Par
 class Ranks:
     """Some ranks of one server, driven in turns as the engine drives them."""
 
+    kind: type[LiveWeights]
+
     def __init__(self, url: str, modules: Iterable[Fused], scratch: Path) -> None:
         self.modules = list(modules)
         self.scratch = scratch
-        self.live = [
-            LiveWeights([each, *each.drafts], _load, Derived([each], _load)) for each in self.modules
-        ]
+        self.live = [self.kind([each, *each.drafts], _load, Derived([each], _load)) for each in self.modules]
         self.updaters = [Updater(open_store(url), live, Spool(scratch)) for live in self.live]
 
     @property
@@ -162,6 +164,10 @@ class Ranks:
             each.check_held(claims)
 
     def spooled(self) -> list[Path]:
+        # What an accepted update needed is removed behind its back.
+        for each in self.updaters:
+            with suppress(RuntimeError):  # Closed: nothing is left to do.
+                each._background.submit(int).result()
         return list(self.scratch.iterdir())
 
     def close(self) -> None:
@@ -261,10 +267,21 @@ def fail_scatters(live: LiveWeights, num_failures: int) -> None:
         if left == 0:
             return scatter(change)
         left -= 1
-        scatter(Change(scatters=dict(list(change.scatters.items())[:2])))
+        scatter(half_of(change))
         raise LoadFailed("made to fail")
 
     live.scatter = failing
+
+
+@pytest.fixture(params=["plain", "kernels"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything here holds for plain torch, and for kernels."""
+    if request.param == "plain":
+        monkeypatch.setattr(Ranks, "kind", LiveWeights, raising=False)
+    elif DEVICE.type == "cuda":
+        pytest.skip("the modules here are on the CPU; tests on GPUs run the kernels for real")
+    else:
+        monkeypatch.setattr(Ranks, "kind", kernels("vllm_plugin.device").DeviceWeights, raising=False)
 
 
 def lie(trainer: Trainer, manifest: Manifest, name: str) -> None:

@@ -1,0 +1,384 @@
+"""Live weights on a GPU: what `live` does name by name, for all names at once.
+
+The number of launches, and of times the host waits, grows with neither names nor regions.
+"""
+
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from patchstore.digest import Sums
+from patchstore.encodings.base import check_stored
+from patchstore.errors import CorruptObject, LoadFailed, StateMismatch
+from patchstore.fetch import Deltas
+from patchstore.kernels import patch as kernels
+from patchstore.kernels.patch import BLOCK, TILE, Exchange, Kind, Stated
+from patchstore.model import TensorSpec
+from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits
+from vllm_plugin.live import Change, LiveWeights
+from vllm_plugin.mapping import Claims, WeightMap
+from vllm_plugin.regions import Region, View
+
+UPLOAD = 1 << 25
+"""Bytes of each of the two pinned buffers through which a patch goes to the device."""
+
+
+class _Segment(NamedTuple):
+    """One region of one name."""
+
+    name: str
+    source: View
+    kind: Kind
+    row: tuple[int, ...]
+    """Of the table of segments, without what a patch brings."""
+    num_elements: int
+
+
+@dataclass(slots=True)
+class Exchanges(Change):
+    """A change of all tensors at once."""
+
+    parts: list[tuple[Sequence[_Segment], Exchange]] = field(default_factory=list)
+    keeps_old: bool = True
+    """Whether what it replaces must be what was read when it was staged."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Patch:
+    """A stored patch on the device: addresses of positions or gaps, and of values."""
+
+    positions: int
+    values: int
+    num: int
+    position_width: int
+
+
+class DeviceWeights(LiveWeights):
+    """`LiveWeights` where Triton runs."""
+
+    _segments: Mapping[str, Sequence[_Segment]]
+    _all: Sequence[tuple[Sequence[_Segment], Kind, torch.Tensor, torch.Tensor]] | None
+    """What it takes to digest everything, made once."""
+    _target: torch.dtype
+
+    def follow(self, mapped: WeightMap) -> None:
+        super().follow(mapped)
+        specs = mapped.schema.by_name()
+        self._segments = {
+            name: [self._segment(specs[name], index, region) for index, region in found]
+            for name, found in mapped.regions.items()
+        }
+        longest = max((self._flat(index).numel() for index in self.written()), default=0)
+        self._target = torch.int32 if longest < 2**31 else torch.int64
+        self._all = None
+        self._stream = _stream(self.device)
+
+    def _segment(self, spec: TensorSpec, index: int, region: Region) -> _Segment:
+        source, target, flat = region.source, region.target, self._flat(index)
+        is_run = source.strides in {(), (1,)} and target.strides in {(), (1,)}
+        address = flat.data_ptr()
+        kind = Kind(
+            value_width=TORCH_DTYPES[spec.dtype].itemsize,
+            memory_width=flat.element_size(),
+            num_dims=0 if is_run else len(source.shape),
+            is_narrow=spec.num_elements < 2**31,
+            is_aligned=is_run and (address + target.offset * flat.element_size()) % 16 == 0,
+        )
+        dims = () if is_run else (*source.shape, *source.strides, *target.strides)
+        return _Segment(
+            name=spec.name,
+            source=source,
+            kind=kind,
+            row=(address, source.offset, source.end, target.offset, *dims),
+            num_elements=region.num_elements,
+        )
+
+    # Reading.
+
+    def claims(self, names: Iterable[str]) -> Claims:
+        names = list(names)
+        is_all = len(names) == len(self._segments)
+        tables = self._all if is_all else None
+        if tables is None:
+            tables = [self._blocks(kind, found) for kind, found in self._by_kind(names).items()]
+        if is_all:
+            self._all = tables
+        results = [kernels.digest(kind, table, jobs) for _, kind, table, jobs in tables]
+        claims: dict[str, list[tuple[View, Sums]]] = {}
+        for (segments, _, _, _), sums in zip(tables, results, strict=True):
+            for each, (first, second, strange) in zip(segments, sums.tolist(), strict=True):
+                claims.setdefault(each.name, []).append((each.source, _sums(first, second, strange)))
+        return claims
+
+    def _blocks(
+        self, kind: Kind, segments: Sequence[_Segment]
+    ) -> tuple[Sequence[_Segment], Kind, torch.Tensor, torch.Tensor]:
+        rows = [(0, 0, each.num_elements, 0, *each.row) for each in segments]
+        jobs = _jobs(np.array([each.num_elements for each in segments]), BLOCK)
+        return segments, kind, self._table(rows), self._table(jobs)
+
+    def _by_kind(self, names: Iterable[str]) -> dict[Kind, list[_Segment]]:
+        found: dict[Kind, list[_Segment]] = {}
+        for name in names:
+            for each in self._segments.get(name, ()):
+                found.setdefault(each.kind, []).append(each)
+        return found
+
+    # Staging.
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
+
+    def stage(self, patches: Iterable[TensorPatch], *, keep_old: bool) -> Change:
+        wanted = [patch for patch in patches if self._segments.get(patch.name)]
+        lists = [each for patch in wanted for each in (patch.indices, bits(patch.values))]
+        lists = self._sent(lists)
+        where = {
+            patch.name: _Patch(indices.data_ptr(), values.data_ptr(), values.numel(), indices.element_size())
+            for patch, indices, values in zip(wanted, lists[::2], lists[1::2], strict=True)
+        }
+        return self._exchanges(where, None, keep_old=keep_old)
+
+    def stage_deltas(self, deltas: Deltas, names: Sequence[str], *, keep_old: bool) -> Change:
+        stored = deltas.sole("gap")
+        if stored is None:
+            return super().stage_deltas(deltas, names, keep_old=keep_old)
+        specs = self.map.schema.by_name()
+        names = [name for name in names if self._segments.get(name)]
+        for name in names:
+            where, encoded = stored[name]
+            check_stored(encoded, specs[name], torch.uint16, where)
+        lists = self._sent([each for n in names for each in (stored[n][1].idx, bits(stored[n][1].val))])
+        patches = {
+            name: _Patch(gaps.data_ptr(), values.data_ptr(), values.numel(), 2)
+            for name, gaps, values in zip(names, lists[::2], lists[1::2], strict=True)
+        }
+        starts, reach = self._starts(list(patches.values()))
+        limits = self._table([[specs[name].num_elements] for name in names])[:, 0]
+        if wrong := (reach > limits).nonzero()[:, 0].tolist():
+            name = names[wrong[0]]
+            raise CorruptObject(
+                f"{stored[name][0]}: gaps of {name!r} reach position {int(reach[wrong[0]]) - 1}, beyond its "
+                f"{specs[name].num_elements} elements"
+            )
+        return self._exchanges(patches, starts, keep_old=keep_old)
+
+    def _sent(self, lists: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Bring flat tensors to the device: those of the host together, in large parts."""
+        sent = [each.contiguous() for each in lists]
+        host = [i for i, each in enumerate(sent) if each.device.type == "cpu"]
+        if not host or self.device.type == "cpu":
+            return sent
+        # What lies in one mapped file is sent as one run, and the gaps of alignment with it.
+        host.sort(key=lambda i: sent[i].data_ptr())
+        runs: list[list[int]] = []
+        for i in host:
+            if runs and 0 <= sent[i].data_ptr() - _end(sent[runs[-1][-1]]) < 64:
+                runs[-1].append(i)
+            else:
+                runs.append([i])
+        sizes = [_end(sent[run[-1]]) - sent[run[0]].data_ptr() for run in runs]
+        # Every run begins where 8 divides its address as on the host, so that elements are aligned.
+        firsts = [sent[run[0]].data_ptr() % 8 for run in runs]
+        places = np.cumsum([0] + [-(-(f + size) // 64) * 64 for f, size in zip(firsts, sizes, strict=True)])
+        block = torch.empty(int(places[-1]), dtype=torch.uint8, device=self.device)
+        upload = _Upload(block)
+        for run, place, first, size in zip(runs, places, firsts, sizes, strict=False):
+            origin = sent[run[0]].data_ptr()
+            upload.add(_memory(origin, size), int(place) + first)
+            for i in run:
+                at = int(place) + first + sent[i].data_ptr() - origin
+                num_bytes = sent[i].numel() * sent[i].element_size()
+                sent[i] = block[at : at + num_bytes].view(sent[i].dtype)
+        upload.finish()
+        return sent
+
+    def _starts(self, patches: Sequence[_Patch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each tile of the gap streams starts, and one past the last position of each stream."""
+        rows = [(patch.positions, patch.num) for patch in patches]
+        jobs = self._table(_jobs(np.array([patch.num for patch in patches]), TILE))
+        sums = kernels.sum_gaps(self._table(rows), jobs)
+        ends = torch.cat([sums.new_zeros(1), sums.cumsum(0)])
+        bounds = ends[self._table([0, *accumulate(_num_tiles(patch.num) for patch in patches)])]
+        return ends[:-1] - bounds[jobs[:, 0]], bounds[1:] - bounds[:-1]
+
+    def _exchanges(
+        self, patches: Mapping[str, _Patch], starts: torch.Tensor | None, *, keep_old: bool
+    ) -> Exchanges:
+        firsts = accumulate((_num_tiles(each.num) for each in patches.values()), initial=0)
+        tiles = dict(zip(patches, firsts, strict=False))
+        every: list[Sequence[_Segment]] = []
+        stated: list[Stated] = []
+        for (kind, width), segments in self._by_kind_and_width(patches).items():
+            rows = [
+                (each.positions, each.values, each.num, tiles[segment.name], *segment.row)
+                for segment in segments
+                for each in (patches[segment.name],)
+            ]
+            table, jobs = self._table(rows), self._table(_jobs(np.array([row[2] for row in rows]), TILE))
+            every.append(segments)
+            stated.append(
+                Stated(
+                    kind=kind,
+                    table=table,
+                    jobs=jobs,
+                    position_width=width,
+                    starts=jobs if starts is None else starts,
+                )
+            )
+        counts = [kernels.count(each) for each in stated]
+        totals = torch.stack([each.sum() for each in counts]).tolist() if counts else []
+        made = [
+            kernels.translate(each, count, total, self._target, is_digested=keep_old)
+            for each, count, total in zip(stated, counts, totals, strict=True)
+        ]
+        change = Exchanges(keeps_old=keep_old)
+        for found, (exchange, sums) in zip(every, made, strict=True):
+            change.parts.append((found, exchange))
+            # Also waits until nothing reads the patch any more.
+            for segment, row in zip(found, sums.tolist(), strict=True):
+                if keep_old:
+                    before, after = _sums(row[0], row[1], row[4]), _sums(row[2], row[3], 0)
+                    change.before.setdefault(segment.name, []).append((segment.source, before))
+                    change.after.setdefault(segment.name, []).append((segment.source, after))
+        return change
+
+    def _by_kind_and_width(self, patches: Mapping[str, _Patch]) -> dict[tuple[Kind, int], list[_Segment]]:
+        found: dict[tuple[Kind, int], list[_Segment]] = {}
+        for kind, segments in self._by_kind(patches).items():
+            for each in segments:
+                # How regions begin matters only where they are read as a whole.
+                key = replace(kind, is_aligned=False), patches[each.name].position_width
+                found.setdefault(key, []).append(each)
+        return found
+
+    def _table(self, rows: object) -> torch.Tensor:
+        array = np.array(rows) if not isinstance(rows, np.ndarray) else rows
+        return torch.from_numpy(array).to(self.device)
+
+    # Writing.
+
+    def overwritten(self, change: Change) -> str | None:
+        # `scatter` finds out, as it reads what it replaces anyway.
+        return None
+
+    def scatter(self, change: Change) -> None:
+        """Write a change in one pass, which also keeps what it replaces.
+
+        It is not read back here: that took a third of the time, while generation waits. No two elements of a
+        map have one place, and what an element is to become was digested when it was staged.
+
+        Raises:
+            StateMismatch: what it replaced was not what had been staged. All is written; `gather_back` puts
+                back what really was there.
+        """
+        assert isinstance(change, Exchanges)
+        wrong = _first_wrong(change, [kernels.exchange(each) for _, each in change.parts])
+        if wrong is not None and change.keeps_old:
+            raise StateMismatch(f"something wrote to {wrong!r} after this version was staged")
+
+    def gather_back(self, change: Change) -> None:
+        """Put back what a change replaced, and check that it is there.
+
+        Raises:
+            LoadFailed: the device did not keep it.
+        """
+        assert isinstance(change, Exchanges)
+        parts = [(segments, replace(each, new=each.old, old=each.new)) for segments, each in change.parts]
+        back = Exchanges(parts=parts, keeps_old=False)
+        self.scatter(back)
+        if (wrong := _first_wrong(back, [kernels.compare(each) for _, each in parts])) is not None:
+            raise LoadFailed(f"{wrong!r} did not keep what was written to it")
+
+
+def _first_wrong(change: Exchanges, found: Sequence[torch.Tensor]) -> str | None:
+    """Name what the first of these flags that is raised is about; waits for the device."""
+    flags: list[int] = torch.cat(list(found)).tolist() if found else []
+    for (segments, _), segment in zip(change.parts, flags, strict=True):
+        if segment != kernels.NONE:
+            return segments[segment].name
+    return None
+
+
+def _stream(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class _Upload:
+    """Copies host memory into a block on the device, through two pinned buffers in turn."""
+
+    def __init__(self, block: torch.Tensor) -> None:
+        self._block = block
+        size = min(UPLOAD, block.numel())
+        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._sent: list[Any] = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
+        self._number = 0
+        self._start = 0
+        """Of the buffer in turn, in the block."""
+        self._fill = 0
+
+    def add(self, data: torch.Tensor, place: int) -> None:
+        """Copy bytes; places ascend."""
+        while data.numel():
+            if not self._start <= place < self._start + len(self._buffers[0]):
+                self._flush()
+                self._start = place
+            at = place - self._start
+            part = data[: len(self._buffers[0]) - at]
+            self._buffers[self._number][at : at + len(part)].copy_(part)
+            self._fill = at + len(part)
+            data, place = data[len(part) :], place + len(part)
+
+    def _flush(self) -> None:
+        if not self._fill:
+            return
+        buffer, number = self._buffers[self._number], self._number
+        self._block[self._start : self._start + self._fill].copy_(buffer[: self._fill], non_blocking=True)
+        self._sent[number].record()
+        self._number, self._fill = 1 - number, 0
+        self._sent[self._number].synchronize()
+
+    def finish(self) -> None:
+        """Send the rest. The device may still be copying, on the current stream."""
+        self._flush()
+        self._sent[1 - self._number].synchronize()
+
+
+def _memory(address: int, num_bytes: int) -> torch.Tensor:
+    """Bytes of this process's memory, which the caller keeps alive, as a tensor."""
+    return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address)))
+
+
+def _end(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+def _num_tiles(num: int) -> int:
+    return -(-num // TILE)
+
+
+def _jobs(sizes: "np.ndarray[Any, np.dtype[np.int64]]", size: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
+    """List (which of `sizes`, which part of it) for all parts of at most `size`: int32 [num_jobs, 2]."""
+    counts = -(-sizes.astype(np.int64) // size)
+    owners = np.repeat(np.arange(len(sizes)), counts)
+    parts = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack([owners, parts], axis=1).astype(np.int32)
+
+
+def _sums(first: int, second: int, num_strange: int) -> Sums:
+    # An element that is nobody's must match no checkpoint's.
+    return Sums(first % 2**64, second % 2**64).plus(Sums(1 if num_strange else 0, 0))
