@@ -137,18 +137,18 @@ class VllmServer:
         Raises:
             ServerUnavailable: not done within the time for one call.
         """
-        deadline = time.monotonic() + self._timeout_s
-        pause_s = 0.005
+        began = time.monotonic()
         while not all(
             self._post("/collective_rpc", {"method": "delta_prefetch", "args": [version]})["results"]
         ):
-            if time.monotonic() > deadline:
+            spent_s = time.monotonic() - began
+            if spent_s > self._timeout_s:
                 raise ServerUnavailable(
                     f"{self.url} is still fetching version {version} after {self._timeout_s} s"
                 )
-            time.sleep(pause_s)
-            # Each question waits for the engine's current step, so long downloads are asked about seldom.
-            pause_s = min(2 * pause_s, 0.5)
+            # Each question waits for the engine's current step, so long downloads are asked about seldom, and
+            # none is noticed later than a tenth of its time.
+            time.sleep(min(max(spent_s / 10, 0.005), 0.5))
 
     def start_weight_update(self) -> None:
         """Begin an update; one that is open begins anew."""

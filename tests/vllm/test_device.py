@@ -84,7 +84,11 @@ class Stored:
         gap, specs = named("gap"), SCHEMA.by_name()
         encoded = {each.name: gap.encode(each, specs[each.name]) for each in patches}
         parts = sorted(
-            ((name, field, getattr(each, field)) for name, each in encoded.items() for field in ("idx", "val")),
+            (
+                (name, field, getattr(each, field))
+                for name, each in encoded.items()
+                for field in ("idx", "val")
+            ),
             key=lambda part: -part[2].element_size(),
         )
         # As in a mapped file, the first element is anywhere that 8 divides.
