@@ -71,20 +71,21 @@ class Deltas:
                 assert manifest.delta is not None
                 yield named(manifest.delta.encoding).decode(stored[spec.name], spec, key)
 
-    def sole(self, encoding: str) -> Mapping[str, tuple[str, EncodedTensor]] | None:
-        """Return by name what is stored, and the key of the object that holds it, where this is one version.
+    def stored(self, encoding: str) -> list[Mapping[str, tuple[str, EncodedTensor]]] | None:
+        """Return for each version, oldest first, by name what is stored, and the key of its object.
 
-        None for several, or in another encoding.
+        None where any of them is in another encoding.
         """
-        if len({manifest.version for manifest, _, _ in self._versions}) != 1:
-            return None
-        found: dict[str, tuple[str, EncodedTensor]] = {}
+        found: dict[int, dict[str, tuple[str, EncodedTensor]]] = {}
         for manifest, key, stored in self._versions:
             assert manifest.delta is not None
-            if manifest.delta.encoding != encoding or found.keys() & stored.keys():
+            if manifest.delta.encoding != encoding:
                 return None
-            found |= {name: (key, encoded) for name, encoded in stored.items()}
-        return found
+            mine = found.setdefault(manifest.version, {})
+            if mine.keys() & stored.keys():
+                return None
+            mine |= {name: (key, encoded) for name, encoded in stored.items()}
+        return list(found.values())
 
     def merged(self, spec: TensorSpec) -> TensorPatch:
         """Return one patch with the effect of all: the last value of every position wins."""

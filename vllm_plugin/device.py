@@ -7,26 +7,28 @@ import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from patchstore.digest import Sums
-from patchstore.encodings.base import check_stored
+from patchstore.encodings.base import EncodedTensor, check_stored
 from patchstore.errors import CorruptObject, LoadFailed, StateMismatch
 from patchstore.fetch import Deltas
 from patchstore.kernels import patch as kernels
 from patchstore.kernels.patch import BLOCK, TILE, Exchange, Kind, Stated
 from patchstore.model import TensorSpec
-from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits
+from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype
 from vllm_plugin.live import Change, LiveWeights
 from vllm_plugin.mapping import Claims, WeightMap
 from vllm_plugin.regions import Region, View
 
 UPLOAD = 1 << 25
 """Bytes of each of the two pinned buffers through which a patch goes to the device."""
+MERGED = 1 << 25
+"""Changes of several versions that are merged at a time, in about 2 GB of the device's memory."""
 
 
 class _Segment(NamedTuple):
@@ -57,6 +59,18 @@ class _Patch:
     values: int
     num: int
     position_width: int
+
+
+class _Gaps(NamedTuple):
+    """One version's patches of some names on the device."""
+
+    patches: dict[str, _Patch]
+    starts: torch.Tensor
+    """int64 [num_tiles]: one past the position before each tile."""
+    jobs: torch.Tensor
+    """int32 [num_tiles, 2]: which of the patches, and which of its tiles."""
+    lists: list[torch.Tensor]
+    """Gaps and values in turn, which the patches point to."""
 
 
 class DeviceWeights(LiveWeights):
@@ -152,28 +166,107 @@ class DeviceWeights(LiveWeights):
         return self._exchanges(where, None, keep_old=keep_old)
 
     def stage_deltas(self, deltas: Deltas, names: Sequence[str], *, keep_old: bool) -> Change:
-        stored = deltas.sole("gap")
-        if stored is None:
+        versions = deltas.stored("gap")
+        if versions is None:
             return super().stage_deltas(deltas, names, keep_old=keep_old)
-        specs = self.map.schema.by_name()
         names = [name for name in names if self._segments.get(name)]
+        if len(versions) == 1:
+            gaps = self._gaps(versions[0], names)
+            return self._exchanges(gaps.patches, gaps.starts, keep_old=keep_old)
+        merged = list(self._merged(versions, names))
+        patches = {name: patch for each, _ in merged for name, patch in each.items()}
+        return self._exchanges(patches, None, keep_old=keep_old)
+
+    def _gaps(self, stored: Mapping[str, tuple[str, EncodedTensor]], names: Sequence[str]) -> "_Gaps":
+        """Bring one version's patches of some names to the device.
+
+        Raises:
+            CorruptObject: of another dtype or length, or beyond the end of a tensor.
+        """
+        specs = self.map.schema.by_name()
         for name in names:
             where, encoded = stored[name]
             check_stored(encoded, specs[name], torch.uint16, where)
         lists = self._sent([each for n in names for each in (stored[n][1].idx, bits(stored[n][1].val))])
-        patches = {
-            name: _Patch(gaps.data_ptr(), values.data_ptr(), values.numel(), 2)
-            for name, gaps, values in zip(names, lists[::2], lists[1::2], strict=True)
-        }
-        starts, reach = self._starts(list(patches.values()))
-        limits = self._table([[specs[name].num_elements] for name in names])[:, 0]
-        if wrong := (reach > limits).nonzero()[:, 0].tolist():
+        patches = [
+            _Patch(gaps.data_ptr(), values.data_ptr(), values.numel(), 2)
+            for gaps, values in zip(lists[::2], lists[1::2], strict=True)
+        ]
+        jobs = self._table(_jobs(np.array([each.num for each in patches]), TILE))
+        sums = kernels.sum_gaps(self._table([(each.positions, each.num, 0, 0) for each in patches]), jobs)
+        ends = torch.cat([sums.new_zeros(1), sums.cumsum(0)])
+        bounds = ends[self._table([0, *accumulate(_num_tiles(each.num) for each in patches)])]
+        reach = bounds[1:] - bounds[:-1]
+        if wrong := (reach > self._table([specs[n].num_elements for n in names])).nonzero()[:, 0].tolist():
             name = names[wrong[0]]
             raise CorruptObject(
                 f"{stored[name][0]}: gaps of {name!r} reach position {int(reach[wrong[0]]) - 1}, beyond its "
                 f"{specs[name].num_elements} elements"
             )
-        return self._exchanges(patches, starts, keep_old=keep_old)
+        return _Gaps(dict(zip(names, patches, strict=True)), ends[:-1] - bounds[jobs[:, 0]], jobs, lists)
+
+    def _merged(
+        self, versions: Sequence[Mapping[str, tuple[str, EncodedTensor]]], names: Sequence[str]
+    ) -> Iterator[tuple[dict[str, _Patch], tuple[torch.Tensor, torch.Tensor]]]:
+        """Yield patches with the effect of all versions, and the tensors that hold them, for some names each.
+
+        Of each position the last value counts: a stable sort brings equal ones together, oldest first.
+        """
+        specs = self.map.schema.by_name()
+        for some in self._parts(versions, names):
+            sizes = [specs[name].num_elements for name in some]
+            firsts = dict(zip(some, accumulate(sizes, initial=0), strict=False))
+            keys, values = [], []
+            for stored in versions:
+                gaps = self._gaps(stored, [name for name in some if name in stored])
+                places = accumulate((each.num for each in gaps.patches.values()), initial=0)
+                streams = [
+                    (each.positions, each.num, place, firsts[name])
+                    for (name, each), place in zip(gaps.patches.items(), places, strict=False)
+                ]
+                num = sum(each.num for each in gaps.patches.values())
+                if num:
+                    keys.append(kernels.list_positions(self._table(streams), gaps.jobs, gaps.starts, num))
+                    values += gaps.lists[1::2]
+            if not keys:
+                continue
+            order, by = torch.cat(keys).sort(stable=True)
+            last = torch.ones(len(order), dtype=torch.bool, device=self.device)
+            torch.ne(order[1:], order[:-1], out=last[:-1])
+            order, chosen = order[last], torch.cat(values)[by[last]]
+            bounds = torch.searchsorted(order, self._table([*firsts.values(), sum(sizes)])).tolist()
+            owners = self._table(np.repeat(np.array(list(firsts.values())), np.diff(bounds)))
+            positions = (order - owners).to(index_dtype(max(sizes)))
+            width = positions.element_size()
+            patches = {
+                name: _Patch(
+                    positions.data_ptr() + begin * width,
+                    chosen.data_ptr() + begin * chosen.element_size(),
+                    end - begin,
+                    width,
+                )
+                for name, (begin, end) in zip(some, pairwise(bounds), strict=True)
+            }
+            yield patches, (positions, chosen)
+
+    def _parts(
+        self, versions: Sequence[Mapping[str, tuple[str, EncodedTensor]]], names: Sequence[str]
+    ) -> Iterator[list[str]]:
+        """Cut names into parts whose elements have one width, and of which versions state not too many."""
+        specs = self.map.schema.by_name()
+        by_width: dict[int, list[str]] = {}
+        for name in names:
+            by_width.setdefault(TORCH_DTYPES[specs[name].dtype].itemsize, []).append(name)
+        for same in by_width.values():
+            some, stated = list[str](), 0
+            for name in same:
+                num = sum(each[name][1].val.numel() for each in versions if name in each)
+                if some and stated + num > MERGED:
+                    yield some
+                    some, stated = [], 0
+                some.append(name)
+                stated += num
+            yield some
 
     def _sent(self, lists: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Bring flat tensors to the device: those of the host together, in large parts."""
@@ -204,15 +297,6 @@ class DeviceWeights(LiveWeights):
                 sent[i] = block[at : at + num_bytes].view(sent[i].dtype)
         upload.finish()
         return sent
-
-    def _starts(self, patches: Sequence[_Patch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each tile of the gap streams starts, and one past the last position of each stream."""
-        rows = [(patch.positions, patch.num) for patch in patches]
-        jobs = self._table(_jobs(np.array([patch.num for patch in patches]), TILE))
-        sums = kernels.sum_gaps(self._table(rows), jobs)
-        ends = torch.cat([sums.new_zeros(1), sums.cumsum(0)])
-        bounds = ends[self._table([0, *accumulate(_num_tiles(patch.num) for patch in patches)])]
-        return ends[:-1] - bounds[jobs[:, 0]], bounds[1:] - bounds[:-1]
 
     def _exchanges(
         self, patches: Mapping[str, _Patch], starts: torch.Tensor | None, *, keep_old: bool

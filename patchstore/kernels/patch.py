@@ -31,6 +31,10 @@ class Stream(IntEnum):
     GAPS = 0
     """Address of uint16 [num]."""
     NUM = 1
+    PLACE = 2
+    """Where its positions begin in what `list_positions` returns."""
+    FIRST = 3
+    """What that adds to each of them."""
 
 
 class Column(IntEnum):
@@ -79,6 +83,18 @@ def _sum_gaps(streams, jobs, sums, TILE: tl.constexpr):
     inside = k < tl.load(row + 1)
     steps = tl.where(inside, tl.load(gaps + k, mask=inside, other=0).to(tl.int32) + 1, 0)
     tl.store(sums + job, tl.sum(steps).to(tl.int64))
+
+
+@triton.jit
+def _list(streams, jobs, starts, listed, TILE: tl.constexpr):
+    job = tl.program_id(0).to(tl.int64)
+    row = streams + tl.load(jobs + 2 * job).to(tl.int64) * _NUM_STREAM
+    gaps = tl.load(row).to(tl.pointer_type(tl.uint16))
+    k = tl.load(jobs + 2 * job + 1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = k < tl.load(row + 1)
+    steps = tl.where(inside, tl.load(gaps + k, mask=inside, other=0).to(tl.int32) + 1, 0)
+    positions = tl.load(starts + job) + tl.cumsum(steps, 0).to(tl.int64) - 1
+    tl.store(listed + tl.load(row + 2) + k, tl.load(row + 3) + positions, mask=inside)
 
 
 @triton.jit
@@ -386,6 +402,18 @@ def sum_gaps(streams: torch.Tensor, jobs: torch.Tensor) -> torch.Tensor:
     if len(jobs):
         _sum_gaps[len(jobs),](streams, jobs, sums, TILE=TILE)
     return sums
+
+
+def list_positions(streams: torch.Tensor, jobs: torch.Tensor, starts: torch.Tensor, num: int) -> torch.Tensor:
+    """Return what gap streams state, one after the other: int64 [num].
+
+    Args:
+        starts: int64 [num_jobs]: one past the position before each tile.
+    """
+    listed = torch.empty(num, dtype=torch.int64, device=jobs.device)
+    if len(jobs):
+        _list[len(jobs),](streams, jobs, starts, listed, TILE=TILE)
+    return listed
 
 
 def count(stated: Stated) -> torch.Tensor:

@@ -1,12 +1,15 @@
 """Kernels and plain torch do the same to the same weights, on a GPU or in Triton's interpreter."""
 
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from patchstore.encodings import EncodedTensor, named
 from patchstore.errors import CorruptObject, LoadFailed, StateMismatch
+from patchstore.fetch import Deltas
 from patchstore.model import Schema, TensorSpec
 from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype
 from tests.interpreted import DEVICE, kernels
@@ -77,33 +80,34 @@ class Model(torch.nn.Module):
         return {name: bits(each).clone() for name, each in self.named_parameters()}
 
 
-class Stored:
-    """Patches of one version as a store has them, in one buffer."""
+class Stored(Deltas):
+    """Patches of versions as a store has them, each in one buffer."""
 
-    def __init__(self, patches: Iterable[TensorPatch]) -> None:
-        gap, specs = named("gap"), SCHEMA.by_name()
-        encoded = {each.name: gap.encode(each, specs[each.name]) for each in patches}
-        parts = sorted(
-            (
-                (name, field, getattr(each, field))
-                for name, each in encoded.items()
-                for field in ("idx", "val")
-            ),
-            key=lambda part: -part[2].element_size(),
-        )
-        # As in a mapped file, the first element is anywhere that 8 divides.
-        buffer = torch.zeros(8 + sum(part.nbytes for _, _, part in parts), dtype=torch.uint8)
-        found: dict[str, dict[str, torch.Tensor]] = {}
-        at = 8
-        for name, field, part in parts:
-            place = buffer[at : at + part.nbytes]
-            place.copy_(part.view(torch.uint8))
-            found.setdefault(name, {})[field] = place.view(part.dtype)
-            at += part.nbytes
-        self.stored = {name: ("a/key", EncodedTensor(**each)) for name, each in found.items()}
+    def __init__(self, *versions: Iterable[TensorPatch]) -> None:
+        super().__init__([(manifest(i), "a/key", stored(each)) for i, each in enumerate(versions)])
 
-    def sole(self, encoding: str) -> dict[str, tuple[str, EncodedTensor]] | None:
-        return self.stored if encoding == "gap" else None
+
+def manifest(version: int) -> Any:
+    return SimpleNamespace(version=version, delta=SimpleNamespace(encoding="gap"))
+
+
+def stored(patches: Iterable[TensorPatch]) -> dict[str, EncodedTensor]:
+    gap, specs = named("gap"), SCHEMA.by_name()
+    encoded = {each.name: gap.encode(each, specs[each.name]) for each in patches}
+    parts = sorted(
+        ((name, field, getattr(each, field)) for name, each in encoded.items() for field in ("idx", "val")),
+        key=lambda part: -part[2].element_size(),
+    )
+    # As in a mapped file, the first element is anywhere that 8 divides.
+    buffer = torch.zeros(8 + sum(part.nbytes for _, _, part in parts), dtype=torch.uint8)
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    at = 8
+    for name, field, part in parts:
+        place = buffer[at : at + part.nbytes]
+        place.copy_(part.view(torch.uint8))
+        found.setdefault(name, {})[field] = place.view(part.dtype)
+        at += part.nbytes
+    return {name: EncodedTensor(**each) for name, each in found.items()}
 
 
 def random_bits(spec: TensorSpec, num: int) -> torch.Tensor:
@@ -186,8 +190,27 @@ def test_a_change_is_proved_written_and_undone_as_by_plain_torch(plain, fast, mo
     assert equal(model.state(), before)
 
 
+@pytest.mark.parametrize("at_a_time", [1 << 25, 2000])
+def test_of_several_versions_the_last_value_of_an_element_counts(plain, fast, model, monkeypatch, at_a_time):
+    monkeypatch.setattr(kernels("vllm_plugin.device"), "MERGED", at_a_time)
+    before, names = model.state(), sorted(plain.map.regions)
+    versions = [patches(share) for share in (0.3, 0.0, 0.5)]
+    # Not every version states every tensor.
+    versions[2] = [each for each in versions[2] if each.name not in {"cols", "single"}]
+    deltas = Stored(*versions)
+    expected = plain.stage_deltas(deltas, names, keep_old=True)
+    staged = fast.stage_deltas(deltas, names, keep_old=True)
+    assert (staged.before, staged.after) == (expected.before, expected.after)
+    plain.scatter(expected)
+    after = model.state()
+    plain.gather_back(expected)
+    fast.scatter(staged)
+    assert equal(model.state(), after)
+    fast.gather_back(staged)
+    assert equal(model.state(), before)
+
+
 def test_a_bridge_states_an_unchanged_element(fast, plain, model):
-    (spec,) = (each for each in SCHEMA.tensors if each.name == "long")
     at = named("gap").stated(torch.tensor([69_990], dtype=torch.int32))
     values = model.long.data.cpu()[at.long()].clone()
     bits(values)[-1] ^= 1
