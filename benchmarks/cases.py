@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import apply, encodings, replay, serving
+from benchmarks import apply, encodings, kernels, replay, serving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,13 @@ CASES = (
         gate="tests/encodings",
         arguments=encodings.arguments,
         run=encodings.run,
+    ),
+    Case(
+        name="kernels",
+        about="Kernels of a publication and of an update, beside floors of the same GPU and plain torch.",
+        gate="tests/kernels/test_compare.py",
+        arguments=kernels.arguments,
+        run=kernels.run,
     ),
     Case(
         name="replay",

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kernels import MEASURES
 from benchmarks.serving import PARTS
 
 Row = Mapping[str, Any]
@@ -37,6 +38,11 @@ _PARTS = {
     "answer_s": (_PINK, "first answer"),
 }
 assert _PARTS.keys() == PARTS.keys()
+_ROLES = {
+    "ours": (_BLUE, "patchstore"),
+    "peer": (_ORANGE, "plain torch"),
+    "floor": (_GREY, "floor: the same bytes read or copied"),
+}
 
 _DOTS_PER_INCH = 160
 _WIDTH = 8.0
@@ -65,6 +71,11 @@ def draw(rows: Sequence[Row], out: Path) -> list[Path]:
     ):
         name = f"latency-{where[0]}{f'-{at}' if at else ''}.png"
         drawn.append(_save(token_gaps(group), out / name))
+    timed = [row for row in rows if row["case"] == "kernels" and "measure" in row]
+    for at, (where, group) in enumerate(_by_place(timed).items()):
+        if any(row["beside"] for row in group):
+            name = f"kernels-{where[0]}{f'-{at}' if at else ''}.png"
+            drawn.append(_save(beside(group), out / name))
     return drawn
 
 
@@ -150,6 +161,41 @@ def token_gaps(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def beside(rows: Sequence[Row]) -> Any:
+    """Bars of what kernels of one shape take, each above its floor or its peer: a panel for each part."""
+    found = {(row["part"], row["measure"], row["density"]): row for row in rows}
+    parts = [part for part in MEASURES if any(row["part"] == part and row["beside"] for row in rows)]
+    groups = [[row for row in rows if row["part"] == part and row["beside"]] for part in parts]
+    for group in groups:
+        order = list(MEASURES[group[0]["part"]])
+        group.sort(key=lambda row: (order.index(row["measure"]), row["density"] or 0.0), reverse=True)
+    figure = _figure(1.2 + sum(0.4 + 0.32 * len(group) for group in groups))
+    panels = _panels(figure, len(parts), [len(group) for group in groups])
+    for axes, part, group in zip(panels, parts, groups, strict=True):
+        for at, row in enumerate(group):
+            key = part, row["beside"]
+            other = found.get((*key, row["density"])) or found[(*key, None)]
+            for place, bar in ((at + 0.2, row), (at - 0.2, other)):
+                colour, _ = _ROLES[MEASURES[part][bar["measure"]].role]
+                axes.barh(place, bar["ms"], 0.36, color=colour)
+            said = f" {row['ms']:.3g} ms, {row['ratio']:.2g} times {row['beside']}"
+            axes.text(max(row["ms"], other["ms"]), at, said, va="center", fontsize=7)
+        axes.set_xscale("log")
+        # Room for what is written beside the bars.
+        axes.set_xlim(right=axes.get_xlim()[1] * 20)
+        ticker = importlib.import_module("matplotlib.ticker")
+        axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+        names = [
+            row["measure"] + (f", {_percent(row['density'])}" if row["density"] else "") for row in group
+        ]
+        axes.set_yticks(range(len(group)), names)
+        axes.set_title(f"{part}, {group[0]['shape']} on {group[0]['device']}", fontsize=9, loc="left")
+    panels[-1].set_xlabel("ms", fontsize=8)
+    _legend(figure, {label: colour for colour, label in _ROLES.values()}, 3)
+    return figure
+
+
 def _load(row: Row) -> str:
     streams = f"{row['concurrency']} streams" if row["concurrency"] else "idle"
     return f"{_percent(row['density'])}, {streams}"
@@ -213,7 +259,7 @@ def main() -> None:
     args = parser.parse_args()
     drawn = draw(read(args.results), args.out)
     if not drawn:
-        raise SystemExit("none of these rows is drawn: results of `apply` and `serving` are")
+        raise SystemExit("none of these rows is drawn: results of `apply`, `kernels` and `serving` are")
     print(*drawn, sep="\n")
 
 

@@ -22,7 +22,7 @@ from patchstore.kernels.patch import BLOCK, TILE, Exchange, Kind, Stated
 from patchstore.model import TensorSpec
 from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype
 from vllm_plugin.live import Change, LiveWeights
-from vllm_plugin.mapping import Claims, WeightMap
+from vllm_plugin.mapping import Claims, Growth, WeightMap
 from vllm_plugin.regions import Region, View
 
 UPLOAD = 1 << 25
@@ -36,6 +36,8 @@ class _Segment(NamedTuple):
 
     name: str
     source: View
+    number: int
+    """See `WeightMap.number`."""
     kind: Kind
     row: tuple[int, ...]
     """Of the table of segments, without what a patch brings."""
@@ -108,6 +110,7 @@ class DeviceWeights(LiveWeights):
         return _Segment(
             name=spec.name,
             source=source,
+            number=self.map.number(spec.name, source),
             kind=kind,
             row=(address, source.offset, source.end, target.offset, *dims),
             num_elements=region.num_elements,
@@ -332,11 +335,13 @@ class DeviceWeights(LiveWeights):
         for found, (exchange, sums) in zip(every, made, strict=True):
             change.parts.append((found, exchange))
             # Also waits until nothing reads the patch any more.
-            for segment, row in zip(found, sums.tolist(), strict=True):
-                if keep_old:
-                    before, after = _sums(row[0], row[1], row[4]), _sums(row[2], row[3], 0)
-                    change.before.setdefault(segment.name, []).append((segment.source, before))
-                    change.after.setdefault(segment.name, []).append((segment.source, after))
+            columns = sums.cpu().numpy().view(np.uint64)
+            before, after, num_strange = columns[:, :2].copy(), columns[:, 2:4], columns[:, 4]
+            # An element that is nobody's must match no checkpoint's.
+            before[:, 0] += num_strange > 0
+            if keep_old:
+                slices = np.array([segment.number for segment in found], dtype=np.int64)
+                change.growth = change.growth.joined(Growth(slices, before, after))
         return change
 
     def _by_kind_and_width(self, patches: Mapping[str, _Patch]) -> dict[tuple[Kind, int], list[_Segment]]:

@@ -32,7 +32,7 @@ from vllm_plugin.agreement import Failure, describe, gather, is_last
 from vllm_plugin.cpu_layout import keep_load_layout
 from vllm_plugin.derived import Derived
 from vllm_plugin.live import LiveWeights
-from vllm_plugin.mapping import Claims, Share
+from vllm_plugin.mapping import Claims, Growth, Share
 from vllm_plugin.origin import read_folder
 from vllm_plugin.serving import Serving, groups, leave_order_to_engine, watch
 from vllm_plugin.trace import Trace
@@ -274,7 +274,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self.updater.drop()
             self._fail(failures)
 
-    def _stage(self, given: Mapping[str, Any]) -> tuple[Claims, Claims]:
+    def _stage(self, given: Mapping[str, Any]) -> Growth:
         known = _keywords("update_info", given, {"version": int}, required={"version"})
         if not self.update_open:
             raise UsageError("start_weight_update must be called before update_weights")

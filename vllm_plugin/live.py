@@ -16,7 +16,7 @@ from patchstore.fetch import Deltas
 from patchstore.model import Schema, TensorSpec
 from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, raw_bytes
 from vllm_plugin.derived import Derived
-from vllm_plugin.mapping import Claims, Share, WeightMap, share
+from vllm_plugin.mapping import Claims, Growth, Share, WeightMap, share
 from vllm_plugin.regions import Region, View, locate, pieces, positions
 from vllm_plugin.trace import Runtime, Trace, trace, untraced
 
@@ -48,9 +48,8 @@ class Change:
 
     scatters: dict[int, Scatter] = field(default_factory=dict)
     """By index of the runtime."""
-    before: dict[str, list[tuple[View, Sums]]] = field(default_factory=dict)
-    """Of the patched elements, as they are in the live weights."""
-    after: dict[str, list[tuple[View, Sums]]] = field(default_factory=dict)
+    growth: Growth = field(default_factory=lambda: Growth.of([]))
+    """Of the patched elements."""
 
 
 class LiveWeights:
@@ -200,6 +199,7 @@ class LiveWeights:
         specs = self.map.schema.by_name()
         change = Change()
         parts: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
+        sums: list[tuple[int, Sums, Sums]] = []
         for patch in patches:
             regions = self.map.regions.get(patch.name, ())
             if not regions:
@@ -218,12 +218,12 @@ class LiveWeights:
                     before = digest.of_elements(at, _narrowed(old, spec))
                     if not _is_widened(old, spec):
                         before = before.plus(_NOBODYS)
-                    change.before.setdefault(patch.name, []).append((region.source, before))
                     after = digest.of_elements(at, new)
-                    change.after.setdefault(patch.name, []).append((region.source, after))
+                    sums.append((self.map.number(patch.name, region.source), before, after))
         for index, found in parts.items():
             where, new, old = (torch.cat(each) for each in zip(*found, strict=True))
             change.scatters[index] = Scatter(positions=where, new=new, old=old)
+        change.growth = Growth.of(sums)
         return change
 
     def stage_deltas(self, deltas: Deltas, names: Sequence[str], *, keep_old: bool) -> Change:

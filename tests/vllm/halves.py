@@ -14,4 +14,4 @@ def half_of(change: Change) -> Change:
         counts = exchange.counts.clone()
         counts[(len(counts) + 1) // 2 :] = 0
         halves.append((segments, replace(exchange, counts=counts)))
-    return replace(change, parts=halves, before={}, after={})
+    return replace(change, parts=halves)
