@@ -794,9 +794,13 @@ def _engine(bench: Bench, densities: Sequence[float]) -> Iterator[Row]:
             is_first = False
             patches = [drawn.patch(at) for at in _sample(len(drawn.names), list(map(len, drawn.positions)))]
             wanted = plain.stage(patches, keep_old=True)
-            for patch in patches:
-                same = change.before[patch.name] == wanted.before[patch.name]
-                _right(same and change.after[patch.name] == wanted.after[patch.name], patch.name)
+            growth = change.growth
+            rows = zip(growth.slices.tolist(), growth.before.tolist(), growth.after.tolist(), strict=True)
+            sums = {number: (*before, *after) for number, before, after in rows}
+            growth = wanted.growth
+            for i, number in enumerate(growth.slices.tolist()):
+                right = (*growth.before[i].tolist(), *growth.after[i].tolist())
+                _right(sums[number] == right, patches[i].name)
         yield from _staging(bench, live, drawn, density)
         yield from _device_part(bench, drawn, change, density)
         yield from _writing(bench, live, model, drawn, change, density)

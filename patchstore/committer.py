@@ -10,7 +10,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
@@ -18,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from patchstore import checksum, digest, layout, log, manifest, payload
+from patchstore.change import Change
 from patchstore.errors import (
     DataError,
     NotFound,
@@ -39,7 +39,6 @@ from patchstore.model import (
     Writer,
 )
 from patchstore.stores.base import Chunk, Store
-from patchstore.tensors import TensorPatch
 
 logger = logging.getLogger(__name__)
 
@@ -48,18 +47,6 @@ _Result = TypeVar("_Result")
 ATTEMPTS = 5
 """Tries of a store request, on top of those that the store's client makes itself."""
 FIRST_PAUSE_S = 0.5  # doubles with each try: 7.5 s in all, longer than a load balancer takes to fail over
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """What one publication has to say, in host memory."""
-
-    step: int
-    num_changed: int
-    patches: tuple[TensorPatch, ...]
-    """With the positions that the encoding wants stated, which may include unchanged ones."""
-    before: tuple[torch.Tensor, ...]
-    """Per patch the values that it replaces, in the same order."""
 
 
 def now() -> str:
@@ -132,12 +119,13 @@ class Committer:
         return self._commit(self._with_delta(change, self._after(change), None))
 
     def commit_anchor(
-        self, step: int, tensors: Callable[[str], torch.Tensor], change: Change | None
+        self, step: int, tensors: Callable[[str], tuple[torch.Tensor, digest.Sums]], change: Change | None
     ) -> Manifest:
         """Publish the whole model; with `change`, also as a delta for those who hold the parent.
 
         Args:
-            tensors: returns a tensor of the schema by name; must not change before this returns.
+            tensors: returns a tensor of the schema by name, in host memory, and its digest sums; must not
+                change before this returns.
 
         Raises:
             As `commit_delta`.
@@ -154,11 +142,8 @@ class Committer:
         return self._commit(self._with_delta(change, after, anchor, write_id))
 
     def _after(self, change: Change) -> dict[str, digest.Sums]:
-        sums = dict(self._sums)
-        for patch, before in zip(change.patches, change.before, strict=True):
-            without = sums[patch.name].minus(digest.of_elements(patch.indices, before))
-            sums[patch.name] = without.plus(digest.of_elements(patch.indices, patch.values))
-        return sums
+        grown = change.sums()
+        return self._sums | {name: self._sums[name].plus(sums) for name, sums in grown.items()}
 
     def _with_delta(
         self, change: Change, sums: dict[str, digest.Sums], anchor: Anchor | None, write_id: str | None = None
@@ -166,32 +151,23 @@ class Committer:
         write_id = write_id or new_write_id()
         assert self.parent is not None
         payloads: tuple[Payload, ...] = ()
-        if change.patches:
-            schema = self.header.schema.by_name()
-            patches = [(schema[patch.name], patch) for patch in change.patches]
+        if specs := change.specs():
             metadata = payload.delta_metadata(
-                self._next,
-                self.parent.version,
-                change.step,
-                self.header.run_id,
-                self.encoding,
-                (spec for spec, _ in patches),
+                self._next, self.parent.version, change.step, self.header.run_id, self.encoding, specs
             )
-            specs, tensors = payload.delta_file(patches, metadata)
             key = layout.delta_key(self._next, write_id, 1, 1)
-            payloads = (self._upload(key, lambda: payload.write(specs, tensors, metadata)),)
+            payloads = (self._upload(key, change.file(metadata)),)
         delta = Delta(encoding=self.encoding, num_changed=change.num_changed, payloads=payloads)
         return self._manifest(change.step, digest.of_state(self.header.schema, sums), delta, anchor, write_id)
 
     def _upload_anchor(
-        self, step: int, write_id: str, tensors: Callable[[str], torch.Tensor]
+        self, step: int, write_id: str, tensors: Callable[[str], tuple[torch.Tensor, digest.Sums]]
     ) -> tuple[Anchor, dict[str, digest.Sums]]:
         sums: dict[str, digest.Sums] = {}
 
         def digested(specs: Sequence[TensorSpec]) -> Iterator[torch.Tensor]:
             for spec in specs:
-                tensor = tensors(spec.name).cpu()
-                sums[spec.name] = digest.of_tensor(tensor)
+                tensor, sums[spec.name] = tensors(spec.name)
                 yield tensor
 
         prefix = layout.anchor_prefix(self._next, write_id)

@@ -19,8 +19,10 @@ from typing import Literal, Self
 
 import torch
 
-from patchstore import diff, log
-from patchstore.committer import Change, Committer
+from patchstore import log
+from patchstore import snapshot as snapshots
+from patchstore.change import Change, Listed
+from patchstore.committer import Committer
 from patchstore.encodings import named
 from patchstore.errors import (
     DataError,
@@ -30,11 +32,11 @@ from patchstore.errors import (
     VersionConflict,
 )
 from patchstore.layout import check_file_name
-from patchstore.model import Manifest, Schema
+from patchstore.model import Manifest, Schema, TensorSpec
 from patchstore.resume import open_run
 from patchstore.stores.base import Store
 from patchstore.stores.probe import prove_create_only
-from patchstore.tensors import TensorPatch, bits, spec_of
+from patchstore.tensors import spec_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,9 @@ Source = torch.nn.Module | Mapping[str, torch.Tensor]
 
 _FILE_ENDINGS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 """Of config and tokenizer files, and of code that a config refers to."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of which a tensor is whole."""
 
 
 class Publication:
@@ -94,8 +99,10 @@ class Publisher:
 
     One that is not closed keeps its thread and its snapshot until the process ends.
 
-    Memory: a snapshot of the served weights on their device, and the changed elements of at most
-    `max_pending` publications in host memory, plus a few parts of 8 MiB in transfer. An anchor is
+    Memory: a snapshot of the served weights, where `snapshot` says; the changed elements of at most
+    `max_pending` publications in host memory (pinned, where a GPU found them), plus a few parts of 8 MiB in
+    transfer. On a GPU, also room for what a comparison finds: 18 bytes for each 8 that have a change in them,
+    at first for one in 64 (3.5 % of the weights), and while that is encoded the payload. An anchor is
     uploaded from the snapshot itself, so the call after an anchor waits until it is stored.
     """
 
@@ -111,6 +118,7 @@ class Publisher:
         resume: bool | int | Literal["anchor"] = False,
         max_pending: int = 2,
         max_shard_bytes: int = 5_000_000_000,
+        snapshot: snapshots.Place = "device",
     ) -> None:
         """Create a run, or claim an existing one with `resume`.
 
@@ -128,6 +136,11 @@ class Publisher:
                 on behind the head with whatever weights these are, by publishing all of them.
             max_pending: publications under way before `publish_patch` waits.
             max_shard_bytes: size of an anchor's files.
+            snapshot: where the copy of the weights is that the next ones are compared with. "device": with
+                the weights, compared at the speed of their memory. "host": in host memory, pinned for weights
+                on a GPU; takes 256 MiB of the device, and a comparison as long as the copy needs to cross the
+                bus. The Path of a folder: in a file there that has no name and goes with the process; takes
+                512 MiB of host memory and what the page cache can spare; slowest.
 
         Raises:
             RunExists: the store has a run and `resume` is False.
@@ -135,7 +148,7 @@ class Publisher:
             SchemaMismatch: a tensor cannot be stored, or the run was created with other tensors.
             UnsupportedStore: the store cannot create exclusively.
             StoreUnavailable: the store does not answer.
-            UsageError: an argument makes no sense; nothing was written.
+            UsageError: an argument makes no sense, or memory for the snapshot is short; nothing was written.
             VersionConflict: another publisher claimed the run at the same time.
         """
         if anchor_every < 1 or max_pending < 1 or max_shard_bytes < 1:
@@ -144,20 +157,20 @@ class Publisher:
             raise UsageError(f'resume must be True, False, a version or "anchor", not {resume!r}')
         if dtype is not None and not dtype.is_floating_point:
             raise UsageError(f"dtype must be a floating-point dtype or None, not {dtype}")
-        self._encoding = named(encoding)
+        named(encoding)
         self._source, self._dtype = source, dtype
         self._anchor_every = anchor_every
         checkpoint_files = {} if files is None else _checkpoint_files(Path(files))
         # A read first: where nobody answers it says so at once, while the probe tries again and again.
         log.read_header(store)
-        prove_create_only(store)
         current, self._tied = self._tensors()
-        self._snapshot = {name: self._served(tensor, copy=True) for name, tensor in current.items()}
+        self._served = {name: (self._served_dtype(tensor), tensor.shape) for name, tensor in current.items()}
         schema = Schema(
-            tensors=tuple(spec_of(name, tensor) for name, tensor in sorted(self._snapshot.items())),
-            tied=self._tied,
+            tensors=tuple(self._spec(name, current[name]) for name in sorted(current)), tied=self._tied
         )
-        header, head, parent = open_run(store, schema, self._snapshot, resume)
+        self._snapshot = snapshots.take(current, schema.tensors, named(encoding), snapshot)
+        prove_create_only(store)
+        header, head, parent = open_run(store, schema, snapshots.Served(current, schema.tensors), resume)
         self.run_id = header.run_id
         self._specs = header.schema.by_name()
         self._committer = Committer(
@@ -215,11 +228,13 @@ class Publisher:
             self._snapshot_free.wait()
             # Whatever breaks off from here on, Ctrl-C too, the snapshot may have what no version will have.
             lost, self._snapshot_ahead = self._snapshot_ahead, True
-            change = self._compare(step, current)
-            anchor = lost or self._owes_anchor or self._since_anchor + 1 >= self._anchor_every
+            # What the thread owes now it owes until this publication is its turn: no anchor is under way.
+            alone = lost or self._owes_anchor
+            change = self._compare(step, current, alone=alone)
+            anchor = alone or self._owes_anchor or self._since_anchor + 1 >= self._anchor_every
             self._since_anchor = 0 if anchor else self._since_anchor + 1
             publication = Publication(step, waited_s=time.monotonic() - began)
-            job = _Job(publication=publication, change=change, anchor=anchor, alone=lost, began=began)
+            job = _Job(publication=publication, change=change, anchor=anchor, alone=alone, began=began)
             if anchor:
                 taken = True
                 self._snapshot_free.clear()
@@ -276,33 +291,44 @@ class Publisher:
     def _tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return the source's tensors, each once, and further names -> the first name."""
         source = self._source
-        first: dict[tuple[object, ...], str] = {}
+        # Nearly always only one begins at an address, so that no more is asked of most tensors.
+        first: dict[int, str] = {}
+        more: dict[int, list[str]] = {}
         tensors: dict[str, torch.Tensor] = {}
         tied: dict[str, str] = {}
         for name, tensor in (source.state_dict() if isinstance(source, torch.nn.Module) else source).items():
-            if not isinstance(tensor, torch.Tensor) or tensor.is_meta or hasattr(tensor, "full_tensor"):
+            plain = type(tensor) in _PLAIN or (
+                isinstance(tensor, torch.Tensor) and not hasattr(tensor, "full_tensor")
+            )
+            if not plain or tensor.is_meta:
                 raise SchemaMismatch(
                     f"{name!r} is not a whole tensor in memory but {type(tensor).__name__}; "
                     "pass full tensors by name instead of the model"
                 )
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if tensor.numel() and first.setdefault(place, name) != name:
-                tied[name] = first[place]
-            else:
-                tensors[name] = tensor
+            if tensor.numel():
+                address = tensor.data_ptr()
+                there = first.setdefault(address, name)
+                if there != name:
+                    others = more.setdefault(address, [there])
+                    if same := [other for other in others if _is_same(tensors[other], tensor)]:
+                        tied[name] = same[0]
+                        continue
+                    others.append(name)
+            tensors[name] = tensor
         return tensors, tied
-
-    def _served(self, tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
-        """Return a tensor as it is served: the source's own memory where it is so already, unless `copy`."""
-        # Also drops a requirement for gradients: what is published is never part of a graph.
-        tensor = tensor.detach()
-        served = tensor.to(self._served_dtype(tensor), copy=copy)
-        return served.contiguous()
 
     def _served_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         if self._dtype is not None and tensor.is_floating_point() and tensor.element_size() >= 2:
             return self._dtype
         return tensor.dtype
+
+    def _spec(self, name: str, tensor: torch.Tensor) -> TensorSpec:
+        return spec_of(name, torch.empty(tensor.shape, dtype=self._served_dtype(tensor), device="meta"))
+
+    def _is_served(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of this name, dtype and shape is one of the run's."""
+        dtype, shape = self._served.get(name, (None, None))
+        return self._served_dtype(tensor) == dtype and tensor.shape == shape
 
     def _current(self) -> dict[str, torch.Tensor]:
         """Return the source's tensors, each once.
@@ -313,36 +339,19 @@ class Publisher:
         current, tied = self._tensors()
         if tied != self._tied:
             raise SchemaMismatch(f"tensors were tied as {self._tied}, but are tied as {tied} now")
-        for name in sorted(current.keys() | self._specs.keys()):
-            found = None
-            if name in current:
-                served = torch.empty(
-                    current[name].shape, dtype=self._served_dtype(current[name]), device="meta"
-                )
-                found = spec_of(name, served)
-            if found != self._specs.get(name):
-                raise SchemaMismatch(f"tensor {name!r} was {self._specs.get(name)}, but is {found} now")
+        if len(current) != len(self._served) or not all(map(self._is_served, current, current.values())):
+            for name in sorted(current.keys() | self._specs.keys()):
+                found = self._spec(name, current[name]) if name in current else None
+                if found != self._specs.get(name):
+                    raise SchemaMismatch(f"tensor {name!r} was {self._specs.get(name)}, but is {found} now")
         return current
 
-    def _compare(self, step: int, current: dict[str, torch.Tensor]) -> Change:
-        """Bring the snapshot up to the tensors, and return what that changed."""
-        num_changed = 0
-        patches, before = [], []
-        for name in sorted(current):
-            tensor, snapshot = self._served(current[name]), self._snapshot[name]
-            changed = diff.changed(tensor, snapshot)
-            if changed.numel() == 0:
-                continue
-            num_changed += changed.numel()
-            stated = self._encoding.stated(changed)
-            new, old = bits(tensor), bits(snapshot)
-            values = new[stated]
-            patches.append(
-                TensorPatch(name=name, indices=stated.cpu(), values=values.view(tensor.dtype).cpu())
-            )
-            before.append(old[stated].view(tensor.dtype).cpu())
-            old[stated] = values
-        return Change(step=step, num_changed=num_changed, patches=tuple(patches), before=tuple(before))
+    def _compare(self, step: int, current: dict[str, torch.Tensor], *, alone: bool) -> Change:
+        """Bring the snapshot up to the tensors; return what that changed, nothing if an anchor is `alone`."""
+        if alone:
+            self._snapshot.replace(current)
+            return Listed(step=step, num_changed=0)
+        return self._snapshot.compare(step, current)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -375,7 +384,7 @@ class Publisher:
             "published version %d: step %d, %d changed, %.1f MiB, waited %.2f s, published in %.2f s",
             manifest.version,
             manifest.step,
-            job.change.num_changed,
+            0 if manifest.delta is None else manifest.delta.num_changed,
             manifest.num_bytes / 2**20,
             job.publication.waited_s,
             job.publication.publish_s,
@@ -388,7 +397,7 @@ class Publisher:
         if job.anchor:
             # After a failure the parent lacks changes that the snapshot has: then there is no delta to it.
             change = None if self._owes_anchor or job.alone else job.change
-            manifest = self._committer.commit_anchor(job.change.step, self._snapshot.__getitem__, change)
+            manifest = self._committer.commit_anchor(job.change.step, self._snapshot.read, change)
             self._owes_anchor = False
             return manifest
         if self._owes_anchor:
@@ -397,6 +406,16 @@ class Publisher:
                 "the next publication will be an anchor"
             )
         return self._committer.commit_delta(job.change)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors that begin at the same address are one under two names."""
+    return (
+        one.device == other.device
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
 
 
 def _checkpoint_files(folder: Path) -> dict[str, bytes]:

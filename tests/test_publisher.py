@@ -1,11 +1,16 @@
 """What a publisher puts into a store, and when."""
 
+import errno
+import os
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from patchstore import Follower, Publisher, diff, log
+from patchstore import Follower, Publisher, diff, log, snapshot
+from patchstore.encodings import named
 from patchstore.errors import (
     PublishFailed,
     ResumeMismatch,
@@ -654,3 +659,83 @@ def test_a_closed_publisher_refuses_to_publish(run: Run) -> None:
     publisher.close()
     with pytest.raises(UsageError):
         publisher.publish_patch(0)
+
+
+@pytest.mark.parametrize("place", ["device", "host", "file"])
+@pytest.mark.parametrize("encoding", ["raw", "gap"])
+def test_every_snapshot_publishes_the_same(
+    store: MemoryStore, tmp_path: Path, place: str, encoding: str
+) -> None:
+    run = Run(store)
+    run.open(snapshot=tmp_path if place == "file" else place, encoding=encoding)
+    kinds = [manifest.kind for manifest in run.publish_versions(6)]
+    assert kinds == ["anchor", "delta", "delta", "delta", "anchor", "delta"]
+    assert_same_bits(newest(store), run.history[5])
+    run.close()
+
+
+def test_a_snapshot_in_a_file_leaves_no_file_behind(store: MemoryStore, tmp_path: Path) -> None:
+    with Publisher(store, {"w": torch.zeros(1000)}, snapshot=tmp_path):
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["disk", "/tmp", Path("/nonexistent"), None])
+def test_a_place_that_no_snapshot_can_have_is_refused(store: MemoryStore, place: object) -> None:
+    with pytest.raises(UsageError, match="snapshot"):
+        Publisher(store, {"w": torch.zeros(3)}, snapshot=place)  # type: ignore[arg-type]
+    assert list(store.list()) == []
+
+
+def test_a_snapshot_that_does_not_fit_is_refused_before_anything_is_written(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UsageError, match=r"snapshot=.* 2,000 bytes"):
+        Publisher(store, {"w": torch.zeros(1000)}, snapshot=tmp_path)
+    assert list(store.list()) == list(tmp_path.iterdir()) == []
+
+
+def test_kernels_are_not_needed_and_not_used_where_they_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    gap = named("gap")
+    assert snapshot.kernels_for({torch.device("cpu")}, gap) is None
+    assert snapshot.kernels_for({one, torch.device("cpu")}, gap) is None
+    assert snapshot.kernels_for({one, other}, gap) is None
+    assert snapshot.kernels_for(set(), gap) is None
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "patchstore.kernels.compare", raising=False)
+    monkeypatch.delattr("patchstore.kernels.compare", raising=False)
+    assert snapshot.kernels_for({one}, gap) is None
+
+
+def test_what_was_published_whole_was_not_compared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.open(anchor_every=100)
+
+    def compared(*args: object) -> None:
+        raise AssertionError("compared")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(diff, "changed", compared)
+        assert run.publish().delta is None
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+def test_tensors_that_share_an_address_are_tied_only_if_they_are_one(store: MemoryStore) -> None:
+    memory = torch.randn(12)
+    model = {
+        "a": memory,
+        "b": memory[:6],
+        "c": memory.view(3, 4),
+        "d": memory,
+        "e": memory[:6],
+        "none": memory[:0],
+    }
+    with Publisher(store, model) as publisher:
+        publisher.publish_patch(0).result()
+    header = log.read_header(store)
+    assert header is not None
+    assert header.schema.tied == {"d": "a", "e": "b"}
+    assert newest(store).keys() == {"a", "b", "c", "none"}

@@ -1,0 +1,506 @@
+"""What was published last, to compare with: on the device, in host memory or in a file.
+
+For a GPU the snapshot is one block of memory, whose layout is the kernels'. In host memory it passes through
+the device in parts, in both directions at once, while it is compared.
+"""
+
+import errno
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, Protocol
+
+import torch
+
+from patchstore import diff, digest
+from patchstore.change import Change, Encoded, Listed
+from patchstore.digest import Sums
+from patchstore.encodings import Encoding
+from patchstore.errors import UsageError
+from patchstore.model import DTYPE_BYTES, TensorSpec
+from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype
+
+Place = Literal["device", "host"] | os.PathLike[str]
+"""Where a snapshot is: on the tensors' device, in host memory, or in a file in this folder."""
+
+CONVERTED_BYTES = 1 << 30
+"""Of tensors that are converted or made contiguous for a comparison, as many at a time."""
+BUCKET_BYTES = 256 << 20
+"""Of a snapshot in a file, two such parts are in memory at a time."""
+DIGEST_BYTES = 256 << 20
+"""Of a snapshot in host memory, so much at a time goes to the device to be digested."""
+FIRST_ROOM = 64
+"""A comparison begins with room for one changed word in so many; see `kernels.compare.Found`."""
+
+
+class Snapshot(Protocol):
+    """The tensors of a run as they were published last."""
+
+    def compare(self, step: int, current: Mapping[str, torch.Tensor]) -> Change:
+        """Bring the snapshot up to the model's tensors, and return what that changed.
+
+        The tensors may change once this returns. Where it raises, the snapshot has any part of the change.
+        """
+        ...
+
+    def replace(self, current: Mapping[str, torch.Tensor]) -> None:
+        """Bring the snapshot up to the model's tensors; what changed is not asked for."""
+        ...
+
+    def read(self, name: str) -> tuple[torch.Tensor, Sums]:
+        """Return a tensor in host memory, and its digest sums; for any one thread."""
+        ...
+
+
+def take(
+    current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], encoding: Encoding, place: Place
+) -> Snapshot:
+    """Copy tensors as they are served.
+
+    Args:
+        specs: ascending by name.
+
+    Raises:
+        UsageError: there is no such place, or not enough memory there.
+    """
+    if not isinstance(place, os.PathLike) and place not in {"device", "host"}:
+        raise UsageError(f'snapshot must be "device", "host" or the Path of a folder, not {place!r}')
+    devices = {tensor.device for tensor in current.values()}
+    kernels = kernels_for(devices, encoding)
+    if kernels is not None:
+        return _OnDevice(current, specs, encoding, place, devices.pop(), kernels)
+    return _Plain(current, specs, encoding, place)
+
+
+def kernels_for(devices: set[torch.device], encoding: Encoding) -> ModuleType | None:
+    """Return `kernels.compare` where it can do the work: Triton is there, and all tensors on one GPU."""
+    if {device.type for device in devices} != {"cuda"} or len(devices) > 1:
+        return None
+    if encoding.name not in {"gap", "raw"}:
+        return None
+    try:
+        from patchstore.kernels import compare
+    except ImportError:
+        return None
+    return compare
+
+
+class Served(Mapping[str, torch.Tensor]):
+    """A model's tensors as they are served, each made when it is asked for."""
+
+    def __init__(self, current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+        self._current, self._specs = current, {spec.name: spec for spec in specs}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return _served(self._current[name], self._specs[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+
+def _served(tensor: torch.Tensor, spec: TensorSpec, device: torch.device | None = None) -> torch.Tensor:
+    """Return a tensor as it is served: the model's own memory where it is so already."""
+    # Also drops a requirement for gradients: what is published is never part of a graph.
+    return tensor.detach().to(device=device, dtype=TORCH_DTYPES[spec.dtype]).contiguous()
+
+
+@contextmanager
+def _allocating(place: Place, num_bytes: int) -> Iterator[None]:
+    """Raises UsageError where memory is short."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as exc:
+        short = isinstance(exc, MemoryError | RuntimeError) or exc.errno in {errno.ENOSPC, errno.ENOMEM}
+        raise UsageError(
+            f"snapshot={place!r} needs {num_bytes:,} bytes there"
+            f"{', which are not free; try' if short else ', and that fails; try'} another place "
+            f'("device", "host" or the Path of a folder): {exc}'
+        ) from exc
+
+
+def _in_file(folder: os.PathLike[str], num_bytes: int) -> torch.Tensor:
+    """Return zeros in a mapped file that has no name, and that is gone with the process."""
+    if not Path(folder).is_dir():
+        raise UsageError(f"snapshot={folder!r} is not a folder")
+    file, name = tempfile.mkstemp(prefix="patchstore-snapshot-", dir=folder)
+    try:
+        # Without room reserved a full disk would be a SIGBUS later.
+        os.posix_fallocate(file, 0, max(num_bytes, 1))
+        return torch.from_file(name, shared=True, size=max(num_bytes, 1), dtype=torch.uint8)[:num_bytes]
+    finally:
+        os.close(file)
+        Path(name).unlink()
+
+
+def _pinned(num_bytes: int, device: torch.device, owner: object) -> torch.Tensor:
+    """Return zeros in host memory that the device can address for as long as `owner` lives.
+
+    Not of torch's pool, which rounds sizes up to a power of 2.
+
+    Raises:
+        MemoryError: so much cannot be pinned.
+    """
+    memory = torch.zeros(num_bytes, dtype=torch.uint8)
+    if device.type == "cuda" and num_bytes:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        if code:
+            raise MemoryError(f"host memory cannot be pinned: CUDA error {code}")
+        # Holds the memory until then. At exit the driver may be gone already.
+        weakref.finalize(owner, _unpin, memory).atexit = False
+    return memory
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _views(
+    memory: torch.Tensor, specs: Sequence[TensorSpec], starts: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    return {
+        spec.name: memory[start : start + spec.num_bytes].view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+        for spec, start in zip(specs, starts, strict=True)
+    }
+
+
+class _Plain:
+    """A snapshot that is compared tensor by tensor, in plain torch; for any devices."""
+
+    def __init__(
+        self,
+        current: Mapping[str, torch.Tensor],
+        specs: Sequence[TensorSpec],
+        encoding: Encoding,
+        place: Place,
+    ) -> None:
+        self._specs, self._encoding = {spec.name: spec for spec in specs}, encoding
+        num_bytes = sum(spec.num_bytes for spec in specs)
+        with _allocating(place, num_bytes):
+            if isinstance(place, os.PathLike):
+                starts = [0]
+                for spec in specs:
+                    starts.append(starts[-1] + -(-spec.num_bytes // 8) * 8)
+                self._tensors = _views(_in_file(place, starts[-1]), specs, starts[:-1])
+            else:
+                self._tensors = {
+                    spec.name: torch.empty(
+                        spec.shape,
+                        dtype=TORCH_DTYPES[spec.dtype],
+                        device=current[spec.name].device if place == "device" else "cpu",
+                    )
+                    for spec in specs
+                }
+        self.replace(current)
+
+    def compare(self, step: int, current: Mapping[str, torch.Tensor]) -> Change:
+        num_changed = 0
+        patches, before = [], []
+        for name, spec in self._specs.items():
+            tensor, held = _served(current[name], spec), self._tensors[name]
+            snapshot = held.to(tensor.device)
+            changed = diff.changed(tensor, snapshot)
+            if changed.numel() == 0:
+                continue
+            num_changed += changed.numel()
+            stated = self._encoding.stated(changed)
+            values = bits(tensor)[stated]
+            patch = TensorPatch(name=name, indices=stated.cpu(), values=values.view(tensor.dtype).cpu())
+            patches.append((spec, patch))
+            before.append(bits(snapshot)[stated].view(tensor.dtype).cpu())
+            bits(held)[stated.to(held.device)] = values.to(held.device)
+        return Listed(step=step, num_changed=num_changed, patches=tuple(patches), before=tuple(before))
+
+    def replace(self, current: Mapping[str, torch.Tensor]) -> None:
+        for name, spec in self._specs.items():
+            self._tensors[name].copy_(_served(current[name], spec))
+
+    def read(self, name: str) -> tuple[torch.Tensor, Sums]:
+        tensor = self._tensors[name].cpu()
+        return tensor, digest.of_tensor(tensor)
+
+
+class _OnDevice:
+    """A snapshot that kernels compare, all tensors at once; see `kernels.compare`.
+
+    Work is on the caller's stream as far as the model's tensors are read, and on a stream of its own from
+    there on: encoding and the copy to the host overlap with what the caller does next.
+    """
+
+    def __init__(
+        self,
+        current: Mapping[str, torch.Tensor],
+        specs: Sequence[TensorSpec],
+        encoding: Encoding,
+        place: Place,
+        device: torch.device,
+        kernels: ModuleType,
+    ) -> None:
+        self._kernels, self._device, self._gaps = kernels, device, encoding.name == "gap"
+        self._encoding = encoding
+        self._specs = sorted(specs, key=lambda spec: -DTYPE_BYTES[spec.dtype])
+        widths = [DTYPE_BYTES[spec.dtype] for spec in self._specs]
+        self._tiles = kernels.cut([spec.num_bytes for spec in self._specs], widths, device)
+        self._in_file = isinstance(place, os.PathLike)
+        num_bytes = self._tiles.first_bytes[-1]
+        with _allocating(place, num_bytes):
+            self._stages: list[torch.Tensor] = []
+            if isinstance(place, os.PathLike):
+                self._memory = _in_file(place, num_bytes)
+                room = max(min(num_bytes, BUCKET_BYTES), self._tiles.words * kernels.WORD)
+                self._stages = [_pinned(room, device, self) for _ in range(2)]
+            elif place == "host":
+                self._memory = _pinned(num_bytes, device, self)
+            else:
+                self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            self._least_room = num_bytes // kernels.WORD // FIRST_ROOM
+            self._found = kernels.Found(self._tiles, self._least_room)
+        self._num_words = 0
+        """What the last comparison found."""
+        self._tensors = _views(self._memory, self._specs, self._tiles.first_bytes[:-1])
+        self._entries, self._order = self._entry_order(self._gaps and not self._in_file)
+        self._pointers: tuple[list[int], torch.Tensor, list[int], torch.Tensor] | None = None
+        # An anchor's reader is another thread, and must not queue behind the caller's work.
+        self._side, self._reader = _stream(device), _stream(device)
+        self._encoded: torch.cuda.Event | None = None
+        """When what was found, and the snapshot, have been read: a comparison waits for it."""
+        self.replace(current)
+        if not self._in_file:
+            self._compile(current)
+
+    def _compile(self, current: Mapping[str, torch.Tensor]) -> None:
+        """Do everything once, with nothing to find: kernels are compiled here, not while a trainer waits."""
+        self.compare(0, current)
+        with self._here():
+            self._encode(0, [0] * len(self._tiles.by_width())).sums()
+
+    def _entry_order(self, gaps: bool) -> tuple[list[tuple[int, TensorSpec]], Any]:
+        """Return the entries of a payload in the order of `payload.aligned`, and the kernels' table of it."""
+        wide = [index_dtype(spec.num_elements) == torch.int64 for spec in self._specs]
+        entries = []
+        for tensor in sorted(range(len(self._specs)), key=lambda tensor: self._specs[tensor].name):
+            spec = self._specs[tensor]
+            idx = "U16" if gaps else "I64" if wide[tensor] else "I32"
+            entries.append((tensor, TensorSpec(name=f"{spec.name}.idx", dtype=idx, shape=())))
+            entries.append((tensor, TensorSpec(name=f"{spec.name}.val", dtype=spec.dtype, shape=())))
+        entries.sort(key=lambda entry: -DTYPE_BYTES[entry[1].dtype])
+        places: list[list[int]] = [[0] * len(self._specs), [0] * len(self._specs)]
+        for place, (tensor, entry) in enumerate(entries):
+            places[entry.name.endswith(".val")][tensor] = place
+
+        def table(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=self._device)
+
+        order = self._kernels.Order(
+            tensors=table([tensor for tensor, _ in entries]),
+            widths=table([DTYPE_BYTES[entry.dtype] for _, entry in entries]),
+            idx=table(places[0]),
+            val=table(places[1]),
+            wide=table(wide, torch.int32),
+        )
+        return entries, order
+
+    def compare(self, step: int, current: Mapping[str, torch.Tensor]) -> Change:
+        found = self._found
+        with self._here():
+            self._wait_for_encoding()
+            # One step that changed everything must not cost its room for ever.
+            if found.capacity > 4 * max(self._num_words, self._least_room, 1):
+                if self._encoded is not None:
+                    self._encoded.synchronize()
+                found.shrink(max(self._num_words + self._num_words // 4, self._least_room))
+            found.clear()
+            while True:
+                self._find(current)
+                # Counted also where room was short: asking twice would be waiting twice.
+                num_words, *nums = torch.cat([found.cursor, self._kernels.count(found)]).tolist()
+                if num_words <= found.capacity:
+                    break
+                found.grow(num_words)
+            self._num_words = num_words
+            if num_words == 0:
+                return Listed(step=step, num_changed=0)
+            change = self._encode(step, nums)
+            return self._bridged(change) if self._in_file else change
+
+    def replace(self, current: Mapping[str, torch.Tensor]) -> None:
+        with self._here():
+            self._wait_for_encoding()
+            for spec in self._specs:
+                self._tensors[spec.name].copy_(_served(current[spec.name], spec))
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+
+    def read(self, name: str) -> tuple[torch.Tensor, Sums]:
+        tensor = self._tensors[name]
+        if self._reader is None:
+            return tensor, digest.of_tensor(tensor)
+        with torch.cuda.stream(self._reader):
+            host = tensor
+            if tensor.device.type == "cuda":
+                # Not one buffer for all: an upload may still hold views of the tensor before.
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                host.copy_(tensor, non_blocking=True)
+            try:
+                sums = self._digested(tensor)
+            except torch.OutOfMemoryError:
+                sums = None
+            self._reader.synchronize()
+            return host, digest.of_tensor(host) if sums is None else sums
+
+    def _digested(self, tensor: torch.Tensor) -> Sums:
+        """Digest a tensor on the device, in parts where it is not there."""
+        if tensor.device.type == "cuda":
+            return digest.of_tensor(tensor)
+        sums, flat = Sums(), tensor.view(-1)
+        step = DIGEST_BYTES // tensor.element_size()
+        for first in range(0, flat.numel(), step):
+            sums = sums.plus(digest.of_run(first, flat[first : first + step].to(self._device)))
+        return sums
+
+    def _here(self) -> AbstractContextManager[object]:
+        """Kernels are launched on the current device."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _wait_for_encoding(self) -> None:
+        if self._encoded is not None:
+            torch.cuda.current_stream().wait_event(self._encoded)
+
+    def _find(self, current: Mapping[str, torch.Tensor]) -> None:
+        """Compare all tensors: at once, but for the memory that converted ones take."""
+        addresses, converted = [], []
+        for spec in self._specs:
+            tensor = current[spec.name]
+            as_is = (
+                tensor.device == self._device
+                and tensor.dtype == TORCH_DTYPES[spec.dtype]
+                and tensor.is_contiguous()
+            )
+            converted.append(not as_is)
+            addresses.append(tensor.data_ptr() if as_is else 0)
+        if not any(converted):
+            self._find_among(addresses, range(self._tiles.num_tiles))
+            return
+        first, num_bytes, held = 0, 0, []
+        for i, spec in enumerate(self._specs):
+            if converted[i]:
+                held.append(_served(current[spec.name], spec, self._device))
+                addresses[i] = held[-1].data_ptr()
+                num_bytes += spec.num_bytes
+            if num_bytes >= CONVERTED_BYTES or i + 1 == len(self._specs):
+                tiles = range(self._tiles.first_tiles[first], self._tiles.first_tiles[i + 1])
+                self._find_among(addresses, tiles)
+                # Freed in the order of the stream, so that the next ones may take their memory.
+                first, num_bytes, held = i + 1, 0, []
+
+    def _find_among(self, addresses: list[int], tiles: range) -> None:
+        """Compare some tiles."""
+        if self._pointers is None or self._pointers[0] != addresses:
+            slow = self._tiles.slow(addresses)
+            self._pointers = (
+                addresses.copy(),
+                torch.tensor(addresses, dtype=torch.int64).to(self._device, non_blocking=True),
+                slow,
+                torch.tensor(slow, dtype=torch.int32).to(self._device, non_blocking=True),
+            )
+        _, tensors, slow, picked = self._pointers
+
+        def launch(read: int, kept: int, chosen: range) -> None:
+            among = self._kernels.slow_among(slow, chosen)
+            self._kernels.compare(self._found, tensors, picked, read, kept, chosen, among)
+
+        if self._in_file:
+            self._find_in_file(launch, tiles)
+        else:
+            address = self._memory.data_ptr()
+            launch(address, address, tiles)
+
+    def _find_in_file(self, launch: Callable[[int, int, range], None], tiles: range) -> None:
+        """Compare tiles with parts of the snapshot in pinned memory, and write back those that changed."""
+        buckets = list(self._buckets(tiles, self._stages[0].numel()))
+        for k, (chosen, start, end) in enumerate(buckets):
+            stage = self._stages[k % 2][: end - start]
+            if k == 0:
+                stage.copy_(self._memory[start:end])
+            seen = self._found.cursor.clone()
+            launch(stage.data_ptr() - start, stage.data_ptr() - start, chosen)
+            # Read ahead while the device is at it.
+            if k + 1 < len(buckets):
+                _, next_start, next_end = buckets[k + 1]
+                self._stages[(k + 1) % 2][: next_end - next_start].copy_(self._memory[next_start:next_end])
+            if int(self._found.cursor - seen):
+                self._memory[start:end].copy_(stage)
+
+    def _buckets(self, tiles: range, num_bytes: int) -> Iterator[tuple[range, int, int]]:
+        """Yield runs of tiles whose part of the snapshot is no larger, and where that begins and ends."""
+        first_tiles, first_bytes = self._tiles.first_tiles, self._tiles.first_bytes
+        tile_bytes = self._tiles.words * self._kernels.WORD
+        begin, start, end = tiles.start, -1, 0
+        for tensor in range(len(self._specs)):
+            tile, stop = max(first_tiles[tensor], tiles.start), min(first_tiles[tensor + 1], tiles.stop)
+            while tile < stop:
+                at = first_bytes[tensor] + (tile - first_tiles[tensor]) * tile_bytes
+                if start < 0:
+                    begin, start = tile, at
+                room = (num_bytes - (at - start)) // tile_bytes
+                if room < 1:
+                    yield range(begin, tile), start, end
+                    start = -1
+                    continue
+                tile = min(stop, tile + room)
+                end = first_bytes[tensor] + (tile - first_tiles[tensor]) * tile_bytes
+                end = min(end, first_bytes[tensor + 1])
+        if start >= 0:
+            yield range(begin, tiles.stop), start, end
+
+    def _encode(self, step: int, nums: Sequence[int]) -> Encoded:
+        """Encode what was found and start copying it to the host; waits for neither.
+
+        Args:
+            nums: changed elements of each element width.
+        """
+        gaps = self._gaps and not self._in_file
+        size = self._kernels.head_bytes(len(self._specs)) + self._tiles.max_data_bytes(nums, gaps=gaps)
+        arrived = None
+        with _on(self._side):
+            block = host = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._kernels.encode(self._found, self._order, self._memory.data_ptr(), block, gaps=gaps)
+            if self._side is not None:
+                self._encoded = self._side.record_event()
+                host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                host.copy_(block, non_blocking=True)
+                arrived = self._side.record_event()
+        return Encoded(step, sum(nums), specs=self._specs, entries=self._entries, block=host, arrived=arrived)
+
+    def _bridged(self, change: Encoded) -> Listed:
+        """Return a change found for encoding `raw` with the positions that this encoding wants stated.
+
+        Waits for the device, since what lies between changes is read here, before the snapshot moves on.
+        """
+        stored = {spec.name: (spec, data) for spec, data in change.entries()}
+        patches = []
+        for spec in change.specs():
+            idx_spec, idx = stored[f"{spec.name}.idx"]
+            indices = self._encoding.stated(idx.view(TORCH_DTYPES[idx_spec.dtype]))
+            values = bits(self._tensors[spec.name])[indices].view(TORCH_DTYPES[spec.dtype])
+            patches.append((spec, TensorPatch(name=spec.name, indices=indices, values=values)))
+        return Listed(
+            step=change.step, num_changed=change.num_changed, patches=tuple(patches), grown=change.sums()
+        )

@@ -1,0 +1,416 @@
+"""The kernels of a publication against what `reference` says, and payloads against those made on the CPU."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from patchstore import Follower, Manifest, Publisher, snapshot
+from patchstore.kernels import reference
+from patchstore.payload import open_buffer
+from patchstore.stores.memory import MemoryStore
+from patchstore.tensors import bits, index_dtype
+from tests.interpreted import DEVICE, kernels
+from tests.weights import assert_same_bits, served, small_model
+
+compare = kernels("patchstore.kernels.compare")
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+TILE_BYTES = 1024
+Shape = tuple[int, int]
+"""Elements of a tensor, and bytes an element."""
+
+
+def random_bits(numel: int, width: int) -> torch.Tensor:
+    words = torch.randint(-(2**63), 2**63 - 1, ((numel * width + 7) // 8,), device=DEVICE)
+    return words.view(torch.uint8)[: numel * width].view(INTEGERS[width]).clone()
+
+
+def at_offset(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+    """A copy that begins so many elements into its storage."""
+    room = torch.zeros(tensor.numel() + elements, dtype=tensor.dtype, device=DEVICE)
+    return room[elements:].copy_(tensor)
+
+
+class Comparison:
+    """Tensors of `shapes` (wide elements first), their snapshot, and what a comparison found."""
+
+    def __init__(
+        self, shapes: Sequence[Shape], *, capacity: int = 4096, tile_bytes: int = TILE_BYTES
+    ) -> None:
+        self.shapes = shapes
+        self.old = [random_bits(numel, width) for numel, width in shapes]
+        self.new = [tensor.clone() for tensor in self.old]
+        sizes, widths = [tensor.nbytes for tensor in self.old], [width for _, width in shapes]
+        self.tiles = compare.cut(sizes, widths, DEVICE, tile_bytes=tile_bytes)
+        self.snapshot = torch.zeros(self.tiles.first_bytes[-1], dtype=torch.uint8, device=DEVICE)
+        for view, tensor in zip(self.views(), self.old, strict=True):
+            view.copy_(tensor)
+        self.found = compare.Found(self.tiles, capacity)
+
+    def views(self) -> list[torch.Tensor]:
+        return [
+            self.snapshot[start : start + tensor.nbytes].view(tensor.dtype)
+            for start, tensor in zip(self.tiles.first_bytes, self.old, strict=False)
+        ]
+
+    def launch(self) -> int:
+        """Compare all tensors; return how many changed words were counted."""
+        addresses = [tensor.data_ptr() for tensor in self.new]
+        slow = self.tiles.slow(addresses)
+        compare.compare(
+            self.found,
+            torch.tensor(addresses, device=DEVICE),
+            torch.tensor(slow, dtype=torch.int32, device=DEVICE),
+            self.snapshot.data_ptr(),
+            self.snapshot.data_ptr(),
+            range(self.tiles.num_tiles),
+            range(len(slow)),
+        )
+        return int(self.found.cursor)
+
+    def find(self) -> int:
+        """Compare with as much room as that takes; return how often that was too little."""
+        times = 0
+        while (words := self.launch()) > self.found.capacity:
+            self.found.grow(words)
+            times += 1
+        return times
+
+    def check(self, *, gaps: bool) -> int:
+        """Fail unless snapshot, data and sums are what the reference makes; return how many changed."""
+        for view, tensor in zip(self.views(), self.new, strict=True):
+            assert torch.equal(view, tensor)
+        nums = compare.count(self.found).tolist()
+        num_tensors = len(self.shapes)
+        size = compare.head_bytes(num_tensors) + self.tiles.max_data_bytes(nums, gaps=gaps)
+        block = torch.full((size,), 0xAA, dtype=torch.uint8, device=DEVICE)
+        entries, order = self._order(gaps=gaps)
+        compare.encode(self.found, order, self.snapshot.data_ptr(), block, gaps=gaps)
+        head = block[: compare.head_bytes(num_tensors)].view(torch.int64).tolist()
+        expected, total = {}, 0
+        for i, (new, old) in enumerate(zip(self.new, self.old, strict=True)):
+            changed = reference.differing(new, old)
+            total += changed.numel()
+            stated = reference.bridge(changed) if gaps else changed
+            assert head[i] == stated.numel()
+            before, after = (reference.sum_at(stated, tensor[stated]) for tensor in (old, new))
+            grown = head[num_tensors + 2 * i : num_tensors + 2 * i + 2]
+            assert [x % 2**64 for x in grown] == [(a - b) % 2**64 for a, b in zip(after, before, strict=True)]
+            expected[i, 0] = reference.to_gaps(stated) if gaps else stated.to(index_dtype(self.shapes[i][0]))
+            expected[i, 1] = new[stated]
+        data = torch.cat([expected[i, part].contiguous().view(torch.uint8) for i, part, _ in entries])
+        assert torch.equal(block[compare.head_bytes(num_tensors) :][: data.numel()], data)
+        assert sum(nums) == total
+        return total
+
+    def _order(self, *, gaps: bool) -> tuple[list[tuple[int, int, int]], Any]:
+        entries = []
+        for i, (numel, width) in enumerate(self.shapes):
+            idx = 2 if gaps else 8 if index_dtype(numel) == torch.int64 else 4
+            entries += [(i, 0, idx), (i, 1, width)]
+        entries.sort(key=lambda entry: -entry[2])
+        places = {(i, part): place for place, (i, part, _) in enumerate(entries)}
+        count = range(len(self.shapes))
+        order = compare.Order(
+            tensors=torch.tensor([i for i, _, _ in entries], device=DEVICE),
+            widths=torch.tensor([width for _, _, width in entries], device=DEVICE),
+            idx=torch.tensor([places[i, 0] for i in count], device=DEVICE),
+            val=torch.tensor([places[i, 1] for i in count], device=DEVICE),
+            wide=torch.tensor([numel > 2**31 - 1 for numel, _ in self.shapes], device=DEVICE).to(torch.int32),
+        )
+        return entries, order
+
+
+def flip(tensor: torch.Tensor, fraction: float) -> None:
+    """Change the lowest bit of about so many elements."""
+    chosen = torch.rand(tensor.shape, device=DEVICE) < fraction
+    tensor ^= chosen.to(tensor.dtype)
+
+
+def awkward(width: int) -> list[Shape]:
+    tile = TILE_BYTES // width
+    return [(numel, width) for numel in (0, 1, tile - 1, tile, tile + 1, 5 * tile + 3, 2, 3 * tile, 0)]
+
+
+@pytest.mark.parametrize("gaps", [True, False])
+@pytest.mark.parametrize("fraction", [0.0, 0.02, 1.0])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_tensors_of_all_sizes_give_what_the_reference_gives(width: int, fraction: float, gaps: bool) -> None:
+    comparison = Comparison(awkward(width))
+    for tensor in comparison.new:
+        flip(tensor, fraction)
+    assert comparison.find() == 0
+    assert (comparison.check(gaps=gaps) > 0) == (fraction > 0)
+
+
+@pytest.mark.parametrize("gaps", [True, False])
+def test_widths_may_be_mixed(gaps: bool) -> None:
+    comparison = Comparison([(700, 8), (3, 8), (700, 4), (0, 2), (1500, 2), (5, 2), (3000, 1), (1, 1)])
+    for tensor in comparison.new:
+        flip(tensor, 0.05)
+    comparison.find()
+    comparison.check(gaps=gaps)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_a_tensor_may_begin_anywhere_in_its_storage(width: int) -> None:
+    shapes = [(numel, width) for numel in (2000, 2001, 1, 511)]
+    comparison = Comparison(shapes)
+    for i, tensor in enumerate(comparison.new):
+        comparison.new[i] = at_offset(tensor, 1 + i % 3)
+        flip(comparison.new[i], 0.05)
+    comparison.find()
+    assert comparison.check(gaps=True)
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 100, 1000])
+def test_room_that_is_short_loses_no_change(capacity: int) -> None:
+    comparison = Comparison([(5000, 2), (300, 2), (2000, 1)], capacity=capacity)
+    for tensor in comparison.new:
+        flip(tensor, 0.3)
+    assert comparison.find() == 1
+    assert comparison.check(gaps=True) > 1000
+
+
+def test_tiles_that_find_no_room_leave_the_snapshot_alone() -> None:
+    comparison = Comparison([(5000, 2)], capacity=1)
+    flip(comparison.new[0], 0.3)
+    assert comparison.launch() > comparison.found.capacity
+    assert torch.equal(comparison.views()[0], comparison.old[0])
+
+
+def test_what_was_found_before_is_forgotten() -> None:
+    comparison = Comparison([(5000, 2)])
+    flip(comparison.new[0], 0.01)
+    comparison.find()
+    comparison.old = [tensor.clone() for tensor in comparison.new]
+    comparison.new[0][4321] ^= 1
+    comparison.found.clear()
+    comparison.find()
+    assert comparison.check(gaps=True) == 1
+
+
+def test_bits_are_compared_and_not_values() -> None:
+    comparison = Comparison([(600, 2)])
+    for tensors in (comparison.old, comparison.new):
+        tensors[0].view(torch.bfloat16)[:4] = torch.tensor([0.0, float("nan"), float("nan"), 1.0])
+    comparison.views()[0].copy_(comparison.old[0])
+    comparison.new[0].view(torch.bfloat16)[0] = -0.0
+    comparison.new[0][1] ^= 1  # another NaN
+    comparison.find()
+    assert comparison.check(gaps=True) == 2
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [65535],
+        [65536],
+        [0, 65536, 131072],
+        [0, 65537],
+        [65535, 131071, 131072],
+        [299_999],
+        [70_000, 299_999],
+        [0, 1, 2, 250_000],
+    ],
+)
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_long_gaps_are_bridged_with_the_values_there(width: int, positions: list[int]) -> None:
+    comparison = Comparison([(300_000, width), (300_000, width)], tile_bytes=32768)
+    for tensor in comparison.new:
+        tensor[positions] ^= 1
+    comparison.find()
+    assert comparison.check(gaps=True) == 2 * len(positions)
+
+
+def test_the_number_of_launches_does_not_depend_on_that_of_the_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launches: list[int] = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda *args, **kwargs: launches.append(grid[0])
+
+    comparisons = [Comparison([(700, 2)] * count) for count in (1, 50)]
+    with monkeypatch.context() as patched:
+        patched.setattr(compare, "_compare", Recorder())
+        for comparison in comparisons:
+            comparison.launch()
+    assert launches == [2, 1, 100, 50]
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU with 20 GB")
+@pytest.mark.parametrize("gaps", [True, False])
+def test_positions_past_2_to_the_31(gaps: bool) -> None:
+    comparison = Comparison(
+        [(2**31 + 70_001, 2), (2**31 - 1, 1)], capacity=1 << 16, tile_bytes=compare.TILE_BYTES
+    )
+    for tensor in comparison.new:
+        at = torch.randint(tensor.numel(), (10_000,), device=DEVICE).unique()
+        tensor[at] ^= 1
+        tensor[-1] ^= 2
+    comparison.find()
+    assert comparison.check(gaps=gaps) > 10_000
+
+
+def model() -> dict[str, torch.Tensor]:
+    """The small model, and tensors not contiguous, not aligned, of one byte, and with a long gap."""
+    tensors = small_model()
+    tensors["turned"] = torch.randn(70, 50).to(torch.bfloat16).t()
+    tensors["odd"] = torch.randn(3001).to(torch.bfloat16)[1:]
+    tensors["eight"] = torch.randn(777).to(torch.float8_e4m3fn)
+    tensors["long"] = torch.zeros(200_000, dtype=torch.bfloat16)
+    embedding = tensors["embed.weight"].to(DEVICE)
+    moved = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+    return moved | {"embed.weight": embedding, "head.weight": embedding}
+
+
+def train(tensors: dict[str, torch.Tensor], step: int) -> None:
+    for name, tensor in tensors.items():
+        if name in {"turned", "odd", "layers.0.norm.weight"} and step != 2:
+            tensor[step::7] *= 1.5
+        if name in {"embed.weight", "layers.0.proj.weight"}:
+            tensor[:, step::30] += 0.1
+    tensors["eight"].view(torch.uint8)[step * 100 : step * 100 + 3] ^= 1
+    tensors["long"][[150_000 - step, 199_999]] += 1
+    tensors["position_ids"][step] += 2**40
+
+
+def published(
+    encoding: str, dtype: torch.dtype | None, place: snapshot.Place
+) -> tuple[list[Manifest], dict[str, bytes], list[dict[str, torch.Tensor]]]:
+    """Publish four steps; return the manifests, the data of the deltas, and what a follower has at each."""
+    torch.manual_seed(0)
+    store, tensors, history = MemoryStore(), model(), []
+    options = {"dtype": dtype, "encoding": encoding, "snapshot": place, "anchor_every": 3}
+    with Publisher(store, tensors, **options) as publisher:  # type: ignore[arg-type]
+        manifests = []
+        for step in range(5):
+            manifests.append(publisher.publish_patch(step).result())
+            expected = tensors if dtype is None else served(tensors, dtype)
+            if dtype is not None:
+                expected["eight"] = tensors["eight"]
+            expected = {name: tensor.cpu() for name, tensor in expected.items() if name != "head.weight"}
+            held: dict[str, torch.Tensor] = {}
+            Follower(store, held).update()
+            assert_same_bits(held, expected)
+            history.append(held)
+            train(tensors, step)
+    data = {}
+    for key in store.list("deltas/"):
+        _, stored = open_buffer(key, bytearray(store.get(key)))
+        folder, name = key.removeprefix("deltas/").split("/")
+        data[f"{folder.split('-')[0]}/{name}"] = b"".join(
+            f"{entry} {tensor.dtype}".encode() + bits(tensor).view(torch.uint8).numpy().tobytes()
+            for entry, tensor in stored.items()
+        )
+    return manifests, data, history
+
+
+@pytest.fixture(params=["device", "host", "file"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> snapshot.Place:
+    return tmp_path if request.param == "file" else request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publish with kernels also where there is no GPU, and in many small parts."""
+    monkeypatch.setattr(snapshot, "kernels_for", lambda devices, encoding: compare)
+    monkeypatch.setattr(compare, "BLOCK", 1024)
+    monkeypatch.setattr(compare, "cut", partial(compare.cut, tile_bytes=32 << 10))
+    monkeypatch.setattr(snapshot, "BUCKET_BYTES", 64 << 10)
+    monkeypatch.setattr(snapshot, "CONVERTED_BYTES", 4 << 10)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+@pytest.mark.parametrize("encoding", ["gap", "raw"])
+def test_kernels_publish_what_the_reference_publishes(
+    monkeypatch: pytest.MonkeyPatch, place: snapshot.Place, encoding: str, dtype: torch.dtype | None
+) -> None:
+    found = published(encoding, dtype, place)
+    with monkeypatch.context() as patched:
+        patched.setattr(snapshot, "kernels_for", lambda devices, encoding: None)
+        expected = published(encoding, dtype, "device")
+    assert found[1].keys() == expected[1].keys()
+    assert found[1] == expected[1]
+    for ours, theirs in zip(found[0], expected[0], strict=True):
+        assert ours.state == theirs.state
+        assert (ours.kind, ours.delta and ours.delta.num_changed) == (
+            theirs.kind,
+            theirs.delta and theirs.delta.num_changed,
+        )
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_a_run_goes_on_from_any_snapshot(place: snapshot.Place) -> None:
+    store, tensors = (
+        MemoryStore(),
+        {"w": torch.randn(5000, device=DEVICE), "none": torch.empty(0, device=DEVICE)},
+    )
+    with Publisher(store, tensors, snapshot=place) as publisher:
+        publisher.publish_patch(0).result()
+    with Publisher(store, tensors, snapshot=place, resume=True) as publisher:
+        tensors["w"][77] += 1
+        manifest = publisher.publish_patch(1).result()
+    assert manifest.delta is not None and manifest.delta.num_changed == 1
+    held: dict[str, torch.Tensor] = {}
+    Follower(store, held).update()
+    assert_same_bits(held, {name: tensor.to(torch.bfloat16).cpu() for name, tensor in tensors.items()})
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_a_comparison_that_breaks_off_is_followed_by_an_anchor(
+    monkeypatch: pytest.MonkeyPatch, place: snapshot.Place
+) -> None:
+    store, tensors = MemoryStore(), {"w": torch.randn(5000, device=DEVICE)}
+
+    def broken(*args: object) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    with Publisher(store, tensors, snapshot=place) as publisher:
+        publisher.publish_patch(0).result()
+        tensors["w"][:100] += 1
+        with monkeypatch.context() as patched:
+            patched.setattr(compare, "count", broken)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                publisher.publish_patch(1)
+        manifest = publisher.publish_patch(2).result()
+        assert (manifest.kind, manifest.delta) == ("anchor", None)
+        tensors["w"][9] += 1
+        assert publisher.publish_patch(3).result().kind == "delta"
+    held: dict[str, torch.Tensor] = {}
+    Follower(store, held).update()
+    assert_same_bits(held, {"w": tensors["w"].to(torch.bfloat16).cpu()})
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_room_is_given_back_after_a_step_that_changed_everything() -> None:
+    tensors = {"w": torch.zeros(40_000, device=DEVICE)}
+    with Publisher(MemoryStore(), tensors) as publisher:
+        publisher.publish_patch(0).result()
+        found = publisher._snapshot._found  # type: ignore[attr-defined]
+        least = found.capacity
+        for step, changed in enumerate((40_000, 100, 100), 1):
+            tensors["w"][:changed] += step
+            manifest = publisher.publish_patch(step).result()
+            assert manifest.delta is not None and manifest.delta.num_changed == changed
+            assert (found.capacity > 10 * least) == (step < 3)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_everything_may_change_at_once(place: snapshot.Place) -> None:
+    store, tensors = MemoryStore(), {"w": torch.zeros(20_000, device=DEVICE)}
+    with Publisher(store, tensors, snapshot=place) as publisher:
+        publisher.publish_patch(0).result()
+        tensors["w"] += torch.arange(1, 20_001, device=DEVICE)
+        manifest = publisher.publish_patch(1).result()
+    assert manifest.delta is not None and manifest.delta.num_changed == 20_000
+    held: dict[str, torch.Tensor] = {}
+    Follower(store, held).update()
+    assert_same_bits(held, {"w": tensors["w"].to(torch.bfloat16).cpu()})
