@@ -94,6 +94,28 @@ class DeviceWeights(LiveWeights):
         self._target = torch.int32 if longest < 2**31 else torch.int64
         self._all = None
         self._stream = _stream(self.device)
+        if self.device.type == "cuda":
+            self._compile()
+
+    def _compile(self) -> None:
+        """Run every kernel on nothing: compiled now, and not when generation waits for the first update."""
+        nothing = torch.zeros(0, dtype=torch.int32, device=self.device)
+        jobs = torch.zeros(1, 2, dtype=torch.int32, device=self.device)
+        kernels.sum_gaps(torch.zeros(1, len(kernels.Stream), dtype=torch.int64, device=self.device), jobs)
+        for kind in {replace(kind, is_aligned=False) for kind in self._by_kind(self._segments)}:
+            table = torch.zeros(1, kind.num_columns, dtype=torch.int64, device=self.device)
+            # Strides to divide by.
+            table[:, kernels.Column.DIMS :] = 1
+            stated = Stated(
+                kind=kind,
+                table=table,
+                jobs=jobs,
+                position_width=2,
+                starts=nothing.new_zeros(1, dtype=torch.int64),
+            )
+            counts = kernels.count(stated)
+            exchange, _ = kernels.translate(stated, counts, 0, self._target, is_digested=True)
+            kernels.exchange(exchange)
 
     def _segment(self, spec: TensorSpec, index: int, region: Region) -> _Segment:
         source, target, flat = region.source, region.target, self._flat(index)

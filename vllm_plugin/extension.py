@@ -57,13 +57,14 @@ class DeltaWorkerExtension:
             "map": None if updater is None else _map(updater),
         }
 
-    def delta_prefetch(self, version: int) -> bool:
-        """Begin to fetch and prove a version while generation goes on; call again until it is True.
+    def delta_prefetch(self, version: int) -> dict[str, bool]:
+        """Begin to fetch and prove a version while generation goes on; call again until `is_done`.
 
         `update_weights` with that version is quick then. It also says what went wrong, if anything did:
         this never raises, since an exception in one rank would confuse vLLM's replies.
         """
-        return self._delta_engine().prefetch(version)
+        # Not the bare value, of which vLLM's route makes a string: "False" is true.
+        return {"is_done": self._delta_engine().prefetch(version)}
 
     def delta_switch(self, switch: str | None) -> None:
         """Keep a driver's mark that it is switching versions, or None when it is done.

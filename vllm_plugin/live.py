@@ -70,6 +70,7 @@ class LiveWeights:
         self._map: WeightMap | None = None
         self._watched: set[str] = set()
         self._places: dict[str, tuple[object, ...]] = {}
+        self._slots: list[tuple[Mapping[str, torch.Tensor | None], str, torch.Tensor, int]] = []
         self.device = next(iter(models[0].parameters())).device
 
     # The map.
@@ -102,6 +103,14 @@ class LiveWeights:
         # Other buffers may move: vLLM makes some anew, such as a cache of rotations in another dtype.
         self._watched = {name for index in self.written() for name in mapped.runtimes[index].names}
         self._places = self._places_now()
+        self._slots = [
+            (owner, key, tensor, tensor.data_ptr())
+            for model in self._models
+            for module_name, module in model.named_modules()
+            for owner in (module._parameters, module._buffers)
+            for key, tensor in owner.items()
+            if tensor is not None and f"{module_name}.{key}".lstrip(".") in self._watched
+        ]
 
     @property
     def map(self) -> WeightMap:
@@ -112,6 +121,13 @@ class LiveWeights:
         """Names of parameters and buffers whose memory is not what was traced."""
         now = self._places_now()
         return sorted(n for n in now.keys() | self._places.keys() if now.get(n) != self._places.get(n))
+
+    def has_moved(self) -> bool:
+        """Whether `moved` would name any, as far as can be told quickly: generation waits for the answer."""
+        return any(
+            owner.get(key) is not tensor or tensor.data_ptr() != address
+            for owner, key, tensor, address in self._slots
+        )
 
     def _places_now(self) -> dict[str, tuple[object, ...]]:
         return {

@@ -409,8 +409,11 @@ class Updater:
         staged = self._staged
         if staged is None:
             raise UsageError("no version is staged; call update_weights with a version before finishing")
-        if moved := self._live.moved():
-            raise UsageError(f"{moved[0]!r} has other memory than when it was staged; open the store again")
+        if self._live.has_moved():
+            moved = ", ".join(self._live.moved()[:3])
+            raise UsageError(
+                f"parameters have other memory than when it was staged ({moved}); open the store again"
+            )
         began = time.monotonic()
         if staged.plan.anchor is None and (name := self._live.overwritten(staged.change)):
             raise StateMismatch(f"something wrote to {name!r} after this version was staged")

@@ -138,9 +138,7 @@ class VllmServer:
             ServerUnavailable: not done within the time for one call.
         """
         began = time.monotonic()
-        while not all(
-            self._post("/collective_rpc", {"method": "delta_prefetch", "args": [version]})["results"]
-        ):
+        while not all(rank["is_done"] for rank in self._every_rank("delta_prefetch", version)):
             spent_s = time.monotonic() - began
             if spent_s > self._timeout_s:
                 raise ServerUnavailable(

@@ -271,13 +271,12 @@ def _encode(
                 if GAPS:
                     tl.store(gaps + to, (position - last - 1).to(tl.uint16), mask=changed)
                     last = tl.where(changed, position, last)
+                # One of the two, by what the tensor needs.
+                elif is_wide:
+                    tl.store(idx.to(tl.pointer_type(tl.int64)) + rank + to, position, mask=changed)
                 else:
-                    # One of the two, by what the tensor needs.
-                    if is_wide:
-                        tl.store(idx.to(tl.pointer_type(tl.int64)) + rank + to, position, mask=changed)
-                    else:
-                        narrow_idx = idx.to(tl.pointer_type(tl.int32)) + rank + to
-                        tl.store(narrow_idx, position.to(tl.int32), mask=changed)
+                    narrow_idx = idx.to(tl.pointer_type(tl.int32)) + rank + to
+                    tl.store(narrow_idx, position.to(tl.int32), mask=changed)
                 new_bits = _element(new, k, WIDTH)
                 tl.store(vals + to, new_bits.to(INTEGER), mask=changed)
                 to += changed.to(tl.int32)

@@ -88,7 +88,8 @@ class StubServer:
                 return {"results": [None]}
             case "/collective_rpc" if body["method"] == "delta_prefetch":
                 self.prefetches.update(body["args"])
-                return {"results": [self.prefetches[body["args"][0]] >= 3] * self.num_ranks}
+                is_done = self.prefetches[body["args"][0]] >= 3
+                return {"results": [{"is_done": is_done}] * self.num_ranks}
             case "/init_weight_transfer_engine":
                 self.opened = body["init_info"]
                 self.initialised, self.held = True, self.found

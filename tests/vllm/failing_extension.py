@@ -3,7 +3,9 @@
 import errno
 import os
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from halves import half_of
@@ -125,11 +127,24 @@ class FailingExtension(DeltaWorkerExtension):
         if rank != self.rank:
             return
         live = self.weight_transfer_engine.live
-        stage: Callable[..., Change] = live.stage
+        stage: Callable[..., Change] = live.stage_deltas
 
         def dying(*args: Any, **kwargs: Any) -> Change:
             stage(*args, **kwargs)
             os.kill(os.getpid(), signal.SIGKILL)
             raise AssertionError
 
-        live.stage = dying
+        live.stage_deltas = dying
+
+    def delta_hold_staging(self, until: str) -> None:
+        """Let the next staging wait until a file exists."""
+        live = self.weight_transfer_engine.live
+        stage: Callable[..., Change] = live.stage_deltas
+
+        def waiting(*args: Any, **kwargs: Any) -> Change:
+            del live.stage_deltas
+            while not Path(until).exists():
+                time.sleep(0.01)
+            return stage(*args, **kwargs)
+
+        live.stage_deltas = waiting

@@ -358,6 +358,27 @@ def test_parameters_keep_their_addresses(server, new_trainer):
     assert call(server, "delta_addresses") == before
 
 
+def test_generation_goes_on_while_a_version_is_staged_and_the_update_waits_for_it(server, trainer, tmp_path):
+    trainer.step(density=0.5)
+    old, marker = answer(server), tmp_path / "go"
+    server._post("/collective_rpc", {"method": "delta_hold_staging", "args": [str(marker)]})
+    with VllmServer(server.url, timeout_s=120) as driver, ThreadPoolExecutor(1) as pool:
+        updated = pool.submit(driver.apply, 1)
+        try:
+            # Answers, while the driver asks again and again whether staging is done.
+            while server._every_rank("delta_prefetch", 1) != [{"is_done": False}]:
+                pass
+            answers = [answer(server) for _ in range(3)]
+            held, is_staging = server.status().held, not updated.done()
+        finally:
+            marker.touch()
+        updated.result()
+
+    assert (answers, held, is_staging) == ([old] * 3, 0, True)
+    assert server.status().held == 1
+    assert live(server) == served(trainer.history[1])
+
+
 def test_a_request_under_way_survives_an_update(server, trainer):
     trainer.step()
     question = {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": 120, "ignore_eos": True}
