@@ -11,6 +11,9 @@ import torch
 
 from patchstore.errors import LoadFailed
 
+_NOT_MADE = frozenset({"kv_cache"})
+"""What vLLM gives attention layers after loading, and is made from no weights."""
+
 
 class Derived:
     """The modules of some models that hold tensors made from weights."""
@@ -63,7 +66,9 @@ def _made(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Matrices that a module holds itself: weights of its own are in modules below it."""
     own = {**vars(module), **module._parameters}
     return {
-        name: value for name, value in own.items() if isinstance(value, torch.Tensor) and value.dim() >= 2
+        name: value
+        for name, value in own.items()
+        if isinstance(value, torch.Tensor) and value.dim() >= 2 and name not in _NOT_MADE
     }
 
 

@@ -125,3 +125,22 @@ def test_a_failure_halfway_moves_nothing(model):
     with pytest.raises(RuntimeError, match="made to fail"):
         derived.refresh()
     assert all(now is then for now, then in zip(tensors(model), objects, strict=True))
+
+
+class Cached(torch.nn.Module):
+    """Makes nothing from weights, but has what vLLM gives it once it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.kv_cache = torch.zeros(2, 3, 4)
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        self.num_calls += 1
+
+
+def test_a_layer_that_only_has_its_cache_is_left_alone():
+    layer = Cached()
+    derived = Derived([torch.nn.Sequential(layer)], refresh)
+    derived.refresh()
+    assert (derived.names, layer.num_calls) == (frozenset(), 0)
