@@ -67,8 +67,10 @@ conformance: $(INSTALLED) ## Compare every architecture in every layout, 20 to 6
 
 bench-gpu: ## Measure a served 8B model on this machine's GPU, with vLLM of PYTHON; into OUT.
 	mkdir -p $(OUT)
+	$(PYTHON) -m benchmarks kernels --shape qwen3-8b --json > $(OUT)/kernels.jsonl
+	$(PYTHON) -m benchmarks apply --shape qwen3-8b --no-store --densities 0.003 0.01 0.03 --json > $(OUT)/apply.jsonl
 	$(PYTHON) -m benchmarks serving --shape qwen3-8b --store /dev/shm/patchstore-bench --log $(OUT)/vllm.log --json > $(OUT)/serving.jsonl
-	$(PYTHON) -m benchmarks.plots $(OUT)/serving.jsonl --out $(OUT)
+	$(PYTHON) -m benchmarks.plots $(OUT)/kernels.jsonl $(OUT)/apply.jsonl $(OUT)/serving.jsonl --out $(OUT)
 
 lint: $(INSTALLED) ## Check style and formatting.
 	$(BIN)/ruff check .
