@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -137,10 +138,11 @@ class Publisher:
             max_pending: publications under way before `publish_patch` waits.
             max_shard_bytes: size of an anchor's files.
             snapshot: where the copy of the weights is that the next ones are compared with. "device": with
-                the weights, compared at the speed of their memory. "host": in host memory, pinned for weights
-                on a GPU; takes 256 MiB of the device, and a comparison as long as the copy needs to cross the
-                bus. The Path of a folder: in a file there that has no name and goes with the process; takes
-                512 MiB of host memory and what the page cache can spare; slowest.
+                the weights, compared at the speed of their memory. "host": in host memory, pinned where
+                kernels compare, which address it over the bus; takes nothing of the device, and each
+                comparison a little longer than the copy needs to cross the bus. The Path of a folder: in
+                a file there that has no name and goes with the process; takes 512 MiB of host memory and
+                what the page cache can spare; slowest.
 
         Raises:
             RunExists: the store has a run and `resume` is False.
@@ -362,6 +364,8 @@ class Publisher:
                 self._owes_anchor = True
                 if isinstance(exc, VersionConflict):
                     self._conflict = exc
+                # Its frames hold the change, which may be large, for as long as somebody keeps the error.
+                traceback.clear_frames(exc.__traceback__)
                 publication._future.set_exception(exc)
             else:
                 publication._future.set_result(manifest)

@@ -21,6 +21,7 @@ from patchstore.change import Change, Encoded, Listed
 from patchstore.digest import Sums
 from patchstore.encodings import Encoding
 from patchstore.errors import UsageError
+from patchstore.kernels import are_usable
 from patchstore.model import DTYPE_BYTES, TensorSpec
 from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype
 
@@ -80,12 +81,10 @@ def kernels_for(devices: set[torch.device], encoding: Encoding) -> ModuleType | 
     """Return `kernels.compare` where it can do the work: Triton is there, and all tensors on one GPU."""
     if {device.type for device in devices} != {"cuda"} or len(devices) > 1:
         return None
-    if encoding.name not in {"gap", "raw"}:
+    if encoding.name not in {"gap", "raw"} or not are_usable(next(iter(devices))):
         return None
-    try:
-        from patchstore.kernels import compare
-    except ImportError:
-        return None
+    from patchstore.kernels import compare
+
     return compare
 
 
@@ -231,6 +230,9 @@ class _Plain:
     def replace(self, current: Mapping[str, torch.Tensor]) -> None:
         for name, spec in self._specs.items():
             self._tensors[name].copy_(_served(current[name], spec))
+        # Whoever reads it next does so on another thread, and so on another stream.
+        for device in {tensor.device for tensor in current.values() if tensor.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
 
     def read(self, name: str) -> tuple[torch.Tensor, Sums]:
         tensor = self._tensors[name].cpu()
@@ -265,7 +267,9 @@ class _OnDevice:
             if isinstance(place, os.PathLike):
                 self._memory = _in_file(place, num_bytes)
                 room = max(min(num_bytes, BUCKET_BYTES), self._tiles.words * kernels.WORD)
-                self._stages = [_pinned(room, device, self) for _ in range(2)]
+                # Of torch's pool, which survives a fork: the host writes to them.
+                is_cuda = device.type == "cuda"
+                self._stages = [torch.empty(room, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
             elif place == "host":
                 self._memory = _pinned(num_bytes, device, self)
             else:

@@ -15,7 +15,7 @@ import torch
 
 from patchstore.digest import Sums
 from patchstore.encodings.base import EncodedTensor, check_stored
-from patchstore.errors import CorruptObject, LoadFailed, StateMismatch
+from patchstore.errors import CorruptObject, LoadFailed, StateMismatch, UsageError
 from patchstore.fetch import Deltas
 from patchstore.kernels import patch as kernels
 from patchstore.kernels.patch import BLOCK, TILE, Exchange, Kind, Stated
@@ -86,6 +86,14 @@ class DeviceWeights(LiveWeights):
     def follow(self, mapped: WeightMap) -> None:
         super().follow(mapped)
         specs = mapped.schema.by_name()
+        for index in self.written():
+            # Kernels are given addresses, and would not be told whose they are.
+            name, place = mapped.runtimes[index].names[0], mapped.runtimes[index].storage.device
+            if place != self.device:
+                raise UsageError(
+                    f"{name!r} is on {place}, and other weights on {self.device}: serve the model without "
+                    "offloading"
+                )
         self._segments = {
             name: [self._segment(specs[name], index, region) for index, region in found]
             for name, found in mapped.regions.items()
@@ -141,7 +149,7 @@ class DeviceWeights(LiveWeights):
     # Reading.
 
     def claims(self, names: Iterable[str]) -> Claims:
-        names = list(names)
+        names = [name for name in names if name in self._segments]
         is_all = len(names) == len(self._segments)
         tables = self._all if is_all else None
         if tables is None:
@@ -464,7 +472,7 @@ class _Upload:
         self._sent[self._number].synchronize()
 
     def finish(self) -> None:
-        """Send the rest. The device may still be copying, on the current stream."""
+        """Send the rest, and wait until it is there."""
         self._flush()
         self._sent[1 - self._number].synchronize()
 

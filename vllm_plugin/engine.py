@@ -5,7 +5,6 @@ rank that raised, while here only the last rank may raise (see `agreement`), so 
 here in all of them: after any failure the update is closed, and the caller starts a new one.
 """
 
-import importlib.util
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
 
 from patchstore.errors import StateMismatch, TornModel, UsageError
+from patchstore.kernels import are_usable
 from patchstore.spool import Spool
 from patchstore.stores import open_store
 from vllm_plugin.agreement import Failure, describe, gather, is_last
@@ -432,8 +432,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 def _kind_for(models: Sequence[torch.nn.Module]) -> type[LiveWeights]:
     """Kernels need Triton and a device that it compiles for; plain torch does the same anywhere."""
-    device = next(models[0].parameters()).device
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if not are_usable(next(models[0].parameters()).device):
         return LiveWeights
     from vllm_plugin.device import DeviceWeights
 

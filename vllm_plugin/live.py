@@ -70,7 +70,7 @@ class LiveWeights:
         self._map: WeightMap | None = None
         self._watched: set[str] = set()
         self._places: dict[str, tuple[object, ...]] = {}
-        self._slots: list[tuple[Mapping[str, torch.Tensor | None], str, torch.Tensor, int]] = []
+        self._slots: list[tuple[Mapping[str, torch.Tensor | None], str, int]] = []
         self.device = next(iter(models[0].parameters())).device
 
     # The map.
@@ -104,7 +104,7 @@ class LiveWeights:
         self._watched = {name for index in self.written() for name in mapped.runtimes[index].names}
         self._places = self._places_now()
         self._slots = [
-            (owner, key, tensor, tensor.data_ptr())
+            (owner, key, tensor.data_ptr())
             for model in self._models
             for module_name, module in model.named_modules()
             for owner in (module._parameters, module._buffers)
@@ -125,8 +125,8 @@ class LiveWeights:
     def has_moved(self) -> bool:
         """Whether `moved` would name any, as far as can be told quickly: generation waits for the answer."""
         return any(
-            owner.get(key) is not tensor or tensor.data_ptr() != address
-            for owner, key, tensor, address in self._slots
+            (tensor := owner.get(key)) is None or tensor.data_ptr() != address
+            for owner, key, address in self._slots
         )
 
     def _places_now(self) -> dict[str, tuple[object, ...]]:

@@ -403,7 +403,8 @@ class Updater:
 
         Raises:
             UsageError: nothing is staged.
-            StateMismatch: the weights are not what they were when it was staged; nothing was written.
+            StateMismatch: the weights are not what they were when it was staged. Nothing was written, or
+                `roll_back` puts back what really was there.
             SchemaMismatch, LoadFailed: writing failed; `roll_back` puts the weights back.
         """
         staged = self._staged
@@ -491,6 +492,9 @@ class Updater:
 
     def close(self) -> None:
         """Let go of the store. `held` still tells what is served."""
+        if self._ahead is not None:
+            self._ahead[1].cancel()
+        # What is to be removed is not cancelled.
         self._background.shutdown(wait=True)
         self.drop()
         self._discard_ahead()

@@ -1,0 +1,26 @@
+"""What is done with every element: in plain torch (`reference`), and for GPUs by kernels."""
+
+import logging
+from functools import cache
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def are_usable(device: torch.device) -> bool:
+    """Whether kernels run on a device. Where they do not, plain torch does the same, slower.
+
+    Tried with a kernel that does nothing: Triton may be there, and the compiler that it needs may not.
+    """
+    if device.type != "cuda":
+        return False
+    try:
+        from patchstore.kernels import probe
+
+        probe.run(device)
+    except Exception as exc:  # noqa: BLE001 -- whatever is wrong, there is another way
+        logger.warning("Triton does not run on %s, so plain torch does its work: %s", device, exc)
+        return False
+    return True

@@ -172,6 +172,21 @@ def test_all_that_is_served_has_the_digests_of_plain_torch(plain, fast, model):
     assert fast.claims(["widened"]) == plain.claims(["widened"])
 
 
+def test_a_part_of_the_schema_is_not_taken_for_all_that_is_served(fast):
+    every = fast.claims(sorted(fast.map.regions))
+    # As many as are served, one of which is not.
+    some = sorted({*fast.map.regions, "empty"} - {"bytes"})
+    assert fast.claims(some).keys() == every.keys() - {"bytes"}
+    assert fast.claims(sorted(fast.map.regions)) == every
+
+
+def test_a_parameter_that_is_wrapped_anew_has_not_moved(fast, model):
+    model.long = torch.nn.Parameter(model.long.data, requires_grad=False)
+    assert (fast.moved(), fast.has_moved()) == ([], False)
+    model.long = torch.nn.Parameter(model.long.data.clone(), requires_grad=False)
+    assert (fast.moved(), fast.has_moved()) == (["0.long"], True)
+
+
 @pytest.mark.parametrize("is_stored", [True, False])
 @pytest.mark.parametrize("share", [0.0, 0.03, 0.6, 1.0])
 def test_a_change_is_proved_written_and_undone_as_by_plain_torch(plain, fast, model, share, is_stored):
