@@ -16,6 +16,9 @@ from patchstore.tensors import bits, index_dtype
 from tests.interpreted import DEVICE, kernels
 from tests.weights import assert_same_bits, served, small_model
 
+# A minute, where they are interpreted.
+pytestmark = pytest.mark.slow
+
 compare = kernels("patchstore.kernels.compare")
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
