@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels import MEASURES
+from benchmarks.bench import MEASURES
 from benchmarks.serving import PARTS
 
 Row = Mapping[str, Any]

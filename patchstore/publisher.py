@@ -159,7 +159,7 @@ class Publisher:
             raise UsageError(f'resume must be True, False, a version or "anchor", not {resume!r}')
         if dtype is not None and not dtype.is_floating_point:
             raise UsageError(f"dtype must be a floating-point dtype or None, not {dtype}")
-        named(encoding)
+        chosen = named(encoding)
         self._source, self._dtype = source, dtype
         self._anchor_every = anchor_every
         checkpoint_files = {} if files is None else _checkpoint_files(Path(files))
@@ -170,7 +170,7 @@ class Publisher:
         schema = Schema(
             tensors=tuple(self._spec(name, current[name]) for name in sorted(current)), tied=self._tied
         )
-        self._snapshot = snapshots.take(current, schema.tensors, named(encoding), snapshot)
+        self._snapshot = snapshots.take(current, schema.tensors, chosen, snapshot)
         prove_create_only(store)
         header, head, parent = open_run(store, schema, snapshots.Served(current, schema.tensors), resume)
         self.run_id = header.run_id

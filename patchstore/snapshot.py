@@ -21,7 +21,7 @@ from patchstore.change import Change, Encoded, Listed
 from patchstore.digest import Sums
 from patchstore.encodings import Encoding
 from patchstore.errors import UsageError
-from patchstore.kernels import are_usable
+from patchstore.kernels import are_usable, new_stream
 from patchstore.model import DTYPE_BYTES, TensorSpec
 from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype
 
@@ -161,12 +161,6 @@ def _unpin(memory: torch.Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    if device.type != "cuda":
-        return None
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
@@ -282,7 +276,7 @@ class _OnDevice:
         self._entries, self._order = self._entry_order(self._gaps and not self._in_file)
         self._pointers: tuple[list[int], torch.Tensor, list[int], torch.Tensor] | None = None
         # An anchor's reader is another thread, and must not queue behind the caller's work.
-        self._side, self._reader = _stream(device), _stream(device)
+        self._side, self._reader = new_stream(device), new_stream(device)
         self._encoded: torch.cuda.Event | None = None
         """When what was found, and the snapshot, have been read: a comparison waits for it."""
         self.replace(current)

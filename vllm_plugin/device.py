@@ -17,6 +17,7 @@ from patchstore.digest import Sums
 from patchstore.encodings.base import EncodedTensor, check_stored
 from patchstore.errors import CorruptObject, LoadFailed, StateMismatch, UsageError
 from patchstore.fetch import Deltas
+from patchstore.kernels import new_stream
 from patchstore.kernels import patch as kernels
 from patchstore.kernels.patch import BLOCK, TILE, Exchange, Kind, Stated
 from patchstore.model import TensorSpec
@@ -101,7 +102,7 @@ class DeviceWeights(LiveWeights):
         longest = max((self._flat(index).numel() for index in self.written()), default=0)
         self._target = torch.int32 if longest < 2**31 else torch.int64
         self._all = None
-        self._stream = _stream(self.device)
+        self._stream = new_stream(self.device)
         if self.device.type == "cuda":
             self._compile()
 
@@ -429,12 +430,6 @@ def _first_wrong(change: Exchanges, found: Sequence[torch.Tensor]) -> str | None
         if segment != kernels.NONE:
             return segments[segment].name
     return None
-
-
-def _stream(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return None
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class _Upload:

@@ -24,3 +24,10 @@ def are_usable(device: torch.device) -> bool:
         logger.warning("Triton does not run on %s, so plain torch does its work: %s", device, exc)
         return False
     return True
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream of one's own, for work beside the current one's; None where there are none."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
