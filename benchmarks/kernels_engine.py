@@ -13,6 +13,7 @@ import torch
 from benchmarks.bench import WIDTH, Bench, Row, Short, must_agree, sample_of
 from benchmarks.shapes import Shape
 from patchstore.encodings import EncodedTensor
+from patchstore.encodings.context import Coded
 from patchstore.fetch import Deltas
 from patchstore.kernels import reference
 from patchstore.model import Schema, TensorSpec
@@ -103,13 +104,13 @@ class Stored(Deltas):
     def __init__(self, drawn: Drawn, block: torch.Tensor) -> None:
         super().__init__([])
         pieces = drawn.pieces(block)
-        self.entries = {
+        self.entries: dict[str, tuple[str, EncodedTensor | Coded]] = {
             name: ("in memory", EncodedTensor(idx=gaps.view(torch.uint16), val=values.view(torch.bfloat16)))
             for name, gaps, values in zip(drawn.names, pieces[::2], pieces[1::2], strict=True)
         }
 
-    def stored(self, encoding: str) -> list[Mapping[str, tuple[str, EncodedTensor]]] | None:
-        return [self.entries] if encoding == "gap" else None
+    def stored(self) -> list[Mapping[str, tuple[str, EncodedTensor | Coded]]]:
+        return [self.entries]
 
 
 def _draw(specs: Sequence[TensorSpec], density: float, device: torch.device) -> Drawn:
@@ -179,7 +180,7 @@ def engine(bench: Bench, densities: Sequence[float]) -> Iterator[Row]:
             continue
         drawn = _draw(bench.specs, density, bench.device)
         stored = Stored(drawn, drawn.block)
-        change = live.stage_deltas(stored, drawn.names, keep_old=True)
+        change = live.stage_deltas(stored, drawn.names, {}, keep_old=True)
         assert isinstance(change, Exchanges)
         if is_first:
             is_first = False
@@ -209,16 +210,18 @@ def _digest(live: "DeviceWeights") -> None:
 
 def _staging(bench: Bench, live: "DeviceWeights", drawn: Drawn, density: float) -> Iterator[Row]:
     """Measure what begins in host memory."""
+    from vllm_plugin.upload import send
+
     stored = Stored(drawn, drawn.block.cpu())
     row = partial(bench.row, density=density, num_changed=drawn.num_changed, num_bytes=drawn.block.nbytes)
     yield row("copy_payload", bench.copy(drawn.block.nbytes))
-    lists = [each for _, one in stored.entries.values() for each in (one.idx, bits(one.val))]
-    yield row("upload", bench.time(lambda: live._sent(lists), is_wall=True, is_slow=True))
-    sent = live._sent(lists)
+    lists = drawn.pieces(drawn.block.cpu())
+    yield row("upload", bench.time(lambda: send(lists, bench.device), is_wall=True, is_slow=True))
+    sent = send(lists, bench.device)
     must_agree(torch.equal(torch.cat([bits(each) for each in sent]), drawn.block), "a payload on the device")
     del sent
     spent = bench.time(
-        lambda: live.stage_deltas(stored, drawn.names, keep_old=True), is_wall=True, is_slow=True
+        lambda: live.stage_deltas(stored, drawn.names, {}, keep_old=True), is_wall=True, is_slow=True
     )
     yield row("stage", spent)
 

@@ -13,6 +13,7 @@ import torch
 
 from patchstore import digest, payload
 from patchstore.digest import Sums
+from patchstore.encodings import named
 from patchstore.model import TensorSpec
 from patchstore.stores.base import Chunk
 from patchstore.tensors import TensorPatch, raw_bytes
@@ -29,12 +30,21 @@ class Change(Protocol):
         """Elements whose bits changed."""
         ...
 
+    @property
+    def encoding(self) -> str:
+        """What a manifest calls the encoding."""
+        ...
+
     def specs(self) -> list[TensorSpec]:
-        """Return the tensors with changes, ascending by name."""
+        """Return the tensors that the file has by name, ascending: their positions and values."""
         ...
 
     def sums(self) -> Mapping[str, Sums]:
-        """Return by how much the digest sums of those tensors grow."""
+        """Return by how much the digest sums of the tensors with changes grow."""
+        ...
+
+    def parents(self) -> Mapping[str, Sums]:
+        """Return the digest sums of the tensors that the change was coded against; of none if it was not."""
         ...
 
     def file(self, metadata: Mapping[str, str]) -> Callable[[], Iterator[Chunk]]:
@@ -48,6 +58,7 @@ class Listed:
 
     step: int
     num_changed: int
+    encoding: str
     patches: tuple[tuple[TensorSpec, TensorPatch], ...] = ()
     """Ascending by name; with the positions that the encoding wants stated, unchanged ones among them."""
     before: tuple[torch.Tensor, ...] = ()
@@ -68,8 +79,11 @@ class Listed:
             for (_, patch), before in zip(self.patches, self.before, strict=True)
         }
 
+    def parents(self) -> Mapping[str, Sums]:
+        return {}
+
     def file(self, metadata: Mapping[str, str]) -> Callable[[], Iterator[Chunk]]:
-        specs, tensors = payload.delta_file(self.patches, metadata)
+        specs, tensors = payload.in_order(payload.encoded(self.patches, named(self.encoding)))
         return lambda: payload.write(specs, tensors, metadata)
 
 
@@ -80,6 +94,7 @@ class Encoded:
         self,
         step: int,
         num_changed: int,
+        encoding: str,
         *,
         specs: Sequence[TensorSpec],
         entries: Sequence[tuple[int, TensorSpec]],
@@ -94,7 +109,7 @@ class Encoded:
             block: uint8 in host memory; what `kernels.compare.encode` writes.
             arrived: what happens on the device when the block is complete; None where it is.
         """
-        self.step, self.num_changed = step, num_changed
+        self.step, self.num_changed, self.encoding = step, num_changed, encoding
         self._specs, self._entries, self._block, self._arrived = specs, entries, block, arrived
 
     @cached_property
@@ -105,6 +120,11 @@ class Encoded:
         count = len(self._specs)
         head = self._block[: 24 * count].view(torch.int64).tolist()
         return head[:count], head[count:]
+
+    @property
+    def nums(self) -> list[int]:
+        """Elements stated of each tensor of the run."""
+        return self._head[0]
 
     def specs(self) -> list[TensorSpec]:
         nums, _ = self._head
@@ -119,6 +139,9 @@ class Encoded:
             for i, spec in enumerate(self._specs)
             if nums[i]
         }
+
+    def parents(self) -> Mapping[str, Sums]:
+        return {}
 
     def entries(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
         """Yield the stored tensors' specs and bytes, in the order of the file; they share the block."""

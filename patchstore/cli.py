@@ -178,6 +178,29 @@ def replay(
 
 
 @app.command()
+def transcode(
+    store: StoreUrl,
+    version: Annotated[int, typer.Argument(min=0)],
+    out: Annotated[Path, typer.Argument(help="A file that does not exist yet.")],
+    encoding: Annotated[str, typer.Option("--encoding", "-e", help="raw, gap or context.")] = "gap",
+    option: Option = None,
+    as_json: Json = False,
+) -> None:
+    """Write a version's delta in another encoding, as a file of its own."""
+    from patchstore.transcode import transcode
+
+    found, num_bytes = transcode(_open(store, option), version, encoding=encoding, out=out)
+    if as_json:
+        report.print_json({**report.summary(found), "out": str(out), "size": num_bytes, "as": encoding})
+    else:
+        assert found.delta is not None
+        report.out.print(
+            f"version {found.version}: {out}, {encoding}, {num_bytes:,} bytes "
+            f"({found.delta.encoding}: {found.delta.num_bytes:,})"
+        )
+
+
+@app.command()
 def follow(
     store: StoreUrl,
     server: Annotated[

@@ -46,6 +46,8 @@ _Result = TypeVar("_Result")
 
 ATTEMPTS = 5
 """Tries of a store request, on top of those that the store's client makes itself."""
+_OF_NOTHING = "gap"
+"""The encoding of an empty delta: any release reads it."""
 FIRST_PAUSE_S = 0.5  # doubles with each try: 7.5 s in all, longer than a load balancer takes to fail over
 
 
@@ -74,7 +76,6 @@ class Committer:
         *,
         head: Manifest | None,
         parent: Manifest | None,
-        encoding: str,
         files: Mapping[str, bytes],
         max_shard_bytes: int,
     ) -> None:
@@ -85,7 +86,6 @@ class Committer:
         self.store = store
         self.header = header
         self.parent = parent
-        self.encoding = encoding
         self._files = files
         self._max_shard_bytes = max_shard_bytes
         self._next = 0 if head is None else head.version + 1
@@ -106,7 +106,7 @@ class Committer:
             VersionConflict: another publisher was faster; nothing was written.
         """
         assert self.parent is not None
-        delta = Delta(encoding=self.encoding, num_changed=0, payloads=())
+        delta = Delta(encoding=_OF_NOTHING, num_changed=0, payloads=())
         return self._commit(self._manifest(self.parent.step, self.parent.state, delta, None))
 
     def commit_delta(self, change: Change) -> Manifest:
@@ -142,6 +142,17 @@ class Committer:
         return self._commit(self._with_delta(change, after, anchor, write_id))
 
     def _after(self, change: Change) -> dict[str, digest.Sums]:
+        """Return the digest sums of all tensors after a change.
+
+        Raises:
+            PublishFailed: the change was coded against other tensors than the parent's.
+        """
+        if wrong := [name for name, sums in change.parents().items() if self._sums[name] != sums]:
+            assert self.parent is not None
+            raise PublishFailed(
+                f"the snapshot is no longer version {self.parent.version}: {len(wrong)} tensors differ, such "
+                f"as {wrong[0]!r}; the next publication will be an anchor"
+            )
         grown = change.sums()
         return self._sums | {name: self._sums[name].plus(sums) for name, sums in grown.items()}
 
@@ -151,13 +162,18 @@ class Committer:
         write_id = write_id or new_write_id()
         assert self.parent is not None
         payloads: tuple[Payload, ...] = ()
-        if specs := change.specs():
+        if change.num_changed:
             metadata = payload.delta_metadata(
-                self._next, self.parent.version, change.step, self.header.run_id, self.encoding, specs
+                self._next,
+                self.parent.version,
+                change.step,
+                self.header.run_id,
+                change.encoding,
+                change.specs(),
             )
             key = layout.delta_key(self._next, write_id, 1, 1)
             payloads = (self._upload(key, change.file(metadata)),)
-        delta = Delta(encoding=self.encoding, num_changed=change.num_changed, payloads=payloads)
+        delta = Delta(encoding=change.encoding, num_changed=change.num_changed, payloads=payloads)
         return self._manifest(change.step, digest.of_state(self.header.schema, sums), delta, anchor, write_id)
 
     def _upload_anchor(

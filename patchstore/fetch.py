@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, BinaryIO
 import torch
 
 from patchstore import checksum, payload
-from patchstore.encodings import EncodedTensor, named
+from patchstore.encodings import RELATIVE, EncodedTensor, named
+from patchstore.encodings.context import Coded, Tiles, decode_patch
 from patchstore.errors import CorruptObject, NotFound
 from patchstore.model import Manifest, Payload, TensorSpec
 from patchstore.stores.base import PART_BYTES, Store
-from patchstore.tensors import TensorPatch
+from patchstore.tensors import TensorPatch, bits
 
 if TYPE_CHECKING:
     from patchstore.spool import Spool
@@ -52,7 +53,7 @@ def download(store: Store, wanted: Payload, path: Path) -> None:
 class Deltas:
     """The deltas of a plan on local disk, mapped into memory, decoded one tensor at a time."""
 
-    def __init__(self, versions: list[tuple[Manifest, str, dict[str, EncodedTensor]]]) -> None:
+    def __init__(self, versions: list[tuple[Manifest, str, dict[str, EncodedTensor | Coded]]]) -> None:
         self._versions = versions
 
     @property
@@ -60,26 +61,41 @@ class Deltas:
         """Tensors that any of the deltas states."""
         return {name for _, _, stored in self._versions for name in stored}
 
-    def patches(self, spec: TensorSpec) -> Iterator[TensorPatch]:
-        """Yield one tensor's patches, to be applied in this order.
+    def is_relative(self, name: str) -> bool:
+        """Whether any of them can be read only beside the tensor that it changes."""
+        return any(isinstance(stored.get(name), Coded) for _, _, stored in self._versions)
+
+    def patches(
+        self, spec: TensorSpec, held: torch.Tensor | None, tiles: Tiles = None
+    ) -> Iterator[TensorPatch]:
+        """Yield one tensor's patches, in order; each is to be applied to `held` before the next is taken.
+
+        Args:
+            held: the tensor as it was before the first; may be None where none of them `is_relative`.
+            tiles: numbers of those tiles that `held` really has, ascending; None for all. Patches that
+                are relative have nothing of the others.
 
         Raises:
             CorruptObject: positions that no encoder writes.
         """
         for manifest, key, stored in self._versions:
-            if spec.name in stored:
+            each = stored.get(spec.name)
+            if isinstance(each, Coded):
+                assert held is not None
+                yield decode_patch(spec, each, bits(held).cpu(), key, tiles)
+            elif each is not None:
                 assert manifest.delta is not None
-                yield named(manifest.delta.encoding).decode(stored[spec.name], spec, key)
+                yield named(manifest.delta.encoding).decode(each, spec, key)
 
-    def stored(self, encoding: str) -> list[Mapping[str, tuple[str, EncodedTensor]]] | None:
+    def stored(self) -> list[Mapping[str, tuple[str, EncodedTensor | Coded]]] | None:
         """Return for each version, oldest first, by name what is stored, and the key of its object.
 
-        None where any of them is in another encoding.
+        None where any of them has positions that are not gaps.
         """
-        found: dict[int, dict[str, tuple[str, EncodedTensor]]] = {}
+        found: dict[int, dict[str, tuple[str, EncodedTensor | Coded]]] = {}
         for manifest, key, stored in self._versions:
             assert manifest.delta is not None
-            if manifest.delta.encoding != encoding:
+            if manifest.delta.encoding not in {"gap", RELATIVE}:
                 return None
             mine = found.setdefault(manifest.version, {})
             if mine.keys() & stored.keys():
@@ -87,9 +103,20 @@ class Deltas:
             mine |= {name: (key, encoded) for name, encoded in stored.items()}
         return list(found.values())
 
-    def merged(self, spec: TensorSpec) -> TensorPatch:
-        """Return one patch with the effect of all: the last value of every position wins."""
-        patches = list(self.patches(spec))
+    def merged(self, spec: TensorSpec, held: torch.Tensor | None, tiles: Tiles = None) -> TensorPatch:
+        """Return one patch with the effect of all: the last value of every position wins.
+
+        Args:
+            held, tiles: as of `patches`. Not written to; copied where that takes several relative ones.
+        """
+        patches = []
+        if held is not None and len(self._versions) > 1 and self.is_relative(spec.name):
+            held = held.clone()
+            for patch in self.patches(spec, held, tiles):
+                bits(held)[patch.indices.to(held.device)] = bits(patch.values).to(held.device)
+                patches.append(patch)
+        else:
+            patches += self.patches(spec, held, tiles)
         if len(patches) == 1:
             return patches[0]
         order = torch.cat([patch.indices.to(torch.int64) for patch in patches])
@@ -138,16 +165,22 @@ def deltas(
         return _temporary(store, wanted, scratch) if spool is None else spool.fetch(store, wanted)
 
     with ExitStack() as files:
-        versions = []
+        versions: list[tuple[Manifest, str, dict[str, EncodedTensor | Coded]]] = []
         for manifest in manifests:
             assert manifest.delta is not None
             # Before anything is fetched, so that a newer release's bucket fails at once.
             named(manifest.delta.encoding)
             for wanted in manifest.delta.payloads:
                 buffer = _mapped(files.enter_context(local(wanted)))
-                versions.append(
-                    (manifest, wanted.key, payload.read_delta(wanted.key, buffer, manifest, schema))
-                )
+                found = payload.read_delta(wanted.key, buffer, manifest, schema)
+                for earlier, _, others in versions:
+                    # Each is coded against the parent, and not against what another one has changed.
+                    both = found.keys() & others.keys() if earlier.version == manifest.version else ()
+                    if any(isinstance(each[name], Coded) for name in both for each in (found, others)):
+                        raise CorruptObject(
+                            f"{wanted.key}: it has a coded tensor that another payload has too"
+                        )
+                versions.append((manifest, wanted.key, found))
         yield Deltas(versions)
 
 

@@ -161,6 +161,8 @@ class Follower:
     def update(self, version: int | None = None) -> Manifest:
         """Stage and commit a version; None for the head. Raises as those two do.
 
+        Tensors that turn out not to be the held version's are brought to the goal from an anchor.
+
         Raises:
             VersionNotFound: no such version, or none at all yet.
         """
@@ -169,9 +171,27 @@ class Follower:
             raise VersionNotFound(f"{self.store.url} has no version yet")
         if goal == self.held and self.manifest is not None:
             return self.manifest
-        staged = self.stage(goal)
-        self.commit(staged)
-        return staged.manifest
+        self.commit(self._staged_from_anywhere(goal))
+        assert self.manifest is not None
+        return self.manifest
+
+    def _staged_from_anywhere(self, version: int) -> Staged:
+        """`stage`; where the held tensors turn out to be no version's, once more from an anchor."""
+        try:
+            return self.stage(version)
+        except StateMismatch as exc:
+            if self.manifest is None:
+                raise
+            logger.warning(
+                "version %d does not build on what is held, so it starts from an anchor: %s", version, exc
+            )
+        before = self.manifest, self._sums
+        self.manifest, self._sums = None, {}
+        try:
+            return self.stage(version)
+        except BaseException:
+            self.manifest, self._sums = before
+            raise
 
     def stage(self, version: int) -> Staged:
         """Make an update ready and prove it. The tensors are read, not written.
@@ -198,12 +218,16 @@ class Follower:
                 sums = {}
                 for _, specs, tensors in fetch.anchor(self.store, route.anchor, self._specs):
                     for spec, tensor in zip(specs, tensors, strict=True):
-                        for patch in deltas.patches(spec):
+                        for patch in deltas.patches(spec, tensor):
                             bits(tensor)[patch.indices] = bits(patch.values)
                         full[spec.name], sums[spec.name] = tensor, digest.of_tensor(tensor)
             else:
                 for name in sorted(deltas.names):
-                    patch = deltas.merged(self._specs[name])
+                    if deltas.is_relative(name) and digest.of_tensor(self.tensors[name]) != sums[name]:
+                        raise StateMismatch(
+                            f"{name!r} is no longer that of version {self.held}: something else wrote to it"
+                        )
+                    patch = deltas.merged(self._specs[name], self.tensors[name])
                     # The mapped files go away with this block; what is staged must not.
                     patch = TensorPatch(name=name, indices=patch.indices.clone(), values=patch.values.clone())
                     patches[name] = patch

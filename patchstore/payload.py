@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from patchstore.encodings import EncodedTensor, named
+from patchstore.encodings import RELATIVE, EncodedTensor, Encoding
+from patchstore.encodings.context import Coded, unpacked
 from patchstore.errors import CorruptObject
 from patchstore.manifest import json_object, tensor_spec
 from patchstore.model import DTYPE_BYTES, FORMAT_VERSION, Manifest, Schema, TensorSpec
@@ -258,27 +259,32 @@ def delta_metadata(
     }
 
 
-def delta_file(
-    patches: Sequence[tuple[TensorSpec, TensorPatch]], metadata: Mapping[str, str]
-) -> tuple[list[TensorSpec], list[torch.Tensor]]:
-    """Encode patches; return the tensors of a delta file and their specs, in the order to write."""
-    encoding = named(metadata["encoding"])
+def encoded(patches: Iterable[tuple[TensorSpec, TensorPatch]], encoding: Encoding) -> dict[str, torch.Tensor]:
+    """Return the entries of a delta file for these patches."""
     stored: dict[str, torch.Tensor] = {}
     for spec, patch in patches:
-        encoded = encoding.encode(patch, spec)
-        stored[f"{spec.name}.idx"] = encoded.idx
-        stored[f"{spec.name}.val"] = encoded.val
+        each = encoding.encode(patch, spec)
+        stored[f"{spec.name}.idx"] = each.idx
+        stored[f"{spec.name}.val"] = each.val
+    return stored
+
+
+def in_order(stored: Mapping[str, torch.Tensor]) -> tuple[list[TensorSpec], list[torch.Tensor]]:
+    """Return entries in the order in which a file has them, and their specs."""
     specs = aligned(spec_of(name, tensor) for name, tensor in stored.items())
     return specs, [stored[spec.name] for spec in specs]
 
 
 def read_delta(
     where: str, buffer: bytearray | memoryview, manifest: Manifest, schema: Mapping[str, TensorSpec]
-) -> dict[str, EncodedTensor]:
+) -> dict[str, EncodedTensor | Coded]:
     """Read a delta file and check that it is the one its manifest means.
 
+    Args:
+        schema: of the run, in its order.
+
     Returns:
-        Per tensor name what is stored; `decode` turns one into a patch.
+        Per tensor name what is stored.
 
     Raises:
         CorruptObject: not a delta, or one of another run, version, parent or encoding; a tensor that
@@ -298,8 +304,12 @@ def read_delta(
     }
     check_metadata(where, header, expected)
     listed = json_object(f"{where}: its list of tensors", header.metadata.get("tensors", ""))
-    found = {}
+    found: dict[str, EncodedTensor | Coded] = {}
+    if manifest.delta.encoding == RELATIVE:
+        found |= unpacked(where, tensors, list(schema.values()))
     for name, value in listed.items():
+        if name in found:
+            raise CorruptObject(f"{where}: it has {name!r:.100} twice")
         if name not in schema:
             raise CorruptObject(f"{where}: it changes tensor {name!r:.100}, which this run does not have")
         if value != {"dtype": schema[name].dtype, "shape": list(schema[name].shape)}:

@@ -113,7 +113,7 @@ class Publisher:
         source: Source,
         *,
         dtype: torch.dtype | None = torch.bfloat16,
-        encoding: str = "gap",
+        encoding: str = "auto",
         anchor_every: int = 64,
         files: str | os.PathLike[str] | None = None,
         resume: bool | int | Literal["anchor"] = False,
@@ -128,7 +128,9 @@ class Publisher:
                 now; a mapping may hold other tensor objects under its names at each call.
             dtype: what floating-point tensors of 16 bits or more are served as, and therefore
                 compared as; None to publish every tensor in its own dtype.
-            encoding: how positions are stored; see `encodings.ENCODINGS`.
+            encoding: how changes are stored. "raw": positions as they are, 6 bytes a change in bf16. "gap":
+                distances between them, 4 bytes. "context": coded against the parent, which a reader must
+                hold, near 0.9 bytes. "auto": "context" or "gap", whichever is smaller each time.
             anchor_every: publications from one anchor to the next; the versions in between store
                 changes only.
             files: a checkpoint folder whose config and tokenizer files go into every anchor.
@@ -159,7 +161,8 @@ class Publisher:
             raise UsageError(f'resume must be True, False, a version or "anchor", not {resume!r}')
         if dtype is not None and not dtype.is_floating_point:
             raise UsageError(f"dtype must be a floating-point dtype or None, not {dtype}")
-        chosen = named(encoding)
+        if encoding != "auto":
+            named(encoding)
         self._source, self._dtype = source, dtype
         self._anchor_every = anchor_every
         checkpoint_files = {} if files is None else _checkpoint_files(Path(files))
@@ -170,7 +173,7 @@ class Publisher:
         schema = Schema(
             tensors=tuple(self._spec(name, current[name]) for name in sorted(current)), tied=self._tied
         )
-        self._snapshot = snapshots.take(current, schema.tensors, chosen, snapshot)
+        self._snapshot = snapshots.take(current, schema.tensors, encoding, snapshot)
         prove_create_only(store)
         header, head, parent = open_run(store, schema, snapshots.Served(current, schema.tensors), resume)
         self.run_id = header.run_id
@@ -180,7 +183,6 @@ class Publisher:
             header,
             head=head,
             parent=parent,
-            encoding=encoding,
             files=checkpoint_files,
             max_shard_bytes=max_shard_bytes,
         )
@@ -352,7 +354,7 @@ class Publisher:
         """Bring the snapshot up to the tensors; return what that changed, nothing if an anchor is `alone`."""
         if alone:
             self._snapshot.replace(current)
-            return Listed(step=step, num_changed=0)
+            return Listed(step=step, num_changed=0, encoding="gap")
         return self._snapshot.compare(step, current)
 
     def _work(self) -> None:

@@ -10,6 +10,7 @@ import shutil
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -51,7 +52,7 @@ def replay(
     target = Path(out)
     if target.exists():
         raise UsageError(f"{target} exists; name a folder that does not")
-    header, route = _route(store, version)
+    header, route = route_to(store, version)
     assert route.anchor is not None and route.anchor.anchor is not None
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -79,23 +80,39 @@ def verify(store: Store, version: int | None = None, *, progress: Progress | Non
     Raises:
         As `replay`.
     """
-    header, route = _route(store, version)
+    header, route = route_to(store, version)
     assert route.anchor is not None
-    for _, _, tensors in _files(store, header, route, None, progress):
-        deque(tensors, maxlen=0)
+    deque(tensors_of(store, header, route, progress), maxlen=0)
     for manifest in {route.anchor.version: route.anchor, route.target.version: route.target}.values():
         for wanted in manifest.anchor.files if manifest.anchor else ():
             deque(fetch.chunks(store, wanted), maxlen=0)
     if route.target == route.anchor and route.target.delta is not None:
         # Rebuilding started from the anchor, but followers of the parent take the delta.
-        schema = header.schema.by_name()
-        with fetch.deltas(store, (route.target,), schema, None) as deltas:
-            for name in deltas.names:
-                deque(deltas.patches(schema[name]), maxlen=0)
+        assert route.target.parent is not None
+        _, before = route_to(store, route.target.parent)
+        by_delta = replace(before, target=route.target, deltas=(*before.deltas, route.target))
+        deque(tensors_of(store, header, by_delta), maxlen=0)
     return route.target
 
 
-def _route(store: Store, version: int | None) -> tuple[StoreHeader, Plan]:
+def tensors_of(
+    store: Store, header: StoreHeader, route: Plan, progress: Progress | None = None
+) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    """Rebuild the tensors of a version, in the order of its anchor's files, one in memory at a time.
+
+    Raises:
+        CorruptObject, StateMismatch: the bucket's bytes are wrong; only known at the end.
+    """
+    for _, specs, tensors in _files(store, header, route, None, progress):
+        yield from zip(specs, tensors, strict=True)
+
+
+def route_to(store: Store, version: int | None) -> tuple[StoreHeader, Plan]:
+    """Return the run, and how to rebuild a version from its nearest anchor; None for the head.
+
+    Raises:
+        VersionNotFound, LineageError
+    """
     header = log.read_header(store)
     if header is None:
         raise VersionNotFound(f"{store.url} holds no run")
@@ -131,7 +148,7 @@ def _files(
         nonlocal done
         for spec, tensor in zip(specs, tensors, strict=True):
             flat = bits(tensor)
-            for patch in deltas.patches(spec):
+            for patch in deltas.patches(spec, tensor):
                 flat[patch.indices] = bits(patch.values)
             sums[spec.name] = digest.of_tensor(tensor)
             yield tensor

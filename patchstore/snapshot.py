@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol
@@ -19,10 +20,11 @@ import torch
 from patchstore import diff, digest
 from patchstore.change import Change, Encoded, Listed
 from patchstore.digest import Sums
-from patchstore.encodings import Encoding
+from patchstore.encodings import ENCODINGS, named
 from patchstore.errors import UsageError
 from patchstore.kernels import are_usable, new_stream
 from patchstore.model import DTYPE_BYTES, TensorSpec
+from patchstore.relative import Coder, Contents, code
 from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype
 
 Place = Literal["device", "host"] | os.PathLike[str]
@@ -58,12 +60,13 @@ class Snapshot(Protocol):
 
 
 def take(
-    current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], encoding: Encoding, place: Place
+    current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], encoding: str, place: Place
 ) -> Snapshot:
     """Copy tensors as they are served.
 
     Args:
-        specs: ascending by name.
+        specs: of the schema, in its order.
+        encoding: of `encodings.CHOICES`.
 
     Raises:
         UsageError: there is no such place, or not enough memory there.
@@ -71,17 +74,17 @@ def take(
     if not isinstance(place, os.PathLike) and place not in {"device", "host"}:
         raise UsageError(f'snapshot must be "device", "host" or the Path of a folder, not {place!r}')
     devices = {tensor.device for tensor in current.values()}
-    kernels = kernels_for(devices, encoding)
+    kernels = kernels_for(devices)
     if kernels is not None:
         return _OnDevice(current, specs, encoding, place, devices.pop(), kernels)
     return _Plain(current, specs, encoding, place)
 
 
-def kernels_for(devices: set[torch.device], encoding: Encoding) -> ModuleType | None:
+def kernels_for(devices: set[torch.device]) -> ModuleType | None:
     """Return `kernels.compare` where it can do the work: Triton is there, and all tensors on one GPU."""
     if {device.type for device in devices} != {"cuda"} or len(devices) > 1:
         return None
-    if encoding.name not in {"gap", "raw"} or not are_usable(next(iter(devices))):
+    if not are_usable(next(iter(devices))):
         return None
     from patchstore.kernels import compare
 
@@ -181,10 +184,11 @@ class _Plain:
         self,
         current: Mapping[str, torch.Tensor],
         specs: Sequence[TensorSpec],
-        encoding: Encoding,
+        encoding: str,
         place: Place,
     ) -> None:
         self._specs, self._encoding = {spec.name: spec for spec in specs}, encoding
+        self._coder = Coder() if encoding not in ENCODINGS else None
         num_bytes = sum(spec.num_bytes for spec in specs)
         with _allocating(place, num_bytes):
             if isinstance(place, os.PathLike):
@@ -204,6 +208,8 @@ class _Plain:
         self.replace(current)
 
     def compare(self, step: int, current: Mapping[str, torch.Tensor]) -> Change:
+        if self._coder is not None:
+            self._coder.wait()
         num_changed = 0
         patches, before = [], []
         for name, spec in self._specs.items():
@@ -213,15 +219,32 @@ class _Plain:
             if changed.numel() == 0:
                 continue
             num_changed += changed.numel()
-            stated = self._encoding.stated(changed)
+            stated = changed if self._coder is not None else named(self._encoding).stated(changed)
             values = bits(tensor)[stated]
             patch = TensorPatch(name=name, indices=stated.cpu(), values=values.view(tensor.dtype).cpu())
             patches.append((spec, patch))
             before.append(bits(snapshot)[stated].view(tensor.dtype).cpu())
             bits(held)[stated.to(held.device)] = values.to(held.device)
-        return Listed(step=step, num_changed=num_changed, patches=tuple(patches), before=tuple(before))
+        if self._coder is None or not patches:
+            return Listed(
+                step=step,
+                num_changed=num_changed,
+                encoding=self._encoding if self._coder is None else "gap",
+                patches=tuple(patches),
+                before=tuple(before),
+            )
+        replaced = {
+            patch.name: TensorPatch(name=patch.name, indices=patch.indices, values=old)
+            for (_, patch), old in zip(patches, before, strict=True)
+        }
+        parents = partial(_parent, self._tensors, replaced)
+        schema = list(self._specs.values())
+        work = partial(code, schema, patches, parents, may_be_gap=self._encoding == "auto")
+        return self._coder.start(step, num_changed, work)
 
     def replace(self, current: Mapping[str, torch.Tensor]) -> None:
+        if self._coder is not None:
+            self._coder.wait()
         for name, spec in self._specs.items():
             self._tensors[name].copy_(_served(current[name], spec))
         # Whoever reads it next does so on another thread, and so on another stream.
@@ -231,6 +254,17 @@ class _Plain:
     def read(self, name: str) -> tuple[torch.Tensor, Sums]:
         tensor = self._tensors[name].cpu()
         return tensor, digest.of_tensor(tensor)
+
+
+def _parent(
+    snapshot: Mapping[str, torch.Tensor],
+    replaced: Mapping[str, TensorPatch],
+    name: str,
+) -> torch.Tensor:
+    """Return a copy of a snapshot's tensor, in host memory, with what was replaced put back."""
+    parent = snapshot[name].to("cpu", copy=True)
+    bits(parent)[replaced[name].indices] = bits(replaced[name].values)
+    return parent
 
 
 class _OnDevice:
@@ -244,13 +278,14 @@ class _OnDevice:
         self,
         current: Mapping[str, torch.Tensor],
         specs: Sequence[TensorSpec],
-        encoding: Encoding,
+        encoding: str,
         place: Place,
         device: torch.device,
         kernels: ModuleType,
     ) -> None:
-        self._kernels, self._device, self._gaps = kernels, device, encoding.name == "gap"
-        self._encoding = encoding
+        self._kernels, self._device, self._gaps = kernels, device, encoding == "gap"
+        self._encoding, self._schema = encoding, specs
+        self._coder = Coder() if encoding not in ENCODINGS else None
         self._specs = sorted(specs, key=lambda spec: -DTYPE_BYTES[spec.dtype])
         widths = [DTYPE_BYTES[spec.dtype] for spec in self._specs]
         self._tiles = kernels.cut([spec.num_bytes for spec in self._specs], widths, device)
@@ -334,7 +369,11 @@ class _OnDevice:
                 found.grow(num_words)
             self._num_words = num_words
             if num_words == 0:
-                return Listed(step=step, num_changed=0)
+                return Listed(step=step, num_changed=0, encoding="gap")
+            if self._coder is not None and self._in_file:
+                return self._coded(self._coder, step, nums)
+            if self._coder is not None:
+                return self._coder.start(step, sum(nums), partial(self._coded_on_device, nums))
             change = self._encode(step, nums)
             return self._bridged(change) if self._in_file else change
 
@@ -347,6 +386,9 @@ class _OnDevice:
                 torch.cuda.current_stream().synchronize()
 
     def read(self, name: str) -> tuple[torch.Tensor, Sums]:
+        if self._coder is not None:
+            # It makes the snapshot the parent's again, for a while.
+            self._coder.wait()
         tensor = self._tensors[name]
         if self._reader is None:
             return tensor, digest.of_tensor(tensor)
@@ -378,6 +420,8 @@ class _OnDevice:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _wait_for_encoding(self) -> None:
+        if self._coder is not None:
+            self._coder.wait()
         if self._encoded is not None:
             torch.cuda.current_stream().wait_event(self._encoded)
 
@@ -485,20 +529,85 @@ class _OnDevice:
                 host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 host.copy_(block, non_blocking=True)
                 arrived = self._side.record_event()
-        return Encoded(step, sum(nums), specs=self._specs, entries=self._entries, block=host, arrived=arrived)
+        return Encoded(
+            step,
+            sum(nums),
+            "gap" if gaps else "raw",
+            specs=self._specs,
+            entries=self._entries,
+            block=host,
+            arrived=arrived,
+        )
+
+    def _coded_on_device(self, nums: Sequence[int]) -> Contents:
+        """Code what was found; the snapshot is the parent's meanwhile."""
+        from patchstore import device_coding
+
+        found, address = self._found, self._memory.data_ptr()
+        with self._here(), _on(self._side):
+            size = self._kernels.head_bytes(len(self._specs)) + self._tiles.max_data_bytes(nums, gaps=False)
+            block = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._kernels.encode(found, self._order, address, block, gaps=False)
+            # Its head says what `Encoded` would.
+            head = Encoded(
+                0,
+                0,
+                "raw",
+                specs=self._specs,
+                entries=(),
+                block=block[: self._kernels.head_bytes(len(self._specs))].cpu(),
+                arrived=None,
+            )
+            raw = device_coding.Raw(self._specs, self._entries, block, head.nums)
+            self._kernels.put(found, found.old_words, address)
+            try:
+                return device_coding.code(
+                    self._schema, raw, head.sums(), self._tensors, may_be_gap=self._encoding == "auto"
+                )
+            finally:
+                self._kernels.put(found, found.new_words, address)
+                if self._side is not None:
+                    self._side.synchronize()
+
+    def _coded(self, coder: Coder, step: int, nums: Sequence[int]) -> Change:
+        """Have what was found coded on the CPU."""
+        new = self._encode(step, nums)
+        self._found.swap()
+        old = self._encode(step, nums)
+        self._found.swap()
+        patches, replaced = _patches(new), {patch.name: patch for _, patch in _patches(old)}
+        parents = partial(_parent, self._tensors, replaced)
+        work = partial(code, self._schema, patches, parents, may_be_gap=self._encoding == "auto")
+        return coder.start(step, sum(nums), work)
 
     def _bridged(self, change: Encoded) -> Listed:
         """Return a change found for encoding `raw` with the positions that this encoding wants stated.
 
         Waits for the device, since what lies between changes is read here, before the snapshot moves on.
         """
-        stored = {spec.name: (spec, data) for spec, data in change.entries()}
         patches = []
-        for spec in change.specs():
-            idx_spec, idx = stored[f"{spec.name}.idx"]
-            indices = self._encoding.stated(idx.view(TORCH_DTYPES[idx_spec.dtype]))
+        for spec, patch in _patches(change):
+            indices = named(self._encoding).stated(patch.indices)
             values = bits(self._tensors[spec.name])[indices].view(TORCH_DTYPES[spec.dtype])
             patches.append((spec, TensorPatch(name=spec.name, indices=indices, values=values)))
         return Listed(
-            step=change.step, num_changed=change.num_changed, patches=tuple(patches), grown=change.sums()
+            step=change.step,
+            num_changed=change.num_changed,
+            encoding=self._encoding,
+            patches=tuple(patches),
+            grown=change.sums(),
         )
+
+
+def _patches(change: Encoded) -> list[tuple[TensorSpec, TensorPatch]]:
+    """Return what a change in encoding `raw` says, ascending by name; waits for the device."""
+    stored = {spec.name: data.view(TORCH_DTYPES[spec.dtype]) for spec, data in change.entries()}
+    return [
+        (
+            spec,
+            TensorPatch(
+                name=spec.name, indices=stored[f"{spec.name}.idx"], values=stored[f"{spec.name}.val"]
+            ),
+        )
+        for spec in change.specs()
+    ]

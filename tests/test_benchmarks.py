@@ -4,12 +4,21 @@ import argparse
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from benchmarks import latency, plots, serving
+from benchmarks import encodings, latency, plots, serving
 from benchmarks.cases import CASES
+from benchmarks.entropy import apply_difference, difference, entropy
 from benchmarks.latency import Gap, Request, Span
+from benchmarks.peers import PEERS
+from benchmarks.rice import BitReader, BitWriter
 from benchmarks.serving import PARTS, Episode, Update
+from benchmarks.trace import Trace
+from patchstore.encodings import ENCODINGS, RELATIVE
+from patchstore.tensors import bits
 
 RECORDED = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -173,3 +182,145 @@ def test_a_case_has_arguments_and_a_test_that_gates_it(case):
     case.arguments(argparse.ArgumentParser())
 
     assert (Path(__file__).parents[1] / case.gate).exists()
+
+
+def some_weights(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+
+
+def of_bits(*patterns: int) -> np.ndarray:
+    return np.array(patterns, np.uint16)
+
+
+def any_bits(num: int, seed: int = 0) -> np.ndarray:
+    """NaNs, infinities and both zeros among them."""
+    return np.random.default_rng(seed).integers(0, 2**16, num).astype(np.uint16)
+
+
+def some_changed(num: int, share: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    old = random.normal(0, 0.02, num).astype(np.float32).view(np.uint32) >> 16
+    step = random.choice([1, -1, 2, 40_000], num, p=[0.5, 0.4, 0.09, 0.01]) * (random.random(num) < share)
+    return old.astype(np.uint16), (old + step).astype(np.uint16)
+
+
+NAN, MINUS_ZERO, ONE = 0x7FC1, 0x8000, 0x3F80
+
+STEPS = {
+    "random bits, all changed": {
+        "a": (any_bits(1000), any_bits(1000) ^ 1),
+        "b": (any_bits(7), any_bits(7, 1)),
+    },
+    "NaNs and zeros": {
+        "a": (of_bits(NAN, 0, MINUS_ZERO, ONE, NAN, ONE), of_bits(0xFFFF, MINUS_ZERO, 0, NAN, NAN, 0))
+    },
+    "one change": {"a": (of_bits(ONE), of_bits(ONE + 1)), "b": (of_bits(ONE, 0), of_bits(ONE, 0))},
+    "a gap to bridge": {"a": (np.zeros(200_000, np.uint16), np.eye(1, 200_000, 199_999, np.uint16)[0])},
+    "a few of many": {
+        "a": some_changed(30_000, 0.01),
+        "ä": some_changed(3000, 0.2, 1),
+        "none": some_changed(9, 0),
+    },
+    "an update": {"a": some_changed(20_000, 1), "b": some_changed(1, 1)},
+    "no change": {"a": some_changed(9, 0)},
+}
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_a_peer_gives_the_same_bits_back(peer, step):
+    if "zstd" in peer.name:
+        pytest.importorskip("zstandard", reason="needs the extra `bench`")
+
+    decoded = peer.decode(peer.encode(step), {name: old for name, (old, _) in step.items()})
+
+    assert decoded.keys() == step.keys()
+    for name, (_, new) in step.items():
+        assert np.array_equal(decoded[name], new), name
+
+
+def test_rice_codes_hold_outliers_among_small_numbers():
+    numbers = np.array([0, 1, 0, 2**32 - 1, 23, 24, 25, 2**20, 0])
+    stream = BitWriter()
+    k = stream.rice(numbers)
+    stream.bits(numbers > 1)
+    assert stream.rice(numbers[:0]) == 0
+    reader = BitReader(stream.to_bytes())
+
+    assert np.array_equal(reader.rice(len(numbers), k), numbers)
+    assert np.array_equal(reader.bits(len(numbers)), numbers > 1)
+
+
+def test_differences_are_in_numerical_order_and_can_be_taken_back():
+    old, new = of_bits(MINUS_ZERO, 0, ONE, ONE | 0x8000), of_bits(0, MINUS_ZERO, ONE + 2, (ONE + 2) | 0x8000)
+
+    assert difference(old, new).tolist() == [1, -1, 2, -2]
+    assert np.array_equal(
+        apply_difference(any_bits(500), difference(any_bits(500), any_bits(500, 1))), any_bits(500, 1)
+    )
+
+
+def test_entropy_is_what_it_is_by_hand():
+    one, two = [ONE] * 4, [ONE + 0x80] * 4
+    step = {"a": (of_bits(*one, *two), of_bits(ONE + 1, ONE + 1, ONE, ONE, *two))}
+    up_or_down = {"a": (of_bits(*one), of_bits(ONE + 1, ONE + 1, ONE + 1, ONE + 2))}
+
+    found = entropy([step])
+    assert (found.num_changed, found.positions, found.values) == (2, 4 / 8 / 2, 0)
+    assert found.plain == pytest.approx(8 * (0.25 * 2 + 0.75 * np.log2(4 / 3)) / 8 / 2)
+    # Two values in three to one: 0.811 bits a change, and no question which elements changed.
+    assert entropy([up_or_down]).given_exponent == pytest.approx((0.25 * 2 + 0.75 * np.log2(4 / 3)) / 8)
+    # Two steps, each with counts of its own.
+    both = entropy([step, up_or_down])
+    assert both.given_exponent == pytest.approx((4 + 4 * 0.811278) / 8 / 6)
+
+
+def test_an_imitated_step_changes_the_share_asked_for_and_rather_small_weights():
+    weights = {"a": some_weights(100, 300), "norm": torch.ones(50, dtype=torch.bfloat16)}
+    trace = Trace.imitate(weights, 0.05)
+    after = trace.copy()
+    list(after.steps())
+
+    changed = bits(after.weights["a"]) != bits(weights["a"])
+    assert int(changed.sum()) == pytest.approx(0.05 * 30_050, abs=50)
+    assert weights["a"].flatten()[changed].abs().median() < weights["a"].abs().median() / 4
+    assert torch.equal(bits(trace.weights["a"]), bits(weights["a"]))
+
+
+def test_a_trace_becomes_rows_for_every_encoding_and_peer(tmp_path):
+    pytest.importorskip("zstandard", reason="needs the extra `bench`")
+    base = {"w": some_weights(64, 64), "norm": torch.ones(64, dtype=torch.bfloat16)}
+    steps = {}
+    for step in range(2):
+        indices = torch.arange(step, 4096, 50, dtype=torch.int32)
+        flipped = (bits(base["w"])[indices] ^ 1).view(torch.bfloat16)
+        steps |= {f"{step:02d}/w.idx": indices, f"{step:02d}/w.val": flipped}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(steps, tmp_path / "steps.safetensors")
+    parser = argparse.ArgumentParser()
+    encodings.arguments(parser)
+
+    rows = list(encodings.run(parser.parse_args(["--trace", str(tmp_path), "--densities", "0.1"])))
+
+    names = ["entropy", *ENCODINGS, RELATIVE, *(peer.name for peer in PEERS)]
+    assert [(row["source"], row["encoding"]) for row in rows] == [
+        (source, name) for source in ("trace", "synthetic") for name in names
+    ]
+    assert len({tuple(row) for row in rows if row["encoding"] != "entropy"}) == 1
+    for row in rows:
+        json.dumps(row)
+        assert row["num_changed"] == (164 if row["source"] == "trace" else 416)
+        if row["encoding"] in ENCODINGS:
+            assert row["with_manifest_per_change"] > row["bytes_per_change"] > 0
+
+
+def test_a_shape_alone_is_measured_at_the_densities_asked_for():
+    pytest.importorskip("zstandard", reason="needs the extra `bench`")
+    parser = argparse.ArgumentParser()
+    encodings.arguments(parser)
+
+    rows = list(encodings.run(parser.parse_args(["--shape", "32", "64", "--densities", "0.125", "0.5"])))
+
+    assert {row["num_changed"] for row in rows} == {256, 1024}
+    with pytest.raises(SystemExit, match="nothing to measure"):
+        next(encodings.run(parser.parse_args(["--shape", "32", "64"])))

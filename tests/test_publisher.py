@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from patchstore import Follower, Publisher, diff, log, snapshot
-from patchstore.encodings import named
+from patchstore.encodings import CHOICES
 from patchstore.errors import (
     PublishFailed,
     ResumeMismatch,
@@ -85,6 +85,7 @@ def test_several_optimiser_steps_between_publications_are_all_in_the_next(run: R
 
 
 def test_unchanged_tensors_are_absent_from_a_delta(run: Run) -> None:
+    run.open(encoding="gap")
     run.publish()
     run.model["scale"].fill_(0.25)
     manifest = run.publish()
@@ -662,7 +663,7 @@ def test_a_closed_publisher_refuses_to_publish(run: Run) -> None:
 
 
 @pytest.mark.parametrize("place", ["device", "host", "file"])
-@pytest.mark.parametrize("encoding", ["raw", "gap"])
+@pytest.mark.parametrize("encoding", CHOICES)
 def test_every_snapshot_publishes_the_same(
     store: MemoryStore, tmp_path: Path, place: str, encoding: str
 ) -> None:
@@ -700,15 +701,14 @@ def test_a_snapshot_that_does_not_fit_is_refused_before_anything_is_written(
 
 def test_kernels_are_not_needed_and_not_used_where_they_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = torch.device("cuda", 0), torch.device("cuda", 1)
-    gap = named("gap")
-    assert snapshot.kernels_for({torch.device("cpu")}, gap) is None
-    assert snapshot.kernels_for({one, torch.device("cpu")}, gap) is None
-    assert snapshot.kernels_for({one, other}, gap) is None
-    assert snapshot.kernels_for(set(), gap) is None
+    assert snapshot.kernels_for({torch.device("cpu")}) is None
+    assert snapshot.kernels_for({one, torch.device("cpu")}) is None
+    assert snapshot.kernels_for({one, other}) is None
+    assert snapshot.kernels_for(set()) is None
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "patchstore.kernels.compare", raising=False)
     monkeypatch.delattr("patchstore.kernels.compare", raising=False)
-    assert snapshot.kernels_for({one}, gap) is None
+    assert snapshot.kernels_for({one}) is None
 
 
 def test_what_was_published_whole_was_not_compared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -353,7 +353,7 @@ def rebuilt(store: Store, version: int, folder: Path, everybody: Any = None) -> 
             everybody.wait()
         weights = {name: tensors[name] for name in schema}
         for name in deltas.names:
-            patch = deltas.merged(schema[name])
+            patch = deltas.merged(schema[name], weights[name])
             bits(weights[name])[patch.indices] = bits(patch.values)
     digest.check_state(header.schema, {n: digest.of_tensor(t) for n, t in weights.items()}, route.target)
     return weights

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from patchstore import Follower, Publisher, log
+from patchstore.encodings import CHOICES
 from patchstore.errors import PublishFailed
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
@@ -22,7 +23,7 @@ EFFECTS = ("fail-before", "fail-after", "exists", "truncate")
 class Training(RuleBasedStateMachine):
     """One run, its true history, and one follower."""
 
-    @initialize(anchor_every=st.integers(1, 5), encoding=st.sampled_from(["raw", "gap"]))
+    @initialize(anchor_every=st.integers(1, 5), encoding=st.sampled_from(CHOICES))
     def create(self, anchor_every: int, encoding: str) -> None:
         torch.manual_seed(0)
         self.inner = MemoryStore()

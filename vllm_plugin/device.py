@@ -3,7 +3,6 @@
 The number of launches, and of times the host waits, grows with neither names nor regions.
 """
 
-import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,19 +14,20 @@ import torch
 
 from patchstore.digest import Sums
 from patchstore.encodings.base import EncodedTensor, check_stored
+from patchstore.encodings.context import Coded
 from patchstore.errors import CorruptObject, LoadFailed, StateMismatch, UsageError
 from patchstore.fetch import Deltas
 from patchstore.kernels import new_stream
 from patchstore.kernels import patch as kernels
 from patchstore.kernels.patch import BLOCK, TILE, Exchange, Kind, Stated
-from patchstore.model import TensorSpec
+from patchstore.model import DTYPE_BYTES, TensorSpec
 from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype
+from vllm_plugin.coded import Listed, Patch, Places, decode
 from vllm_plugin.live import Change, LiveWeights
 from vllm_plugin.mapping import Claims, Growth, WeightMap
 from vllm_plugin.regions import Region, View
+from vllm_plugin.upload import send
 
-UPLOAD = 1 << 25
-"""Bytes of each of the two pinned buffers through which a patch goes to the device."""
 MERGED = 1 << 25
 """Changes of several versions that are merged at a time, in about 2 GB of the device's memory."""
 
@@ -54,20 +54,14 @@ class Exchanges(Change):
     """Whether what it replaces must be what was read when it was staged."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Patch:
-    """A stored patch on the device: addresses of positions or gaps, and of values."""
-
-    positions: int
-    values: int
-    num: int
-    position_width: int
+Stored = Mapping[str, tuple[str, EncodedTensor | Coded]]
+"""One version: by name the key of an object, and what it has."""
 
 
 class _Gaps(NamedTuple):
     """One version's patches of some names on the device."""
 
-    patches: dict[str, _Patch]
+    patches: dict[str, Patch]
     starts: torch.Tensor
     """int64 [num_tiles]: one past the position before each tile."""
     jobs: torch.Tensor
@@ -80,6 +74,8 @@ class DeviceWeights(LiveWeights):
     """`LiveWeights` where Triton runs."""
 
     _segments: Mapping[str, Sequence[_Segment]]
+    _served: Mapping[str, Places]
+    """Of names that can be decoded from what is served."""
     _all: Sequence[tuple[Sequence[_Segment], Kind, torch.Tensor, torch.Tensor]] | None
     """What it takes to digest everything, made once."""
     _target: torch.dtype
@@ -98,6 +94,12 @@ class DeviceWeights(LiveWeights):
         self._segments = {
             name: [self._segment(specs[name], index, region) for index, region in found]
             for name, found in mapped.regions.items()
+        }
+        memories = {index: self._flat(index) for index in self.written()}
+        self._served = {
+            name: Places.served(specs[name], found, memories)
+            for name, found in self._boxes.items()
+            if found is not None
         }
         longest = max((self._flat(index).numel() for index in self.written()), default=0)
         self._target = torch.int32 if longest < 2**31 else torch.int64
@@ -192,38 +194,51 @@ class DeviceWeights(LiveWeights):
     def stage(self, patches: Iterable[TensorPatch], *, keep_old: bool) -> Change:
         wanted = [patch for patch in patches if self._segments.get(patch.name)]
         lists = [each for patch in wanted for each in (patch.indices, bits(patch.values))]
-        lists = self._sent(lists)
+        lists = send(lists, self.device)
         where = {
-            patch.name: _Patch(indices.data_ptr(), values.data_ptr(), values.numel(), indices.element_size())
+            patch.name: Patch(indices.data_ptr(), values.data_ptr(), values.numel(), indices.element_size())
             for patch, indices, values in zip(wanted, lists[::2], lists[1::2], strict=True)
         }
         return self._exchanges(where, None, keep_old=keep_old)
 
-    def stage_deltas(self, deltas: Deltas, names: Sequence[str], *, keep_old: bool) -> Change:
-        versions = deltas.stored("gap")
+    def stage_deltas(
+        self, deltas: Deltas, names: Sequence[str], base: Mapping[str, torch.Tensor], *, keep_old: bool
+    ) -> Change:
+        versions = deltas.stored()
         if versions is None:
-            return super().stage_deltas(deltas, names, keep_old=keep_old)
+            return super().stage_deltas(deltas, names, base, keep_old=keep_old)
         names = [name for name in names if self._segments.get(name)]
+        patches, starts, held = dict[str, Patch](), None, list[Any]()
         if len(versions) == 1:
-            gaps = self._gaps(versions[0], names)
-            return self._exchanges(gaps.patches, gaps.starts, keep_old=keep_old)
-        merged = list(self._merged(versions, names))
-        patches = {name: patch for each, _ in merged for name, patch in each.items()}
-        return self._exchanges(patches, None, keep_old=keep_old)
+            (stored,) = versions
+            gaps = self._gaps(stored, [name for name in names if not isinstance(stored[name][1], Coded)])
+            coded = [name for name in names if isinstance(stored[name][1], Coded) and name not in base]
+            places = [self._served[name] for name in coded]
+            patches, starts = {**gaps.patches}, gaps.starts
+            held.append(self._decoded(stored, coded, places))
+            patches |= held[-1].patches()
+            names = [name for name in names if name not in patches]
+        for found, memory in self._merged(versions, names, base):
+            patches |= found
+            held.append(memory)
+        return self._exchanges(patches, starts, keep_old=keep_old)
 
-    def _gaps(self, stored: Mapping[str, tuple[str, EncodedTensor]], names: Sequence[str]) -> "_Gaps":
+    def _gaps(self, stored: Stored, names: Sequence[str]) -> "_Gaps":
         """Bring one version's patches of some names to the device.
 
         Raises:
             CorruptObject: of another dtype or length, or beyond the end of a tensor.
         """
         specs = self.map.schema.by_name()
+        found: list[EncodedTensor] = []
         for name in names:
             where, encoded = stored[name]
+            assert isinstance(encoded, EncodedTensor)
             check_stored(encoded, specs[name], torch.uint16, where)
-        lists = self._sent([each for n in names for each in (stored[n][1].idx, bits(stored[n][1].val))])
+            found.append(encoded)
+        lists = send([each for one in found for each in (one.idx, bits(one.val))], self.device)
         patches = [
-            _Patch(gaps.data_ptr(), values.data_ptr(), values.numel(), 2)
+            Patch(gaps.data_ptr(), values.data_ptr(), values.numel(), 2)
             for gaps, values in zip(lists[::2], lists[1::2], strict=True)
         ]
         jobs = self._table(_jobs(np.array([each.num for each in patches]), TILE))
@@ -239,29 +254,47 @@ class DeviceWeights(LiveWeights):
             )
         return _Gaps(dict(zip(names, patches, strict=True)), ends[:-1] - bounds[jobs[:, 0]], jobs, lists)
 
+    def _decoded(self, stored: Stored, names: Sequence[str], places: Sequence[Places]) -> Listed:
+        """Decode one version's changes of some coded names.
+
+        Raises:
+            CorruptObject: a stream that no encoder writes for such a parent.
+        """
+        coded = [(key, each) for key, each in (stored[name] for name in names) if isinstance(each, Coded)]
+        return decode(names, coded, places, self.device)
+
     def _merged(
-        self, versions: Sequence[Mapping[str, tuple[str, EncodedTensor]]], names: Sequence[str]
-    ) -> Iterator[tuple[dict[str, _Patch], tuple[torch.Tensor, torch.Tensor]]]:
+        self, versions: Sequence[Stored], names: Sequence[str], base: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[dict[str, Patch], tuple[torch.Tensor, torch.Tensor]]]:
         """Yield patches with the effect of all versions, and the tensors that hold them, for some names each.
 
         Of each position the last value counts: a stable sort brings equal ones together, oldest first.
         """
         specs = self.map.schema.by_name()
         for some in self._parts(versions, names):
-            sizes = [specs[name].num_elements for name in some]
+            # Where kernels read whole vectors.
+            sizes = [-(-specs[name].num_elements // 128) * 128 for name in some]
             firsts = dict(zip(some, accumulate(sizes, initial=0), strict=False))
+            relative = [
+                n for n in some if any(isinstance(each[n][1], Coded) for each in versions if n in each)
+            ]
+            copy = self._copied(relative, firsts, sum(sizes), base)
+            places = {
+                name: Places.copied(
+                    specs[name],
+                    copy.data_ptr() + firsts[name] * copy.element_size(),
+                    None if name in base else self._boxes[name],
+                )
+                for name in relative
+            }
             keys, values = [], []
             for stored in versions:
-                gaps = self._gaps(stored, [name for name in some if name in stored])
-                places = accumulate((each.num for each in gaps.patches.values()), initial=0)
-                streams = [
-                    (each.positions, each.num, place, firsts[name])
-                    for (name, each), place in zip(gaps.patches.items(), places, strict=False)
-                ]
-                num = sum(each.num for each in gaps.patches.values())
-                if num:
-                    keys.append(kernels.list_positions(self._table(streams), gaps.jobs, gaps.starts, num))
-                    values += gaps.lists[1::2]
+                mine = [name for name in some if name in stored]
+                for where, new in self._listed(stored, mine, firsts, places):
+                    if relative:
+                        copy[where] = new
+                    keys.append(where)
+                    values.append(new)
             if not keys:
                 continue
             order, by = torch.cat(keys).sort(stable=True)
@@ -273,7 +306,7 @@ class DeviceWeights(LiveWeights):
             positions = (order - owners).to(index_dtype(max(sizes)))
             width = positions.element_size()
             patches = {
-                name: _Patch(
+                name: Patch(
                     positions.data_ptr() + begin * width,
                     chosen.data_ptr() + begin * chosen.element_size(),
                     end - begin,
@@ -283,9 +316,48 @@ class DeviceWeights(LiveWeights):
             }
             yield patches, (positions, chosen)
 
-    def _parts(
-        self, versions: Sequence[Mapping[str, tuple[str, EncodedTensor]]], names: Sequence[str]
-    ) -> Iterator[list[str]]:
+    def _listed(
+        self,
+        stored: Stored,
+        names: Sequence[str],
+        firsts: Mapping[str, int],
+        places: Mapping[str, Places],
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """List one version's changes of names of one element width: where, int64 [num], and their bits."""
+        gaps = self._gaps(stored, [name for name in names if not isinstance(stored[name][1], Coded)])
+        begins = accumulate((each.num for each in gaps.patches.values()), initial=0)
+        streams = [
+            (each.positions, each.num, begin, firsts[name])
+            for (name, each), begin in zip(gaps.patches.items(), begins, strict=False)
+        ]
+        num = sum(each.num for each in gaps.patches.values())
+        if num:
+            positions = kernels.list_positions(self._table(streams), gaps.jobs, gaps.starts, num)
+            yield positions, torch.cat(gaps.lists[1::2])
+        coded = [name for name in names if isinstance(stored[name][1], Coded)]
+        if coded:
+            found = self._decoded(stored, coded, [places[name] for name in coded])
+            owners = np.repeat(np.array([firsts[name] for name in coded]), np.diff(found.bounds))
+            positions = found.positions.to(torch.int64) + self._table(owners)
+            yield positions, found.narrow if len(found.narrow) else found.values
+
+    def _copied(
+        self,
+        names: Sequence[str],
+        firsts: Mapping[str, int],
+        num_elements: int,
+        base: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Copy tensors of one element width as checkpoints have them: from `base`, or what is served."""
+        specs = self.map.schema.by_name()
+        dtype = torch.uint8 if names and DTYPE_BYTES[specs[names[0]].dtype] == 1 else torch.int16
+        copy = torch.empty(num_elements if names else 0, dtype=dtype, device=self.device)
+        for name in names:
+            held = base[name] if name in base else self.gathered(name)
+            copy[firsts[name] : firsts[name] + specs[name].num_elements] = bits(held).to(self.device)
+        return copy
+
+    def _parts(self, versions: Sequence[Stored], names: Sequence[str]) -> Iterator[list[str]]:
         """Cut names into parts whose elements have one width, and of which versions state not too many."""
         specs = self.map.schema.by_name()
         by_width: dict[int, list[str]] = {}
@@ -294,7 +366,7 @@ class DeviceWeights(LiveWeights):
         for same in by_width.values():
             some, stated = list[str](), 0
             for name in same:
-                num = sum(each[name][1].val.numel() for each in versions if name in each)
+                num = sum(_num_stated(specs[name], each[name][1]) for each in versions if name in each)
                 if some and stated + num > MERGED:
                     yield some
                     some, stated = [], 0
@@ -302,38 +374,8 @@ class DeviceWeights(LiveWeights):
                 stated += num
             yield some
 
-    def _sent(self, lists: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Bring flat tensors to the device: those of the host together, in large parts."""
-        sent = [each.contiguous() for each in lists]
-        host = [i for i, each in enumerate(sent) if each.device.type == "cpu"]
-        if not host or self.device.type == "cpu":
-            return sent
-        # What lies in one mapped file is sent as one run, and the gaps of alignment with it.
-        host.sort(key=lambda i: sent[i].data_ptr())
-        runs: list[list[int]] = []
-        for i in host:
-            if runs and 0 <= sent[i].data_ptr() - _end(sent[runs[-1][-1]]) < 64:
-                runs[-1].append(i)
-            else:
-                runs.append([i])
-        sizes = [_end(sent[run[-1]]) - sent[run[0]].data_ptr() for run in runs]
-        # Every run begins where 8 divides its address as on the host, so that elements are aligned.
-        firsts = [sent[run[0]].data_ptr() % 8 for run in runs]
-        places = np.cumsum([0] + [-(-(f + size) // 64) * 64 for f, size in zip(firsts, sizes, strict=True)])
-        block = torch.empty(int(places[-1]), dtype=torch.uint8, device=self.device)
-        upload = _Upload(block)
-        for run, place, first, size in zip(runs, places, firsts, sizes, strict=False):
-            origin = sent[run[0]].data_ptr()
-            upload.add(_memory(origin, size), int(place) + first)
-            for i in run:
-                at = int(place) + first + sent[i].data_ptr() - origin
-                num_bytes = sent[i].numel() * sent[i].element_size()
-                sent[i] = block[at : at + num_bytes].view(sent[i].dtype)
-        upload.finish()
-        return sent
-
     def _exchanges(
-        self, patches: Mapping[str, _Patch], starts: torch.Tensor | None, *, keep_old: bool
+        self, patches: Mapping[str, Patch], starts: torch.Tensor | None, *, keep_old: bool
     ) -> Exchanges:
         firsts = accumulate((_num_tiles(each.num) for each in patches.values()), initial=0)
         tiles = dict(zip(patches, firsts, strict=False))
@@ -375,7 +417,7 @@ class DeviceWeights(LiveWeights):
                 change.growth = change.growth.joined(Growth(slices, before, after))
         return change
 
-    def _by_kind_and_width(self, patches: Mapping[str, _Patch]) -> dict[tuple[Kind, int], list[_Segment]]:
+    def _by_kind_and_width(self, patches: Mapping[str, Patch]) -> dict[tuple[Kind, int], list[_Segment]]:
         found: dict[tuple[Kind, int], list[_Segment]] = {}
         for kind, segments in self._by_kind(patches).items():
             for each in segments:
@@ -432,53 +474,11 @@ def _first_wrong(change: Exchanges, found: Sequence[torch.Tensor]) -> str | None
     return None
 
 
-class _Upload:
-    """Copies host memory into a block on the device, through two pinned buffers in turn."""
-
-    def __init__(self, block: torch.Tensor) -> None:
-        self._block = block
-        size = min(UPLOAD, block.numel())
-        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._sent: list[Any] = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
-        self._number = 0
-        self._start = 0
-        """Of the buffer in turn, in the block."""
-        self._fill = 0
-
-    def add(self, data: torch.Tensor, place: int) -> None:
-        """Copy bytes; places ascend."""
-        while data.numel():
-            if not self._start <= place < self._start + len(self._buffers[0]):
-                self._flush()
-                self._start = place
-            at = place - self._start
-            part = data[: len(self._buffers[0]) - at]
-            self._buffers[self._number][at : at + len(part)].copy_(part)
-            self._fill = at + len(part)
-            data, place = data[len(part) :], place + len(part)
-
-    def _flush(self) -> None:
-        if not self._fill:
-            return
-        buffer, number = self._buffers[self._number], self._number
-        self._block[self._start : self._start + self._fill].copy_(buffer[: self._fill], non_blocking=True)
-        self._sent[number].record()
-        self._number, self._fill = 1 - number, 0
-        self._sent[self._number].synchronize()
-
-    def finish(self) -> None:
-        """Send the rest, and wait until it is there."""
-        self._flush()
-        self._sent[1 - self._number].synchronize()
-
-
-def _memory(address: int, num_bytes: int) -> torch.Tensor:
-    """Bytes of this process's memory, which the caller keeps alive, as a tensor."""
-    return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address)))
-
-
-def _end(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() + tensor.numel() * tensor.element_size()
+def _num_stated(spec: TensorSpec, stored: EncodedTensor | Coded) -> int:
+    """How much memory merging takes, counted in changes; a coded tensor is copied, too."""
+    if isinstance(stored, Coded):
+        return 2 * len(stored.data) + spec.num_elements // 32
+    return stored.val.numel()
 
 
 def _num_tiles(num: int) -> int:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from patchstore import checksum, digest
 from patchstore.digest import Sums
+from patchstore.encodings.context import Tiles, is_coded, tiling
 from patchstore.errors import LoadFailed, SchemaMismatch
 from patchstore.fetch import Deltas
 from patchstore.model import Schema, TensorSpec
@@ -18,6 +20,7 @@ from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, raw_bytes
 from vllm_plugin.derived import Derived
 from vllm_plugin.mapping import Claims, Growth, Share, WeightMap, share
 from vllm_plugin.regions import Region, View, locate, pieces, positions
+from vllm_plugin.tiles import Box, boxes
 from vllm_plugin.trace import Runtime, Trace, trace, untraced
 
 Load = Callable[[torch.nn.Module, Iterator[tuple[str, torch.Tensor]]], object]
@@ -68,6 +71,9 @@ class LiveWeights:
         self._load = load
         self._derived = derived
         self._map: WeightMap | None = None
+        self._boxes: Mapping[str, list[Box] | None] = {}
+        self.cut: frozenset[str] = frozenset()
+        """Names of which a coded delta cannot be decoded from what is served: regions cut through tiles."""
         self._watched: set[str] = set()
         self._places: dict[str, tuple[object, ...]] = {}
         self._slots: list[tuple[Mapping[str, torch.Tensor | None], str, int]] = []
@@ -100,6 +106,13 @@ class LiveWeights:
     def follow(self, mapped: WeightMap) -> None:
         """Use a map that all ranks agreed on, from here on."""
         self._map = mapped
+        specs = mapped.schema.by_name()
+        self._boxes = {
+            name: boxes(specs[name], found)
+            for name, found in mapped.regions.items()
+            if found and is_coded(specs[name].dtype)
+        }
+        self.cut = frozenset(name for name, found in self._boxes.items() if found is None)
         # Other buffers may move: vLLM makes some anew, such as a cache of rotations in another dtype.
         self._watched = {name for index in self.written() for name in mapped.runtimes[index].names}
         self._places = self._places_now()
@@ -242,14 +255,46 @@ class LiveWeights:
         change.growth = Growth.of(sums)
         return change
 
-    def stage_deltas(self, deltas: Deltas, names: Sequence[str], *, keep_old: bool) -> Change:
+    def stage_deltas(
+        self, deltas: Deltas, names: Sequence[str], base: Mapping[str, torch.Tensor], *, keep_old: bool
+    ) -> Change:
         """`stage` what deltas come to for some names.
+
+        Args:
+            base: tensors that deltas start from, where those are not what is served: all of `cut`, at least.
 
         Raises:
             CorruptObject: positions that no encoder writes.
         """
-        specs = self.map.schema.by_name()
-        return self.stage((deltas.merged(specs[name]) for name in names), keep_old=keep_old)
+        served = [name for name in names if self.map.regions.get(name)]
+        return self.stage((self._patch_of(deltas, name, base) for name in served), keep_old=keep_old)
+
+    def _patch_of(self, deltas: Deltas, name: str, base: Mapping[str, torch.Tensor]) -> TensorPatch:
+        spec = self.map.schema.by_name()[name]
+        if not deltas.is_relative(name):
+            return deltas.merged(spec, None)
+        held = base[name] if name in base else self.gathered(name)
+        return deltas.merged(spec, held, self._tiles(name))
+
+    def _tiles(self, name: str) -> Tiles:
+        """Number the tiles that this rank needs, ascending; None for all."""
+        found = self._boxes[name]
+        if found is None:
+            return None
+        tiles = tiling(self.map.schema.by_name()[name].shape)
+        return np.sort(np.concatenate([each.numbers(tiles) for each in found]))
+
+    def gathered(self, name: str) -> torch.Tensor:
+        """Return a copied name's tensor, flat, with zeros where this rank has nothing."""
+        spec = self.map.schema.by_name()[name]
+        found = torch.zeros(spec.num_elements, dtype=TORCH_DTYPES[spec.dtype], device=self.device)
+        for index, region in self.map.regions[name]:
+            flat = self._flat(index)
+            for part in pieces(region, PIECE):
+                held = flat.as_strided(part.target.shape, part.target.strides, part.target.offset)
+                goal = bits(found).as_strided(part.source.shape, part.source.strides, part.source.offset)
+                goal.copy_(_narrowed(held, spec))
+        return found
 
     def aside(self) -> AbstractContextManager[None]:
         """Do what the block says beside what the device is busy with, and wait for it at its end."""

@@ -70,7 +70,7 @@ def read_tensors(
     found = dict(_of_anchor(store, route.anchor, wanted))
     with fetch.deltas(store, route.deltas, specs, None, spool) as deltas:
         for name in wanted.keys() & deltas.names:
-            for patch in deltas.patches(wanted[name]):
+            for patch in deltas.patches(wanted[name], found[name]):
                 bits(found[name])[patch.indices] = bits(patch.values)
     recorded = sums_of(schema, route.target.state)
     for name in wanted:

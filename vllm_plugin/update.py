@@ -19,7 +19,8 @@ import torch
 from patchstore import digest, fetch, lineage, log
 from patchstore.digest import Sums
 from patchstore.errors import CorruptObject, StateMismatch, TornModel, UsageError, VersionNotFound
-from patchstore.model import Manifest, Plan, Schema, StateDigest
+from patchstore.fetch import Deltas
+from patchstore.model import Manifest, Plan, Schema, StateDigest, TensorSpec
 from patchstore.spool import Spool
 from patchstore.stores.base import Store
 from patchstore.tensors import TensorPatch, bits
@@ -43,6 +44,8 @@ class Staged:
     """What the deltas change, of the names that are copied."""
     computed: dict[str, torch.Tensor]
     """Every calculated name that changes, and those loaded with it, in full."""
+    cut: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Every name of `LiveWeights.cut` that changes, in full."""
     before: Mapping[str, Sums] = field(default_factory=dict)
     after: Mapping[str, Sums] = field(default_factory=dict)
     """Digest sums of the elements of calculated names that change."""
@@ -89,7 +92,7 @@ class Updater:
         self._live = live
         self._spool = spool
         self._mirror: dict[str, torch.Tensor] = {}
-        """Calculated names in full, as they are in the held version."""
+        """Names that are calculated, or `cut`, in full, as they are in the held version."""
         self._staged: Staged | None = None
         self._ahead: tuple[int, Future[Staged]] | None = None
         """A version that is being staged, or was, before anybody asked for it with `stage`."""
@@ -203,9 +206,10 @@ class Updater:
         if version is None:
             return False
         mapped = self._live.map
-        wanted = mapped.computed | mapped.partial
+        wanted = mapped.computed | mapped.partial | self._live.cut
         found = read_tensors(self.store, self.schema, version, wanted, self._spool)
         mirror = {name: found[name] for name in mapped.computed}
+        cut = {name: found[name] for name in self._live.cut}
         same = all(self._live.serves(name, found[name]) for name in sorted(mapped.partial))
         if mirror and same:
             written = {index for _, indices in mapped.groups for index in indices}
@@ -223,7 +227,7 @@ class Updater:
         if same:
             # Also if an undo failed between the weights and what is made from them.
             self._live.derive()
-            self.held, self._mirror = log.read_manifest(self.store, version), mirror
+            self.held, self._mirror = log.read_manifest(self.store, version), mirror | cut
             self.is_map_proved, self.torn = True, False
         return same
 
@@ -313,17 +317,21 @@ class Updater:
             deltas = leases.enter_context(fetch.deltas(self.store, route.deltas, specs, None, self._spool))
             fetched = time.monotonic()
             copied = sorted(deltas.names - mapped.computed)
-            change = self._live.stage_deltas(deltas, copied, keep_old=route.anchor is None)
             base = anchor if route.anchor is not None else self._mirror
-            patches = {name: deltas.merged(specs[name]) for name in sorted(deltas.names & mapped.computed)}
+            change = self._live.stage_deltas(deltas, copied, base, keep_old=route.anchor is None)
+            patches = {
+                name: deltas.merged(specs[name], base[name])
+                for name in sorted(deltas.names & mapped.computed)
+            }
             wanted = mapped.computed if anchor else patches.keys()
             groups = [(names, indices) for names, indices in mapped.groups if names & wanted]
             computed = {name: base[name].clone() for names, _ in groups for name in sorted(names)}
             before, after = _patched(computed, patches)
-            partial = {name: anchor[name].clone() for name in sorted(mapped.partial) if anchor}
-            for name in partial.keys() & deltas.names:
-                merged = deltas.merged(specs[name])
-                bits(partial[name])[merged.indices] = bits(merged.values)
+            changed = self._live.cut if anchor else self._live.cut & deltas.names
+            cut = {name: _after(deltas, specs[name], base[name]) for name in sorted(changed)}
+            partial = {
+                name: _after(deltas, specs[name], anchor[name]) for name in sorted(mapped.partial) if anchor
+            }
             written = {index for _, indices in groups for index in indices}
             if anchor:
                 written = self._live.written()
@@ -337,6 +345,7 @@ class Updater:
                 anchor=anchor,
                 change=change,
                 computed=computed,
+                cut=cut,
                 before=before,
                 after=after,
                 partial=partial,
@@ -454,7 +463,7 @@ class Updater:
         """Make the commit final."""
         assert self._staged is not None
         self.held = self._staged.manifest
-        self._mirror |= self._staged.computed
+        self._mirror |= self._staged.computed | self._staged.cut
         self.is_map_proved |= bool(self._staged.anchor)
         self.torn = False
         self.num_commits += 1
@@ -504,6 +513,14 @@ class Updater:
         """The same tensors under all their names, tied ones too."""
         tied = {alias: name for alias, name in self.schema.tied.items() if name in tensors}
         return {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
+
+
+def _after(deltas: Deltas, spec: TensorSpec, before: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor with deltas applied."""
+    tensor = before.clone()
+    for patch in deltas.patches(spec, tensor):
+        bits(tensor)[patch.indices] = bits(patch.values)
+    return tensor
 
 
 def _patched(

@@ -289,6 +289,25 @@ def _encode(
         tl.atomic_add(sums + 2 * owner + 1, tl.sum(second_sum.to(tl.int64, bitcast=True)), sem="relaxed")
 
 
+@triton.jit
+def _put(
+    starts, owners, indices, snapshot, places, words, offsets, counts, TILE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write a tile's changed words into the snapshot."""
+    tile = tl.program_id(0)
+    count = tl.load(counts + tile)
+    if count > 0:
+        offset = tl.load(offsets + tile)
+        at = tl.load(starts + tl.load(owners + tile))
+        at += tl.load(indices + tile).to(tl.int64) * (TILE * _WORD)
+        held = (snapshot + at).to(tl.pointer_type(tl.int64))
+        for begin in range(0, count, BLOCK):
+            nth = begin + tl.arange(0, BLOCK)
+            word = tl.load(places + offset + nth, mask=nth < count, other=0).to(tl.int64) & (_STEP - 1)
+            bits = tl.load(words + offset + nth, mask=nth < count, other=0)
+            tl.store(held + word, bits, mask=nth < count)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
     """How tensors are cut into tiles, and where each is in the snapshot. All tables: 8 bytes a tile."""
@@ -431,6 +450,10 @@ class Found:
         self.places, self.new_words, self.old_words = self._room(capacity)
         self.clear()
 
+    def swap(self) -> None:
+        """Take what was found for a change in the other direction."""
+        self.new_words, self.old_words = self.old_words, self.new_words
+
     def grow(self, num_words: int) -> None:
         """Make room for as many words as were counted, a quarter more, and keep what is there.
 
@@ -496,6 +519,23 @@ def compare(
             TILE=cut_up.words,
             WHOLE=whole,
             num_warps=warps,
+        )
+
+
+def put(found: Found, words: torch.Tensor, snapshot: int) -> None:
+    """Write what was found into the snapshot: `found.old_words`, or `found.new_words` again; one launch.
+
+    Args:
+        snapshot: its address.
+    """
+    tiles = found.tiles
+    if tiles.num_tiles:
+        _put[(tiles.num_tiles,)](
+            *(tiles.starts, tiles.owners, tiles.indices, snapshot, found.places, words),
+            *(found.offsets, found.counts),
+            TILE=tiles.words,
+            BLOCK=BLOCK,
+            num_warps=2,
         )
 
 

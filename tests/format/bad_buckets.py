@@ -356,7 +356,7 @@ bad("parent is missing", lambda o: o.pop("versions/00000000.json"), "unknown-ver
 bad("manifest is missing", lambda o: o.pop("versions/00000001.json"), "unknown-version")
 bad("manifest has neither delta nor anchor", in_manifest(1, put("delta", None)))
 bad("manifest has no parent for its delta", in_manifest(1, put("parent", None)))
-bad("encoding is unknown", in_manifest(1, put("delta.encoding", "context")), UNSUPPORTED)
+bad("encoding is unknown", in_manifest(1, put("delta.encoding", "later")), UNSUPPORTED)
 bad("encoding is another", in_manifest(1, put("delta.encoding", "raw")))
 for key in (
     "../outside",

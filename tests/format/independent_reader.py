@@ -14,6 +14,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from tests.format import independent_context
+
 Tensor = tuple[str, tuple[int, ...], bytes]
 """dtype, shape, bytes."""
 
@@ -66,8 +68,9 @@ def _rebuild(bucket: Path, version: int) -> dict[str, Tensor]:
         _payload(bucket, payload)
     _need(state.keys() == schema.keys(), "the anchor lacks a tensor")
     for manifest in reversed(chain):
+        parent = {name: bytes(data) for name, (_, _, data) in state.items()}
         for payload in manifest["delta"]["payloads"]:
-            _apply(_payload(bucket, payload), manifest, schema, state)
+            _apply(_payload(bucket, payload), manifest, schema, parent, state)
     target = _manifest(bucket, version)
     found = [sums(bytes(state[name][2]), WIDTHS[dtype]) for name, (dtype, _) in schema.items()]
     lines = "".join(
@@ -132,13 +135,30 @@ def parse_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
     return metadata, tensors
 
 
-def _apply(data: bytes, manifest: dict[str, Any], schema: dict[str, Any], state: dict[str, Any]) -> None:
+def _apply(
+    data: bytes,
+    manifest: dict[str, Any],
+    schema: dict[str, Any],
+    parent: dict[str, bytes],
+    state: dict[str, Any],
+) -> None:
     metadata, tensors = parse_safetensors(data)
-    expected = {"format": "patchstore", "kind": "delta", "encoding": manifest["delta"]["encoding"]}
+    encoding = manifest["delta"]["encoding"]
+    expected = {"format": "patchstore", "kind": "delta", "encoding": encoding}
     for field in ("format_version", "run_id", "version", "parent", "step"):
         expected[field] = str(manifest[field])
     _need({field: metadata.get(field) for field in expected} == expected, "the metadata differ")
     listed = json.loads(metadata["tensors"], object_pairs_hook=_once)
+    if encoding == "context":
+        streams = [tensors.pop(entry) for entry in ("table", "tiles") if entry in tensors]
+        _need(all(dtype == "U8" and len(shape) == 1 for dtype, shape, _ in streams), "streams must be bytes")
+        _need(len(streams) != 1, "a table without tiles, or tiles without a table")
+        if streams:
+            table, tiles = (stream for _, _, stream in streams)
+            for name, position, new in independent_context.changes(table, tiles, schema, parent):
+                _need(name not in listed, "a tensor is coded and stored otherwise too")
+                state[name][2][position * len(new) : (position + 1) * len(new)] = new
+        encoding = "gap"
     _need(
         {f"{name}.{part}" for name in listed for part in ("idx", "val")} == tensors.keys(), "entries differ"
     )
@@ -149,7 +169,7 @@ def _apply(data: bytes, manifest: dict[str, Any], schema: dict[str, Any], state:
         idx_dtype, idx_shape, idx = tensors[f"{name}.idx"]
         val_dtype, val_shape, val = tensors[f"{name}.val"]
         _need(val_dtype == dtype and idx_shape == val_shape and len(idx_shape) == 1, "idx and val do not fit")
-        where = positions(manifest["delta"]["encoding"], idx_dtype, idx, len(target) // width)
+        where = positions(encoding, idx_dtype, idx, len(target) // width)
         for number, position in enumerate(where):
             target[position * width : (position + 1) * width] = val[number * width : (number + 1) * width]
 
@@ -195,7 +215,7 @@ def _version_path(bucket: Path, version: int) -> Path:
 
 
 def _payload(bucket: Path, payload: dict[str, Any]) -> bytes:
-    data = (bucket / payload["key"]).read_bytes()
+    data: bytes = (bucket / payload["key"]).read_bytes()
     _need(
         len(data) == payload["size"] and _digest(data) == payload["digest"],
         f"{payload['key']} has other bytes",
@@ -204,7 +224,7 @@ def _payload(bucket: Path, payload: dict[str, Any]) -> bytes:
 
 
 def _json(data: bytes) -> dict[str, Any]:
-    found = json.loads(data)
+    found: dict[str, Any] = json.loads(data)
     _need(type(found["format_version"]) is int and found["format_version"] == 1, "another format version")
     return found
 

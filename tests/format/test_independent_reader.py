@@ -49,7 +49,10 @@ def assert_both_readers_agree(bucket: Path, states: list[State], scratch: Path) 
         assert all(torch.equal(bits(follower.tensors[name]), bits(state[name])) for name in state)
 
 
-@pytest.mark.parametrize(("encoding", "dtype"), [("raw", None), ("gap", None), ("gap", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("encoding", "dtype"),
+    [("raw", None), ("gap", None), ("gap", torch.bfloat16), ("context", None), ("context", torch.bfloat16)],
+)
 def test_both_readers_rebuild_what_the_trainer_had(
     tmp_path: Path, encoding: str, dtype: torch.dtype | None
 ) -> None:

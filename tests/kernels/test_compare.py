@@ -20,6 +20,7 @@ from tests.weights import assert_same_bits, served, small_model
 pytestmark = pytest.mark.slow
 
 compare = kernels("patchstore.kernels.compare")
+kernels("patchstore.device_coding")
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TILE_BYTES = 1024
@@ -323,7 +324,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> snapshot.Place:
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Publish with kernels also where there is no GPU, and in many small parts."""
-    monkeypatch.setattr(snapshot, "kernels_for", lambda devices, encoding: compare)
+    monkeypatch.setattr(snapshot, "kernels_for", lambda devices: compare)
     monkeypatch.setattr(compare, "BLOCK", 1024)
     monkeypatch.setattr(compare, "cut", partial(compare.cut, tile_bytes=32 << 10))
     monkeypatch.setattr(snapshot, "BUCKET_BYTES", 64 << 10)
@@ -332,13 +333,13 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
-@pytest.mark.parametrize("encoding", ["gap", "raw"])
+@pytest.mark.parametrize("encoding", ["gap", "raw", "context"])
 def test_kernels_publish_what_the_reference_publishes(
     monkeypatch: pytest.MonkeyPatch, place: snapshot.Place, encoding: str, dtype: torch.dtype | None
 ) -> None:
     found = published(encoding, dtype, place)
     with monkeypatch.context() as patched:
-        patched.setattr(snapshot, "kernels_for", lambda devices, encoding: None)
+        patched.setattr(snapshot, "kernels_for", lambda devices: None)
         expected = published(encoding, dtype, "device")
     assert found[1].keys() == expected[1].keys()
     assert found[1] == expected[1]

@@ -194,7 +194,7 @@ def test_a_change_is_proved_written_and_undone_as_by_plain_torch(plain, fast, mo
     expected = plain.stage(found, keep_old=True)
     names = sorted(plain.map.regions)
     staged = (
-        fast.stage_deltas(Stored(found), names, keep_old=True)
+        fast.stage_deltas(Stored(found), names, {}, keep_old=True)
         if is_stored
         else fast.stage(found, keep_old=True)
     )
@@ -220,8 +220,8 @@ def test_of_several_versions_the_last_value_of_an_element_counts(plain, fast, mo
     # Not every version states every tensor.
     versions[2] = [each for each in versions[2] if each.name not in {"cols", "single"}]
     deltas = Stored(*versions)
-    expected = plain.stage_deltas(deltas, names, keep_old=True)
-    staged = fast.stage_deltas(deltas, names, keep_old=True)
+    expected = plain.stage_deltas(deltas, names, {}, keep_old=True)
+    staged = fast.stage_deltas(deltas, names, {}, keep_old=True)
     assert grown(staged) == grown(expected)
     plain.scatter(expected)
     after = model.state()
@@ -237,7 +237,7 @@ def test_a_bridge_states_an_unchanged_element(fast, plain, model):
     values = model.long.data.cpu()[at.long()].clone()
     bits(values)[-1] ^= 1
     patch = TensorPatch(name="long", indices=at, values=values)
-    staged = fast.stage_deltas(Stored([patch]), ["long"], keep_old=True)
+    staged = fast.stage_deltas(Stored([patch]), ["long"], {}, keep_old=True)
     assert grown(staged) == grown(plain.stage([patch], keep_old=True))
     fast.scatter(staged)
     assert len(at) == 2
@@ -251,7 +251,7 @@ def test_gaps_beyond_a_tensor_are_refused_before_anything_is_written(fast, model
         name="fused", indices=torch.arange(4090, 4098, dtype=torch.int32), values=random_bits(spec, 8)
     )
     with pytest.raises(CorruptObject, match=r"a/key: gaps of 'fused' reach position 4097, beyond its 4097"):
-        fast.stage_deltas(Stored([patch]), ["fused"], keep_old=True)
+        fast.stage_deltas(Stored([patch]), ["fused"], {}, keep_old=True)
     # Nor would the kernels have followed them.
     fast.scatter(fast.stage([patch], keep_old=False))
     assert torch.equal(bits(model.fused)[:4097], before["fused"][:4097])

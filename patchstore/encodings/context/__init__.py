@@ -1,0 +1,25 @@
+"""Encoding `context`: changes by the class of the old exponent, in tiles that are read apart."""
+
+from patchstore.encodings.context.classes import is_coded
+from patchstore.encodings.context.entries import Tiles, decode_patch, packed, packed_table, unpacked, unsigned
+from patchstore.encodings.context.stream import Coded, decode, encode
+from patchstore.encodings.context.table import Table, pack, unpack
+from patchstore.encodings.context.tiles import Tiling, tiling
+
+__all__ = [
+    "Coded",
+    "Table",
+    "Tiles",
+    "Tiling",
+    "decode",
+    "decode_patch",
+    "encode",
+    "is_coded",
+    "pack",
+    "packed",
+    "packed_table",
+    "tiling",
+    "unpack",
+    "unpacked",
+    "unsigned",
+]

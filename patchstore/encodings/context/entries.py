@@ -1,0 +1,80 @@
+"""Coded tensors as the entries of a delta file, and as patches: where arrays meet tensors."""
+
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from patchstore.encodings.context.stream import Coded, decode
+from patchstore.encodings.context.table import pack, unpack
+from patchstore.errors import CorruptObject
+from patchstore.model import TensorSpec
+from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype
+
+Tiles = npt.NDArray[np.int64] | None
+"""Numbers of some of a tensor's tiles, ascending; None for all."""
+
+_ENTRIES = ("table", "tiles")
+
+
+def packed(coded: Sequence[tuple[int, Coded]]) -> dict[str, torch.Tensor]:
+    """Return the file's entries for tensors by their place in the schema, ascending; none for none."""
+    if not coded:
+        return {}
+    streams = np.concatenate([each.data for _, each in coded])
+    return {"table": packed_table(coded), "tiles": torch.from_numpy(streams)}
+
+
+def packed_table(coded: Sequence[tuple[int, Coded]]) -> torch.Tensor:
+    """Return the entry `table` of `packed`; not one without any."""
+    table, _ = pack(coded)
+    return torch.frombuffer(bytearray(table), dtype=torch.uint8)
+
+
+def unpacked(
+    where: str, tensors: MutableMapping[str, torch.Tensor], schema: Sequence[TensorSpec]
+) -> dict[str, Coded]:
+    """Take the entries of coded tensors out of a file's; they share its memory.
+
+    Raises:
+        CorruptObject: one is missing, or they are not what an encoder writes.
+    """
+    table, streams = (tensors.pop(name, None) for name in _ENTRIES)
+    if table is None and streams is None:
+        return {}
+    for name, entry in zip(_ENTRIES, (table, streams), strict=True):
+        if entry is None or entry.dtype != torch.uint8 or entry.dim() != 1:
+            raise CorruptObject(f"{where}: its entry {name!r} is not a list of bytes")
+    assert table is not None
+    assert streams is not None
+    data = streams.numpy()
+    found = unpack(where, table.numpy(), len(data), schema)
+    return {schema[place].name: found.coded(i, data) for i, place in enumerate(found.indices.tolist())}
+
+
+def decode_patch(
+    spec: TensorSpec, coded: Coded, old: torch.Tensor, where: str, tiles: Tiles = None
+) -> TensorPatch:
+    """Return the changes of some tiles.
+
+    Args:
+        old: the parent's bits on the CPU, flat; others than those of `tiles` are not looked at.
+
+    Raises:
+        CorruptObject: no encoder writes this for such a parent.
+    """
+    positions, new = decode(spec, coded, unsigned(old), where, tiles)
+    values = torch.from_numpy(new.view(f"i{new.itemsize}" if new.itemsize > 1 else "u1"))
+    return TensorPatch(
+        name=spec.name,
+        indices=torch.from_numpy(positions).to(index_dtype(spec.num_elements)),
+        values=values.view(TORCH_DTYPES[spec.dtype]),
+    )
+
+
+def unsigned(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Return the bit patterns of a tensor on the CPU, flat, as unsigned integers, in the same memory."""
+    flat = bits(tensor)
+    return flat.numpy().view(f"u{flat.element_size()}")

@@ -1,0 +1,203 @@
+"""Read the streams of many tiles side by side: each step reads one code of every stream."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from patchstore.encodings.context.bits import windows
+from patchstore.encodings.context.parameters import DENSE, RUNS, SWAP, UNARY_LIMIT
+from patchstore.encodings.context.tiles import MAX_ELEMENTS
+
+_MARGIN = 8  # bytes of ones after each stream: no window begins beyond its end
+_MOST_ONES = 20  # read at once; 57 bits of a window then hold all of a change but a magnitude above one
+_MOST_ELEMENTS = 1024  # of a dense class, noted at once
+
+Array = npt.NDArray[Any]
+
+_U = np.uint64
+_ONE = np.uint64(1)
+_STOP = np.uint64(2**64 - 1 - (1 << _MOST_ONES))
+_LOG2 = np.frexp(np.maximum(np.arange(MAX_ELEMENTS + 1), 1).astype(np.float64))[1].astype(np.int64) - 1
+_STOP_RICE = np.uint64(2**64 - 1 - (1 << UNARY_LIMIT))
+
+
+class Lanes:
+    """Where each of some streams has been read to."""
+
+    def __init__(self, data: Array, starts: Array, lengths: Array, width: int) -> None:
+        self._width = width
+        self._lengths = lengths
+        apart = np.full(int(lengths.sum()) + _MARGIN * (len(lengths) + 1), 0xFF, dtype=np.uint8)
+        begin = lengths.cumsum() - lengths + _MARGIN * np.arange(len(lengths))
+        for target, start, length in zip(begin.tolist(), starts.tolist(), lengths.tolist(), strict=True):
+            apart[target : target + length] = data[start : start + length]
+        self._windows = windows(apart)
+        self._begin = begin * 8
+        self._end = (begin + lengths) * 8
+        self._at = self._begin.copy()
+
+    def all_read(self) -> bool:
+        """Whether every stream was read into its last byte."""
+        return bool((self._at - self._begin > 8 * (self._lengths - 1)).all())
+
+    def read_class(self, row: Array, first: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Read the next class of every stream.
+
+        Args:
+            row: uint8 [3], the class's code.
+            first: int64 [lanes + 1], the rank at which each tile begins, and the end.
+
+        Returns: ranks of changes in the class, int64 ascending, and their steps.
+        """
+        dense = row[0] == DENSE
+        found = self._read_dense(int(row[2]), first) if dense else self._read_sparse(row, first)
+        if not found:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        ranks = np.concatenate([ranks for ranks, _ in found])
+        steps = np.concatenate([steps for _, steps in found])
+        # |steps| < 2**20 (Rice codes end below 24 << 15), so both fit a word, which sorts faster than two.
+        both = np.sort((ranks << 21) | (steps + (1 << 20)))
+        return both >> 21, (both & ((1 << 21) - 1)) - (1 << 20)
+
+    def _window(self, at: Array) -> Array:
+        window: Array = self._windows[at >> 3] >> (at & 7).view(_U)
+        return window
+
+    def _read_sparse(self, row: Array, first: Array) -> list[tuple[Array, Array]]:
+        runs = int(RUNS[row[0]])
+        lane = np.flatnonzero(first[1:] > first[:-1])
+        at, stop, rank, end = self._at[lane], self._end[lane], first[lane], first[lane + 1]
+        magnitudes = _Magnitudes(self, row, len(lane)) if row[1] else None
+        found: list[tuple[Array, Array]] = []
+        while len(lane):
+            left = end - rank
+            window = self._window(at)
+            # At most so many ones: what fills the class, or what a window can tell.
+            most = np.minimum((left + (runs - 1)) // runs, _MOST_ONES)
+            ones = np.minimum(_ones(window & _STOP), most)
+            hit = ones < most
+            rank += ones * runs
+            below = np.minimum(np.maximum(end - rank, 0), runs)
+            window >>= ones.view(_U) + _ONE
+            place, length = _truncated(window, below, _LOG2[below])
+            window >>= length.view(_U)
+            at += ones
+            all_hit = bool(hit.all())
+            if all_hit:
+                rank += place
+                at += length + 2
+            else:
+                rank += place * hit
+                at += (length + 2) * hit
+            steps = 1 - 2 * (window & _ONE).view(np.int64)
+            if magnitudes is not None:
+                steps *= magnitudes.read(window >> _ONE, at, stop, hit)
+            found.append((rank.copy(), steps) if all_hit else (rank[hit], steps[hit]))
+            rank += hit
+            np.minimum(at, stop, out=at)
+            np.minimum(rank, end, out=rank)
+            live = rank < end
+            if np.count_nonzero(live) * 8 < 7 * len(lane):
+                self._at[lane] = at
+                lane, at, stop, rank, end = lane[live], at[live], stop[live], rank[live], end[live]
+                if magnitudes is not None:
+                    magnitudes.keep(live)
+        return found
+
+    def _read_dense(self, code: int, first: Array) -> list[tuple[Array, Array]]:
+        lane = np.flatnonzero(first[1:] > first[:-1])
+        at, stop, rank, end = self._at[lane], self._end[lane], first[lane], first[lane + 1]
+        found: list[tuple[Array, Array]] = []
+        while len(lane):
+            # All lanes go on until the first has no elements left.
+            num = min(int((end - rank).min()), _MOST_ELEMENTS)
+            steps = np.empty((num, len(lane)), dtype=np.int32)
+            for number in range(num):
+                value, length, rest = self.rice(at, code & 0x7F)
+                if code == SWAP:
+                    value ^= value < 2
+                at += length
+                at += value > 0
+                np.minimum(at, stop, out=at)
+                np.multiply(value, 1 - 2 * (rest & _ONE).view(np.int64), out=steps[number], casting="unsafe")
+            row, column = np.nonzero(steps)
+            found.append((rank[column] + row, steps[row, column].astype(np.int64)))
+            rank += num
+            live = rank < end
+            if not live.all():
+                self._at[lane] = at
+                lane, at, stop, rank, end = lane[live], at[live], stop[live], rank[live], end[live]
+        return found
+
+    def rice(self, at: Array, k: int) -> tuple[Array, Array, Array]:
+        """Return values of Rice codes, their lengths, and what follows, a bit at least."""
+        window = self._window(at)
+        ones = _ones(window & _STOP_RICE)
+        length = ones + (1 + k)
+        value = ones
+        if k:
+            value = (ones << k) | ((window.view(np.int64) >> (ones + 1)) & ((1 << k) - 1))
+        if ones.max() == UNARY_LIMIT:
+            escapes = ones == UNARY_LIMIT
+            raw = (window.view(np.int64) >> UNARY_LIMIT) & ((1 << self._width) - 1)
+            value = np.where(escapes, raw, value)
+            length = np.where(escapes, UNARY_LIMIT + self._width, length)
+        return value, length, window >> length.view(_U)
+
+
+class _Magnitudes:
+    """How far each lane has come in runs of changes by one step."""
+
+    def __init__(self, lanes: Lanes, row: Array, num: int) -> None:
+        self._lanes = lanes
+        self._runs = int(RUNS[row[1] - 1])
+        self._log2 = np.int64(self._runs.bit_length() - 1)
+        self._k = int(row[2])
+        self._left = np.zeros(num, dtype=np.int64)  # changes of the open run, with the larger one
+        self._larger = np.zeros(num, dtype=np.bool_)  # whether a larger one ends it
+
+    def keep(self, live: Array) -> None:
+        self._left, self._larger = self._left[live], self._larger[live]
+
+    def read(self, window: Array, at: Array, stop: Array, hit: Array) -> Array:
+        """Return the magnitudes of changes, 1 where none is hit.
+
+        `window` begins at the bits `at`, which go on past what is read.
+        """
+        opens = np.flatnonzero(hit & (self._left == 0))
+        if len(opens):
+            bits = window[opens]
+            plain = (bits & _ONE).astype(np.bool_)
+            place, length = _truncated(bits >> _ONE, self._runs, self._log2)
+            at[opens] += np.where(plain, 1, length + 1)
+            self._left[opens] = np.where(plain, self._runs, place + 1)
+            self._larger[opens] = ~plain
+        self._left -= hit
+        magnitude = np.ones(len(at), dtype=np.int64)
+        larger = np.flatnonzero(hit & self._larger & (self._left == 0))
+        if len(larger):
+            # Beyond a stream's end all is as at its end, and soon after begins the next one.
+            value, length, _ = self._lanes.rice(np.minimum(at[larger], stop[larger]), self._k)
+            magnitude[larger] = 2 + value
+            at[larger] += length
+        return magnitude
+
+
+def _ones(window: Array) -> npt.NDArray[np.int64]:
+    """Return how many ones a window begins with."""
+    ones: npt.NDArray[np.int64] = np.bitwise_count(window ^ (window + _ONE)).astype(np.int64) - 1
+    return ones
+
+
+def _truncated(window: Array, below: Array | int, bits: Array | np.int64) -> tuple[Array, Array]:
+    """Read truncated binary codes of values less than `below`: return them and their lengths.
+
+    `bits` is the shorter length.
+    """
+    power = np.int64(1) << bits
+    short = 2 * power - below
+    value = window.view(np.int64) & (power - 1)
+    is_long = value >= short
+    longer = 2 * value + ((window >> bits.view(_U)) & _ONE).view(np.int64) - short
+    return np.where(is_long, longer, value), bits + is_long

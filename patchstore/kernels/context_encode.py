@@ -1,0 +1,533 @@
+"""Encode changes of tensors as `context` does, in the very bytes of `encodings.context`.
+
+Changes come by position. They are put into rooms, one a tile (`_locate`, `_fill`); a program a tile turns
+positions into numbers, class after class, and puts them in that order (`_order`); then one thread a tile
+walks its changes as a reader would, first to measure the stream and then to write it (`_write`). Streams
+start as ones, so that runs of unchanged elements are only passed. Weights are read twice.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from patchstore.encodings.context.parameters import BINS, choose_classes, choose_rows
+from patchstore.kernels import context_tables
+from patchstore.kernels.context_decode import (
+    LANES,
+    class_place,
+    count,
+    index_classes,
+    index_constants,
+    key_of,
+    matches,
+    num_matches,
+    num_programs,
+    power_of,
+    run_length,
+)
+from patchstore.kernels.context_tables import Segments, Tensor, box, classes_of, tensors, whole
+
+Array = npt.NDArray[Any]
+
+CHUNK = 2048
+"""Changes of one tensor that a program takes."""
+ORDERED = 256
+"""Changes of a tile that a program takes at once."""
+
+_TENSOR = context_tables._TENSOR
+_SEGMENT = context_tables._SEGMENT
+_ROWS = context_tables._ROWS
+_COLS = context_tables._COLS
+_SLICE_ROWS = context_tables._SLICE_ROWS
+_SLICE_COLS = context_tables._SLICE_COLS
+_TILE_ROWS = context_tables._TILE_ROWS
+_TILE_COLS = context_tables._TILE_COLS
+_ROW_TILES = context_tables._ROW_TILES
+_COL_TILES = context_tables._COL_TILES
+_SHIFT = context_tables._SHIFT
+_MASK = context_tables._MASK
+_CLASSES = context_tables._CLASSES
+_WIDTH = tl.constexpr(int(Tensor.WIDTH))
+_FIRST_ROW = tl.constexpr(int(Tensor.FIRST_ROW))
+_FIRST_TILE = tl.constexpr(int(Tensor.FIRST_TILE))
+_SILENT = tl.constexpr(0x7F)
+_DENSE = tl.constexpr(0x80)
+_UNARY = tl.constexpr(24)
+_PASSED = tl.constexpr(48)
+_HIST = tl.constexpr(1024)
+_HIST_BINS = 64
+
+
+@triton.jit
+def _chunk(tensors, addresses, bounds, chunks, owners, positions, CHUNK: tl.constexpr):
+    """The tensor of a chunk, its row, the changes and the old bits of their elements."""
+    tensor = tl.load(owners + tl.program_id(0)).to(tl.int64)
+    row = tensors + tensor * _TENSOR
+    nth = (tl.program_id(0) - tl.load(chunks + tensor)) * CHUNK + tl.arange(0, CHUNK)
+    at = tl.load(bounds + tensor) + nth
+    mine = at < tl.load(bounds + tensor + 1)
+    position = tl.load(positions + at, mask=mine, other=0)
+    address = tl.load(addresses + tensor)
+    width = tl.load(row + _WIDTH) + at * 0
+    wide = tl.load(address.to(tl.pointer_type(tl.uint16)) + position, mask=mine & (width == 2), other=0)
+    narrow = tl.load(address.to(tl.pointer_type(tl.uint8)) + position, mask=mine & (width == 1), other=0)
+    return tensor, row, at, mine, position, wide.to(tl.int32) | narrow.to(tl.int32)
+
+
+@triton.jit
+def _within(row, place, SLICE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+    """Which tile of a side has these rows or columns, where in it, and how long it is there."""
+    size = tl.load(row + SLICE).to(place.dtype)
+    step = tl.load(row + TILE).to(place.dtype)
+    of_slice = place // size
+    rest = place - of_slice * size
+    nth = rest // step
+    tile = of_slice * tl.load(row + TILES).to(place.dtype) + nth
+    return tile, rest - nth * step, tl.minimum(step, size - nth * step)
+
+
+@triton.jit
+def _locate(
+    tensors, addresses, bounds, chunks, owners, positions, values, nums, tiles, slots, packed, histogram,
+    CHUNK: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """Find the tile of changes, a slot in its room, their steps, and count old exponents."""
+    tensor, row, at, mine, position, old = _chunk(
+        tensors, addresses, bounds, chunks, owners, positions, CHUNK
+    )
+    if NARROW:
+        place = position.to(tl.uint32)
+    else:
+        place = position.to(tl.uint64)
+    cols = tl.load(row + _COLS).to(place.dtype)
+    rows = tl.load(row + _ROWS).to(place.dtype)
+    line = place // cols
+    level = line // rows
+    row_tile, tile_row, _ = _within(row, line - level * rows, _SLICE_ROWS, _TILE_ROWS, _ROW_TILES)
+    col_tile, tile_col, num_cols = _within(row, place - line * cols, _SLICE_COLS, _TILE_COLS, _COL_TILES)
+    row_tiles = rows // tl.load(row + _SLICE_ROWS).to(place.dtype) * tl.load(row + _ROW_TILES).to(place.dtype)
+    col_tiles = cols // tl.load(row + _SLICE_COLS).to(place.dtype) * tl.load(row + _COL_TILES).to(place.dtype)
+    tile = ((level * row_tiles + row_tile) * col_tiles + col_tile).to(tl.int32)
+    tile += tl.load(row + _FIRST_TILE).to(tl.int32)
+    element = (tile_row * num_cols + tile_col).to(tl.int32)
+    width = tl.load(row + _WIDTH).to(tl.int32)
+    new = tl.load(values + at, mask=mine, other=0).to(tl.int32) & ((1 << (8 * width)) - 1)
+    spare = 32 - 8 * width
+    step = ((key_of(new, width) - key_of(old, width)) << spare) >> spare
+    slot = tl.atomic_add(nums + tile, tl.full((CHUNK,), 1, tl.int32), mask=mine, sem="relaxed")
+    tl.store(tiles + at, tile, mask=mine)
+    tl.store(slots + at, slot, mask=mine)
+    tl.store(packed + at, (element & 0xFFFF) | (step << 16), mask=mine)
+    exponent = (old >> tl.load(row + _SHIFT).to(tl.int32)) & tl.load(row + _MASK).to(tl.int32)
+    counts = tl.histogram(tl.where(mine, exponent, 511), 512)
+    bins = tl.arange(0, 512)
+    tl.atomic_add(histogram + tensor * 256 + bins, counts, mask=(counts > 0) & (bins < 256), sem="relaxed")
+
+
+@triton.jit
+def _measure(tensors, addresses, bounds, chunks, owners, positions, packed, histogram, CHUNK: tl.constexpr):
+    """Count changes by class and by the bin of the size of their steps, 64 bins a class."""
+    tensor, row, at, mine, _, old = _chunk(tensors, addresses, bounds, chunks, owners, positions, CHUNK)
+    size = tl.maximum(tl.abs(tl.load(packed + at, mask=mine, other=0) >> 16), 1)
+    place = tl.where(size < 32, size - 1, 26 + power_of(size))
+    place = tl.where(mine, classes_of(old, row) * 64 + place, _HIST - 1)
+    counts = tl.histogram(place, _HIST)
+    bins = tl.arange(0, _HIST)
+    tl.atomic_add(
+        histogram + tensor * _HIST + bins, counts, mask=(counts > 0) & (bins < _HIST - 1), sem="relaxed"
+    )
+
+
+@triton.jit(do_not_specialize=["num"])
+def _fill(tiles, slots, packed, places, room, num, CHUNK: tl.constexpr):
+    """Put changes into the rooms of their tiles."""
+    at = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    mine = at < num
+    tile = tl.load(tiles + at, mask=mine, other=0)
+    to = tl.load(places + tile, mask=mine, other=0) + tl.load(slots + at, mask=mine, other=0)
+    tl.store(room + to, tl.load(packed + at, mask=mine, other=0), mask=mine)
+
+
+@triton.jit
+def _ones_of(word):
+    """How many bits of uint32 words are ones: int32."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_jobs"])
+def _order(
+    tensors, segments, owners, picked, counts, nums, places, room, ordered, scratch, num_jobs,
+    BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ORDERED: tl.constexpr,
+    MEMORY: tl.constexpr, MEMORY_WIDTH: tl.constexpr, WIDENED: tl.constexpr,
+):  # fmt: skip
+    """Turn positions in a tile into the numbers of elements, and put changes in their order."""
+    scratch += tl.program_id(0).to(tl.int64) * (10 * BLOCKS)
+    listed = (scratch + 4 * BLOCKS).to(tl.pointer_type(tl.uint64))
+    bitmap = (scratch + 8 * BLOCKS).to(tl.pointer_type(tl.int32))
+    before = (scratch + 9 * BLOCKS).to(tl.pointer_type(tl.int32))
+    words = tl.arange(0, BLOCKS * 2)
+    sums = scratch.to(tl.pointer_type(tl.uint16))
+    for nth in range(tl.program_id(0), num_jobs, tl.num_programs(0)):
+        job = tl.load(picked + nth).to(tl.int64)
+        num_changes = tl.load(nums + job)
+        if num_changes > 0:
+            _, row, address, _, num_rows, num_cols, row_stride, col_stride = box(
+                tensors, segments, owners, job, MEMORY_WIDTH
+            )
+            tl.store(bitmap + words, tl.zeros((BLOCKS * 2,), tl.int32))
+            index_classes(
+                row, address, num_rows * num_cols, num_cols, row_stride, col_stride, scratch,
+                BLOCKS, VECTORS, MEMORY, MEMORY_WIDTH, WIDENED,
+            )  # fmt: skip
+            own = room + tl.load(places + job)
+            for begin in range(0, num_changes, ORDERED):
+                at = begin + tl.arange(0, ORDERED)
+                mine = at < num_changes
+                change = tl.load(own + at, mask=mine, other=0)
+                element = change & 0xFFFF
+                block = element // 64
+                word = (element // 16) % 4
+                nibble = ((element % 16) * 4).to(tl.uint64)
+                number = tl.load(listed + element // 16, mask=mine, other=0)
+                number = ((number >> nibble) & 15).to(tl.int32)
+                rank = tl.load(sums + block * 16 + class_place(number), mask=mine, other=0).to(tl.int32)
+                below = (tl.full((ORDERED,), 1, tl.uint64) << nibble) - 1
+                for k in tl.static_range(4):
+                    mask = matches(tl.load(listed + block * 4 + k, mask=mine & (k <= word), other=0), number)
+                    mask = tl.where(word == k, mask & below, mask)
+                    rank += tl.where(k <= word, num_matches(mask), 0)
+                for k in tl.static_range(15):
+                    rank += tl.where(k < number, tl.load(counts + job * 16 + k), 0)
+                bit = tl.full((ORDERED,), 1, tl.int32) << (rank & 31)
+                tl.atomic_or(bitmap + rank // 32, bit, mask=mine, sem="relaxed")
+                tl.store(own + at, (rank & 0xFFFF) | (change & -65536), mask=mine)
+            tl.debug_barrier()
+            # Atomic operations are done beyond the first cache.
+            num_ones = _ones_of(tl.load(bitmap + words, cache_modifier=".cg").to(tl.uint32, bitcast=True))
+            tl.store(before + words, tl.cumsum(num_ones, 0) - num_ones)
+            tl.debug_barrier()
+            target = ordered + tl.load(places + job)
+            for begin in range(0, num_changes, ORDERED):
+                at = begin + tl.arange(0, ORDERED)
+                mine = at < num_changes
+                change = tl.load(own + at, mask=mine, other=0)
+                rank = change & 0xFFFF
+                held = tl.load(bitmap + rank // 32, mask=mine, other=0, cache_modifier=".cg")
+                bit = tl.full((ORDERED,), 1, tl.uint32) << (rank & 31).to(tl.uint32)
+                to = tl.load(before + rank // 32, mask=mine, other=0)
+                to += _ones_of(held.to(tl.uint32, bitcast=True) & (bit - 1))
+                tl.store(target + to, change, mask=mine)
+            tl.debug_barrier()
+
+
+@triton.jit
+def _floor_div(value, by):
+    """Divide numbers below 2**18; exact, see `vectors`."""
+    return ((value.to(tl.float32) + 0.5) * (1.0 / by.to(tl.float32))).to(tl.int32)
+
+
+@triton.jit
+def _binary(value, most):
+    """A number below `most` in truncated binary: the field, int64, and its bits."""
+    power = power_of(most)
+    short = (2 << power) - most
+    is_long = value >= short
+    shifted = value + short
+    field = tl.where(is_long, (shifted >> 1) | ((shifted & 1) << power), value)
+    return field.to(tl.int64), power + is_long.to(tl.int32)
+
+
+@triton.jit
+def _rice(value, k, width):
+    """A number in Rice's code: the field, int64, and its bits."""
+    ones = tl.minimum(value >> k, _UNARY)
+    is_raw = ones == _UNARY
+    rest = tl.where(is_raw, value, value & ((1 << k) - 1)).to(tl.int64)
+    unary = (tl.full(value.shape, 1, tl.int64) << ones.to(tl.int64)) - 1
+    field = unary | (rest << tl.where(is_raw, _UNARY, ones + 1).to(tl.int64))
+    return field, tl.where(is_raw, _UNARY + 8 * width, ones + 1 + k)
+
+
+@triton.jit
+def _put(words, start, p, last, field, bits, mine, EMIT: tl.constexpr):
+    """Write a field of at most 58 bits at bit p; return one past the last bit that is zero."""
+    every = tl.full(field.shape, -1, tl.int64)
+    field = field | (every << bits.to(tl.int64))
+    if EMIT:
+        at = start + p
+        shift = at & 63
+        low = (field << shift) | ~(every << shift)
+        high = (field >> 1) >> (63 - shift)
+        tl.atomic_and(words + (at >> 6), low, mask=mine & (low != -1), sem="relaxed")
+        tl.atomic_and(words + (at >> 6) + 1, high, mask=mine & (high != -1), sem="relaxed")
+    else:
+        zeros = ~field
+        # Without neighbours, ones cannot round up.
+        highest = power_of(tl.maximum(zeros & ~(zeros >> 1), 1))
+        last = tl.where(mine & (zeros != 0), p + highest + 1, last)
+    return last
+
+
+@triton.jit(do_not_specialize=["num_jobs"])
+def _write(
+    tensors, segments, owners, rows, counts, nums, places, changes, starts, lengths, words, num_jobs,
+    LANES: tl.constexpr, EMIT: tl.constexpr,
+):  # fmt: skip
+    """Measure the streams of some tiles, or, where EMIT, write them; see `context_decode._parse`."""
+    job = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    inside = job < num_jobs
+    segment = segments + tl.load(owners + job, mask=inside, other=0).to(tl.int64) * _SEGMENT
+    row = tensors + tl.load(segment, mask=inside, other=0) * _TENSOR
+    last_class = tl.load(row + _CLASSES, mask=inside, other=0).to(tl.int32) - 1
+    width = tl.load(row + _WIDTH, mask=inside, other=0).to(tl.int32)
+    codes = rows + tl.load(row + _FIRST_ROW, mask=inside, other=0)
+    num = tl.load(nums + job, mask=inside, other=0)
+    own = changes + tl.load(places + job, mask=inside, other=0)
+    own_counts = counts + job.to(tl.int64) * 16
+    start = tl.zeros((LANES,), tl.int64)
+    if EMIT:
+        start = tl.load(starts + job, mask=inside, other=0) * 8
+    active = inside & (num > 0)
+    is_open = job < 0
+    p = tl.zeros((LANES,), tl.int32)
+    last = tl.zeros((LANES,), tl.int32)
+    number = tl.zeros((LANES,), tl.int32) - 1
+    left = tl.zeros((LANES,), tl.int32)
+    element = tl.zeros((LANES,), tl.int32)
+    done = tl.zeros((LANES,), tl.int32)
+    run = tl.zeros((LANES,), tl.int32)
+    code = tl.zeros((LANES,), tl.int32)
+    while tl.max(active.to(tl.int32)) > 0:
+        fresh = active & (left == 0)
+        active = active & ((left > 0) | (number < last_class))
+        fresh = fresh & active
+        number += fresh.to(tl.int32)
+        left = tl.where(fresh, tl.load(own_counts + number, mask=fresh, other=0), left)
+        code = tl.where(fresh, tl.load(codes + number, mask=fresh, other=0), code)
+        run = tl.where(fresh, 0, run)
+        is_open = is_open & ~fresh
+        kind = code & 0xFF
+        element += tl.where(kind == _SILENT, left, 0)
+        left = tl.where(kind == _SILENT, 0, left)
+        busy = active & (left > 0)
+        dense = busy & (kind == _DENSE)
+        sparse = busy & (kind != _DENSE)
+        k = (code >> 16) & 0xF
+        change = tl.load(own + done, mask=busy & (done < num), other=0)
+        gap = (change & 0xFFFF) - element
+        # Elements before the next change, or up to the end of the class.
+        has = busy & (done < num) & (gap < left)
+        gap = tl.where(has, gap, left)
+        step = change >> 16
+        size = tl.abs(step)
+        is_less = (step < 0).to(tl.int64)
+
+        length_of_run = run_length(kind & 0x3F)
+        hit = sparse & has
+        whole_runs = _floor_div(tl.where(has, gap, left + length_of_run - 1), length_of_run)
+        rest = tl.where(hit, gap - whole_runs * length_of_run, 0)
+        field, bits = _binary(rest, tl.minimum(length_of_run, tl.maximum(left - gap + rest, 1)))
+        field = (field << 1) | (is_less << (bits + 1).to(tl.int64))
+        bits += 2
+        p += tl.where(sparse, whole_runs, 0)
+        passed = gap
+        writes = hit
+
+        if tl.max(dense.to(tl.int32)) > 0:
+            swap = (code >> 23) != 0
+            now = dense & has & (gap == 0)
+            coded, coded_bits = _rice(tl.where(swap & (size == 1), 0, size), k, width)
+            coded = coded | (is_less << coded_bits.to(tl.int64))
+            each = tl.where(swap, 2, k + 1)
+            together = tl.minimum(gap, _floor_div(each * 0 + _PASSED, each))
+            same_bits = together * each
+            same = tl.full((LANES,), 0x5555555555555555, tl.int64)
+            same = tl.where(swap, same & ((tl.full((LANES,), 1, tl.int64) << same_bits.to(tl.int64)) - 1), 0)
+            field = tl.where(dense, tl.where(now, coded, same), field)
+            bits = tl.where(dense, tl.where(now, coded_bits + 1, same_bits), bits)
+            passed = tl.where(dense, tl.where(now, 0, together), passed)
+            hit = hit | now
+            writes = writes | dense
+        last = _put(words, start, p, last, field, bits, writes, EMIT)
+        p += tl.where(writes, bits, 0)
+
+        runs = (code >> 8) & 0xFF
+        stepped = hit & sparse & (runs > 0)
+        if tl.max(stepped.to(tl.int32)) > 0:
+            length_of_run = run_length(tl.maximum(runs - 1, 0))
+            opens = stepped & (run == 0) & ~is_open
+            end = element + left
+            ahead = tl.zeros((LANES,), tl.int32)
+            looks = opens
+            ends_large = job < 0
+            while tl.max(looks.to(tl.int32)) > 0:
+                more = looks & (done + ahead < num) & (ahead < length_of_run)
+                other = tl.load(own + done + ahead, mask=more, other=0)
+                more = more & ((other & 0xFFFF) < end)
+                is_large = more & (tl.abs(other >> 16) != 1)
+                ends_large = ends_large | is_large
+                looks = more & ~is_large
+                ahead += looks.to(tl.int32)
+            field, bits = _binary(tl.minimum(ahead, length_of_run - 1), length_of_run)
+            field = tl.where(ends_large, field << 1, 1)
+            bits = tl.where(ends_large, bits + 1, 1)
+            field = tl.where(opens, field, 0)
+            bits = tl.where(opens, bits, 0)
+            run = tl.where(opens, tl.where(ends_large, ahead, length_of_run), run)
+            is_open = is_open | (opens & ends_large)
+            large = stepped & (run == 0)
+            run -= (stepped & ~large).to(tl.int32)
+            is_open = is_open & ~large
+            coded, coded_bits = _rice(tl.maximum(size - 2, 0), k, width)
+            field = tl.where(large, field | (coded << bits.to(tl.int64)), field)
+            bits += tl.where(large, coded_bits, 0)
+            last = _put(words, start, p, last, field, bits, stepped & (bits > 0), EMIT)
+            p += tl.where(stepped, bits, 0)
+
+        passed = tl.where(busy, passed + hit.to(tl.int32), 0)
+        done += hit.to(tl.int32)
+        element += passed
+        left -= passed
+    if not EMIT:
+        tl.store(lengths + job, (last + 7) // 8, mask=inside)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """A change of tensors as a payload holds it."""
+
+    lo: Array
+    """int64 [num_tensors], the exponent of the lowest class."""
+    num_classes: Array
+    """int64 [num_tensors]."""
+    rows: Array
+    """uint8 [num_classes.sum(), 3], the codes of classes, tensor by tensor."""
+    lengths: Array
+    """int64 [num_tiles], bytes of each tile's stream, tensor by tensor."""
+    streams: torch.Tensor
+    """uint8, one after the other, on the device."""
+
+
+def encode(
+    geometry: Array,
+    formats: Array,
+    addresses: Array,
+    positions: torch.Tensor,
+    values: torch.Tensor,
+    bounds: Array,
+) -> Encoded:
+    """Encode changes of tensors, each with at least one; waits for the device three times.
+
+    Takes 16 bytes a change, 110 bytes a tile, 80 KiB for each of some hundred programs, and 5 KiB a tensor.
+
+    Args:
+        geometry: int64 [num_tensors, 7], of `context_tables.geometry`.
+        formats: int [num_tensors, 3], of `context_tables.FORMATS`.
+        addresses: int64 [num_tensors], of the old bits, contiguous.
+        positions: int32 or int64, ascending within each tensor, those of elements that differ.
+        values: int16, their new bits; one-byte elements in the lower byte.
+        bounds: int64 [num_tensors + 1], where the changes of each tensor begin, and the end.
+    """
+    device, num = positions.device, len(positions)
+    num_tensors = len(geometry)
+    zeros = np.zeros(num_tensors, dtype=np.int64)
+    cut = tensors(geometry, formats, zeros, zeros + 1, device)
+    held = whole(cut, addresses)
+    num_chunks = -(-np.diff(bounds) // CHUNK)
+    firsts = np.cumsum(num_chunks) - num_chunks
+    tables = torch.from_numpy(np.concatenate([addresses, bounds, firsts, num_chunks])).to(device)
+    where, limits = tables[:num_tensors], tables[num_tensors : 2 * num_tensors + 1]
+    chunks, repeats = tables[2 * num_tensors + 1 :].view(2, num_tensors).unbind()
+    owners = torch.repeat_interleave(
+        torch.arange(num_tensors, dtype=torch.int32, device=device),
+        repeats,
+        output_size=int(num_chunks.sum()),
+    )
+    grid = (len(owners),)
+    nums = torch.zeros(held.num_jobs, dtype=torch.int32, device=device)
+    tiles, slots, packed = (torch.empty(num, dtype=torch.int32, device=device) for _ in range(3))
+    changed = torch.zeros((num_tensors, 256), dtype=torch.int32, device=device)
+    of_chunks = (where, limits, chunks, owners, positions)
+    _locate[grid](
+        *(cut.table, *of_chunks, values, nums, tiles, slots, packed, changed),
+        CHUNK=CHUNK,
+        NARROW=held.is_narrow,
+        num_warps=8,
+    )
+    places = nums.cumsum(0) - nums
+    room = torch.empty(num, dtype=torch.int32, device=device)
+    _fill[triton.cdiv(num, CHUNK),](tiles, slots, packed, places, room, num, CHUNK=CHUNK, num_warps=8)
+
+    lo, num_classes = choose_classes(changed.cpu().numpy().astype(np.int64))
+    cut = tensors(geometry, formats, lo, num_classes, device)
+    counts = torch.empty(held.num_jobs * 16, dtype=torch.int32, device=device)
+    totals = torch.zeros(num_tensors * 16, dtype=torch.int64, device=device)
+    count(cut, held, counts, totals=totals)
+    sizes = torch.zeros((num_tensors, 16, _HIST_BINS), dtype=torch.int32, device=device)
+    _measure[grid](cut.table, *of_chunks, packed, sizes, CHUNK=CHUNK, num_warps=8)
+    del tiles, packed
+    found = torch.cat([totals.view(-1, 16, 1).to(torch.int32), sizes[:, :, :BINS]], dim=2)
+    chosen, rows = _choose(found.cpu().numpy().astype(np.int64), cut.host, geometry, num_classes)
+
+    joined = chosen != num_classes
+    first_rows = np.cumsum(chosen) - chosen
+    cut = tensors(geometry, formats, lo, chosen, device, first_rows=first_rows)
+    rows = rows[np.arange(16) < chosen[:, None]]
+    codes = torch.from_numpy(rows.astype(np.int32) @ np.array([1, 1 << 8, 1 << 16], dtype=np.int32)).to(
+        device
+    )
+    if joined.any():
+        _join(counts, held, joined)
+    ordered = slots
+    programs = num_programs(device)
+    scratch = torch.empty(programs * 10 * held.blocks, dtype=torch.int64, device=device)
+    for kind, picked in held.kinds:
+        _order[min(programs, len(picked)),](
+            *(cut.table, held.table, held.owners, picked, counts, nums, places, room, ordered, scratch),
+            len(picked),
+            **index_constants(held.blocks),
+            ORDERED=ORDERED,
+            **kind.constants(),
+        )
+    del room, scratch
+    lengths = torch.empty(held.num_jobs, dtype=torch.int32, device=device)
+    lanes = (triton.cdiv(held.num_jobs, LANES),)
+    common = (cut.table, held.table, held.owners, codes, counts, nums, places, ordered)
+    _write[lanes](*(*common, places, lengths, places, held.num_jobs), LANES=LANES, EMIT=False, num_warps=1)
+    starts = lengths.cumsum(0) - lengths
+    told = lengths.cpu().numpy().astype(np.int64)
+    total = int(told.sum())
+    words = torch.full((total // 8 + 2,), -1, dtype=torch.int64, device=device)
+    _write[lanes](*(*common, starts, lengths, words, held.num_jobs), LANES=LANES, EMIT=True, num_warps=1)
+    return Encoded(
+        lo=lo,
+        num_classes=chosen,
+        rows=rows,
+        lengths=told,
+        streams=words.view(torch.uint8)[:total],
+    )
+
+
+def _choose(found: Array, host: Array, geometry: Array, num_classes: Array) -> tuple[Array, Array]:
+    """Choose rows as the encoder on the CPU does: classes without changes count together, in the last."""
+    changes = found[:, :, 1:]
+    used = changes.any(axis=2)
+    num_elements = np.where(used, found[:, :, 0], 0)
+    rest = geometry[:, :3].prod(axis=1) - num_elements.sum(axis=1)
+    num_elements[np.arange(len(rest)), num_classes - 1] += rest
+    return choose_rows(num_elements, changes, num_classes, host[:, Tensor.WIDTH])
+
+
+def _join(counts: torch.Tensor, held: Segments, joined: Array) -> None:
+    """Give the tiles of some tensors one class for all elements."""
+    of_tiles = torch.from_numpy(joined).to(counts.device)[held.owners.long()]
+    by_tile = counts.view(-1, 16)
+    by_tile[:, 0] = torch.where(of_tiles, by_tile.sum(1, dtype=torch.int32), by_tile[:, 0])

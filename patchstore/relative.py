@@ -1,0 +1,183 @@
+"""Changes coded against the parent: found while a trainer waits, coded on a thread while it goes on."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Thread
+
+import torch
+
+from patchstore import digest, payload
+from patchstore.digest import Sums
+from patchstore.encodings import RELATIVE, named
+from patchstore.encodings.context import Coded, encode, is_coded, packed, unsigned
+from patchstore.model import DTYPE_BYTES, TensorSpec
+from patchstore.stores.base import Chunk
+from patchstore.tensors import TensorPatch, bits
+
+_HEADER_BYTES = 160
+"""Of a tensor in the header of a `gap` file, beside three times its name: two entries, and its shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What a delta's file is made of, and what it does to the digests."""
+
+    encoding: str
+    listed: Sequence[TensorSpec]
+    """Tensors that it has by name, ascending."""
+    stored: Mapping[str, torch.Tensor]
+    """The file's entries, in any order."""
+    grown: Mapping[str, Sums]
+    """By how much the digest sums of the tensors with changes grow."""
+    parents: Mapping[str, Sums]
+    """The digest sums of those tensors before."""
+
+    @property
+    def coded_bytes(self) -> int:
+        return sum(tensor.nbytes for name, tensor in self.stored.items() if name in {"table", "tiles"})
+
+
+class Relative:
+    """A change that is being coded."""
+
+    def __init__(self, step: int, num_changed: int, contents: "Future[Contents]") -> None:
+        self.step, self.num_changed = step, num_changed
+        self._contents = contents
+
+    @property
+    def encoding(self) -> str:
+        return self._contents.result().encoding
+
+    def specs(self) -> list[TensorSpec]:
+        return list(self._contents.result().listed)
+
+    def sums(self) -> Mapping[str, Sums]:
+        return self._contents.result().grown
+
+    def parents(self) -> Mapping[str, Sums]:
+        return self._contents.result().parents
+
+    def file(self, metadata: Mapping[str, str]) -> Callable[[], Iterator[Chunk]]:
+        specs, tensors = payload.in_order(self._contents.result().stored)
+        return lambda: payload.write(specs, tensors, metadata)
+
+
+class Coder:
+    """One thread at a time, to which a snapshot belongs until `wait` returns: nobody else may change it."""
+
+    def __init__(self) -> None:
+        self._thread: Thread | None = None
+
+    def start(self, step: int, num_changed: int, work: Callable[[], Contents]) -> Relative:
+        """Have a change coded. What goes wrong is raised by the change."""
+        self.wait()
+        contents: Future[Contents] = Future()
+
+        def run() -> None:
+            try:
+                contents.set_result(work())
+            except BaseException as exc:  # noqa: BLE001 -- it belongs to whoever commits the change
+                contents.set_exception(exc)
+
+        self._thread = Thread(target=run, name="patchstore-coder", daemon=True)
+        self._thread.start()
+        return Relative(step, num_changed, contents)
+
+    def wait(self) -> None:
+        """Wait until nothing is being coded; from any thread."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+
+class Coding:
+    """A delta in the making, on the CPU, one tensor after the other."""
+
+    def __init__(self, schema: Sequence[TensorSpec]) -> None:
+        self._places = {spec.name: place for place, spec in enumerate(schema)}
+        self._coded: list[tuple[int, Coded]] = []
+        self._listed: list[tuple[TensorSpec, TensorPatch]] = []
+        self._grown: dict[str, Sums] = {}
+        self._parents: dict[str, Sums] = {}
+
+    def add(self, spec: TensorSpec, patch: TensorPatch, parent: torch.Tensor) -> None:
+        """Code one tensor's changes.
+
+        Args:
+            patch: exactly what changed, on the CPU.
+            parent: the tensor before, on the CPU.
+        """
+        old = bits(parent)
+        self._grown[spec.name] = digest.of_elements(patch.indices, patch.values).minus(
+            digest.of_elements(patch.indices, old[patch.indices].view(patch.values.dtype))
+        )
+        self._parents[spec.name] = digest.of_tensor(parent)
+        if is_coded(spec.dtype):
+            positions = patch.indices.to(torch.int64).numpy()
+            coded = encode(spec, unsigned(old), positions, unsigned(bits(patch.values)))
+            self._coded.append((self._places[spec.name], coded))
+        else:
+            self._listed.append((spec, bridged(spec, patch, old)))
+
+    def contents(self) -> Contents:
+        return self._contents(RELATIVE, packed(sorted(self._coded, key=lambda each: each[0])), self._listed)
+
+    def contents_as(self, encoding: str, patches: Iterable[tuple[TensorSpec, TensorPatch]]) -> Contents:
+        """The same in an index encoding, of patches that state what that wants."""
+        return self._contents(encoding, {}, patches)
+
+    def _contents(
+        self,
+        encoding: str,
+        coded: Mapping[str, torch.Tensor],
+        patches: Iterable[tuple[TensorSpec, TensorPatch]],
+    ) -> Contents:
+        listed = sorted(patches, key=lambda each: each[0].name)
+        return Contents(
+            encoding=encoding,
+            listed=[spec for spec, _ in listed],
+            stored={**coded, **payload.encoded(listed, named(encoding))},
+            grown=self._grown,
+            parents=self._parents,
+        )
+
+
+def code(
+    schema: Sequence[TensorSpec],
+    patches: Sequence[tuple[TensorSpec, TensorPatch]],
+    parents: Callable[[str], torch.Tensor],
+    *,
+    may_be_gap: bool,
+) -> Contents:
+    """Code changes on the CPU.
+
+    Args:
+        patches: exactly what changed, ascending by name, on the CPU.
+        parents: makes a tensor of the parent by name, on the CPU.
+        may_be_gap: whether encoding `gap` will do where it is smaller.
+    """
+    coding = Coding(schema)
+    for spec, patch in patches:
+        coding.add(spec, patch, parents(spec.name))
+    found = coding.contents()
+    nums = [(spec, len(patch.indices)) for spec, patch in patches if is_coded(spec.dtype)]
+    if may_be_gap and found.coded_bytes >= gap_bytes(nums):
+        listed = [(spec, bridged(spec, patch, bits(parents(spec.name)))) for spec, patch in patches]
+        return coding.contents_as("gap", listed)
+    return found
+
+
+def gap_bytes(nums: Iterable[tuple[TensorSpec, int]]) -> int:
+    """How many bytes `gap` takes at least for so many changes of each tensor, headers included."""
+    return sum(
+        num * (2 + DTYPE_BYTES[spec.dtype]) + _HEADER_BYTES + 3 * len(spec.name) for spec, num in nums if num
+    )
+
+
+def bridged(spec: TensorSpec, patch: TensorPatch, old: torch.Tensor) -> TensorPatch:
+    """State a change as `gap` wants it; `old` has the parent's bits, flat, on any device."""
+    stated = named("gap").stated(patch.indices)
+    values = old[stated.to(old.device)].cpu()
+    values[torch.searchsorted(stated, patch.indices)] = bits(patch.values)
+    return TensorPatch(name=spec.name, indices=stated, values=values.view(patch.values.dtype))

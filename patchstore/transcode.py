@@ -1,0 +1,79 @@
+"""Write a version's delta in another encoding."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from patchstore import digest, fetch, payload
+from patchstore.encodings import ENCODINGS, RELATIVE
+from patchstore.errors import UsageError
+from patchstore.model import Manifest, TensorSpec
+from patchstore.rebuild import route_to, tensors_of
+from patchstore.relative import Coding, bridged
+from patchstore.stores.base import Store
+from patchstore.tensors import TensorPatch, bits
+
+
+def transcode(
+    store: Store, version: int, *, encoding: str, out: str | os.PathLike[str]
+) -> tuple[Manifest, int]:
+    """Write a version's delta in another encoding: a file as a publisher with that encoding stores it.
+
+    The parent is rebuilt, one tensor at a time, and the result proved by the state digest. Memory: the
+    changes, and one tensor.
+
+    Args:
+        encoding: "raw", "gap" or "context".
+        out: a file that does not exist yet.
+
+    Returns:
+        The version's manifest, and the bytes of the file.
+
+    Raises:
+        UsageError: no such encoding, the version has no delta, or `out` exists.
+        VersionNotFound: no such version.
+        LineageError: its parent cannot be reached.
+        CorruptObject, StateMismatch: the bucket's bytes are wrong. Nothing exists under `out`.
+    """
+    target = Path(out)
+    if encoding not in {*ENCODINGS, RELATIVE}:
+        raise UsageError(f"encoding must be one of {', '.join((*ENCODINGS, RELATIVE))}, not {encoding!r}")
+    if target.exists():
+        raise UsageError(f"{target} exists; name a file that does not")
+    header, route = route_to(store, version)
+    wanted = route.target
+    if wanted.delta is None or wanted.parent is None:
+        raise UsageError(f"version {version} has no delta: it can only be reached through its anchor")
+    _, before = route_to(store, wanted.parent)
+    schema = header.schema.by_name()
+    coding = Coding(header.schema.tensors)
+    listed: list[tuple[TensorSpec, TensorPatch]] = []
+    with fetch.deltas(store, (wanted,), schema, None) as deltas:
+        for spec, parent in tensors_of(store, header, before):
+            if spec.name not in deltas.names:
+                continue
+            exact = _exact(deltas.merged(spec, parent), parent)
+            coding.add(spec, exact, parent)
+            if encoding == "gap":
+                exact = bridged(spec, exact, bits(parent))
+            listed.append((spec, exact))
+    found = coding.contents() if encoding == RELATIVE else coding.contents_as(encoding, listed)
+    sums = digest.sums_of(header.schema, before.target.state)
+    sums |= {name: sums[name].plus(grown) for name, grown in found.grown.items()}
+    digest.check_state(header.schema, sums, wanted)
+    metadata = payload.delta_metadata(
+        version, wanted.parent, wanted.step, wanted.run_id, encoding, found.listed
+    )
+    specs, tensors = payload.in_order(found.stored)
+    with target.open("xb") as file:
+        for chunk in payload.write(specs, tensors, metadata):
+            file.write(chunk)
+    return wanted, target.stat().st_size
+
+
+def _exact(patch: TensorPatch, parent: torch.Tensor) -> TensorPatch:
+    """Leave out what a patch states and does not change; a copy, as the patch may lie in a mapped file."""
+    indices, values = patch.indices, patch.values
+    differ = bits(parent)[indices] != bits(values)
+    return TensorPatch(name=patch.name, indices=indices[differ], values=values[differ])

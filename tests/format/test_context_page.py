@@ -1,0 +1,301 @@
+"""Encoding `context` on the page: its examples, and streams that were written by hand from it."""
+
+import struct
+from itertools import pairwise
+from math import prod
+
+import pytest
+
+from tests.format.independent_context import Schema, bits_of, changes, key_of, parse_table, tiles
+
+ONE = 0x3F80
+"""1.0 in bf16, of exponent 7f."""
+REFUSED = (LookupError, ValueError, struct.error)
+
+Row = tuple[int, int, int]
+
+
+def packed(*fields: str) -> bytes:
+    """Bits in the order in which they are read, as the bytes of a tile."""
+    bits = "".join(fields).replace(" ", "")
+    bits += "1" * (-len(bits) % 8)
+    return bytes(int(bits[i : i + 8][::-1], 2) for i in range(0, len(bits), 8)).rstrip(b"\xff")
+
+
+def table_of(lo: int, rows: list[Row], lengths: list[int], place: int = 0, w: int = 8) -> bytes:
+    """The table of one tensor; lengths in whole bytes, unless told otherwise."""
+    least = min(lengths) if w else lengths[0]
+    number = sum((length - least) << i * w for i, length in enumerate(lengths))
+    head = struct.pack("<IIBBBBI", 1, place, lo, len(rows), w, 0, least)
+    return head + bytes(sum(rows, ())) + number.to_bytes((len(lengths) * w + 7) // 8, "little")
+
+
+def decoded(
+    old: list[int],
+    lo: int,
+    rows: list[Row],
+    *streams: bytes,
+    dtype: str = "BF16",
+    shape: tuple[int, ...] = (),
+) -> dict[int, int]:
+    """Position and new bits of every change of one tensor."""
+    parent = b"".join(bits.to_bytes(1 if dtype.startswith("F8") else 2, "little") for bits in old)
+    table = table_of(lo, rows, [len(stream) for stream in streams])
+    found = changes(table, b"".join(streams), {"a": (dtype, shape or (len(old),))}, {"a": parent})
+    return {position: int.from_bytes(new, "little") for _, position, new in found}
+
+
+def test_the_worked_example() -> None:
+    table = bytes.fromhex("01000000  00000000 7f 02 00 00 01000000  010000 7f0000")
+    parent = struct.pack("<4H", 0x3F80, 0x3F80, 0x4000, 0x3F80)
+    found = list(changes(table, b"\xfa", {"a": ("BF16", (4,))}, {"a": parent}))
+    assert found == [("a", 1, b"\x81\x3f")]
+    assert table_of(0x7F, [(1, 0, 0), (127, 0, 0)], [1], w=0) == table
+    assert packed("0101") == b"\xfa"
+
+
+def test_the_examples_of_tiles() -> None:
+    small = tiles((3, 64, 40))
+    assert len(small) == 48
+    assert {(len(down), len(across)) for _, down, across in small} == {(4, 40)}
+    assert [level for level, _, _ in small] == [0] * 16 + [2560] * 16 + [5120] * 16
+    large = tiles((50257, 4096))
+    assert {len(across) for _, _, across in large} == {256}
+    assert [len(down) for _, down, across in large if across.start == 0] == [256] * 196 + [81]
+    assert [across.start for _, _, across in large[:17]] == [*range(0, 4096, 256), 0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "columns"),
+    [
+        ((), {1}, {1}),
+        ((1, 5, 1), {1}, {5}),
+        ((16, 1, 3), {1}, {3}),
+        ((65537,), {1}, {65536, 1}),
+        ((1 << 21,), {1}, {65536}),
+        ((16 * 3 << 15,), {1}, {32768}),
+        ((16 * 7 << 14,), {1}, {16384}),
+        ((16 * 9 << 13,), {1}, {65536, 8192}),  # here 4 p is less than the limit
+        ((2001, 40 * 3 + 1), {541, 378}, {121}),
+        ((16 * 2048, 40), {1024}, {40}),
+        ((16 * 256 * 7, 40), {1638, 154}, {40}),
+    ],
+)
+def test_sides_are_cut(shape: tuple[int, ...], rows: set[int], columns: set[int]) -> None:
+    found = tiles(shape)
+    assert {len(down) for _, down, _ in found} == rows
+    assert {len(across) for _, _, across in found} == columns
+    assert sum(len(down) * len(across) for _, down, across in found) == prod(shape)
+
+
+@pytest.mark.parametrize(
+    ("first", "m"), [(0, 1), (1, 2), (2, 3), (3, 4), (6, 7), (7, 8), (8, 10), (10, 14), (58, 57344)]
+)
+def test_the_numbers_of_rows(first: int, m: int) -> None:
+    """The first m stay, and the only one left after them changes."""
+    assert decoded([ONE] * (m + 1), 0, [(first, 0, 0)], packed("1 0 0")) == {m: ONE + 1}
+
+
+def test_keys_order_numbers() -> None:
+    assert [bits_of(key_of(bits, 8), 8) for bits in range(256)] == list(range(256))
+    ascending = [0xFF, 0xF8, 0x81, 0x80, 0x00, 0x01, 0x78, 0x7F]
+    assert all(key_of(a, 8) < key_of(b, 8) for a, b in pairwise(ascending))
+
+
+def test_a_sparse_class_with_runs_of_magnitudes() -> None:
+    stream = packed(
+        "1",  # m = 6: ranks 0 to 5 stay
+        "0 01 1  1  0 1 0",  # r = 3, so rank 9; down; a run of one 1, and then one of 2 + v
+        "0 00  0  110 1",  # r = 0, rank 10; up; v = 5 with k = 1
+        "0 11 1  0  1",  # r = 5, rank 16; up; a run of three 1
+        "0 1 1  1",  # m = 3, r = 2, rank 19; down
+    )
+    assert decoded([ONE] * 20, 0x7F, [(5, 3, 1)], stream) == {
+        9: ONE - 1,
+        10: ONE + 7,
+        16: ONE + 1,
+        19: ONE - 1,
+    }
+
+
+def test_a_run_of_magnitudes_ends_and_another_opens() -> None:
+    # M = 1, E = 2, k = 0: two of 1; then r = 0 and v = 0; then a run of two, of which one is used.
+    stream = packed("0 0 1", "0 0", "0 0 0 0 0", "0 0 1", "1")
+    assert decoded([ONE] * 5, 0, [(0, 2, 0)], stream) == {0: ONE + 1, 1: ONE + 1, 2: ONE + 2, 3: ONE + 1}
+
+
+def test_a_dense_class() -> None:
+    stream = packed("1 0 10  0", "0 00", "0 11  1")
+    assert decoded([ONE] * 3, 0, [(128, 0, 2)], stream) == {0: ONE + 5, 2: ONE - 3}
+
+
+def test_a_dense_class_with_0_and_1_swapped() -> None:
+    stream = packed("0 1", "1 0", "1110 0", "110 1", "0 0")
+    assert decoded([ONE] * 5, 0, [(128, 0, 128)], stream) == {0: ONE - 1, 2: ONE + 3, 3: ONE - 2, 4: ONE + 1}
+
+
+def test_the_escape_of_rice_code() -> None:
+    escaped = packed("1" * 24, f"{0x1234:016b}"[::-1], "0")
+    assert decoded([ONE], 0, [(128, 0, 0)], escaped) == {0: ONE + 0x1234}
+    assert decoded([ONE], 0, [(128, 0, 15)], escaped) == {0: ONE + 0x1234}
+    assert decoded([ONE], 0, [(128, 0, 0)], packed("1" * 23, "0", "0")) == {0: ONE + 23}
+    assert decoded([ONE], 0, [(128, 0, 0)], packed("1" * 24, f"{24:016b}"[::-1], "1")) == {0: ONE - 24}
+    eight = packed("1" * 24, f"{100:08b}"[::-1], "1")
+    assert decoded([0x7F], 0, [(128, 0, 1)], eight, dtype="F8_E4M3") == {0: 0x7F - 100}
+    in_a_run = packed("0 0 0", "1" * 24, f"{1000:016b}"[::-1])
+    assert decoded([ONE], 0, [(0, 1, 5)], in_a_run) == {0: ONE + 1002}
+
+
+@pytest.mark.parametrize(("r", "bits"), [(0, "00"), (1, "10"), (2, "01"), (3, "11 0"), (4, "11 1")])
+def test_truncated_binary_of_5(r: int, bits: str) -> None:
+    """B = 2 and u = 3: 0, 1 and 2 have two bits, 3 and 4 have three."""
+    stream = packed("0", bits, "0", "1" * 10)
+    assert decoded([ONE] * 9, 0, [(4, 0, 0)], stream) == {r: ONE + 1}
+
+
+def test_bytes_of_ones_are_dropped_and_found_beyond_the_end() -> None:
+    rows = [(0, 0, 0)]
+    assert packed("0 0" + "1" * 60) == b"\xfc"
+    assert decoded([ONE] * 61, 0, rows, b"\xfc") == {0: ONE + 1}
+    assert packed("1111111 0 1") == b"\x7f"  # the sign lies beyond
+    assert decoded([ONE] * 9, 0, rows, b"\x7f") == {7: ONE - 1}
+    assert decoded([ONE] * 9, 0, rows, b"\x7f\xff") == {7: ONE - 1}  # not dropped, and read
+
+
+def test_a_tile_without_bytes_has_no_changes_whatever_its_rows() -> None:
+    for row in ((128, 0, 0), (128, 0, 128), (7, 5, 3), (127, 0, 0)):
+        assert decoded([ONE] * 9, 0, [row], b"") == {}
+
+
+def test_classes_follow_each_other_and_take_what_lies_beyond() -> None:
+    old = [0x3F80, 0x4000, 0x0000, 0x7F80, 0xBF80, 0x4080]
+    # Exponents 7f, 80, 0, ff, 7f and 81: with lo = 7f and K = 3 classes 0, 1, 0, 2, 0 and 2.
+    rows = [(0, 0, 0), (127, 0, 0), (128, 0, 0)]
+    stream = packed("1", "0 1", "0 0", "0", "10 1")
+    assert decoded(old, 0x7F, rows, stream) == {2: 0x8000, 4: 0xBF7F, 5: 0x407F}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "old", "exponent"),
+    [("BF16", 0x40FF, 0x81), ("F16", 0xC3FF, 0x10), ("F8_E4M3", 0xC7, 8), ("F8_E5M2", 0xC3, 0x10)],
+)
+def test_every_dtype_has_its_exponent(dtype: str, old: int, exponent: int) -> None:
+    up = old + 1 if old < 0x80 or 0x100 <= old < 0x8000 else old - 1
+    for lo, at in ((exponent, 0), (exponent - 1, 1), (exponent - 2, 2)):
+        rows = [(127, 0, 0)] * at + [(0, 0, 0)] + [(127, 0, 0)] * (2 - at)
+        assert decoded([old], lo, rows, packed("00"), dtype=dtype) == {0: up}
+
+
+def test_eight_bits_cross_zero() -> None:
+    for dtype in ("F8_E4M3", "F8_E5M2"):
+        old = [0x00, 0x80, 0x80, 0x01]
+        # E = 1: a magnitude is 1 after a bit 1, and 2 + v after a bit 0; k = 0.
+        stream = packed("0 1 1", "0 0 1", "1", "0 1 0 10")
+        assert decoded(old, 0, [(0, 1, 0)], stream, dtype=dtype) == {0: 0x80, 1: 0x00, 3: 0x81}
+
+
+def test_two_tiles() -> None:
+    assert decoded([ONE] * 65537, 0, [(0, 0, 0)], b"", packed("00")) == {65536: ONE + 1}
+    streams = [b""] * 16
+    streams[3], streams[15] = packed("1 00"), packed("1 1 01")
+    assert decoded([ONE] * 48, 0, [(0, 0, 0)], *streams, shape=(16, 3)) == {10: ONE + 1, 47: ONE - 1}
+
+
+def test_rows_and_columns_of_a_tile() -> None:
+    """A side of 32 has 16 slices of 2, so tiles are of 2 by 2, and rank 2 begins the second row."""
+    streams = [b""] * 256
+    streams[17] = packed("1 1 00")
+    assert decoded([ONE] * 1024, 0, [(0, 0, 0)], *streams, shape=(32, 32)) == {3 * 32 + 2: ONE + 1}
+
+
+def test_lengths_of_some_bits() -> None:
+    lengths = [2, 3, 4, 5, 6, 7, 8, 9, 2, 2, 2, 2, 2, 2, 2, 9]
+    table = table_of(5, [(0, 0, 0)], lengths, w=3)
+    assert table[-6:].hex() == "88c6fa0000e0"
+    schema: Schema = {"a": ("F16", (16, 3))}
+    assert parse_table(table, sum(lengths), schema) == [("a", 5, [b"\0\0\0"], lengths)]
+    with pytest.raises(REFUSED):
+        parse_table(table, sum(lengths) + 1, schema)
+
+
+@pytest.mark.parametrize(
+    "row", [(62, 0, 0), (62, 63, 15), (0, 1, 0), (127, 0, 0), (128, 0, 15), (128, 0, 128)]
+)
+def test_rows_that_mean_something(row: Row) -> None:
+    assert parse_table(table_of(0, [row], [0]), 0, {"a": ("BF16", (4,))})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        (63, 0, 0),
+        (126, 0, 0),
+        (0, 0, 1),
+        (0, 64, 0),
+        (0, 1, 16),
+        (127, 0, 1),
+        (127, 1, 0),
+        (128, 1, 0),
+        (128, 0, 16),
+        (128, 0, 127),
+        (128, 0, 129),
+        (129, 0, 0),
+        (255, 255, 255),
+    ],
+)
+def test_other_rows_are_refused(row: Row) -> None:
+    with pytest.raises(REFUSED):
+        parse_table(table_of(0, [(0, 0, 0), row], [0]), 0, {"a": ("BF16", (4,))})
+
+
+def test_tables_of_another_length_are_refused() -> None:
+    table = table_of(0, [(0, 0, 0)], [1, 3])
+    schema: Schema = {"a": ("BF16", (65537,))}
+    assert parse_table(table, 4, schema)
+    for broken in (*(table[:size] for size in range(len(table))), table + b"\0"):
+        with pytest.raises(REFUSED):
+            parse_table(broken, 4, schema)
+    for num_bytes in (0, 3, 5):
+        with pytest.raises(REFUSED):
+            parse_table(table, num_bytes, schema)
+
+
+def test_tables_that_name_other_tensors_are_refused() -> None:
+    schema: Schema = {"a": ("F32", (4,)), "b": ("BF16", (4,)), "c": ("F16", (4,))}
+    line, row = struct.Struct("<IBBBBI"), bytes(3)
+    for places, fine in (((1,), True), ((1, 2), True), ((1, 1), False), ((0,), False), ((3,), False)):
+        lines = b"".join(line.pack(place, 0, 1, 0, 0, 0) for place in places)
+        table = struct.pack("<I", len(places)) + lines + row * len(places)
+        if fine:
+            assert [name for name, *_ in parse_table(table, 0, schema)] == ["abc"[place] for place in places]
+        else:
+            with pytest.raises(REFUSED):
+                parse_table(table, 0, schema)
+    for k, w in ((0, 0), (17, 0), (1, 33)):
+        table = struct.pack("<I", 1) + line.pack(1, 0, k, w, 0, 0) + row * k + bytes(5 if w else 0)
+        with pytest.raises(REFUSED):
+            parse_table(table, 0, schema)
+
+
+@pytest.mark.parametrize(
+    ("row", "stream", "fine"),
+    [
+        ((0, 0, 0), b"\xfc", True),
+        ((0, 0, 0), b"\xfc\xfe", False),  # 8 bits are read, and 9 would be needed
+        ((127, 0, 0), b"\xfe", False),
+        ((128, 0, 0), b"\x00", True),  # seven elements, seven bits
+        ((128, 0, 4), packed("1" * 16, "0 0000 0"), False),  # 256 is 0 in eight bits
+        ((128, 0, 4), packed("1" * 16, "0 1000 0"), True),
+        ((0, 1, 0), packed("0 0 0", "1" * 24, "01111111"), False),  # 2 + 254
+        ((0, 1, 0), packed("0 0 0", "1" * 24, "11111111"), True),  # 2 + 255
+    ],
+)
+def test_tiles_that_say_too_little_or_change_nothing_are_refused(row: Row, stream: bytes, fine: bool) -> None:
+    def read() -> dict[int, int]:
+        return decoded([0x38] * 7, 0, [row], stream, dtype="F8_E4M3")
+
+    if fine:
+        read()
+    else:
+        with pytest.raises(REFUSED):
+            read()

@@ -1,0 +1,179 @@
+"""Versions in encoding `context`: coded against the parent, exact for everything that can be stored."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from patchstore import Follower, Publisher, log
+from patchstore.encodings import CHOICES, named
+from patchstore.errors import PublishFailed, StateMismatch, UnsupportedFormat, UsageError
+from patchstore.payload import open_buffer
+from patchstore.rebuild import replay, verify
+from patchstore.stores.memory import MemoryStore
+from patchstore.tensors import TORCH_DTYPES, bits
+from patchstore.transcode import transcode
+from tests.weights import Run, State, assert_same_bits, served
+
+DENSITIES = (0.0, 0.0003, 0.01, 0.2, 0.9, 1.0)
+
+
+def any_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """NaNs with payloads, infinities and both zeros among them."""
+    num_bytes = torch.empty(shape, dtype=dtype).nbytes
+    data = torch.randint(0, 2 if dtype == torch.bool else 256, (num_bytes,), dtype=torch.uint8)
+    return data.view(dtype).reshape(shape)
+
+
+def newest(store: MemoryStore) -> State:
+    tensors: State = {}
+    Follower(store, tensors).update()
+    return tensors
+
+
+@pytest.mark.parametrize("encoding", ["context", "auto"])
+def test_every_dtype_shape_and_density_arrives(store: MemoryStore, encoding: str) -> None:
+    shapes = [(), (1,), (16,), (7,), (48, 64), (33, 50), (3, 32, 48), (0, 4)]
+    model = {
+        f"{name}.{'x'.join(map(str, shape))}": any_bits(shape, dtype)
+        for name, dtype in TORCH_DTYPES.items()
+        for shape in shapes
+    }
+    held: State = {}
+    with Publisher(store, model, dtype=None, encoding=encoding, anchor_every=100) as publisher:
+        publisher.publish_patch(0).result()
+        follower = Follower(store, held)
+        follower.update()
+        for step, density in enumerate(DENSITIES):
+            for tensor in model.values():
+                chosen = torch.rand(tensor.shape) < density
+                new = bits(any_bits(tuple(tensor.shape), tensor.dtype))
+                bits(tensor)[chosen.view(-1)] = new[chosen.view(-1)]
+            manifest = publisher.publish_patch(step).result()
+            assert manifest.delta is not None
+            follower.update()
+            assert_same_bits(held, model)
+    assert_same_bits(newest(store), model)
+
+
+def test_a_file_has_what_can_be_coded_in_two_entries(store: MemoryStore) -> None:
+    model = {"a": torch.randn(64, 64), "b": torch.randn(5), "counts": torch.arange(40)}
+    with Publisher(store, model, encoding="context") as publisher:
+        publisher.publish_patch(0).result()
+        for tensor in model.values():
+            tensor[:3] += 1
+        delta = publisher.publish_patch(1).result().delta
+    assert delta is not None
+    assert delta.encoding == "context"
+    (wanted,) = delta.payloads
+    header, tensors = open_buffer(wanted.key, bytearray(b"".join(store.read(wanted.key))))
+    assert tensors.keys() == {"counts.idx", "counts.val", "table", "tiles"}
+    assert json.loads(header.metadata["tensors"]).keys() == {"counts"}
+
+
+def test_what_cannot_be_coded_alone_is_published_as_gaps(store: MemoryStore) -> None:
+    model = {"counts": torch.arange(100_000)}
+    with Publisher(store, model, encoding="auto") as publisher:
+        publisher.publish_patch(0).result()
+        model["counts"][[0, 99_999]] += 1
+        delta = publisher.publish_patch(1).result().delta
+    assert delta is not None
+    assert delta.encoding == "gap"
+    assert_same_bits(newest(store), model)
+
+
+def test_a_late_joiner_takes_several_at_once(run: Run) -> None:
+    run.open(encoding="context", anchor_every=100)
+    run.publish_versions(5)
+    tensors: State = {}
+    follower = Follower(run.store, tensors)
+    follower.update(1)
+    follower.update(4)
+    assert_same_bits(tensors, run.history[4])
+
+
+def test_anchors_replay_and_verify(run: Run, tmp_path: Path) -> None:
+    run.open(encoding="context", anchor_every=3)
+    kinds = [manifest.kind for manifest in run.publish_versions(6)]
+    assert kinds == ["anchor", "delta", "delta"] * 2
+    for version in range(6):
+        verify(run.store, version)
+        replay(run.store, version, out=tmp_path / str(version))
+
+
+def test_a_run_goes_on_in_another_encoding(run: Run) -> None:
+    tensors: State = {}
+    for encoding in CHOICES:
+        run.open(encoding=encoding, resume=bool(run.history), anchor_every=100)
+        run.train()
+        run.publish()
+        run.close()
+        Follower(run.store, tensors).update()
+        assert_same_bits(tensors, run.history[max(run.history)])
+
+
+def test_a_follower_whose_tensors_were_written_to_starts_from_an_anchor(run: Run) -> None:
+    run.open(encoding="context", anchor_every=100)
+    run.publish_versions(3)
+    tensors: State = {}
+    follower = Follower(run.store, tensors)
+    follower.update(1)
+    bits(tensors["embed.weight"])[5, ...] ^= 1 << 9
+    with pytest.raises(StateMismatch, match="something else wrote"):
+        follower.stage(2)
+    assert follower.held == 1
+    follower.update(2)
+    assert_same_bits(tensors, run.history[2])
+
+
+def test_a_publisher_whose_snapshot_was_written_to_publishes_an_anchor(run: Run) -> None:
+    publisher = run.open(encoding="context", anchor_every=100)
+    run.publish_versions(2)
+    snapshot = publisher._snapshot._tensors["embed.weight"]  # type: ignore[attr-defined]
+    bits(snapshot)[7] ^= 1
+    with pytest.raises(PublishFailed, match="no longer version 1"):
+        publisher.publish_patch(2).result()
+    manifest = run.publish()
+    assert manifest.kind == "anchor"
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+@pytest.mark.parametrize("source", ["raw", "gap", "context"])
+@pytest.mark.parametrize("target", ["raw", "gap", "context"])
+def test_a_delta_is_written_as_a_publisher_with_that_encoding_would(
+    tmp_path: Path, source: str, target: str
+) -> None:
+    stores = {}
+    for encoding in (source, target):
+        torch.manual_seed(1)
+        stores[encoding] = run = Run(MemoryStore())
+        run.open(encoding=encoding, anchor_every=100)
+        run.publish_versions(3)
+        run.close()
+    found, num_bytes = transcode(stores[source].store, 2, encoding=target, out=tmp_path / "delta")
+    wanted = log.read_manifest(stores[target].store, 2)
+    assert found.state == wanted.state
+    assert wanted.delta is not None
+    (stored,) = wanted.delta.payloads
+    _, mine = open_buffer("mine", bytearray((tmp_path / "delta").read_bytes()))
+    _, theirs = open_buffer("theirs", bytearray(b"".join(stores[target].store.read(stored.key))))
+    assert_same_bits(mine, theirs)
+    assert num_bytes == (tmp_path / "delta").stat().st_size
+
+
+def test_what_cannot_be_transcoded_says_why(run: Run, tmp_path: Path) -> None:
+    run.publish_versions(2)
+    with pytest.raises(UsageError, match="no delta"):
+        transcode(run.store, 0, encoding="gap", out=tmp_path / "delta")
+    with pytest.raises(UsageError, match="encoding must be"):
+        transcode(run.store, 1, encoding="auto", out=tmp_path / "delta")
+    (tmp_path / "there").touch()
+    with pytest.raises(UsageError, match="exists"):
+        transcode(run.store, 1, encoding="gap", out=tmp_path / "there")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_no_manifest_may_say_auto() -> None:
+    with pytest.raises(UnsupportedFormat):
+        named("auto")
