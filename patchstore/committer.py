@@ -132,11 +132,16 @@ class Committer:
         """
         self._settle()
         write_id = new_write_id()
+        after: dict[str, digest.Sums] | None = None
+        if change is not None and self.parent is not None:
+            try:
+                after = self._after(change)
+            except PublishFailed as exc:
+                logger.warning("version %d will be an anchor without a delta: %s", self._next, exc)
         anchor, sums = self._upload_anchor(step, write_id, tensors)
-        if change is None or self.parent is None:
+        if change is None or after is None:
             new = self._manifest(step, digest.of_state(self.header.schema, sums), None, anchor, write_id)
             return self._commit(new)
-        after = self._after(change)
         wrong = [name for name in sums if after[name] != sums[name]]
         assert not wrong, f"the changes do not add up to the model: {wrong[:3]}"
         return self._commit(self._with_delta(change, after, anchor, write_id))

@@ -13,7 +13,7 @@ import torch
 from patchstore import payload
 from patchstore.digest import Sums
 from patchstore.encodings import RELATIVE, named
-from patchstore.encodings.context import Coded, is_coded, packed_table, tiling
+from patchstore.encodings.context import Coded, packed_table, pays, tiling
 from patchstore.kernels import context_encode, context_tables, patch
 from patchstore.model import DTYPE_BYTES, TensorSpec
 from patchstore.relative import Contents, bridged, gap_bytes
@@ -67,12 +67,13 @@ def code(
     """
     patches = raw.patches()
     changed = [(place, spec) for place, spec in enumerate(schema) if spec.name in patches]
-    coded = [(place, spec) for place, spec in changed if is_coded(spec.dtype)]
+    nums = {spec.name: len(patches[spec.name].indices) for _, spec in changed}
+    coded = [(place, spec) for place, spec in changed if pays(spec, nums[spec.name])]
     stored = _coded(coded, patches, parents)
-    listed = [spec for _, spec in changed if not is_coded(spec.dtype)]
+    listed = [spec for _, spec in changed if not pays(spec, nums[spec.name])]
     encoding = RELATIVE
-    nums = [(spec, len(patches[spec.name].indices)) for _, spec in coded]
-    if may_be_gap and sum(each.nbytes for each in stored.values()) >= gap_bytes(nums):
+    least = gap_bytes((spec, nums[spec.name]) for _, spec in coded)
+    if may_be_gap and sum(each.nbytes for each in stored.values()) >= least:
         encoding, stored, listed = "gap", {}, [spec for _, spec in changed]
     stated = [
         (spec, bridged(spec, _on_host(patches[spec.name]), bits(parents[spec.name]))) for spec in listed

@@ -10,7 +10,8 @@ import torch
 from patchstore import digest, payload
 from patchstore.digest import Sums
 from patchstore.encodings import RELATIVE, named
-from patchstore.encodings.context import Coded, encode, is_coded, packed, unsigned
+from patchstore.encodings.context import Coded, encode, packed, pays, unsigned
+from patchstore.errors import PublishFailed
 from patchstore.model import DTYPE_BYTES, TensorSpec
 from patchstore.stores.base import Chunk
 from patchstore.tensors import TensorPatch, bits
@@ -45,21 +46,35 @@ class Relative:
         self.step, self.num_changed = step, num_changed
         self._contents = contents
 
+    def _done(self) -> Contents:
+        """Wait until it has been coded.
+
+        Raises:
+            PublishFailed: that failed, for lack of memory, say.
+        """
+        try:
+            return self._contents.result()
+        except Exception as exc:
+            raise PublishFailed(
+                f"step {self.step} could not be coded, and the next publication will be an anchor: "
+                f"{type(exc).__name__}: {exc}"
+            ) from exc
+
     @property
     def encoding(self) -> str:
-        return self._contents.result().encoding
+        return self._done().encoding
 
     def specs(self) -> list[TensorSpec]:
-        return list(self._contents.result().listed)
+        return list(self._done().listed)
 
     def sums(self) -> Mapping[str, Sums]:
-        return self._contents.result().grown
+        return self._done().grown
 
     def parents(self) -> Mapping[str, Sums]:
-        return self._contents.result().parents
+        return self._done().parents
 
     def file(self, metadata: Mapping[str, str]) -> Callable[[], Iterator[Chunk]]:
-        specs, tensors = payload.in_order(self._contents.result().stored)
+        specs, tensors = payload.in_order(self._done().stored)
         return lambda: payload.write(specs, tensors, metadata)
 
 
@@ -87,7 +102,7 @@ class Coder:
     def wait(self) -> None:
         """Wait until nothing is being coded; from any thread."""
         thread = self._thread
-        if thread is not None:
+        if thread is not None and thread.ident is not None:
             thread.join()
 
 
@@ -113,7 +128,7 @@ class Coding:
             digest.of_elements(patch.indices, old[patch.indices].view(patch.values.dtype))
         )
         self._parents[spec.name] = digest.of_tensor(parent)
-        if is_coded(spec.dtype):
+        if pays(spec, len(patch.indices)):
             positions = patch.indices.to(torch.int64).numpy()
             coded = encode(spec, unsigned(old), positions, unsigned(bits(patch.values)))
             self._coded.append((self._places[spec.name], coded))
@@ -161,7 +176,7 @@ def code(
     for spec, patch in patches:
         coding.add(spec, patch, parents(spec.name))
     found = coding.contents()
-    nums = [(spec, len(patch.indices)) for spec, patch in patches if is_coded(spec.dtype)]
+    nums = [(spec, len(patch.indices)) for spec, patch in patches if pays(spec, len(patch.indices))]
     if may_be_gap and found.coded_bytes >= gap_bytes(nums):
         listed = [(spec, bridged(spec, patch, bits(parents(spec.name)))) for spec, patch in patches]
         return coding.contents_as("gap", listed)

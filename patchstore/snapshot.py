@@ -319,7 +319,7 @@ class _OnDevice:
             self._compile(current)
 
     def _compile(self, current: Mapping[str, torch.Tensor]) -> None:
-        """Do everything once, with nothing to find: kernels are compiled here, not while a trainer waits."""
+        """Do all that a trainer waits for once, with nothing to find: kernels are compiled here."""
         self.compare(0, current)
         with self._here():
             self._encode(0, [0] * len(self._tiles.by_width())).sums()

@@ -1,6 +1,7 @@
 """Write a version's delta in another encoding."""
 
 import os
+import uuid
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ def transcode(
         raise UsageError(f"encoding must be one of {', '.join((*ENCODINGS, RELATIVE))}, not {encoding!r}")
     if target.exists():
         raise UsageError(f"{target} exists; name a file that does not")
+    target.parent.mkdir(parents=True, exist_ok=True)
     header, route = route_to(store, version)
     wanted = route.target
     if wanted.delta is None or wanted.parent is None:
@@ -66,9 +68,14 @@ def transcode(
         version, wanted.parent, wanted.step, wanted.run_id, encoding, found.listed
     )
     specs, tensors = payload.in_order(found.stored)
-    with target.open("xb") as file:
-        for chunk in payload.write(specs, tensors, metadata):
-            file.write(chunk)
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        with partial.open("xb") as file:
+            for chunk in payload.write(specs, tensors, metadata):
+                file.write(chunk)
+        partial.rename(target)
+    finally:
+        partial.unlink(missing_ok=True)
     return wanted, target.stat().st_size
 
 

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 
-from patchstore import Follower, Publisher, log
+from patchstore import Follower, Publisher, log, relative
 from patchstore.encodings import CHOICES, named
 from patchstore.errors import PublishFailed, StateMismatch, UnsupportedFormat, UsageError
 from patchstore.payload import open_buffer
@@ -137,6 +138,76 @@ def test_a_publisher_whose_snapshot_was_written_to_publishes_an_anchor(run: Run)
     manifest = run.publish()
     assert manifest.kind == "anchor"
     assert_same_bits(newest(run.store), served(run.model))
+
+
+def test_what_cannot_be_coded_for_lack_of_memory_is_followed_by_an_anchor(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*args: object) -> None:
+        raise MemoryError("made to fail")
+
+    publisher = run.open(encoding="context", anchor_every=3)
+    run.publish()
+    with monkeypatch.context() as patched:
+        patched.setattr(relative, "encode", failing)
+        run.train()
+        with pytest.raises(PublishFailed, match="could not be coded"):
+            publisher.publish_patch(1).result()
+        run.train()
+        assert (run.publish().kind, run.publish().num_bytes) == ("anchor", 0)
+        run.train()
+        with pytest.raises(PublishFailed):
+            publisher.publish_patch(2).result()
+    run.train()
+    assert run.publish().kind == "anchor"
+    run.train()
+    assert run.publish().kind == "delta"
+    assert_same_bits(newest(run.store), served(run.model))
+    assert len({key.rpartition("/")[0] for key in run.store.list("anchors/")}) == 3
+
+
+def test_an_anchor_whose_delta_cannot_be_coded_has_none(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: object) -> None:
+        raise MemoryError("made to fail")
+
+    run.open(encoding="context", anchor_every=2)
+    run.publish_versions(2)
+    monkeypatch.setattr(relative, "encode", failing)
+    manifest = run.publish()
+    assert manifest.anchor is not None
+    assert manifest.delta is None
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+def test_a_thread_that_does_not_start_fails_one_publication(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    publisher = run.open(encoding="context", anchor_every=100)
+    run.publish_versions(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Thread, "start", failing)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            publisher.publish_patch(2)
+    assert run.publish().kind == "anchor"
+    run.train()
+    assert run.publish().kind == "delta"
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+def test_few_tiles_with_many_changes_are_stored_as_gaps(store: MemoryStore) -> None:
+    model = {"few": torch.randn(251, 257), "many": torch.randn(256, 256)}
+    with Publisher(store, model, encoding="context") as publisher:
+        publisher.publish_patch(0).result()
+        for tensor in model.values():
+            tensor *= 1.5
+        delta = publisher.publish_patch(1).result().delta
+    assert delta is not None
+    _, tensors = open_buffer("", bytearray(store.get(delta.payloads[0].key)))
+    assert tensors.keys() == {"few.idx", "few.val", "table", "tiles"}
+    assert_same_bits(newest(store), {name: tensor.bfloat16() for name, tensor in model.items()})
 
 
 @pytest.mark.parametrize("source", ["raw", "gap", "context"])

@@ -339,7 +339,7 @@ class DeviceWeights(LiveWeights):
             found = self._decoded(stored, coded, [places[name] for name in coded])
             owners = np.repeat(np.array([firsts[name] for name in coded]), np.diff(found.bounds))
             positions = found.positions.to(torch.int64) + self._table(owners)
-            yield positions, found.narrow if len(found.narrow) else found.values
+            yield positions, found.narrow if 1 in found.widths else found.values
 
     def _copied(
         self,

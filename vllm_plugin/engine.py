@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
 
-from patchstore.errors import StateMismatch, TornModel, UsageError
+from patchstore.errors import CorruptObject, StateMismatch, TornModel, UsageError
 from patchstore.kernels import are_usable
 from patchstore.spool import Spool
 from patchstore.stores import open_store
@@ -268,7 +268,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._together(lambda: self._opened().prove(changes))
         except RanksFailed as failed:
             failures = failed.failures
-            if any(each.kind == StateMismatch.kind for each in failures):
+            # What is coded against other weights than these may also make no sense at all.
+            if any(each.kind in {StateMismatch.kind, CorruptObject.kind} for each in failures):
                 failures = self._blame(failures)
             if self.updater is not None:
                 self.updater.drop()

@@ -574,6 +574,7 @@ def count(
                 *(counts if starts is None else starts, counts, counts if totals is None else totals),
                 VECTORS=index_constants(segments.blocks)["VECTORS"],
                 ALL=starts is None,
+                num_warps=2,
                 **kind.constants(),
             )
 

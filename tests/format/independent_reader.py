@@ -69,8 +69,9 @@ def _rebuild(bucket: Path, version: int) -> dict[str, Tensor]:
     _need(state.keys() == schema.keys(), "the anchor lacks a tensor")
     for manifest in reversed(chain):
         parent = {name: bytes(data) for name, (_, _, data) in state.items()}
+        seen: dict[str, bool] = {}
         for payload in manifest["delta"]["payloads"]:
-            _apply(_payload(bucket, payload), manifest, schema, parent, state)
+            _apply(_payload(bucket, payload), manifest, schema, parent, state, seen)
     target = _manifest(bucket, version)
     found = [sums(bytes(state[name][2]), WIDTHS[dtype]) for name, (dtype, _) in schema.items()]
     lines = "".join(
@@ -141,7 +142,9 @@ def _apply(
     schema: dict[str, Any],
     parent: dict[str, bytes],
     state: dict[str, Any],
+    seen: dict[str, bool],
 ) -> None:
+    """Apply a payload; `seen` tells of the tensors of the version's earlier ones whether they are coded."""
     metadata, tensors = parse_safetensors(data)
     encoding = manifest["delta"]["encoding"]
     expected = {"format": "patchstore", "kind": "delta", "encoding": encoding}
@@ -150,15 +153,20 @@ def _apply(
     _need({field: metadata.get(field) for field in expected} == expected, "the metadata differ")
     listed = json.loads(metadata["tensors"], object_pairs_hook=_once)
     if encoding == "context":
+        _need(not any(seen.get(name) for name in listed), "a coded tensor is in two payloads")
         streams = [tensors.pop(entry) for entry in ("table", "tiles") if entry in tensors]
         _need(all(dtype == "U8" and len(shape) == 1 for dtype, shape, _ in streams), "streams must be bytes")
         _need(len(streams) != 1, "a table without tiles, or tiles without a table")
         if streams:
             table, tiles = (stream for _, _, stream in streams)
+            coded = {name for name, *_ in independent_context.parse_table(table, len(tiles), schema)}
+            _need(coded.isdisjoint(seen), "a coded tensor is in two payloads")
+            seen |= dict.fromkeys(coded, True)
             for name, position, new in independent_context.changes(table, tiles, schema, parent):
                 _need(name not in listed, "a tensor is coded and stored otherwise too")
                 state[name][2][position * len(new) : (position + 1) * len(new)] = new
         encoding = "gap"
+    seen |= {name: seen.get(name, False) for name in listed}
     _need(
         {f"{name}.{part}" for name in listed for part in ("idx", "val")} == tensors.keys(), "entries differ"
     )

@@ -6,19 +6,20 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
 from patchstore import digest, rebuild
-from patchstore.encodings import ENCODINGS, EncodedTensor
-from patchstore.errors import PatchstoreError
+from patchstore.encodings import ENCODINGS, EncodedTensor, context
+from patchstore.errors import CorruptObject, PatchstoreError
 from patchstore.follower import Follower
 from patchstore.model import TensorSpec
 from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, raw_bytes, spec_of
-from tests.format import bad_buckets, independent_reader, surgery
+from tests.format import bad_buckets, independent_context, independent_reader, surgery
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EXPECTED: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_bytes())
@@ -49,7 +50,7 @@ def test_every_golden_bucket_has_expectations() -> None:
     assert {
         path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name.startswith("v")
     } == EXPECTED.keys()
-    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 300_000
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 400_000
 
 
 @pytest.mark.parametrize(("bucket", "version"), VERSIONS)
@@ -129,6 +130,39 @@ def test_encoding_vectors_hold(vector: dict[str, Any]) -> None:
     assert independent_reader.positions(vector["encoding"], vector["dtype"], data, count) == vector["stated"]
 
 
+@pytest.mark.parametrize("vector", VECTORS["coded"], ids=lambda v: v["name"].replace(" ", "-"))
+def test_vectors_of_encoding_context_hold(vector: dict[str, Any]) -> None:
+    spec = TensorSpec(name="t", dtype=vector["dtype"], shape=tuple(vector["shape"]))
+    as_bits = f"<u{TORCH_DTYPES[spec.dtype].itemsize}"
+    old, new = (np.frombuffer(bytes.fromhex(vector[part]), dtype=as_bits) for part in ("old", "new"))
+    coded = context.encode(spec, old, np.array(vector["positions"]), new)
+    assert (coded.lo, coded.rows.tolist()) == (vector["lo"], vector["rows"])
+    assert coded.lengths.tolist() == vector["lengths"]
+    assert coded.data.tobytes().hex() == vector["data"]
+    assert context.pack([(0, coded)])[0].hex() == vector["table"]
+    table, data = bytes.fromhex(vector["table"]), bytes.fromhex(vector["data"])
+    stored = context.unpack("here", np.frombuffer(table, dtype=np.uint8), len(data), [spec])
+    found = stored.coded(0, np.frombuffer(data, dtype=np.uint8))
+    positions, values = context.decode(spec, found, old, "here")
+    assert positions.tolist() == vector["positions"]
+    assert values.tobytes() == new.tobytes()
+    schema, parent = {"t": (spec.dtype, spec.shape)}, {"t": old.tobytes()}
+    changes = sorted(independent_context.changes(table, data, schema, parent))
+    assert [position for _, position, _ in changes] == vector["positions"]
+    assert b"".join(value for _, _, value in changes) == new.tobytes()
+
+
+def test_vectors_of_encoding_context_have_rows_of_every_kind() -> None:
+    rows = [row for vector in VECTORS["coded"] for row in vector["rows"]]
+    assert {(min(first, 63), second > 0, third == 128) for first, second, third in rows if first > 62} == {
+        (63, False, False),
+        (63, False, True),
+    }
+    assert {second > 0 for first, second, _ in rows if first < 63} == {False, True}
+    assert [127, 0, 0] in rows
+    assert {vector["dtype"] for vector in VECTORS["coded"]} == {"BF16", "F16", "F8_E4M3", "F8_E5M2"}
+
+
 def spoiled(case: bad_buckets.Bad) -> surgery.Objects:
     objects = surgery.load(GOLDEN / case.bucket)
     case.change(objects)
@@ -187,6 +221,17 @@ def test_a_bad_bucket_does_not_move_a_follower_that_holds_the_version_before(cas
 def test_a_bad_bucket_is_refused_by_the_independent_reader(tmp_path: Path, case: bad_buckets.Bad) -> None:
     with pytest.raises(independent_reader.Refused):
         independent_reader.rebuild(surgery.lay_out(spoiled(case), tmp_path), case.version)
+
+
+def test_a_tensor_coded_in_two_payloads_is_refused_though_they_agree() -> None:
+    objects = surgery.load(GOLDEN / "v1-context")
+    _, tensors = surgery.entries(surgery.payload(objects, 1, "delta"))
+    coded = {name: tensors[name] for name in ("table", "tiles")}
+    bad_buckets.second_payload(coded, {})(objects)
+    with pytest.raises(CorruptObject):
+        rebuild.verify(surgery.store_of(objects), 1)
+    with pytest.raises(CorruptObject):
+        Follower(surgery.store_of(objects), {}).update(1)
 
 
 def test_a_hint_that_lies_is_not_believed() -> None:

@@ -7,6 +7,7 @@ case is made into an empty folder and copied here. See README.md.
 
 import hashlib
 import json
+import math
 import sys
 import uuid
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from unittest import mock
 
 import torch
 
-from patchstore import committer, digest, log, publisher, rebuild
+from patchstore import committer, digest, log, publisher, rebuild, resume
 from patchstore.encodings import ENCODINGS
+from patchstore.encodings.context import encode, pack, unsigned
 from patchstore.errors import PublishFailed
 from patchstore.publisher import Publisher
 from patchstore.stores.folder import FolderStore
@@ -51,8 +53,34 @@ def small_tensors() -> State:
     return tensors
 
 
+def noise(num: int, salt: int) -> torch.Tensor:
+    """Return int64 [num], 0 to 2**24 - 1: the same numbers wherever and whenever."""
+    mixed = torch.arange(1, num + 1) * 0x9E3779B1 + salt * 0x85EBCA6B
+    for _ in range(2):
+        mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D % 2**32
+    return mixed >> 8
+
+
+def weights(dtype: torch.dtype, *shape: int, salt: int = 0) -> torch.Tensor:
+    """Between -0.03 and 0.03, so of many exponents; 64 times that in 8 bits."""
+    scale = 2.0 if dtype.itemsize == 1 else 0.03
+    values = (noise(math.prod(shape), salt) - 2**23).double() / 2**23 * scale
+    return values.to(dtype).reshape(shape)
+
+
+def move(
+    tensor: torch.Tensor, salt: int, share: float, sizes: tuple[int, ...] = (1,), up_to: float = math.inf
+) -> None:
+    """Move a share of the elements of magnitudes of at most `up_to` by some steps, up or down."""
+    flat = bits(tensor)
+    chosen = (noise(len(flat), salt) < share * 2**24) & (tensor.double().abs().reshape(-1) <= up_to)
+    at = chosen.nonzero().reshape(-1)
+    by = torch.tensor(sizes)[noise(len(at), salt + 1) % len(sizes)] * (noise(len(at), salt + 2) % 2 * 2 - 1)
+    flat[at] = (flat[at].to(torch.int64) + by).to(flat.dtype)
+
+
 def publish(store: Any, tensors: State, changes: list[Callable[[], Any]], **options: Any) -> None:
-    with Publisher(store, tensors, **{"dtype": None, **options}) as writer:
+    with Publisher(store, tensors, **{"dtype": None, "encoding": "gap", **options}) as writer:
         for step, change in enumerate(changes):
             change()
             writer.publish_patch(step=100 * step).result()
@@ -129,7 +157,7 @@ def v1_recovered(folder: Path) -> None:
     inner = FolderStore(folder)
     fault = Fault(verb="upload", key="deltas/00000001-*", effect="truncate", times=committer.ATTEMPTS)
     tensors = {"weight": torch.arange(6, dtype=torch.float16)}
-    with Publisher(FaultyStore(inner, fault), tensors, dtype=None) as writer:
+    with Publisher(FaultyStore(inner, fault), tensors, dtype=None, encoding="gap") as writer:
         for step in range(4):
             tensors["weight"][step] = -1
             try:
@@ -137,6 +165,58 @@ def v1_recovered(folder: Path) -> None:
             except PublishFailed:
                 for left_over in [*inner.list("deltas/00000001-")]:
                     inner.delete(left_over)
+
+
+@bucket
+def v1_context(folder: Path) -> None:
+    """Small steps; special values and large steps; nothing; back again; float32 alone; a scalar alone."""
+    tensors = {
+        "bf16.classes": weights(torch.bfloat16, 16, 40),
+        "bf16.dense": weights(torch.bfloat16, 30),
+        "bf16.still": weights(torch.bfloat16, 5, 4),
+        "f16.levels": weights(torch.float16, 3, 32, 5),
+        "f32.listed": weights(torch.float32, 6, 7),
+        "f8_e4m3.ragged": weights(torch.float8_e4m3fn, 257, 257),
+        "f8_e5m2.swapped": weights(torch.float8_e5m2, 48),
+        "i8.listed": torch.arange(9, dtype=torch.int8),
+        "scalar": torch.tensor(1.5, dtype=torch.bfloat16),
+        "zero-size": torch.empty(0, 4, dtype=torch.bfloat16),
+    }
+
+    def small_steps() -> None:
+        move(tensors["bf16.classes"], 10, 0.5, up_to=2**-7)
+        move(tensors["bf16.dense"], 20, 0.9, (1, 2, 5, 9, 17))
+        move(tensors["f16.levels"], 30, 0.1, (1, 1, 1, 2, 3))
+        bits(tensors["f16.levels"])[100] ^= 0x2000  # so far that Rice code escapes
+        move(tensors["f32.listed"], 40, 0.2)
+        move(tensors["f8_e4m3.ragged"], 50, 0.002)
+        move(tensors["f8_e5m2.swapped"], 60, 0.95, (1, 1, 1, 2, 3))
+
+    def special_values() -> None:
+        new = torch.tensor([-0x8000, 0x7F80, -0x80, 0x7FC1, -0x3F, 1, 0], dtype=torch.int16)
+        bits(tensors["bf16.classes"])[:70:10] = new
+        bits(tensors["f16.levels"])[:30:6] = torch.tensor([-0x8000, 0x7C00, -0x400, 0x7E01, -1])
+        bits(tensors["f8_e4m3.ragged"])[-3:] = torch.tensor([0x80, 0x7F, 0xFF])
+        bits(tensors["f8_e5m2.swapped"])[:4] = torch.tensor([0x80, 0x7C, 0xFD, 0x00])
+        move(tensors["bf16.dense"], 70, 0.3, (1, 1, 1, 5000))
+        bits(tensors["f32.listed"])[1] = 0x7F800001
+        bits(tensors["scalar"])[0] = -0x8000
+
+    def back_from_special_values() -> None:
+        bits(tensors["bf16.classes"])[:70:10] = torch.tensor([0, -0x80, 0x7F80, -1, 0x7FC1, -0x7FFF, -0x8000])
+        bits(tensors["f16.levels"])[:30:6] = torch.tensor([0, -0x400, 0x7C00, 0x3C00, 0x7FFF])
+        bits(tensors["f8_e4m3.ragged"])[-3:] = torch.tensor([0x00, 0xFF, 0x38])
+        bits(tensors["f8_e5m2.swapped"])[:4] = torch.tensor([0x00, 0xFC, 0x7D, 0x80])
+
+    def float32_alone() -> None:
+        move(tensors["f32.listed"], 80, 0.1)
+        tensors["i8.listed"].add_(1)
+
+    def scalar_alone() -> None:
+        tensors["scalar"].fill_(-1)
+
+    changes = [nothing, small_steps, special_values, nothing, back_from_special_values, float32_alone]
+    publish(FolderStore(folder), tensors, [*changes, scalar_alone], encoding="context")
 
 
 def expected(folder: Path) -> dict[str, Any]:
@@ -220,7 +300,65 @@ def vectors() -> dict[str, Any]:
                     "idx": idx.tolist(),
                 }
             )
-    return {"digests": digests, "encoded": encoded}
+    return {"coded": coded(), "digests": digests, "encoded": encoded}
+
+
+def coded() -> list[dict[str, Any]]:
+    """Changes of small tensors and the bytes that encoding `context` makes of them."""
+    found: list[dict[str, Any]] = []
+
+    def add(
+        name: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        share: float,
+        sizes: tuple[int, ...] = (1,),
+        up_to: float = math.inf,
+        far: int = 0,
+    ) -> None:
+        old = weights(dtype, *shape, salt=len(found))
+        new = old.clone()
+        move(new, len(found), share, sizes, up_to)
+        bits(new)[new.numel() // 2] ^= far
+        found.append(coded_vector(name, old, new))
+
+    add("sparse", torch.bfloat16, (60,), 0.05)
+    add("sparse, larger steps", torch.bfloat16, (16, 6), 0.2, (1, 1, 1, 2, 3))
+    add("sparse, an escape", torch.bfloat16, (160,), 0.15, (1, 2, 3), far=0x2000)
+    add("several classes", torch.bfloat16, (16, 20), 0.7, up_to=2**-7)
+    add("levels", torch.float16, (2, 1, 16, 3), 0.2, (1, 2))
+    add("dense", torch.float16, (20,), 0.8, (1, 2, 5, 9, 17))
+    add("dense, an escape", torch.float16, (40,), 1.0, (4, 5, 6, 9), far=0x2000)
+    add("dense, swapped", torch.float8_e4m3fn, (16, 2), 0.95, (1, 1, 1, 2, 3))
+    add("8 bits, an escape", torch.float8_e5m2, (70,), 0.5, (1, 2, 3), far=0x40)
+    add("a scalar", torch.bfloat16, (), 1.0, (3,))
+    old = weights(torch.bfloat16, 8)
+    special = torch.tensor([-0x8000, 0, 0x7F80, -0x80, 0x7FC1, -0x3F, 1, -1], dtype=torch.int16)
+    bits(old)[:] = special
+    new = old.clone()
+    bits(new)[:] = special.flip(0)
+    found.append(coded_vector("special values", old, new))
+    return found
+
+
+def coded_vector(name: str, old: torch.Tensor, new: torch.Tensor) -> dict[str, Any]:
+    spec = spec_of("t", old)
+    positions = (bits(old) != bits(new)).nonzero().reshape(-1)
+    stored = encode(spec, unsigned(old), positions.numpy(), unsigned(new)[positions.numpy()])
+    table, _ = pack([(0, stored)])
+    return {
+        "name": name,
+        "dtype": spec.dtype,
+        "shape": list(spec.shape),
+        "old": bytes(raw_bytes(old)).hex(),
+        "positions": positions.tolist(),
+        "new": bytes(raw_bytes(bits(new)[positions])).hex(),
+        "lo": stored.lo,
+        "rows": stored.rows.tolist(),
+        "lengths": stored.lengths.tolist(),
+        "data": stored.data.tobytes().hex(),
+        "table": table.hex(),
+    }
 
 
 def make(folder: Path) -> None:
@@ -241,7 +379,7 @@ def make(folder: Path) -> None:
         with (
             mock.patch.object(uuid, "uuid4", pinned),
             mock.patch.object(publisher, "prove_create_only"),
-            mock.patch.object(publisher, "now", return_value="2026-01-31T12:00:00.000Z"),
+            mock.patch.object(resume, "now", return_value="2026-01-31T12:00:00.000Z"),
             mock.patch.object(committer, "now", return_value="2026-01-31T12:00:01.000Z"),
             mock.patch.object(committer, "writer_id", return_value="golden"),
             mock.patch.object(committer, "FIRST_PAUSE_S", 0.0),

@@ -1,11 +1,15 @@
 """The engine's own part, without a server: what it keeps to itself, and what an interrupt leaves."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from trainer import Trainer
 
 from patchstore.errors import UsageError
 from patchstore.spool import Spool
+from patchstore.tensors import bits
 from vllm_plugin import engine as module
 from vllm_plugin.derived import Derived
 from vllm_plugin.engine import DeltaWeightTransferEngine
@@ -35,8 +39,17 @@ def trainer(new_trainer) -> Trainer:
 
 
 @pytest.fixture
-def engine(trainer, tmp_path, monkeypatch) -> DeltaWeightTransferEngine:
-    """An engine of one rank, at version 0, that no vLLM has made."""
+def engine(trainer, new_engine) -> DeltaWeightTransferEngine:
+    return new_engine(trainer)
+
+
+@pytest.fixture
+def new_engine(tmp_path, monkeypatch) -> Callable[[Trainer], DeltaWeightTransferEngine]:
+    """Makes an engine of one rank, at version 0, that no vLLM has made."""
+    return partial(_engine, tmp_path, monkeypatch)
+
+
+def _engine(tmp_path, monkeypatch, trainer) -> DeltaWeightTransferEngine:
     monkeypatch.setattr(module, "groups", list)
     monkeypatch.setattr(DeltaWeightTransferEngine, "rank", 0)
     monkeypatch.setattr(DeltaWeightTransferEngine, "reset_weight_update_target", lambda self: None)
@@ -100,6 +113,22 @@ def test_a_version_that_is_staged_is_not_staged_again(engine, monkeypatch):
     monkeypatch.setattr(engine.updater, "_stage", lambda version: pytest.fail("staged again"))
     update(engine, 1)
     assert engine.updater.held.version == 1
+
+
+@pytest.mark.parametrize("encoding", ["gap", "context"])
+def test_weights_that_something_else_wrote_to_are_found_out_and_mended(new_trainer, new_engine, encoding):
+    trainer = new_trainer({name: 0.02 * torch.randn(8).bfloat16() for name in "ab"}, encoding=encoding)
+    for _ in range(4):
+        trainer.step(density=0.5)
+    engine = new_engine(trainer)
+    update(engine, 1)
+    engine.live._models[0].a.data.mul_(1.3)
+    with pytest.raises(RuntimeError, match="something else wrote to them"):
+        update(engine, 2)
+    assert engine.updater.torn
+    update(engine, 3)
+    assert torch.equal(bits(engine.live._models[0].a), bits(trainer.history[3]["a"]))
+    assert not engine.updater.torn
 
 
 def test_values_that_may_be_secrets_are_not_repeated():

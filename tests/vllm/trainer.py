@@ -22,13 +22,16 @@ class Trainer:
         *,
         anchor_every: int = 100,
         dtype: torch.dtype | None = torch.bfloat16,
+        encoding: str = "auto",
     ) -> None:
         self.url = str(folder)
         self.store = open_store(self.url)
         # One clone for all names of a tensor, so that tied ones stay tied.
         clones = {id(tensor): tensor.clone() for tensor in tensors.values()}
         self.tensors = {name: clones[id(tensor)] for name, tensor in tensors.items()}
-        self._publisher = Publisher(self.store, self.tensors, dtype=dtype, anchor_every=anchor_every)
+        self._publisher = Publisher(
+            self.store, self.tensors, dtype=dtype, encoding=encoding, anchor_every=anchor_every
+        )
         self._random = torch.Generator().manual_seed(11)
         self.history: list[dict[str, torch.Tensor]] = []
 

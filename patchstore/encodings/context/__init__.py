@@ -1,7 +1,15 @@
 """Encoding `context`: changes by the class of the old exponent, in tiles that are read apart."""
 
 from patchstore.encodings.context.classes import is_coded
-from patchstore.encodings.context.entries import Tiles, decode_patch, packed, packed_table, unpacked, unsigned
+from patchstore.encodings.context.entries import (
+    Tiles,
+    decode_patch,
+    packed,
+    packed_table,
+    pays,
+    unpacked,
+    unsigned,
+)
 from patchstore.encodings.context.stream import Coded, decode, encode
 from patchstore.encodings.context.table import Table, pack, unpack
 from patchstore.encodings.context.tiles import Tiling, tiling
@@ -18,6 +26,7 @@ __all__ = [
     "pack",
     "packed",
     "packed_table",
+    "pays",
     "tiling",
     "unpack",
     "unpacked",

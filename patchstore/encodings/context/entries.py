@@ -7,8 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from patchstore.encodings.context.classes import is_coded
 from patchstore.encodings.context.stream import Coded, decode
 from patchstore.encodings.context.table import pack, unpack
+from patchstore.encodings.context.tiles import tiling
 from patchstore.errors import CorruptObject
 from patchstore.model import TensorSpec
 from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype
@@ -16,7 +18,21 @@ from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype
 Tiles = npt.NDArray[np.int64] | None
 """Numbers of some of a tensor's tiles, ascending; None for all."""
 
+MANY_CHANGES = 4096
+FEW_TILES = 8
+
 _ENTRIES = ("table", "tiles")
+
+
+def pays(spec: TensorSpec, num_changed: int) -> bool:
+    """Whether changes of a tensor are to be coded.
+
+    A reader goes through tiles side by side, one change after the other: where tiles are few and changes
+    many, it would take longer than the bytes are worth.
+    """
+    if not is_coded(spec.dtype) or spec.num_elements == 0:
+        return False
+    return num_changed <= MANY_CHANGES or tiling(spec.shape).num_tiles >= FEW_TILES
 
 
 def packed(coded: Sequence[tuple[int, Coded]]) -> dict[str, torch.Tensor]:

@@ -94,6 +94,8 @@ def unpack(
     num_tensors = int(count.view("<u4")[0])
     head, rest = _take(where, rest, num_tensors * _RECORD.itemsize)
     records = head.view(_RECORD)
+    if not num_tensors:
+        raise CorruptObject(f"{where}: a table of no tensors")
     indices = records["index"].astype(np.int64)
     num_classes = records["num_classes"].astype(np.int64)
     bits = records["bits"].astype(np.int64)
