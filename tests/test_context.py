@@ -202,7 +202,7 @@ def test_few_tiles_with_many_changes_are_stored_as_gaps(store: MemoryStore) -> N
     with Publisher(store, model, encoding="context") as publisher:
         publisher.publish_patch(0).result()
         for tensor in model.values():
-            tensor *= 1.5
+            tensor.mul_(1.5)
         delta = publisher.publish_patch(1).result().delta
     assert delta is not None
     _, tensors = open_buffer("", bytearray(store.get(delta.payloads[0].key)))

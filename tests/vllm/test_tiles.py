@@ -24,7 +24,7 @@ SHAPES = {"column": (64, 48), "experts": (2, 32, 64), "fused": (96, 32), "odd": 
 
 
 class Slices(torch.nn.Module):
-    """Holds its part of each tensor: rows, columns, a fused pair of parts, and rows that cut through tiles."""
+    """Holds its part of each tensor: rows, columns, of a fused pair, and rows that cut through tiles."""
 
     def __init__(self, rank: int, num_ranks: int, dtype: torch.dtype) -> None:
         super().__init__()
