@@ -1,4 +1,4 @@
-"""What the kernels benchmark measures, and how: calls on one device, beside floors of the same run."""
+"""What benchmarks of kernels measure, and how: calls on one device, beside floors of the same run."""
 
 import gc
 import os
@@ -74,7 +74,20 @@ ENGINE: Mapping[str, Measure] = MappingProxyType(
         "digest": Measure(role="ours", about="digest all live weights", beside="read_weights"),
     }
 )
-MEASURES: Mapping[str, Mapping[str, Measure]] = MappingProxyType({"publisher": PUBLISHER, "engine": ENGINE})
+CONTEXT: Mapping[str, Measure] = MappingProxyType(
+    {
+        "read_weights": ENGINE["read_weights"],
+        "encode": Measure(role="ours", about="code a version against its parent", beside="read_weights"),
+        "decode": Measure(role="ours", about="positions and new bits again", beside="read_weights"),
+        "decode_columns": Measure(
+            role="ours", about="an eighth of the columns of every matrix", beside="decode"
+        ),
+        "decode_rows": Measure(role="ours", about="an eighth of the rows of every matrix", beside="decode"),
+    }
+)
+MEASURES: Mapping[str, Mapping[str, Measure]] = MappingProxyType(
+    {"publisher": PUBLISHER, "engine": ENGINE, "context": CONTEXT}
+)
 """By part."""
 
 WIDTH = 2

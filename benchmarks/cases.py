@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import apply, encodings, kernels, replay, serving
+from benchmarks import apply, context, encodings, kernels, replay, serving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,13 @@ CASES = (
         gate="tests/vllm/test_update.py",
         arguments=apply.arguments,
         run=apply.run,
+    ),
+    Case(
+        name="context",
+        about="Kernels of the encoding `context`: a version coded and decoded, whole and a rank's part.",
+        gate="tests/kernels/test_context.py",
+        arguments=context.arguments,
+        run=context.run,
     ),
     Case(
         name="encodings",

@@ -11,10 +11,12 @@ import argparse
 import gc
 from collections.abc import Iterator
 
-from benchmarks.bench import MEASURES, Bench, Row, Short, device
+from benchmarks.bench import Bench, Row, Short, device
 from benchmarks.kernels_engine import MIN_DENSITY, engine
 from benchmarks.kernels_publisher import publisher
 from benchmarks.shapes import SHAPES
+
+PARTS = ["publisher", "engine"]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="share of elements that a version changes",
     )
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each; interpreted: 1")
-    parser.add_argument(
-        "--parts", choices=list(MEASURES), nargs="+", default=list(MEASURES), help="`engine` needs vLLM"
-    )
+    parser.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS, help="`engine` needs vLLM")
     parser.add_argument("--host-gib", type=float, default=8.0, help="of the snapshot in host memory, at most")
 
 

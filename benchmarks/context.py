@@ -1,0 +1,400 @@
+"""Time the kernels of encoding `context` alone: a version coded against its parent, and decoded again.
+
+No store, no server and no transport: random weights on one GPU, of which a version changes small ones rather
+than large ones and by the least step mostly, as AdamW does in bfloat16. Without a GPU a few small tensors are
+coded alone.
+
+What is decoded is compared with what was changed before a row says how long that took; a difference ends the
+run.
+"""
+
+import argparse
+import gc
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.bench import WIDTH, Bench, Row, Short, Spent, device
+from benchmarks.shapes import SHAPES
+from patchstore.encodings.context import Coded, packed_table, tiling
+from patchstore.model import TensorSpec
+
+if TYPE_CHECKING:
+    from patchstore.kernels.context_decode import Decoded
+    from patchstore.kernels.context_encode import Encoded
+    from patchstore.kernels.context_tables import Segments, Tensors
+
+Array = npt.NDArray[Any]
+Launch = tuple[str, torch.cuda.Event, torch.cuda.Event]
+
+RANKS = 8
+"""Of tensor parallel: one holds an eighth. Measured is the second."""
+STEP_ELEMENTS = 1 << 26
+"""Changed at a time."""
+PROBE_ELEMENTS = 1 << 20
+"""From which is found how likely changes have to be for a density."""
+INTERPRETED_TILES = 300
+"""In all, where a tile takes long."""
+KERNELS = {
+    "patchstore.kernels.context_encode": ("_locate", "_fill", "_measure", "_order", "_write"),
+    "patchstore.kernels.context_decode": ("_count", "_parse", "_place"),
+}
+"""By module, those whose launches are timed apart."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), nargs="+", default=["qwen3-8b"], help="of the models"
+    )
+    parser.add_argument(
+        "--densities",
+        type=float,
+        nargs="+",
+        default=[0.003, 0.01, 0.03],
+        help="share of elements that a version changes",
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="timed calls of each; interpreted: 1")
+
+
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    """A row about each shape, then one for each measure and density."""
+    where = device()
+    if any(not 0 < density <= 0.5 for density in args.densities):
+        raise SystemExit("densities must be above 0, and 0.5 at most")
+    for name in args.shape:
+        bench = Bench(SHAPES[name], where, args.repeats)
+        bench.part = "context"
+        if not bench.is_gpu:
+            bench.specs = _small(bench.specs)
+        yield bench.about()
+        try:
+            bench.need(bench.num_bytes, "weights")
+            weights = Weights(bench)
+            spent, num_bytes = bench.read(weights.tensors)
+            yield bench.row("read_weights", spent, num_bytes=num_bytes) | _more()
+            for density in args.densities:
+                try:
+                    yield from _version(weights, density)
+                except Short as exc:
+                    yield bench.skipped(str(exc), density)
+            del weights
+        except Short as exc:
+            yield bench.skipped(str(exc))
+        gc.collect()
+
+
+def _small(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """One tensor of each shape, the smallest that there are."""
+    by_size = sorted({spec.shape: spec for spec in specs}.values(), key=lambda spec: spec.num_elements)
+    ends = list(accumulate(tiling(spec.shape).num_tiles for spec in by_size))
+    return tuple(by_size[: max(1, sum(end <= INTERPRETED_TILES for end in ends))])
+
+
+class Weights:
+    """Random weights, the parents of every version."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.random = torch.Generator(bench.device).manual_seed(0)
+        self.tensors = [self._normal(spec.shape) for spec in bench.specs]
+        self.addresses = np.array([each.data_ptr() for each in self.tensors], dtype=np.int64)
+
+    def _normal(self, shape: Sequence[int]) -> torch.Tensor:
+        found = torch.empty(tuple(shape), dtype=torch.bfloat16, device=self.bench.device)
+        return found.normal_(0, 0.02, generator=self.random)
+
+    def scale(self, density: float) -> float:
+        """By what `_odds` must be scaled for so many changes."""
+        exponents = _exponents(self._normal([PROBE_ELEMENTS]))
+        low, high = 1e-8, 1e4
+        for _ in range(40):
+            middle = (low * high) ** 0.5
+            if float(_odds(exponents, middle).mean()) > density:
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def change(self, density: float) -> "Version":
+        """Draw a version, with a change at least in every tensor."""
+        scale = self.scale(density)
+        drawn = [self._change(each.view(-1), scale) for each in self.tensors]
+        return Version(
+            positions=torch.cat([at for at, _ in drawn]),
+            values=torch.cat([new for _, new in drawn]),
+            bounds=np.array([0, *accumulate(len(at) for at, _ in drawn)], dtype=np.int64),
+        )
+
+    def _change(self, flat: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions (int32) and new bits (int16) of some elements."""
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for start in range(0, len(flat), STEP_ELEMENTS):
+            part = flat[start : start + STEP_ELEMENTS]
+            picked = (self._rand(len(part)) < _odds(_exponents(part), scale)).nonzero()[:, 0]
+            if not len(picked) and not found:
+                picked = torch.zeros(1, dtype=torch.int64, device=flat.device)
+            found.append(((picked + start).int(), self._moved(part[picked])))
+        return torch.cat([at for at, _ in found]), torch.cat([new for _, new in found])
+
+    def _moved(self, old: torch.Tensor) -> torch.Tensor:
+        """New bits of elements: a neighbour mostly, further away for tiny ones."""
+        bits, exponents = _bits(old), _exponents(old)
+        odds = torch.where(exponents < 113, 0.5, torch.where(exponents == 113, 0.1, 0.0))
+        is_far = self._rand(len(old)) < odds
+        far = torch.empty(len(old), device=old.device).exponential_(0.3, generator=self.random)
+        distance = 1 + is_far * (1 + far.int())
+        # Numbered in numerical order, and back.
+        number = torch.where(bits >= 0x8000, bits ^ 0xFFFF, bits | 0x8000)
+        number = (number + torch.where(self._rand(len(old)) < 0.5, distance, -distance)) & 0xFFFF
+        return torch.where(number >= 0x8000, number ^ 0x8000, number ^ 0xFFFF).to(torch.int16)
+
+    def _rand(self, num: int) -> torch.Tensor:
+        return torch.rand(num, device=self.bench.device, generator=self.random)
+
+
+def _bits(elements: torch.Tensor) -> torch.Tensor:
+    return elements.view(torch.int16).int() & 0xFFFF
+
+
+def _exponents(elements: torch.Tensor) -> torch.Tensor:
+    return (_bits(elements) >> 7) & 0xFF
+
+
+def _odds(exponents: torch.Tensor, scale: float) -> torch.Tensor:
+    """How likely elements change: a step of the same size moves half as many of twice the size."""
+    return (scale * torch.exp2((120 - exponents).float())).clamp_(max=0.95)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """What changed in all tensors, tensor by tensor, positions ascending in each."""
+
+    positions: torch.Tensor
+    values: torch.Tensor
+    bounds: Array
+
+    def of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        begin, end = self.bounds[index : index + 2].tolist()
+        return self.positions[begin:end], self.values[begin:end]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a rank has of the weights: where it lies, and which elements of each tensor it is."""
+
+    segments: "Segments"
+    windows: Sequence[tuple[int, int, int, int]]
+    """Of each tensor: its first row, the row after its last, and columns likewise."""
+    cols: Sequence[int]
+    """Of each tensor, whole."""
+    copies: Sequence[torch.Tensor]
+    """The memory of what does not lie in the weights themselves."""
+
+    @property
+    def num_elements(self) -> int:
+        return sum((bottom - top) * (right - left) for top, bottom, left, right in self.windows)
+
+    def has(self, index: int, positions: torch.Tensor) -> torch.Tensor:
+        """Which positions of a tensor are held."""
+        top, bottom, left, right = self.windows[index]
+        row, col = positions // self.cols[index], positions % self.cols[index]
+        return (row >= top) & (row < bottom) & (col >= left) & (col < right)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What a call returned, and what it took."""
+
+    result: Any
+    spent: Spent
+    peak_bytes: int | None
+    """Of device memory, at most, beside what was taken before."""
+    kernels_ms: dict[str, list[float]] | None
+    """Of each launch, in one more call."""
+
+    def row(
+        self, bench: Bench, measure: str, held: Held, density: float, num_changed: int, per_change: float
+    ) -> Row:
+        num_bytes = WIDTH * held.num_elements
+        row = bench.row(
+            measure,
+            self.spent,
+            density=density,
+            num_bytes=num_bytes,
+            num_changed=num_changed,
+            num_elements=held.num_elements,
+        )
+        return row | _more(per_change, self.peak_bytes, self.kernels_ms)
+
+
+def _more(
+    per_change: float | None = None,
+    peak_bytes: int | None = None,
+    kernels_ms: dict[str, list[float]] | None = None,
+) -> Row:
+    return {"bytes_per_change": per_change, "peak_bytes": peak_bytes, "kernels_ms": kernels_ms}
+
+
+def _version(weights: Weights, density: float) -> Iterator[Row]:
+    from patchstore.kernels import context_decode, context_encode, context_tables
+
+    bench, specs = weights.bench, weights.bench.specs
+    num_elements = bench.num_bytes // WIDTH
+    bench.need(int(40 * (density * num_elements + min(num_elements, STEP_ELEMENTS))), f"changing {density:g}")
+    version = weights.change(density)
+    geometry = context_tables.geometry([tiling(spec.shape) for spec in specs])
+    formats = np.array([context_tables.FORMATS[spec.dtype] for spec in specs], dtype=np.int64)
+    given = version.positions, version.values, version.bounds
+    encoding = _observe(bench, lambda: context_encode.encode(geometry, formats, weights.addresses, *given))
+    encoded = encoding.result
+    per_change = _num_bytes(specs, encoded) / len(version.positions)
+    cut = context_tables.tensors(geometry, formats, encoded.lo, encoded.num_classes, bench.device)
+    codes = torch.from_numpy(encoded.rows.astype(np.int64) @ [1, 1 << 8, 1 << 16])
+    starts = torch.from_numpy(np.concatenate([[0], encoded.lengths.cumsum()]))
+    coded = codes.to(bench.device, torch.int32), starts.to(bench.device), encoded.streams
+    for measure in ("decode", "decode_columns", "decode_rows"):
+        try:
+            held = _held(weights, cut, measure)
+        except Short as exc:
+            yield bench.skipped(str(exc), density)
+            continue
+        decoding = _observe(bench, partial(context_decode.decode, cut, held.segments, *coded))
+        num_changed = _check(version, held, decoding.result, f"{measure} of {density:g}")
+        if measure == "decode":
+            # Only now is it known that what was encoded is right.
+            yield encoding.row(bench, "encode", held, density, num_changed, per_change)
+        yield decoding.row(bench, measure, held, density, num_changed, per_change)
+
+
+def _held(weights: Weights, cut: "Tensors", measure: str) -> Held:
+    """What a measure decodes: an eighth of the columns, or of the rows, of every matrix that has 16."""
+    from patchstore.kernels import context_tables
+
+    bench = weights.bench
+    if measure == "decode_columns":
+        bench.need(bench.num_bytes // RANKS, measure)
+    boxes, addresses, strides, windows, copies = [], [], [], [], []
+    for spec, tensor, tiles in zip(bench.specs, weights.tensors, cut.tiles.tolist(), strict=True):
+        cols = spec.shape[-1]
+        num_rows = tensor.numel() // cols
+        box, address = [0, 0, 0, *tiles], tensor.data_ptr()
+        window, stride = (0, num_rows, 0, cols), cols
+        if measure == "decode_columns" and len(spec.shape) == 2 and cols % 16 == 0:
+            stride = cols // RANKS
+            copies.append(tensor[:, stride : 2 * stride].contiguous())
+            box[2] = box[5] = tiles[2] // RANKS
+            # Of the first element, if it were there.
+            address = copies[-1].data_ptr() - WIDTH * stride
+            window = (0, num_rows, stride, 2 * stride)
+        elif measure == "decode_rows" and len(spec.shape) == 2 and num_rows % 16 == 0:
+            box[1] = box[4] = tiles[1] // RANKS
+            window = (num_rows // RANKS, 2 * num_rows // RANKS, 0, cols)
+        boxes.append(box)
+        addresses.append(address)
+        strides.append((num_rows * stride, stride, 1))
+        windows.append(window)
+    segments = context_tables.segments(
+        cut,
+        np.arange(len(boxes)),
+        np.array(boxes),
+        np.array(addresses),
+        np.array(strides),
+        np.full(len(boxes), WIDTH),
+    )
+    return Held(
+        segments=segments,
+        windows=windows,
+        cols=[spec.shape[-1] for spec in bench.specs],
+        copies=copies,
+    )
+
+
+def _check(version: Version, held: Held, decoded: "Decoded", what: str) -> int:
+    """Return how many changes there are in what is held.
+
+    Raises:
+        SystemExit: what was decoded is not what was changed.
+    """
+    is_right = decoded.first_wrong is None
+    total = 0
+    for index in range(len(held.windows)):
+        begin, end = decoded.bounds[index : index + 2].tolist()
+        found, order = decoded.positions[begin:end].sort()
+        wanted, values = version.of(index)
+        mine = held.has(index, wanted)
+        is_right = is_right and torch.equal(found, wanted[mine])
+        is_right = is_right and torch.equal(decoded.values[begin:end][order], values[mine])
+        total += len(found)
+    if not is_right:
+        raise SystemExit(f"{what}: what was decoded is not what was changed")
+    return total
+
+
+def _num_bytes(specs: Sequence[TensorSpec], encoded: "Encoded") -> int:
+    """Of the payload's entries: streams, and the table of tensors, classes and lengths."""
+    rows = np.split(encoded.rows, np.cumsum(encoded.num_classes)[:-1])
+    lengths = np.split(encoded.lengths, np.cumsum([tiling(spec.shape).num_tiles for spec in specs])[:-1])
+    nothing = np.zeros(0, dtype=np.uint8)
+    items = [
+        (index, Coded(lo=int(lo), rows=its_rows, lengths=its_lengths, data=nothing))
+        for index, (lo, its_rows, its_lengths) in enumerate(zip(encoded.lo, rows, lengths, strict=True))
+    ]
+    return len(encoded.streams) + len(packed_table(items))
+
+
+def _observe(bench: Bench, call: Callable[[], Any]) -> Observed:
+    """Time a call, then once more each of its kernels, and the memory that it takes beside what is there."""
+    if not bench.is_gpu:
+        results: list[Any] = []
+        spent = bench.time(lambda: results.append(call()), is_slow=True)
+        return Observed(result=results[-1], spent=spent, peak_bytes=None, kernels_ms=None)
+    spent = bench.time(call, is_slow=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with _timed_kernels() as launches:
+        result = call()
+    torch.cuda.synchronize()
+    kernels_ms: dict[str, list[float]] = {}
+    for name, began, ended in launches:
+        kernels_ms.setdefault(name.strip("_"), []).append(began.elapsed_time(ended))
+    peak_bytes = torch.cuda.max_memory_allocated() - before
+    return Observed(result=result, spent=spent, peak_bytes=peak_bytes, kernels_ms=kernels_ms)
+
+
+@contextmanager
+def _timed_kernels() -> Iterator[list[Launch]]:
+    """Give the launches of `KERNELS` inside."""
+    launches: list[Launch] = []
+    with ExitStack() as stack:
+        for path, names in KERNELS.items():
+            module = importlib.import_module(path)
+            for name in names:
+                timed = _Timed(name, getattr(module, name), launches)
+                stack.enter_context(mock.patch.object(module, name, timed))
+        yield launches
+
+
+class _Timed:
+    """A kernel with an event before and after each launch."""
+
+    def __init__(self, name: str, kernel: Any, launches: list[Launch]) -> None:
+        self._name, self._kernel, self._launches = name, kernel, launches
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began.record()
+        self._kernel[grid](*args, **kwargs)
+        ended.record()
+        self._launches.append((self._name, began, ended))
