@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from benchmarks.bench import WIDTH, Bench, Row, Short, Spent, device
+from benchmarks.context_version import STEP_ELEMENTS, Version, Weights
 from benchmarks.shapes import SHAPES
 from patchstore.encodings.context import Coded, packed_table, tiling
 from patchstore.model import TensorSpec
@@ -33,15 +33,10 @@ if TYPE_CHECKING:
     from patchstore.kernels.context_encode import Encoded
     from patchstore.kernels.context_tables import Segments, Tensors
 
-Array = npt.NDArray[Any]
 Launch = tuple[str, torch.cuda.Event, torch.cuda.Event]
 
 RANKS = 8
 """Of tensor parallel: one holds an eighth. Measured is the second."""
-STEP_ELEMENTS = 1 << 26
-"""Changed at a time."""
-PROBE_ELEMENTS = 1 << 20
-"""From which is found how likely changes have to be for a density."""
 INTERPRETED_TILES = 300
 """In all, where a tile takes long."""
 KERNELS = {
@@ -97,94 +92,6 @@ def _small(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     by_size = sorted({spec.shape: spec for spec in specs}.values(), key=lambda spec: spec.num_elements)
     ends = list(accumulate(tiling(spec.shape).num_tiles for spec in by_size))
     return tuple(by_size[: max(1, sum(end <= INTERPRETED_TILES for end in ends))])
-
-
-class Weights:
-    """Random weights, the parents of every version."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.bench = bench
-        self.random = torch.Generator(bench.device).manual_seed(0)
-        self.tensors = [self._normal(spec.shape) for spec in bench.specs]
-        self.addresses = np.array([each.data_ptr() for each in self.tensors], dtype=np.int64)
-
-    def _normal(self, shape: Sequence[int]) -> torch.Tensor:
-        found = torch.empty(tuple(shape), dtype=torch.bfloat16, device=self.bench.device)
-        return found.normal_(0, 0.02, generator=self.random)
-
-    def scale(self, density: float) -> float:
-        """By what `_odds` must be scaled for so many changes."""
-        exponents = _exponents(self._normal([PROBE_ELEMENTS]))
-        low, high = 1e-8, 1e4
-        for _ in range(40):
-            middle = (low * high) ** 0.5
-            if float(_odds(exponents, middle).mean()) > density:
-                high = middle
-            else:
-                low = middle
-        return low
-
-    def change(self, density: float) -> "Version":
-        """Draw a version, with a change at least in every tensor."""
-        scale = self.scale(density)
-        drawn = [self._change(each.view(-1), scale) for each in self.tensors]
-        return Version(
-            positions=torch.cat([at for at, _ in drawn]),
-            values=torch.cat([new for _, new in drawn]),
-            bounds=np.array([0, *accumulate(len(at) for at, _ in drawn)], dtype=np.int64),
-        )
-
-    def _change(self, flat: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions (int32) and new bits (int16) of some elements."""
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for start in range(0, len(flat), STEP_ELEMENTS):
-            part = flat[start : start + STEP_ELEMENTS]
-            picked = (self._rand(len(part)) < _odds(_exponents(part), scale)).nonzero()[:, 0]
-            if not len(picked) and not found:
-                picked = torch.zeros(1, dtype=torch.int64, device=flat.device)
-            found.append(((picked + start).int(), self._moved(part[picked])))
-        return torch.cat([at for at, _ in found]), torch.cat([new for _, new in found])
-
-    def _moved(self, old: torch.Tensor) -> torch.Tensor:
-        """New bits of elements: a neighbour mostly, further away for tiny ones."""
-        bits, exponents = _bits(old), _exponents(old)
-        odds = torch.where(exponents < 113, 0.5, torch.where(exponents == 113, 0.1, 0.0))
-        is_far = self._rand(len(old)) < odds
-        far = torch.empty(len(old), device=old.device).exponential_(0.3, generator=self.random)
-        distance = 1 + is_far * (1 + far.int())
-        # Numbered in numerical order, and back.
-        number = torch.where(bits >= 0x8000, bits ^ 0xFFFF, bits | 0x8000)
-        number = (number + torch.where(self._rand(len(old)) < 0.5, distance, -distance)) & 0xFFFF
-        return torch.where(number >= 0x8000, number ^ 0x8000, number ^ 0xFFFF).to(torch.int16)
-
-    def _rand(self, num: int) -> torch.Tensor:
-        return torch.rand(num, device=self.bench.device, generator=self.random)
-
-
-def _bits(elements: torch.Tensor) -> torch.Tensor:
-    return elements.view(torch.int16).int() & 0xFFFF
-
-
-def _exponents(elements: torch.Tensor) -> torch.Tensor:
-    return (_bits(elements) >> 7) & 0xFF
-
-
-def _odds(exponents: torch.Tensor, scale: float) -> torch.Tensor:
-    """How likely elements change: a step of the same size moves half as many of twice the size."""
-    return (scale * torch.exp2((120 - exponents).float())).clamp_(max=0.95)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
-    """What changed in all tensors, tensor by tensor, positions ascending in each."""
-
-    positions: torch.Tensor
-    values: torch.Tensor
-    bounds: Array
-
-    def of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        begin, end = self.bounds[index : index + 2].tolist()
-        return self.positions[begin:end], self.values[begin:end]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +264,7 @@ def _observe(bench: Bench, call: Callable[[], Any]) -> Observed:
         results: list[Any] = []
         spent = bench.time(lambda: results.append(call()), is_slow=True)
         return Observed(result=results[-1], spent=spent, peak_bytes=None, kernels_ms=None)
-    spent = bench.time(call, is_slow=True)
+    spent = bench.time(call)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with _timed_kernels() as launches:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 
-from patchstore import checksum, payload
+from patchstore import checksum, parts, payload
 from patchstore.encodings import RELATIVE, EncodedTensor, named
 from patchstore.encodings.context import Coded, Tiles, decode_patch
 from patchstore.errors import CorruptObject, NotFound
@@ -150,12 +150,14 @@ def deltas(
     schema: Mapping[str, TensorSpec],
     scratch: Path | None,
     spool: "Spool | None" = None,
+    needs: parts.Needs | None = None,
 ) -> Iterator[Deltas]:
     """Download and open the deltas of these versions; their files are gone when the block ends.
 
     Args:
         scratch: folder for temporary files of the deltas' size; None for the system's.
         spool: where their files are instead, if given; they are gone when no other process needs them.
+        needs: which tiles of coded tensors to read, if not all; `parts` says what is not checked then.
 
     Raises:
         CorruptObject: a payload is not what its manifest names, or not a delta of this run.
@@ -171,8 +173,11 @@ def deltas(
             # Before anything is fetched, so that a newer release's bucket fails at once.
             named(manifest.delta.encoding)
             for wanted in manifest.delta.payloads:
-                buffer = _mapped(files.enter_context(local(wanted)))
-                found = payload.read_delta(wanted.key, buffer, manifest, schema)
+                if needs is not None and manifest.delta.encoding == RELATIVE:
+                    found = parts.read(store, wanted, manifest, schema, needs)
+                else:
+                    buffer = _mapped(files.enter_context(local(wanted)))
+                    found = payload.read_delta(wanted.key, buffer, manifest, schema)
                 for earlier, _, others in versions:
                     # Each is coded against the parent, and not against what another one has changed.
                     both = found.keys() & others.keys() if earlier.version == manifest.version else ()

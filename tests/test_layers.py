@@ -34,6 +34,7 @@ LAYERS = {
     "patchstore.follower": 3,
     "patchstore.rebuild": 3,
     "patchstore.relative": 3,
+    "patchstore.parts": 3,
     "patchstore.device_coding": 3,
     "patchstore.transcode": 3,
     "patchstore.cli": 4,

@@ -174,8 +174,9 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Opening again, also another store, keeps the weights and finds their version anew.
 
         Args:
-            init_info: `store` (a URL), and optionally `storage_options` and `scratch`, a folder of this user
-                alone on a local disk, in which the ranks of a host share what they fetch.
+            init_info: `store` (a URL), and optionally `storage_options`; `scratch`, a folder of this user
+                alone on a local disk, in which the ranks of a host share what they fetch; `partial`, whether
+                each rank reads only its own part of coded deltas instead.
 
         Raises:
             RuntimeError: any rank could not; all are as before, or say that they are torn, and an update that
@@ -208,7 +209,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def _open(self, given: Mapping[str, Any], opened: list[tuple[Updater, LiveWeights, Trace]]) -> Share:
-        types: dict[str, type] = {"store": str, "storage_options": dict, "scratch": str}
+        types: dict[str, type] = {"store": str, "storage_options": dict, "scratch": str, "partial": bool}
         known = _keywords("init_info", given, types, required={"store"})
         worker = self._worker()
         if worker is None:
@@ -225,7 +226,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         live = self._live(models)
         store = open_store(known["store"], **known.get("storage_options", {}))
         try:
-            updater = Updater(store, live, spool)
+            updater = Updater(store, live, spool, is_partial=known.get("partial", False))
             traced = updater.trace()
         except BaseException:
             store.close()

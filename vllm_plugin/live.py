@@ -284,6 +284,12 @@ class LiveWeights:
         tiles = tiling(self.map.schema.by_name()[name].shape)
         return np.sort(np.concatenate([each.numbers(tiles) for each in found]))
 
+    def needs(self, spec: TensorSpec) -> Tiles:
+        """Which tiles of a coded tensor an update of what is served takes, ascending; None for all."""
+        if spec.name in self.map.computed or spec.name in self.cut:
+            return None
+        return self._tiles(spec.name) if self._boxes.get(spec.name) else np.zeros(0, dtype=np.int64)
+
     def gathered(self, name: str) -> torch.Tensor:
         """Return a copied name's tensor, flat, with zeros where this rank has nothing."""
         spec = self.map.schema.by_name()[name]

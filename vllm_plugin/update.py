@@ -69,8 +69,11 @@ class Updater:
     they hold already, if any.
     """
 
-    def __init__(self, store: Store, live: LiveWeights, spool: Spool) -> None:
+    def __init__(self, store: Store, live: LiveWeights, spool: Spool, *, is_partial: bool = False) -> None:
         """Open a run.
+
+        Args:
+            is_partial: whether to read only what this rank needs of coded deltas.
 
         Raises:
             VersionNotFound: the store holds no run.
@@ -91,6 +94,7 @@ class Updater:
         self.num_commits = 0
         self._live = live
         self._spool = spool
+        self._is_partial = is_partial
         self._mirror: dict[str, torch.Tensor] = {}
         """Names that are calculated, or `cut`, in full, as they are in the held version."""
         self._staged: Staged | None = None
@@ -314,7 +318,10 @@ class Updater:
                 anchor = leases.enter_context(
                     fetch.local_anchor(self.store, route.anchor, specs, self._spool)
                 )
-            deltas = leases.enter_context(fetch.deltas(self.store, route.deltas, specs, None, self._spool))
+            needs = self._live.needs if self._is_partial and route.anchor is None else None
+            deltas = leases.enter_context(
+                fetch.deltas(self.store, route.deltas, specs, None, self._spool, needs)
+            )
             fetched = time.monotonic()
             copied = sorted(deltas.names - mapped.computed)
             base = anchor if route.anchor is not None else self._mirror

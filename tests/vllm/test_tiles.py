@@ -73,8 +73,8 @@ def live_weights(kind: type[LiveWeights], num_ranks: int, dtype: torch.dtype, sc
         pytest.param("kernels", 4, torch.float8_e4m3fn, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("num_versions", [1, 3])
-def test_every_rank_decodes_its_own_part(tmp_path, kind, num_ranks, dtype, num_versions):
+@pytest.mark.parametrize(("num_versions", "is_partial"), [(1, True), (3, False)])
+def test_every_rank_decodes_its_own_part(tmp_path, kind, num_ranks, dtype, num_versions, is_partial):
     random = torch.Generator().manual_seed(1)
     model = {n: (0.02 * torch.randn(s, generator=random)).to(dtype) for n, s in SHAPES.items()}
     started = {name: tensor.clone() for name, tensor in model.items()}
@@ -97,7 +97,8 @@ def test_every_rank_decodes_its_own_part(tmp_path, kind, num_ranks, dtype, num_v
         live.load(started)
         # Nothing else would tell the parent's bits of a tile that is held in part.
         base = {name: started[name] for name in live.cut}
-        with fetch.deltas(store, manifests, header.schema.by_name(), None, Spool(tmp_path)) as deltas:
+        specs, needs = header.schema.by_name(), live.needs if is_partial else None
+        with fetch.deltas(store, manifests, specs, None, Spool(tmp_path), needs) as deltas:
             change = live.stage_deltas(deltas, sorted(deltas.names), base, keep_old=True)
         live.scatter(change)
         for name, tensor in model.items():
