@@ -85,6 +85,8 @@ def pause(rows: Sequence[Row]) -> Any:
     figure = _figure(2.4 * len(places) + 0.6)
     ways = [way for way in _WAYS if any(row["way"] == way for row in rows)]
     longest_ms = 1000 * max(row["pause_s"] for row in rows)
+    # A bar that begins above its end is not drawn.
+    least_ms = min(1.0, 500 * min(row["pause_s"] for row in rows))
     for axes, ((shape, device), group) in zip(_panels(figure, len(places)), places.items(), strict=True):
         densities = sorted({row["density"] for row in group})
         here = [way for way in ways if any(row["way"] == way for row in group)]
@@ -95,10 +97,13 @@ def pause(rows: Sequence[Row]) -> Any:
             heights = [found[each] for each in densities if each in found]
             bars = axes.bar(xs, heights, width * 0.92, color=_WAYS[way][0])
             axes.bar_label(
-                bars, labels=[f"{each:.{int(each < 10)}f}" for each in heights], fontsize=8, padding=1
+                bars,
+                labels=[f"{each:.{2 - (each >= 1) - (each >= 10)}f}" for each in heights],
+                fontsize=8,
+                padding=1,
             )
         # The same in all panels, so that their bars can be compared.
-        _logarithmic(axes, 1.0, 2 * longest_ms)
+        _logarithmic(axes, least_ms, 2 * longest_ms)
         axes.set_xticks(range(len(densities)), [f"{_percent(each)} changed" for each in densities])
         axes.set_ylabel("pause, ms", fontsize=8)
         axes.set_title(f"{shape} on {device}", fontsize=9, loc="left")
