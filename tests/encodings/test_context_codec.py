@@ -221,8 +221,11 @@ def test_a_table_comes_back() -> None:
         assert np.array_equal(again.rows, coded.rows)
         assert np.array_equal(again.lengths, coded.lengths)
         assert np.array_equal(again.data, coded.data)
-    none, _ = pack([])
-    assert len(unpack("payload", np.frombuffer(none, dtype=np.uint8), 0, specs).indices) == 0
+
+
+def test_a_table_of_no_tensors_is_refused() -> None:
+    with pytest.raises(CorruptObject, match="no tensors"):
+        unpack("payload", np.zeros(4, dtype=np.uint8), 0, make_table()[0])
 
 
 BAD_BYTES = [

@@ -74,6 +74,7 @@ def parse_table(
 ) -> list[tuple[str, int, list[bytes], list[int]]]:
     """Return name, `lo`, rows, and lengths of tiles of every coded tensor."""
     (count,) = struct.unpack_from("<I", table)
+    need(count > 0, "a table of no tensors")
     headers = [struct.unpack_from("<IBBBBI", table, 4 + 12 * i) for i in range(count)]
     places, names, at = [header[0] for header in headers], list(schema), 4 + 12 * count
     need(all(a < b for a, b in pairwise(places)), "places do not ascend")

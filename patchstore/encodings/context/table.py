@@ -53,10 +53,8 @@ class Table:
 
 
 def pack(items: Sequence[tuple[int, Coded]]) -> tuple[bytes, list[npt.NDArray[np.uint8]]]:
-    """Return the table of (index in the schema, change) with ascending indices, and the parts of `tiles`."""
+    """Return the table of (index in the schema, change), at least one, ascending, and the parts of `tiles`."""
     records = np.zeros(len(items), dtype=_RECORD)
-    if not items:
-        return _head(records), []
     num_tiles = np.array([len(coded.lengths) for _, coded in items])
     lengths = np.concatenate([coded.lengths for _, coded in items])
     starts = num_tiles.cumsum() - num_tiles
