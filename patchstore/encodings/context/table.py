@@ -53,7 +53,7 @@ class Table:
 
 
 def pack(items: Sequence[tuple[int, Coded]]) -> tuple[bytes, list[npt.NDArray[np.uint8]]]:
-    """Return the table of (index in the schema, change), at least one, ascending, and the parts of `tiles`."""
+    """Return the table of some (index in the schema, change), ascending, and the parts of `tiles`."""
     records = np.zeros(len(items), dtype=_RECORD)
     num_tiles = np.array([len(coded.lengths) for _, coded in items])
     lengths = np.concatenate([coded.lengths for _, coded in items])
