@@ -105,7 +105,7 @@ class Publisher:
     transfer. On a GPU, also room for what a comparison finds: 18 bytes for each 8 that have a change in them,
     at first for one in 64 (3.5 % of the weights), and while that is encoded the payload; to code `context`
     22 bytes a change and 110 a tile of 65,536 elements or fewer. Until a change is coded the snapshot is not
-    free either: the next call waits for that, and on the CPU it takes a second for 100 million elements.
+    free either: the next call waits for that, and on the CPU it takes a second for 70 million elements.
     An anchor is uploaded from the snapshot itself, so the call after an anchor waits until it is stored.
     """
 

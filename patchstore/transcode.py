@@ -56,6 +56,8 @@ def transcode(
             if spec.name not in deltas.names:
                 continue
             exact = _exact(deltas.merged(spec, parent), parent)
+            if not len(exact.indices):
+                continue
             coding.add(spec, exact, parent)
             if encoding == "gap":
                 exact = bridged(spec, exact, bits(parent))

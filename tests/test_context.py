@@ -13,8 +13,9 @@ from patchstore.errors import PublishFailed, StateMismatch, UnsupportedFormat, U
 from patchstore.payload import open_buffer
 from patchstore.rebuild import replay, verify
 from patchstore.stores.memory import MemoryStore
-from patchstore.tensors import TORCH_DTYPES, bits
+from patchstore.tensors import TORCH_DTYPES, bits, raw_bytes, spec_of
 from patchstore.transcode import transcode
+from tests.format import bad_buckets, surgery
 from tests.weights import Run, State, assert_same_bits, served
 
 DENSITIES = (0.0, 0.0003, 0.01, 0.2, 0.9, 1.0)
@@ -231,6 +232,24 @@ def test_a_delta_is_written_as_a_publisher_with_that_encoding_would(
     _, theirs = open_buffer("theirs", bytearray(b"".join(stores[target].store.read(stored.key))))
     assert_same_bits(mine, theirs)
     assert num_bytes == (tmp_path / "delta").stat().st_size
+
+
+def test_a_tensor_whose_patch_changes_nothing_is_left_out(tmp_path: Path) -> None:
+    objects = surgery.load(Path(__file__).parent / "golden" / "v1-gap")
+    store = surgery.store_of(objects)
+    _, stated = surgery.entries(surgery.payload(objects, 1, "delta"))
+    before: State = {}
+    Follower(store, before).update(0)
+    name = next(
+        n for n, t in before.items() if f"{n}.idx" not in stated and t.dtype == torch.bfloat16 and t.numel()
+    )
+    spec = spec_of(name, before[name])
+    value = bytes(raw_bytes(before[name].view(-1)[:1]))
+    same = {f"{name}.idx": ("U16", [1], bytes(2)), f"{name}.val": (spec.dtype, [1], value)}
+    bad_buckets.second_payload(same, {name: {"dtype": spec.dtype, "shape": list(spec.shape)}})(objects)
+    transcode(surgery.store_of(objects), 1, encoding="raw", out=tmp_path / "delta")
+    _, tensors = open_buffer("", bytearray((tmp_path / "delta").read_bytes()))
+    assert tensors.keys() == stated.keys()
 
 
 def test_what_cannot_be_transcoded_says_why(run: Run, tmp_path: Path) -> None:

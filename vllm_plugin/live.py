@@ -73,7 +73,8 @@ class LiveWeights:
         self._map: WeightMap | None = None
         self._boxes: Mapping[str, list[Box] | None] = {}
         self.cut: frozenset[str] = frozenset()
-        """Names of which a coded delta cannot be decoded from what is served: regions cut through tiles."""
+        """Names of which a coded delta is not decoded from what is served: regions cut through tiles, or some
+        part is served nowhere, so that no digest tells whether the rest is right."""
         self._watched: set[str] = set()
         self._places: dict[str, tuple[object, ...]] = {}
         self._slots: list[tuple[Mapping[str, torch.Tensor | None], str, int]] = []
@@ -112,7 +113,8 @@ class LiveWeights:
             for name, found in mapped.regions.items()
             if found and is_coded(specs[name].dtype)
         }
-        self.cut = frozenset(name for name, found in self._boxes.items() if found is None)
+        # What nobody can prove must not say what a delta means either.
+        self.cut = frozenset(n for n, found in self._boxes.items() if found is None or n in mapped.partial)
         # Other buffers may move: vLLM makes some anew, such as a cache of rotations in another dtype.
         self._watched = {name for index in self.written() for name in mapped.runtimes[index].names}
         self._places = self._places_now()
