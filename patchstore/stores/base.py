@@ -7,7 +7,7 @@ object stores are: listings may lag, and a write may have happened although it r
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
@@ -34,6 +34,9 @@ class Store(ABC):
 
     url: str
     """Where this is, as given to `open_store`; holds no secrets."""
+    single_writer: bool = False
+    """Whether the guarantee is the caller's word that nobody else publishes here, because the store has none.
+    A second writer is then noticed at best, and not kept out."""
 
     @abstractmethod
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
@@ -111,6 +114,42 @@ class Store(ABC):
                         parts.append(pool.submit(self.get, key, offset, min(offset + PART_BYTES, stop)))
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
+
+    def read_into(self, key: str, buffer: memoryview, start: int = 0) -> int:
+        """Fill a writable buffer of bytes with an object's from `start` on, as ranges fetched in parallel.
+
+        Each goes to its place as it arrives, so an object of any size passes without a second copy of it.
+
+        Returns:
+            How many bytes there were, at most the buffer's; what follows them in the buffer is unspecified.
+
+        Raises:
+            NotFound: no such object. As after every error, the buffer holds anything.
+        """
+        check_range(start, None)
+
+        def fill(offset: int) -> int:
+            stop = min(offset + PART_BYTES, len(buffer))
+            part = self.get(key, start + offset, start + stop)
+            buffer[offset : offset + len(part)] = part
+            return len(part)
+
+        with ThreadPoolExecutor(NUM_PARTS, thread_name_prefix="patchstore-read") as pool:
+            filling = [pool.submit(fill, offset) for offset in range(0, len(buffer), PART_BYTES)]
+            try:
+                return sum(each.result() for each in filling)
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def subscribe(self, wake: Callable[[], None]) -> Callable[[], None] | None:
+        """Have `wake` called, on a thread of the store's, whenever something may have changed here.
+
+        A hint only: calls may be missing, late or needless, so whoever waits also looks by themselves.
+
+        Returns:
+            What ends it, or None where the store has no such feed.
+        """
+        return None
 
     def close(self) -> None:
         """Release connections; the store must not be used afterwards."""
