@@ -21,19 +21,21 @@ from patchstore.kernels.context_tables import (
     Tensors,
     bits_of,
     box,
-    classes_of,
+    class_rule,
+    eights,
+    halves,
     is_aligned,
     quarters,
-    tally,
-    vectors,
 )
 
 LANES = 32
 """Streams that a program reads: it is one warp, whose threads go on together."""
 PLACED = 256
 """Changes that a program places at once."""
-PROGRAMS_PER_PROCESSOR = 4
+PROGRAMS_PER_PROCESSOR = 3
 """As many as run at a time. Each has 64 bytes of scratch for 64 elements of a tile, to stay in the caches."""
+PLACING = {"num_warps": 8, "maxnreg": 80}
+"""So that 24 warps run on a processor: it is the waiting for memory that takes long. Measured on an H200."""
 NONE = 2**31 - 1
 
 _TENSOR = context_tables._TENSOR
@@ -68,30 +70,43 @@ def _count(
             tensors, segments, owners, job, MEMORY_WIDTH
         )
         num = num_rows * num_cols
-        even = tl.zeros((VECTORS,), tl.int64)
-        odd = tl.zeros((VECTORS,), tl.int64)
-        # At most 16 times, so that 8 bits are enough for counts.
         if is_aligned(address, num_cols, row_stride, col_stride, MEMORY_WIDTH):
-            for begin in range(0, num, VECTORS * 8):
-                bits, inside = vectors(
-                    address, begin, num, num_cols, row_stride, col_stride, VECTORS, True, MEMORY, WIDENED
-                )
-                low, high = tally(classes_of(bits, row), inside)
-                even += low
-                odd += high
+            even, odd = count_classes(
+                row, address, num, num_cols, row_stride, col_stride,
+                VECTORS, True, MEMORY, MEMORY_WIDTH, WIDENED,
+            )  # fmt: skip
         else:
-            for begin in range(0, num, VECTORS * 8):
-                bits, inside = vectors(
-                    address, begin, num, num_cols, row_stride, col_stride, VECTORS, False, MEMORY, WIDENED
-                )
-                low, high = tally(classes_of(bits, row), inside)
-                even += low
-                odd += high
+            even, odd = count_classes(
+                row, address, num, num_cols, row_stride, col_stride,
+                VECTORS, False, MEMORY, MEMORY_WIDTH, WIDENED,
+            )  # fmt: skip
         first, second, third, fourth = quarters(even, odd)
         _total(first, counts + job * 16, totals + tensor * 16, ALL)
         _total(second, counts + job * 16 + 1, totals + tensor * 16 + 1, ALL)
         _total(third, counts + job * 16 + 2, totals + tensor * 16 + 2, ALL)
         _total(fourth, counts + job * 16 + 3, totals + tensor * 16 + 3, ALL)
+
+
+@triton.jit
+def count_classes(
+    row, address, num, num_cols, row_stride, col_stride,
+    VECTORS: tl.constexpr, ALIGNED: tl.constexpr, MEMORY: tl.constexpr, MEMORY_WIDTH: tl.constexpr,
+    WIDENED: tl.constexpr,
+):  # fmt: skip
+    """Count the classes of a tile: of even and odd ones, int64 [VECTORS], 8 bits each."""
+    shift, mask, lowest, last = class_rule(row)
+    even = tl.zeros((VECTORS,), tl.int64)
+    odd = tl.zeros((VECTORS,), tl.int64)
+    # At most 16 times, so that 8 bits are enough for counts.
+    for begin in range(0, num, VECTORS * 8):
+        counts, _ = eights(
+            address, begin + tl.arange(0, VECTORS) * 8, num, num_cols, row_stride, col_stride,
+            shift, mask, lowest, last, ALIGNED, MEMORY, MEMORY_WIDTH, WIDENED,
+        )  # fmt: skip
+        low, high = halves(counts)
+        even += low
+        odd += high
+    return even, odd
 
 
 @triton.jit
@@ -298,22 +313,25 @@ def _parse(
 @triton.jit
 def list_classes(
     row, address, num, num_cols, row_stride, col_stride, listed, sums,
-    VECTORS: tl.constexpr, ALIGNED: tl.constexpr, MEMORY: tl.constexpr, WIDENED: tl.constexpr,
+    VECTORS: tl.constexpr, ALIGNED: tl.constexpr, MEMORY: tl.constexpr, MEMORY_WIDTH: tl.constexpr,
+    WIDENED: tl.constexpr,
 ):  # fmt: skip
     """Keep the classes of a tile, 4 bits each, and their counts in each 64 elements, 8 bits each."""
+    shift, mask, lowest, last = class_rule(row)
+    nth = tl.arange(0, VECTORS)
     for begin in range(0, num, VECTORS * 8):
-        bits, inside = vectors(
-            address, begin, num, num_cols, row_stride, col_stride, VECTORS, ALIGNED, MEMORY, WIDENED
-        )
-        classes = classes_of(bits, row)
-        even, odd = tally(classes, inside)
-        packed = tl.sum(classes << (tl.arange(0, 8) * 4)[None, :], axis=1)
-        tl.store(listed + begin // 8 + tl.arange(0, VECTORS), packed)
-        even = tl.sum(tl.reshape(even, (VECTORS // 8, 8)), axis=1)
-        odd = tl.sum(tl.reshape(odd, (VECTORS // 8, 8)), axis=1)
-        at = (begin // 64 + tl.arange(0, VECTORS // 8)) * 4
-        tl.store(sums + at, even)
-        tl.store(sums + at + 1, odd)
+        counts, packed = eights(
+            address, begin + nth * 8, num, num_cols, row_stride, col_stride,
+            shift, mask, lowest, last, ALIGNED, MEMORY, MEMORY_WIDTH, WIDENED,
+        )  # fmt: skip
+        tl.store(listed + begin // 8 + nth, packed)
+        even, odd = halves(counts)
+        even = tl.sum(tl.reshape(even, (VECTORS // 8, 8)), axis=1, keep_dims=True)
+        odd = tl.sum(tl.reshape(odd, (VECTORS // 8, 8)), axis=1, keep_dims=True)
+        # Two of the eight threads that have a sum store it, so that none has to be handed on.
+        lane = tl.arange(0, 8)[None, :]
+        block = (begin // 64 + tl.arange(0, VECTORS // 8)[:, None]) * 4
+        tl.store(sums + block + lane, tl.where(lane == 0, even, odd), mask=lane < 2)
 
 
 @triton.jit
@@ -327,12 +345,14 @@ def index_classes(
     listed = (scratch + 4 * BLOCKS).to(tl.pointer_type(tl.int32))
     if is_aligned(address, num_cols, row_stride, col_stride, MEMORY_WIDTH):
         list_classes(
-            row, address, num, num_cols, row_stride, col_stride, listed, sums, VECTORS, True, MEMORY, WIDENED
-        )
+            row, address, num, num_cols, row_stride, col_stride, listed, sums,
+            VECTORS, True, MEMORY, MEMORY_WIDTH, WIDENED,
+        )  # fmt: skip
     else:
         list_classes(
-            row, address, num, num_cols, row_stride, col_stride, listed, sums, VECTORS, False, MEMORY, WIDENED
-        )
+            row, address, num, num_cols, row_stride, col_stride, listed, sums,
+            VECTORS, False, MEMORY, MEMORY_WIDTH, WIDENED,
+        )  # fmt: skip
     tl.debug_barrier()
     at = tl.arange(0, BLOCKS)
     mine = at * 64 < num
@@ -380,7 +400,33 @@ def bits_of_key(key, width):
     return tl.where((key & top) != 0, key ^ top, key ^ (2 * top - 1))
 
 
-@triton.jit(do_not_specialize=["num_jobs"])
+@triton.jit
+def _block_of(sums, rank, num_blocks, mine, BLOCKS: tl.constexpr, LOG_BLOCKS: tl.constexpr):
+    """Find the last block with at most `rank` elements of a class before it, and how many these are.
+
+    Looks at three places at once, since it is the waiting for one look after the other that takes long.
+    """
+    block = tl.zeros(rank.shape, tl.int32)
+    smaller = tl.zeros(rank.shape, tl.int32)
+    for k in tl.static_range(LOG_BLOCKS // 2):
+        next_block = block
+        for nth in tl.static_range(1, 4):
+            at = block + nth * (BLOCKS >> (2 * k + 2))
+            before = tl.load(sums + at * 16, mask=mine & (at < num_blocks), other=65535).to(tl.int32)
+            is_later = (at < num_blocks) & (before <= rank)
+            next_block = tl.where(is_later, at, next_block)
+            smaller = tl.where(is_later, before, smaller)
+        block = next_block
+    if LOG_BLOCKS % 2 == 1:
+        before = tl.load(sums + (block + 1) * 16, mask=mine & (block + 1 < num_blocks), other=65535)
+        is_later = (block + 1 < num_blocks) & (before.to(tl.int32) <= rank)
+        block += is_later.to(tl.int32)
+        smaller = tl.where(is_later, before.to(tl.int32), smaller)
+    return block, smaller
+
+
+# Stores to scratch whose alignment were known would be made wider, by way of shared memory and six barriers.
+@triton.jit(do_not_specialize=["num_jobs"], do_not_specialize_on_alignment=["scratch"])
 def _place(
     tensors, segments, owners, picked, counts, nums, places, changes, scratch, positions, values, num_jobs,
     BLOCKS: tl.constexpr, LOG_BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PLACED: tl.constexpr,
@@ -421,18 +467,9 @@ def _place(
                     before = tl.where(later, end, before)
                     end += tl.load(counts + job * 16 + k)
                 rank = element - before
-                own_sums = sums + class_place(number)
-                block = tl.zeros((PLACED,), tl.int32)
-                smaller = tl.zeros((PLACED,), tl.int32)
-                for k in tl.static_range(LOG_BLOCKS):
-                    middle = block + (BLOCKS >> (k + 1))
-                    sum_there = tl.load(
-                        own_sums + middle * 16, mask=mine & (middle < num_blocks), other=65535
-                    )
-                    sum_there = sum_there.to(tl.int32)
-                    after = (middle < num_blocks) & (sum_there <= rank)
-                    block = tl.where(after, middle, block)
-                    smaller = tl.where(after, sum_there, smaller)
+                block, smaller = _block_of(
+                    sums + class_place(number), rank, num_blocks, mine, BLOCKS, LOG_BLOCKS
+                )
                 rank -= smaller
                 word = tl.zeros((PLACED,), tl.int32)
                 held = tl.zeros((PLACED,), tl.uint64)
@@ -533,17 +570,18 @@ def decode(
     if total:
         changes = torch.empty(total, dtype=torch.int32, device=device)
         _parse[grid](*(*common, ends, changes, first_wrong, num_jobs), LANES=LANES, EMIT=True, num_warps=1)
-        programs = num_programs(device)
+        programs = num_programs(device, PROGRAMS_PER_PROCESSOR)
         scratch = torch.empty(programs * 8 * segments.blocks, dtype=torch.int64, device=device)
         for kind, picked in segments.kinds:
             if len(picked):
                 _place[min(programs, len(picked)),](
                     *(tensors.table, segments.table, segments.owners, picked, counts, nums, ends, changes),
                     *(scratch, positions, values, len(picked)),
-                    **index_constants(segments.blocks),
+                    **index_constants(segments.blocks, 2 * context_tables.VECTORS),
                     LOG_BLOCKS=segments.blocks.bit_length() - 1,
                     PLACED=PLACED,
                     **kind.constants(),
+                    **PLACING,
                 )
     return Decoded(
         positions=positions,
@@ -579,17 +617,16 @@ def count(
             )
 
 
-def index_constants(blocks: int) -> dict[str, Any]:
+def index_constants(blocks: int, vectors: int = context_tables.VECTORS) -> dict[str, Any]:
     """What kernels that look classes up are compiled for."""
-    vectors = min(context_tables.VECTORS, 8 * blocks)
-    return {"BLOCKS": blocks, "VECTORS": vectors}
+    return {"BLOCKS": blocks, "VECTORS": min(vectors, 8 * blocks)}
 
 
-def num_programs(device: torch.device) -> int:
+def num_programs(device: torch.device, per_processor: int) -> int:
     """Programs that take one tile after the other, each with scratch of its own."""
     if device.type != "cuda":
         return 4
-    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    return per_processor * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def as_words(streams: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from patchstore.kernels.context_decode import (
     power_of,
     run_length,
 )
-from patchstore.kernels.context_tables import Segments, Tensor, box, classes_of, tensors, whole
+from patchstore.kernels.context_tables import Segments, Tensor, box, class_rule, classes_of, tensors, whole
 
 Array = npt.NDArray[Any]
 
@@ -38,6 +38,8 @@ CHUNK = 2048
 """Changes of one tensor that a program takes."""
 ORDERED = 256
 """Changes of a tile that a program takes at once."""
+PROGRAMS_PER_PROCESSOR = 4
+"""As many as run at a time."""
 
 _TENSOR = context_tables._TENSOR
 _SEGMENT = context_tables._SEGMENT
@@ -135,7 +137,8 @@ def _measure(tensors, addresses, bounds, chunks, owners, positions, packed, hist
     tensor, row, at, mine, _, old = _chunk(tensors, addresses, bounds, chunks, owners, positions, CHUNK)
     size = tl.maximum(tl.abs(tl.load(packed + at, mask=mine, other=0) >> 16), 1)
     place = tl.where(size < 32, size - 1, 26 + power_of(size))
-    place = tl.where(mine, classes_of(old, row) * 64 + place, _HIST - 1)
+    shift, mask, lowest, last = class_rule(row)
+    place = tl.where(mine, classes_of(old, shift, mask, lowest, last) * 64 + place, _HIST - 1)
     counts = tl.histogram(place, _HIST)
     bins = tl.arange(0, _HIST)
     tl.atomic_add(
@@ -162,7 +165,8 @@ def _ones_of(word):
     return ((word * 0x01010101) >> 24).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_jobs"])
+# See `context_decode._place`.
+@triton.jit(do_not_specialize=["num_jobs"], do_not_specialize_on_alignment=["scratch"])
 def _order(
     tensors, segments, owners, picked, counts, nums, places, room, ordered, scratch, num_jobs,
     BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ORDERED: tl.constexpr,
@@ -487,7 +491,7 @@ def encode(
     if joined.any():
         _join(counts, held, joined)
     ordered = slots
-    programs = num_programs(device)
+    programs = num_programs(device, PROGRAMS_PER_PROCESSOR)
     scratch = torch.empty(programs * 10 * held.blocks, dtype=torch.int64, device=device)
     for kind, picked in held.kinds:
         _order[min(programs, len(picked)),](

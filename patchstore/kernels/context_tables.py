@@ -338,12 +338,20 @@ def is_aligned(address, num_cols, row_stride, col_stride, MEMORY_WIDTH: tl.const
 
 
 @triton.jit
-def classes_of(bits, row):
-    """The classes of elements with these old bits, of the tensor whose row is given: int32."""
-    lowest = tl.load(row + _LOWEST).to(tl.int32)
-    last = tl.load(row + _CLASSES).to(tl.int32) - 1
-    exponent = (bits >> tl.load(row + _SHIFT).to(tl.int32)) & tl.load(row + _MASK).to(tl.int32)
-    return tl.minimum(tl.maximum(exponent - lowest, 0), last)
+def class_rule(row):
+    """What `classes_of` goes by for a tensor whose row is given: shift, mask, lowest exponent, last class."""
+    return (
+        tl.load(row + _SHIFT).to(tl.int32),
+        tl.load(row + _MASK).to(tl.int32),
+        tl.load(row + _LOWEST).to(tl.int32),
+        tl.load(row + _CLASSES).to(tl.int32) - 1,
+    )
+
+
+@triton.jit
+def classes_of(bits, shift, mask, lowest, last):
+    """The classes of elements with these old bits: int32."""
+    return tl.minimum(tl.maximum(((bits >> shift) & mask) - lowest, 0), last)
 
 
 @triton.jit
@@ -355,41 +363,56 @@ def bits_of(loaded, WIDENED: tl.constexpr):
 
 
 @triton.jit
-def vectors(
-    address, begin, num, num_cols, row_stride, col_stride,
-    VECTORS: tl.constexpr, ALIGNED: tl.constexpr, MEMORY: tl.constexpr, WIDENED: tl.constexpr,
+def eights(
+    address, first, num, num_cols, row_stride, col_stride, shift, mask, lowest, last,
+    ALIGNED: tl.constexpr, MEMORY: tl.constexpr, MEMORY_WIDTH: tl.constexpr,
+    WIDENED: tl.constexpr,
 ):  # fmt: skip
-    """The elements of a tile from `begin` on: bits, and which of them it has, [VECTORS, 8]."""
-    memory = address.to(tl.pointer_type(MEMORY))
-    first = begin + tl.arange(0, VECTORS) * 8
-    lane = tl.arange(0, 8)[None, :]
+    """Classes of some elements of a tile and the 7 after each, 4 bits each.
+
+    Returns: how many of the 8 are of each class, int64, and the class of each, int32, shaped as `first`.
+    """
     # Exact: half a column is more than rounding takes from 65,536 of them.
     inverse = 1.0 / num_cols.to(tl.float32)
     if ALIGNED:
+        # All 8 are in one line, and so in the tile or not. In words they need no unpacking before the shift.
+        num_words: tl.constexpr = 2 * MEMORY_WIDTH
+        word = tl.arange(0, num_words)[None, :]
         line = ((first.to(tl.float32) + 0.5) * inverse).to(tl.int32)
         at = line.to(tl.int64) * row_stride + (first - line * num_cols)
         # 8 elements of any width are a power of two of bytes, and begin at a multiple of it.
-        at = tl.multiple_of(at, 8)[:, None] + lane
-        inside = (first < num)[:, None] & (lane >= 0)
-        loaded = tl.load(
-            tl.multiple_of(memory, 8 * (MEMORY.primitive_bitwidth // 8)) + at, mask=inside, other=0
-        )
+        memory = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 8 * MEMORY_WIDTH)
+        place = tl.multiple_of((at * MEMORY_WIDTH) >> 2, num_words)[:, None] + word
+        loaded = tl.load(memory + place, mask=(first < num)[:, None] & (word >= 0), other=0)
+        counts = tl.zeros(loaded.shape, tl.int64)
+        packed = tl.zeros(loaded.shape, tl.int32)
+        if WIDENED:
+            shift += 16
+        for nth in tl.static_range(8 // num_words):
+            classes = classes_of(loaded, shift + 8 * MEMORY_WIDTH * nth, mask, lowest, last)
+            counts += tl.full(classes.shape, 1, tl.int64) << (classes * 4).to(tl.int64)
+            packed |= classes << (4 * nth)
+        counts = tl.where(first < num, tl.sum(counts, axis=1), 0)
+        packed = packed << (word * (32 // num_words))
     else:
+        lane = tl.arange(0, 8)[None, :]
         element = first[:, None] + lane
         inside = element < num
         line = ((element.to(tl.float32) + 0.5) * inverse).to(tl.int32)
         at = line.to(tl.int64) * row_stride + (element - line * num_cols).to(tl.int64) * col_stride
-        loaded = tl.load(memory + at, mask=inside, other=0)
-    return bits_of(loaded, WIDENED), inside
+        loaded = tl.load(address.to(tl.pointer_type(MEMORY)) + at, mask=inside, other=0)
+        classes = classes_of(bits_of(loaded, WIDENED), shift, mask, lowest, last)
+        one = tl.full(classes.shape, 1, tl.int64) << (classes * 4).to(tl.int64)
+        counts = tl.sum(tl.where(inside, one, 0), axis=1)
+        packed = classes << (lane * 4)
+    return counts, tl.sum(packed, axis=1)
 
 
 @triton.jit
-def tally(classes, inside):
-    """Count classes [VECTORS, 8] along the last axis, the even and the odd: int64 [VECTORS], 8 bits each."""
-    one = (classes >= 0).to(tl.int64) << (classes * 4).to(tl.int64)
-    both = tl.sum(tl.where(inside, one, 0), axis=1)
+def halves(counts):
+    """Widen counts from 4 to 8 bits: those of the even and of the odd classes."""
     low = 0x0F0F0F0F0F0F0F0F
-    return both & low, (both >> 4) & low
+    return counts & low, (counts >> 4) & low
 
 
 @triton.jit
