@@ -330,8 +330,8 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "kernels_for", lambda devices: compare)
     monkeypatch.setattr(compare, "BLOCK", 1024)
     monkeypatch.setattr(compare, "cut", partial(compare.cut, tile_bytes=32 << 10))
-    monkeypatch.setattr(snapshot, "BUCKET_BYTES", 64 << 10)
-    monkeypatch.setattr(snapshot, "CONVERTED_BYTES", 4 << 10)
+    monkeypatch.setattr(snapshot.device, "BUCKET_BYTES", 64 << 10)
+    monkeypatch.setattr(snapshot.device, "CONVERTED_BYTES", 4 << 10)
 
 
 @pytest.mark.usefixtures("_kernels")

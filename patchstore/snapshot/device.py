@@ -1,34 +1,28 @@
-"""What was published last, to compare with: on the device, in host memory or in a file.
+"""A snapshot of which kernels compare all tensors at once.
 
-For a GPU the snapshot is one block of memory, whose layout is the kernels'. In host memory it passes through
-the device in parts, in both directions at once, while it is compared.
+It is one block of memory, whose layout is the kernels'. In host memory it passes through the device in parts,
+in both directions at once, while it is compared.
 """
 
-import errno
 import os
-import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 
-from patchstore import diff, digest
+from patchstore import digest
 from patchstore.change import Change, Encoded, Listed
 from patchstore.digest import Sums
 from patchstore.encodings import ENCODINGS, named
-from patchstore.errors import UsageError
-from patchstore.kernels import are_usable, new_stream
+from patchstore.kernels import new_stream
 from patchstore.model import DTYPE_BYTES, TensorSpec
 from patchstore.relative import Coder, Contents, code
+from patchstore.snapshot.memory import Place, allocating, in_file, pinned, served, views
+from patchstore.snapshot.plain import parent_of
 from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype
-
-Place = Literal["device", "host"] | os.PathLike[str]
-"""Where a snapshot is: on the tensors' device, in host memory, or in a file in this folder."""
 
 CONVERTED_BYTES = 1 << 30
 """Of tensors that are converted or made contiguous for a comparison, as many at a time."""
@@ -40,234 +34,11 @@ FIRST_ROOM = 64
 """A comparison begins with room for one changed word in so many; see `kernels.compare.Found`."""
 
 
-class Snapshot(Protocol):
-    """The tensors of a run as they were published last."""
-
-    def compare(self, step: int, current: Mapping[str, torch.Tensor]) -> Change:
-        """Bring the snapshot up to the model's tensors, and return what that changed.
-
-        The tensors may change once this returns. Where it raises, the snapshot has any part of the change.
-        """
-        ...
-
-    def replace(self, current: Mapping[str, torch.Tensor]) -> None:
-        """Bring the snapshot up to the model's tensors; what changed is not asked for."""
-        ...
-
-    def read(self, name: str) -> tuple[torch.Tensor, Sums]:
-        """Return a tensor in host memory, and its digest sums; for any one thread."""
-        ...
-
-
-def take(
-    current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], encoding: str, place: Place
-) -> Snapshot:
-    """Copy tensors as they are served.
-
-    Args:
-        specs: of the schema, in its order.
-        encoding: of `encodings.CHOICES`.
-
-    Raises:
-        UsageError: there is no such place, or not enough memory there.
-    """
-    if not isinstance(place, os.PathLike) and place not in {"device", "host"}:
-        raise UsageError(f'snapshot must be "device", "host" or the Path of a folder, not {place!r}')
-    devices = {tensor.device for tensor in current.values()}
-    kernels = kernels_for(devices)
-    if kernels is not None:
-        return _OnDevice(current, specs, encoding, place, devices.pop(), kernels)
-    return _Plain(current, specs, encoding, place)
-
-
-def kernels_for(devices: set[torch.device]) -> ModuleType | None:
-    """Return `kernels.compare` where it can do the work: Triton is there, and all tensors on one GPU."""
-    if {device.type for device in devices} != {"cuda"} or len(devices) > 1:
-        return None
-    if not are_usable(next(iter(devices))):
-        return None
-    from patchstore.kernels import compare
-
-    return compare
-
-
-class Served(Mapping[str, torch.Tensor]):
-    """A model's tensors as they are served, each made when it is asked for."""
-
-    def __init__(self, current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]) -> None:
-        self._current, self._specs = current, {spec.name: spec for spec in specs}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return _served(self._current[name], self._specs[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
-
-
-def _served(tensor: torch.Tensor, spec: TensorSpec, device: torch.device | None = None) -> torch.Tensor:
-    """Return a tensor as it is served: the model's own memory where it is so already."""
-    # Also drops a requirement for gradients: what is published is never part of a graph.
-    return tensor.detach().to(device=device, dtype=TORCH_DTYPES[spec.dtype]).contiguous()
-
-
-@contextmanager
-def _allocating(place: Place, num_bytes: int) -> Iterator[None]:
-    """Raises UsageError where memory is short."""
-    try:
-        yield
-    except (MemoryError, RuntimeError, OSError) as exc:
-        short = isinstance(exc, MemoryError | RuntimeError) or exc.errno in {errno.ENOSPC, errno.ENOMEM}
-        raise UsageError(
-            f"snapshot={place!r} needs {num_bytes:,} bytes there"
-            f"{', which are not free; try' if short else ', and that fails; try'} another place "
-            f'("device", "host" or the Path of a folder): {exc}'
-        ) from exc
-
-
-def _in_file(folder: os.PathLike[str], num_bytes: int) -> torch.Tensor:
-    """Return zeros in a mapped file that has no name, and that is gone with the process."""
-    if not Path(folder).is_dir():
-        raise UsageError(f"snapshot={folder!r} is not a folder")
-    file, name = tempfile.mkstemp(prefix="patchstore-snapshot-", dir=folder)
-    try:
-        # Without room reserved a full disk would be a SIGBUS later.
-        os.posix_fallocate(file, 0, max(num_bytes, 1))
-        return torch.from_file(name, shared=True, size=max(num_bytes, 1), dtype=torch.uint8)[:num_bytes]
-    finally:
-        os.close(file)
-        Path(name).unlink()
-
-
-def _pinned(num_bytes: int, device: torch.device, owner: object) -> torch.Tensor:
-    """Return zeros in host memory that the device can address for as long as `owner` lives.
-
-    Not of torch's pool, which rounds sizes up to a power of 2.
-
-    Raises:
-        MemoryError: so much cannot be pinned.
-    """
-    memory = torch.zeros(num_bytes, dtype=torch.uint8)
-    if device.type == "cuda" and num_bytes:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
-        if code:
-            raise MemoryError(f"host memory cannot be pinned: CUDA error {code}")
-        # Holds the memory until then. At exit the driver may be gone already.
-        weakref.finalize(owner, _unpin, memory).atexit = False
-    return memory
-
-
-def _unpin(memory: torch.Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
-
-
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def _views(
-    memory: torch.Tensor, specs: Sequence[TensorSpec], starts: Sequence[int]
-) -> dict[str, torch.Tensor]:
-    return {
-        spec.name: memory[start : start + spec.num_bytes].view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
-        for spec, start in zip(specs, starts, strict=True)
-    }
-
-
-class _Plain:
-    """A snapshot that is compared tensor by tensor, in plain torch; for any devices."""
-
-    def __init__(
-        self,
-        current: Mapping[str, torch.Tensor],
-        specs: Sequence[TensorSpec],
-        encoding: str,
-        place: Place,
-    ) -> None:
-        self._specs, self._encoding = {spec.name: spec for spec in specs}, encoding
-        self._coder = Coder() if encoding not in ENCODINGS else None
-        num_bytes = sum(spec.num_bytes for spec in specs)
-        with _allocating(place, num_bytes):
-            if isinstance(place, os.PathLike):
-                starts = [0]
-                for spec in specs:
-                    starts.append(starts[-1] + -(-spec.num_bytes // 8) * 8)
-                self._tensors = _views(_in_file(place, starts[-1]), specs, starts[:-1])
-            else:
-                self._tensors = {
-                    spec.name: torch.empty(
-                        spec.shape,
-                        dtype=TORCH_DTYPES[spec.dtype],
-                        device=current[spec.name].device if place == "device" else "cpu",
-                    )
-                    for spec in specs
-                }
-        self.replace(current)
-
-    def compare(self, step: int, current: Mapping[str, torch.Tensor]) -> Change:
-        if self._coder is not None:
-            self._coder.wait()
-        num_changed = 0
-        patches, before = [], []
-        for name, spec in self._specs.items():
-            tensor, held = _served(current[name], spec), self._tensors[name]
-            snapshot = held.to(tensor.device)
-            changed = diff.changed(tensor, snapshot)
-            if changed.numel() == 0:
-                continue
-            num_changed += changed.numel()
-            stated = changed if self._coder is not None else named(self._encoding).stated(changed)
-            values = bits(tensor)[stated]
-            patch = TensorPatch(name=name, indices=stated.cpu(), values=values.view(tensor.dtype).cpu())
-            patches.append((spec, patch))
-            before.append(bits(snapshot)[stated].view(tensor.dtype).cpu())
-            bits(held)[stated.to(held.device)] = values.to(held.device)
-        if self._coder is None or not patches:
-            return Listed(
-                step=step,
-                num_changed=num_changed,
-                encoding=self._encoding if self._coder is None else "gap",
-                patches=tuple(patches),
-                before=tuple(before),
-            )
-        replaced = {
-            patch.name: TensorPatch(name=patch.name, indices=patch.indices, values=old)
-            for (_, patch), old in zip(patches, before, strict=True)
-        }
-        parents = partial(_parent, self._tensors, replaced)
-        schema = list(self._specs.values())
-        work = partial(code, schema, patches, parents, may_be_gap=self._encoding == "auto")
-        return self._coder.start(step, num_changed, work)
-
-    def replace(self, current: Mapping[str, torch.Tensor]) -> None:
-        if self._coder is not None:
-            self._coder.wait()
-        for name, spec in self._specs.items():
-            self._tensors[name].copy_(_served(current[name], spec))
-        # Whoever reads it next does so on another thread, and so on another stream.
-        for device in {tensor.device for tensor in current.values() if tensor.device.type == "cuda"}:
-            torch.cuda.current_stream(device).synchronize()
-
-    def read(self, name: str) -> tuple[torch.Tensor, Sums]:
-        tensor = self._tensors[name].cpu()
-        return tensor, digest.of_tensor(tensor)
-
-
-def _parent(
-    snapshot: Mapping[str, torch.Tensor],
-    replaced: Mapping[str, TensorPatch],
-    name: str,
-) -> torch.Tensor:
-    """Return a copy of a snapshot's tensor, in host memory, with what was replaced put back."""
-    parent = snapshot[name].to("cpu", copy=True)
-    bits(parent)[replaced[name].indices] = bits(replaced[name].values)
-    return parent
-
-
-class _OnDevice:
+class DeviceSnapshot:
     """A snapshot that kernels compare, all tensors at once; see `kernels.compare`.
 
     Work is on the caller's stream as far as the model's tensors are read, and on a stream of its own from
@@ -291,23 +62,23 @@ class _OnDevice:
         self._tiles = kernels.cut([spec.num_bytes for spec in self._specs], widths, device)
         self._in_file = isinstance(place, os.PathLike)
         num_bytes = self._tiles.first_bytes[-1]
-        with _allocating(place, num_bytes):
+        with allocating(place, num_bytes):
             self._stages: list[torch.Tensor] = []
             if isinstance(place, os.PathLike):
-                self._memory = _in_file(place, num_bytes)
+                self._memory = in_file(place, num_bytes)
                 room = max(min(num_bytes, BUCKET_BYTES), self._tiles.words * kernels.WORD)
                 # Of torch's pool, which survives a fork: the host writes to them.
                 is_cuda = device.type == "cuda"
                 self._stages = [torch.empty(room, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
             elif place == "host":
-                self._memory = _pinned(num_bytes, device, self)
+                self._memory = pinned(num_bytes, device, self)
             else:
                 self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             self._least_room = num_bytes // kernels.WORD // FIRST_ROOM
             self._found = kernels.Found(self._tiles, self._least_room)
         self._num_words = 0
         """What the last comparison found."""
-        self._tensors = _views(self._memory, self._specs, self._tiles.first_bytes[:-1])
+        self._tensors = views(self._memory, self._specs, self._tiles.first_bytes[:-1])
         self._entries, self._order = self._entry_order(self._gaps and not self._in_file)
         self._pointers: tuple[list[int], torch.Tensor, list[int], torch.Tensor] | None = None
         # An anchor's reader is another thread, and must not queue behind the caller's work.
@@ -381,7 +152,7 @@ class _OnDevice:
         with self._here():
             self._wait_for_encoding()
             for spec in self._specs:
-                self._tensors[spec.name].copy_(_served(current[spec.name], spec))
+                self._tensors[spec.name].copy_(served(current[spec.name], spec))
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
 
@@ -443,7 +214,7 @@ class _OnDevice:
         first, num_bytes, held = 0, 0, []
         for i, spec in enumerate(self._specs):
             if converted[i]:
-                held.append(_served(current[spec.name], spec, self._device))
+                held.append(served(current[spec.name], spec, self._device))
                 addresses[i] = held[-1].data_ptr()
                 num_bytes += spec.num_bytes
             if num_bytes >= CONVERTED_BYTES or i + 1 == len(self._specs):
@@ -576,7 +347,7 @@ class _OnDevice:
         old = self._encode(step, nums)
         self._found.swap()
         patches, replaced = _patches(new), {patch.name: patch for _, patch in _patches(old)}
-        parents = partial(_parent, self._tensors, replaced)
+        parents = partial(parent_of, self._tensors, replaced)
         work = partial(code, self._schema, patches, parents, may_be_gap=self._encoding == "auto")
         return coder.start(step, sum(nums), work)
 

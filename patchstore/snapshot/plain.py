@@ -1,0 +1,106 @@
+"""A snapshot that is compared tensor by tensor."""
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from patchstore import diff, digest
+from patchstore.change import Change, Listed
+from patchstore.digest import Sums
+from patchstore.encodings import ENCODINGS, named
+from patchstore.model import TensorSpec
+from patchstore.relative import Coder, code
+from patchstore.snapshot.memory import Place, allocating, in_file, served, views
+from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits
+
+
+class PlainSnapshot:
+    """A snapshot that is compared tensor by tensor, in plain torch; for any devices."""
+
+    def __init__(
+        self,
+        current: Mapping[str, torch.Tensor],
+        specs: Sequence[TensorSpec],
+        encoding: str,
+        place: Place,
+    ) -> None:
+        self._specs, self._encoding = {spec.name: spec for spec in specs}, encoding
+        self._coder = Coder() if encoding not in ENCODINGS else None
+        num_bytes = sum(spec.num_bytes for spec in specs)
+        with allocating(place, num_bytes):
+            if isinstance(place, os.PathLike):
+                starts = [0]
+                for spec in specs:
+                    starts.append(starts[-1] + -(-spec.num_bytes // 8) * 8)
+                self._tensors = views(in_file(place, starts[-1]), specs, starts[:-1])
+            else:
+                self._tensors = {
+                    spec.name: torch.empty(
+                        spec.shape,
+                        dtype=TORCH_DTYPES[spec.dtype],
+                        device=current[spec.name].device if place == "device" else "cpu",
+                    )
+                    for spec in specs
+                }
+        self.replace(current)
+
+    def compare(self, step: int, current: Mapping[str, torch.Tensor]) -> Change:
+        if self._coder is not None:
+            self._coder.wait()
+        num_changed = 0
+        patches, before = [], []
+        for name, spec in self._specs.items():
+            tensor, held = served(current[name], spec), self._tensors[name]
+            snapshot = held.to(tensor.device)
+            changed = diff.changed(tensor, snapshot)
+            if changed.numel() == 0:
+                continue
+            num_changed += changed.numel()
+            stated = changed if self._coder is not None else named(self._encoding).stated(changed)
+            values = bits(tensor)[stated]
+            patch = TensorPatch(name=name, indices=stated.cpu(), values=values.view(tensor.dtype).cpu())
+            patches.append((spec, patch))
+            before.append(bits(snapshot)[stated].view(tensor.dtype).cpu())
+            bits(held)[stated.to(held.device)] = values.to(held.device)
+        if self._coder is None or not patches:
+            return Listed(
+                step=step,
+                num_changed=num_changed,
+                encoding=self._encoding if self._coder is None else "gap",
+                patches=tuple(patches),
+                before=tuple(before),
+            )
+        replaced = {
+            patch.name: TensorPatch(name=patch.name, indices=patch.indices, values=old)
+            for (_, patch), old in zip(patches, before, strict=True)
+        }
+        parents = partial(parent_of, self._tensors, replaced)
+        schema = list(self._specs.values())
+        work = partial(code, schema, patches, parents, may_be_gap=self._encoding == "auto")
+        return self._coder.start(step, num_changed, work)
+
+    def replace(self, current: Mapping[str, torch.Tensor]) -> None:
+        if self._coder is not None:
+            self._coder.wait()
+        for name, spec in self._specs.items():
+            self._tensors[name].copy_(served(current[name], spec))
+        # Whoever reads it next does so on another thread, and so on another stream.
+        for device in {tensor.device for tensor in current.values() if tensor.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def read(self, name: str) -> tuple[torch.Tensor, Sums]:
+        tensor = self._tensors[name].cpu()
+        return tensor, digest.of_tensor(tensor)
+
+
+def parent_of(
+    snapshot: Mapping[str, torch.Tensor],
+    replaced: Mapping[str, TensorPatch],
+    name: str,
+) -> torch.Tensor:
+    """Return a copy of a snapshot's tensor, in host memory, with what was replaced put back."""
+    parent = snapshot[name].to("cpu", copy=True)
+    bits(parent)[replaced[name].indices] = bits(replaced[name].values)
+    return parent
