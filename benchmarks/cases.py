@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import apply, context, encodings, kernels, replay, serving
+from benchmarks import apply, context, encodings, kernels, replay, serving, stores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,5 +62,12 @@ CASES = (
         gate="tests/vllm/test_server.py",
         arguments=serving.arguments,
         run=serving.run,
+    ),
+    Case(
+        name="stores",
+        about="Moving large and small objects through each client of S3, beside a folder.",
+        gate="tests/stores/test_s3.py",
+        arguments=stores.arguments,
+        run=stores.run,
     ),
 )

@@ -118,7 +118,8 @@ class Store(ABC):
     def read_into(self, key: str, buffer: memoryview, start: int = 0) -> int:
         """Fill a writable buffer of bytes with an object's from `start` on, as ranges fetched in parallel.
 
-        Each goes to its place as it arrives, so an object of any size passes without a second copy of it.
+        Each goes to its place as it arrives, so an object of any size passes without a second copy of it,
+        and what a reader has pinned or mapped is filled directly. No byte outside the buffer is written.
 
         Returns:
             How many bytes there were, at most the buffer's; what follows them in the buffer is unspecified.
@@ -127,6 +128,7 @@ class Store(ABC):
             NotFound: no such object. As after every error, the buffer holds anything.
         """
         check_range(start, None)
+        buffer = buffer.cast("B")
 
         def fill(offset: int) -> int:
             stop = min(offset + PART_BYTES, len(buffer))
@@ -134,6 +136,8 @@ class Store(ABC):
             buffer[offset : offset + len(part)] = part
             return len(part)
 
+        if len(buffer) <= PART_BYTES:
+            return fill(0)
         with ThreadPoolExecutor(NUM_PARTS, thread_name_prefix="patchstore-read") as pool:
             filling = [pool.submit(fill, offset) for offset in range(0, len(buffer), PART_BYTES)]
             try:

@@ -45,7 +45,7 @@ def send_parts(call: Callable[..., Any], bucket: str, key: str, parts: Iterable[
     """Store an object from parts, several at once; it becomes visible at the end or not at all.
 
     Holds at most `NUM_PARTS * PART_BYTES` bytes, or two parts where those are larger. `call` is
-    s3fs's `call_s3`; its errors and those of `parts` pass through. After an error the upload has
+    as s3fs's `call_s3`; its errors and those of `parts` pass through. After an error the upload has
     been aborted, for S3 keeps, and charges for, the parts of one that is merely forgotten; where
     that failed too, the error has a note that says so.
     """

@@ -1,93 +1,120 @@
-import errno
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from threading import Event
+from itertools import repeat
 from typing import Any
 
 import pytest
-from botocore.exceptions import ClientError
 
 from patchstore.errors import AlreadyExists, NotFound, StoreUnavailable, UnsupportedStore, UsageError
 from patchstore.stores import multipart, open_store, s3
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Store
+from patchstore.stores.probe import prove_create_only
 from patchstore.stores.s3 import S3Store
 from patchstore.testing.store import StoreConformance
-from tests.stores.lost_answers import losing_the_answer
+from tests.stores.lost_answers import Answer, Request, answering, error, losing_the_answer, passing_on
+
+NO_RETRIES = {"retries": {"max_attempts": 0}}
+
+
+@pytest.fixture(params=["s3fs", "obstore"])
+def client(request: pytest.FixtureRequest) -> str:
+    if request.param == "obstore":
+        pytest.importorskip("obstore", reason="obstore is not installed: pip install 'obstore>=0.12'")
+    return str(request.param)
+
+
+@pytest.fixture(params=["moto", "ministack"])
+def options(request: pytest.FixtureRequest, client: str) -> dict[str, Any]:
+    server = "s3_options" if request.param == "moto" else f"{request.param}_options"
+    return {**request.getfixturevalue(server), "client": client}
 
 
 @pytest.fixture
-def store(s3_options: dict[str, Any], s3_url: str) -> Iterator[S3Store]:
-    store = S3Store(s3_url, **s3_options)
+def moto(s3_options: dict[str, Any], client: str) -> dict[str, Any]:
+    """One server for what a proxy before it makes up."""
+    return {**s3_options, "client": client}
+
+
+@pytest.fixture
+def store(options: dict[str, Any], s3_url: str) -> Iterator[S3Store]:
+    store = S3Store(s3_url, **options)
     yield store
     store.close()
 
 
 class TestS3Store(StoreConformance):
     @pytest.fixture(autouse=True)
-    def _options(self, s3_options: dict[str, Any]) -> None:
-        self.options = s3_options
+    def _options(self, options: dict[str, Any]) -> None:
+        self.options = options
 
     @pytest.fixture
-    def store(self, s3_options: dict[str, Any], s3_url: str) -> Iterator[Store]:
-        store = open_store(s3_url, **s3_options)
+    def store(self, options: dict[str, Any], s3_url: str) -> Iterator[Store]:
+        store = open_store(s3_url, **options)
         yield store
         store.close()
 
     def other_process(self, store: Store) -> tuple[str, dict[str, Any]]:
-        return store.url, {name: self.options[name] for name in ("endpoint_url", "key", "secret")}
+        return store.url, {name: self.options[name] for name in ("endpoint_url", "key", "secret", "client")}
+
+
+def call(store: S3Store, method: str, **parameters: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = store._client.fs.call_s3(method, Bucket="bucket", **parameters)
+    return answer
 
 
 def unfinished_uploads(store: S3Store) -> list[dict[str, Any]]:
-    uploads = store._fs.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads", [])
+    uploads = call(store, "list_multipart_uploads").get("Uploads", [])
     return [upload for upload in uploads if upload["Key"].startswith(store._prefix)]
 
 
-def refusal(code: str, number: int = errno.EIO) -> OSError:
-    """What s3fs raises when S3 answers with this code."""
-    exc = OSError(number, code)
-    exc.__cause__ = ClientError({"Error": {"Code": code, "Message": code}}, "Any")
-    return exc
+def test_it_is_moved_by_the_client_that_was_asked_for(store: S3Store, client: str) -> None:
+    assert store.client == client
 
 
-def test_keys_lie_below_the_prefix_and_only_there(store: S3Store, s3_options: dict[str, Any]) -> None:
+def test_keys_lie_below_the_prefix_and_only_there(store: S3Store, options: dict[str, Any]) -> None:
     store.put("versions/00000000.json", b"x")
-    neighbour = S3Store(f"{store.url}-2", **s3_options)
+    neighbour = S3Store(f"{store.url}-2", **options)
     neighbour.put("versions/00000001.json", b"y")
     assert list(store.list()) == ["versions/00000000.json"]
     assert list(neighbour.list()) == ["versions/00000001.json"]
-    assert S3Store("s3://bucket", **s3_options).get(f"{store._prefix}versions/00000000.json") == b"x"
+    assert S3Store("s3://bucket", **options).get(f"{store._prefix}versions/00000000.json") == b"x"
 
 
-def test_a_whole_object_is_got_with_one_request(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_object_is_got_with_one_request(store: S3Store, options: dict[str, Any]) -> None:
     store.put("a", b"x")
-
-    def no_size(*args: object, **kwargs: object) -> None:
-        raise AssertionError("asked for the size first")
-
-    monkeypatch.setattr(store._fs, "_info", no_size)
-    monkeypatch.setattr(store._fs, "_size", no_size)
-    assert store.get("a") == b"x"
+    with answering(options["endpoint_url"]) as (endpoint_url, asked):
+        reader = S3Store(store.url, **{**options, "endpoint_url": endpoint_url})
+        assert reader.get("a") == b"x"
+        reader.close()
+    assert [request.method for request in asked] == ["GET"]
 
 
 def test_a_listing_of_several_pages_is_whole(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [f"versions/{version:08d}.json" for version in range(7)]
     for key in keys:
         store.put(key, b"")
-    call, num_pages = store._fs.call_s3, []
+    ask, num_pages = store._client.fs.call_s3, []
 
     def two_a_page(method: str, **parameters: Any) -> Any:
         num_pages.append(method)
-        return call(method, **parameters, MaxKeys=2)
+        return ask(method, **parameters, MaxKeys=2)
 
-    monkeypatch.setattr(store._fs, "call_s3", two_a_page)
+    monkeypatch.setattr(store._client.fs, "call_s3", two_a_page)
     assert list(store.list("versions/")) == keys
     assert len(num_pages) == 4
 
 
+def test_objects_of_others_that_are_no_keys_do_not_break_a_listing(store: S3Store) -> None:
+    store.put("a", b"")
+    call(store, "put_object", Key=f"{store._prefix}a//b c", Body=b"")
+    assert list(store.list()) == ["a", "a//b c"]
+
+
 def test_a_small_upload_is_a_single_put(store: S3Store) -> None:
     store.upload("small", [b"x" * 100])
-    assert "-" not in store._fs.call_s3("head_object", Bucket="bucket", Key=store._full("small"))["ETag"]
+    assert "-" not in call(store, "head_object", Key=store._full("small"))["ETag"]
 
 
 @pytest.mark.parametrize("num_parts", [1, NUM_PARTS + 2])
@@ -104,63 +131,77 @@ def test_an_upload_whose_chunks_raise_is_aborted(store: S3Store, num_parts: int)
     assert unfinished_uploads(store) == []
 
 
-def test_an_upload_of_which_a_part_is_refused_is_aborted(
-    store: S3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = store._fs.call_s3
+def test_what_chunks_raise_is_not_taken_for_what_the_store_says(store: S3Store) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield bytes(PART_BYTES + 1)
+        raise FileNotFoundError("the producer's own")
 
-    def refuse_the_second(method: str, **parameters: Any) -> Any:
-        if method == "upload_part" and parameters["PartNumber"] == 2:
-            raise refusal("InternalError")
-        return call(method, **parameters)
+    with pytest.raises(FileNotFoundError, match="the producer's own"):
+        store.upload("failed", chunks())
+    assert unfinished_uploads(store) == []
 
-    monkeypatch.setattr(store._fs, "call_s3", refuse_the_second)
-    with pytest.raises(StoreUnavailable):
-        store.upload("failed", (bytes(PART_BYTES) for _ in range(12)))
+
+def test_an_upload_of_which_a_part_is_refused_is_aborted(store: S3Store, options: dict[str, Any]) -> None:
+    refusal = [error(400, "InvalidRequest")]
+    with answering(options["endpoint_url"], "PUT", "/failed?partNumber&uploadId", refusal) as (url, _):
+        writer = S3Store(store.url, **{**options, "endpoint_url": url})
+        with pytest.raises(StoreUnavailable):
+            writer.upload("failed", (bytes(PART_BYTES) for _ in range(12)))
+        writer.close()
     assert unfinished_uploads(store) == []
     assert list(store.list()) == []
 
 
-def test_an_abort_that_fails_is_noted_on_the_error(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = store._fs.call_s3
+def test_an_abort_that_fails_is_noted_on_the_error(
+    s3_options: dict[str, Any], s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = S3Store(s3_url, **s3_options, client="s3fs")
+    ask = store._client.fs.call_s3
 
     def refuse(method: str, **parameters: Any) -> Any:
         if method in {"complete_multipart_upload", "abort_multipart_upload"}:
-            raise refusal("InternalError")
-        return call(method, **parameters)
+            raise OSError(method)
+        return ask(method, **parameters)
 
-    monkeypatch.setattr(store._fs, "call_s3", refuse)
+    monkeypatch.setattr(store._client.fs, "call_s3", refuse)
     with pytest.raises(StoreUnavailable) as caught:
         store.upload("failed", [bytes(PART_BYTES), b"x"])
     assert any("not aborted" in note for note in caught.value.__notes__)
+    store.close()
 
 
 def test_an_upload_sends_parts_in_parallel_and_holds_a_bounded_number(
-    store: S3Store, monkeypatch: pytest.MonkeyPatch
+    store: S3Store, options: dict[str, Any]
 ) -> None:
-    call, produced, finished, most = store._fs.call_s3, 0, [], 0
-    all_collected = Event()
+    produced, most = 0, 0
+    arrived, finished = list[Request](), list[Request]()
+    all_under_way = threading.Event()
 
-    def call_counting(method: str, **parameters: Any) -> Any:
-        if method == "upload_part":
-            # No part arrives before as many have been produced as may be under way.
-            assert all_collected.wait(timeout=60)
-        answer = call(method, **parameters)
-        if method == "upload_part":
-            finished.append(parameters["PartNumber"])
-        return answer
+    def hold(request: Request) -> None:
+        if "partNumber" in request.path:
+            arrived.append(request)
+            if len(arrived) == NUM_PARTS - 1:
+                all_under_way.set()
+            # No part is answered before as many are under way as may be, beside the one that is collected.
+            assert all_under_way.wait(timeout=60)
+
+    def count(request: Request) -> bool:
+        if "partNumber" in request.path:
+            finished.append(request)
+        return False
 
     def chunks() -> Iterator[bytes]:
         nonlocal produced, most
         for _ in range(NUM_PARTS + 4):
             produced += 1
-            if produced == NUM_PARTS:
-                all_collected.set()
             most = max(most, produced - len(finished))
             yield bytes(PART_BYTES)
 
-    monkeypatch.setattr(store._fs, "call_s3", call_counting)
-    store.upload("large", chunks())
+    with passing_on(options["endpoint_url"], instead=hold, is_lost=count) as url:
+        writer = S3Store(store.url, **{**options, "endpoint_url": url})
+        writer.upload("large", chunks())
+        writer.close()
+    assert len(finished) == NUM_PARTS + 4
     assert most <= NUM_PARTS + 1  # a part is cut, and sent, when the byte after it comes
     assert store.size("large") == (NUM_PARTS + 4) * PART_BYTES
 
@@ -186,107 +227,116 @@ def test_parts_are_cut_at_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lost_answer_to_a_create_only_put_reads_as_taken_by_ones_own(
-    s3_options: dict[str, Any], s3_url: str
+    options: dict[str, Any], s3_url: str
 ) -> None:
-    with losing_the_answer(s3_options["endpoint_url"], "PUT", "/slot") as endpoint_url:
-        store = S3Store(s3_url, **{**s3_options, "endpoint_url": endpoint_url})
+    with losing_the_answer(options["endpoint_url"], "PUT", "/slot") as endpoint_url:
+        store = S3Store(s3_url, **{**options, "endpoint_url": endpoint_url})
         with pytest.raises(AlreadyExists):
             store.put("slot", b"mine", if_absent=True)
         assert store.get("slot") == b"mine"
         store.close()
 
 
-def test_a_lost_answer_to_the_completion_of_an_upload_is_not_taken_for_not_found(
-    s3_options: dict[str, Any], s3_url: str
+@pytest.mark.parametrize("verb", ["get", "put", "size", "delete", "upload"])
+def test_a_lost_answer_to_what_may_be_repeated_is_not_noticed(
+    moto: dict[str, Any], s3_url: str, verb: str
 ) -> None:
-    class Lossy(S3Store):
-        """Loses the answer to the completion, which s3fs then repeats."""
+    method = {"get": "GET", "size": "HEAD", "delete": "DELETE"}.get(verb, "PUT")
+    ending = "/a?partNumber&uploadId" if verb == "upload" else "/a"
+    data = bytes(PART_BYTES) + b"x"
+    with losing_the_answer(moto["endpoint_url"], method, ending) as endpoint_url:
+        store = S3Store(s3_url, **{**moto, "endpoint_url": endpoint_url})
+        if verb == "upload":
+            store.upload("a", [data])
+        else:
+            store.put("a", data)
+        assert store.size("a") == len(data)
+        assert store.get("a") == data
+        store.delete("a")
+        assert list(store.list()) == []
+        store.close()
 
-        def _call(self, method: str, **parameters: Any) -> Any:
-            if method == "complete_multipart_upload":
-                super()._call(method, **parameters)
-            return super()._call(method, **parameters)
 
-    store = Lossy(s3_url, **s3_options)
-    # Some servers repeat their answer, and others know no such upload any more.
-    with suppress(StoreUnavailable):
-        store.upload("large", [bytes(PART_BYTES), b"x"])
-    assert store.size("large") == PART_BYTES + 1
-    store.close()
+def test_a_lost_answer_to_the_completion_of_an_upload_is_not_taken_for_not_found(
+    options: dict[str, Any], s3_url: str
+) -> None:
+    with losing_the_answer(options["endpoint_url"], "POST", "/large?uploadId") as endpoint_url:
+        store = S3Store(s3_url, **{**options, "endpoint_url": endpoint_url})
+        # Some servers repeat their answer, and others know no such upload any more.
+        with suppress(StoreUnavailable):
+            store.upload("large", [bytes(PART_BYTES), b"x"])
+        assert store.size("large") == PART_BYTES + 1
+        store.close()
 
 
 @pytest.mark.parametrize("code", ["ConditionalRequestConflict", "OperationAborted"])
 def test_a_conflict_between_conditional_puts_is_asked_again(
-    store: S3Store, monkeypatch: pytest.MonkeyPatch, code: str
+    moto: dict[str, Any], s3_url: str, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    answers = iter([refusal(code), refusal(code)])
-    put = store._fs.pipe_file
-
-    def conflicting(*args: Any, **kwargs: Any) -> Any:
-        if exc := next(answers, None):
-            raise exc
-        return put(*args, **kwargs)
-
-    monkeypatch.setattr(store._fs, "pipe_file", conflicting)
     monkeypatch.setattr(s3, "_CONFLICT_WAIT_S", 0)
-    store.put("slot", b"mine", if_absent=True)
-    assert store.get("slot") == b"mine"
+    with answering(moto["endpoint_url"], "PUT", "/slot", [error(409, code)] * 2) as (endpoint_url, asked):
+        store = S3Store(s3_url, **{**moto, "endpoint_url": endpoint_url})
+        store.put("slot", b"mine", if_absent=True)
+        assert store.get("slot") == b"mine"
+        store.close()
+    assert [request.method for request in asked] == ["PUT", "PUT", "PUT", "GET"]
 
 
 def test_conflicts_without_end_are_reported_as_unavailable(
-    store: S3Store, monkeypatch: pytest.MonkeyPatch
+    moto: dict[str, Any], s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def conflicting(*args: Any, **kwargs: Any) -> Any:
-        raise refusal("ConditionalRequestConflict")
-
-    monkeypatch.setattr(store._fs, "pipe_file", conflicting)
     monkeypatch.setattr(s3, "_CONFLICT_WAIT_S", 0)
-    with pytest.raises(StoreUnavailable):
-        store.put("slot", b"mine", if_absent=True)
+    conflicts = repeat(error(409, "ConditionalRequestConflict"))
+    with answering(moto["endpoint_url"], "PUT", "/slot", conflicts) as (endpoint_url, asked):
+        store = S3Store(s3_url, **{**moto, "endpoint_url": endpoint_url, "config_kwargs": NO_RETRIES})
+        with pytest.raises(StoreUnavailable):
+            store.put("slot", b"mine", if_absent=True)
+        store.close()
+    assert len(asked) >= 5
 
 
+@pytest.mark.parametrize("answer", [(412, b""), error(412, "PreconditionFailed")])
 def test_a_failed_condition_counts_however_the_server_words_it(
-    store: S3Store, monkeypatch: pytest.MonkeyPatch
+    moto: dict[str, Any], s3_url: str, answer: Answer
 ) -> None:
     # s3fs recognises only an answer that names the condition, which not all servers do.
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        raise refusal("PreconditionFailed", errno.EINVAL)
-
-    monkeypatch.setattr(store._fs, "pipe_file", failing)
-    with pytest.raises(AlreadyExists):
-        store.put("slot", b"mine", if_absent=True)
+    with answering(moto["endpoint_url"], "PUT", "/slot", [answer]) as (endpoint_url, _):
+        store = S3Store(s3_url, **{**moto, "endpoint_url": endpoint_url})
+        with pytest.raises(AlreadyExists):
+            store.put("slot", b"mine", if_absent=True)
+        store.close()
 
 
 @pytest.mark.parametrize(
-    ("code", "exc", "expected"),
+    ("status", "code", "expected"),
     [
-        ("AccessDenied", PermissionError, UsageError),
-        ("SignatureDoesNotMatch", PermissionError, UsageError),
-        ("ExpiredToken", PermissionError, StoreUnavailable),
-        ("NoSuchBucket", FileNotFoundError, UsageError),
-        ("NoSuchKey", FileNotFoundError, NotFound),
-        ("NoSuchUpload", FileNotFoundError, StoreUnavailable),
-        ("SlowDown", OSError, StoreUnavailable),
-        ("", TimeoutError, StoreUnavailable),
+        (403, "AccessDenied", UsageError),
+        (403, "SignatureDoesNotMatch", UsageError),
+        (403, "InvalidAccessKeyId", UsageError),
+        (403, "RequestTimeTooSkewed", StoreUnavailable),
+        (400, "ExpiredToken", StoreUnavailable),
+        (404, "NoSuchBucket", UsageError),
+        (404, "NoSuchKey", NotFound),
+        (404, "NoSuchUpload", StoreUnavailable),
+        (400, "InvalidRequest", StoreUnavailable),
+        (503, "SlowDown", StoreUnavailable),
     ],
 )
 def test_what_s3_says_becomes_an_error_that_says_how_to_handle_it(
-    store: S3Store, monkeypatch: pytest.MonkeyPatch, code: str, exc: type[OSError], expected: type[Exception]
+    moto: dict[str, Any], s3_url: str, status: int, code: str, expected: type[Exception]
 ) -> None:
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        error = exc(code)
-        error.__cause__ = refusal(code).__cause__ if code else None
-        raise error
-
-    monkeypatch.setattr(store._fs, "call_s3", failing)
-    with pytest.raises(expected) as caught:
-        store.size("a")
+    with answering(moto["endpoint_url"], "GET", "/a", repeat(error(status, code))) as (endpoint_url, _):
+        store = S3Store(s3_url, **{**moto, "endpoint_url": endpoint_url, "config_kwargs": NO_RETRIES})
+        with pytest.raises(expected) as caught:
+            store.get("a")
+        store.close()
     assert type(caught.value) is expected
-    assert isinstance(caught.value.__cause__, exc)
+    assert caught.value.__cause__ is not None
+    assert "Debug source" not in str(caught.value)
 
 
-def test_a_missing_bucket_is_the_callers_mistake_and_not_a_missing_object(s3_options: dict[str, Any]) -> None:
-    store = S3Store("s3://no-such-bucket/run", **s3_options)
+def test_a_missing_bucket_is_the_callers_mistake_and_not_a_missing_object(options: dict[str, Any]) -> None:
+    store = S3Store("s3://no-such-bucket/run", **options)
     for ask in (
         lambda: store.get("a"),
         lambda: store.put("a", b""),
@@ -299,7 +349,7 @@ def test_a_missing_bucket_is_the_callers_mistake_and_not_a_missing_object(s3_opt
     store.close()
 
 
-def test_an_endpoint_that_does_not_answer_is_unavailable() -> None:
+def test_an_endpoint_that_does_not_answer_is_unavailable(client: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         store = S3Store(
@@ -307,11 +357,32 @@ def test_an_endpoint_that_does_not_answer_is_unavailable() -> None:
             endpoint_url=f"http://127.0.0.1:{taken.getsockname()[1]}",
             key="test",
             secret="test",
-            config_kwargs={"retries": {"max_attempts": 0}},
+            client=client,
+            config_kwargs=NO_RETRIES,
         )
-        with pytest.raises(StoreUnavailable):
-            store.get("a")
+        for ask in (
+            lambda: store.get("a"),
+            lambda: store.size("a"),
+            lambda: store.put("a", b"", if_absent=True),
+            lambda: store.upload("a", [bytes(PART_BYTES), b"x"]),
+        ):
+            with pytest.raises(StoreUnavailable):
+                ask()
         store.close()
+
+
+def test_a_service_that_creates_only_once_is_proved(store: S3Store) -> None:
+    prove_create_only(store)
+    assert list(store.list()) == []
+
+
+def test_a_service_that_ignores_conditions_is_refused(
+    rclone_options: dict[str, Any], client: str, s3_url: str
+) -> None:
+    store = S3Store(s3_url, **rclone_options, client=client)
+    with pytest.raises(UnsupportedStore, match="create-only"):
+        prove_create_only(store)
+    store.close()
 
 
 def test_an_old_s3fs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +392,6 @@ def test_an_old_s3fs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_connections_are_neither_shared_nor_listings_kept(s3_options: dict[str, Any]) -> None:
-    first, second = (S3Store("s3://bucket/run", **s3_options) for _ in range(2))
-    assert first._fs is not second._fs
-    assert not first._fs.dircache.use_listings_cache
+    first, second = (S3Store("s3://bucket/run", **s3_options)._client.fs for _ in range(2))
+    assert first is not second
+    assert not first.dircache.use_listings_cache

@@ -1,0 +1,275 @@
+"""The requests that `S3Store` makes of one bucket, through obstore: native threads, without Python's lock.
+
+s3fs stays beside it, and says where the bucket is and with whose credentials to go there, from all
+that botocore reads; so both clients reach the same bucket as the same user. It also lists, because
+obstore's prefix is a folder, and a store's is a string.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
+
+import botocore.session
+import obstore
+from botocore.exceptions import BotoCoreError, NoCredentialsError
+from fsspec.asyn import sync
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store
+
+from patchstore.errors import UsageError
+from patchstore.stores.base import NUM_PARTS, PART_BYTES
+from patchstore.stores.s3_client import S3fsClient
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, S3Config, S3Credential
+
+_HONOURED: Mapping[str, set[str]] = {
+    "": {
+        *("anon", "client_kwargs", "config_kwargs", "endpoint_url", "key", "password", "profile", "secret"),
+        *("session", "skip_instance_cache", "token", "use_ssl", "username"),
+    },
+    "client_kwargs": {"endpoint_url", "region_name", "use_ssl", "verify"},
+    "config_kwargs": {
+        *("connect_timeout", "max_pool_connections", "read_timeout", "region_name"),
+        *("request_checksum_calculation", "response_checksum_validation", "retries", "s3"),
+    },
+    "config_kwargs.retries": {"max_attempts", "mode", "total_max_attempts"},
+    "config_kwargs.s3": {"addressing_style"},
+}
+"""Options of s3fs that have an equivalent, by where they are."""
+_ELSEWHERE = ("use_dualstack_endpoint", "use_fips_endpoint")
+"""Settings of a profile or the environment that have none."""
+_REQUEST_TIMEOUT_S = 600
+"""For a request with its body, where obstore allows 30 s: too little for a part on a slow line."""
+_CREDENTIALS_S = 600
+"""How long credentials pass for fresh; obstore asks again in the last 5 minutes of it."""
+_MAX_PARTS = 10_000
+_AWS = re.compile(r"s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_STATUS = re.compile(r"status code: (\d{3})")
+
+
+class ObstoreClient(S3fsClient):
+    """The same bucket, as the same user; bytes and small requests go through obstore."""
+
+    name = "obstore"
+    failures = (BaseError, *S3fsClient.failures)
+
+    def get(self, key: str, start: int, end: int | None) -> bytes:
+        if end is not None:
+            return obstore.get_range(self._store, key, start=start, end=end).to_bytes()
+        return (
+            obstore.get(self._store, key, options={"range": {"offset": start}} if start else None)
+            .bytes()
+            .to_bytes()
+        )
+
+    def size(self, key: str) -> int:
+        return int(obstore.head(self._store, key)["size"])
+
+    def put(self, key: str, data: bytes, *, create: bool) -> None:
+        obstore.put(self._store, key, data, mode="create" if create else "overwrite", use_multipart=False)
+
+    def delete(self, key: str) -> None:
+        obstore.delete(self._store, key)
+
+    def send(self, key: str, parts: Iterable[bytearray]) -> None:
+        """Store an object from parts; visible at the end or not at all, and aborted after an error.
+
+        Raises:
+            UsageError: more than 78 GiB, which s3fs could send, for its parts grow.
+        """
+        obstore.put(
+            self._store,
+            key,
+            _few_enough(parts),
+            use_multipart=True,
+            chunk_size=PART_BYTES,
+            # One more is collected while these travel.
+            max_concurrency=NUM_PARTS - 1,
+        )
+
+    def code(self, exc: BaseException) -> str:
+        # obstore has the answer in its text only; a HEAD's has no body, so no word either.
+        found = _CODE.search(str(exc)) or _STATUS.search(str(exc))
+        return found[1] if found else super().code(exc)
+
+    def is_taken(self, exc: BaseException) -> bool:
+        return isinstance(exc, AlreadyExistsError)
+
+    def is_mistake(self, exc: BaseException) -> bool:
+        # Without an answer of S3's it was our own attempt at fresh credentials that failed.
+        refused = isinstance(exc, (PermissionDeniedError, UnauthenticatedError)) and bool(self.code(exc))
+        return refused or super().is_mistake(exc)
+
+    def message(self, exc: BaseException) -> str:
+        return super().message(exc).partition("\n\nDebug source")[0]
+
+    @cached_property
+    def _store(self) -> S3Store:
+        """The bucket for obstore, which is told everything: it reads environment variables of its own."""
+        meta = self.fs.s3.meta
+        region = self._region(meta)
+        style = (meta.config.s3 or {}).get("addressing_style") or "auto"
+        endpoint, is_virtual = place(meta.endpoint_url, self._bucket, region=region, style=style)
+        is_secret = endpoint.startswith("https:")
+        config: S3Config = {
+            "aws_endpoint_url_s3": endpoint,
+            "virtual_hosted_style_request": is_virtual,
+            "region": region,
+            "skip_signature": bool(self.fs.anon),
+            "disable_bulk_delete": True,
+            "unsigned_payload": False,
+        }
+        # Either way the server checks what it stores: by the signature, or, where TLS already keeps others
+        # out and botocore's default holds, by a checksum, which is cheaper than SHA-256.
+        if is_secret and meta.config.request_checksum_calculation == "when_supported":
+            config |= {"unsigned_payload": True, "checksum_algorithm": "CRC64NVME"}
+        retries = meta.config.retries or {}
+        return S3Store(
+            self._bucket,
+            config=config,
+            client_options=self._client_options(meta.config, allow_http=not is_secret),
+            retry_config={"max_retries": max(0, retries.get("total_max_attempts", 5) - 1)},
+            credential_provider=None if self.fs.anon else self._credentials(),
+        )
+
+    def _client_options(self, config: Any, *, allow_http: bool) -> "ClientConfig":
+        options: ClientConfig = {
+            "allow_http": allow_http,
+            "connect_timeout": timedelta(seconds=config.connect_timeout),
+            "read_timeout": timedelta(seconds=config.read_timeout),
+            "timeout": timedelta(seconds=_REQUEST_TIMEOUT_S),
+        }
+        verify = self.fs.client_kwargs.get("verify")
+        if verify is None:
+            verify = self.fs.session.get_config_variable("ca_bundle")
+        if isinstance(verify, str):
+            options["root_certificate"] = Path(verify).read_bytes()
+        elif verify is False:
+            options["allow_invalid_certificates"] = True
+        return options
+
+    def _region(self, meta: Any) -> str:
+        """The bucket's own region; AWS refers those who ask elsewhere, which only s3fs follows."""
+        region = str(meta.region_name or "us-east-1")
+        if not _AWS.fullmatch(urlsplit(meta.endpoint_url).netloc):
+            return region
+        try:
+            answer = self.call("head_bucket")
+        except self.failures as exc:
+            # A refusal says where the bucket is, too.
+            answer = getattr(exc.__cause__, "response", None)
+            if answer is None:
+                raise
+        headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        return str(headers.get("x-amz-bucket-region", region))
+
+    def _credentials(self) -> Any:
+        """What obstore calls for credentials: those of s3fs, renewed by botocore where they expire.
+
+        Raises:
+            NoCredentialsError: botocore finds none anywhere.
+        """
+        fs = self.fs
+        if fs.key:
+            given: S3Credential = {
+                "access_key_id": fs.key,
+                "secret_access_key": fs.secret,
+                "token": fs.token,
+                "expires_at": None,
+            }
+            return lambda: given
+
+        async def fresh() -> "S3Credential":
+            found = await fs.session.get_credentials()
+            if found is None:
+                raise NoCredentialsError
+            frozen = await found.get_frozen_credentials()
+            return {
+                "access_key_id": frozen.access_key,
+                "secret_access_key": frozen.secret_key,
+                "token": frozen.token,
+                "expires_at": datetime.now(UTC) + timedelta(seconds=_CREDENTIALS_S),
+            }
+
+        def credentials() -> "S3Credential":
+            return cast("S3Credential", sync(fs.loop, fresh))
+
+        credentials()  # now, when what is wrong is still botocore's own error
+        return credentials
+
+
+def unmet(fs: Any, bucket: str) -> list[str]:
+    """Name the options of a file system, and settings beside them, of which obstore has no equivalent."""
+    found = _unmet(fs.storage_options)
+    if ":" in bucket or bucket.endswith("--x-s3"):
+        found.append(f"bucket {bucket}")
+    try:
+        session = fs.session or botocore.session.Session(profile=fs.storage_options.get("profile"))
+        settings = session.get_scoped_config().get("s3") or {}
+        found += [f"{name} of the profile" for name in settings if name.startswith("use_")]
+        found += [name for name in _ELSEWHERE if session.get_config_variable(name)]
+    except BotoCoreError:
+        # No such profile, say: the first request says so.
+        return found
+    return found
+
+
+def place(endpoint_url: str, bucket: str, *, region: str, style: str) -> tuple[str, bool]:
+    """Return a bucket's endpoint for obstore, and whether the bucket is part of the host's name.
+
+    >>> place("https://s3.amazonaws.com", "bucket", region="eu-west-1", style="auto")
+    ('https://bucket.s3.eu-west-1.amazonaws.com', True)
+    >>> place("https://s3.amazonaws.com", "my.bucket", region="eu-west-1", style="auto")
+    ('https://s3.eu-west-1.amazonaws.com', False)
+    >>> place("http://127.0.0.1:9000", "bucket", region="us-east-1", style="auto")
+    ('http://127.0.0.1:9000', False)
+    >>> place("https://objects.example/", "bucket", region="us-east-1", style="virtual")
+    ('https://bucket.objects.example', True)
+    """
+    parts = urlsplit(endpoint_url.rstrip("/"))
+    host = parts.netloc
+    if aws := _AWS.fullmatch(host):
+        host = f"s3.{region}.amazonaws.com{aws[2] or ''}"
+    # As botocore decides: a dot in a bucket's name is none of a wildcard certificate's.
+    is_virtual = style == "virtual" or (style == "auto" and aws is not None and "." not in bucket)
+    return (
+        f"{parts.scheme}://{bucket}.{host}{parts.path}"
+        if is_virtual
+        else f"{parts.scheme}://{host}{parts.path}",
+        is_virtual,
+    )
+
+
+def _unmet(options: Mapping[str, Any], where: str = "") -> list[str]:
+    found: list[str] = []
+    for option, value in options.items():
+        name = f"{where}.{option}" if where else option
+        if option not in _HONOURED[where]:
+            # What is off is as if not given.
+            found += [name] if value not in (None, False) else []
+        elif name in _HONOURED:
+            found += _unmet(value or {}, name)
+    return found
+
+
+def _few_enough(parts: Iterable[bytearray]) -> Iterator[bytearray]:
+    num_bytes = 0
+    for part in parts:
+        num_bytes += len(part)
+        if num_bytes > _MAX_PARTS * PART_BYTES:
+            limit = _MAX_PARTS * PART_BYTES >> 30
+            raise UsageError(
+                f"obstore stores objects of up to {limit} GiB; open the store with client='s3fs'"
+            )
+        yield part
