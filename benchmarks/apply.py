@@ -276,7 +276,7 @@ class Server:
         row: dict[str, Any] = {}
         if trainer.store is not None:
             self._worker.init_weight_transfer_engine(
-                init_info={"store": trainer.store.url, "scratch": str(spool)}
+                init_info={"store": trainer.store.url, "scratch": str(spool), "cache_bytes": 0}
             )
             self._live, self._updater = self._engine.live, self._engine.updater
             # The first anchor goes through vLLM's loader, and proves the map; any other through the map.

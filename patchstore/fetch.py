@@ -1,6 +1,6 @@
 """Bring payloads of a plan to this host, verified, in bounded memory.
 
-Given a spool, processes of one host share what they fetch; without one each fetches for itself.
+Given a node cache, processes of one host share what they fetch; without one each fetches for itself.
 """
 
 import mmap
@@ -23,7 +23,7 @@ from patchstore.stores.base import PART_BYTES, Store
 from patchstore.tensors import TensorPatch, bits
 
 if TYPE_CHECKING:
-    from patchstore.spool import Spool
+    from patchstore.node_cache import NodeCache
 
 
 def chunks(store: Store, wanted: Payload) -> Iterator[bytes]:
@@ -36,7 +36,25 @@ def chunks(store: Store, wanted: Payload) -> Iterator[bytes]:
         # One byte more than there should be, so that a longer object is noticed without asking for its size.
         yield from checksum.verified(store.read(wanted.key, end=wanted.size + 1), wanted)
     except NotFound as exc:
-        raise CorruptObject(f"{wanted.key} is missing from {store.url}, though its version names it") from exc
+        raise _missing(store, wanted) from exc
+
+
+def check_size(store: Store, wanted: Payload) -> None:
+    """Ask the store for a payload's size, before more room is made for it than it takes.
+
+    Raises:
+        CorruptObject: missing, or not of the size that the manifest says.
+    """
+    try:
+        size = store.size(wanted.key)
+    except NotFound as exc:
+        raise _missing(store, wanted) from exc
+    if size != wanted.size:
+        raise CorruptObject(f"{wanted.key} should have {wanted.size:,} bytes but has {size:,}")
+
+
+def _missing(store: Store, wanted: Payload) -> CorruptObject:
+    return CorruptObject(f"{wanted.key} is missing from {store.url}, though its version names it")
 
 
 def download(store: Store, wanted: Payload, path: Path) -> None:
@@ -44,10 +62,22 @@ def download(store: Store, wanted: Payload, path: Path) -> None:
 
     Raises:
         CorruptObject: as `chunks`.
+        OSError: there is no room, which shows before anything is fetched, or the disk fails.
     """
     with path.open("xb") as file:
-        for chunk in chunks(store, wanted):
-            file.write(chunk)
+        _fill(file, store, wanted)
+
+
+def _fill(file: BinaryIO, store: Store, wanted: Payload) -> None:
+    """Write a payload to a new file."""
+    if wanted.size:
+        # Takes the room at once, and spares finding it block by block (1 GB in 0.7 s instead of 3.2, ext4).
+        try:
+            os.posix_fallocate(file.fileno(), 0, wanted.size)
+        except (OSError, OverflowError):
+            check_size(store, wanted)
+            raise
+    file.writelines(chunks(store, wanted))
 
 
 class Deltas:
@@ -137,8 +167,7 @@ def _mapped(file: BinaryIO) -> memoryview:
 @contextmanager
 def _temporary(store: Store, wanted: Payload, scratch: Path | None) -> Iterator[BinaryIO]:
     with TemporaryFile(prefix="patchstore-", dir=scratch) as file:
-        for chunk in chunks(store, wanted):
-            file.write(chunk)
+        _fill(file, store, wanted)
         file.flush()
         yield file
 
@@ -149,14 +178,14 @@ def deltas(
     manifests: tuple[Manifest, ...],
     schema: Mapping[str, TensorSpec],
     scratch: Path | None,
-    spool: "Spool | None" = None,
+    cache: "NodeCache | None" = None,
     needs: parts.Needs | None = None,
 ) -> Iterator[Deltas]:
     """Download and open the deltas of these versions; their files are gone when the block ends.
 
     Args:
         scratch: folder for temporary files of the deltas' size; None for the system's.
-        spool: where their files are instead, if given; they are gone when no other process needs them.
+        cache: where their files are instead, if given, and may stay.
         needs: which tiles of coded tensors to read, if not all; `parts` says what is not checked then.
 
     Raises:
@@ -164,7 +193,7 @@ def deltas(
     """
 
     def local(wanted: Payload) -> AbstractContextManager[BinaryIO]:
-        return _temporary(store, wanted, scratch) if spool is None else spool.fetch(store, wanted)
+        return _temporary(store, wanted, scratch) if cache is None else cache.fetch(store, wanted)
 
     with ExitStack() as files:
         versions: list[tuple[Manifest, str, dict[str, EncodedTensor | Coded]]] = []
@@ -190,12 +219,12 @@ def deltas(
 
 
 def anchor(
-    store: Store, manifest: Manifest, schema: Mapping[str, TensorSpec], spool: "Spool | None" = None
+    store: Store, manifest: Manifest, schema: Mapping[str, TensorSpec], cache: "NodeCache | None" = None
 ) -> Iterator[tuple[str, list[TensorSpec], Iterator[torch.Tensor]]]:
     """Stream an anchor, file by file.
 
     Args:
-        spool: where its files are streamed from, if given; kept there until this iterator ends.
+        cache: where its files are streamed from, if given; in use there until this iterator ends.
 
     Yields:
         A file's name, what it holds, and its tensors in the same order, one in memory at a time. All
@@ -210,8 +239,8 @@ def anchor(
     with ExitStack() as files:
         for wanted in manifest.anchor.payloads:
             source: Iterable[bytes] = chunks(store, wanted)
-            if spool is not None:
-                file = files.enter_context(spool.fetch(store, wanted))
+            if cache is not None:
+                file = files.enter_context(cache.fetch(store, wanted))
                 source = iter(partial(file.read, PART_BYTES), b"")
             stream = payload.read_stream(wanted.key, wanted.size, source)
             header = next(stream)
@@ -224,11 +253,11 @@ def anchor(
 
 @contextmanager
 def local_anchor(
-    store: Store, manifest: Manifest, schema: Mapping[str, TensorSpec], spool: "Spool"
+    store: Store, manifest: Manifest, schema: Mapping[str, TensorSpec], cache: "NodeCache"
 ) -> Iterator[Mapping[str, torch.Tensor]]:
     """Open an anchor's tensors by name, in any order, all of them proved.
 
-    They are private mappings of the spool's files: memory is the page cache, which all processes of the
+    They are private mappings of the cache's files: memory is the page cache, which all processes of the
     host share. A tensor that is written to keeps its own copy of the pages, and the files stay as they
     are. Tensors may outlive the block, which then keep their file's disk space.
 
@@ -240,7 +269,7 @@ def local_anchor(
     tensors: dict[str, torch.Tensor] = {}
     with ExitStack() as files:
         for wanted in manifest.anchor.payloads:
-            buffer = _mapped(files.enter_context(spool.fetch(store, wanted)))
+            buffer = _mapped(files.enter_context(cache.fetch(store, wanted)))
             header, found = payload.open_buffer(wanted.key, buffer)
             _admitted(wanted.key, header, manifest, schema, seen)
             tensors |= found

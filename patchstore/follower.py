@@ -17,6 +17,7 @@ import torch
 from patchstore import digest, fetch, lineage, log
 from patchstore.errors import CorruptObject, SchemaMismatch, StateMismatch, UsageError, VersionNotFound
 from patchstore.model import Manifest, Plan
+from patchstore.node_cache import NodeCache
 from patchstore.stores.base import Store
 from patchstore.tensors import TensorPatch, bits, spec_of
 
@@ -90,6 +91,7 @@ class Follower:
         *,
         held: int | None = None,
         scratch: Path | None = None,
+        cache: NodeCache | None = None,
     ) -> None:
         """Open a store for following.
 
@@ -99,6 +101,7 @@ class Follower:
             held: the version whose weights `tensors` has now, which is proved by digest; None when
                 unknown, and the first update starts from an anchor.
             scratch: folder for temporary files of a delta's size; None for the system's.
+            cache: what to fetch through instead, if given, so that followers of a host share their downloads.
 
         Raises:
             VersionNotFound: the store holds no run, or not the version `held`.
@@ -114,6 +117,7 @@ class Follower:
         self.manifest: Manifest | None = None
         """Of the held version; None while unknown."""
         self._scratch = scratch
+        self._cache = cache
         self._specs = header.schema.by_name()
         self._sums: dict[str, digest.Sums] = {}
         if tensors:
@@ -212,11 +216,11 @@ class Follower:
         patches: dict[str, TensorPatch] = {}
         full: dict[str, torch.Tensor] = {}
         sums = dict(self._sums)
-        with fetch.deltas(self.store, route.deltas, self._specs, self._scratch) as deltas:
+        with fetch.deltas(self.store, route.deltas, self._specs, self._scratch, self._cache) as deltas:
             fetched = time.monotonic()
             if route.anchor is not None:
                 sums = {}
-                for _, specs, tensors in fetch.anchor(self.store, route.anchor, self._specs):
+                for _, specs, tensors in fetch.anchor(self.store, route.anchor, self._specs, self._cache):
                     for spec, tensor in zip(specs, tensors, strict=True):
                         for patch in deltas.patches(spec, tensor):
                             bits(tensor)[patch.indices] = bits(patch.values)

@@ -26,7 +26,7 @@ from vllm.logger import init_logger
 
 from patchstore.errors import CorruptObject, StateMismatch, TornModel, UsageError
 from patchstore.kernels import are_usable
-from patchstore.spool import Spool
+from patchstore.node_cache import MAX_BYTES, NodeCache
 from patchstore.stores import open_store
 from vllm_plugin.agreement import Failure, describe, gather, is_last
 from vllm_plugin.cpu_layout import keep_load_layout
@@ -175,8 +175,9 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         Args:
             init_info: `store` (a URL), and optionally `storage_options`; `scratch`, a folder of this user
-                alone on a local disk, in which the ranks of a host share what they fetch; `partial`, whether
-                each rank reads only its own part of coded deltas instead.
+                alone on a local disk, in which the ranks and servers of a host share what they fetch;
+                `cache_bytes`, how much of it stays there unused; `partial`, whether each rank reads only its
+                own part of coded deltas instead.
 
         Raises:
             RuntimeError: any rank could not; all are as before, or say that they are torn, and an update that
@@ -209,7 +210,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def _open(self, given: Mapping[str, Any], opened: list[tuple[Updater, LiveWeights, Trace]]) -> Share:
-        types: dict[str, type] = {"store": str, "storage_options": dict, "scratch": str, "partial": bool}
+        types: dict[str, type] = {"store": str, "storage_options": dict}
+        types |= {"scratch": str, "cache_bytes": int, "partial": bool}
         known = _keywords("init_info", given, types, required={"store"})
         worker = self._worker()
         if worker is None:
@@ -220,13 +222,14 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.updater is not None:
             # Its thread reads weights, which are loaded to prove some of them.
             self.updater.quiesce()
-        spool = Spool(Path(known.get("scratch") or Path(gettempdir()) / f"patchstore-{os.geteuid()}"))
+        folder = Path(known.get("scratch") or Path(gettempdir()) / f"patchstore-{os.geteuid()}")
+        cache = NodeCache(folder, max_bytes=known.get("cache_bytes", MAX_BYTES))
         models = self._serving.models(worker)
         self._serving.check_layout(models)
         live = self._live(models)
         store = open_store(known["store"], **known.get("storage_options", {}))
         try:
-            updater = Updater(store, live, spool, is_partial=known.get("partial", False))
+            updater = Updater(store, live, cache, is_partial=known.get("partial", False))
             traced = updater.trace()
         except BaseException:
             store.close()
@@ -458,7 +461,8 @@ def _keywords(what: str, given: object, types: Mapping[str, type], required: set
     if missing := required - given.keys():
         raise UsageError(f"{what} lacks {sorted(missing)}; known are {known}")
     for name, value in given.items():
-        if not isinstance(value, types[name]) or isinstance(value, bool):
+        # To Python, True is a number too.
+        if not isinstance(value, types[name]) or isinstance(value, bool) is not (types[name] is bool):
             # Not the value: it may be a secret.
             raise UsageError(f"{what} has a {type(value).__name__} as {name!r}; known are {known}")
     return given

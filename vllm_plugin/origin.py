@@ -11,7 +11,7 @@ from patchstore import fetch, lineage, log, payload
 from patchstore.digest import Sums, of_tensor, sums_of
 from patchstore.errors import CorruptObject, StateMismatch, VersionNotFound
 from patchstore.model import Manifest, Schema, TensorSpec
-from patchstore.spool import Spool
+from patchstore.node_cache import NodeCache
 from patchstore.stores.base import Store
 from patchstore.tensors import bits, from_bytes, spec_of
 
@@ -53,7 +53,7 @@ def _worth_knowing(store: Store) -> Iterator[Manifest]:
 
 
 def read_tensors(
-    store: Store, schema: Schema, version: int, names: Iterable[str], spool: Spool
+    store: Store, schema: Schema, version: int, names: Iterable[str], cache: NodeCache
 ) -> dict[str, torch.Tensor]:
     """Rebuild some tensors of a version, reading no more of its anchor than they need.
 
@@ -68,7 +68,7 @@ def read_tensors(
     route = lineage.plan(log.read_lineage(store, version), None, version)
     assert route.anchor is not None
     found = dict(_of_anchor(store, route.anchor, wanted))
-    with fetch.deltas(store, route.deltas, specs, None, spool) as deltas:
+    with fetch.deltas(store, route.deltas, specs, None, cache) as deltas:
         for name in wanted.keys() & deltas.names:
             for patch in deltas.patches(wanted[name], found[name]):
                 bits(found[name])[patch.indices] = bits(patch.values)

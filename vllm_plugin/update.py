@@ -21,7 +21,7 @@ from patchstore.digest import Sums
 from patchstore.errors import CorruptObject, StateMismatch, TornModel, UsageError, VersionNotFound
 from patchstore.fetch import Deltas
 from patchstore.model import Manifest, Plan, Schema, StateDigest, TensorSpec
-from patchstore.spool import Spool
+from patchstore.node_cache import NodeCache
 from patchstore.stores.base import Store
 from patchstore.tensors import TensorPatch, bits
 from vllm_plugin.live import Change, LiveWeights
@@ -54,7 +54,7 @@ class Staged:
     saved: dict[int, torch.Tensor] = field(default_factory=dict)
     """The runtimes that are written as a whole, as they are now."""
     leases: ExitStack
-    """Holds the payloads' files, so that the host's other ranks need not fetch them again."""
+    """Holds the payloads' files, which the host's other ranks use too."""
     timings: dict[str, float]
 
     @property
@@ -69,7 +69,9 @@ class Updater:
     they hold already, if any.
     """
 
-    def __init__(self, store: Store, live: LiveWeights, spool: Spool, *, is_partial: bool = False) -> None:
+    def __init__(
+        self, store: Store, live: LiveWeights, cache: NodeCache, *, is_partial: bool = False
+    ) -> None:
         """Open a run.
 
         Args:
@@ -93,7 +95,7 @@ class Updater:
         """Seconds of the last update: `fetch`, `stage`, `commit`, `verify`."""
         self.num_commits = 0
         self._live = live
-        self._spool = spool
+        self._cache = cache
         self._is_partial = is_partial
         self._mirror: dict[str, torch.Tensor] = {}
         """Names that are calculated, or `cut`, in full, as they are in the held version."""
@@ -211,7 +213,7 @@ class Updater:
             return False
         mapped = self._live.map
         wanted = mapped.computed | mapped.partial | self._live.cut
-        found = read_tensors(self.store, self.schema, version, wanted, self._spool)
+        found = read_tensors(self.store, self.schema, version, wanted, self._cache)
         mirror = {name: found[name] for name in mapped.computed}
         cut = {name: found[name] for name in self._live.cut}
         same = all(self._live.serves(name, found[name]) for name in sorted(mapped.partial))
@@ -316,11 +318,11 @@ class Updater:
             anchor: Mapping[str, torch.Tensor] = {}
             if route.anchor is not None:
                 anchor = leases.enter_context(
-                    fetch.local_anchor(self.store, route.anchor, specs, self._spool)
+                    fetch.local_anchor(self.store, route.anchor, specs, self._cache)
                 )
             needs = self._live.needs if self._is_partial and route.anchor is None else None
             deltas = leases.enter_context(
-                fetch.deltas(self.store, route.deltas, specs, None, self._spool, needs)
+                fetch.deltas(self.store, route.deltas, specs, None, self._cache, needs)
             )
             fetched = time.monotonic()
             copied = sorted(deltas.names - mapped.computed)

@@ -10,7 +10,7 @@ from typing import Any
 
 from halves import half_of
 
-from patchstore import fetch, spool
+from patchstore import fetch, node_cache
 from patchstore.errors import LoadFailed
 from vllm_plugin import DeltaWorkerExtension
 from vllm_plugin.live import Change
@@ -98,17 +98,17 @@ class FailingExtension(DeltaWorkerExtension):
 
     def delta_count_downloads(self) -> list[str]:
         """Return the keys of the payloads that this worker downloaded since the last call."""
-        if not hasattr(spool.download, "keys"):
-            download, keys = spool.download, []
+        if not hasattr(node_cache.download, "keys"):
+            download, keys = node_cache.download, []
 
             def counting(store: Any, wanted: Any, path: Any) -> None:
                 keys.append(wanted.key)
                 download(store, wanted, path)
 
             counting.keys = keys
-            spool.download = counting
-        counted = list(spool.download.keys)
-        spool.download.keys.clear()
+            node_cache.download = counting
+        counted = list(node_cache.download.keys)
+        node_cache.download.keys.clear()
         return counted
 
     def delta_fill_disk(self) -> None:

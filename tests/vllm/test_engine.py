@@ -1,18 +1,22 @@
 """The engine's own part, without a server: what it keeps to itself, and what an interrupt leaves."""
 
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from tempfile import gettempdir
+from typing import NoReturn
 
 import pytest
 import torch
 from trainer import Trainer
 
 from patchstore.errors import UsageError
-from patchstore.spool import Spool
+from patchstore.node_cache import MAX_BYTES, NodeCache
 from patchstore.tensors import bits
 from vllm_plugin import engine as module
 from vllm_plugin.derived import Derived
-from vllm_plugin.engine import DeltaWeightTransferEngine
+from vllm_plugin.engine import DeltaWeightTransferEngine, InitInfo
 from vllm_plugin.live import LiveWeights
 from vllm_plugin.update import Updater
 
@@ -56,7 +60,7 @@ def _engine(tmp_path, monkeypatch, trainer) -> DeltaWeightTransferEngine:
     engine = object.__new__(DeltaWeightTransferEngine)
     model = Model()
     engine.live = LiveWeights([model], lambda model, weights: model.load_weights(weights), Derived([], print))
-    engine.updater = updater = Updater(trainer.store, engine.live, Spool(tmp_path / "scratch"))
+    engine.updater = updater = Updater(trainer.store, engine.live, NodeCache(tmp_path / "scratch"))
     traced = updater.trace()
     updater.follow(traced, [engine.live.share(traced)])
     engine.is_open, engine.update_open, engine._sleep_level, engine._is_as_started = True, False, None, True
@@ -129,6 +133,49 @@ def test_weights_that_something_else_wrote_to_are_found_out_and_mended(new_train
     update(engine, 3)
     assert torch.equal(bits(engine.live._models[0].a), bits(trainer.history[3]["a"]))
     assert not engine.updater.torn
+
+
+class Worker:
+    """What vLLM would have made the engine in."""
+
+    def __init__(self, engine: DeltaWeightTransferEngine) -> None:
+        self.weight_transfer_engine = engine
+
+
+@pytest.fixture
+def opened(monkeypatch, engine) -> Callable[..., list]:
+    """Opens a store in the engine as far as the cache, and returns what each cache was made with."""
+    worker, made = Worker(engine), []
+
+    def refuse(folder, *, max_bytes) -> NoReturn:
+        made.append((folder, max_bytes))
+        raise UsageError("far enough")
+
+    monkeypatch.setattr(module, "_workers", {worker})
+    monkeypatch.setattr(module, "NodeCache", refuse)
+
+    def start(**given) -> list:
+        with pytest.raises(RuntimeError, match="far enough"):
+            engine.init_transfer_engine(InitInfo(given={"store": "memory://none", **given}))
+        return made
+
+    return start
+
+
+def test_the_folder_and_the_bound_of_what_stays_there_are_the_callers(opened, tmp_path):
+    opened(scratch=str(tmp_path), cache_bytes=0, partial=True)
+    opened(scratch=str(tmp_path))
+    assert opened() == [
+        (tmp_path, 0),
+        (tmp_path, MAX_BYTES),
+        (Path(gettempdir()) / f"patchstore-{os.geteuid()}", MAX_BYTES),
+    ]
+
+
+@pytest.mark.parametrize("wrong", [{"cache_bytes": True}, {"cache_bytes": "4 GiB"}, {"partial": 1}])
+def test_keywords_of_another_type_are_refused(engine, wrong):
+    with pytest.raises(RuntimeError, match=rf"as '{next(iter(wrong))}'"):
+        engine.init_transfer_engine(InitInfo(given={"store": "memory://none", **wrong}))
 
 
 def test_values_that_may_be_secrets_are_not_repeated():

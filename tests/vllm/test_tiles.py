@@ -9,7 +9,7 @@ import torch
 from patchstore import Publisher, fetch, log
 from patchstore.encodings.context import tiling
 from patchstore.model import Schema, TensorSpec
-from patchstore.spool import Spool
+from patchstore.node_cache import NodeCache
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors import bits
 from tests.interpreted import DEVICE, kernels
@@ -98,7 +98,7 @@ def test_every_rank_decodes_its_own_part(tmp_path, kind, num_ranks, dtype, num_v
         # Nothing else would tell the parent's bits of a tile that is held in part.
         base = {name: started[name] for name in live.cut}
         specs, needs = header.schema.by_name(), live.needs if is_partial else None
-        with fetch.deltas(store, manifests, specs, None, Spool(tmp_path), needs) as deltas:
+        with fetch.deltas(store, manifests, specs, None, NodeCache(tmp_path), needs) as deltas:
             change = live.stage_deltas(deltas, sorted(deltas.names), base, keep_old=True)
         live.scatter(change)
         for name, tensor in model.items():

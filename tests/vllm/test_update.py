@@ -11,7 +11,7 @@ import torch
 from halves import half_of
 from trainer import Trainer
 
-from patchstore import digest, layout, log
+from patchstore import digest, layout, log, node_cache
 from patchstore import manifest as manifests
 from patchstore.errors import (
     CorruptObject,
@@ -23,7 +23,7 @@ from patchstore.errors import (
     UsageError,
 )
 from patchstore.model import Manifest, Schema
-from patchstore.spool import Spool
+from patchstore.node_cache import NodeCache
 from patchstore.stores import open_store
 from patchstore.tensors import bits
 from tests.interpreted import DEVICE, kernels
@@ -110,7 +110,9 @@ class Ranks:
         self.modules = list(modules)
         self.scratch = scratch
         self.live = [self.kind([each, *each.drafts], _load, Derived([each], _load)) for each in self.modules]
-        self.updaters = [Updater(open_store(url), live, Spool(scratch)) for live in self.live]
+        self.updaters = [
+            Updater(open_store(url), live, NodeCache(scratch, max_bytes=0)) for live in self.live
+        ]
 
     @property
     def one(self) -> Updater:
@@ -511,6 +513,29 @@ def test_payloads_are_on_disk_while_staged_and_no_longer(ranks, updater, version
     else:
         getattr(updater, end)()
     assert ranks.spooled() == []
+
+
+def test_two_servers_of_a_host_download_each_payload_once(trainer, open_ranks, tmp_path, monkeypatch):
+    keys = []
+    download = node_cache.download
+
+    def counting(store, wanted, path) -> None:
+        keys.append(wanted.key)
+        download(store, wanted, path)
+
+    monkeypatch.setattr(node_cache, "download", counting)
+    servers = [open_ranks(trainer, Fused(0, 2), Fused(1, 2)) for _ in range(2)]
+    for each in servers:
+        for updater in each.updaters:
+            updater._cache = NodeCache(tmp_path / "shared")
+            updater.forget()
+    for version in (0, 1, 3):
+        # The second one lags: the first has let go of the version when it begins.
+        for each in servers:
+            each.apply(version)
+            each.spooled()
+            assert serves(each, trainer.history[version])
+    assert len(keys) == len(set(keys)) == 4
 
 
 def test_what_was_prefetched_is_gone_from_disk_when_the_store_is_closed(ranks, updater):
