@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import apply, context, encodings, kernels, replay, serving, stores
+from benchmarks import apply, context, encodings, fleet, kernels, replay, serving, stores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,13 @@ CASES = (
         gate="tests/encodings",
         arguments=encodings.arguments,
         run=encodings.run,
+    ),
+    Case(
+        name="fleet",
+        about="A rolling update of 100 simulated servers, some slow, failing, restarting: how late each is.",
+        gate="tests/integrations/test_rolling_update.py",
+        arguments=fleet.arguments,
+        run=fleet.run,
     ),
     Case(
         name="kernels",

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -146,7 +147,7 @@ def _verify_server(
         return
     unseen = "".join(f", {count} {kind}" for kind, count in rest.items() if count)
     if proof.num_engines > 1:
-        unseen += f"; one of {proof.num_engines} engines answered"
+        unseen += f", in each of {proof.num_engines} engines"
     report.out.print(
         f"{inference.url} serves version {proof.manifest.version}, state "
         f"{report.short(proof.manifest.state.total)}: {proof.num_proved} tensors verified{unseen}"
@@ -200,41 +201,141 @@ def transcode(
         )
 
 
+class Commit(StrEnum):
+    """How a version is written."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+    IN_PLACE = "in-place"
+
+
+class PrefixCache(StrEnum):
+    """What becomes of keys and values that older weights computed."""
+
+    RESET = "reset"
+    KEEP = "keep"
+
+
+class LogFormat(StrEnum):
+    """What the log consists of."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 @app.command()
 def follow(
     store: StoreUrl,
+    *,
     server: Annotated[
-        str, typer.Option("--server", metavar="URL", help="A vLLM server with the delta backend.")
-    ],
-    min_interval_s: Annotated[
-        float, typer.Option(min=0.01, help="Seconds between looks while there is news.")
-    ] = 0.2,
-    max_interval_s: Annotated[float, typer.Option(min=0.01, help="Seconds between looks at the most.")] = 2.0,
-    timeout_s: Annotated[
+        list[str] | None,
+        typer.Option("--server", metavar="URL", help="A vLLM server with the delta backend; repeatable."),
+    ] = None,
+    servers_file: Annotated[
+        Path | None,
+        typer.Option(help="A file with a server's URL a line, read again when it changes."),
+    ] = None,
+    at: Annotated[
+        int | None, typer.Option(min=0, help="Hold at this version, instead of following the newest.")
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="A file that keeps what /hold and /release were told.")
+    ] = None,
+    commit: Annotated[
+        Commit, typer.Option(help="Pause for the write and keep, await or abort requests; or do not pause.")
+    ] = Commit.KEEP,
+    prefix_cache: Annotated[
+        PrefixCache, typer.Option(help="Reset or keep what older weights computed.")
+    ] = PrefixCache.RESET,
+    min_interval: Annotated[
+        float, typer.Option(min=0, help="Least seconds between two versions of a server.")
+    ] = 0.0,
+    prove_every: Annotated[
+        float | None, typer.Option(min=1, help="Seconds between proofs of what each server serves.")
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(metavar="[HOST:]PORT", help="Serve /metrics, /healthz and /hold; on 127.0.0.1."),
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds that something may go wrong before /healthz says so.")
+    ] = 60.0,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that steps under way may take after SIGTERM.")
+    ] = 30.0,
+    poll: Annotated[float, typer.Option(min=0.01, help="Seconds between looks at the most.")] = 2.0,
+    timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that one call may take, an anchor's too.")
     ] = 600.0,
+    log_format: Annotated[
+        LogFormat | None,
+        typer.Option(help="Log all events to standard error, instead of lines on standard output."),
+    ] = None,
     option: Option = None,
     as_json: Json = False,
 ) -> None:
-    """Keep a server at the newest version, until SIGTERM or Ctrl-C."""
-    from patchstore.integrations.follow import Follow, stop_on_signals
-    from patchstore.integrations.vllm_server import VllmServer
+    """Keep servers at the newest version, or hold them at one, until SIGTERM or Ctrl-C."""
+    from patchstore.integrations import logs, service
 
-    bucket, options = _open(store, option), _parsed(option)
-    stop = stop_on_signals()
-    with VllmServer(server, timeout_s=timeout_s) as inference:
-        following = Follow(
-            bucket,
-            inference,
-            storage_options=options,
-            min_interval_s=min_interval_s,
-            max_interval_s=max(min_interval_s, max_interval_s),
-        )
-        for done in following.run(stop):
-            if as_json:
-                report.print_json({"server": inference.url, **done.to_dict()})
-            else:
-                report.out.print(f"{inference.url}: {done}", markup=False, highlight=False)
+    if log_format is not None:
+        logs.configure(as_json=log_format is LogFormat.JSON)
+    settings = service.Settings(
+        servers=server or [],
+        servers_file=servers_file,
+        storage_options=_parsed(option),
+        at=at,
+        state=state,
+        commit=commit.value,
+        prefix_cache=prefix_cache.value,
+        commit_interval_s=min_interval,
+        prove_every_s=prove_every,
+        listen=listen,
+        patience_s=patience,
+        grace_s=grace,
+        timeout_s=timeout,
+        max_interval_s=poll,
+    )
+    bucket, stop = _open(store, option), service.stop_on_signals()
+    for told in service.follow(bucket, settings, stop):
+        if as_json:
+            report.print_json(told.to_dict())
+        elif log_format is None:
+            report.out.print(str(told), markup=False, highlight=False)
+
+
+@app.command()
+def doctor(
+    store: StoreUrl,
+    server: Annotated[
+        list[str] | None,
+        typer.Option("--server", metavar="URL", help="A vLLM server that follows it, or shall; repeatable."),
+    ] = None,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Leave out what writes, for those who only follow.")
+    ] = False,
+    size: Annotated[int, typer.Option(min=1, help="Megabytes with which throughput is measured.")] = 32,
+    option: Option = None,
+    as_json: Json = False,
+) -> None:
+    """Say what works and what does not, before you train; exit code 1 where there is a problem."""
+    from patchstore.integrations.doctor import examine
+
+    found = []
+    for finding in examine(
+        store,
+        server or [],
+        storage_options=_parsed(option),
+        read_only=read_only,
+        num_bytes=size * 1_000_000,
+    ):
+        found.append(finding)
+        if as_json:
+            report.print_json(finding.to_dict())
+    if not as_json:
+        report.out.print(report.findings_table(found))
+    if any(finding.level == "problem" for finding in found):
+        raise typer.Exit(1)
 
 
 def _version(wanted: bool) -> None:

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -16,10 +17,14 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from patchstore import manifest as manifests
 from patchstore.errors import CorruptObject
 from patchstore.model import Manifest, StoreHeader
+
+if TYPE_CHECKING:
+    from patchstore.integrations.doctor import Finding
 
 out = Console()
 err = Console(stderr=True)
@@ -107,6 +112,26 @@ def show_table(found: Manifest) -> Table:
     for part, payloads in (("delta", delta), ("anchor", anchor)):
         for payload in payloads:
             table.add_row(part, f"{payload.key}\n{payload.size:,} bytes, {payload.digest}")
+    return table
+
+
+_COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+
+def findings_table(findings: Iterable["Finding"]) -> Table:
+    """What an examination found, under what it is about, and below what is not well what to do."""
+    table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for about, each in groupby(findings, lambda finding: finding.about):
+        table.add_section()
+        table.add_row("", "", Text(about, style="bold"))
+        for finding in each:
+            text = Text(finding.found)
+            if finding.advice is not None:
+                text.append(f"\n-> {finding.advice}", style="italic")
+            table.add_row(Text(finding.level, style=_COLOURS[finding.level]), finding.kind, text)
     return table
 
 

@@ -55,6 +55,7 @@ FOREIGN = {
     "obstore": lambda name: name.startswith("patchstore.stores"),
     "vllm": lambda name: name.startswith("vllm_plugin"),
     "httpx": lambda name: name.startswith("patchstore.integrations"),
+    "prometheus_client": lambda name: name == "patchstore.integrations.metrics",
     "blake3": lambda name: name == "patchstore.checksum",
     "typer": lambda name: name == "patchstore.cli",
     "rich": lambda name: name == "patchstore.report",

@@ -4,13 +4,21 @@ All are prefixed `delta_`, since vLLM refuses an extension that hides an attribu
 Each rank answers for itself.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
 import vllm
 
+import patchstore
+from patchstore import manifest
+from vllm_plugin.agreement import Failure, describe, gather, is_last
 from vllm_plugin.engine import DeltaWeightTransferEngine, adopt
+from vllm_plugin.serving import groups
 from vllm_plugin.update import Updater
+
+ENGINES_DIFFER = "engines-differ"
+"""The kind of the error that data-parallel engines do not answer alike."""
 
 
 class DeltaWorkerExtension:
@@ -24,10 +32,10 @@ class DeltaWorkerExtension:
     def delta_status(self) -> dict[str, Any]:
         """Return what this rank serves, as JSON values; needs no open store.
 
-        Keys: `rank`, `vllm`, `initialised`, `asleep`, `draft` (None without a speculative draft model,
-        `followed` if it is updated together with the model, `separate` if its checkpoint is another, so
-        that it stays as it is), `store`, `run_id`, `held` (version or None), `parent` and `step` (of the
-        held version), `state_digest` (of the held version), `staged` (version or None), `update_open`,
+        Keys: `rank`, `release` (of patchstore), `vllm`, `initialised`, `asleep`, `draft` (None without a
+        speculative draft model, `followed` if it is updated together with the model, `separate` if its
+        checkpoint is another, so that it stays as it is), `store`, `run_id`, `held` (version or None),
+        `parent`, `step` and `state_digest` (of the held version), `staged` (version or None), `update_open`,
         `switch` (see `delta_switch`), `torn`, `last_error` (None, or `rank`, `kind`, `message`), `timings`
         (seconds, of the last update), `map` (None, or see `_map`).
         """
@@ -38,6 +46,7 @@ class DeltaWorkerExtension:
             held, staged = updater.held, updater.staged
         return {
             "rank": engine.rank,
+            "release": patchstore.__version__,
             "vllm": vllm.__version__,
             "initialised": engine.is_open,
             "asleep": engine.is_asleep,
@@ -89,6 +98,59 @@ class DeltaWorkerExtension:
             `computed`, those that no rank holds in full in `unproved`; neither has sums.
         """
         return self._delta_engine().sums(first, num_elements)
+
+    def delta_fits(self, header: str) -> dict[str, Any]:
+        """Say whether the model's loader takes a run's tensors, by tracing it while generation waits.
+
+        Opens and changes nothing, and never raises: other ranks would be misunderstood. A quantised model is
+        not traced, and takes anything.
+
+        Args:
+            header: the text of the run's `store.json`.
+
+        Returns:
+            `failure`: None, or why the run would be refused here: `rank`, `kind`, `message`.
+        """
+        engine = self._delta_engine()
+        try:
+            engine.live.trace(manifest.header_from_json(header.encode()).schema)
+        except Exception as exc:  # noqa: BLE001 - whatever a model's loader raises
+            return {"failure": asdict(Failure.of(engine.rank, exc))}
+        return {"failure": None}
+
+    def delta_expect(self, method: str, args: Sequence[Any], expected: Sequence[Mapping[str, Any]]) -> None:
+        """Raise unless this engine answers as another one did. Of several data-parallel engines vLLM returns
+        the first one's answers only, but the error of any.
+
+        Args:
+            method: `delta_status`, `delta_prefetch` or `delta_sums`, which each rank calls with `args`.
+            expected: for each rank, what its answer must hold; the answer may hold more.
+
+        Raises:
+            RuntimeError: it does not; in the last rank, for all of them. Begins with `[engines-differ]`, or
+                with the kind of what went wrong instead.
+        """
+        rank = self._delta_engine().rank
+        failure = None
+        try:
+            answers: dict[str, Callable[..., dict[str, Any]]] = {
+                "delta_status": self.delta_status,
+                "delta_prefetch": self.delta_prefetch,
+                "delta_sums": self.delta_sums,
+            }
+            found = answers[method](*args)
+            differing = [
+                f"{key} is {found[key]!r:.80}, not {value!r:.80}"
+                for key, value in expected[rank].items()
+                if found[key] != value
+            ]
+            if differing:
+                failure = Failure(rank=rank, kind=ENGINES_DIFFER, message="; ".join(differing))
+        except Exception as exc:  # noqa: BLE001  (an exception in one rank would confuse vLLM's replies)
+            failure = Failure.of(rank, exc)
+        failures = [each for each in gather(groups(), failure) if each is not None]
+        if failures and is_last(groups()):
+            raise RuntimeError(describe(failures))
 
     def delta_fingerprint(self) -> dict[str, str]:
         """Digest the bits of each live parameter and buffer of this rank, and of a followed draft model's,

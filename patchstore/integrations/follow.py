@@ -1,41 +1,52 @@
-"""Keep a server at the head of a store: the loop behind `patchstore follow STORE --server URL`.
+"""Keep one server at the version that it should hold: the steps behind `patchstore follow`.
 
-It remembers nothing that it could not ask again: both it and the server may be restarted at any
-moment, so each step begins with what the server says about itself.
+They remember nothing that they could not ask again: both this process and the server may be restarted at
+any moment, so each step begins with what the server says about itself.
 """
 
 import logging
-import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from patchstore import log
-from patchstore.errors import PatchstoreError
-from patchstore.integrations.vllm_server import VllmServer
+from patchstore.errors import PatchstoreError, StateMismatch, UsageError
+from patchstore.integrations.goal import Newest
+from patchstore.integrations.vllm_server import ServerStatus, Switched, VllmServer
 from patchstore.model import Manifest
 from patchstore.stores.base import Store
 
 logger = logging.getLogger(__name__)
+
+Did = Literal["initialised", "applied", "resumed", "proved", "diverged", "nothing", "failed"]
+
+
+class UnexpectedError(PatchstoreError):
+    """A step failed in a way that nobody foresaw; the log has where."""
+
+    kind = "internal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """What one step did."""
 
-    did: Literal["initialised", "applied", "resumed", "nothing", "failed"]
-    """`resumed`: ended what a killed process had begun. `nothing`: the server is at the head, or the store
-    has no version yet."""
+    did: Did
+    """`resumed`: ended what a killed process had begun. `proved`: the weights are those of the version.
+    `diverged`: they are not, so the store was opened again, and the next step loads an anchor. `nothing`: the
+    server holds what it should, or must wait, or the store has no version yet."""
     version: int | None = None
     """What the server holds after the step; for `failed`, the version that was tried, if any."""
     error: PatchstoreError | None = None
-    """Why it failed."""
+    """Why it failed, or what showed that it diverged."""
     seconds: float = 0.0
     """How long the step took."""
     timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each part of an update, as the server's first rank measured them."""
+    before: ServerStatus | None = None
+    """What the server said before the step; None where it did not answer."""
+    switched: Switched | None = None
+    """How long an update took, seen from here."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; what does not apply is left out."""
@@ -55,6 +66,10 @@ class Step:
                 return f"applied version {self.version}"
             case "resumed":
                 return f"ended an interrupted switch to version {self.version}"
+            case "proved":
+                return f"proved version {self.version}"
+            case "diverged":
+                return f"opened the store again: [{StateMismatch.kind}] {self.error}"
             case "failed":
                 assert self.error is not None
                 what = "step" if self.version is None else f"version {self.version}"
@@ -64,14 +79,17 @@ class Step:
 
 
 class Follow:
-    """Brings one server to each new head, directly: versions in between are not served."""
+    """Brings one server to each new goal, directly: versions in between are not served."""
 
     def __init__(
         self,
         store: Store,
         server: VllmServer,
         *,
+        goal: Callable[[], Manifest | None] | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        commit_interval_s: float = 0.0,
+        prove_every_s: float | None = None,
         min_interval_s: float = 0.1,
         max_interval_s: float = 2.0,
     ) -> None:
@@ -79,17 +97,27 @@ class Follow:
 
         Args:
             store: must have the same URL for the server as here.
+            goal: returns the version that the server should hold, for whoever also calls for a step when
+                that changes; by default the store's newest, read each time.
             storage_options: what the server needs to open the store.
-            min_interval_s: wait after a step that changed something; doubled by each that did not.
+            commit_interval_s: least time between two versions; a server that holds none does not wait.
+            prove_every_s: how often the weights of an idle server are proved; None for never.
+            min_interval_s: wait after a step that changed something; doubled by each that did not, or failed.
             max_interval_s: the longest wait, also between attempts that fail.
         """
         self.store = store
         self.server = server
+        self._goal = goal or Newest(store).look
+        self._is_called = goal is not None
         self._storage_options = storage_options
+        self._commit_interval_s, self._prove_every_s = commit_interval_s, prove_every_s
         self._min_interval_s, self._max_interval_s = min_interval_s, max_interval_s
         self.interval_s = min_interval_s
         """Seconds until the next step is due."""
-        self._head: Manifest | None = None
+        self._num_failures = 0
+        """In a row."""
+        self._committed: float | None = None
+        self._proved = time.monotonic()
 
     def step(self) -> Step:
         """Do the one thing that is needed next, and say what it was.
@@ -99,66 +127,86 @@ class Follow:
         """
         began = time.monotonic()
         done = replace(self._try(), seconds=time.monotonic() - began)
-        changed = done.did in {"initialised", "applied", "resumed"}
-        self.interval_s = self._min_interval_s if changed else min(2 * self.interval_s, self._max_interval_s)
+        self._num_failures = self._num_failures + 1 if done.did == "failed" else 0
+        if done.did == "failed":
+            # Bounded before it is multiplied, as a night of failures would be too large a number.
+            self._wait_for(self._min_interval_s * 2 ** min(self._num_failures, 20))
+        elif self._is_called and done.did in {"nothing", "applied", "proved"}:
+            # Only the server itself may have something new.
+            self._wait_for(self._max_interval_s)
+        else:
+            self._wait_for(2 * self.interval_s if done.did == "nothing" else self._min_interval_s)
+        if done.did == "nothing" and (left_s := self._throttled_s()) > 0:
+            self.interval_s = min(self.interval_s, left_s)
         return done
+
+    def _wait_for(self, seconds: float) -> None:
+        self.interval_s = min(seconds, self._max_interval_s)
 
     def _try(self) -> Step:
         wanted: int | None = None
+        status: ServerStatus | None = None
         try:
-            self._head = self._newest()
+            goal = self._goal()
             status = self.server.status()
-            if self._head is None:
-                return Step(did="nothing")
-            if not status.initialised or status.run_id != self._head.run_id:
-                self.server.init_weight_transfer(self.store.url, self._storage_options)
-                held = self.server.status().held
-                if held is not None:
-                    # A server that was started from an anchor does not know the number yet.
-                    self.server.set_weight_version(str(held))
-                return Step(did="initialised", version=held)
-            if status.held == self._head.version and status.switch is None:
-                return Step(did="nothing", version=status.held)
-            if status.held == self._head.version and status.switch is not None and status.num_engines == 1:
-                self.server.end_switch(status.switch)
-                return Step(did="resumed", version=status.held)
-            # Of several engines the others may hold something else: applying again brings all to one version.
-            wanted = self._head.version
-            self.server.apply(wanted)
-            return Step(did="applied", version=wanted, timings=self.server.status().ranks[0]["timings"])
+            if goal is None:
+                return Step(did="nothing", version=status.held, before=status)
+            if not status.initialised or status.run_id != goal.run_id:
+                return self._initialise(status, goal)
+            if status.held == goal.version:
+                return self._keep(status)
+            if status.held is not None and self._throttled_s() > 0:
+                return Step(did="nothing", version=status.held, before=status)
+            wanted = goal.version
+            return self._apply(wanted, status)
         except PatchstoreError as exc:
-            return Step(did="failed", version=wanted, error=exc)
+            return Step(did="failed", version=wanted, error=exc, before=status)
+        except Exception as exc:
+            logger.exception("%s: a step failed", self.server.url)
+            error = UnexpectedError(f"{type(exc).__name__}: {exc}")
+            return Step(did="failed", version=wanted, error=error, before=status)
 
-    def _newest(self) -> Manifest | None:
-        if self._head is None:
-            return log.head(self.store)
-        newest = self._head
-        # A version that was seen stays committed, so only the slots after it are asked for.
-        while (later := log.following(self.store, newest)) is not None:
-            newest = later
-        return newest
+    def _initialise(self, status: ServerStatus, goal: Manifest) -> Step:
+        self.server.init_weight_transfer(self.store.url, self._storage_options)
+        opened = self.server.status()
+        if opened.run_id != goal.run_id:
+            raise UsageError(
+                f"{self.server.url} finds run {opened.run_id} at {self.store.url}, but here it holds run "
+                f"{goal.run_id}: is that the same place for both, and was it emptied just now?"
+            )
+        if opened.held is not None:
+            # A server that was started from an anchor does not know the number yet.
+            self.server.set_weight_version(str(opened.held))
+        return Step(did="initialised", version=opened.held, before=status)
 
-    def run(self, stop: threading.Event) -> Iterator[Step]:
-        """Step until `stop` is set, yielding what was done. A step under way is finished first."""
-        while not stop.is_set():
-            done = self.step()
-            if done.did == "failed":
-                logger.info("%s: %s; next try in %.1f s", self.server.url, done, self.interval_s)
-            elif done.did != "nothing":
-                logger.info("%s: %s", self.server.url, done)
-            if done.did != "nothing":
-                yield done
-            stop.wait(self.interval_s)
+    def _keep(self, status: ServerStatus) -> Step:
+        if status.switch is not None:
+            self.server.end_switch(status.switch)
+            return Step(did="resumed", version=status.held, before=status)
+        if self._prove_every_s is None or time.monotonic() - self._proved < self._prove_every_s:
+            return Step(did="nothing", version=status.held, before=status)
+        # Imports torch, which takes seconds and memory.
+        from patchstore.integrations.proof import prove
 
+        try:
+            prove(self.store, self.server)
+        except StateMismatch as exc:
+            self.server.init_weight_transfer(self.store.url, self._storage_options)
+            return Step(did="diverged", version=self.server.status().held, error=exc, before=status)
+        finally:
+            self._proved = time.monotonic()
+        return Step(did="proved", version=status.held, before=status)
 
-def stop_on_signals() -> threading.Event:
-    """Return an event that SIGTERM and SIGINT set; a second one ends the process. For the main thread."""
-    stop = threading.Event()
+    def _apply(self, wanted: int, status: ServerStatus) -> Step:
+        switched = self.server.apply(wanted)
+        if switched is None:
+            return Step(did="nothing", version=status.held, before=status)
+        self._committed = time.monotonic()
+        timings = self.server.status().ranks[0]["timings"]
+        return Step(did="applied", version=wanted, timings=timings, before=status, switched=switched)
 
-    def set_once(number: int, _frame: object) -> None:
-        stop.set()
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, set_once)
-    return stop
+    def _throttled_s(self) -> float:
+        """Seconds until another version may be written."""
+        if self._committed is None:
+            return 0.0
+        return self._committed + self._commit_interval_s - time.monotonic()

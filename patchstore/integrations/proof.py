@@ -32,7 +32,7 @@ class Proof:
     unproved: tuple[str, ...]
     """Tensors that the server has no use for, or holds only in part."""
     num_engines: int
-    """Data-parallel engines of the server. One of them, and it alone, was compared."""
+    """Data-parallel engines of the server, all of which have these weights."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ def prove(
     if status.run_id != header.run_id:
         raise UsageError(f"{server.url} follows run {status.run_id}, but {store.url} holds {header.run_id}")
     for _ in range(_MAX_RESTARTS):
-        survey = _survey(server, num_elements)
+        survey = _survey(server, num_elements, status.num_engines)
         if survey is not None:
             break
     else:
@@ -89,8 +89,12 @@ def prove(
     )
 
 
-def _survey(server: VllmServer, num_elements: int) -> _Survey | None:
-    """Ask for all parts; None if the server was updated between them."""
+def _survey(server: VllmServer, num_elements: int, num_engines: int) -> _Survey | None:
+    """Ask for all parts; None if the server was updated between them.
+
+    Raises:
+        StateMismatch: copies of a part differ, in a rank, between ranks or between engines.
+    """
     survey: _Survey | None = None
     first: int | None = 0
     while first is not None:
@@ -105,6 +109,10 @@ def _survey(server: VllmServer, num_elements: int) -> _Survey | None:
             survey.unproved.update(rank["unproved"])
             for name, slices in rank["sums"].items():
                 _merge(survey.slices.setdefault(name, {}), name, slices)
+        if num_engines > 1 and not server.engines_have(ranks, first, num_elements):
+            if server.sums(first, num_elements) != ranks:
+                return None
+            raise StateMismatch(f"the {num_engines} engines of {server.url} do not serve the same weights")
         ends = [rank["next"] for rank in ranks]
         left = [end for end in ends if end is not None]
         # A rank that holds less of each tensor comes further; what it says twice is the same.

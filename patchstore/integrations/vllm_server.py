@@ -4,11 +4,15 @@ The routes are vLLM's own; it serves them with `VLLM_SERVER_DEV_MODE=1`. An upda
 vLLM generates nothing; what takes long, fetching and proving a version, is done on a thread before them.
 """
 
+import logging
 import re
+import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from threading import Event
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -16,6 +20,8 @@ import httpx
 
 from patchstore import errors
 from patchstore.errors import PatchstoreError, ServerUnavailable, UsageError
+
+logger = logging.getLogger(__name__)
 
 _REASON = re.compile(r"\[([a-z]+(?:-[a-z]+)*)\] (.*)", re.DOTALL)
 _VLLM_SUFFIX = "', please check the stack trace"
@@ -26,7 +32,18 @@ _ERRORS = {
 }
 
 Switch = Literal["resume", "stay-paused"]
-"""What becomes of a paused server once it serves the new version."""
+"""What ends a switch of versions: generation goes on, or stays as it is, paused or not."""
+
+Commit = Literal["keep", "wait", "abort", "in-place"]
+"""How a version is written: while generation is paused, and what is under way is kept for afterwards, waited
+for or aborted; or in place, between two tokens of it."""
+
+PrefixCache = Literal["reset", "keep"]
+"""What becomes of keys and values that older weights computed."""
+
+_CONNECT_S = 10.0
+_SAME = ("initialised", "run_id", "held", "state_digest", "torn", "switch", "update_open")
+"""What all engines of a server must say alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +53,15 @@ class ServerStatus:
     initialised: bool
     """Every rank has a store open."""
     num_engines: int
-    """Data-parallel engines of the server, of which one answered."""
+    """Data-parallel engines of the server. One answered; the others said whether they agree."""
+    engines_differ: bool
+    """Some engine serves something else, or is elsewhere in an update, than the one that answered. Then
+    `held` is None, and `initialised` False if they are not of one run."""
     run_id: str | None
     store: str | None
     """URL of the store that it follows."""
     held: int | None
-    """The version that every rank serves; None where one serves none, or they differ."""
+    """The version that every rank of every engine serves; None where one serves none, or they differ."""
     state_digest: str | None
     """Of the held version."""
     update_open: bool
@@ -56,6 +76,16 @@ class ServerStatus:
     """Each rank's own status, as `DeltaWorkerExtension.delta_status` returns it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switched:
+    """How long the two halves of a switch took, in seconds."""
+
+    stage_s: float
+    """Fetching and proving; generation went on, but for its last part."""
+    commit_s: float
+    """From the pause, if any, until generation went on with the new weights."""
+
+
 class VllmServer:
     """A client of one server. Calls block; use from one thread.
 
@@ -63,24 +93,46 @@ class VllmServer:
     reason that is not ours; and otherwise the error whose kind the server names.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 600.0,
+        commit: Commit = "keep",
+        prefix_cache: PrefixCache = "reset",
+        stop: Event | None = None,
+    ) -> None:
         """Connect lazily.
 
         Args:
             timeout_s: for one call; must be longer than fetching an anchor takes.
+            commit: how `apply` writes a version. In place, an answer may be of both versions, and so may be
+                the keys and values that it came from.
+            prefix_cache: `keep` lets later requests reuse what older weights computed.
+            stop: while this is set, `apply` begins no switch. One that has begun is ended.
         """
-        if not url.startswith(("http://", "https://")):
-            raise UsageError(f"{url!r} is not the URL of a server: it begins with http:// or https://")
-        self.url = url.rstrip("/")
+        self._commit, self._prefix_cache = commit, prefix_cache
+        self._stop = stop or Event()
+        self.url = check_url(url)
         self._timeout_s = timeout_s
         # vLLM closes a connection after it answered with an error and does not say so; a call on a kept one
         # would then fail although the server is well.
         fresh = httpx.Limits(max_keepalive_connections=0)
-        self._http = httpx.Client(base_url=self.url, timeout=timeout_s, limits=fresh)
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S))
+        self._http = httpx.Client(base_url=self.url, timeout=timeout, limits=fresh, verify=_trusted())
+        self.switching: Switch | None = None
+        """The switch that this client has begun and not ended. May be read from other threads."""
 
     def status(self) -> ServerStatus:
-        """Ask every rank what it serves. With data parallelism one engine answers, for itself alone."""
+        """Ask every rank what it serves, and all data-parallel engines whether that is true of them too."""
         ranks = self._every_rank("delta_status")
+        num_engines = self._num_engines(ranks)
+        differ = is_other_run = False
+        if num_engines > 1:
+            differ = not self._engines_agree("delta_status", (), [_part(rank, _SAME) for rank in ranks])
+        if differ:
+            run = [_part(rank, ("initialised", "run_id")) for rank in ranks]
+            is_other_run = not self._engines_agree("delta_status", (), run)
 
         def agreed(key: str) -> Any:
             first = ranks[0][key]
@@ -88,12 +140,13 @@ class VllmServer:
 
         failed = [rank["last_error"] for rank in ranks if rank["last_error"]]
         return ServerStatus(
-            initialised=all(rank["initialised"] for rank in ranks),
-            num_engines=self._world_size("true") // self._world_size("false"),
-            run_id=agreed("run_id"),
+            initialised=all(rank["initialised"] for rank in ranks) and not is_other_run,
+            num_engines=num_engines,
+            engines_differ=differ,
+            run_id=None if is_other_run else agreed("run_id"),
             store=agreed("store"),
-            held=agreed("held"),
-            state_digest=agreed("state_digest"),
+            held=None if differ else agreed("held"),
+            state_digest=None if differ else agreed("state_digest"),
             update_open=any(rank["update_open"] for rank in ranks),
             switch=agreed("switch"),
             torn=any(rank["torn"] for rank in ranks),
@@ -105,32 +158,58 @@ class VllmServer:
         """Return each rank's digests of its live parameters and buffers; reads all of them."""
         return self._every_rank("delta_fingerprint")
 
-    def _world_size(self, include_dp: str) -> int:
+    def _num_engines(self, ranks: Sequence[Mapping[str, Any]]) -> int:
         # An engine does not know of its siblings; the front does.
-        return int(self._call("GET", "/get_world_size", params={"include_dp": include_dp})["world_size"])
+        answer = self._call("GET", "/get_world_size", params={"include_dp": "true"})
+        return int(answer["world_size"]) // len(ranks)
+
+    def _engines_agree(self, method: str, args: Sequence[Any], expected: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether every engine answers so, rank by rank; see `DeltaWorkerExtension.delta_expect`."""
+        body = {"method": "delta_expect", "args": [method, list(args), list(expected)]}
+        try:
+            self._post("/collective_rpc", body)
+        except _EnginesDiffer as exc:
+            logger.info("%s", exc)
+            return False
+        return True
 
     def sums(self, first: int, num_elements: int) -> list[dict[str, Any]]:
         """Have each rank digest a part of its live weights; see `DeltaWorkerExtension.delta_sums`."""
         return self._every_rank("delta_sums", first, num_elements)
 
+    def engines_have(self, sums: Sequence[Mapping[str, Any]], first: int, num_elements: int) -> bool:
+        """Whether every data-parallel engine has these `sums` of the same part of its weights."""
+        # How often each was updated is its own affair.
+        keys = ("held", "next", "sums", "computed", "unproved")
+        return self._engines_agree("delta_sums", (first, num_elements), [_part(rank, keys) for rank in sums])
+
     def init_weight_transfer(
-        self, store: str, storage_options: Mapping[str, Any] | None = None, *, scratch: str | None = None
+        self,
+        store: str,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        scratch: str | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         """Have the server open a store, and find out which of its versions it serves already.
 
         Args:
             scratch: folder on the server's local disk, of its user alone, in which the ranks of a host share
                 what they fetch; None for one in the system's folder for temporary files.
+            cache_bytes: how much stays there unused, for other servers of the host; None for 4 GiB.
         """
         info: dict[str, Any] = {"store": store}
         if storage_options:
             info["storage_options"] = dict(storage_options)
         if scratch is not None:
             info["scratch"] = scratch
+        if cache_bytes is not None:
+            info["cache_bytes"] = cache_bytes
         self._post("/init_weight_transfer_engine", {"init_info": info})
 
     def prefetch(self, version: int) -> None:
-        """Have every rank fetch and prove a version while generation goes on; returns when they are done.
+        """Have every rank fetch and prove a version while generation goes on; returns when they are done, or
+        when we are to stop: what was begun goes on without us.
 
         What went wrong there, if anything did, is for `update_weights` to say.
 
@@ -138,7 +217,7 @@ class VllmServer:
             ServerUnavailable: not done within the time for one call.
         """
         began = time.monotonic()
-        while not all(rank["is_done"] for rank in self._every_rank("delta_prefetch", version)):
+        while not (self._stop.is_set() or self._is_prefetched(version)):
             spent_s = time.monotonic() - began
             if spent_s > self._timeout_s:
                 raise ServerUnavailable(
@@ -146,7 +225,14 @@ class VllmServer:
                 )
             # Each question waits for the engine's current step, so long downloads are asked about seldom, and
             # none is noticed later than a tenth of its time.
-            time.sleep(min(max(spent_s / 10, 0.005), 0.5))
+            self._stop.wait(min(max(spent_s / 10, 0.005), 0.5))
+
+    def _is_prefetched(self, version: int) -> bool:
+        ranks = self._every_rank("delta_prefetch", version)
+        if not all(rank["is_done"] for rank in ranks):
+            return False
+        done = [{"is_done": True}] * len(ranks)
+        return self._num_engines(ranks) == 1 or self._engines_agree("delta_prefetch", (version,), done)
 
     def start_weight_update(self) -> None:
         """Begin an update; one that is open begins anew."""
@@ -187,8 +273,14 @@ class VllmServer:
         return bool(self._call("GET", "/is_paused")["is_paused"])
 
     def pause(self) -> None:
-        """Hold all generation where it is; requests stay and go on after `resume`."""
-        self._post("/pause", {}, mode="keep")
+        """Hold all generation until `resume`. Requests under way go on then, unless they are to be waited
+        for, or aborted, now.
+        """
+        # What is torn waits as it is, also where versions are written in place.
+        mode = "keep" if self._commit == "in-place" else self._commit
+        # Beside prefixes vLLM forgets images here, which older weights encoded.
+        clear_cache = "true" if self._prefix_cache == "reset" else "false"
+        self._post("/pause", {}, mode=mode, clear_cache=clear_cache)
 
     def resume(self) -> None:
         """Let generation go on."""
@@ -201,28 +293,38 @@ class VllmServer:
         if not answer["success"]:
             raise ServerUnavailable(f"{self.url} did not reset its prefix cache: blocks are in use")
 
-    def apply(self, version: int) -> None:
-        """Bring the server to a version, whole, and make it forget what older weights computed.
+    def apply(self, version: int) -> Switched | None:
+        """Bring the server to a version, whole.
 
-        Generation goes on while the version is fetched and proved, and is paused only while the weights are
-        written and the prefix cache is reset; a server that somebody else paused stays paused. The server is
-        told first, so that a process killed on the way leaves a mark, and the next `apply` or `end_switch`
-        ends what it began.
+        Generation goes on while the version is fetched and proved, and is paused, if at all, only while the
+        weights are written and the prefix cache is reset; a server that somebody else paused stays paused.
+        The server is told first, so that a process killed on the way leaves a mark, and the next `apply` or
+        `end_switch` ends what it began.
+
+        Returns:
+            How long it took; None if it was stopped before it switched.
 
         Raises:
             Any error of the calls it makes. The server serves the version it did, or its status says
-            that it is torn, or that a switch is to be ended, and generation stays paused until then. Of
-            several data-parallel engines some may have switched, so they stay paused until `apply` succeeds.
+            that it is torn, that its engines differ, or that a switch is to be ended, and generation stays
+            paused until then.
         """
         status = self.status()
         begun = status.switch
-        if begun is not None and not status.torn and status.num_engines == 1:
+        if begun is not None and not (status.torn or status.engines_differ):
             self.end_switch(begun)
             begun = None
+        began = time.monotonic()
         self.prefetch(version)
+        if self._stop.is_set():
+            return None
         self.start_weight_update()
         self.update_weights(version)
-        switch: Switch = begun or ("stay-paused" if self.is_paused() else "resume")
+        staged = time.monotonic()
+        switch = begun
+        if switch is None:
+            is_left = self._commit == "in-place" or self.is_paused()
+            switch = "stay-paused" if is_left else "resume"
         self._mark(switch)
         try:
             if switch == "resume":
@@ -230,25 +332,36 @@ class VllmServer:
             self.finish_weight_update(str(version))
         except PatchstoreError:
             with suppress(PatchstoreError):
-                # Parts of two versions must not answer: a torn server stays paused until an anchor mends it,
-                # and so do several engines, of which some may have switched, until all of them have.
-                if not ((after := self.status()).torn or after.num_engines > 1):
-                    self.end_switch(switch)
+                self._settle(switch)
             raise
         self.end_switch(switch)
+        return Switched(stage_s=staged - began, commit_s=time.monotonic() - staged)
+
+    def _settle(self, switch: Switch) -> None:
+        """End a switch that failed, unless that would let parts of two versions answer."""
+        status = self.status()
+        if not (status.torn or status.engines_differ):
+            self.end_switch(switch)
+        elif not self.is_paused():
+            # It was to be written in place. It waits until an anchor, or the next version, mends it.
+            self._mark("resume")
+            self.pause()
 
     def end_switch(self, switch: Switch) -> None:
         """End a switch of versions, whoever began it: reset the prefix cache and let generation go on.
 
         Repeating it is harmless.
         """
-        self.reset_prefix_cache()
+        if self._prefix_cache == "reset":
+            self.reset_prefix_cache()
         if switch == "resume":
             self.resume()
         self._mark(None)
 
     def _mark(self, switch: Switch | None) -> None:
+        self.switching = switch or self.switching
         self._post("/collective_rpc", {"method": "delta_switch", "args": [switch]})
+        self.switching = switch
 
     def close(self) -> None:
         self._http.close()
@@ -290,8 +403,35 @@ class VllmServer:
         return answer
 
 
+@cache
+def _trusted() -> ssl.SSLContext:
+    """The machine's certificates; reading them takes longer than a call, so all clients share them."""
+    return httpx.create_ssl_context()
+
+
+def check_url(url: str) -> str:
+    """Return a server's URL as it is used here, without a slash at its end.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"{url!r} is not the URL of a server: it begins with http:// or https://")
+    return url.rstrip("/")
+
+
 class _NoSuchRoute(ServerUnavailable):
     """vLLM does not serve this path."""
+
+
+class _EnginesDiffer(ServerUnavailable):
+    """Some data-parallel engine does not answer as the first one did."""
+
+    kind = "engines-differ"
+
+
+def _part(rank: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: rank[key] for key in keys}
 
 
 def _refusal(call: str, response: httpx.Response) -> PatchstoreError:
@@ -302,6 +442,8 @@ def _refusal(call: str, response: httpx.Response) -> PatchstoreError:
         text = response.text
     if found := _REASON.search(text):
         kind, message = found[1], found[2].partition(_VLLM_SUFFIX)[0]
+        if kind == _EnginesDiffer.kind:
+            return _EnginesDiffer(f"{call}: {message}")
         if kind in _ERRORS:
             return _ERRORS[kind](f"{call}: {message}")
         return ServerUnavailable(f"{call}: [{kind}] {message}")

@@ -2,36 +2,16 @@
 
 import subprocess
 import sys
-import threading
+import time
 from pathlib import Path
 
 import pytest
+from manifests import commit
 
 from patchstore import layout, log
-from patchstore.errors import StoreUnavailable
+from patchstore.errors import StateMismatch, StoreUnavailable
 from patchstore.integrations.follow import Follow
-from patchstore.model import Anchor, Manifest, StateDigest, Writer
 from patchstore.stores.memory import MemoryStore
-
-
-def commit(store: MemoryStore, version: int, run_id: str = "run") -> None:
-    """Commit a version with an empty anchor: nobody here reads payloads."""
-    digest = "blake3:" + "0" * 64
-    log.commit(
-        store,
-        Manifest(
-            version=version,
-            parent=None,
-            parent_digest=None,
-            run_id=run_id,
-            step=version,
-            created_at="2026-01-01T00:00:00.000Z",
-            writer=Writer(id="test", epoch=1, write_id="w"),
-            state=StateDigest(total=digest, tensors=()),
-            delta=None,
-            anchor=Anchor(payloads=(), files=()),
-        ),
-    )
 
 
 @pytest.fixture
@@ -85,6 +65,21 @@ def test_waiting_grows_while_nothing_happens_and_shrinks_with_news(follow, store
     assert follow.interval_s == 1
 
 
+def test_a_server_whose_goal_calls_is_asked_seldom_and_after_a_failure_soon(store, server, stub):
+    head = log.head(store)
+    follow = Follow(store, server, goal=lambda: head, min_interval_s=1, max_interval_s=64)
+    waits = []
+    for _ in range(3):
+        follow.step()
+        waits.append(follow.interval_s)
+    stub.down = True
+    for _ in range(3):
+        follow.step()
+        waits.append(follow.interval_s)
+    # Initialised, applied, nothing, and three failures.
+    assert waits == [1, 64, 64, 2, 4, 8]
+
+
 def test_an_empty_store_is_waited_for(server, stub):
     store = MemoryStore("memory://empty")
     follow = Follow(store, server)
@@ -118,17 +113,50 @@ def test_a_switch_that_a_killed_follower_left_is_ended(follow, stub):
     assert (stub.paused, stub.stale_prefixes) == (False, False)
 
 
-def test_engines_that_may_differ_are_brought_to_one_version_before_they_go_on(follow, stub):
-    # The engine that answers holds the head; of the other nobody knows.
+def test_engines_that_agree_need_no_other_update(follow, stub):
+    stub.num_engines = 2
+    assert did(follow, 3) == ["initialised", "applied", "nothing"]
+    stub.switch, stub.paused, stub.stale_prefixes = "resume", True, True
+    assert did(follow, 2) == ["resumed", "nothing"]
+    assert (stub.paused, stub.stale_prefixes) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("held", 7), ("torn", True), ("switch", "resume"), ("update_open", True)]
+)
+def test_an_engine_that_differs_is_brought_back_although_the_first_one_holds_the_head(
+    follow, stub, name, value
+):
+    stub.num_engines = 3
+    did(follow, 2)
+    setattr(stub.engines[2], name, value)
+
+    assert did(follow, 2) == ["applied", "nothing"]
+
+    assert [(each.held, each.torn, each.switch, each.update_open) for each in stub.engines] == [
+        (0, False, None, False)
+    ] * 3
+
+
+def test_an_engine_that_follows_another_run_has_the_store_opened_again(follow, stub):
     stub.num_engines = 2
     did(follow, 2)
-    stub.calls.clear()
-    stub.switch, stub.paused = "resume", True
+    stub.engines[1].run_id = "another"
+    stub.engines[1].held = 0
+    assert did(follow, 3) == ["initialised", "applied", "nothing"]
 
-    assert follow.step().did == "applied"
 
-    assert "/finish_weight_update" in stub.calls
-    assert (stub.paused, stub.switch) == (False, None)
+def test_engines_of_which_one_failed_stay_paused_until_the_next_step_mends_them(follow, store, stub):
+    stub.num_engines = 2
+    did(follow, 2)
+    commit(store, 1)
+    stub.failures["/finish_weight_update"] = ["[load-failed] in the engine that does not answer"]
+    stub.failing_engine = 1
+    assert follow.step().error.kind == "load-failed"
+    assert ([each.held for each in stub.engines], stub.paused) == ([1, 0], True)
+
+    assert did(follow, 2) == ["applied", "nothing"]
+    assert ([each.held for each in stub.engines], stub.paused) == ([1, 1], False)
 
 
 def test_a_failed_update_is_tried_again_with_growing_waits_and_never_skipped(follow, store, stub):
@@ -164,8 +192,15 @@ def test_ranks_that_differ_are_brought_together(follow, stub):
 
 def test_a_server_on_another_run_is_brought_to_this_one(follow, stub):
     did(follow, 2)
-    stub.run_id = "another"
+    stub.engines[0].run_id = "another"
     assert follow.step().did == "initialised"
+
+
+def test_a_server_for_which_the_url_is_another_place_is_told_apart_and_not_asked_at_every_turn(follow, stub):
+    stub.run_id = "another"
+    done = follow.step()
+    assert (done.did, done.error.kind, follow.interval_s) == ("failed", "usage", 2)
+    assert "run another" in str(done.error)
 
 
 def test_a_store_that_does_not_answer_is_a_failure_and_not_the_end(follow, store, stub, monkeypatch):
@@ -188,31 +223,72 @@ def test_one_new_slot_is_all_that_is_read_while_waiting(follow, store, monkeypat
     assert reads == [layout.manifest_key(1)]
 
 
-def test_running_tells_every_change_in_one_line_and_stops_when_told(follow, stub, caplog, monkeypatch):
-    stop = threading.Event()
-    waits = []
-    monkeypatch.setattr(stop, "wait", waits.append)
-    stub.failures["/update_weights"] = ["[corrupt-object] bad bytes"]
+def test_a_version_is_gone_back_to_directly(store, server, stub):
+    for version in (1, 2, 3):
+        commit(store, version)
+    wanted = 3
+    follow = Follow(store, server, goal=lambda: log.read_manifest(store, wanted))
+    did(follow, 2)
+    wanted = 1
+    assert did(follow, 2) == ["applied", "nothing"]
+    assert (stub.history, stub.weight_version) == ([3, 1], "1")
 
-    told = []
-    with caplog.at_level("INFO", logger="patchstore"):
-        for done in follow.run(stop):
-            told.append(done)
-            if done.did == "applied":
-                stop.set()
 
-    assert [done.did for done in told] == ["initialised", "failed", "applied"]
-    assert told[2].timings == {"fetch": 0.5}
-    assert told[1].to_dict()["error"]["kind"] == "corrupt-object"
-    said = [record.message.removeprefix(f"{stub.url}: ") for record in caplog.records]
-    said = [line for line in said if not line.startswith("HTTP Request")]
-    assert said[0] == "initialised the server, which holds no version"
-    assert said[1].startswith("version 0 failed: [corrupt-object]")
-    assert said[1].endswith("next try in 2.0 s")
-    assert said[2:] == ["applied version 0"]
-    assert waits == [1, 2, 1]
+def test_versions_of_one_server_keep_their_distance_but_a_server_without_one_does_not_wait(
+    store, server, stub
+):
+    follow = Follow(store, server, commit_interval_s=1000)
+    did(follow, 2)
+    commit(store, 1)
+    assert did(follow, 2) == ["nothing", "nothing"]
+    assert stub.held == 0
+    stub.torn, stub.held = True, None
+    assert did(follow, 2) == ["applied", "nothing"]
+    assert stub.held == 1
+
+
+def test_the_wait_ends_when_the_distance_is_kept(store, server, stub, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    follow = Follow(store, server, commit_interval_s=5, min_interval_s=1, max_interval_s=64)
+    did(follow, 2)
+    commit(store, 1)
+    now = 102.0
+    did(follow, 4)
+    assert follow.interval_s == 3
+    now = 105.0
+    assert follow.step().version == 1
+
+
+def test_weights_that_diverged_are_replaced_and_proved_again(store, server, stub, monkeypatch):
+    proofs = [StateMismatch("1 tensors differ"), None]
+
+    def prove(*_: object) -> None:
+        found = proofs.pop(0)
+        if found is not None:
+            raise found
+
+    monkeypatch.setattr("patchstore.integrations.proof.prove", prove)
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    follow = Follow(store, server, prove_every_s=10)
+    assert did(follow, 3) == ["initialised", "applied", "nothing"]
+    now = 10.0
+    diverged = follow.step()
+    assert (diverged.did, diverged.error.kind, diverged.version) == ("diverged", "state-mismatch", None)
+    assert did(follow, 2) == ["applied", "nothing"]
+    now = 20.0
+    assert did(follow, 2) == ["proved", "nothing"]
+
+
+def test_what_nobody_foresaw_is_a_failure_too(follow, stub, caplog):
+    did(follow, 2)
+    stub.status = lambda rank, engine: {}
+    done = follow.step()
+    assert (done.did, done.error.kind) == ("failed", "internal")
+    assert "Traceback" in caplog.text
 
 
 def test_following_needs_no_torch():
-    code = "import sys, patchstore.integrations.follow; sys.exit('torch' in sys.modules)"
+    code = "import sys, patchstore.integrations.service; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)

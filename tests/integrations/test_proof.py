@@ -42,13 +42,21 @@ class Ranks:
     commits: list[int] = field(default_factory=lambda: [0])
     """What the count of commits is in each answer; the last one stays."""
     unproved: tuple[str, ...] = ()
+    num_engines: int = 1
+    engines_differ_at: tuple[int, ...] = ()
+    """The parts of which another engine has other sums."""
     url: str = "http://server"
 
     def server(self) -> Any:
-        return SimpleNamespace(url=self.url, status=self._status, sums=self._sums)
+        return SimpleNamespace(
+            url=self.url, status=self._status, sums=self._sums, engines_have=self._engines_have
+        )
 
     def _status(self) -> Any:
-        return SimpleNamespace(run_id=self.run_id, num_engines=1)
+        return SimpleNamespace(run_id=self.run_id, num_engines=self.num_engines)
+
+    def _engines_have(self, sums: list[dict[str, Any]], first: int, num_elements: int) -> bool:
+        return first not in self.engines_differ_at
 
     def _sums(self, first: int, num_elements: int) -> list[dict[str, Any]]:
         commits = self.commits.pop(0) if len(self.commits) > 1 else self.commits[0]
@@ -104,6 +112,21 @@ def test_names_that_are_not_served_are_listed(store: MemoryStore, ranks: Ranks) 
     for rank in ranks.sums:
         del rank["b"]
     assert prove(store, ranks.server()).unproved == ("b",)
+
+
+def test_engines_that_differ_are_a_mismatch(store: MemoryStore, ranks: Ranks) -> None:
+    ranks.num_engines = 2
+    assert prove(store, ranks.server()).num_engines == 2
+    ranks.engines_differ_at = (1,)
+    with pytest.raises(StateMismatch, match="2 engines"):
+        prove(store, ranks.server())
+
+
+def test_engines_that_differ_because_of_an_update_are_asked_again(store: MemoryStore, ranks: Ranks) -> None:
+    ranks.num_engines, ranks.engines_differ_at = 2, (0,)
+    ranks.commits = list(range(100))
+    with pytest.raises(ServerUnavailable, match="while it was being read"):
+        prove(store, ranks.server())
 
 
 def test_an_update_between_two_parts_begins_the_proof_anew(store: MemoryStore, ranks: Ranks) -> None:

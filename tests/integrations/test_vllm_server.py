@@ -1,5 +1,7 @@
 """The client of a vLLM server: the order of its calls, and what it makes of refusals."""
 
+import threading
+
 import pytest
 
 from patchstore.errors import (
@@ -154,13 +156,14 @@ def test_nobody_listening_is_unavailable():
 
 
 def test_engines_of_which_one_failed_stay_paused_until_all_have_one_version(stub, server):
-    # Only one of several data-parallel engines answers, so nobody knows which of them switched.
     stub.num_engines = 2
     server.init_weight_transfer("store")
     stub.failures["/finish_weight_update"] = ["[load-failed] in the engine that does not answer"]
+    stub.failing_engine = 1
     with pytest.raises(LoadFailed):
         server.apply(1)
-    assert stub.paused
+    status = server.status()
+    assert (stub.paused, status.engines_differ, status.held, status.initialised) == (True, True, None, True)
 
     stub.failures["/update_weights"] = ["[corrupt-object] and again"]
     with pytest.raises(CorruptObject):
@@ -168,4 +171,75 @@ def test_engines_of_which_one_failed_stay_paused_until_all_have_one_version(stub
     assert stub.paused
 
     server.apply(1)
-    assert (stub.paused, stub.held, stub.switch) == (False, 1, None)
+    assert (stub.paused, server.status().held, stub.switch) == (False, 1, None)
+
+
+def test_engines_that_all_failed_alike_go_on_with_what_they_had(stub, server):
+    stub.num_engines = 2
+    server.init_weight_transfer("store")
+    stub.failures["/finish_weight_update"] = ["[load-failed] in both"]
+    with pytest.raises(LoadFailed):
+        server.apply(1)
+    assert (stub.paused, server.status().engines_differ) == (False, False)
+
+
+def test_all_engines_have_fetched_before_generation_waits_for_the_rest(stub, server):
+    stub.num_engines = 2
+    stub.engines[1].prefetches[5] = -10
+    server.prefetch(5)
+    assert stub.engines[1].prefetches[5] >= 3
+
+
+def test_an_engine_of_another_run_makes_the_server_one_without_a_run(stub, server):
+    stub.num_engines = 2
+    server.init_weight_transfer("store")
+    assert server.status().run_id == "run"
+    stub.engines[1].run_id = "another"
+    status = server.status()
+    assert (status.initialised, status.run_id, status.engines_differ) == (False, None, True)
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+@pytest.mark.parametrize(("cache", "clear"), [("reset", "true"), ("keep", "false")])
+def test_generation_is_paused_in_the_way_that_was_chosen(stub, mode, cache, clear):
+    with VllmServer(stub.url, timeout_s=30, commit=mode, prefix_cache=cache) as server:
+        server.apply(12)
+    assert stub.pauses == [{"mode": mode, "clear_cache": clear}]
+    assert (stub.held, stub.paused, stub.stale_prefixes) == (12, False, cache == "keep")
+
+
+def test_in_place_pauses_nothing(stub):
+    with VllmServer(stub.url, timeout_s=30, commit="in-place") as server:
+        server.apply(12)
+        assert (stub.pauses, stub.held, stub.stale_prefixes, stub.switch) == ([], 12, False, None)
+
+        # The mark that a killed driver would have left is ended without waking what others paused.
+        stub.failures["/reset_prefix_cache"] = ["blocks are busy"]
+        with pytest.raises(ServerUnavailable):
+            server.apply(13)
+        assert stub.switch == "stay-paused"
+        stub.paused = True
+        server.end_switch("stay-paused")
+        assert (stub.paused, stub.stale_prefixes, stub.switch) == (True, False, None)
+
+
+def test_what_was_torn_in_place_waits_until_it_is_mended(stub):
+    with VllmServer(stub.url, timeout_s=30, commit="in-place") as server:
+        stub.tears = True
+        with pytest.raises(TornModel):
+            server.apply(12)
+        assert (stub.torn, stub.paused, stub.switch) == (True, True, "resume")
+        server.apply(12)
+        assert (stub.torn, stub.paused, stub.switch, stub.held) == (False, False, None, 12)
+
+
+def test_no_switch_begins_once_we_are_to_stop_and_what_was_fetched_stays(stub):
+    stop = threading.Event()
+    with VllmServer(stub.url, timeout_s=30, stop=stop) as server:
+        stub.on_call = lambda path: stop.set() if stub.calls == ["delta_prefetch"] else None
+        assert server.apply(12) is None
+        assert set(stub.calls) == {"delta_prefetch"}
+        stop.clear()
+        stub.on_call = lambda path: stop.set() if path == "/pause" else None
+        assert server.apply(12) is not None
+    assert (stub.held, stub.paused, stub.switch) == (12, False, None)

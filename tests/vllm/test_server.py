@@ -21,6 +21,7 @@ from examples.demo import report
 from patchstore import PatchstoreError, layout, replay
 from patchstore import manifest as manifests
 from patchstore.errors import StateMismatch, UsageError
+from patchstore.integrations.doctor import examine
 from patchstore.integrations.follow import Follow
 from patchstore.integrations.proof import prove
 from patchstore.integrations.vllm_server import VllmServer
@@ -493,3 +494,24 @@ def test_a_killed_server_is_healed_by_follow(server, process: ServerProcess, mod
     trainer.step()
     assert (follow.step().version, server.status().held) == (3, 3)
     assert live(server) == served(trainer.history[3])
+
+
+def test_the_doctor_finds_a_server_well_and_a_model_of_another_shape_unfit(
+    server, trainer, new_trainer, weights
+):
+    def look(store: str) -> dict[str, str]:
+        before = (live(server), server.status())
+        found = {each.kind: each.found for each in examine(store, [server.url], read_only=True)}
+        assert (live(server), server.status()) == before
+        return found
+
+    assert {"server", "delta", "following", "tensors"} <= look(trainer.url).keys()
+
+    other = new_trainer({**weights, "model.norm.weight": torch.zeros(8, dtype=torch.bfloat16)})
+    other.publish()
+    found = look(other.url)
+    assert {"other-run", "tensors-unfit"} <= found.keys()
+    assert "model.norm.weight" in found["tensors-unfit"]
+    same = new_trainer()
+    same.publish()
+    assert {"other-run", "tensors"} <= look(same.url).keys()

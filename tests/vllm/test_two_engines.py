@@ -1,17 +1,24 @@
-"""Two data-parallel engines: one of them answers questions, both are updated, and they go on together."""
+"""Two data-parallel engines: one of them answers questions, both are asked whether that is true of them, and
+both are updated.
+"""
 
 import httpx
 import pytest
 from server_process import MODEL_NAME
 from trainer import served
 
-from patchstore.errors import LoadFailed
+from patchstore import log
+from patchstore.errors import LoadFailed, StateMismatch
+from patchstore.integrations.follow import Follow
 from patchstore.integrations.proof import prove
 
 # A server may take minutes to start on a busy machine.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-SERVER_ARGUMENTS = ("--data-parallel-size", "2")
+SERVER_ARGUMENTS = (
+    *("--data-parallel-size", "2"),
+    *("--worker-extension-cls", "one_engine_extension.OneEngineExtension"),
+)
 
 
 def answers(server) -> set[tuple[int, ...]]:
@@ -25,6 +32,11 @@ def answers(server) -> set[tuple[int, ...]]:
     return found
 
 
+def in_engine(server, index: int, method: str, *args: object) -> None:
+    body = {"method": "delta_in_engine", "args": [index, method, list(args)]}
+    server._post("/collective_rpc", body)
+
+
 def test_both_engines_serve_each_version(server, trainer):
     first = answers(server)
     trainer.step(density=0.5)
@@ -36,19 +48,61 @@ def test_both_engines_serve_each_version(server, trainer):
     assert answers(server) != first
 
 
-def test_engines_of_which_one_failed_wait_until_both_have_one_version(server, trainer):
+@pytest.mark.parametrize("failing", [0, 1])
+def test_engines_of_which_one_failed_wait_until_follow_has_mended_them(server, trainer, failing):
+    follow = Follow(trainer.store, server)
     trainer.step(density=0.5)
-    server._post("/collective_rpc", {"method": "delta_fail_writes", "args": [1]})
-    with pytest.raises(LoadFailed, match="made to fail"):
-        server.apply(1)
-    # One has version 0 and the other version 1, and nobody can tell which.
+    in_engine(server, failing, "delta_fail_writes", 1)
+
+    failed = follow.step()
+
+    assert failed.error is not None and failed.error.kind == LoadFailed.kind
+    status = server.status()
+    assert (status.engines_differ, status.held, status.torn) == (True, None, False)
+    # The one that answers failed, or the other one did.
+    assert status.ranks[0]["held"] == (0 if failing == 0 else 1)
     assert server.is_paused()
 
-    server.apply(1)
+    assert [follow.step().did for _ in range(2)] == ["applied", "nothing"]
 
-    assert not server.is_paused()
-    assert server.status().held == 1
+    status = server.status()
+    assert (status.engines_differ, status.held, server.is_paused()) == (False, 1, False)
     assert len(answers(server)) == 1
     (fingerprint,) = server.fingerprint()
     expected = served(trainer.history[1])
     assert {name: fingerprint[name] for name in expected} == expected
+    assert prove(trainer.store, server, 1).num_engines == 2
+
+
+def test_engines_that_both_failed_go_on_with_what_they_had(server, trainer):
+    trainer.step(density=0.5)
+    before = answers(server)
+    server._post("/collective_rpc", {"method": "delta_fail_writes", "args": [1]})
+    with pytest.raises(LoadFailed, match="made to fail"):
+        server.apply(1)
+    assert (server.status().held, server.is_paused()) == (0, False)
+    assert answers(server) == before
+
+
+def test_the_engine_that_never_answers_is_proved_too(server, trainer):
+    prove(trainer.store, server, 0)
+    in_engine(server, 1, "delta_write_behind", "model.norm.weight")
+
+    with pytest.raises(StateMismatch, match="2 engines"):
+        prove(trainer.store, server, 0)
+
+    follow = Follow(trainer.store, server, prove_every_s=1e-9)
+    assert [follow.step().did for _ in range(3)] == ["diverged", "applied", "proved"]
+
+
+def test_servers_are_held_at_an_older_version_bit_for_bit(server, trainer):
+    trainer.step(density=0.5)
+    trainer.step(density=0.5)
+    wanted = 2
+    follow = Follow(trainer.store, server, goal=lambda: log.read_manifest(trainer.store, wanted))
+    for wanted in (2, 1, 2, 0):
+        assert [follow.step().did for _ in range(2)] == ["applied", "nothing"]
+        (fingerprint,) = server.fingerprint()
+        expected = served(trainer.history[wanted])
+        assert {name: fingerprint[name] for name in expected} == expected
+        assert prove(trainer.store, server, wanted).num_engines == 2

@@ -1,0 +1,170 @@
+"""The listener of `patchstore follow`: metrics, health, and holding servers at a version.
+
+| route | answer |
+|---|---|
+| `GET /metrics` | figures in Prometheus' format |
+| `GET /healthz` | 200, or 503 where something is wrong; a JSON object with what is known, and `problems` |
+| `GET /livez` | 200 while the process can answer at all |
+| `POST /hold` `{"version": 12}` | servers go to version 12, older or newer, and stay there |
+| `POST /release` | servers follow the newest version again |
+
+There is no authentication: listen where only operators come.
+"""
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+
+from patchstore.errors import NotFound, PatchstoreError, UsageError
+from patchstore.integrations.fleet import Fleet
+from patchstore.integrations.goal import Goal
+from patchstore.integrations.health import describe
+from patchstore.integrations.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+_MAX_BODY = 1 << 16
+_TIMEOUT_S = 30.0
+
+
+class _Http6(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+
+
+Answer = tuple[HTTPStatus, bytes, str]
+
+
+class Control:
+    """An HTTP server on a thread of its own."""
+
+    def __init__(
+        self, address: tuple[str, int], fleet: Fleet, goal: Goal, metrics: Metrics, *, patience_s: float
+    ) -> None:
+        """Listen, and answer at once.
+
+        Args:
+            address: host and port; port 0 is one that is free.
+            patience_s: see `health.describe`.
+
+        Raises:
+            UsageError: nobody can listen there.
+        """
+        self._fleet, self._goal, self._metrics = fleet, goal, metrics
+        self._patience_s = patience_s
+        try:
+            kind = _Http6 if ":" in address[0] else ThreadingHTTPServer
+            self._http = kind(address, _handler(self._answer))
+        except OSError as exc:
+            raise UsageError(f"cannot listen at {address[0]}:{address[1]}: {exc}") from exc
+        self._http.daemon_threads = True
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        self.url = f"http://{host}:{self._http.server_port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, name="follow-http", daemon=True)
+        self._thread.start()
+
+    def _answer(self, method: str, path: str, accept: str, body: bytes) -> Answer:
+        match method, path:
+            case "GET", "/metrics":
+                data, content_type = self._metrics.expose(accept)
+                return HTTPStatus.OK, data, content_type
+            case "GET", "/healthz":
+                found = describe(self._fleet.survey(), patience_s=self._patience_s)
+                return _json(HTTPStatus.SERVICE_UNAVAILABLE if found["problems"] else HTTPStatus.OK, found)
+            case "GET", "/livez":
+                return _json(HTTPStatus.OK, {})
+            case "POST", "/hold":
+                version = _version(body)
+                self._goal.hold(version)
+                logger.info(
+                    "servers are held at version %d", version, extra={"event": "held", "version": version}
+                )
+                self._fleet.wake()
+                return _json(HTTPStatus.OK, {"hold": version})
+            case "POST", "/release":
+                self._goal.release()
+                logger.info("servers follow the newest version", extra={"event": "released"})
+                self._fleet.wake()
+                return _json(HTTPStatus.OK, {"hold": None})
+        return _error(HTTPStatus.NOT_FOUND, "not-found", f"there is no {method} {path}")
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _version(body: bytes) -> int:
+    try:
+        version = json.loads(body)["version"]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise UsageError('the body must be a JSON object such as {"version": 12}') from exc
+    if type(version) is not int or version < 0:
+        raise UsageError(f"a version is a number from 0 on, not {version!r:.80}")
+    return version
+
+
+def _json(status: HTTPStatus, value: dict[str, Any]) -> Answer:
+    return status, json.dumps(value).encode() + b"\n", "application/json"
+
+
+def _error(status: HTTPStatus, kind: str, message: str) -> Answer:
+    return _json(status, {"error": {"kind": kind, "message": message}})
+
+
+def _handler(answer: Callable[[str, str, str, bytes], Answer]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _TIMEOUT_S
+
+        def _handle(self) -> None:
+            status, body, content_type = self._answered()
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def _answered(self) -> Answer:
+            # Browsers say where a script comes from; scripts of other pages have no business here.
+            if self.command == "POST" and self.headers.get("Origin") is not None:
+                return _error(HTTPStatus.FORBIDDEN, "usage", "this is not for browsers")
+            try:
+                num_bytes = int(self.headers.get("Content-Length") or 0)
+                if not 0 <= num_bytes <= _MAX_BODY:
+                    raise ValueError
+                body = self.rfile.read(num_bytes)
+            except ValueError:
+                return _error(HTTPStatus.BAD_REQUEST, "usage", "Content-Length is no size, or too large")
+            path = self.path.partition("?")[0]
+            try:
+                return answer(self.command, path, self.headers.get("Accept", ""), body)
+            except NotFound as exc:
+                return _error(HTTPStatus.NOT_FOUND, exc.kind, str(exc))
+            except UsageError as exc:
+                return _error(HTTPStatus.BAD_REQUEST, exc.kind, str(exc))
+            except PatchstoreError as exc:
+                return _error(HTTPStatus.SERVICE_UNAVAILABLE, exc.kind, str(exc))
+            except Exception as exc:
+                logger.exception("%s %s failed", self.command, path)
+                message = f"{type(exc).__name__}: {exc}"
+                return _error(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", message)
+
+        do_GET = do_POST = _handle  # noqa: N815  (the names that http.server calls)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler

@@ -1,0 +1,363 @@
+"""Keep many servers at one goal: a thread that asks the store for all of them, and one for each server.
+
+No server waits for another, and a server that does not answer holds up nobody but its own thread.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from patchstore.errors import PatchstoreError, UsageError
+from patchstore.integrations.follow import Follow, Step, UnexpectedError
+from patchstore.integrations.goal import Goal, Hold
+from patchstore.integrations.vllm_server import VllmServer, check_url
+from patchstore.model import Manifest
+
+logger = logging.getLogger(__name__)
+
+_RESCUE_S = 5.0
+"""For one call to a server that is to be left, when time is up."""
+
+Begin = Callable[[str, Callable[[], Manifest | None], threading.Event], Follow]
+"""Makes the steps for a server's URL, given what says its goal, and what is set when no switch may begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Something worth a line."""
+
+    server: str | None
+    """URL; None for what befell the store."""
+    step: Step
+    num_times: int = 1
+    """How often this failure came in a row. Of many only the 1st, 2nd, 4th, 8th ... is told."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"server": self.server, **self.step.to_dict()}
+
+    def __str__(self) -> str:
+        return f"{self.server or 'store'}: {self.step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """A failure that nothing has mended yet."""
+
+    error: PatchstoreError
+    since: float
+    """Seconds of the monotonic clock."""
+    num_times: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerView:
+    """One server, as its last step found it. Times are seconds of the monotonic clock."""
+
+    url: str
+    is_alive: bool = True
+    """Whether somebody still looks after it."""
+    is_up: bool = False
+    """Whether it answered."""
+    held: int | None = None
+    num_engines: int = 1
+    engines_differ: bool = False
+    torn: bool = False
+    current: float | None = None
+    """When it last held what it should, or came a version nearer; None for never."""
+    trouble: Trouble | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """All that is known at one moment."""
+
+    store: str
+    head: Manifest | None
+    target: Manifest | None
+    """What servers should hold: the head, or where they are held."""
+    hold: Hold | None
+    is_alive: bool
+    """Whether somebody still looks at the store."""
+    interval_s: float
+    """Longest wait between two looks at the store."""
+    looked: float | None
+    """When the store last answered, in seconds of the monotonic clock; None for never."""
+    trouble: Trouble | None
+    """With the store, or with the file of servers."""
+    servers: tuple[ServerView, ...]
+
+
+class _Worker:
+    """The thread of one server."""
+
+    def __init__(self, url: str, fleet: "Fleet", begin: Begin) -> None:
+        self.view = ServerView(url=url)
+        self.stop = threading.Event()
+        self.wake = threading.Event()
+        self._fleet = fleet
+        self.follow = begin(url, lambda: fleet.target, self.stop)
+        # Not waited for at the end of the process: time may be up before a server answers.
+        self.thread = threading.Thread(target=self._run, name=f"follow-{url}", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            while not self.stop.is_set():
+                self.wake.clear()
+                target = self._fleet.target
+                done = self.follow.step()
+                self._see(done, target)
+                self.wake.wait(0 if self.stop.is_set() else self.follow.interval_s)
+        finally:
+            self.follow.server.close()
+
+    def _see(self, done: Step, target: Manifest | None) -> None:
+        trouble = _trouble(self.view.trouble, done)
+        held, status = done.version, done.before
+        if done.did == "failed":
+            held = None if status is None else status.held
+        if held is None and status is None:
+            held = self.view.held
+        is_current = done.did == "applied" or (target is not None and held == target.version)
+        self.view = ServerView(
+            url=self.view.url,
+            is_up=status is not None,
+            held=held,
+            num_engines=self.view.num_engines if status is None else status.num_engines,
+            engines_differ=status is not None and status.engines_differ and done.did != "applied",
+            torn=status is not None and status.torn and done.did != "applied",
+            current=time.monotonic() if is_current and trouble is None else self.view.current,
+            trouble=trouble,
+        )
+        self._fleet.tell(self.view.url, done, trouble)
+
+    def end(self) -> None:
+        """Begin no other step, and no switch in the one under way."""
+        self.stop.set()
+        self.wake.set()
+
+
+class Fleet:
+    """Brings servers to the goal, and says what it does."""
+
+    def __init__(
+        self,
+        goal: Goal,
+        begin: Begin,
+        servers: Sequence[str],
+        *,
+        servers_file: Path | None = None,
+        observe: Callable[[str | None, Step], None] | None = None,
+        min_interval_s: float = 0.1,
+        max_interval_s: float = 2.0,
+    ) -> None:
+        """Prepare; nothing is read but the file.
+
+        Args:
+            servers_file: a URL a line, after `#` a comment; read again when it changes, for servers that
+                come and go.
+            observe: told every step, on the thread that made it; None stands for the store.
+            min_interval_s: wait after the store had something new, doubled by each look that found nothing.
+            max_interval_s: the longest wait between looks, also where the store calls when something changes.
+
+        Raises:
+            UsageError: there is no server, or what a server is called is no URL.
+        """
+        self._goal = goal
+        self._begin = begin
+        self._named = tuple(check_url(url) for url in servers)
+        self._servers = tuple(dict.fromkeys(self._named))
+        self._file = servers_file
+        self._observe = observe
+        self._min_interval_s, self._max_interval_s = min_interval_s, max_interval_s
+        self._events: SimpleQueue[Told | None] = SimpleQueue()
+        self._wake = threading.Event()
+        self._workers: dict[str, _Worker] = {}
+        self._leaving: list[_Worker] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self.left: list[str] = []
+        """After `run`: servers that may be left paused, as they were being switched and did not answer. They
+        say so themselves, and whoever follows them next ends what was begun."""
+        self.target: Manifest | None = None
+        """What servers should hold; None while that is not known."""
+        self._looked: float | None = None
+        self._trouble: Trouble | None = None
+        self._poller = threading.Thread(target=self._poll, name="follow-store", daemon=True)
+        self._listed: str | None = None
+        if self._file is not None:
+            self._read_file(self._file)
+        elif not self._servers:
+            raise UsageError("name a server, or a file of them")
+
+    def run(self, stop: threading.Event, *, grace_s: float = 30.0) -> Iterator[Told]:
+        """Follow until `stop` is set, yielding what was done, and then what steps under way still do.
+
+        Args:
+            grace_s: how long they may take. What is only being fetched is left to the server at once.
+        """
+        closer = threading.Thread(target=self._close, args=(stop, grace_s), name="follow-stop", daemon=True)
+        closer.start()
+        unsubscribe = self._goal.newest.store.subscribe(self._wake.set)
+        self._poller.start()
+        try:
+            while (told := self._events.get()) is not None:
+                yield told
+        finally:
+            if unsubscribe is not None:
+                unsubscribe()
+            # Also where whoever is told does not listen any more.
+            stop.set()
+            closer.join()
+
+    def wake(self) -> None:
+        """Look at the store now, as the goal may be another."""
+        self._wake.set()
+
+    def tell(self, server: str | None, done: Step, trouble: Trouble | None) -> None:
+        if self._observe is not None:
+            self._observe(server, done)
+        num_times = 1 if trouble is None else trouble.num_times
+        is_power_of_two = num_times & (num_times - 1) == 0
+        if done.did == "nothing" or not is_power_of_two:
+            return
+        self._events.put(Told(server=server, step=done, num_times=num_times))
+
+    def survey(self) -> Survey:
+        """Say how things stand. For any thread."""
+        with self._lock:
+            workers = list(self._workers.values())
+        return Survey(
+            store=self._goal.newest.store.url,
+            head=self._goal.head,
+            target=self.target,
+            hold=self._goal.hold_at,
+            is_alive=self._poller.is_alive(),
+            interval_s=self._max_interval_s,
+            looked=self._looked,
+            trouble=self._trouble,
+            servers=tuple(replace(each.view, is_alive=each.thread.is_alive()) for each in workers),
+        )
+
+    # The store, and who is to be served.
+
+    def _poll(self) -> None:
+        interval_s = self._min_interval_s
+        while not self._stop.is_set():
+            self._wake.clear()
+            began, before = time.monotonic(), self.target
+            # The one must not keep from the other.
+            errors = [error for error in (_tried(self._hire), _tried(self._look)) if error is not None]
+            error = errors[-1] if errors else None
+            seconds = time.monotonic() - began
+            done = Step(did="failed" if error else "nothing", error=error, seconds=seconds)
+            self._trouble = _trouble(self._trouble, done)
+            self.tell(None, done, self._trouble)
+            is_new = self.target != before
+            interval_s = self._min_interval_s if is_new else min(2 * interval_s, self._max_interval_s)
+            self._wake.wait(0 if self._stop.is_set() else interval_s)
+
+    def _look(self) -> None:
+        """Find out the target, and wake all workers if it is another."""
+        try:
+            target = self._goal.look()
+        except PatchstoreError:
+            head = self._goal.head
+            if head is not None and self.target is not None and head.run_id != self.target.run_id:
+                # No server can come to a version of a run that is gone.
+                self.target = None
+            raise
+        self._looked = time.monotonic()
+        if target != self.target:
+            self.target = target
+            with self._lock:
+                for worker in self._workers.values():
+                    worker.wake.set()
+
+    def _hire(self) -> None:
+        """Have a worker for each server that is named, and none for those that are not any more."""
+        try:
+            if self._file is not None:
+                self._read_file(self._file)
+        finally:
+            self._leaving = [worker for worker in self._leaving if worker.thread.is_alive()]
+            busy = {worker.view.url for worker in self._leaving}
+            with self._lock:
+                for url in self._workers.keys() - set(self._servers):
+                    worker = self._workers.pop(url)
+                    worker.end()
+                    self._leaving.append(worker)
+                for url in self._servers:
+                    if url not in self._workers and url not in busy and not self._stop.is_set():
+                        self._workers[url] = worker = _Worker(url, self, self._begin)
+                        worker.thread.start()
+
+    def _read_file(self, path: Path) -> None:
+        try:
+            listed = path.read_text()
+        except (OSError, ValueError) as exc:
+            raise UsageError(f"{path} cannot be read, so the servers stay those they were: {exc}") from exc
+        if listed != self._listed:
+            lines = [line.partition("#")[0].strip() for line in listed.splitlines()]
+            urls = [check_url(line) for line in lines if line]
+            self._servers, self._listed = tuple(dict.fromkeys([*self._named, *urls])), listed
+
+    # The end.
+
+    def _close(self, stop: threading.Event, grace_s: float) -> None:
+        stop.wait()
+        deadline = time.monotonic() + grace_s
+        self._stop.set()
+        self._wake.set()
+        with self._lock:
+            workers = [*self._workers.values(), *self._leaving]
+            for worker in workers:
+                worker.end()
+        logger.info("stopping within %.0f s", grace_s, extra={"event": "stopping"})
+        for worker in workers:
+            worker.thread.join(max(0.0, deadline - time.monotonic()))
+        self.left = [
+            worker.view.url for worker in workers if worker.thread.is_alive() and not _is_let_go(worker)
+        ]
+        self._events.put(None)
+
+
+def _is_let_go(worker: _Worker) -> bool:
+    """Let a server go on whose step does not end. False where it may be left paused."""
+    switch = worker.follow.server.switching
+    if switch is None:
+        return True
+    with suppress(PatchstoreError), VllmServer(worker.view.url, timeout_s=_RESCUE_S) as server:
+        status = server.status()
+        if status.torn or status.engines_differ:
+            # Parts of two versions must not answer.
+            return False
+        server.end_switch(switch)
+        return True
+    return False
+
+
+def _tried(what: Callable[[], None]) -> PatchstoreError | None:
+    try:
+        what()
+    except PatchstoreError as exc:
+        return exc
+    except Exception as exc:
+        logger.exception("following the store failed")
+        return UnexpectedError(f"{type(exc).__name__}: {exc}")
+    return None
+
+
+def _trouble(before: Trouble | None, done: Step) -> Trouble | None:
+    if done.error is None:
+        return None
+    if before is None:
+        return Trouble(error=done.error, since=time.monotonic(), num_times=1)
+    is_same = before.error.kind == done.error.kind
+    return replace(before, error=done.error, num_times=before.num_times + 1 if is_same else 1)

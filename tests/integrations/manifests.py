@@ -1,0 +1,32 @@
+"""Versions without payloads, for servers that read none."""
+
+from datetime import UTC, datetime
+
+from patchstore import log
+from patchstore.model import Anchor, Manifest, Schema, StateDigest, StoreHeader, Writer
+from patchstore.stores.base import Store
+
+
+def commit(store: Store, version: int, run_id: str = "run", created_at: str | None = None) -> None:
+    """Commit a version with an empty anchor."""
+    log.commit(
+        store,
+        Manifest(
+            version=version,
+            parent=None,
+            parent_digest=None,
+            run_id=run_id,
+            step=version,
+            created_at=created_at or datetime.now(UTC).isoformat(),
+            writer=Writer(id="test", epoch=1, write_id="w"),
+            state=StateDigest(total="blake3:" + "0" * 64, tensors=()),
+            delta=None,
+            anchor=Anchor(payloads=(), files=()),
+        ),
+    )
+
+
+def begin_run(store: Store, run_id: str = "run") -> None:
+    """Create a run of no tensors."""
+    header = StoreHeader(run_id=run_id, created_at="2026-01-01T00:00:00.000Z", schema=Schema(tensors=()))
+    log.create_header(store, header)
