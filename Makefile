@@ -55,7 +55,7 @@ lock: ## Resolve all versions anew, and write them to requirements/constraints.t
 	    | grep -vE '^(vllm|torch|uv)( |=|@)'; } > $(VENV)/constraints.txt
 	mv $(VENV)/constraints.txt requirements/constraints.txt
 
-demo: $(INSTALLED) ## Train, publish, serve and replay, on this machine; STORE=file or STORE=s3.
+demo: $(INSTALLED) ## Train, publish, serve and replay, on this machine; STORE=file, s3 or hf.
 	$(BIN)/python -m examples.demo --store $(STORE)
 
 test: $(INSTALLED) ## Run all tests, with real vLLM servers.

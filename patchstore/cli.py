@@ -361,13 +361,17 @@ def _open(url: str, options: list[str] | None) -> Store:
     return open_store(url, **_parsed(options))
 
 
+_CREDENTIALS = {"key", "secret", "token", "gateway_key", "gateway_secret", "username", "password"}
+"""Text, also where they look like numbers: 12345e67."""
+
+
 def _parsed(options: list[str] | None) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
     for option in options or []:
         key, separator, value = option.partition("=")
         if not separator or not key:
             raise typer.BadParameter(f"--option takes KEY=VALUE, not {option!r}")
-        parsed[key] = _option_value(value)
+        parsed[key] = value if key in _CREDENTIALS else _option_value(value)
     return parsed
 
 

@@ -11,7 +11,10 @@ from safetensors.torch import load_file
 
 from examples.demo import corpus, report
 from examples.demo.processes import Program
+from examples.demo.serving import HubServer
 from examples.demo.training import Trainer
+from patchstore import open_store
+from patchstore.errors import AlreadyExists
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +61,19 @@ def test_a_program_that_ended_is_named_with_the_end_of_its_log(tmp_path: Path) -
         program.process.wait()
         with pytest.raises(RuntimeError, match=r"server ended with status 3(?s:.*)broken"):
             program.check_alive()
+
+
+def test_the_hub_of_the_demo_creates_an_object_only_once_and_ends_with_it(tmp_path: Path) -> None:
+    with HubServer(tmp_path / "hub.log") as hub:
+        store = open_store(hub.url, **hub.options)
+        store.put("versions/00000000.json", b"first", if_absent=True)
+        with pytest.raises(AlreadyExists):
+            store.put("versions/00000000.json", b"second", if_absent=True)
+        assert store.get("versions/00000000.json") == b"first"
+        store.close()
+        assert hub.process.stdout is not None
+        hub.process.stdout.close()
+    assert hub.process.returncode is not None
 
 
 def test_generations_are_marked_from_where_they_part() -> None:

@@ -52,6 +52,8 @@ FOREIGN = {
     "fsspec": lambda name: name.startswith("patchstore.stores"),
     "s3fs": lambda name: name.startswith("patchstore.stores"),
     "botocore": lambda name: name.startswith("patchstore.stores"),
+    "huggingface_hub": lambda name: name == "patchstore.stores.hub_api",
+    "hf_xet": lambda name: name == "patchstore.stores.hub_content",
     "obstore": lambda name: name.startswith("patchstore.stores"),
     "vllm": lambda name: name.startswith("vllm_plugin"),
     "httpx": lambda name: name.startswith("patchstore.integrations"),

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from examples.demo import corpus, report
-from examples.demo.serving import FollowCommand, S3Server, Vllm
+from examples.demo.serving import FollowCommand, HubServer, S3Server, Vllm
 from examples.demo.training import Trainer
 from patchstore import Manifest, PatchstoreError, Publisher, Schema, Store, digest, log, open_store, replay
 
@@ -39,7 +39,7 @@ NUM_TOKENS = 32
 def main() -> int:
     """Run the demo; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
-    parser.add_argument("--store", choices=("file", "s3"), default="file", help="a folder, or a server")
+    parser.add_argument("--store", choices=("file", "s3", "hf"), default="file", help="a folder, or a server")
     parser.add_argument("--folder", type=Path, default=Path("demo-run"), help="wiped at the start")
     arguments = parser.parse_args()
     disable_progress_bar()
@@ -64,12 +64,16 @@ def tell(kind: str, folder: Path, running: ExitStack) -> list[tuple[str, bool]]:
     """Go through the story, and return what it claims to prove, and whether each is so."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    url, options = str(folder / "bucket"), {}
+    url, options, hub_url = str(folder / "bucket"), {}, None
     if kind == "s3":
         s3 = running.enter_context(S3Server(folder / "s3.log"))
         with report.stage(f"starting an S3 server, {s3.options['endpoint_url']}"):
             s3.create_bucket()
         url, options = s3.url, s3.options
+    elif kind == "hf":
+        with report.stage("starting a Hugging Face Hub on this machine"):
+            hub = running.enter_context(HubServer(folder / "hub.log"))
+        url, options, hub_url = hub.url, hub.options, hub.endpoint
 
     trainer, topic, checkpoint = warmed_up(folder)
 
@@ -82,10 +86,12 @@ def tell(kind: str, folder: Path, running: ExitStack) -> list[tuple[str, bool]]:
     assert header is not None
 
     # The server's side: vLLM on that checkpoint, and the process that keeps it at the head.
-    vllm = running.enter_context(Vllm(checkpoint, folder / "vllm.log"))
+    vllm = running.enter_context(Vllm(checkpoint, folder / "vllm.log", hub_url))
     with report.stage(f"starting vLLM, {vllm.url} (its first start ever takes a minute longer)"):
         vllm.wait_until_healthy()
-    follow = running.enter_context(FollowCommand(url, options, vllm.url, folder / "follow.log"))
+    # Whoever only reads is given no key to the gateway.
+    reading = {name: value for name, value in options.items() if not name.startswith("gateway")}
+    follow = running.enter_context(FollowCommand(url, reading, vllm.url, folder / "follow.log"))
     with report.stage(f"patchstore follow {url} --server {vllm.url}"):
         follow.wait_for(first.version)
     before = vllm.complete(PROMPTS, NUM_TOKENS)
@@ -193,9 +199,9 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def ending(kind: str, url: str, store: Store) -> str:
     """Say where everything is."""
-    if kind == "s3":
+    if kind != "file":
         keys = list(store.list())
-        return f"{url} held {len(keys)} objects; the S3 server kept them in memory, and ends with this demo"
+        return f"{url} held {len(keys)} objects; their server ran for this demo only, and ends with it"
     return f"the bucket is the folder {url}: try `patchstore log {url}`"
 
 

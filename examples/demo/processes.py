@@ -22,6 +22,7 @@ class Program:
         log: Path,
         environment: Mapping[str, str] | None = None,
         piped: bool = False,
+        owned: bool = False,
     ) -> None:
         """Start it.
 
@@ -29,13 +30,14 @@ class Program:
             log: file that takes what it prints.
             environment: in addition to ours.
             piped: standard output goes to `process.stdout` as text instead.
+            owned: standard input stays open for as long as we run, for a program that ends with it.
         """
         self.log = log
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
                 env={**os.environ, **(environment or {})},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if owned else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else output,
                 stderr=output,
                 text=True,
@@ -54,6 +56,8 @@ class Program:
 
     def stop(self) -> None:
         """End the group: politely, and then for certain."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
         try:
             os.killpg(self.process.pid, signal.SIGTERM)
             self.process.wait(_PATIENCE_S)

@@ -37,10 +37,34 @@ class S3Server(Program):
         httpx.put(f"{self.options['endpoint_url']}/demo").raise_for_status()
 
 
+class HubServer(Program):
+    """A Hugging Face Hub with one bucket, on this machine: what is stored ends with it."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(
+            [sys.executable, "-m", "tests.hub", "--bucket", "demo/bucket"], log=log, piped=True, owned=True
+        )
+        assert self.process.stdout is not None
+        self.endpoint = self.process.stdout.readline().strip()
+        if not self.endpoint:
+            self.process.wait()
+            self.check_alive()
+        self.url = "hf://buckets/demo/bucket/run"
+        self.options = {
+            "endpoint": self.endpoint,
+            "token": "hf_test",
+            # The Hub's S3 gateway, which alone can create an object only once.
+            "gateway_url": f"{self.endpoint}/s3/demo",
+            "gateway_key": "HFAKTEST",
+            "gateway_secret": "gateway-secret",
+        }
+
+
 class Vllm(Program):
     """`vllm serve` on the CPU, with the delta backend."""
 
-    def __init__(self, checkpoint: Path, log: Path) -> None:
+    def __init__(self, checkpoint: Path, log: Path, hub: str | None = None) -> None:
+        """Start it; of all Hugging Face Hubs it may ask only the one at this endpoint, or none."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [
@@ -56,7 +80,7 @@ class Vllm(Program):
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
+            **({"HF_ENDPOINT": hub} if hub else {"HF_HUB_OFFLINE": "1"}),
         }
         super().__init__(command, log=log, environment=environment)
         self._api = VllmServer(self.url)

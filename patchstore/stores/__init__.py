@@ -15,7 +15,10 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
 
     - a path, or `file:///path`: files of a folder
     - `memory://name`: within this process; the same store for the same name
-    - `s3://bucket/prefix`: options are those of s3fs, such as `endpoint_url`, `key`, `secret`
+    - `s3://bucket/prefix`: options are those of s3fs, such as `endpoint_url`, `key`, `secret`, and
+      `client`: `auto`, `s3fs` or `obstore`
+    - `hf://buckets/OWNER/NAME/prefix`: a bucket of the Hugging Face Hub; options are `token`, `endpoint`, and
+      for publishers `gateway_key` and `gateway_secret`, or `single_writer=True`: see `stores/hub.py`
     - any other protocol of fsspec, such as `gs://` or `abfs://`; options are its driver's
 
     Raises:
@@ -36,13 +39,17 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
         if not rest:
             raise UsageError("memory:// needs a name: memory://name")
         return named(rest)
-    if protocol == "hf":
-        raise UnsupportedStore(
-            "hf:// has no conditional write, so two publishers could both commit a version; "
-            "use s3://, or a folder"
-        )
     if url != _public(url):
         raise UsageError(f"{_public(url)}: give passwords and options as keywords, not in the URL")
+    if protocol == "hf":
+        try:
+            from patchstore.stores.hub import HubStore
+        except ImportError as exc:
+            raise UnsupportedStore(
+                "hf:// stores need two packages: pip install 'huggingface_hub>=1.33' 'hf-xet>=1.7'"
+            ) from exc
+
+        return HubStore(url, **storage_options)
     try:
         if protocol in {"s3", "s3a"}:
             from patchstore.stores.s3 import S3Store

@@ -85,7 +85,9 @@ class S3fsClient:
         return str(exc) or type(exc).__name__
 
     def close(self) -> None:
-        self.fs.close_session(self.fs.loop, self.fs.s3)
+        # To ask for the client makes one, which takes most of a second.
+        if self.fs._s3 is not None:
+            self.fs.close_session(self.fs.loop, self.fs._s3)
 
     def call(self, method: str, **parameters: Any) -> Any:
         return self.fs.call_s3(method, **{"Bucket": self._bucket, **parameters})

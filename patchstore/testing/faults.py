@@ -58,7 +58,7 @@ class FaultyStore(Store):
         seed: int = 0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.url = inner.url
+        self.url, self.single_writer = inner.url, inner.single_writer
         self.calls: list[tuple[str, str]] = []
         """Verb and key of every call so far."""
         self._inner = inner
@@ -162,7 +162,7 @@ class SlowStore(Store):
         bytes_per_s: float = float("inf"),
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.url = inner.url
+        self.url, self.single_writer = inner.url, inner.single_writer
         self._inner = inner
         self._latency_s = latency_s
         self._bytes_per_s = bytes_per_s

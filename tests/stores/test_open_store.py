@@ -10,6 +10,7 @@ from patchstore.errors import UnsupportedStore, UsageError
 from patchstore.stores import open_store
 from patchstore.stores.folder import FolderStore
 from patchstore.stores.fsspec_store import FsspecStore
+from patchstore.stores.hub import HubStore
 from patchstore.stores.memory import MemoryStore
 from patchstore.stores.s3 import S3Store
 
@@ -69,6 +70,7 @@ def test_an_s3_prefix_that_is_no_key_is_refused() -> None:
         "s3://bucket/run?X-Amz-Signature=SECRET",
         "s3://bucket/run#SECRET",
         "gs://user:SECRET@bucket/run",
+        "hf://token:SECRET@buckets/user/bucket",
     ],
 )
 def test_secrets_in_a_url_are_refused_without_being_repeated(url: str) -> None:
@@ -77,9 +79,10 @@ def test_secrets_in_a_url_are_refused_without_being_repeated(url: str) -> None:
     assert "SECRET" not in str(caught.value)
 
 
-def test_the_hub_is_refused_for_want_of_a_conditional_write() -> None:
-    with pytest.raises(UnsupportedStore, match="conditional write"):
-        open_store("hf://buckets/user/bucket")
+def test_a_url_of_the_hub_is_a_hub_store_at_bucket_and_prefix() -> None:
+    store = open_store("hf://buckets/user/bucket/some/run/", token="hf_secret")
+    assert isinstance(store, HubStore)
+    assert store.url == "hf://buckets/user/bucket/some/run"
 
 
 def test_an_unknown_protocol_is_the_callers_mistake() -> None:
@@ -104,6 +107,17 @@ def test_without_s3fs_and_fsspec_the_message_says_what_to_install(
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(UnsupportedStore, match="pip install"):
         open_store(url)
+
+
+@pytest.mark.parametrize("package", ["huggingface_hub", "hf_xet"])
+def test_without_the_hubs_clients_the_message_says_what_to_install(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [name for name in sys.modules if name.startswith("patchstore.stores.hub")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UnsupportedStore, match="pip install"):
+        open_store("hf://buckets/user/bucket")
 
 
 @pytest.mark.parametrize("protocol", ["local", "http", "ftp", "zip"])

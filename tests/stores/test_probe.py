@@ -84,6 +84,28 @@ def test_a_store_that_does_not_answer_is_unavailable_and_not_refused() -> None:
     assert caught.value.__cause__ is not None
 
 
+class OneWriterByWord(ChecksThenWrites):
+    """Would let all racers win."""
+
+    single_writer = True
+
+
+def test_where_there_is_one_writer_by_word_nothing_is_raced_for() -> None:
+    store = FaultyStore(OneWriterByWord())
+    store.single_writer = True
+    prove_create_only(store)
+    assert not any("race" in key for _, key in store.calls)
+    assert list(store.list()) == []
+
+
+def test_even_one_writer_has_to_see_what_it_wrote_before() -> None:
+    class Forgets(IgnoresConditions):
+        single_writer = True
+
+    with pytest.raises(UnsupportedStore):
+        prove_create_only(Forgets())
+
+
 def test_a_publisher_without_the_right_to_delete_passes() -> None:
     class Keeps(MemoryStore):
         def delete(self, key: str) -> None:

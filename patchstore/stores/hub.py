@@ -1,0 +1,198 @@
+"""Objects in a bucket of the Hugging Face Hub, through huggingface_hub and hf-xet.
+
+The Hub's own API replaces without a condition, so of several writers the last one wins. A create-only put
+goes through the Hub's S3 gateway, which has one, or rests on the caller's word that there is one writer.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from patchstore.errors import AlreadyExists, NotFound, StoreUnavailable, UnsupportedStore, UsageError
+from patchstore.layout import check_key
+from patchstore.stores.base import PART_BYTES, Chunk, Store, check_prefix, check_range
+from patchstore.stores.hub_api import BucketApi, Entry
+from patchstore.stores.hub_content import Contents
+from patchstore.stores.hub_events import Feed
+from patchstore.stores.multipart import in_parts
+
+_GATEWAY_URL = "https://s3.hf.co"
+_GATEWAY_CONFIG = {
+    "s3": {"addressing_style": "path"},
+    # The gateway cannot read what newer clients send by themselves.
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+}
+
+
+class HubStore(Store):
+    """The keys of a bucket below a prefix: `hf://buckets/OWNER/NAME/prefix`.
+
+    Args:
+        token: of the Hub; by default what `HF_TOKEN` or a login gives.
+        endpoint: of the Hub; by default `HF_ENDPOINT`.
+        gateway_key: with `gateway_secret`, S3 credentials of the same account: create-only puts then go
+            through the S3 gateway.
+        gateway_secret: see `gateway_key`.
+        gateway_url: of the gateway, with the owner: `https://s3.hf.co/OWNER` by default.
+        single_writer: instead of credentials, the caller's word that nobody else publishes here. A second
+            writer is noticed when it writes at another moment, and may be missed when at the same.
+
+    Without credentials and without that word everything but a create-only put works.
+
+    Raises:
+        UsageError: a URL without a bucket, a prefix that is no key, or options that do not fit together.
+        UnsupportedStore: the URL names something else than a bucket, or hf-xet is too old.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        endpoint: str | None = None,
+        gateway_key: str | None = None,
+        gateway_secret: str | None = None,
+        gateway_url: str | None = None,
+        single_writer: bool = False,
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            raise UsageError(
+                f"hf:// has no option {', '.join(sorted(unknown))}; known are endpoint, gateway_key, "
+                "gateway_secret, gateway_url, single_writer, token"
+            )
+        owner, name, prefix = _split(url)
+        self._prefix = f"{prefix}/" if prefix else ""
+        self.url = "/".join(("hf://buckets", owner, name, *([prefix] if prefix else [])))
+        self.single_writer = _checked_word(single_writer)
+        self._api = BucketApi(f"{owner}/{name}", endpoint, token)
+        self._contents = Contents(self.url, self._api.grant)
+        self._gateway: Store | None = None
+        if gateway_key or gateway_secret or gateway_url:
+            if not gateway_key or not gateway_secret or single_writer:
+                raise UsageError(
+                    "the S3 gateway needs gateway_key and gateway_secret, and then no single_writer is needed"
+                )
+            # Only publishers need it, and it takes a second to import.
+            from patchstore.stores.s3 import S3Store
+
+            self._gateway = S3Store(
+                "/".join(("s3:/", name, *([prefix] if prefix else []))),
+                endpoint_url=gateway_url or f"{_GATEWAY_URL}/{owner}",
+                key=gateway_key,
+                secret=gateway_secret,
+                client_kwargs={"region_name": "us-east-1"},
+                config_kwargs=_GATEWAY_CONFIG,
+            )
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        check_range(start, end)
+        if start == end:
+            # HTTP cannot ask for no bytes.
+            self.size(key)
+            return b""
+        return self._api.read(self._full(key), start, end)
+
+    def size(self, key: str) -> int:
+        return self._entry(key).size
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+        path = self._full(key)
+        if not if_absent:
+            self._api.add(path, self._contents.upload((data,)))
+        elif self._gateway is not None:
+            self._gateway.put(key, data, if_absent=True)
+        elif self.single_writer:
+            self._claim(path, data)
+        else:
+            raise UnsupportedStore(
+                f"{self.url} cannot create {key} only once: the Hub's own API has no conditional write. Give "
+                "gateway_key and gateway_secret, the S3 credentials that the Hub makes from an access token "
+                "with the right to write; or single_writer=True, if nobody else ever publishes here"
+            )
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        full = self._prefix + check_prefix(prefix)
+        # The Hub lists folders, and a prefix may end anywhere.
+        paths = self._api.paths(full.rpartition("/")[0])
+        yield from sorted(path.removeprefix(self._prefix) for path in paths if path.startswith(full))
+
+    def delete(self, key: str) -> None:
+        self._api.remove(self._full(key))
+
+    def upload(self, key: str, chunks: Iterable[Chunk]) -> None:
+        path = self._full(key)
+        self._api.add(path, self._contents.upload(chunks))
+
+    def read(self, key: str, *, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+        check_range(start, end)
+        if end is not None and end - start <= PART_BYTES:
+            yield from filter(None, [self.get(key, start, end)])
+            return
+        entry = self._entry(key)
+        stop = entry.size if end is None else min(end, entry.size)
+        pieces = self._contents.stream(entry, start, stop) if start < stop else ()
+        yield from (bytes(part) for part in in_parts(pieces) if part)
+
+    def read_into(self, key: str, buffer: memoryview, start: int = 0) -> int:
+        check_range(start, None)
+        buffer = buffer.cast("B")
+        entry = self._entry(key)
+        num_bytes = max(0, min(len(buffer), entry.size - start))
+        if num_bytes:
+            self._contents.fill(entry, buffer[:num_bytes], start)
+        return num_bytes
+
+    def subscribe(self, wake: Callable[[], None]) -> Callable[[], None] | None:
+        return Feed(self._api, wake).end
+
+    def close(self) -> None:
+        if self._gateway is not None:
+            self._gateway.close()
+
+    def _full(self, key: str) -> str:
+        return self._prefix + check_key(key)
+
+    def _entry(self, key: str) -> Entry:
+        entry = self._api.entry(self._full(key))
+        if entry is None:
+            raise NotFound(f"{self.url} has no {key}")
+        return entry
+
+    def _claim(self, path: str, data: bytes) -> None:
+        """Look, write, and look whose it is: all that can be done where nothing else is on offer."""
+        if self._api.entry(path) is not None:
+            raise AlreadyExists(f"{self._api.url} already has {path}")
+        content = self._contents.upload((data,))
+        self._api.add(path, content)
+        stored = self._api.entry(path)
+        if stored is None:
+            raise StoreUnavailable(f"{self._api.url} does not show {path} after it was stored")
+        if stored.content != content:
+            raise AlreadyExists(
+                f"{self._api.url}: another writer stored {path} at the same moment, though this store was "
+                "opened with single_writer=True"
+            )
+
+
+def _split(url: str) -> tuple[str, str, str]:
+    kind, _, place = url.removeprefix("hf://").partition("/")
+    if kind != "buckets":
+        raise UnsupportedStore(
+            f"{url} is no bucket: use hf://buckets/OWNER/NAME/prefix; repositories of models and datasets "
+            "keep every object ever written"
+        )
+    owner, _, rest = place.rstrip("/").partition("/")
+    name, _, prefix = rest.partition("/")
+    if not owner or not name:
+        raise UsageError(f"{url} names no bucket: use hf://buckets/OWNER/NAME/prefix")
+    for part in (owner, name):
+        check_key(part)
+    return owner, name, check_key(prefix) if prefix else ""
+
+
+def _checked_word(single_writer: object) -> bool:
+    # The text "false" would count as true.
+    if not isinstance(single_writer, bool):
+        raise UsageError(f"single_writer is true or false, not {single_writer!r}")
+    return single_writer
