@@ -124,6 +124,7 @@ def test_option_values_are_json_where_they_can_be() -> None:
         'config_kwargs={"a": 1}',
         "key=abc",
         'secret="12"',
+        "gateway_secret=12345e67",
         "url=http://x",
     ]
     assert cli._parsed(options) == {
@@ -132,6 +133,7 @@ def test_option_values_are_json_where_they_can_be() -> None:
         "config_kwargs": {"a": 1},
         "key": "abc",
         "secret": '"12"',
+        "gateway_secret": "12345e67",
         "url": "http://x",
     }
 
