@@ -215,7 +215,7 @@ def _proved(path: Path, wanted: Payload) -> BinaryIO | None:
             return file
         if not is_used:
             # Not where others use it: were this process killed now, they would pass for a proof.
-            _seal(path)
+            _seal(file.fileno())
         if _holds(file, wanted):
             return file
     except BaseException:
@@ -236,9 +236,9 @@ def _holds(file: BinaryIO, wanted: Payload) -> bool:
     return True
 
 
-def _seal(path: Path) -> None:
-    """Note the time of last use, and from when on a write would show."""
-    os.utime(path, ns=(time.time_ns(), _SEAL_NS))
+def _seal(file: Path | int) -> None:
+    """Note the time of last use, and from when on a write would show. Of an open file, whoever removed it."""
+    os.utime(file, ns=(time.time_ns(), _SEAL_NS))
 
 
 def _if_unused(path: Path) -> os.stat_result | None:
