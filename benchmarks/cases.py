@@ -5,7 +5,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import apply, context, encodings, fleet, kernels, replay, serving, stores
+from benchmarks import (
+    anchor_memory,
+    apply,
+    chaos,
+    context,
+    encodings,
+    fleet,
+    kernels,
+    replay,
+    serving,
+    stores,
+    transports,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +34,25 @@ class Case:
 
 CASES = (
     Case(
+        name="anchor-memory",
+        about="Memory of each side while a whole model passes through each kind of store.",
+        gate="tests/test_replay.py",
+        arguments=anchor_memory.arguments,
+        run=anchor_memory.run,
+    ),
+    Case(
         name="apply",
         about="Time to bring a served model to the next version, beside vLLM's own loaders.",
         gate="tests/vllm/test_update.py",
         arguments=apply.arguments,
         run=apply.run,
+    ),
+    Case(
+        name="chaos",
+        about="Kill trainer, server and `patchstore follow` at any moment, and prove what is left.",
+        gate="tests/test_chaos.py",
+        arguments=chaos.arguments,
+        run=chaos.run,
     ),
     Case(
         name="context",
@@ -76,5 +102,12 @@ CASES = (
         gate="tests/stores/test_s3.py",
         arguments=stores.arguments,
         run=stores.run,
+    ),
+    Case(
+        name="transports",
+        about="From publish to served through each kind of store, part by part.",
+        gate="tests/test_follower.py",
+        arguments=transports.arguments,
+        run=transports.run,
     ),
 )

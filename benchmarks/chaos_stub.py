@@ -1,0 +1,113 @@
+"""A stand-in for `vllm serve` that starts in seconds: the tests' stub of its routes, with real weights.
+
+A real `Follower` fetches, proves and writes them; all is forgotten when the process ends.
+"""
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import torch
+
+from patchstore import Follower, PatchstoreError, checksum, digest, open_store
+from patchstore.follower import Staged
+from patchstore.tensors import raw_bytes
+from tests.integrations.stub_server import Engine, StubServer
+
+
+class WeightServer(StubServer):
+    """One engine of one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._follower: Follower | None = None
+        self._staged: Staged | None = None
+        self._num_commits = 0
+
+    def answer(self, path: str, query: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
+        # As vLLM's engine does: one call after the other, also from clients that were killed.
+        with self._lock:
+            return super().answer(path, query, body)
+
+    def do(self, path: str, body: dict[str, Any], engine: Engine) -> None:
+        try:
+            self._do(path, body, engine)
+        except PatchstoreError as exc:
+            engine.update_open = False
+            raise ValueError(f"[{exc.kind}] {exc}") from exc
+        super().do(path, body, engine)
+
+    def _do(self, path: str, body: dict[str, Any], engine: Engine) -> None:
+        if path == "/init_weight_transfer_engine":
+            info = body["init_info"]
+            self._follower = Follower(open_store(info["store"], **info.get("storage_options", {})), {})
+            self.run_id = self._follower.header.run_id
+        elif path == "/update_weights" and engine.update_open:
+            assert self._follower is not None
+            self._staged = self._follower.stage(body["update_info"]["version"])
+        elif path == "/finish_weight_update":
+            assert self._follower is not None and self._staged is not None
+            self._follower.commit(self._staged)
+            self._staged = None
+            self._num_commits += 1
+
+    def status(self, rank: int, engine: Engine) -> dict[str, Any]:
+        manifest = self._follower.manifest if self._follower else None
+        state = manifest.state.total if manifest else None
+        return {**super().status(rank, engine), "state_digest": state}
+
+    def collective(self, method: str, args: list[Any], engine: Engine) -> list[Any]:
+        weights = self._follower.tensors if self._follower else {}
+        if method == "delta_fingerprint":
+            return [{name: checksum.digest(raw_bytes(tensor)) for name, tensor in weights.items()}]
+        if method == "delta_sums":
+            sums = {
+                name: [[_whole(tensor), digest.of_tensor(tensor).hex()]] for name, tensor in weights.items()
+            }
+            rest: dict[str, Any] = {"next": None, "computed": [], "unproved": []}
+            return [{"held": engine.held, "num_commits": self._num_commits, "sums": sums, **rest}]
+        return super().collective(method, args, engine)
+
+
+def _whole(tensor: torch.Tensor) -> list[int]:
+    """Say that a slice is all of a tensor: where it begins, its length and its stride."""
+    return [0, tensor.numel(), 1]
+
+
+def _handler(server: WeightServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def _handle(self) -> None:
+            data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            url = urlsplit(self.path)
+            try:
+                found = server.answer(url.path, dict(parse_qsl(url.query)), json.loads(data or b"{}"))
+                status, body = 200, json.dumps(found).encode()
+            except ValueError as exc:
+                # As vLLM words what a worker raised.
+                said = f"Worker failed with error '{exc}', please check the stack trace above"
+                status, body = 500, json.dumps({"error": {"message": said}}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = _handle  # noqa: N815 - the names that http.server calls
+
+        def log_message(self, *args: object) -> None:
+            """Say nothing."""
+
+    return Handler
+
+
+def main() -> None:
+    (port,) = sys.argv[1:]
+    with ThreadingHTTPServer(("127.0.0.1", int(port)), _handler(WeightServer())) as http:
+        http.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The trainer that is killed: it trains, publishes every step, and acknowledges what the store has.
+
+All that it remembers is in the store. A new process replays the newest version, goes on from there, and so
+continues the one chain of versions, whichever moment the one before was killed at.
+"""
+
+import json
+import shutil
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from patchstore import Publisher, Store, digest, log, open_store, replay
+from patchstore.errors import VersionConflict
+
+FINAL = "final.safetensors"
+"""In the trainer's folder, once it was told to end: the weights of its last version, as it had them."""
+ANCHOR_EVERY = 8
+
+_VOCABULARY = 256
+_SEQUENCES, _LENGTH = 4, 32
+_RATE = 1e-3
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    store = open_store(job["url"], **job["options"])
+    while True:
+        try:
+            _train(store, job, ended)
+        except VersionConflict:
+            # What the process before this one had sent took place only now: begin anew, behind it.
+            continue
+        return
+
+
+def _train(store: Store, job: Mapping[str, Any], ended: threading.Event) -> None:
+    model = _model(job["checkpoint"])
+    folder = Path(job["folder"])
+    is_begun = log.read_header(store) is not None
+    newest = log.head(store) if is_begun else None
+    if newest is not None:
+        replayed = folder / f"replayed-{uuid.uuid4().hex}"
+        replay(store, newest.version, out=replayed)
+        for file in replayed.glob("*.safetensors"):
+            model.load_state_dict(load_file(file), strict=False)
+        shutil.rmtree(replayed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
+    step = 0 if newest is None else newest.step
+    with Publisher(
+        store, model, files=job["checkpoint"], anchor_every=ANCHOR_EVERY, resume=is_begun
+    ) as publisher:
+        header = log.read_header(store)
+        assert header is not None
+        while True:
+            step += 1
+            _step(model, optimizer)
+            version = publisher.publish_patch(step).result().version
+            # Of these weights, and not of what was published.
+            weights = _served(model)
+            _say(version=version, step=step, state=digest.of_tensors(header.schema, weights.items()).total)
+            if ended.wait(job["pace_s"]):
+                break
+    save_file(weights, folder / FINAL)
+    _say(final=version)
+
+
+def _model(checkpoint: str | None) -> torch.nn.Module:
+    """Return the tests' Qwen3 as in a checkpoint folder, or without one what needs no transformers."""
+    torch.manual_seed(0)
+    if checkpoint is None:
+        return torch.nn.Sequential(torch.nn.Embedding(_VOCABULARY, 64), torch.nn.Linear(64, _VOCABULARY))
+    from transformers import AutoModelForCausalLM
+
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    return model
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    tokens = torch.randint(_VOCABULARY, (_SEQUENCES, _LENGTH))
+    said = model(tokens)
+    logits = said if isinstance(said, torch.Tensor) else said.logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _served(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+
+
+def _say(**message: Any) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Kinds of store to measure with: each is empty, on this machine, and has the server that it needs.
+
+S3 is ministack, which keeps objects in memory, and not moto, which also reads all of an object for each range
+of it. The Hub is the tests' own, and keeps contents on disk.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import s3fs
+
+KINDS = ("folder", "s3fs", "obstore", "hub")
+"""`s3fs` and `obstore` are S3 by these clients."""
+
+_ROOT = Path(__file__).parents[1]
+_BUCKET = "bench/bucket"
+_START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """An empty prefix of a store."""
+
+    kind: str
+    url: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """With which `open_store` opens it."""
+    server: str = "none"
+    """Name and version of the program behind it."""
+    process: int | None = None
+    """Its process id."""
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """What a process needs that opens it; `folder` is for what the process keeps, and is its own."""
+        return {"HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+@contextmanager
+def place(kind: str, folder: Path) -> Iterator[Place]:
+    """Yield a new store of a kind; what it keeps on disk is in `folder`.
+
+    Raises:
+        SystemExit: a program is missing, or did not start.
+    """
+    folder.mkdir(parents=True)
+    if kind == "folder":
+        yield Place(kind=kind, url=str(folder / "store"))
+    elif kind == "hub":
+        with _hub(folder) as found:
+            yield found
+    else:
+        with ministack(folder) as (options, process):
+            yield Place(
+                kind=kind,
+                url="s3://bucket/run",
+                options={**options, "client": kind},
+                server="ministack",
+                process=process,
+            )
+
+
+def versions() -> dict[str, str]:
+    """Of the clients."""
+    return {name: version(name) for name in ("s3fs", "obstore", "huggingface_hub", "hf_xet")}
+
+
+@contextmanager
+def ministack(folder: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Run ministack with a bucket named `bucket`; yield options that open it, and its process id."""
+    program = os.environ.get("MINISTACK") or str(Path(sys.prefix, "ministack", "bin", "ministack"))
+    if not Path(program).exists():
+        raise SystemExit(f"no {program}: `make setup` installs it; or name it in MINISTACK")
+    # It would listen on all interfaces.
+    environment = {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": "0", "SERVICES": "s3"}
+    # To a file, which nobody need read for the server to go on.
+    log = folder / "ministack.log"
+    with log.open("wb") as output:
+        server = _start([program], environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    with _ending(server):
+        options = {"endpoint_url": _address(server, log), "key": "test", "secret": "test"}
+        fs = s3fs.S3FileSystem(**options, skip_instance_cache=True)
+        fs.call_s3("create_bucket", Bucket="bucket")
+        fs.close_session(fs.loop, fs.s3)
+        yield options, server.pid
+
+
+@contextmanager
+def _hub(folder: Path) -> Iterator[Place]:
+    from tests.hub.server import GATEWAY_KEY, GATEWAY_SECRET, TOKEN
+
+    command = [sys.executable, "-m", "tests.hub", "--port", "0"]
+    command += ["--folder", str(folder / "contents"), "--bucket", _BUCKET]
+    log = folder / "hub.log"
+    with log.open("wb") as output:
+        # It ends with its standard input.
+        server = _start(
+            command, {"TMPDIR": str(folder)}, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=_ROOT
+        )
+    with _ending(server):
+        url = _address(server, log)
+        yield Place(
+            kind="hub",
+            url=f"hf://buckets/{_BUCKET}/run",
+            options={
+                "endpoint": url,
+                "token": TOKEN,
+                "gateway_url": f"{url}/s3/{_BUCKET.partition('/')[0]}",
+                "gateway_key": GATEWAY_KEY,
+                "gateway_secret": GATEWAY_SECRET,
+            },
+            server="tests.hub",
+            process=server.pid,
+        )
+
+
+def _start(command: list[str], environment: Mapping[str, str], **options: Any) -> "subprocess.Popen[bytes]":
+    # A session of its own: Ctrl-C reaches only us, and we end it. If we are killed, the kernel does.
+    command = ["setpriv", "--pdeathsig", "KILL", *command]
+    return subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True, **options)
+
+
+@contextmanager
+def _ending(server: "subprocess.Popen[bytes]") -> Iterator[None]:
+    try:
+        yield
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def _address(server: "subprocess.Popen[bytes]", log: Path) -> str:
+    deadline = time.monotonic() + _START_S
+    while server.poll() is None and time.monotonic() < deadline:
+        if found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text()):
+            return found[0]
+        time.sleep(0.05)
+    raise SystemExit(f"{log.stem} did not start: {log.read_text()}")
+
+
+@contextmanager
+def work_folder(where: Path | None, name: str) -> Iterator[Path]:
+    """Yield a folder for all that a benchmark writes, which is removed afterwards, by SIGTERM too.
+
+    Args:
+        where: folder to make it in; None for the system's for temporary files.
+    """
+    # Else what is underneath would be neither ended nor removed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory(prefix=f"patchstore-{name}-", dir=where) as folder:
+        yield Path(folder)
