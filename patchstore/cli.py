@@ -280,6 +280,9 @@ def follow(
 
     if log_format is not None:
         logs.configure(as_json=log_format is LogFormat.JSON)
+    elif logging.getLogger().level > logging.INFO:
+        # Standard output says all of it.
+        logging.getLogger(service.__name__).setLevel(logging.CRITICAL)
     settings = service.Settings(
         servers=server or [],
         servers_file=servers_file,
@@ -301,7 +304,7 @@ def follow(
         if as_json:
             report.print_json(told.to_dict())
         elif log_format is None:
-            report.out.print(str(told), markup=False, highlight=False)
+            report.out.print(str(told), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -68,25 +68,7 @@ class NodeCache:
         """
         if max_bytes < 0:
             raise UsageError(f"a cache cannot keep {max_bytes:,} bytes; give 0 to keep nothing")
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700, parents=True)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode):
-            raise UsageError(f"{folder} is a file or a symbolic link; name a folder, or one to be made")
-        if found.st_uid != os.geteuid():
-            raise UsageError(
-                f"{folder} belongs to user {found.st_uid}, but this process runs as {os.geteuid()}; whoever "
-                "may write there could change weights, so name a folder of your own"
-            )
-        if stat.S_IMODE(found.st_mode) & 0o077:
-            raise UsageError(
-                f"{folder} is open to other users (mode {stat.S_IMODE(found.st_mode):o}); chmod it to 700"
-            )
-        if (kind := _file_system(found.st_dev)) in _REMOTE:
-            raise UsageError(
-                f"{folder} is on a network file system ({kind}), where locks and mapped files are weaker; "
-                "name a folder on a local disk, or in /dev/shm"
-            )
+        _prepare(folder)
         self._folder = folder.absolute()
         self._max_bytes = max_bytes
         self._evict()
@@ -105,6 +87,8 @@ class NodeCache:
                 error, nothing of a download is left, and the next process that asks begins anew.
         """
         path = self._folder / wanted.digest.partition(":")[2]
+        # Folders for temporary files are cleaned, this one with them.
+        _prepare(self._folder)
         with self._open(store, wanted, path) as file:
             try:
                 yield file
@@ -157,8 +141,9 @@ class NodeCache:
         with suppress(BlockingIOError, FileNotFoundError), _alone(path, wait=False):
             if _if_unused(path) is not None:
                 _seal(path)
-        if self._num_bytes() > self._max_bytes:
-            self._evict()
+        with suppress(FileNotFoundError):
+            if self._num_bytes() > self._max_bytes:
+                self._evict()
 
     def _evict(self, needed_bytes: int = 0) -> None:
         """Remove what nobody uses, until no more of it is left than may be and `needed_bytes` are free."""
@@ -197,6 +182,29 @@ class NodeCache:
         found = os.statvfs(self._folder)
         # Shared memory without a limit of its own has 0 of 0 blocks.
         return found.f_bavail * found.f_frsize if found.f_blocks else float("inf")
+
+
+def _prepare(folder: Path) -> None:
+    """Make a folder, or prove that the one there is fit for a cache."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise UsageError(f"{folder} is a file or a symbolic link; name a folder, or one to be made")
+    if found.st_uid != os.geteuid():
+        raise UsageError(
+            f"{folder} belongs to user {found.st_uid}, but this process runs as {os.geteuid()}; whoever "
+            "may write there could change weights, so name a folder of your own"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise UsageError(
+            f"{folder} is open to other users (mode {stat.S_IMODE(found.st_mode):o}); chmod it to 700"
+        )
+    if (kind := _file_system(found.st_dev)) in _REMOTE:
+        raise UsageError(
+            f"{folder} is on a network file system ({kind}), where locks and mapped files are weaker; "
+            "name a folder on a local disk, or in /dev/shm"
+        )
 
 
 def _proved(path: Path, wanted: Payload) -> BinaryIO | None:

@@ -4,6 +4,7 @@ import errno
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -346,6 +347,26 @@ def test_users_that_come_and_go_at_random_always_get_the_right_bytes(host: Host)
         for done in [threads.submit(come_and_go, seed) for seed in range(8)]:
             done.result()
     assert host.files() == []
+
+
+def test_a_folder_that_was_cleaned_away_is_made_again(host: Host) -> None:
+    cache = NodeCache(host.folder)
+    payload = host.stored("deltas/1", b"weights")
+    with cache.fetch(host.store, payload) as file:
+        shutil.rmtree(host.folder)
+        assert file.read() == b"weights"
+    with cache.fetch(host.store, payload) as file:
+        assert file.read() == b"weights"
+
+
+def test_a_folder_that_somebody_else_made_meanwhile_is_refused(host: Host) -> None:
+    cache = NodeCache(host.folder)
+    payload = host.stored("deltas/1", b"weights")
+    host.folder.rmdir()
+    host.folder.mkdir()
+    host.folder.chmod(0o777)
+    with pytest.raises(UsageError, match="open to other users"), cache.fetch(host.store, payload):
+        pass
 
 
 def rebuilt(store: Store, version: int, folder: Path, everybody: Any = None) -> State:

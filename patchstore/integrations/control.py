@@ -110,7 +110,7 @@ class Control:
 def _version(body: bytes) -> int:
     try:
         version = json.loads(body)["version"]
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise UsageError('the body must be a JSON object such as {"version": 12}') from exc
     if type(version) is not int or version < 0:
         raise UsageError(f"a version is a number from 0 on, not {version!r:.80}")
@@ -157,6 +157,9 @@ def _handler(answer: Callable[[str, str, str, bytes], Answer]) -> type[BaseHTTPR
                 return _error(HTTPStatus.BAD_REQUEST, exc.kind, str(exc))
             except PatchstoreError as exc:
                 return _error(HTTPStatus.SERVICE_UNAVAILABLE, exc.kind, str(exc))
+            except OSError as exc:
+                # The file that keeps what servers are held at could not be written.
+                return _error(HTTPStatus.SERVICE_UNAVAILABLE, "os", str(exc))
             except Exception as exc:
                 logger.exception("%s %s failed", self.command, path)
                 message = f"{type(exc).__name__}: {exc}"

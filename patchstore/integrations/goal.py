@@ -111,7 +111,7 @@ class Goal:
             state: file that keeps what `hold` and `release` were told, for the next process.
 
         Raises:
-            UsageError: the file cannot be understood.
+            UsageError: the file cannot be understood, or its folder not be written to.
         """
         self.newest = newest
         self._state = state
@@ -120,8 +120,11 @@ class Goal:
         """The store's newest, as seen last."""
         self._held: Manifest | None = None
         self._hold = Hold(version=at) if at is not None else None
-        if state is not None and state.exists():
-            self._hold = _read(state)
+        if state is not None:
+            if not os.access(state.parent, os.W_OK | os.X_OK):
+                raise UsageError(f"{state} cannot be kept: {state.parent} is no folder to write to")
+            if state.exists():
+                self._hold = _read(state)
 
     @property
     def hold_at(self) -> Hold | None:

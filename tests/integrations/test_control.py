@@ -191,6 +191,7 @@ def test_a_page_in_a_browser_cannot_hold_servers(serve, stub):
         assert service.fleet.goal.hold_at is None
         assert service.get("/nothing").status_code == 404
         assert httpx.post(f"{service.control.url}/hold", content=b"x" * 70_000).status_code == 400
+        assert httpx.post(f"{service.control.url}/hold", content=b"[" * 60_000).status_code == 400
 
 
 def test_a_state_that_cannot_be_written_is_said(serve, stub, tmp_path: Path):
@@ -198,7 +199,7 @@ def test_a_state_that_cannot_be_written_is_said(serve, stub, tmp_path: Path):
         service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
         service.fleet.goal._state = tmp_path / "missing" / "state"
         answer = service.post("/hold", {"version": 0})
-        assert (answer.status_code, answer.json()["error"]["kind"]) == (500, "internal")
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "os")
         assert service.fleet.goal.hold_at is None
 
 

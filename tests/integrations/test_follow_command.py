@@ -143,6 +143,16 @@ def test_people_read_lines(stub: StubServer, follow: Callable[..., Following]) -
     assert lines[1] == f"{stub.url}: applied version 0\n"
 
 
+def test_a_failure_is_one_line_and_told_once(follow: Callable[..., Following]) -> None:
+    following = follow("--server", NOBODY)
+    assert following.process.stdout is not None
+    line = following.process.stdout.readline()
+    _, _, complaints = following.end()
+    assert line.startswith(f"{NOBODY}: step failed: [server-unavailable] ")
+    assert "refused" in line
+    assert "step failed" not in complaints
+
+
 def test_servers_are_held_over_http_and_still_are_after_a_restart(
     bucket: Path, stub: StubServer, follow: Callable[..., Following]
 ) -> None:
@@ -210,6 +220,9 @@ def test_a_server_that_hangs_in_a_switch_is_left_running_when_time_is_up(
     [
         (),
         ("--server", "localhost:8000"),
+        ("--server", "http://127.0.0.1:80o0"),
+        ("--server", "http://"),
+        ("--server", NOBODY, "--state", "/none/hold.json"),
         ("--server", NOBODY, "--listen", "here"),
         ("--servers-file", "/none"),
     ],
