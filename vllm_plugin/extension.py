@@ -1,12 +1,14 @@
 """What `--worker-extension-cls` mixes into vLLM's worker: methods for `/collective_rpc`.
 
 All are prefixed `delta_`, since vLLM refuses an extension that hides an attribute of its worker.
-Each rank answers for itself.
+Each rank answers for itself, and where the engine is not the `delta` engine answers `{"error": message}` to
+everything: as `vllm_plugin.agreement` says, several ranks that raise put vLLM's replies out of step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Self
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import vllm
 
@@ -20,6 +22,27 @@ from vllm_plugin.update import Updater
 ENGINES_DIFFER = "engines-differ"
 """The kind of the error that data-parallel engines do not answer alike."""
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _with_engine(
+    method: Callable[Concatenate["DeltaWorkerExtension", P], T],
+) -> Callable[Concatenate["DeltaWorkerExtension", P], T | dict[str, str]]:
+    """Answer what is wrong, and call nothing, where another weight transfer engine was started, or none."""
+
+    @wraps(method)
+    def answer(worker: "DeltaWorkerExtension", /, *args: P.args, **kwargs: P.kwargs) -> T | dict[str, str]:
+        engine = getattr(worker, "weight_transfer_engine", None)
+        if isinstance(engine, DeltaWeightTransferEngine):
+            return method(worker, *args, **kwargs)
+        return {
+            "error": f"the weight transfer engine is {type(engine).__name__}; start vllm with "
+            '--weight-transfer-config \'{"backend": "delta"}\''
+        }
+
+    return answer
+
 
 class DeltaWorkerExtension:
     """Mixed into the worker's bases before it is constructed."""
@@ -29,6 +52,7 @@ class DeltaWorkerExtension:
         adopt(worker)
         return worker
 
+    @_with_engine
     def delta_status(self) -> dict[str, Any]:
         """Return what this rank serves, as JSON values; needs no open store.
 
@@ -66,6 +90,7 @@ class DeltaWorkerExtension:
             "map": None if updater is None else _map(updater),
         }
 
+    @_with_engine
     def delta_prefetch(self, version: int) -> dict[str, bool]:
         """Begin to fetch and prove a version while generation goes on; call again until `is_done`.
 
@@ -75,6 +100,7 @@ class DeltaWorkerExtension:
         # Not the bare value, of which vLLM's route makes a string: "False" is true.
         return {"is_done": self._delta_engine().prefetch(version)}
 
+    @_with_engine
     def delta_switch(self, switch: str | None) -> None:
         """Keep a driver's mark that it is switching versions, or None when it is done.
 
@@ -82,6 +108,7 @@ class DeltaWorkerExtension:
         """
         self._delta_engine().switch = switch
 
+    @_with_engine
     def delta_sums(self, first: int, num_elements: int) -> dict[str, Any]:
         """Digest a part of the weights that this rank serves, for comparison with a manifest.
 
@@ -99,6 +126,7 @@ class DeltaWorkerExtension:
         """
         return self._delta_engine().sums(first, num_elements)
 
+    @_with_engine
     def delta_fits(self, header: str) -> dict[str, Any]:
         """Say whether the model's loader takes a run's tensors, by tracing it while generation waits.
 
@@ -118,6 +146,7 @@ class DeltaWorkerExtension:
             return {"failure": asdict(Failure.of(engine.rank, exc))}
         return {"failure": None}
 
+    @_with_engine
     def delta_expect(self, method: str, args: Sequence[Any], expected: Sequence[Mapping[str, Any]]) -> None:
         """Raise unless this engine answers as another one did. Of several data-parallel engines vLLM returns
         the first one's answers only, but the error of any.
@@ -152,6 +181,7 @@ class DeltaWorkerExtension:
         if failures and is_last(groups()):
             raise RuntimeError(describe(failures))
 
+    @_with_engine
     def delta_fingerprint(self) -> dict[str, str]:
         """Digest the bits of each live parameter and buffer of this rank, and of a followed draft model's,
         which are called `draft.` and their name. Reads all of them.
@@ -160,11 +190,7 @@ class DeltaWorkerExtension:
 
     def _delta_engine(self) -> DeltaWeightTransferEngine:
         engine = getattr(self, "weight_transfer_engine", None)
-        if not isinstance(engine, DeltaWeightTransferEngine):
-            raise TypeError(
-                f"the weight transfer engine is {type(engine).__name__}; start vllm with "
-                '--weight-transfer-config \'{"backend": "delta"}\''
-            )
+        assert isinstance(engine, DeltaWeightTransferEngine)
         return engine
 
 

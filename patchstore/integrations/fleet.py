@@ -330,6 +330,8 @@ class Fleet:
 
 def _is_let_go(worker: _Worker) -> bool:
     """Let a server go on whose step does not end. False where it may be left paused."""
+    # First, so that whatever it still waits for, it writes nothing once the server goes on.
+    worker.follow.server.abandoned.set()
     switch = worker.follow.server.switching
     if switch is None:
         return True

@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from patchstore.errors import PatchstoreError, StateMismatch, UsageError
+from patchstore.errors import (
+    NotFound,
+    PatchstoreError,
+    StateMismatch,
+    StoreUnavailable,
+    UnsupportedStore,
+    UsageError,
+    VersionNotFound,
+)
 from patchstore.integrations.goal import Newest
 from patchstore.integrations.vllm_server import ServerStatus, Switched, VllmServer
 from patchstore.model import Manifest
@@ -19,6 +27,13 @@ from patchstore.stores.base import Store
 logger = logging.getLogger(__name__)
 
 Did = Literal["initialised", "applied", "resumed", "proved", "diverged", "nothing", "failed"]
+
+
+_OUTDATED = {
+    each.kind for each in (UsageError, UnsupportedStore, StoreUnavailable, NotFound, VersionNotFound)
+}
+"""Failures of updates that may come from how the server opened the store: with credentials that are not valid
+any more, or at an endpoint that is another now."""
 
 
 class UnexpectedError(PatchstoreError):
@@ -116,6 +131,12 @@ class Follow:
         """Seconds until the next step is due."""
         self._num_failures = 0
         """In a row."""
+        self._opened_as: str | None = None
+        """What the server calls the store that it was told to open; a path may be a link there."""
+        self._is_fresh = False
+        """Whether the server opened the store when it was told so here, and applied nothing since."""
+        self._is_outdated = False
+        """Whether the server is to open the store again next."""
         self._committed: float | None = None
         self._proved = time.monotonic()
 
@@ -147,11 +168,16 @@ class Follow:
         wanted: int | None = None
         status: ServerStatus | None = None
         try:
-            goal = self._goal()
             status = self.server.status()
+            is_whole = status.held is not None and not (status.torn or status.engines_differ)
+            if status.switch is not None and is_whole:
+                # Whatever it should hold, and also while nobody can tell: it serves nothing until then.
+                self.server.end_switch(status.switch)
+                return Step(did="resumed", version=status.held, before=status)
+            goal = self._goal()
             if goal is None:
                 return Step(did="nothing", version=status.held, before=status)
-            if not status.initialised or status.run_id != goal.run_id:
+            if not self._is_open(status, goal):
                 return self._initialise(status, goal)
             if status.held == goal.version:
                 return self._keep(status)
@@ -166,7 +192,16 @@ class Follow:
             error = UnexpectedError(f"{type(exc).__name__}: {exc}")
             return Step(did="failed", version=wanted, error=error, before=status)
 
+    def _is_open(self, status: ServerStatus, goal: Manifest) -> bool:
+        """Whether the server has this store open, in a way that nothing speaks against."""
+        if not status.initialised or status.run_id != goal.run_id or self._is_outdated:
+            return False
+        # Ranks of several hosts may each call it otherwise; the server then names none.
+        return status.store in {None, self.store.url, self._opened_as}
+
     def _initialise(self, status: ServerStatus, goal: Manifest) -> Step:
+        # If it cannot, the next step updates as before: the server may know the better way.
+        self._is_outdated = False
         self.server.init_weight_transfer(self.store.url, self._storage_options)
         opened = self.server.status()
         if opened.run_id != goal.run_id:
@@ -174,15 +209,13 @@ class Follow:
                 f"{self.server.url} finds run {opened.run_id} at {self.store.url}, but here it holds run "
                 f"{goal.run_id}: is that the same place for both, and was it emptied just now?"
             )
+        self._opened_as, self._is_fresh = opened.store, True
         if opened.held is not None:
             # A server that was started from an anchor does not know the number yet.
             self.server.set_weight_version(str(opened.held))
         return Step(did="initialised", version=opened.held, before=status)
 
     def _keep(self, status: ServerStatus) -> Step:
-        if status.switch is not None:
-            self.server.end_switch(status.switch)
-            return Step(did="resumed", version=status.held, before=status)
         if self._prove_every_s is None or time.monotonic() - self._proved < self._prove_every_s:
             return Step(did="nothing", version=status.held, before=status)
         # Imports torch, which takes seconds and memory.
@@ -198,9 +231,14 @@ class Follow:
         return Step(did="proved", version=status.held, before=status)
 
     def _apply(self, wanted: int, status: ServerStatus) -> Step:
-        switched = self.server.apply(wanted)
+        try:
+            switched = self.server.apply(wanted)
+        except PatchstoreError as exc:
+            self._is_outdated = exc.kind in _OUTDATED and not self._is_fresh
+            raise
         if switched is None:
             return Step(did="nothing", version=status.held, before=status)
+        self._is_fresh = False
         self._committed = time.monotonic()
         timings = self.server.status().ranks[0]["timings"]
         return Step(did="applied", version=wanted, timings=timings, before=status, switched=switched)

@@ -42,8 +42,40 @@ PrefixCache = Literal["reset", "keep"]
 """What becomes of keys and values that older weights computed."""
 
 _CONNECT_S = 10.0
+_EXTENSION = "--worker-extension-cls vllm_plugin.DeltaWorkerExtension"
+_BACKEND = """--weight-transfer-config '{"backend": "delta"}'"""
 _SAME = ("initialised", "run_id", "held", "state_digest", "torn", "switch", "update_open")
 """What all engines of a server must say alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lack:
+    """What a server was started without, so that its ranks cannot answer."""
+
+    kind: Literal["dev-mode-off", "no-extension", "no-delta-backend"]
+    found: str
+    """What is said of the server, such as `was started without ...`."""
+    advice: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """How a server was started, as far as it matters here."""
+
+    lacks: tuple[Lack, ...]
+    is_quantised: bool
+
+
+_NO_ROUTES = Lack(
+    kind="dev-mode-off",
+    found="does not serve the routes that update weights, such as /collective_rpc",
+    advice="start it with VLLM_SERVER_DEV_MODE=1 in its environment",
+)
+_NO_EXTENSION = Lack(
+    kind="no-extension",
+    found="was started without the worker extension",
+    advice=f"add {_EXTENSION} to vllm serve, and {_BACKEND}",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +154,60 @@ class VllmServer:
         self._http = httpx.Client(base_url=self.url, timeout=timeout, limits=fresh, verify=_trusted())
         self.switching: Switch | None = None
         """The switch that this client has begun and not ended. May be read from other threads."""
+        self.abandoned = Event()
+        """Set by whoever is about to end that switch from elsewhere: `apply` then writes nothing any more."""
+        self._has_backend = False
+        """Ranks answered when they were last asked for their status."""
+
+    def configuration(self) -> Configuration | None:
+        """Ask how the server was started; None where it does not say so in a form that is known here.
+
+        Its ranks hear nothing of this. The first time vLLM looks at its machine before it answers, which can
+        take seconds.
+        """
+        response = self._request("GET", "/server_info", params={"config_format": "json"})
+        if response.status_code == httpx.codes.NOT_FOUND:
+            return Configuration(lacks=(_NO_ROUTES,), is_quantised=False)
+        try:
+            config = response.json()["vllm_config"]
+            extension = config["parallel_config"]["worker_extension_cls"]
+            backend = (config["weight_transfer_config"] or {}).get("backend")
+            quantisation = config["model_config"]["quantization"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+        lacks = [] if extension else [_NO_EXTENSION]
+        if backend != "delta":
+            found = f"was started with {backend or 'no'} weight transfer backend"
+            lacks.append(Lack(kind="no-delta-backend", found=found, advice=f"add {_BACKEND} to vllm serve"))
+        return Configuration(lacks=tuple(lacks), is_quantised=quantisation is not None)
+
+    def check_backend(self) -> None:
+        """Refuse a server whose ranks cannot answer, without asking them.
+
+        Of several ranks that fail vLLM hears the first, and takes what the others say for answers to later
+        calls, until it is restarted. A server that does not tell how it was started is let pass.
+
+        Raises:
+            ServerUnavailable: it was started without what is named.
+        """
+        config = self.configuration()
+        if config is not None and config.lacks:
+            raise ServerUnavailable(
+                "; ".join(f"{self.url} {lack.found}: {lack.advice}" for lack in config.lacks)
+            )
 
     def status(self) -> ServerStatus:
-        """Ask every rank what it serves, and all data-parallel engines whether that is true of them too."""
+        """Ask every rank what it serves, and all data-parallel engines whether that is true of them too.
+
+        The first time, and whenever it failed before, the server is asked first how it was started; see
+        `check_backend`.
+        """
+        if not self._has_backend:
+            self.check_backend()
+        # What fails may come back as another server, at the same address.
+        self._has_backend = False
         ranks = self._every_rank("delta_status")
+        self._has_backend = True
         num_engines = self._num_engines(ranks)
         differ = is_other_run = False
         if num_engines > 1:
@@ -165,9 +247,8 @@ class VllmServer:
 
     def _engines_agree(self, method: str, args: Sequence[Any], expected: Sequence[Mapping[str, Any]]) -> bool:
         """Whether every engine answers so, rank by rank; see `DeltaWorkerExtension.delta_expect`."""
-        body = {"method": "delta_expect", "args": [method, list(args), list(expected)]}
         try:
-            self._post("/collective_rpc", body)
+            self._collective("delta_expect", method, list(args), list(expected))
         except _EnginesDiffer as exc:
             logger.info("%s", exc)
             return False
@@ -302,7 +383,7 @@ class VllmServer:
         `end_switch` ends what it began.
 
         Returns:
-            How long it took; None if it was stopped before it switched.
+            How long it took; None if it was stopped before it switched, or abandoned before it wrote.
 
         Raises:
             Any error of the calls it makes. The server serves the version it did, or its status says
@@ -325,10 +406,16 @@ class VllmServer:
         if switch is None:
             is_left = self._commit == "in-place" or self.is_paused()
             switch = "stay-paused" if is_left else "resume"
+        if self._stop.is_set():
+            return None
         self._mark(switch)
         try:
             if switch == "resume":
                 self.pause()
+            if self.abandoned.is_set():
+                # The pause may have come after the end of the switch.
+                self._settle(switch)
+                return None
             self.finish_weight_update(str(version))
         except PatchstoreError:
             with suppress(PatchstoreError):
@@ -338,7 +425,7 @@ class VllmServer:
         return Switched(stage_s=staged - began, commit_s=time.monotonic() - staged)
 
     def _settle(self, switch: Switch) -> None:
-        """End a switch that failed, unless that would let parts of two versions answer."""
+        """End a switch that came to nothing, unless that would let parts of two versions answer."""
         status = self.status()
         if not (status.torn or status.engines_differ):
             self.end_switch(switch)
@@ -360,7 +447,7 @@ class VllmServer:
 
     def _mark(self, switch: Switch | None) -> None:
         self.switching = switch or self.switching
-        self._post("/collective_rpc", {"method": "delta_switch", "args": [switch]})
+        self._collective("delta_switch", switch)
         self.switching = switch
 
     def close(self) -> None:
@@ -375,19 +462,24 @@ class VllmServer:
         self.close()
 
     def _every_rank(self, method: str, *args: int) -> list[dict[str, Any]]:
-        results = self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
+        results = self._collective(method, *args)
         if not results or not all(isinstance(result, dict) for result in results):
             raise ServerUnavailable(f"{self.url} answered {method} with {results!r:.200}; restart the server")
-        return list(results)
+        return results
+
+    def _collective(self, method: str, *args: Any) -> list[Any]:
+        results = list(self._post("/collective_rpc", {"method": method, "args": list(args)})["results"])
+        for result in results:
+            # Ranks must not raise, so one without the backend answers this; see `DeltaWorkerExtension`.
+            if isinstance(result, dict) and result.keys() == {"error"}:
+                raise ServerUnavailable(f"{self.url} answered {method}: {result['error']}")
+        return results
 
     def _post(self, path: str, body: Mapping[str, Any], **query: str) -> dict[str, Any]:
         return self._call("POST", path, json=body, params=query)
 
     def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
-        try:
-            response = self._http.request(method, path, **request)
-        except httpx.TransportError as exc:
-            raise ServerUnavailable(f"{method} {self.url}{path}: {type(exc).__name__}: {exc}") from exc
+        response = self._request(method, path, **request)
         if not response.is_success:
             raise _refusal(f"{method} {self.url}{path}", response)
         if not response.content:
@@ -401,6 +493,12 @@ class VllmServer:
                 f"{method} {self.url}{path} answered {response.text!r:.100}, unlike vLLM; check the URL"
             )
         return answer
+
+    def _request(self, method: str, path: str, **request: Any) -> httpx.Response:
+        try:
+            return self._http.request(method, path, **request)
+        except httpx.TransportError as exc:
+            raise ServerUnavailable(f"{method} {self.url}{path}: {type(exc).__name__}: {exc}") from exc
 
 
 @cache
@@ -417,6 +515,12 @@ def check_url(url: str) -> str:
     """
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"{url!r} is not the URL of a server: it begins with http:// or https://")
+    try:
+        host = httpx.URL(url).host
+    except httpx.InvalidURL as exc:
+        raise UsageError(f"{url!r} is not the URL of a server: {exc}") from exc
+    if not host:
+        raise UsageError(f"{url!r} is not the URL of a server: it names no host")
     return url.rstrip("/")
 
 

@@ -80,6 +80,7 @@ class S3Store(Store):
         self._client = _client(client, fs, self._bucket)
         self.client = self._client.name
         """What moves the bytes: `s3fs` or `obstore`."""
+        self._was_there = False
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         check_range(start, end)
@@ -97,7 +98,13 @@ class S3Store(Store):
 
     def size(self, key: str) -> int:
         with self._answers(key):
-            return self._client.size(self._full(key))
+            try:
+                return self._client.size(self._full(key))
+            except self._client.failures as exc:
+                # The answer to a HEAD has no body, which would tell a missing bucket from a missing object.
+                if self._client.code(exc) in _MISSING and not self._has_bucket():
+                    raise self._no_bucket() from exc
+                raise
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
         full = self._full(key)
@@ -158,6 +165,14 @@ class S3Store(Store):
     def _full(self, key: str) -> str:
         return self._prefix + check_key(key)
 
+    def _has_bucket(self) -> bool:
+        """Whether there is the bucket; once there was, S3 is not asked again."""
+        self._was_there = self._was_there or self._client.has_bucket()
+        return self._was_there
+
+    def _no_bucket(self) -> UsageError:
+        return UsageError(f"{self.url}: there is no bucket {self._bucket}; create it, or mend the URL")
+
     @contextmanager
     def _answers(self, key: str) -> Iterator[None]:
         """Turn what S3 says into what a store says."""
@@ -169,7 +184,7 @@ class S3Store(Store):
     def _error(self, key: str, exc: BaseException) -> PatchstoreError:
         code, message = self._client.code(exc), self._client.message(exc)
         if code == "NoSuchBucket":
-            return UsageError(f"{self.url}: there is no bucket {self._bucket}; create it, or mend the URL")
+            return self._no_bucket()
         if code in _MISSING:
             return NotFound(f"{self.url} has no {key}")
         if self._client.is_mistake(exc) and code not in _PASSING:

@@ -19,6 +19,7 @@ from patchstore.stores.multipart import send_parts
 
 _MAX_PUT_BYTES = 5 << 30
 """S3's limit for a single PUT."""
+_NO_BUCKET = {"NoSuchBucket", "404"}
 _MISTAKES = (PermissionError, NoCredentialsError, PartialCredentialsError, ParamValidationError)
 
 
@@ -43,6 +44,14 @@ class S3fsClient:
     def size(self, key: str) -> int:
         # `fs.info` would list when there is no such object, in case it is a folder.
         return int(self.call("head_object", Key=key)["ContentLength"])
+
+    def has_bucket(self) -> bool:
+        """Whether there is the bucket; True also where S3 does not say."""
+        try:
+            self.call("head_bucket")
+        except S3fsClient.failures as exc:
+            return S3fsClient.code(self, exc) not in _NO_BUCKET
+        return True
 
     def put(self, key: str, data: bytes, *, create: bool) -> None:
         """Store an object with one PUT, with `create` on condition that there is none."""

@@ -64,10 +64,20 @@ class StubServer:
         """What the server finds when it opens any store."""
         self.found: int | None = None
         """The version that it finds it has when it opens a store."""
+        self.is_dev = True
+        """It was started with `VLLM_SERVER_DEV_MODE=1`."""
+        self.config: dict[str, Any] = {
+            "parallel_config": {"worker_extension_cls": "vllm_plugin.DeltaWorkerExtension"},
+            "weight_transfer_config": {"backend": "delta"},
+            "model_config": {"quantization": None},
+        }
+        """How it was started, as far as anybody asks."""
         self.num_ranks = 1
         self._num_engines = num_engines
         self.opened: dict[str, Any] = {}
         """What the server was told to open."""
+        self.spelled: str | None = None
+        """What it calls the store that it opened; None for what it was told."""
         self.url = ""
         self.page: bytes | None = None
         """What any route answers instead, as a server does that is not vLLM."""
@@ -102,7 +112,7 @@ class StubServer:
         return {
             "rank": rank,
             "initialised": engine.initialised,
-            "store": self.opened.get("store"),
+            "store": self.spelled or self.opened.get("store"),
             "run_id": engine.run_id if engine.initialised else None,
             "held": self.held_by_rank.get(rank, engine.held),
             "state_digest": None,
@@ -179,6 +189,11 @@ class StubServer:
         match path:
             case "/health":
                 return {}
+            case _ if not self.is_dev:
+                raise KeyError(path)
+            case "/server_info":
+                as_json = query.get("config_format") == "json"
+                return {"vllm_config": self.config if as_json else str(self.config)}
             case "/get_world_size":
                 engines = self.num_engines if query["include_dp"] == "true" else 1
                 return {"world_size": self.num_ranks * engines}

@@ -366,17 +366,12 @@ def test_payloads_that_the_newest_version_does_not_need_are_not_asked_for(run: R
 
 
 class StubVllm(StubServer):
-    """A stub that also says which vLLM it is, and how it was started."""
+    """A stub that also says which vLLM it is, and whether its model takes a run."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self.version = "0.32.0"
-        self.is_healthy = self.is_dev = True
-        self.config: dict[str, Any] = {
-            "parallel_config": {"worker_extension_cls": "vllm_plugin.DeltaWorkerExtension"},
-            "weight_transfer_config": {"backend": "delta"},
-            "model_config": {"quantization": None},
-        }
+        self.is_healthy = True
         self.extra: dict[str, Any] = {"release": "0.1.0"}
         """What each rank says besides."""
         self.failure: dict[str, Any] | None = None
@@ -400,9 +395,6 @@ class StubVllm(StubServer):
                 return {"version": self.version}
             case "/health" if not self.is_healthy:
                 raise ValueError("engine is dead")
-            case "/server_info" if self.is_dev:
-                assert query == {"config_format": "json"}
-                return {"vllm_config": self.config}
             case "/collective_rpc" if body["method"] == "delta_fits":
                 assert '"run_id"' in body["args"][0]
                 return {"results": [{"failure": self.failure}] * self.num_ranks}
@@ -472,7 +464,8 @@ def test_a_server_without_development_routes_is_told_the_variable(run: Run, vllm
 def test_a_server_without_the_extension_is_told_the_options_and_its_ranks_are_not_asked(
     run: Run, vllm: StubVllm
 ) -> None:
-    vllm.config = {"parallel_config": {"worker_extension_cls": ""}, "weight_transfer_config": None}
+    vllm.config["parallel_config"]["worker_extension_cls"] = ""
+    vllm.config["weight_transfer_config"] = None
     vllm.status = None  # type: ignore[assignment, method-assign]
     findings = of_server(run, vllm.url)
     assert [*findings] == ["server", "no-extension", "no-delta-backend"]
@@ -548,6 +541,31 @@ def test_a_server_that_cannot_tell_about_tensors_is_not_asked(run: Run, vllm: St
 
 def test_a_store_that_a_server_cannot_open_is_a_warning(run: Run, vllm: StubVllm) -> None:
     assert "this process only" in found(run.store, vllm.url)["store-not-shared"].found
+
+
+@pytest.mark.parametrize("as_url", [False, True])
+def test_a_folder_is_not_on_another_machine_however_it_is_written(
+    tmp_path: Path, vllm: StubVllm, as_url: bool
+) -> None:
+    # An address of this machine which does not look like one.
+    elsewhere = vllm.url.replace("127.0.0.1", "127.1")
+    folder = tmp_path / "bucket"
+    findings = found(folder.as_uri() if as_url else str(folder), elsewhere, read_only=True)
+    assert f"{folder} is a folder" in findings["store-not-shared"].found
+    assert "store-not-shared" not in found(str(folder), vllm.url, read_only=True)
+
+
+def test_a_server_is_examined_though_the_store_cannot_be_opened(vllm: StubVllm) -> None:
+    assert wrong(found("nosuch://place", vllm.url)) == ["store-url"]
+
+
+def test_a_server_that_does_not_tell_how_it_was_started_is_not_asked_further(
+    run: Run, vllm: StubVllm
+) -> None:
+    vllm.config = {}
+    findings = of_server(run, vllm.url)
+    assert [*findings] == ["server", "check-failed"]
+    assert "/server_info" in findings["check-failed"].found
 
 
 def test_servers_are_examined_though_the_store_is_down(vllm: StubVllm) -> None:
@@ -637,4 +655,6 @@ def test_every_kind_is_found_somewhere_in_the_code() -> None:
     folder = ROOT / "patchstore" / "integrations" / "doctor"
     source = "".join(path.read_text() for path in folder.glob("*.py") if path.name != "finding.py")
     source += (folder / "finding.py").read_text().partition("class Finding")[2]
+    # What a server lacks is for whoever drives it to know.
+    source += (folder.parent / "vllm_server.py").read_text()
     assert [kind for kind in KINDS if f'"{kind}"' not in source] == []

@@ -272,6 +272,21 @@ def test_a_server_whose_pause_does_not_end_in_time_goes_on_with_what_it_had(stor
         go_on.set()
 
 
+def test_a_server_that_was_let_go_on_is_not_written_to_when_its_pause_ends_after_all(store, stubs):
+    stub = stubs[0]
+    go_on = stub.block("/pause")
+    stub.on_call = lambda path: go_on.set() if path == "/resume" else None
+    try:
+        with running(store, [stub.url], grace_s=0.0) as fleet:
+            assert stub.entered["/pause"].wait(60)
+            (worker,) = fleet.fleet._workers.values()
+        worker.thread.join()
+    finally:
+        go_on.set()
+    assert (stub.history, stub.paused, stub.switch) == ([], False, None)
+    assert "/finish_weight_update" not in stub.calls
+
+
 def test_a_server_that_does_not_let_go_is_named_at_the_end(store, stubs):
     stub = stubs[0]
     go_on = stub.block("/pause")

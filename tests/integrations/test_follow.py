@@ -9,7 +9,7 @@ import pytest
 from manifests import commit
 
 from patchstore import layout, log
-from patchstore.errors import StateMismatch, StoreUnavailable
+from patchstore.errors import StateMismatch, StoreUnavailable, VersionNotFound
 from patchstore.integrations.follow import Follow
 from patchstore.stores.memory import MemoryStore
 
@@ -113,6 +113,34 @@ def test_a_switch_that_a_killed_follower_left_is_ended(follow, stub):
     assert (stub.paused, stub.stale_prefixes) == (False, False)
 
 
+@pytest.mark.parametrize("error", [StoreUnavailable("no route"), VersionNotFound("not yet"), None])
+def test_a_switch_that_a_killed_follower_left_is_ended_though_there_is_no_goal(follow, server, stub, error):
+    did(follow, 2)
+
+    def goal():
+        if error is not None:
+            raise error
+
+    restarted = Follow(follow.store, server, goal=goal)
+    stub.switch, stub.paused, stub.stale_prefixes = "resume", True, True
+    assert restarted.step().did == "resumed"
+    assert (stub.paused, stub.stale_prefixes, stub.switch) == (False, False, None)
+    assert restarted.step().did == ("nothing" if error is None else "failed")
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_what_is_torn_or_differs_stays_paused_while_there_is_no_goal(server, stub, num_engines):
+    stub.num_engines = num_engines
+    server.init_weight_transfer("memory://follow")
+    stub.held, stub.switch, stub.paused = 0, "resume", True
+    if num_engines == 1:
+        stub.torn, stub.held = True, None
+    else:
+        stub.engines[1].held = 1
+    assert Follow(MemoryStore("memory://follow"), server, goal=lambda: None).step().did == "nothing"
+    assert (stub.paused, stub.switch) == (True, "resume")
+
+
 def test_engines_that_agree_need_no_other_update(follow, stub):
     stub.num_engines = 2
     assert did(follow, 3) == ["initialised", "applied", "nothing"]
@@ -194,6 +222,56 @@ def test_a_server_on_another_run_is_brought_to_this_one(follow, stub):
     did(follow, 2)
     stub.engines[0].run_id = "another"
     assert follow.step().did == "initialised"
+
+
+def test_a_server_that_has_the_run_open_at_another_place_is_brought_to_this_one(follow, server, stub):
+    server.init_weight_transfer("s3://moved/follow")
+    stub.held = 0
+    assert did(follow, 3) == ["initialised", "applied", "nothing"]
+    assert stub.opened["store"] == "memory://follow"
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_a_server_that_calls_the_same_place_otherwise_opens_it_only_once(follow, store, stub, num_engines):
+    stub.num_engines = num_engines
+    stub.spelled = "/mnt/follow"
+    assert did(follow, 3) == ["initialised", "applied", "nothing"]
+    commit(store, 1)
+    assert did(follow, 2) == ["applied", "nothing"]
+    assert stub.calls.count("/init_weight_transfer_engine") == 1
+
+
+@pytest.mark.parametrize(
+    "kind", ["usage", "unsupported-store", "store-unavailable", "not-found", "unknown-version"]
+)
+def test_a_restarted_follower_brings_its_credentials_to_a_server_whose_own_fail(
+    follow, store, server, stub, kind
+):
+    did(follow, 2)
+    commit(store, 1)
+    stub.failures["/update_weights"] = [f"[{kind}] refused"]
+    restarted = Follow(store, server, storage_options={"key": "rotated"})
+    assert did(restarted, 4) == ["failed", "initialised", "applied", "nothing"]
+    assert stub.opened["storage_options"] == {"key": "rotated"}
+
+
+def test_a_store_that_fails_again_and_again_is_opened_once_until_an_update_succeeds(follow, store, stub):
+    did(follow, 2)
+    for version in (1, 2):
+        commit(store, version)
+        stub.calls.clear()
+        stub.failures["/update_weights"] = ["[store-unavailable] no route"] * 4
+        assert did(follow, 6) == ["failed", "initialised", "failed", "failed", "failed", "applied"]
+        assert stub.calls.count("/init_weight_transfer_engine") == 1
+
+
+def test_a_server_that_cannot_open_the_store_again_is_updated_as_it_has_it_open(follow, store, stub):
+    did(follow, 2)
+    commit(store, 1)
+    stub.failures["/update_weights"] = ["[store-unavailable] no route"]
+    stub.failures["/init_weight_transfer_engine"] = ["[usage] wrong credentials"]
+    assert did(follow, 4) == ["failed", "failed", "applied", "nothing"]
+    assert (stub.held, stub.calls.count("/init_weight_transfer_engine")) == (1, 2)
 
 
 def test_a_server_for_which_the_url_is_another_place_is_told_apart_and_not_asked_at_every_turn(follow, stub):

@@ -124,6 +124,91 @@ def test_a_server_that_is_down_is_unavailable(stub, server):
         server.status()
 
 
+@pytest.fixture
+def asked(stub):
+    """The paths of all calls, in order."""
+    paths = []
+    stub.on_call = paths.append
+    return paths
+
+
+def without_backend(stub):
+    stub.config["weight_transfer_config"] = {"backend": "nccl"}
+
+
+def without_extension(stub):
+    stub.config["parallel_config"]["worker_extension_cls"] = ""
+
+
+def without_routes(stub):
+    stub.is_dev = False
+
+
+@pytest.mark.parametrize(
+    ("start", "advice"),
+    [
+        (without_backend, "nccl weight transfer backend.*--weight-transfer-config"),
+        (without_extension, "--worker-extension-cls"),
+        (without_routes, "VLLM_SERVER_DEV_MODE=1"),
+    ],
+)
+def test_ranks_that_would_raise_are_not_asked(stub, server, asked, start, advice):
+    start(stub)
+    for _ in range(2):
+        with pytest.raises(ServerUnavailable, match=advice):
+            server.status()
+    assert asked == ["/server_info"] * 2
+
+
+def test_a_server_that_answered_once_is_asked_how_it_was_started_when_it_fails(stub, server, asked):
+    server.status()
+    server.status()
+    assert asked.count("/server_info") == 1
+    stub.failures["/collective_rpc"] = ["EngineCore died"]
+    with pytest.raises(ServerUnavailable, match="EngineCore died"):
+        server.status()
+    without_backend(stub)
+    asked.clear()
+    with pytest.raises(ServerUnavailable, match="--weight-transfer-config"):
+        server.status()
+    assert asked == ["/server_info"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "VllmConfig(...)",
+        {},
+        {"parallel_config": {}},
+        {"parallel_config": None},
+        ValueError("not serialisable"),
+    ],
+)
+def test_a_server_that_does_not_tell_how_it_was_started_is_let_pass(stub, server, monkeypatch, config):
+    answer = stub.answer
+
+    def other(path, query, body):
+        if path != "/server_info":
+            return answer(path, query, body)
+        if isinstance(config, ValueError):
+            raise config
+        return {"vllm_config": config}
+
+    monkeypatch.setattr(stub, "answer", other)
+    stub.held = 5
+    assert server.configuration() is None
+    assert server.status().held == 5
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_without_the_backend_answer_why(stub, server, monkeypatch, num_ranks):
+    stub.num_ranks = num_ranks
+    monkeypatch.setattr(stub, "collective", lambda *_: [{"error": "start vllm with it"}] * num_ranks)
+    for call in (server.status, lambda: server.end_switch("resume"), lambda: server.sums(0, 1)):
+        with pytest.raises(ServerUnavailable, match=r"answered delta_[a-z]+: start vllm with it$"):
+            call()
+
+
 def test_ranks_that_differ_hold_no_version(stub, server):
     stub.num_ranks, stub.held = 2, 5
     assert server.status().held == 5
@@ -240,6 +325,25 @@ def test_no_switch_begins_once_we_are_to_stop_and_what_was_fetched_stays(stub):
         assert server.apply(12) is None
         assert set(stub.calls) == {"delta_prefetch"}
         stop.clear()
+        stub.on_call = lambda path: stop.set() if path == "/update_weights" else None
+        assert server.apply(12) is None
+        assert not {"delta_switch", "/pause"} & set(stub.calls)
+        stop.clear()
         stub.on_call = lambda path: stop.set() if path == "/pause" else None
         assert server.apply(12) is not None
     assert (stub.held, stub.paused, stub.switch) == (12, False, None)
+
+
+def test_what_is_abandoned_in_its_pause_writes_nothing_and_goes_on(stub, server):
+    stub.on_call = lambda path: server.abandoned.set() if path == "/pause" else None
+    assert server.apply(12) is None
+    assert (stub.held, stub.paused, stub.switch, stub.history) == (None, False, None, [])
+
+
+def test_what_is_torn_stays_paused_also_when_its_mending_is_abandoned(stub, server):
+    stub.tears = True
+    with pytest.raises(TornModel):
+        server.apply(12)
+    server.abandoned.set()
+    assert server.apply(12) is None
+    assert (stub.torn, stub.paused, stub.switch) == (True, True, "resume")

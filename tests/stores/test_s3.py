@@ -342,11 +342,45 @@ def test_a_missing_bucket_is_the_callers_mistake_and_not_a_missing_object(option
         lambda: store.put("a", b""),
         lambda: store.upload("a", [bytes(PART_BYTES), b"x"]),
         lambda: list(store.list()),
+        lambda: store.delete("a"),
     ):
         with pytest.raises(UsageError) as caught:
             ask()
         assert not isinstance(caught.value, NotFound)
     store.close()
+
+
+def test_the_size_of_an_object_in_a_missing_bucket_is_the_callers_mistake_too(
+    options: dict[str, Any],
+) -> None:
+    store = S3Store("s3://no-such-bucket/run", **options)
+    for ask in (lambda: store.size("a"), lambda: store.get("a", 3, 3)):
+        with pytest.raises(UsageError, match="there is no bucket no-such-bucket"):
+            ask()
+    store.close()
+
+
+def test_sizes_that_are_missing_have_the_bucket_looked_for_once(moto: dict[str, Any], s3_url: str) -> None:
+    with answering(moto["endpoint_url"]) as (endpoint_url, asked):
+        store = S3Store(s3_url, **{**moto, "endpoint_url": endpoint_url})
+        for key in ("a", "b"):
+            with pytest.raises(NotFound, match=f"has no {key}"):
+                store.size(key)
+        store.close()
+    assert [(request.method, request.path.rpartition("/")[2]) for request in asked] == [
+        ("HEAD", "a"),
+        ("HEAD", "bucket"),
+        ("HEAD", "b"),
+    ]
+
+
+def test_a_size_is_missing_though_nobody_may_look_for_the_bucket(moto: dict[str, Any], s3_url: str) -> None:
+    refusals = repeat(error(403, "AccessDenied"))
+    with answering(moto["endpoint_url"], "HEAD", "/bucket", refusals) as (endpoint_url, _):
+        store = S3Store(s3_url, **{**moto, "endpoint_url": endpoint_url})
+        with pytest.raises(NotFound):
+            store.size("a")
+        store.close()
 
 
 def test_an_endpoint_that_does_not_answer_is_unavailable(client: str) -> None:

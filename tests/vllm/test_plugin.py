@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_plugin import DeltaWorkerExtension
 from vllm_plugin.agreement import Failure, describe, gather, is_last
 from vllm_plugin.engine import BACKEND, DeltaWeightTransferEngine, register
 from vllm_plugin.versions import check_version
@@ -84,3 +85,17 @@ def test_all_ranks_of_two_groups_learn_the_same(tmp_path):
     said = [process.communicate(timeout=120)[0].strip() for process in ranks]
     everything = [f"from {rank}" for rank in range(4)]
     assert said == [f"{everything} {rank == 3}" for rank in range(4)]
+
+
+METHODS = [name for name in vars(DeltaWorkerExtension) if name.startswith("delta_")]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rank_without_the_delta_engine_answers_and_does_not_raise(method):
+    worker = object.__new__(DeltaWorkerExtension)
+    for engine in (None, object()):
+        worker.weight_transfer_engine = engine
+        answer = getattr(worker, method)()
+        assert [*answer] == ["error"]
+        assert type(engine).__name__ in answer["error"]
+        assert "--weight-transfer-config" in answer["error"]

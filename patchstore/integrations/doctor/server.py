@@ -1,7 +1,7 @@
 """Whether a vLLM server can be driven: its routes, the `delta` backend, what it serves, the run's tensors.
 
-Nothing about the server is changed. Its ranks are asked only if its configuration says that they can answer:
-of several ranks that fail vLLM hears the first, and takes what the others say for answers to later calls.
+Nothing about the server is changed. Its ranks are asked only if its configuration says that they can answer;
+see `VllmServer.check_backend`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,8 +20,6 @@ from patchstore.integrations.vllm_server import ServerStatus, VllmServer
 
 _TIMEOUT_S = 60.0
 """Asked for its configuration, vLLM first looks at its machine; tracing a large model takes seconds too."""
-_EXTENSION = "--worker-extension-cls vllm_plugin.DeltaWorkerExtension"
-_BACKEND = """--weight-transfer-config '{"backend": "delta"}'"""
 _RESTART = "restart it, and look into its log"
 _HERE = {"localhost", "127.0.0.1", "::1"}
 
@@ -46,8 +44,8 @@ class Server:
     def finding(self, kind: str, found: str, advice: str | None = None) -> Finding:
         return Finding(kind=kind, about=self.url, found=found, advice=advice)
 
-    def get(self, path: str, **query: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", params=query, timeout=_TIMEOUT_S)
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=_TIMEOUT_S)
 
     def close(self) -> None:
         self.client.close()
@@ -86,22 +84,12 @@ def _json(answer: httpx.Response) -> Mapping[str, Any]:
 
 
 def _configuration(server: Server) -> Iterator[Finding]:
-    answer = server.get("/server_info", config_format="json")
-    if answer.status_code == httpx.codes.NOT_FOUND:
-        found = "does not serve the routes that update weights, such as /collective_rpc"
-        yield server.finding("dev-mode-off", found, "start it with VLLM_SERVER_DEV_MODE=1 in its environment")
-        return
-    config = _json(answer).get("vllm_config")
-    if not isinstance(config, dict):
-        raise ServerUnavailable(f"/server_info answered HTTP {answer.status_code}: {answer.text!r:.100}")
-    server.is_quantised = (config.get("model_config") or {}).get("quantization") is not None
-    if not (config.get("parallel_config") or {}).get("worker_extension_cls"):
-        found = "was started without the worker extension"
-        yield server.finding("no-extension", found, f"add {_EXTENSION} to vllm serve, and {_BACKEND}")
-    backend = (config.get("weight_transfer_config") or {}).get("backend")
-    if backend != "delta":
-        found = f"was started with {backend or 'no'} weight transfer backend"
-        yield server.finding("no-delta-backend", found, f"add {_BACKEND} to vllm serve")
+    config = server.client.configuration()
+    if config is None:
+        raise ServerUnavailable("/server_info does not say how vLLM was started, as supported releases do")
+    server.is_quantised = config.is_quantised
+    for lack in config.lacks:
+        yield server.finding(lack.kind, lack.found, lack.advice)
 
 
 def _ranks(server: Server) -> Iterator[Finding]:
@@ -160,7 +148,7 @@ def _follows(server: Server) -> Iterator[Finding]:
 
 
 def _shared(server: Server) -> Iterator[Finding]:
-    url = server.bucket.url
+    url = server.bucket.opened_url
     if url.startswith("memory://"):
         found = f"cannot open {url}, which is in this process only"
         yield server.finding("store-not-shared", found, "publish to a folder, s3:// or hf://")
