@@ -20,6 +20,7 @@ import httpx
 
 from patchstore import errors
 from patchstore.errors import PatchstoreError, ServerUnavailable, UsageError
+from patchstore.integrations.vllm_configuration import Configuration, parsed
 
 logger = logging.getLogger(__name__)
 
@@ -42,40 +43,8 @@ PrefixCache = Literal["reset", "keep"]
 """What becomes of keys and values that older weights computed."""
 
 _CONNECT_S = 10.0
-_EXTENSION = "--worker-extension-cls vllm_plugin.DeltaWorkerExtension"
-_BACKEND = """--weight-transfer-config '{"backend": "delta"}'"""
 _SAME = ("initialised", "run_id", "held", "state_digest", "torn", "switch", "update_open")
 """What all engines of a server must say alike."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lack:
-    """What a server was started without, so that its ranks cannot answer."""
-
-    kind: Literal["dev-mode-off", "no-extension", "no-delta-backend"]
-    found: str
-    """What is said of the server, such as `was started without ...`."""
-    advice: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Configuration:
-    """How a server was started, as far as it matters here."""
-
-    lacks: tuple[Lack, ...]
-    is_quantised: bool
-
-
-_NO_ROUTES = Lack(
-    kind="dev-mode-off",
-    found="does not serve the routes that update weights, such as /collective_rpc",
-    advice="start it with VLLM_SERVER_DEV_MODE=1 in its environment",
-)
-_NO_EXTENSION = Lack(
-    kind="no-extension",
-    found="was started without the worker extension",
-    advice=f"add {_EXTENSION} to vllm serve, and {_BACKEND}",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,20 +135,7 @@ class VllmServer:
         take seconds.
         """
         response = self._request("GET", "/server_info", params={"config_format": "json"})
-        if response.status_code == httpx.codes.NOT_FOUND:
-            return Configuration(lacks=(_NO_ROUTES,), is_quantised=False)
-        try:
-            config = response.json()["vllm_config"]
-            extension = config["parallel_config"]["worker_extension_cls"]
-            backend = (config["weight_transfer_config"] or {}).get("backend")
-            quantisation = config["model_config"]["quantization"]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return None
-        lacks = [] if extension else [_NO_EXTENSION]
-        if backend != "delta":
-            found = f"was started with {backend or 'no'} weight transfer backend"
-            lacks.append(Lack(kind="no-delta-backend", found=found, advice=f"add {_BACKEND} to vllm serve"))
-        return Configuration(lacks=tuple(lacks), is_quantised=quantisation is not None)
+        return parsed(response)
 
     def check_backend(self) -> None:
         """Refuse a server whose ranks cannot answer, without asking them.

@@ -656,5 +656,5 @@ def test_every_kind_is_found_somewhere_in_the_code() -> None:
     source = "".join(path.read_text() for path in folder.glob("*.py") if path.name != "finding.py")
     source += (folder / "finding.py").read_text().partition("class Finding")[2]
     # What a server lacks is for whoever drives it to know.
-    source += (folder.parent / "vllm_server.py").read_text()
+    source += (folder.parent / "vllm_configuration.py").read_text()
     assert [kind for kind in KINDS if f'"{kind}"' not in source] == []
