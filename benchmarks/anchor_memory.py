@@ -21,6 +21,7 @@ from benchmarks.child import Child
 from benchmarks.places import KINDS, place, versions, work_folder
 from patchstore import Follower, Publisher, Store, digest, log, open_store, replay
 from patchstore.snapshot import Place
+from patchstore.sums import state_total
 
 _SPARE_BYTES = 2 << 30
 
@@ -169,7 +170,7 @@ def _read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _state(store: Store, tensors: Any) -> str:
     header = log.read_header(store)
     assert header is not None
-    return digest.of_tensors(header.schema, tensors).total
+    return state_total(header.schema, digest.of_tensors(header.schema, tensors))
 
 
 if __name__ == "__main__":

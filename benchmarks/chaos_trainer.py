@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from patchstore import Publisher, Store, digest, log, open_store, replay
 from patchstore.errors import VersionConflict
+from patchstore.sums import state_total
 
 FINAL = "final.safetensors"
 """In the trainer's folder, once it was told to end: the weights of its last version, as it had them."""
@@ -67,7 +68,8 @@ def _train(store: Store, job: Mapping[str, Any], ended: threading.Event) -> None
             version = publisher.publish_patch(step).result().version
             # Of these weights, and not of what was published.
             weights = _served(model)
-            _say(version=version, step=step, state=digest.of_tensors(header.schema, weights.items()).total)
+            sums = digest.of_tensors(header.schema, weights.items())
+            _say(version=version, step=step, state=state_total(header.schema, sums))
             if ended.wait(job["pace_s"]):
                 break
     save_file(weights, folder / FINAL)

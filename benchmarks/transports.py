@@ -25,6 +25,7 @@ from benchmarks.places import KINDS, Place, place, versions, work_folder
 from patchstore import Follower, Publisher, Store, digest, layout, log, open_store
 from patchstore.integrations.goal import Newest
 from patchstore.stores.base import Chunk
+from patchstore.sums import state_total
 from patchstore.tensors import bits
 
 PARTS: Mapping[str, str] = MappingProxyType(
@@ -268,7 +269,7 @@ def _step(weights: Mapping[str, torch.Tensor], share: float, generator: torch.Ge
 def _state(store: Store, weights: Mapping[str, torch.Tensor]) -> str:
     header = log.read_header(store)
     assert header is not None
-    return digest.of_tensors(header.schema, weights.items()).total
+    return state_total(header.schema, digest.of_tensors(header.schema, weights.items()))
 
 
 # The follower's.

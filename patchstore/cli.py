@@ -28,6 +28,7 @@ from patchstore.errors import (
 )
 from patchstore.model import Manifest, StoreHeader
 from patchstore.stores import Store, open_store
+from patchstore.sums import read_sums
 
 # torch takes seconds to import, so commands that need it import it themselves.
 
@@ -63,9 +64,7 @@ def log_command(
     """List versions, newest first."""
     bucket = _open(store, option)
     header, newest = _run(bucket)
-    versions = [newest]
-    while len(versions) < limit and versions[-1].version > 0:
-        versions.append(log.read_manifest(bucket, versions[-1].version - 1))
+    versions = log.read_back(bucket, newest.version, max(0, newest.version - limit + 1))
     if as_json:
         for found in versions:
             report.print_json(report.summary(found))
@@ -77,6 +76,7 @@ def log_command(
 def show(
     store: StoreUrl,
     version: Annotated[int | None, typer.Argument(min=0, help="The newest by default.")] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Each tensor's digest sums too.")] = False,
     option: Option = None,
     as_json: Json = False,
 ) -> None:
@@ -84,10 +84,11 @@ def show(
     bucket = _open(store, option)
     header, newest = _run(bucket)
     found = newest if version is None else log.read_manifest(bucket, version)
+    sums = read_sums(bucket, header.schema, found) if tensors else None
     if as_json:
-        report.print_json(report.full(found, header))
+        report.print_json(report.full(found, sums))
     else:
-        report.out.print(report.show_table(found))
+        report.out.print(report.show_table(found, sums))
 
 
 @app.command()

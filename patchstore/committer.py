@@ -10,19 +10,21 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from patchstore import checksum, digest, layout, log, manifest, payload
+from patchstore import checksum, layout, log, manifest, payload
 from patchstore.change import Change
 from patchstore.errors import (
     DataError,
     NotFound,
     PatchstoreError,
     PublishFailed,
+    RunLost,
     StoreUnavailable,
     VersionConflict,
     VersionNotFound,
@@ -39,6 +41,7 @@ from patchstore.model import (
     Writer,
 )
 from patchstore.stores.base import Chunk, Store
+from patchstore.sums import Sums, pack_sums, state_total
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,10 @@ def new_write_id() -> str:
     return uuid.uuid4().hex[:16]
 
 
+class _Missing(StoreUnavailable):
+    """The store does not show what should be there; perhaps not yet, or not at the moment."""
+
+
 class Committer:
     """The single writer's place in a run's log. Not for use from several threads at once."""
 
@@ -76,12 +83,17 @@ class Committer:
         *,
         head: Manifest | None,
         parent: Manifest | None,
+        sums: Mapping[str, Sums] | None,
         files: Mapping[str, bytes],
         max_shard_bytes: int,
     ) -> None:
         """Take a place behind `head`; the next version builds on `parent`.
 
         Nothing is written yet. Where `head` exists, call `claim` before anything else.
+
+        Args:
+            sums: the parent's digest sums; None where they are not known, and the first publication is an
+                anchor without a delta.
         """
         self.store = store
         self.header = header
@@ -91,12 +103,11 @@ class Committer:
         self._next = 0 if head is None else head.version + 1
         self._epoch = 1 if head is None else head.writer.epoch + 1
         self._id = writer_id()
-        self._uncertain: list[Manifest] = []
-        """Attempts at the next version that got no answer; any of them may yet take place."""
-        self._sums: dict[str, digest.Sums] = {}
+        self._uncertain: list[tuple[Manifest, Mapping[str, Sums] | None]] = []
+        """Attempts at the next version that got no answer, and its sums; any of them may yet take place."""
+        self._sums = sums
         self._parent_digest: str | None = None
         if parent is not None:
-            self._sums = digest.sums_of(header.schema, parent.state)
             self._parent_digest = log.stored_digest(store, parent.version)
 
     def claim(self) -> Manifest:
@@ -107,19 +118,21 @@ class Committer:
         """
         assert self.parent is not None
         delta = Delta(encoding=_OF_NOTHING, num_changed=0, payloads=())
-        return self._commit(self._manifest(self.parent.step, self.parent.state, delta, None))
+        new = self._manifest(self.parent.step, self.parent.state, delta, None, new_write_id())
+        return self._commit(new, self._sums)
 
     def commit_delta(self, change: Change) -> Manifest:
         """Publish changes against the parent.
 
         Raises:
             VersionConflict: fenced for good.
+            RunLost: the store no longer holds the parent.
             PublishFailed: the store did not take it; the parent is what it was.
         """
-        return self._commit(self._with_delta(change, self._after(change), None))
+        return self._finish(change.step, self._after(change), change, None, new_write_id())
 
     def commit_anchor(
-        self, step: int, tensors: Callable[[str], tuple[torch.Tensor, digest.Sums]], change: Change | None
+        self, step: int, tensors: Callable[[str], tuple[torch.Tensor, Sums]], change: Change | None
     ) -> Manifest:
         """Publish the whole model; with `change`, also as a delta for those who hold the parent.
 
@@ -131,8 +144,10 @@ class Committer:
             As `commit_delta`.
         """
         self._settle()
+        # Here too, or a whole model would be uploaded to where the run is no more.
+        self._check_run()
         write_id = new_write_id()
-        after: dict[str, digest.Sums] | None = None
+        after: dict[str, Sums] | None = None
         if change is not None and self.parent is not None:
             try:
                 after = self._after(change)
@@ -140,31 +155,52 @@ class Committer:
                 logger.warning("version %d will be an anchor without a delta: %s", self._next, exc)
         anchor, sums = self._upload_anchor(step, write_id, tensors)
         if change is None or after is None:
-            new = self._manifest(step, digest.of_state(self.header.schema, sums), None, anchor, write_id)
-            return self._commit(new)
+            return self._finish(step, sums, None, anchor, write_id)
         wrong = [name for name in sums if after[name] != sums[name]]
         assert not wrong, f"the changes do not add up to the model: {wrong[:3]}"
-        return self._commit(self._with_delta(change, after, anchor, write_id))
+        return self._finish(step, after, change, anchor, write_id)
 
-    def _after(self, change: Change) -> dict[str, digest.Sums]:
+    def _after(self, change: Change) -> dict[str, Sums]:
         """Return the digest sums of all tensors after a change.
 
         Raises:
             PublishFailed: the change was coded against other tensors than the parent's.
         """
-        if wrong := [name for name, sums in change.parents().items() if self._sums[name] != sums]:
-            assert self.parent is not None
+        before = self._sums
+        assert self.parent is not None and before is not None
+        if wrong := [name for name, sums in change.parents().items() if before[name] != sums]:
             raise PublishFailed(
                 f"the snapshot is no longer version {self.parent.version}: {len(wrong)} tensors differ, such "
                 f"as {wrong[0]!r}; the next publication will be an anchor"
             )
-        grown = change.sums()
-        return self._sums | {name: self._sums[name].plus(sums) for name, sums in grown.items()}
+        return {**before, **{name: before[name].plus(sums) for name, sums in change.sums().items()}}
 
-    def _with_delta(
-        self, change: Change, sums: dict[str, digest.Sums], anchor: Anchor | None, write_id: str | None = None
+    def _finish(
+        self,
+        step: int,
+        sums: Mapping[str, Sums],
+        change: Change | None,
+        anchor: Anchor | None,
+        write_id: str,
     ) -> Manifest:
-        write_id = write_id or new_write_id()
+        """Upload what a version has beside its anchor, and commit it.
+
+        The run is looked for, and the sums are uploaded, while the delta is: a publication waits for each
+        round trip to the store.
+        """
+        with ThreadPoolExecutor(2, thread_name_prefix="patchstore-commit") as beside:
+            checked = beside.submit(self._check_run)
+            stored = beside.submit(self._upload_state, sums, write_id, is_anchor=anchor is not None)
+            delta = None if change is None else self._upload_delta(change, write_id)
+        new = self._manifest(step, stored.result(), delta, anchor, write_id)
+        try:
+            checked.result()
+        except RunLost:
+            self._withdraw(new)
+            raise
+        return self._commit(new, sums)
+
+    def _upload_delta(self, change: Change, write_id: str) -> Delta:
         assert self.parent is not None
         payloads: tuple[Payload, ...] = ()
         if change.num_changed:
@@ -178,13 +214,76 @@ class Committer:
             )
             key = layout.delta_key(self._next, write_id, 1, 1)
             payloads = (self._upload(key, change.file(metadata)),)
-        delta = Delta(encoding=change.encoding, num_changed=change.num_changed, payloads=payloads)
-        return self._manifest(change.step, digest.of_state(self.header.schema, sums), delta, anchor, write_id)
+        return Delta(encoding=change.encoding, num_changed=change.num_changed, payloads=payloads)
+
+    def _upload_state(self, sums: Mapping[str, Sums], write_id: str, *, is_anchor: bool) -> StateDigest:
+        """Store the digest sums, or name the parent's again if they are the same and there is no anchor."""
+        total = state_total(self.header.schema, sums)
+        if self.parent is not None and self.parent.state.total == total and not is_anchor:
+            return self.parent.state
+        data = pack_sums(self.header.schema, sums)
+        stored = self._upload(layout.sums_key(self._next, write_id), partial(iter, (data,)))
+        return StateDigest(total=total, sums=stored)
+
+    def _check_run(self) -> None:
+        """Make sure that the store still holds what the next version builds on.
+
+        A run that is deleted after this, and before the commit, is noticed at the next version.
+
+        Raises:
+            RunLost: it does not. What is missing is looked for again and again, as this ends the publisher.
+        """
+        key = layout.HEADER if self.parent is None else layout.manifest_key(self.parent.version)
+
+        def look() -> bytes:
+            try:
+                return self.store.get(key)
+            except NotFound as exc:
+                raise _Missing(f"{self.store.url} has no {key} any more") from exc
+
+        try:
+            data = self._retried(f"looking for {key}", look)
+        except PublishFailed as exc:
+            if isinstance(exc.__cause__, _Missing):
+                raise self._lost(f"it has no {key} any more") from exc
+            raise
+        if not self._is_ours(data):
+            raise self._lost(f"its {key} is another")
+
+    def _is_ours(self, data: bytes) -> bool:
+        if self.parent is not None:
+            return checksum.digest(data) == self._parent_digest
+        try:
+            return manifest.header_from_json(data).run_id == self.header.run_id
+        except DataError:
+            return False
+
+    def _lost(self, why: str) -> RunLost:
+        return RunLost(
+            f"{self.store.url} no longer holds run {self.header.run_id} as this publisher left it: {why}. "
+            f"Version {self._next} was not committed, and this publisher cannot go on. Restore the bucket "
+            "and open a publisher with resume=..., or open a new run under another prefix"
+        )
+
+    def _withdraw(self, new: Manifest) -> None:
+        """Delete what was uploaded for a version that was not committed, as far as the store allows it.
+
+        Otherwise parts of this run would stay where there is none any more, or another one.
+        """
+        stored = [] if self.parent is not None and new.state == self.parent.state else [new.state.sums]
+        for part in (new.delta, new.anchor):
+            stored += part.payloads if part is not None else ()
+        stored += new.anchor.files if new.anchor is not None else ()
+        for each in stored:
+            try:
+                self.store.delete(each.key)
+            except PatchstoreError as exc:
+                logger.warning("%s stays behind, though no version names it: %s", each.key, exc)
 
     def _upload_anchor(
-        self, step: int, write_id: str, tensors: Callable[[str], tuple[torch.Tensor, digest.Sums]]
-    ) -> tuple[Anchor, dict[str, digest.Sums]]:
-        sums: dict[str, digest.Sums] = {}
+        self, step: int, write_id: str, tensors: Callable[[str], tuple[torch.Tensor, Sums]]
+    ) -> tuple[Anchor, dict[str, Sums]]:
+        sums: dict[str, Sums] = {}
 
         def digested(specs: Sequence[TensorSpec]) -> Iterator[torch.Tensor]:
             for spec in specs:
@@ -249,7 +348,7 @@ class Committer:
         state: StateDigest,
         delta: Delta | None,
         anchor: Anchor | None,
-        write_id: str | None = None,
+        write_id: str,
     ) -> Manifest:
         return Manifest(
             version=self._next,
@@ -258,17 +357,17 @@ class Committer:
             run_id=self.header.run_id,
             step=step,
             created_at=now(),
-            writer=Writer(id=self._id, epoch=self._epoch, write_id=write_id or new_write_id()),
+            writer=Writer(id=self._id, epoch=self._epoch, write_id=write_id),
             state=state,
             delta=delta,
             anchor=anchor,
         )
 
-    def _commit(self, new: Manifest) -> Manifest:
+    def _commit(self, new: Manifest, sums: Mapping[str, Sums] | None) -> Manifest:
         try:
             self._retried(f"commit of version {new.version}", lambda: log.commit(self.store, new))
         except PublishFailed:
-            self._uncertain.append(new)
+            self._uncertain.append((new, sums))
             raise
         except VersionConflict as exc:
             if self._settle():
@@ -277,7 +376,7 @@ class Committer:
                     "answer was lost; the next publication will be an anchor on it"
                 ) from exc
             raise
-        self._adopt(new)
+        self._adopt(new, sums)
         try:
             log.write_hint(self.store, new.version)
         except PatchstoreError as exc:
@@ -293,15 +392,16 @@ class Committer:
             found = log.read_manifest(self.store, self._next)
         except (StoreUnavailable, VersionNotFound, DataError):
             return False
-        if found not in self._uncertain:
-            return False
-        self._adopt(found)
-        return True
+        for attempt, sums in self._uncertain:
+            if attempt == found:
+                self._adopt(found, sums)
+                return True
+        return False
 
-    def _adopt(self, new: Manifest) -> None:
+    def _adopt(self, new: Manifest, sums: Mapping[str, Sums] | None) -> None:
         self.parent, self._next, self._uncertain = new, new.version + 1, []
         self._parent_digest = checksum.digest(manifest.to_json(new))
-        self._sums = digest.sums_of(self.header.schema, new.state)
+        self._sums = sums
 
 
 def split(schema: Schema, max_shard_bytes: int) -> list[list[TensorSpec]]:

@@ -6,38 +6,18 @@ mix-ups; against forgery stand the cryptographic digests of the payloads.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 
-from patchstore import checksum
 from patchstore.errors import SchemaMismatch, StateMismatch
 from patchstore.kernels import reference
-from patchstore.model import Manifest, Schema, StateDigest
+from patchstore.model import Manifest, Schema
+from patchstore.stores.base import Store
+from patchstore.sums import Sums, read_sums, state_total
 from patchstore.tensors import bits, spec_of
 
-_MODULUS = 1 << 64
-
-
-class Sums(NamedTuple):
-    """The two digest sums of a tensor, or of some of its elements; integers modulo 2**64."""
-
-    first: int = 0
-    second: int = 0
-
-    def plus(self, other: "Sums") -> "Sums":
-        return Sums((self.first + other.first) % _MODULUS, (self.second + other.second) % _MODULUS)
-
-    def minus(self, other: "Sums") -> "Sums":
-        return Sums((self.first - other.first) % _MODULUS, (self.second - other.second) % _MODULUS)
-
-    def hex(self) -> str:
-        """32 hex digits, the first sum before the second."""
-        return f"{self.first:016x}{self.second:016x}"
-
-    @classmethod
-    def from_hex(cls, text: str) -> "Sums":
-        return cls(int(text[:16], 16), int(text[16:], 16))
+__all__ = ["Sums", "check_state", "of_elements", "of_run", "of_tensor", "of_tensors"]
+"""`Sums` too, since what is computed here are sums; `patchstore.sums` has it for those without torch."""
 
 
 def of_tensor(tensor: torch.Tensor) -> Sums:
@@ -55,23 +35,7 @@ def of_elements(indices: torch.Tensor, values: torch.Tensor) -> Sums:
     return Sums(*reference.sum_at(indices, bits(values)))
 
 
-def of_state(schema: Schema, sums: Mapping[str, Sums]) -> StateDigest:
-    """Fold the sums of all tensors into the digest of a version.
-
-    The total is BLAKE3 over one line a tensor, ascending by name:
-    `name TAB dtype TAB shape, joined by commas TAB 32 hex digits LF`.
-    """
-    lines = []
-    for spec in schema.tensors:
-        shape = ",".join(map(str, spec.shape))
-        lines.append(f"{spec.name}\t{spec.dtype}\t{shape}\t{sums[spec.name].hex()}\n")
-    return StateDigest(
-        total=checksum.digest("".join(lines).encode()),
-        tensors=tuple(sums[spec.name].hex() for spec in schema.tensors),
-    )
-
-
-def of_tensors(schema: Schema, tensors: Iterable[tuple[str, torch.Tensor]]) -> StateDigest:
+def of_tensors(schema: Schema, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Sums]:
     """Digest named tensors that follow a schema; each is read once, in the order given.
 
     Raises:
@@ -86,34 +50,28 @@ def of_tensors(schema: Schema, tensors: Iterable[tuple[str, torch.Tensor]]) -> S
         sums[name] = of_tensor(tensor)
     if missing := specs.keys() - sums.keys():
         raise SchemaMismatch(f"{len(missing)} tensors are missing, such as {min(missing)!r}")
-    return of_state(schema, sums)
+    return sums
 
 
-def sums_of(schema: Schema, state: StateDigest) -> dict[str, Sums]:
-    """Return each tensor's sums from a manifest's state digest.
-
-    Raises:
-        StateMismatch: the digest is not one of this schema.
-    """
-    if len(state.tensors) != len(schema.tensors):
-        raise StateMismatch(
-            f"the state digest covers {len(state.tensors)} tensors, but the schema has {len(schema.tensors)}"
-        )
-    return {spec.name: Sums.from_hex(text) for spec, text in zip(schema.tensors, state.tensors, strict=True)}
-
-
-def check_state(schema: Schema, sums: Mapping[str, Sums], manifest: Manifest) -> None:
+def check_state(store: Store, schema: Schema, sums: Mapping[str, Sums], manifest: Manifest) -> None:
     """Check that weights with these sums are the manifest's version.
 
+    Args:
+        store: where the version's own sums are read if they are not, to name the tensors that differ.
+
     Raises:
-        StateMismatch: they are not; the message names some of the tensors that differ.
+        StateMismatch: they are not.
     """
-    found = of_state(schema, sums)
-    if found == manifest.state:
+    found = state_total(schema, sums)
+    if found == manifest.state.total:
         return
-    expected = sums_of(schema, manifest.state)
-    wrong = [spec.name for spec in schema.tensors if sums[spec.name] != expected[spec.name]]
+    try:
+        recorded = read_sums(store, schema, manifest)
+        wrong = [spec.name for spec in schema.tensors if sums[spec.name] != recorded[spec.name]]
+        which = f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}"
+    except Exception as exc:  # noqa: BLE001 -- no failure to say which tensors differ may hide that some do
+        which = f"which tensors differ cannot be told: {exc}"
     raise StateMismatch(
         f"version {manifest.version} should have state digest {manifest.state.total} but these weights have "
-        f"{found.total}; {len(wrong)} tensors differ: {', '.join(wrong[:3])}"
+        f"{found}; {which}"
     )

@@ -115,6 +115,12 @@ class VersionConflict(PatchstoreError):
     kind = "version-conflict"
 
 
+class RunLost(VersionConflict):
+    """The store no longer holds what this publisher builds on; this publisher must not go on."""
+
+    kind = "run-lost"
+
+
 class LineageError(PatchstoreError):
     """No path of payloads leads from the held version to the target."""
 

@@ -18,8 +18,9 @@ from patchstore import checksum, parts, payload
 from patchstore.encodings import RELATIVE, EncodedTensor, named
 from patchstore.encodings.context import Coded, Tiles, decode_patch
 from patchstore.errors import CorruptObject, NotFound
-from patchstore.model import Manifest, Payload, TensorSpec
+from patchstore.model import Manifest, Payload, Schema, TensorSpec
 from patchstore.stores.base import PART_BYTES, Store
+from patchstore.sums import Sums, sums_object, unpack_sums
 from patchstore.tensors import TensorPatch, bits
 
 if TYPE_CHECKING:
@@ -78,6 +79,16 @@ def _fill(file: BinaryIO, store: Store, wanted: Payload) -> None:
             check_size(store, wanted)
             raise
     file.writelines(chunks(store, wanted))
+
+
+def cached_sums(store: Store, schema: Schema, manifest: Manifest, cache: "NodeCache") -> dict[str, Sums]:
+    """Fetch the digest sums of a version's tensors through the host's cache.
+
+    Raises:
+        CorruptObject: the object is missing, or is not what the manifest says.
+    """
+    with cache.fetch(store, sums_object(schema, manifest)) as file:
+        return unpack_sums(schema, manifest, file.read())
 
 
 class Deltas:

@@ -127,7 +127,7 @@ class Follower:
             found = {name: digest.of_tensor(tensors[name]) for name in self._specs if name in tensors}
             if len(found) != len(self._specs):
                 raise StateMismatch(f"no tensors were given, so they cannot be at version {held}")
-            digest.check_state(header.schema, found, manifest)
+            digest.check_state(store, header.schema, found, manifest)
             self.manifest, self._sums = manifest, found
 
     def _check_tensors(self) -> None:
@@ -240,7 +240,7 @@ class Follower:
             old = bits(self.tensors[name])[patch.indices].cpu().view(patch.values.dtype)
             before, after = (digest.of_elements(patch.indices, values) for values in (old, patch.values))
             sums[name] = sums[name].minus(before).plus(after)
-        digest.check_state(self.header.schema, sums, route.target)
+        digest.check_state(self.store, self.header.schema, sums, route.target)
         timings = {
             "fetch": fetched - began,
             "decode": decoded - fetched,

@@ -11,6 +11,7 @@ PROBES = "probes/"
 
 _VERSION_DIGITS = 8
 _MANIFEST = re.compile(r"versions/(\d{8,})\.json")
+_SUMS = re.compile(r"states/([0-9]{8,})-[A-Za-z0-9._+=@-]+\.sums")
 _KEY = re.compile(r"[A-Za-z0-9._+=@-]+(/[A-Za-z0-9._+=@-]+)*")
 _FILE_NAME = re.compile(r"[A-Za-z0-9._+=@-]+")
 
@@ -44,6 +45,17 @@ def delta_prefix(version: int, write_id: str) -> str:
 def delta_key(version: int, write_id: str, part: int, num_parts: int) -> str:
     """Key of one part of a delta; `part` counts from 1."""
     return f"{delta_prefix(version, write_id)}{part:05d}-of-{num_parts:05d}.safetensors"
+
+
+def sums_key(version: int, write_id: str) -> str:
+    """Key of one attempt's digest sums of all tensors."""
+    return f"states/{version:0{_VERSION_DIGITS}d}-{write_id}.sums"
+
+
+def is_sums_key(key: str) -> bool:
+    """Whether digest sums may have this key: `states/<version>-<write_id>.sums`."""
+    match = _SUMS.fullmatch(key)
+    return match is not None and f"{int(match[1]):0{_VERSION_DIGITS}d}" == match[1]
 
 
 def shard_name(shard: int, num_shards: int) -> str:

@@ -5,6 +5,13 @@ report its own successful create as "already exists" (it retried after a lost an
 that was refused or left unanswered is settled by reading the slot back.
 """
 
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from itertools import islice
+from typing import TypeVar
+
 from patchstore import checksum, layout, manifest
 from patchstore.errors import (
     AlreadyExists,
@@ -12,12 +19,19 @@ from patchstore.errors import (
     DataError,
     NotFound,
     RunExists,
+    SchemaMismatch,
     StoreUnavailable,
+    UsageError,
     VersionConflict,
     VersionNotFound,
 )
 from patchstore.model import Manifest, StoreHeader
 from patchstore.stores.base import Store
+
+READ_AHEAD = 8
+"""Manifests that are read at once, at most, where many are read one after the other."""
+
+_Value = TypeVar("_Value", Manifest, StoreHeader)
 
 
 def create_header(store: Store, header: StoreHeader) -> None:
@@ -25,9 +39,15 @@ def create_header(store: Store, header: StoreHeader) -> None:
 
     Raises:
         RunExists: the prefix holds another run; nothing was changed.
+        SchemaMismatch: a reader would refuse what it says of the tensors; nothing was created.
         StoreUnavailable: unknown whether it was created.
     """
-    data = manifest.header_to_json(header)
+    try:
+        data = _spelled(header, manifest.header_to_json, manifest.header_from_json)
+    except UsageError as exc:
+        raise SchemaMismatch(
+            f"a run of these tensors cannot be created, as no reader would open it: {exc}"
+        ) from exc
     try:
         store.put(layout.HEADER, data, if_absent=True)
     except (AlreadyExists, StoreUnavailable) as exc:
@@ -71,16 +91,49 @@ def stored_digest(store: Store, version: int) -> str:
     Raises:
         VersionNotFound: not committed.
     """
-    return checksum.digest(_read(store, version)[1])
+    return checksum.digest(_stored(store, version))
+
+
+def _stored(store: Store, version: int) -> bytes:
+    try:
+        return store.get(layout.manifest_key(version))
+    except NotFound as exc:
+        raise VersionNotFound(f"{store.url} has no version {version}") from exc
 
 
 def _read(store: Store, version: int) -> tuple[Manifest, bytes]:
-    key = layout.manifest_key(version)
-    try:
-        data = store.get(key)
-    except NotFound as exc:
-        raise VersionNotFound(f"{store.url} has no version {version}") from exc
-    return manifest.from_json(key, data), data
+    data = _stored(store, version)
+    return manifest.from_json(layout.manifest_key(version), data), data
+
+
+def read_back(store: Store, newest: int, oldest: int = 0) -> Generator[Manifest, None, None]:
+    """Yield all versions from the newest to the oldest, one in each slot, whatever their parents are.
+
+    Raises:
+        As `read_manifest`, when it is that version's turn.
+    """
+    for found, _ in _read_back(store, newest, oldest):
+        yield found
+
+
+def _read_back(store: Store, newest: int, oldest: int) -> Generator[tuple[Manifest, bytes], None, None]:
+    """Yield manifests and their bytes, and read ahead: not at first, and twice as far with each one taken.
+
+    Most callers take one or two. Those who take thousands must not wait for each.
+    """
+    with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="patchstore-log") as pool:
+        reads: deque[Future[tuple[Manifest, bytes]]] = deque()
+        versions, width = iter(range(newest, oldest - 1, -1)), 1
+        try:
+            while True:
+                for version in islice(versions, width - len(reads)):
+                    reads.append(pool.submit(_read, store, version))
+                if not reads:
+                    return
+                yield reads.popleft().result()
+                width = min(2 * width, READ_AHEAD)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def head(store: Store, hint: int | None = None) -> Manifest | None:
@@ -140,45 +193,79 @@ def read_lineage(store: Store, target: int, held: int | None = None) -> dict[int
         VersionNotFound: the target, or an ancestor that the plan needs, is not in the store.
         CorruptObject: a manifest is not the one its child was built on.
     """
-    found, _ = _read(store, target)
-    lineage = {target: found}
+    lineage: dict[int, Manifest] = {}
     spent = 0  # bytes of the deltas from `found` to the target
-    cheapest = None if found.anchor is None else found.anchor.num_bytes
-    while found.parent is not None and found.delta is not None and found.version != held:
-        spent += found.delta.num_bytes
-        if cheapest is not None and (held is None or found.version < held or spent > cheapest):
-            break
-        try:
-            parent, data = _read(store, found.parent)
-        except VersionNotFound:
-            if cheapest is None:
-                raise
-            break
-        if checksum.digest(data) != found.parent_digest:
-            raise CorruptObject(
-                f"{layout.manifest_key(parent.version)} is not the manifest that version {found.version} "
-                f"names as its parent: expected {found.parent_digest}, found {checksum.digest(data)}"
-            )
-        if parent.run_id != found.run_id or parent.writer.epoch > found.writer.epoch:
-            raise CorruptObject(
-                f"version {found.version} (run {found.run_id}, epoch {found.writer.epoch}) cannot descend "
-                f"from version {parent.version} (run {parent.run_id}, epoch {parent.writer.epoch})"
-            )
-        lineage[parent.version] = found = parent
-        if cheapest is None and parent.anchor is not None:
-            cheapest = spent + parent.anchor.num_bytes
+    cheapest: int | None = None
+    with closing(ancestry(store, target, held)) as versions:
+        while True:
+            try:
+                found = next(versions, None)
+            except VersionNotFound:
+                if cheapest is None:
+                    raise
+                break
+            if found is None:
+                break
+            lineage[found.version] = found
+            if cheapest is None and found.anchor is not None:
+                cheapest = spent + found.anchor.num_bytes
+            if found.delta is None or found.version == held:
+                break
+            spent += found.delta.num_bytes
+            if cheapest is not None and (held is None or found.version < held or spent > cheapest):
+                break
     return lineage
+
+
+def ancestry(store: Store, target: int, held: int | None = None) -> Generator[Manifest, None, None]:
+    """Yield a version and its ancestors, newest first, each as its child names it.
+
+    Args:
+        held: the ancestor that the caller will hardly go beyond, if one is known: not read ahead of.
+
+    Raises:
+        VersionNotFound: an ancestor is not in the store.
+        CorruptObject: a manifest is not the one its child was built on.
+    """
+    child: Manifest | None = None
+    at: int | None = target
+    while at is not None:
+        # Nearly always each is the parent of the one in the next slot; this ends where a trainer went back.
+        oldest = held if held is not None and held <= at else 0
+        with closing(_read_back(store, at, oldest)) as versions:
+            for found, data in versions:
+                if child is not None:
+                    _check_parent(child, found, data)
+                yield found
+                child, at = found, found.parent
+                if at != found.version - 1:
+                    break
+
+
+def _check_parent(child: Manifest, parent: Manifest, data: bytes) -> None:
+    if checksum.digest(data) != child.parent_digest:
+        raise CorruptObject(
+            f"{layout.manifest_key(parent.version)} is not the manifest that version {child.version} "
+            f"names as its parent: expected {child.parent_digest}, found {checksum.digest(data)}"
+        )
+    if parent.run_id != child.run_id or parent.writer.epoch > child.writer.epoch:
+        raise CorruptObject(
+            f"version {child.version} (run {child.run_id}, epoch {child.writer.epoch}) cannot descend "
+            f"from version {parent.version} (run {parent.run_id}, epoch {parent.writer.epoch})"
+        )
 
 
 def commit(store: Store, new: Manifest) -> None:
     """Make a version exist. Its payloads must be stored already.
 
     Raises:
+        UsageError: a reader would refuse the manifest, or read it as another; nothing was created.
         VersionConflict: another writer has the slot; this one is fenced and must stop.
         StoreUnavailable: no answer, and the slot is still empty or cannot be read; calling again
             with the same manifest is safe.
     """
-    key, data = layout.manifest_key(new.version), manifest.to_json(new)
+    key = layout.manifest_key(new.version)
+    data = _spelled(new, manifest.to_json, lambda spelled: manifest.from_json(key, spelled))
     try:
         # Readers believe a version exists once its manifest does, so this comes last and never overwrites.
         store.put(key, data, if_absent=True)
@@ -200,3 +287,21 @@ def _author(key: str, data: bytes) -> str:
     except DataError:
         return "a publisher of another release"
     return f"{writer.id} (epoch {writer.epoch})"
+
+
+def _spelled(value: _Value, spell: Callable[[_Value], bytes], read: Callable[[bytes], _Value]) -> bytes:
+    """Spell what is about to be created, and make sure that readers will read the same.
+
+    Raises:
+        UsageError: they will not.
+    """
+    try:
+        data = spell(value)
+        found = read(data)
+    except (DataError, TypeError, ValueError, OverflowError, RecursionError) as exc:
+        raise UsageError(f"not stored, as readers would refuse it: {exc}") from exc
+    if found != value:
+        raise UsageError(
+            f"not stored, as readers would take it for {found!r:.300}, and not for {value!r:.300}"
+        )
+    return data

@@ -122,7 +122,7 @@ def to_json(manifest: Manifest) -> bytes:
                 "payloads": _payloads(delta.payloads),
             },
             "anchor": anchor and {"payloads": _payloads(anchor.payloads), "files": _payloads(anchor.files)},
-            "state": {"total": manifest.state.total, "tensors": list(manifest.state.tensors)},
+            "state": {"total": manifest.state.total, "sums": _payload(manifest.state.sums)},
         }
     )
 
@@ -156,7 +156,7 @@ def from_json(key: str, data: bytes) -> Manifest:
         step=record.integer("step"),
         created_at=record.text("created_at"),
         writer=Writer(id=writer.text("id"), epoch=writer.count("epoch"), write_id=writer.text("write_id")),
-        state=StateDigest(total=state.digest("total"), tensors=state.sums("tensors")),
+        state=StateDigest(total=state.digest("total"), sums=state.sums("sums")),
         delta=None
         if delta is None
         else Delta(
@@ -219,7 +219,11 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _payloads(payloads: tuple[Payload, ...]) -> list[dict[str, Any]]:
-    return [{"key": p.key, "size": p.size, "digest": p.digest} for p in payloads]
+    return [_payload(payload) for payload in payloads]
+
+
+def _payload(payload: Payload) -> dict[str, Any]:
+    return {"key": payload.key, "size": payload.size, "digest": payload.digest}
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:
@@ -273,13 +277,12 @@ class _Record:
             raise self.corrupt(field, f"must be 'blake3:' and 64 hex digits, not {value!r:.80}")
         return value
 
-    def sums(self, field: str) -> tuple[str, ...]:
-        values = self.value.get(field)
-        if not isinstance(values, list) or not all(
-            isinstance(v, str) and len(v) == 32 and _HEX.issuperset(v) for v in values
-        ):
-            raise self.corrupt(field, "must be a list of 32 hex digits a tensor")
-        return tuple(values)
+    def sums(self, field: str) -> Payload:
+        item = self.item(field)
+        key = item.text("key")
+        if not layout.is_sums_key(key):
+            raise item.corrupt("key", f"must be states/<version>-<write_id>.sums, not {key!r:.100}")
+        return Payload(key=key, size=item.count("size"), digest=item.digest("digest"))
 
     def item(self, field: str) -> "_Record":
         value = self.value.get(field)

@@ -135,9 +135,9 @@ class StateDigest:
     """What the weights of a version are, independent of how they are stored."""
 
     total: str
-    """`blake3:` and 64 hex digits, over names, dtypes, shapes and `tensors`."""
-    tensors: tuple[str, ...]
-    """32 hex digits a tensor (two 64-bit sums), in the schema's order."""
+    """`blake3:` and 64 hex digits, over names, dtypes, shapes and the digest sums of all tensors."""
+    sums: Payload
+    """The object that holds those sums; see `patchstore.sums`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,7 @@ class Publication:
         Raises:
             PublishFailed: not stored; the next publication will be an anchor.
             VersionConflict: another publisher has this run; this one must stop.
+            RunLost: the store no longer holds this run; this publisher must stop.
             TimeoutError: not done within `timeout_s`.
         """
         error = self._future.exception(timeout_s)
@@ -177,7 +178,9 @@ class Publisher:
         )
         self._snapshot = snapshots.take(current, schema.tensors, encoding, snapshot)
         prove_create_only(store)
-        header, head, parent = open_run(store, schema, snapshots.Served(current, schema.tensors), resume)
+        header, head, parent, sums = open_run(
+            store, schema, snapshots.Served(current, schema.tensors), resume
+        )
         self.run_id = header.run_id
         self._specs = header.schema.by_name()
         self._committer = Committer(
@@ -185,6 +188,7 @@ class Publisher:
             header,
             head=head,
             parent=parent,
+            sums=sums,
             files=checkpoint_files,
             max_shard_bytes=max_shard_bytes,
         )
@@ -216,6 +220,7 @@ class Publisher:
             PublishFailed: an earlier publication was not stored, and nobody has been told yet. This
                 call published nothing; the next one publishes the whole model.
             VersionConflict: another publisher has this run; nothing can be published any more.
+            RunLost: the store no longer holds this run; nothing can be published any more.
             SchemaMismatch: names, shapes, dtypes or ties of the source have changed. This call published
                 nothing; once they are back, the next one goes on.
             UsageError: the publisher is closed.

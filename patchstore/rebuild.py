@@ -19,6 +19,7 @@ from patchstore import digest, fetch, lineage, log, payload
 from patchstore.errors import CorruptObject, UsageError, VersionNotFound
 from patchstore.model import Manifest, Plan, StoreHeader, TensorSpec
 from patchstore.stores.base import Store
+from patchstore.sums import read_sums
 from patchstore.tensors import bits
 
 Progress = Callable[[int, int], None]
@@ -75,7 +76,7 @@ def replay(
 
 
 def verify(store: Store, version: int | None = None, *, progress: Progress | None = None) -> Manifest:
-    """Rebuild a version without keeping it, and check every payload it names, needed for that or not.
+    """Rebuild a version without keeping it, and check every object it names, needed for that or not.
 
     Raises:
         As `replay`.
@@ -83,6 +84,8 @@ def verify(store: Store, version: int | None = None, *, progress: Progress | Non
     header, route = route_to(store, version)
     assert route.anchor is not None
     deque(tensors_of(store, header, route, progress), maxlen=0)
+    # Their fold is the total, as is that of what was rebuilt, so each tensor's are the same too.
+    read_sums(store, header.schema, route.target)
     for manifest in {route.anchor.version: route.anchor, route.target.version: route.target}.values():
         for wanted in manifest.anchor.files if manifest.anchor else ():
             deque(fetch.chunks(store, wanted), maxlen=0)
@@ -159,7 +162,7 @@ def _files(
     with fetch.deltas(store, route.deltas, schema, scratch) as deltas:
         for name, specs, tensors in fetch.anchor(store, route.anchor, schema):
             yield name, specs, patched(specs, tensors, deltas)
-    digest.check_state(header.schema, sums, route.target)
+    digest.check_state(store, header.schema, sums, route.target)
 
 
 def _flush(path: Path) -> None:

@@ -1,7 +1,7 @@
 """What the command line shows: versions as tables for people and as JSON lines for programs."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from patchstore import manifest as manifests
-from patchstore.errors import CorruptObject
 from patchstore.model import Manifest, StoreHeader
+from patchstore.sums import Sums
 
 if TYPE_CHECKING:
     from patchstore.integrations.doctor import Finding
@@ -53,20 +53,11 @@ def summary(found: Manifest) -> dict[str, Any]:
     }
 
 
-def full(found: Manifest, header: StoreHeader) -> dict[str, Any]:
-    """A version with all that its manifest says; each tensor's digest under the tensor's name.
-
-    Raises:
-        CorruptObject: the manifest is not of this run's tensors.
-    """
+def full(found: Manifest, sums: Mapping[str, Sums] | None) -> dict[str, Any]:
+    """A version with all that its manifest says, and with each tensor's digest sums if they are given."""
     record: dict[str, Any] = json.loads(manifests.to_json(found))
-    names = [spec.name for spec in header.schema.tensors]
-    if len(names) != len(found.state.tensors):
-        raise CorruptObject(
-            f"version {found.version} has digests of {len(found.state.tensors)} tensors, "
-            f"but the run has {len(names)}"
-        )
-    record["state"]["tensors"] = dict(zip(names, found.state.tensors, strict=True))
+    if sums is not None:
+        record["state"]["tensors"] = {name: each.hex() for name, each in sums.items()}
     return record
 
 
@@ -98,7 +89,7 @@ def log_table(header: StoreHeader, versions: Iterable[Manifest]) -> Table:
     return table
 
 
-def show_table(found: Manifest) -> Table:
+def show_table(found: Manifest, sums: Mapping[str, Sums] | None) -> Table:
     """One version, a field a line."""
     table = Table(title=f"version {found.version}", show_header=False)
     table.add_column(no_wrap=True)
@@ -108,10 +99,13 @@ def show_table(found: Manifest) -> Table:
     table.add_row("write_id", found.writer.write_id)
     table.add_row("parent_digest", found.parent_digest or "-")
     delta = found.delta.payloads if found.delta else ()
+    state = (found.state.sums,)
     anchor = (*found.anchor.payloads, *found.anchor.files) if found.anchor else ()
-    for part, payloads in (("delta", delta), ("anchor", anchor)):
+    for part, payloads in (("delta", delta), ("anchor", anchor), ("sums", state)):
         for payload in payloads:
             table.add_row(part, f"{payload.key}\n{payload.size:,} bytes, {payload.digest}")
+    for name, each in (sums or {}).items():
+        table.add_row(each.hex(), Text(name))
     return table
 
 

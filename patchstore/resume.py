@@ -5,6 +5,7 @@ Nothing is ever deleted or overwritten to make a resumption fit.
 
 import uuid
 from collections.abc import Mapping
+from contextlib import closing
 
 import torch
 
@@ -13,11 +14,12 @@ from patchstore.committer import now
 from patchstore.errors import ResumeMismatch, RunExists, SchemaMismatch
 from patchstore.model import Manifest, Schema, StoreHeader
 from patchstore.stores.base import Store
+from patchstore.sums import Sums, state_total
 
 
 def open_run(
     store: Store, schema: Schema, snapshot: Mapping[str, torch.Tensor], resume: bool | int | str
-) -> tuple[StoreHeader, Manifest | None, Manifest | None]:
+) -> tuple[StoreHeader, Manifest | None, Manifest | None, dict[str, Sums] | None]:
     """Create a run, or find the version that these weights are.
 
     Args:
@@ -25,8 +27,8 @@ def open_run(
         resume: as `Publisher` takes it.
 
     Returns:
-        The run's header, its head, and the version to build on; the last two are None in a run
-        without versions.
+        The run's header, its head, and the version to build on; these two are None in a run without
+        versions. Last the digest sums of the version to build on; None where they are not known.
 
     Raises:
         As `Publisher`; nothing was written then.
@@ -37,7 +39,7 @@ def open_run(
             raise ResumeMismatch(f"{store.url} holds no run to resume; open it without resume")
         header = StoreHeader(run_id=uuid.uuid4().hex, created_at=now(), schema=schema)
         log.create_header(store, header)
-        return header, None, None
+        return header, None, None, None
     if resume is False:
         raise RunExists(
             f"{store.url} already holds run {header.run_id}, created {header.created_at}; "
@@ -51,22 +53,23 @@ def open_run(
         raise SchemaMismatch(f"tensors are tied as {schema.tied}, but the run has {header.schema.tied}")
     head = log.head(store)
     if head is None or resume == "anchor":
-        return header, head, head
-    state = digest.of_tensors(header.schema, snapshot.items())
+        return header, head, head, None
+    sums = digest.of_tensors(header.schema, snapshot.items())
+    total = state_total(header.schema, sums)
     if resume is not True:
         parent = log.read_manifest(store, int(resume))
-        if parent.state != state:
+        if parent.state.total != total:
             raise ResumeMismatch(
-                f"version {resume} has state digest {parent.state.total}, these weights {state.total}; "
+                f"version {resume} has state digest {parent.state.total}, these weights {total}; "
                 'load that version first, or use resume="anchor" to publish these weights whole'
             )
-        return header, head, parent
-    for version in range(head.version, -1, -1):
-        parent = log.read_manifest(store, version)
-        if parent.state == state:
-            return header, head, parent
+        return header, head, parent, sums
+    with closing(log.read_back(store, head.version)) as versions:
+        for parent in versions:
+            if parent.state.total == total:
+                return header, head, parent, sums
     raise ResumeMismatch(
         f"none of the {head.version + 1} versions in {store.url} has these weights, whose state digest is "
-        f"{state.total}; "
+        f"{total}; "
         'load one of them first, or use resume="anchor" to publish these weights whole'
     )

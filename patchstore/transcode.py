@@ -13,6 +13,7 @@ from patchstore.model import Manifest, TensorSpec
 from patchstore.rebuild import route_to, tensors_of
 from patchstore.relative import Coding, bridged
 from patchstore.stores.base import Store
+from patchstore.sums import read_sums
 from patchstore.tensors import TensorPatch, bits
 
 
@@ -63,9 +64,9 @@ def transcode(
                 exact = bridged(spec, exact, bits(parent))
             listed.append((spec, exact))
     found = coding.contents() if encoding == RELATIVE else coding.contents_as(encoding, listed)
-    sums = digest.sums_of(header.schema, before.target.state)
+    sums = read_sums(store, header.schema, before.target)
     sums |= {name: sums[name].plus(grown) for name, grown in found.grown.items()}
-    digest.check_state(header.schema, sums, wanted)
+    digest.check_state(store, header.schema, sums, wanted)
     metadata = payload.delta_metadata(
         version, wanted.parent, wanted.step, wanted.run_id, encoding, found.listed
     )

@@ -17,6 +17,7 @@ LAYERS = {
     "patchstore.lineage": 1,
     "patchstore.checksum": 1,
     "patchstore.log": 1,
+    "patchstore.sums": 1,
     "patchstore.stores": 1,
     "patchstore.kernels": 2,
     "patchstore.encodings": 2,

@@ -2,21 +2,23 @@
 
 import json
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
 
 from patchstore import fetch, lineage, log, payload
-from patchstore.digest import Sums, of_tensor, sums_of
+from patchstore.digest import Sums, of_tensor
 from patchstore.errors import CorruptObject, StateMismatch, VersionNotFound
 from patchstore.model import Manifest, Schema, TensorSpec
 from patchstore.node_cache import NodeCache
 from patchstore.stores.base import Store
+from patchstore.sums import state_total
 from patchstore.tensors import bits, from_bytes, spec_of
 
 
-def find_version(store: Store, schema: Schema, sums: Mapping[str, Sums]) -> int | None:
+def find_version(store: Store, schema: Schema, sums: Mapping[str, Sums], cache: NodeCache) -> int | None:
     """Return the version whose tensors have these digest sums, or None.
 
     Looks from the head back for as long as the deltas from there cost less than the nearest anchor:
@@ -27,35 +29,49 @@ def find_version(store: Store, schema: Schema, sums: Mapping[str, Sums]) -> int 
     """
     if not sums:
         return None
-    for manifest in _worth_knowing(store):
-        recorded = sums_of(schema, manifest.state)
-        if all(recorded[name] == found for name, found in sums.items()):
-            return manifest.version
+    is_all = len(sums) == len(schema.tensors)
+    total = state_total(schema, sums) if is_all else None
+    with closing(_worth_knowing(store)) as versions:
+        for manifest in versions:
+            if is_all:
+                found = manifest.state.total == total
+            else:
+                recorded = fetch.cached_sums(store, schema, manifest, cache)
+                found = all(recorded[name] == each for name, each in sums.items())
+            if found:
+                return manifest.version
     return None
 
 
-def _worth_knowing(store: Store) -> Iterator[Manifest]:
-    manifest = log.head(store)
+def _worth_knowing(store: Store) -> Generator[Manifest, None, None]:
+    head = log.head(store)
+    if head is None:
+        return
     spent, anchor = 0, None
-    while manifest is not None:
-        yield manifest
-        if anchor is None and manifest.anchor is not None:
-            anchor = spent + manifest.anchor.num_bytes
-        if manifest.delta is None or manifest.parent is None:
-            return
-        spent += manifest.delta.num_bytes
-        if anchor is not None and spent > anchor:
-            return
-        try:
-            manifest = log.read_manifest(store, manifest.parent)
-        except VersionNotFound:
-            return
+    with closing(log.ancestry(store, head.version)) as versions, suppress(VersionNotFound):
+        for manifest in versions:
+            yield manifest
+            if anchor is None and manifest.anchor is not None:
+                anchor = spent + manifest.anchor.num_bytes
+            if manifest.delta is None:
+                return
+            spent += manifest.delta.num_bytes
+            if anchor is not None and spent > anchor:
+                return
 
 
 def read_tensors(
-    store: Store, schema: Schema, version: int, names: Iterable[str], cache: NodeCache
+    store: Store,
+    schema: Schema,
+    version: int,
+    names: Iterable[str],
+    recorded: Mapping[str, Sums],
+    cache: NodeCache,
 ) -> dict[str, torch.Tensor]:
     """Rebuild some tensors of a version, reading no more of its anchor than they need.
+
+    Args:
+        recorded: the version's digest sums.
 
     Raises:
         VersionNotFound, LineageError: the store has no way to that version.
@@ -72,7 +88,6 @@ def read_tensors(
         for name in wanted.keys() & deltas.names:
             for patch in deltas.patches(wanted[name], found[name]):
                 bits(found[name])[patch.indices] = bits(patch.values)
-    recorded = sums_of(schema, route.target.state)
     for name in wanted:
         if name not in found or of_tensor(found[name]) != recorded[name]:
             raise StateMismatch(f"{name!r} as rebuilt from the store is not what version {version} has")

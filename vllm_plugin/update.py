@@ -20,7 +20,7 @@ from patchstore import digest, fetch, lineage, log
 from patchstore.digest import Sums
 from patchstore.errors import CorruptObject, StateMismatch, TornModel, UsageError, VersionNotFound
 from patchstore.fetch import Deltas
-from patchstore.model import Manifest, Plan, Schema, StateDigest, TensorSpec
+from patchstore.model import Manifest, Plan, Schema, TensorSpec
 from patchstore.node_cache import NodeCache
 from patchstore.stores.base import Store
 from patchstore.tensors import TensorPatch, bits
@@ -49,6 +49,8 @@ class Staged:
     before: Mapping[str, Sums] = field(default_factory=dict)
     after: Mapping[str, Sums] = field(default_factory=dict)
     """Digest sums of the elements of calculated names that change."""
+    recorded: SumsArray
+    """The target's digest sums, as the store has them."""
     partial: dict[str, torch.Tensor] = field(default_factory=dict)
     """Every name of which only a part is served, in full, where the update starts from an anchor."""
     saved: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -87,6 +89,8 @@ class Updater:
         self.header = header
         self.held: Manifest | None = None
         """The version that the live weights are known to have."""
+        self._recorded: SumsArray | None = None
+        """Its digest sums, as the store has them."""
         self.torn = False
         """The live weights are parts of two versions, or nobody's; the next update starts from an anchor."""
         self.is_map_proved = False
@@ -154,10 +158,8 @@ class Updater:
         Raises:
             StateMismatch: they do not: somebody else wrote to the weights.
         """
-        assert self.held is not None
-        recorded = digest.sums_of(self.schema, self.held.state)
-        sums = self._live.map.total(claims)
-        if wrong := [name for name, found in sums.items() if found != recorded[name]]:
+        assert self.held is not None and self._recorded is not None
+        if wrong := self._differing(self._live.map.total(claims), self._recorded):
             raise StateMismatch(
                 f"{len(wrong)} tensors of the live weights are no longer those of version "
                 f"{self.held.version}, such as {wrong[0]!r}: something else wrote to them; "
@@ -197,7 +199,7 @@ class Updater:
             sums = self._live.map.total(claims)
         except StateMismatch:
             return None
-        return find_version(self.store, self.schema, sums)
+        return find_version(self.store, self.schema, sums, self._cache)
 
     def adopt(self, version: int | None) -> bool:
         """Take it that this version is served. What is calculated is proved by calculating it again.
@@ -208,12 +210,14 @@ class Updater:
         Raises:
             TornModel: the live weights could not be put back.
         """
-        self.held, self._mirror = None, {}
+        self.held, self._recorded, self._mirror = None, None, {}
         if version is None:
             return False
+        manifest = log.read_manifest(self.store, version)
+        recorded = fetch.cached_sums(self.store, self.schema, manifest, self._cache)
         mapped = self._live.map
         wanted = mapped.computed | mapped.partial | self._live.cut
-        found = read_tensors(self.store, self.schema, version, wanted, self._cache)
+        found = read_tensors(self.store, self.schema, version, wanted, recorded, self._cache)
         mirror = {name: found[name] for name in mapped.computed}
         cut = {name: found[name] for name in self._live.cut}
         same = all(self._live.serves(name, found[name]) for name in sorted(mapped.partial))
@@ -233,13 +237,14 @@ class Updater:
         if same:
             # Also if an undo failed between the weights and what is made from them.
             self._live.derive()
-            self.held, self._mirror = log.read_manifest(self.store, version), mirror | cut
+            self.held, self._mirror = manifest, mirror | cut
+            self._recorded = _array(self.schema, recorded)
             self.is_map_proved, self.torn = True, False
         return same
 
     def forget(self) -> None:
         """Hold no version: the next update starts from an anchor."""
-        self.held = None
+        self.held = self._recorded = None
         self.drop()
 
     # Staging.
@@ -311,8 +316,8 @@ class Updater:
                 f"version {version} is of run {route.target.run_id}, but this store was opened as run "
                 f"{self.header.run_id}"
             )
-        # That its total is that of its tensors; `prove` looks at those alone, as generation waits for it.
-        digest.check_state(self.schema, digest.sums_of(self.schema, route.target.state), route.target)
+        # They are proved against the total here: `prove` looks at them alone, as generation waits for it.
+        recorded = _array(self.schema, fetch.cached_sums(self.store, self.schema, route.target, self._cache))
         specs, mapped = self.schema.by_name(), self._live.map
         with ExitStack() as leases, torch.no_grad(), self._live.aside():
             anchor: Mapping[str, torch.Tensor] = {}
@@ -357,6 +362,7 @@ class Updater:
                 cut=cut,
                 before=before,
                 after=after,
+                recorded=recorded,
                 partial=partial,
                 saved=saved,
                 leases=leases.pop_all(),
@@ -385,10 +391,10 @@ class Updater:
         assert self._staged is not None
         if self.replaces_all:
             return
-        assert self.held is not None
+        assert self._recorded is not None
         mapped, target = self._live.map, self._staged.manifest
-        sums = _array(self.held.state) + mapped.grown(changes)
-        wrong = (sums != _array(target.state)).any(axis=1) & mapped.is_proved
+        sums = self._recorded + mapped.grown(changes)
+        wrong = (sums != self._staged.recorded).any(axis=1) & mapped.is_proved
         if wrong.any():
             names = [self.schema.tensors[i].name for i in wrong.nonzero()[0][:3]]
             raise StateMismatch(
@@ -396,12 +402,10 @@ class Updater:
                 f"{int(wrong.sum())} tensors differ: {', '.join(names)}"
             )
 
-    def _check(self, sums: dict[str, Sums], unproved: frozenset[str]) -> None:
-        """Check sums against the staged version's, as far as this server can know them."""
-        assert self._staged is not None
-        target = self._staged.manifest
-        recorded = digest.sums_of(self.schema, target.state)
-        digest.check_state(self.schema, sums | {name: recorded[name] for name in unproved}, target)
+    def _differing(self, sums: Mapping[str, Sums], recorded: SumsArray) -> list[str]:
+        """Return the names whose sums are not those recorded, in the schema's order."""
+        each = zip(self.schema.tensors, recorded.tolist(), strict=True)
+        return [spec.name for spec, row in each if spec.name in sums and [*sums[spec.name]] != row]
 
     def drop(self) -> None:
         """Forget what is staged."""
@@ -462,7 +466,12 @@ class Updater:
         began = time.monotonic()
         mapped, staged = self._live.map, self._staged
         sums = mapped.total(claims) | {name: digest.of_tensor(each) for name, each in staged.computed.items()}
-        self._check(sums, unproved=mapped.partial | mapped.absent)
+        unknown = {spec.name for spec in self.schema.tensors} - mapped.partial - mapped.absent - sums.keys()
+        if wrong := sorted(unknown) + self._differing(sums, staged.recorded):
+            raise StateMismatch(
+                f"the live weights are not version {staged.manifest.version}, which was written: "
+                f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}"
+            )
         for name, tensor in staged.partial.items():
             if not self._live.serves(name, tensor):
                 raise StateMismatch(f"what is served of {name!r} is not version {staged.manifest.version}'s")
@@ -471,7 +480,7 @@ class Updater:
     def accept(self) -> None:
         """Make the commit final."""
         assert self._staged is not None
-        self.held = self._staged.manifest
+        self.held, self._recorded = self._staged.manifest, self._staged.recorded
         self._mirror |= self._staged.computed | self._staged.cut
         self.is_map_proved |= bool(self._staged.anchor)
         self.torn = False
@@ -545,9 +554,9 @@ def _patched(
     return before, after
 
 
-def _array(state: StateDigest) -> SumsArray:
+def _array(schema: Schema, sums: Mapping[str, Sums]) -> SumsArray:
     """Both sums of each tensor of the schema."""
-    return np.frombuffer(bytes.fromhex("".join(state.tensors)), dtype=">u8").astype(np.uint64).reshape(-1, 2)
+    return np.array([sums[spec.name] for spec in schema.tensors], dtype=np.uint64).reshape(-1, 2)
 
 
 def _release(staged: Staged) -> None:

@@ -21,6 +21,7 @@ from examples.demo import corpus, report
 from examples.demo.serving import FollowCommand, HubServer, S3Server, Vllm
 from examples.demo.training import Trainer
 from patchstore import Manifest, PatchstoreError, Publisher, Schema, Store, digest, log, open_store, replay
+from patchstore.sums import state_total
 
 WARM_UP_STEPS = 100
 STEPS = 12
@@ -149,6 +150,8 @@ def publish_steps(
             publication = publisher.publish_patch(step)
             manifest = publication.result()
             weights = trainer.served_weights()
+            # Of the trainer's weights, not of what was published: the server must come to the same.
+            sums = digest.of_tensors(schema, weights.items())
             if manifest.version == REPLAYED:
                 kept = weights
             # On-policy training waits for this too: the next rollouts come from these weights.
@@ -162,8 +165,7 @@ def publish_steps(
                 share=manifest.delta.num_changed / trainer.num_parameters,
                 publish_s=publication.publish_s,
                 timings=event["timings"],
-                # Of the trainer's weights, not of what was published: the server must have come to the same.
-                equal=digest.of_tensors(schema, weights.items()).total == vllm.status().state_digest,
+                equal=state_total(schema, sums) == vllm.status().state_digest,
             )
     return manifest, kept
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from patchstore import digest, log
-from patchstore.digest import Sums
+from patchstore import log
 from patchstore.errors import ServerUnavailable, StateMismatch, UsageError, VersionNotFound
 from patchstore.integrations.vllm_server import VllmServer
 from patchstore.model import Manifest, Schema
 from patchstore.stores.base import Store
+from patchstore.sums import Sums, read_sums
 
 _MAX_RESTARTS = 10
 
@@ -79,7 +79,7 @@ def prove(
     if not survey.slices:
         raise UsageError(f"{server.url} calculates all of its weights, so that none can be compared")
     manifest = log.read_manifest(store, survey.held)
-    _compare(header.schema, manifest, survey, server.url)
+    _compare(header.schema, manifest, read_sums(store, header.schema, manifest), survey, server.url)
     return Proof(
         manifest=manifest,
         num_proved=len(survey.slices),
@@ -127,8 +127,9 @@ def _merge(known: dict[tuple[int, ...], str], name: str, slices: list[list[Any]]
             raise StateMismatch(f"copies of {name!r} in the server differ from each other")
 
 
-def _compare(schema: Schema, manifest: Manifest, survey: _Survey, url: str) -> None:
-    recorded = digest.sums_of(schema, manifest.state)
+def _compare(
+    schema: Schema, manifest: Manifest, recorded: Mapping[str, Sums], survey: _Survey, url: str
+) -> None:
     wrong = []
     for name, spec in schema.by_name().items():
         if name in survey.computed | survey.unproved:
