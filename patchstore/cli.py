@@ -69,7 +69,7 @@ def log_command(
         for found in versions:
             report.print_json(report.summary(found))
     else:
-        report.out.print(report.log_table(header, versions))
+        report.print_log(header, versions)
 
 
 @app.command()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from patchstore import cli
+from patchstore import cli, digest
 from patchstore.stores.folder import FolderStore
 from tests.weights import Run, assert_same_bits
 
@@ -64,10 +64,18 @@ def test_log_lists_the_newest_versions_first(bucket, lines, patchstore) -> None:
 def test_show_tells_all_about_a_version(bucket, lines, patchstore) -> None:
     (found,) = lines("show", bucket[0], 4)
     assert (found["version"], found["kind"], found["parent"]) == (4, "anchor", 3)
-    assert found["state"]["tensors"].keys() == bucket[1].history[4].keys()
+    assert found["state"]["sums"]["size"] == 16 * len(bucket[1].history[4])
+    assert "tensors" not in found["state"]
+    (found,) = lines("show", bucket[0], 4, "--tensors")
+    assert found["state"]["tensors"] == {
+        name: digest.of_tensor(tensor).hex() for name, tensor in bucket[1].history[4].items()
+    }
     code, out, _ = patchstore("show", bucket[0])
     assert code == 0
     assert "parent_digest" in out
+    code, out, _ = patchstore("show", bucket[0], "--tensors")
+    assert code == 0
+    assert "layers.0.proj.weight" in out
 
 
 def test_verify_proves_one_version_or_all(bucket, lines) -> None:
@@ -141,9 +149,9 @@ def test_option_values_are_json_where_they_can_be() -> None:
 def test_a_manifest_of_other_tensors_is_an_error_and_no_traceback(bucket, patchstore) -> None:
     path = bucket[0] / "versions" / "00000005.json"
     record = json.loads(path.read_text())
-    record["state"]["tensors"].pop()
+    record["state"]["sums"]["size"] -= 16
     path.write_text(json.dumps(record))
-    code, out, _ = patchstore("show", bucket[0], "--json")
+    code, out, _ = patchstore("show", bucket[0], "--tensors", "--json")
     assert (code, json.loads(out)["error"]["kind"]) == (3, "corrupt-object")
 
 

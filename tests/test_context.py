@@ -225,7 +225,7 @@ def test_a_delta_is_written_as_a_publisher_with_that_encoding_would(
         run.close()
     found, num_bytes = transcode(stores[source].store, 2, encoding=target, out=tmp_path / "delta")
     wanted = log.read_manifest(stores[target].store, 2)
-    assert found.state == wanted.state
+    assert found.state.total == wanted.state.total
     assert wanted.delta is not None
     (stored,) = wanted.delta.payloads
     _, mine = open_buffer("mine", bytearray((tmp_path / "delta").read_bytes()))

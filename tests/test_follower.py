@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from patchstore import Follower, Publisher, layout
+from patchstore import Follower, Publisher, layout, log, replay
 from patchstore.errors import (
     CorruptObject,
     LineageError,
@@ -12,10 +12,9 @@ from patchstore.errors import (
     UsageError,
     VersionNotFound,
 )
-from patchstore.manifest import to_json
 from patchstore.stores.memory import MemoryStore
-from patchstore.testing.faults import FaultyStore
-from tests.weights import Run, State, assert_same_bits, small_model
+from patchstore.testing.faults import Fault, FaultyStore
+from tests.weights import Run, State, assert_same_bits, lie, small_model
 
 
 def copies(state: State) -> State:
@@ -221,13 +220,41 @@ def test_a_corrupt_delta_is_healed_from_nothing_but_a_good_one(run: Run) -> None
 
 
 def test_a_manifest_that_promises_other_weights_is_refused_before_a_write(run: Run) -> None:
-    _, second = run.publish_versions(2)
-    forged = to_json(second).replace(second.state.tensors[0].encode(), b"0" * 32)
-    run.store.put(layout.manifest_key(1), forged)
+    run.publish_versions(2)
+    lie(run.store, 1, "scale")
     follower = Follower(run.store, copies(run.history[0]), held=0)
-    with pytest.raises(StateMismatch):
+    with pytest.raises(StateMismatch, match="1 tensors differ: scale"):
         follower.update(1)
     assert_same_bits(dict(follower.tensors), run.history[0])
+
+
+@pytest.mark.parametrize("how", ["missing", "spoiled", "unreachable"])
+def test_a_mismatch_is_one_also_where_the_sums_that_would_name_tensors_cannot_be_read(
+    run: Run, how: str
+) -> None:
+    run.publish_versions(2)
+    lie(run.store, 1, "scale")
+    sums = log.read_manifest(run.store, 1).state.sums
+    faults = []
+    if how == "missing":
+        run.store.delete(sums.key)
+    elif how == "spoiled":
+        run.store.put(sums.key, bytes(sums.size))
+    else:
+        faults.append(Fault(verb="get", key=sums.key, effect="fail-before", times=None))
+    follower = Follower(FaultyStore(run.store, *faults), copies(run.history[0]), held=0)
+    with pytest.raises(StateMismatch, match="cannot be told"):
+        follower.update(1)
+    assert_same_bits(dict(follower.tensors), run.history[0])
+
+
+def test_followers_and_replays_need_no_digest_sums(run: Run, tmp_path) -> None:
+    run.publish_versions(3)
+    store = FaultyStore(run.store)
+    Follower(store, {}).update()
+    Follower(store, copies(run.history[0]), held=0).update()
+    replay(store, out=tmp_path / "out")
+    assert not [key for _, key in store.calls if key.startswith("states/")]
 
 
 def test_temporary_files_are_gone_after_success_and_failure(run: Run, tmp_path) -> None:

@@ -23,7 +23,7 @@ def version(
         step=number,
         created_at="",
         writer=Writer(id="w", epoch=1, write_id="x"),
-        state=StateDigest(total="", tensors=()),
+        state=StateDigest(total="", sums=payload(0)[0]),
         delta=None if delta is None else Delta(encoding="gap", num_changed=1, payloads=payload(delta)),
         anchor=None if anchor is None else Anchor(payloads=payload(anchor), files=()),
     )

@@ -387,7 +387,9 @@ def rebuilt(store: Store, version: int, folder: Path, everybody: Any = None) -> 
         for name in deltas.names:
             patch = deltas.merged(schema[name], weights[name])
             bits(weights[name])[patch.indices] = bits(patch.values)
-    digest.check_state(header.schema, {n: digest.of_tensor(t) for n, t in weights.items()}, route.target)
+    digest.check_state(
+        store, header.schema, {n: digest.of_tensor(t) for n, t in weights.items()}, route.target
+    )
     return weights
 
 

@@ -1,11 +1,15 @@
 """A run whose history is remembered: what the trainer had at every version, to compare with."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from patchstore import Manifest, Publisher
+from patchstore import Manifest, Publisher, checksum, layout, log
+from patchstore.manifest import to_json
+from patchstore.model import StateDigest
 from patchstore.stores.base import Store
+from patchstore.sums import Sums, pack_sums, read_sums, state_total
 from patchstore.tensors import bits
 
 State = dict[str, torch.Tensor]
@@ -40,6 +44,18 @@ def assert_same_bits(found: State, expected: State) -> None:
     for name, tensor in expected.items():
         assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype), name
         assert torch.equal(bits(found[name]), bits(tensor)), name
+
+
+def lie(store: Store, version: int, name: str) -> None:
+    """Replace a version's manifest, and its digest sums, by ones that promise other weights of a tensor."""
+    header, found = log.read_header(store), log.read_manifest(store, version)
+    assert header is not None
+    sums = read_sums(store, header.schema, found) | {name: Sums(1, 2)}
+    data = pack_sums(header.schema, sums)
+    stored = replace(found.state.sums, key=layout.sums_key(version, "lie"), digest=checksum.digest(data))
+    store.put(stored.key, data)
+    state = StateDigest(total=state_total(header.schema, sums), sums=stored)
+    store.put(layout.manifest_key(version), to_json(replace(found, state=state)))
 
 
 class Run:

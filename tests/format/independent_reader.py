@@ -29,6 +29,8 @@ LETTERS = {1: "B", 2: "H", 4: "I", 8: "Q"}
 A, B, M = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xFF51AFD7ED558CCD
 MASK, LOW = 2**64 - 1, 2**32 - 1
 PART = re.compile(r"[A-Za-z0-9._+=@-]+")
+SUMS = re.compile(r"states/([0-9]{8,})-[A-Za-z0-9._+=@-]+\.sums")
+DIGEST = re.compile("blake3:[0-9a-f]{64}")
 
 
 class Refused(Exception):
@@ -78,8 +80,10 @@ def _rebuild(bucket: Path, version: int) -> dict[str, Tensor]:
         f"{name}\t{dtype}\t{','.join(map(str, shape))}\t{text}\n"
         for (name, (dtype, shape)), text in zip(schema.items(), found, strict=True)
     )
-    _need(found == target["state"]["tensors"], "a tensor's sums differ")
     _need(_digest(lines.encode()) == target["state"]["total"], "the state digest differs")
+    stored = struct.unpack(f"<{2 * len(schema)}Q", _payload(bucket, target["state"]["sums"]))
+    pairs = zip(stored[::2], stored[1::2], strict=True)
+    _need(found == [f"{one:016x}{two:016x}" for one, two in pairs], "a tensor's sums differ")
     return {name: (dtype, shape, bytes(data)) for name, (dtype, shape, data) in state.items()}
 
 
@@ -215,6 +219,11 @@ def _manifest(bucket: Path, version: int) -> dict[str, Any]:
             _need(parts[0] == folder and len(parts) == 3, f"{key!r} lies elsewhere")
             _need(all(PART.fullmatch(p) and p not in {".", ".."} for p in parts), f"{key!r} is no key")
         _need(len({key.split("/")[1] for key in keys}) <= 1, "payloads must lie in one folder")
+    sums = found["state"]["sums"]
+    key = SUMS.fullmatch(sums["key"])
+    _need(key is not None and f"{int(key[1]):08d}" == key[1], "the sums have a wrong key")
+    _need(type(sums["size"]) is int and sums["size"] >= 0, "the sums have no size")
+    _need(DIGEST.fullmatch(sums["digest"]) is not None, "the sums have no digest")
     return found
 
 

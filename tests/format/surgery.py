@@ -81,6 +81,16 @@ def put_payload(objects: Objects, version: int, part: str, data: bytes, number: 
     edit_manifest(objects, version, vouch)
 
 
+def put_sums(objects: Objects, version: int, data: bytes) -> None:
+    """Store other digest sums, and let the manifest vouch for them."""
+    objects[manifest(objects, version)["state"]["sums"]["key"]] = data
+
+    def vouch(record: Any) -> None:
+        record["state"]["sums"] |= {"size": len(data), "digest": digest(data)}
+
+    edit_manifest(objects, version, vouch)
+
+
 def take_apart(data: bytes) -> tuple[dict[str, Any], bytes]:
     """A safetensors file's header and data."""
     (length,) = struct.unpack_from("<Q", data)

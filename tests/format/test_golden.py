@@ -223,6 +223,23 @@ def test_a_bad_bucket_is_refused_by_the_independent_reader(tmp_path: Path, case:
         independent_reader.rebuild(surgery.lay_out(spoiled(case), tmp_path), case.version)
 
 
+@pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in bad_buckets.BAD_SUMS])
+def test_bad_digest_sums_are_refused_where_they_are_read(tmp_path: Path, change: Any) -> None:
+    objects = surgery.load(GOLDEN / "v1-gap")
+    change(objects)
+    with pytest.raises(CorruptObject):
+        rebuild.verify(PatientStore(objects), 1)
+    with pytest.raises(independent_reader.Refused):
+        independent_reader.rebuild(surgery.lay_out(objects, tmp_path), 1)
+    # The total proves the weights without them.
+    follower = Follower(PatientStore(objects), {})
+    follower.update(1)
+    expected = EXPECTED["v1-gap"]["1"]["tensors"]
+    assert {n: sha256(raw_bytes(t)) for n, t in follower.tensors.items()} == {
+        name: tensor["sha256"] for name, tensor in expected.items()
+    }
+
+
 def test_a_tensor_coded_in_two_payloads_is_refused_though_they_agree() -> None:
     objects = surgery.load(GOLDEN / "v1-context")
     _, tensors = surgery.entries(surgery.payload(objects, 1, "delta"))

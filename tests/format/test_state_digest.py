@@ -1,12 +1,16 @@
 """The state digest against plain integers, and against the changes that it must not miss."""
 
+import struct
+
 import pytest
 import torch
 
-from patchstore import digest
+from patchstore import checksum, digest
 from patchstore.errors import SchemaMismatch, StateMismatch
 from patchstore.kernels import reference
-from patchstore.model import DTYPE_BYTES, Manifest, Schema, TensorSpec, Writer
+from patchstore.model import DTYPE_BYTES, Manifest, Payload, Schema, StateDigest, TensorSpec, Writer
+from patchstore.stores.memory import MemoryStore
+from patchstore.sums import pack_sums, state_total
 from patchstore.tensors import TORCH_DTYPES, bits, raw_bytes
 from patchstore.testing.encoding import random_values
 from tests.format import independent_reader
@@ -185,18 +189,28 @@ def test_the_total_is_that_of_the_page() -> None:
     a, b, s = map(plainly, tensors.values())
     lines = f"a\tBF16\t2,3\t{a}\nb\tBF16\t6\t{b}\ns\tF32\t\t{s}\n"
     found = digest.of_tensors(SCHEMA, reversed(tensors.items()))
-    assert found.total == independent_reader._digest(lines.encode())
-    assert found.tensors == (a, b, s)
+    assert state_total(SCHEMA, found) == independent_reader._digest(lines.encode())
+    assert {name: sums.hex() for name, sums in found.items()} == {"a": a, "b": b, "s": s}
+
+
+def test_the_stored_sums_are_those_of_the_page() -> None:
+    found = digest.of_tensors(SCHEMA, tensors_of_schema().items())
+    data = pack_sums(SCHEMA, found)
+    assert struct.unpack("<6Q", data) == (*found["a"], *found["b"], *found["s"])
 
 
 def test_two_tensors_that_traded_their_weights_have_another_total() -> None:
     tensors = tensors_of_schema()
     traded = tensors | {"a": tensors["b"].reshape(2, 3), "b": tensors["a"].flatten()}
-    assert digest.of_tensors(SCHEMA, traded.items()).total != digest.of_tensors(SCHEMA, tensors.items()).total
+    one, other = (state_total(SCHEMA, digest.of_tensors(SCHEMA, t.items())) for t in (traded, tensors))
+    assert one != other
 
 
-def test_a_mismatch_names_the_tensor_that_is_wrong() -> None:
-    tensors = tensors_of_schema()
+def test_a_mismatch_names_the_tensor_that_is_wrong(store: MemoryStore) -> None:
+    sums = {name: digest.of_tensor(tensor) for name, tensor in tensors_of_schema().items()}
+    data = pack_sums(SCHEMA, sums)
+    store.put("states/00000003-w.sums", data)
+    stored = Payload(key="states/00000003-w.sums", size=48, digest=checksum.digest(data))
     manifest = Manifest(
         version=3,
         parent=None,
@@ -207,12 +221,11 @@ def test_a_mismatch_names_the_tensor_that_is_wrong() -> None:
         delta=None,
         anchor=None,
         writer=Writer(id="w", epoch=1, write_id="0" * 16),
-        state=digest.of_tensors(SCHEMA, tensors.items()),
+        state=StateDigest(total=state_total(SCHEMA, sums), sums=stored),
     )
-    sums = {name: digest.of_tensor(tensor) for name, tensor in tensors.items()}
-    digest.check_state(SCHEMA, sums, manifest)
+    digest.check_state(store, SCHEMA, sums, manifest)
     with pytest.raises(StateMismatch) as caught:
-        digest.check_state(SCHEMA, sums | {"b": digest.Sums(1, 1)}, manifest)
+        digest.check_state(store, SCHEMA, sums | {"b": digest.Sums(1, 1)}, manifest)
     assert "version 3" in str(caught.value)
     assert str(caught.value).endswith(": b")
 

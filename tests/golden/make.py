@@ -163,7 +163,7 @@ def v1_recovered(folder: Path) -> None:
             try:
                 writer.publish_patch(step).result()
             except PublishFailed:
-                for left_over in [*inner.list("deltas/00000001-")]:
+                for left_over in [*inner.list("deltas/00000001-"), *inner.list("states/00000001-")]:
                     inner.delete(left_over)
 
 

@@ -2,8 +2,8 @@
 
 from datetime import UTC, datetime
 
-from patchstore import log
-from patchstore.model import Anchor, Manifest, Schema, StateDigest, StoreHeader, Writer
+from patchstore import layout, log
+from patchstore.model import Anchor, Manifest, Payload, Schema, StateDigest, StoreHeader, Writer
 from patchstore.stores.base import Store
 
 
@@ -19,7 +19,10 @@ def commit(store: Store, version: int, run_id: str = "run", created_at: str | No
             step=version,
             created_at=created_at or datetime.now(UTC).isoformat(),
             writer=Writer(id="test", epoch=1, write_id="w"),
-            state=StateDigest(total="blake3:" + "0" * 64, tensors=()),
+            state=StateDigest(
+                total="blake3:" + "0" * 64,
+                sums=Payload(key=layout.sums_key(version, "w"), size=0, digest="blake3:" + "0" * 64),
+            ),
             delta=None,
             anchor=Anchor(payloads=(), files=()),
         ),

@@ -25,6 +25,7 @@ from patchstore.integrations.doctor import examine
 from patchstore.integrations.follow import Follow
 from patchstore.integrations.proof import prove
 from patchstore.integrations.vllm_server import VllmServer
+from tests.weights import lie
 
 # A server may take minutes to start on a busy machine.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -228,10 +229,8 @@ def test_a_manifest_on_another_parent_is_refused(server, trainer, refused):
 
 
 def test_weights_that_are_not_what_the_manifest_says_are_refused(server, trainer, refused):
-    last = trainer.step()
-    sums = ("0" * 32, *last.state.tensors[1:])
-    lying = replace(last, state=replace(last.state, tensors=sums))
-    trainer.store.put(layout.manifest_key(1), manifests.to_json(lying))
+    trainer.step()
+    lie(trainer.store, 1, "model.norm.weight")
     refused("state-mismatch", lambda: server.apply(1))
 
 
