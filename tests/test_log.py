@@ -1,21 +1,28 @@
 """The log of versions: finding the head, and the create that commits."""
 
+from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from patchstore import layout, log, manifest
 from patchstore.errors import (
     CorruptObject,
+    SchemaMismatch,
     StoreUnavailable,
     UnsupportedFormat,
+    UsageError,
     VersionConflict,
     VersionNotFound,
 )
-from patchstore.model import Manifest
+from patchstore.model import Anchor, Delta, Manifest, Payload, Schema, StateDigest, StoreHeader, TensorSpec
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
 from tests.weights import Run
+
+EMPTY = "blake3:" + "0" * 64
 
 
 def numbers(found: Manifest | None) -> int | None:
@@ -123,6 +130,106 @@ def test_a_manifest_under_another_versions_key_is_refused(run: Run) -> None:
     run.store.put(layout.manifest_key(1), run.store.get(layout.manifest_key(0)))
     with pytest.raises(CorruptObject):
         log.read_manifest(run.store, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": 1.0},
+        {"step": True},
+        {"step": "1"},
+        {"step": None},
+        {"step": np.int64(1)},
+        {"step": 10**5000},
+        {"step": float("nan")},
+        {"run_id": ""},
+        {"run_id": "a\nb"},
+        {"created_at": "\ud800"},
+        {"parent": 7},
+        {"parent_digest": "blake3:"},
+        {"parent_digest": None},
+        {"anchor": None, "delta": None},
+        {"state": StateDigest(total="x", sums=Payload(key="states/00000001-w.sums", size=0, digest=EMPTY))},
+        {"state": StateDigest(total=EMPTY, sums=Payload(key="states/1-w.sums", size=0, digest=EMPTY))},
+        {
+            "state": StateDigest(
+                total=EMPTY, sums=Payload(key="states/00000001-w.sums", size=-1, digest=EMPTY)
+            )
+        },
+        {"anchor": Anchor(payloads=(Payload(key="elsewhere", size=0, digest=EMPTY),), files=())},
+        {"anchor": Anchor(payloads=[], files=())},
+        {"delta": Delta(encoding="gap", num_changed=1.5, payloads=())},
+        {"delta": Delta(encoding="gap", num_changed=-1, payloads=())},
+    ],
+)
+def test_a_manifest_that_readers_would_refuse_is_not_created(run: Run, change: dict[str, Any]) -> None:
+    head = run.publish()
+    good = replace(head, version=1, parent=0, parent_digest=log.stored_digest(run.store, 0))
+    before = list(run.store.list())
+    with pytest.raises(UsageError, match="not stored"):
+        log.commit(run.store, replace(good, **change))
+    assert list(run.store.list()) == before
+    log.commit(run.store, good)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        Schema(
+            tensors=(TensorSpec(name="b", dtype="F32", shape=()), TensorSpec(name="a", dtype="F32", shape=()))
+        ),
+        Schema(
+            tensors=(TensorSpec(name="a", dtype="F32", shape=()), TensorSpec(name="a", dtype="F32", shape=()))
+        ),
+        Schema(tensors=(TensorSpec(name="a", dtype="C64", shape=()),)),
+        Schema(tensors=(TensorSpec(name="a", dtype="F32", shape=(-1,)),)),
+        Schema(tensors=(TensorSpec(name="a", dtype="F32", shape=(2.0,)),)),  # type: ignore[arg-type]
+        Schema(tensors=(TensorSpec(name="a", dtype="F32", shape=(2**30, 2**30)),)),
+        Schema(tensors=(TensorSpec(name="a", dtype="F32", shape=()),), tied={"b": "c"}),
+        Schema(tensors=(TensorSpec(name="a", dtype="F32", shape=()),), tied={"a": "a"}),
+    ],
+    ids=str,
+)
+def test_a_header_that_readers_would_refuse_is_not_created(store: MemoryStore, schema: Schema) -> None:
+    with pytest.raises(SchemaMismatch):
+        log.create_header(store, StoreHeader(run_id="r", created_at="now", schema=schema))
+    assert list(store.list()) == []
+
+
+def test_versions_are_read_back_in_order_whatever_their_parents_are(run: Run) -> None:
+    published = run.publish_versions(21)
+    assert [*log.read_back(run.store, 20)] == published[::-1]
+    assert [*log.read_back(run.store, 7, 5)] == [published[7], published[6], published[5]]
+    run.store.delete(layout.manifest_key(6))
+    versions = log.read_back(run.store, 20)
+    assert [next(versions).version for _ in range(14)] == [*range(20, 6, -1)]
+    with pytest.raises(VersionNotFound):
+        next(versions)
+
+
+def test_one_version_is_not_read_ahead_of(run: Run) -> None:
+    run.publish_versions(3)
+    reads = FaultyStore(run.store)
+    with closing(log.read_back(reads, 2)) as versions:
+        next(versions)
+    assert reads.calls == [("get", layout.manifest_key(2))]
+
+
+def test_ancestry_goes_where_a_trainer_went_back(run: Run) -> None:
+    run.open(anchor_every=100)
+    run.publish_versions(6)
+    run.close()
+    for name, tensor in run.history[2].items():
+        run.model[name].copy_(tensor)
+    run.open(resume=2, anchor_every=100)
+    run.train()
+    run.publish()
+    run.train()
+    newest = run.publish()
+    assert [found.version for found in log.ancestry(run.store, newest.version)] == [8, 7, 6, 2, 1, 0]
+    assert log.read_lineage(run.store, 8).keys() == {8, 7, 6, 2, 1, 0}
+    assert log.read_lineage(run.store, 8, held=1).keys() == {8, 7, 6, 2, 1}
+    assert log.read_lineage(run.store, 8, held=4).keys() == {8, 7, 6, 2, 1, 0}
 
 
 def test_an_empty_store_has_no_run() -> None:

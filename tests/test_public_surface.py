@@ -34,6 +34,7 @@ KINDS = {
     "publish-failed",
     "resume-mismatch",
     "run-exists",
+    "run-lost",
     "schema-mismatch",
     "server-unavailable",
     "state-mismatch",

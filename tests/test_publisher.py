@@ -2,19 +2,22 @@
 
 import errno
 import os
+import shutil
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from patchstore import Follower, Publisher, diff, log, snapshot
+from patchstore import Follower, Publisher, diff, layout, log, snapshot
 from patchstore.encodings import CHOICES
 from patchstore.errors import (
     PublishFailed,
     ResumeMismatch,
     RunExists,
+    RunLost,
     SchemaMismatch,
     StoreUnavailable,
     UnsupportedFormat,
@@ -23,6 +26,7 @@ from patchstore.errors import (
 )
 from patchstore.payload import open_buffer
 from patchstore.stores.base import Store
+from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
 from tests.weights import Run, assert_same_bits, served
@@ -549,6 +553,173 @@ def test_wrong_arguments_are_refused_before_a_run_is_created(store: MemoryStore)
     for wrong in ({"resume": "anchr"}, {"dtype": torch.int8}, {"files": "/nonexistent"}, {"max_pending": 0}):
         with pytest.raises(UsageError):
             Publisher(store, {"w": torch.zeros(3)}, **wrong)  # type: ignore[arg-type]
+    assert list(store.list()) == []
+
+
+@pytest.fixture(params=["folder", "memory"])
+def lasting(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store that can be emptied behind a publisher's back; what is missing is not looked for as long."""
+    monkeypatch.setattr("patchstore.committer.FIRST_PAUSE_S", 0.001)
+    return FolderStore(tmp_path / "bucket") if request.param == "folder" else MemoryStore()
+
+
+def empty(store: Store) -> None:
+    if isinstance(store, FolderStore):
+        shutil.rmtree(store.url)
+    else:
+        for key in [*store.list()]:
+            store.delete(key)
+
+
+def contents(store: Store) -> dict[str, bytes]:
+    return {key: store.get(key) for key in store.list()}
+
+
+def assert_stopped(publisher: Publisher) -> None:
+    """Fail unless this publication, and every later call, says that the run is lost."""
+    with pytest.raises(RunLost):
+        publisher.publish_patch(7).result()
+    for _ in range(2):
+        with pytest.raises(RunLost):
+            publisher.publish_patch(8)
+
+
+@pytest.mark.parametrize("num_versions", [0, 1, 2, 3])
+def test_a_bucket_that_disappears_stops_its_publisher_and_stays_empty(
+    lasting: Store, num_versions: int
+) -> None:
+    run = Run(lasting)
+    run.open(anchor_every=3)
+    run.publish_versions(num_versions)
+    empty(lasting)
+    run.train()
+    assert_stopped(run.publisher)
+    run.close()
+    assert contents(lasting) == {}
+    if isinstance(lasting, FolderStore):
+        # At most the folder that every upload begins in, and nothing in it.
+        assert {path.name for path in Path(lasting.url).rglob("*")} <= {".tmp"}
+
+
+@pytest.mark.parametrize("num_versions", [0, 1, 2])
+def test_a_bucket_that_another_run_took_over_stops_its_first_publisher_and_is_left_alone(
+    lasting: Store, num_versions: int
+) -> None:
+    run, other = Run(lasting), Run(lasting)
+    run.open()
+    run.publish_versions(num_versions)
+    empty(lasting)
+    other.open()
+    other.publish_versions(3 if num_versions else 0)
+    before = contents(lasting)
+    assert_stopped(run.publisher)
+    run.close()
+    assert contents(lasting) == before
+    other.publish()
+    assert_same_bits(newest(lasting), served(other.model))
+    other.close()
+
+
+def test_a_manifest_that_was_exchanged_stops_the_publisher_that_builds_on_it(run: Run) -> None:
+    run.publish_versions(2)
+    key = layout.manifest_key(1)
+    run.store.put(key, run.store.get(key).replace(b'"step": 1', b'"step": 5'))
+    assert_stopped(run.publisher)
+
+
+def test_an_anchor_is_not_uploaded_to_where_its_run_is_no_more(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patchstore.committer.FIRST_PAUSE_S", 0.001)
+    watched = FaultyStore(run.store)
+    with suppress(RunLost), Publisher(watched, run.model, anchor_every=1) as publisher:
+        publisher.publish_patch(0).result()
+        empty(run.store)
+        watched.calls.clear()
+        publisher.publish_patch(1).result()
+    assert not [call for call in watched.calls if call[0] == "upload"]
+
+
+def test_a_parent_that_a_store_does_not_show_at_once_is_waited_for(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patchstore.committer.FIRST_PAUSE_S", 0.001)
+    model = {"w": torch.zeros(10)}
+    slow = FaultyStore(store, Fault(verb="get", key="versions/*", effect="stale", times=3))
+    with Publisher(slow, model) as publisher:
+        publisher.publish_patch(0).result()
+        model["w"] += 1
+        assert publisher.publish_patch(1).result().kind == "delta"
+
+
+def test_the_parent_is_looked_for_and_the_sums_are_uploaded_while_the_delta_is(store: MemoryStore) -> None:
+    seen, both = set(), threading.Event()
+
+    class Waiting(FaultyStore):
+        def saw(self, what: str) -> None:
+            seen.add(what)
+            if {"parent", "sums"} <= seen:
+                both.set()
+
+        def get(self, key, start=0, end=None):  # type: ignore[no-untyped-def]
+            if key == layout.manifest_key(0):
+                self.saw("parent")
+            return super().get(key, start, end)
+
+        def upload(self, key, chunks):  # type: ignore[no-untyped-def]
+            if key.startswith("states/00000001-"):
+                self.saw("sums")
+            if key.startswith("deltas/"):
+                assert both.wait(60), "the delta is uploaded alone"
+            super().upload(key, chunks)
+
+    model = {"w": torch.zeros(10)}
+    with Publisher(Waiting(store), model) as publisher:
+        publisher.publish_patch(0).result()
+        model["w"] += 1
+        publisher.publish_patch(1).result()
+
+
+def test_a_manifest_is_as_small_for_thousands_of_tensors_as_for_one(store: MemoryStore) -> None:
+    model = {f"experts.{i}.weight": torch.zeros(2) for i in range(5_000)}
+    with Publisher(store, model) as publisher:
+        publisher.publish_patch(0).result()
+        for tensor in model.values():
+            tensor.add_(1)
+        manifest = publisher.publish_patch(1).result()
+    assert manifest.state.sums.size == len(store.get(manifest.state.sums.key)) == 16 * 5_000
+    assert max(len(store.get(key)) for key in store.list("versions/")) < 1_500
+
+
+def test_a_version_with_its_parents_weights_names_its_parents_sums(run: Run) -> None:
+    first = run.publish()
+    second = run.publish()
+    run.close()
+    with Publisher(run.store, run.model, resume=True):
+        claim = log.head(run.store)
+    assert claim is not None
+    assert first.state == second.state == claim.state
+    assert [*run.store.list("states/")] == [first.state.sums.key]
+
+
+def test_an_anchor_has_sums_of_its_own(run: Run) -> None:
+    first = run.publish()
+    with Publisher(run.store, run.model, resume="anchor") as publisher:
+        second = publisher.publish_patch(1).result()
+    assert first.state.total == second.state.total
+    assert first.state.sums.key != second.state.sums.key
+    assert run.store.get(first.state.sums.key) == run.store.get(second.state.sums.key)
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "__metadata__", "\x7f", "\ud800"])
+def test_a_name_that_no_reader_takes_is_refused_before_a_run_is_created(
+    store: MemoryStore, name: str
+) -> None:
+    with pytest.raises(SchemaMismatch):
+        Publisher(store, {"w": torch.zeros(3), name: torch.zeros(3)})
+    tied = torch.zeros(3)
+    with pytest.raises(SchemaMismatch):
+        Publisher(store, {"w": tied, name: tied})
     assert list(store.list()) == []
 
 

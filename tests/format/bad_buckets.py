@@ -481,7 +481,7 @@ BAD_SUMS: list[tuple[str, Callable[[Objects], None]]] = [
     ("big-endian, and vouched for", sums(1, lambda data: data[::-1], vouched=True)),
     ("the parent's, and vouched for", lambda objects: surgery.put_sums(objects, 1, parent_sums(objects))),
 ]
-"""What can be wrong with the digest sums of version 1 of `v1-gap`. Those who need the total alone do not see it."""
+"""What can be wrong with the digest sums of version 1 of `v1-gap`. The total alone does not show it."""
 
 
 def parent_sums(objects: Objects) -> bytes:
