@@ -25,13 +25,14 @@ from patchstore.errors import (
 from patchstore.model import Schema
 from patchstore.node_cache import NodeCache
 from patchstore.stores import open_store
-from patchstore.sums import read_sums
+from patchstore.sums import Sums, read_sums
 from patchstore.tensors import bits
+from patchstore.testing.faults import FaultyStore
 from tests.interpreted import DEVICE, kernels
 from tests.weights import lie
 from vllm_plugin.derived import Derived
 from vllm_plugin.live import Change, LiveWeights
-from vllm_plugin.origin import read_folder
+from vllm_plugin.origin import find_version, read_folder
 from vllm_plugin.update import Updater
 
 pytestmark = pytest.mark.vllm
@@ -847,6 +848,39 @@ def test_sums_come_in_parts_that_make_up_the_whole(pair, trainer):
         assert norm == recorded["norm"].hex()
     one, other = (updater.sums(0, 10_000)["sums"] for updater in pair.updaters)
     assert (one["norm"] == other["norm"], one["a"] == other["a"]) == (True, False)
+
+
+def test_nothing_is_read_from_the_store_while_generation_waits(ranks, updater, trainer):
+    watched = FaultyStore(updater.store)
+    for version in (1, 0):
+        updater.store = watched
+        updater.stage(version)
+        assert any(key.startswith("states/") for _, key in watched.calls)
+        watched.calls.clear()
+        updater.prove([updater.changes()])
+        ranks.commit()
+        updater.accept()
+        ranks.check_held()
+        assert watched.calls == []
+        # The next one starts from an anchor.
+        updater.forget()
+    assert serves(ranks, trainer.history[0])
+
+
+def test_a_version_is_found_by_its_total_where_all_names_are_known(trainer, tmp_path):
+    schema, reads = _schema(trainer), FaultyStore(trainer.store)
+    cache = NodeCache(tmp_path / "sums")
+    for version in (3, 2):
+        sums = read_sums(trainer.store, schema, log.read_manifest(trainer.store, version))
+        reads.calls.clear()
+        assert find_version(reads, schema, sums, cache) == version
+        assert find_version(reads, schema, sums | {"norm": Sums(1, 2)}, cache) is None
+        assert not [key for _, key in reads.calls if key.startswith("states/")]
+        # With some names alone, each candidate's sums say.
+        del sums["rotary"]
+        assert find_version(reads, schema, sums, cache) == version
+        assert find_version(reads, schema, sums | {"norm": Sums(1, 2)}, cache) is None
+    assert find_version(reads, schema, {}, cache) is None
 
 
 # A draft model.
