@@ -48,7 +48,7 @@ def read_header(store: Store) -> StoreHeader | None:
         CorruptObject, UnsupportedFormat: `store.json` cannot be understood.
     """
     try:
-        return manifest.header_from_json(store.get(layout.HEADER))
+        return manifest.header_from_json(_bounded(store, layout.HEADER))
     except NotFound:
         return None
 
@@ -77,10 +77,15 @@ def stored_digest(store: Store, version: int) -> str:
 def _read(store: Store, version: int) -> tuple[Manifest, bytes]:
     key = layout.manifest_key(version)
     try:
-        data = store.get(key)
+        data = _bounded(store, key)
     except NotFound as exc:
         raise VersionNotFound(f"{store.url} has no version {version}") from exc
     return manifest.from_json(key, data), data
+
+
+def _bounded(store: Store, key: str) -> bytes:
+    """Read a JSON object; of one that is larger than it may be, just enough to notice."""
+    return store.get(key, 0, manifest.MAX_JSON_BYTES + 1)
 
 
 def head(store: Store, hint: int | None = None) -> Manifest | None:
@@ -120,7 +125,7 @@ def following(store: Store, found: Manifest) -> Manifest | None:
 
 def _stored_hint(store: Store) -> int | None:
     try:
-        return manifest.hint_from_json(store.get(layout.HEAD))
+        return manifest.hint_from_json(store.get(layout.HEAD, 0, manifest.MAX_HINT_BYTES + 1))
     except NotFound:
         return None
 
@@ -149,25 +154,38 @@ def read_lineage(store: Store, target: int, held: int | None = None) -> dict[int
         if cheapest is not None and (held is None or found.version < held or spent > cheapest):
             break
         try:
-            parent, data = _read(store, found.parent)
+            parent = read_parent(store, found)
         except VersionNotFound:
             if cheapest is None:
                 raise
             break
-        if checksum.digest(data) != found.parent_digest:
-            raise CorruptObject(
-                f"{layout.manifest_key(parent.version)} is not the manifest that version {found.version} "
-                f"names as its parent: expected {found.parent_digest}, found {checksum.digest(data)}"
-            )
-        if parent.run_id != found.run_id or parent.writer.epoch > found.writer.epoch:
-            raise CorruptObject(
-                f"version {found.version} (run {found.run_id}, epoch {found.writer.epoch}) cannot descend "
-                f"from version {parent.version} (run {parent.run_id}, epoch {parent.writer.epoch})"
-            )
         lineage[parent.version] = found = parent
         if cheapest is None and parent.anchor is not None:
             cheapest = spent + parent.anchor.num_bytes
     return lineage
+
+
+def read_parent(store: Store, child: Manifest) -> Manifest:
+    """Return the manifest of a version's parent, which it must have.
+
+    Raises:
+        VersionNotFound: the store has none.
+        CorruptObject: the one there has other bytes than the child names, is of another run, or of a later
+            epoch.
+    """
+    assert child.parent is not None
+    parent, data = _read(store, child.parent)
+    if checksum.digest(data) != child.parent_digest:
+        raise CorruptObject(
+            f"{layout.manifest_key(parent.version)} is not the manifest that version {child.version} "
+            f"names as its parent: expected {child.parent_digest}, found {checksum.digest(data)}"
+        )
+    if parent.run_id != child.run_id or parent.writer.epoch > child.writer.epoch:
+        raise CorruptObject(
+            f"version {child.version} (run {child.run_id}, epoch {child.writer.epoch}) cannot descend "
+            f"from version {parent.version} (run {parent.run_id}, epoch {parent.writer.epoch})"
+        )
+    return parent
 
 
 def commit(store: Store, new: Manifest) -> None:
@@ -184,7 +202,7 @@ def commit(store: Store, new: Manifest) -> None:
         store.put(key, data, if_absent=True)
     except (AlreadyExists, StoreUnavailable) as exc:
         try:
-            stored = store.get(key)
+            stored = _bounded(store, key)
         except NotFound:
             raise StoreUnavailable(f"{key} was not stored: {exc}") from exc
         if stored != data:

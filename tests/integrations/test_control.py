@@ -244,7 +244,7 @@ def test_how_late_servers_are_is_counted_from_the_version_that_they_lack(store):
     created = datetime.now(UTC) - timedelta(hours=1)
     late = MemoryStore("memory://late")
     begin_run(late)
-    commit(late, 0, created_at=created.isoformat())
+    commit(late, 0, created_at=created.isoformat().replace("+00:00", "Z"))
     newest = Newest(late)
     newest.look()
     assert newest.outdated(-1) == created
