@@ -252,9 +252,9 @@ def json_object(what: str, text: str | bytes | bytearray) -> dict[str, Any]:
         CorruptObject: not JSON in UTF-8, a name that occurs twice, or not an object.
     """
     try:
-        # Given bytes, `json` would also guess UTF-16 and UTF-32.
-        decoded = text if isinstance(text, str) else text.decode()
-        value = json.loads(decoded, object_pairs_hook=_without_repeats, parse_constant=_no_number)
+        # Given bytes, `json` would also guess UTF-16 and UTF-32; given text, it may be what UTF-8 cannot say.
+        data = text.encode() if isinstance(text, str) else text
+        value = json.loads(data.decode(), object_pairs_hook=_without_repeats, parse_constant=_no_number)
     except (ValueError, RecursionError) as exc:
         raise CorruptObject(f"{what} is not JSON: {exc}") from exc
     if not isinstance(value, dict):

@@ -174,7 +174,7 @@ def _apply(
     state: dict[str, Any],
     stated: dict[str, set[int]],
 ) -> None:
-    """Apply a payload; `stated` has the positions of each tensor that the version's payloads stated so far."""
+    """Apply a payload; `stated` has each tensor's positions that the version's payloads stated before."""
     metadata, tensors = parse_safetensors(data)
     encoding = manifest["delta"]["encoding"]
     expected = {"format": "patchstore", "kind": "delta", "encoding": encoding}

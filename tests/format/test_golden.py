@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from patchstore import digest, rebuild
+from patchstore import digest, layout, rebuild
 from patchstore.encodings import ENCODINGS, EncodedTensor, context
 from patchstore.errors import CorruptObject, PatchstoreError
 from patchstore.follower import Follower
@@ -84,6 +84,7 @@ def test_a_follower_walks_a_golden_bucket(bucket: str) -> None:
 def test_the_independent_reader_reads_a_golden_bucket(bucket: str) -> None:
     for version, expected in EXPECTED[bucket].items():
         tensors = independent_reader.rebuild(GOLDEN / bucket, int(version))
+        independent_reader.verify(GOLDEN / bucket, int(version))
         found = {name: (dtype, [*shape], sha256(data)) for name, (dtype, shape, data) in tensors.items()}
         assert found == {n: (t["dtype"], t["shape"], t["sha256"]) for n, t in expected["tensors"].items()}
 
@@ -175,6 +176,8 @@ def case(request: pytest.FixtureRequest) -> bad_buckets.Bad:
 
 
 def test_a_bad_bucket_is_refused_by_replay_and_leaves_no_file(tmp_path: Path, case: bad_buckets.Bad) -> None:
+    if case.only_verified:
+        pytest.skip("a replay needs nothing above its anchor")
     store = PatientStore(spoiled(case))
     with pytest.raises(PatchstoreError) as caught:
         rebuild.replay(store, case.version, out=tmp_path / "out")
@@ -182,9 +185,15 @@ def test_a_bad_bucket_is_refused_by_replay_and_leaves_no_file(tmp_path: Path, ca
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_bad_bucket_is_refused_by_verify(case: bad_buckets.Bad) -> None:
+    with pytest.raises(PatchstoreError) as caught:
+        rebuild.verify(PatientStore(spoiled(case)), case.version)
+    assert caught.value.kind in case.kinds
+
+
 def test_a_bad_bucket_is_refused_by_a_follower_that_holds_nothing(case: bad_buckets.Bad) -> None:
-    if case.beyond_followers:
-        pytest.skip("a follower reads no config")
+    if case.beyond_followers or case.only_verified:
+        pytest.skip("a follower reads no config, and nothing above an anchor")
     tensors: dict[str, torch.Tensor] = {}
     with pytest.raises(PatchstoreError) as caught:
         Follower(PatientStore(spoiled(case)), tensors).update(case.version)
@@ -196,7 +205,7 @@ def test_a_bad_bucket_does_not_move_a_follower_that_holds_the_version_before(cas
     good = surgery.load(GOLDEN / case.bucket)
     store = PatientStore(good)
     follower = Follower(store, {})
-    if case.version > 0:
+    if layout.manifest_key(case.version - 1) in good:
         follower.update(case.version - 1)
     before = {name: bits(tensor).clone() for name, tensor in follower.tensors.items()}
     held = follower.held
@@ -219,8 +228,12 @@ def test_a_bad_bucket_does_not_move_a_follower_that_holds_the_version_before(cas
 
 
 def test_a_bad_bucket_is_refused_by_the_independent_reader(tmp_path: Path, case: bad_buckets.Bad) -> None:
+    bucket = surgery.lay_out(spoiled(case), tmp_path)
     with pytest.raises(independent_reader.Refused):
-        independent_reader.rebuild(surgery.lay_out(spoiled(case), tmp_path), case.version)
+        independent_reader.verify(bucket, case.version)
+    if not case.only_verified:
+        with pytest.raises(independent_reader.Refused):
+            independent_reader.rebuild(bucket, case.version)
 
 
 def test_a_tensor_coded_in_two_payloads_is_refused_though_they_agree() -> None:
