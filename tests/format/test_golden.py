@@ -22,7 +22,7 @@ from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, raw_bytes, spec_of
 from tests.format import bad_buckets, independent_context, independent_reader, surgery
-from vllm_plugin.origin import read_tensors
+from tests.format.test_context_page import packed, table_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EXPECTED: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_bytes())
@@ -154,6 +154,38 @@ def test_vectors_of_encoding_context_hold(vector: dict[str, Any]) -> None:
     changes = sorted(independent_context.changes(table, data, schema, parent))
     assert [position for _, position, _ in changes] == vector["positions"]
     assert b"".join(value for _, _, value in changes) == new.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("row", "stream", "steps"),
+    [
+        ((128, 0, 4), packed("1" * 16, "0 1000 0"), 1),  # 257 steps up
+        ((128, 0, 4), packed("1" * 16, "0 1000 1"), -1),
+        ((128, 0, 4), packed("1" * 16, "0 0000 0"), 0),  # 256, which is not 0, so a sign follows
+        ((0, 1, 0), packed("0 0 0", "1" * 24, "11111111"), 1),  # 2 + 255
+        ((0, 1, 0), packed("0 0 0", "1" * 24, "01111111"), 0),  # 2 + 254
+    ],
+)
+def test_both_readers_take_magnitudes_modulo_the_width_after_they_read_them(
+    row: tuple[int, int, int], stream: bytes, steps: int
+) -> None:
+    spec, old = TensorSpec(name="t", dtype="F8_E4M3", shape=(7,)), np.full(7, 0x38, dtype=np.uint8)
+    table = table_of(0, [row], [len(stream)])
+    streams = np.frombuffer(stream, dtype=np.uint8)
+    stored = context.unpack("here", np.frombuffer(table, dtype=np.uint8), len(stream), [spec])
+    schema, parent = {"t": (spec.dtype, spec.shape)}, {"t": old.tobytes()}
+    if steps:
+        positions, values = context.decode(spec, stored.coded(0, streams), old, "here")
+        found = dict(zip(positions.tolist(), values.tolist(), strict=True))
+        # In a dense class the other elements change too, by what the ones beyond the stream say.
+        assert found[0] == 0x38 + steps
+        changes = independent_context.changes(table, stream, schema, parent)
+        assert {position: new[0] for _, position, new in changes} == found
+    else:
+        with pytest.raises(CorruptObject):
+            context.decode(spec, stored.coded(0, streams), old, "here")
+        with pytest.raises(ValueError, match="change by 0"):
+            list(independent_context.changes(table, stream, schema, parent))
 
 
 def test_vectors_of_encoding_context_have_rows_of_every_kind() -> None:
@@ -406,8 +438,6 @@ def test_an_element_of_bool_is_checked_in_an_anchor_that_is_mapped(tmp_path: Pat
     cache = NodeCache(tmp_path / "cache")
     with pytest.raises(CorruptObject), fetch.local_anchor(store, found, header.schema.by_name(), cache):
         pass
-    with pytest.raises(CorruptObject):
-        read_tensors(store, header.schema, 0, ["bool.weight"], cache)
 
 
 SIX_GIB = 6 << 30
