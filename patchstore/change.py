@@ -160,6 +160,8 @@ class Encoded:
             for tensor, entry in self._entries
             if nums[tensor]
         ]
+        for spec, stored in self.entries():
+            payload.check_bools("this change cannot be written", spec, stored)
         start = 24 * len(self._specs)
         data = self._block[start : start + sum(spec.num_bytes for spec in specs)]
         header = payload.header_bytes(specs, metadata)

@@ -117,8 +117,9 @@ class Deltas:
                 are relative have nothing of the others.
 
         Raises:
-            CorruptObject: positions that no encoder writes.
+            CorruptObject: positions that no encoder writes, or one that two payloads of a version state.
         """
+        version, stated = None, list[torch.Tensor]()
         for manifest, key, stored in self._versions:
             each = stored.get(spec.name)
             if isinstance(each, Coded):
@@ -126,7 +127,16 @@ class Deltas:
                 yield decode_patch(spec, each, bits(held).cpu(), key, tiles)
             elif each is not None:
                 assert manifest.delta is not None
-                yield named(manifest.delta.encoding).decode(each, spec, key)
+                patch = named(manifest.delta.encoding).decode(each, spec, key)
+                if manifest.version != version:
+                    version, stated = manifest.version, []
+                stated.append(patch.indices)
+                if len(stated) > 1 and len(torch.unique(torch.cat(stated))) < sum(map(len, stated)):
+                    raise CorruptObject(
+                        f"{key}: it states an element of {spec.name!r} that another payload of version "
+                        f"{version} states too"
+                    )
+                yield patch
 
     def stored(self) -> list[Mapping[str, tuple[str, EncodedTensor | Coded]]] | None:
         """Return for each version, oldest first, by name what is stored, and the key of its object.

@@ -68,7 +68,7 @@ def read_header(store: Store) -> StoreHeader | None:
         CorruptObject, UnsupportedFormat: `store.json` cannot be understood.
     """
     try:
-        return manifest.header_from_json(store.get(layout.HEADER))
+        return manifest.header_from_json(_bounded(store, layout.HEADER))
     except NotFound:
         return None
 
@@ -96,7 +96,7 @@ def stored_digest(store: Store, version: int) -> str:
 
 def _stored(store: Store, version: int) -> bytes:
     try:
-        return store.get(layout.manifest_key(version))
+        return _bounded(store, layout.manifest_key(version))
     except NotFound as exc:
         raise VersionNotFound(f"{store.url} has no version {version}") from exc
 
@@ -136,6 +136,11 @@ def _read_back(store: Store, newest: int, oldest: int) -> Generator[tuple[Manife
             pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _bounded(store: Store, key: str) -> bytes:
+    """Read a JSON object; of one that is larger than it may be, just enough to notice."""
+    return store.get(key, 0, manifest.MAX_JSON_BYTES + 1)
+
+
 def head(store: Store, hint: int | None = None) -> Manifest | None:
     """Return the highest committed version's manifest, or None where nothing is committed.
 
@@ -173,7 +178,7 @@ def following(store: Store, found: Manifest) -> Manifest | None:
 
 def _stored_hint(store: Store) -> int | None:
     try:
-        return manifest.hint_from_json(store.get(layout.HEAD))
+        return manifest.hint_from_json(store.get(layout.HEAD, 0, manifest.MAX_HINT_BYTES + 1))
     except NotFound:
         return None
 
@@ -242,6 +247,20 @@ def ancestry(store: Store, target: int, held: int | None = None) -> Generator[Ma
                     break
 
 
+def read_parent(store: Store, child: Manifest) -> Manifest:
+    """Return the manifest of a version's parent, which it must have.
+
+    Raises:
+        VersionNotFound: the store has none.
+        CorruptObject: the one there has other bytes than the child names, is of another run, or of a later
+            epoch.
+    """
+    assert child.parent is not None
+    parent, data = _read(store, child.parent)
+    _check_parent(child, parent, data)
+    return parent
+
+
 def _check_parent(child: Manifest, parent: Manifest, data: bytes) -> None:
     if checksum.digest(data) != child.parent_digest:
         raise CorruptObject(
@@ -271,7 +290,7 @@ def commit(store: Store, new: Manifest) -> None:
         store.put(key, data, if_absent=True)
     except (AlreadyExists, StoreUnavailable) as exc:
         try:
-            stored = store.get(key)
+            stored = _bounded(store, key)
         except NotFound:
             raise StoreUnavailable(f"{key} was not stored: {exc}") from exc
         if stored != data:

@@ -5,9 +5,11 @@ it becomes a value; a reader ignores fields it does not know, so that later rele
 """
 
 import json
+import re
 from collections.abc import Mapping
+from datetime import datetime
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from patchstore import layout
 from patchstore.errors import CorruptObject, UnsupportedFormat, UsageError
@@ -25,11 +27,21 @@ from patchstore.model import (
     Writer,
 )
 
-MAX_VERSION = 2**63 - 1
+MAX_JSON_BYTES = 100_000_000
+"""Of a manifest or `store.json`, several times what 100,000 tensors need. Readers ask for no more."""
+MAX_HINT_BYTES = 1000
+"""Of `head.json`."""
+MAX_INTEGER = 2**53 - 1
+"""The largest integer of the format, and the largest that every JSON library reads exactly."""
 MAX_ELEMENTS = 2**48
 """Elements of one tensor; keeps every byte count of a hostile shape inside 64 bits."""
 
 _HEX = frozenset("0123456789abcdef")
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z", re.ASCII)
+# Fixed ranges, and not `str.isprintable`, which changes with the Unicode version of each Python.
+_UNPRINTABLE = re.compile(
+    "[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]"
+)
 _Scalar = TypeVar("_Scalar", str, int)
 
 
@@ -69,21 +81,37 @@ def header_from_json(data: bytes) -> StoreHeader:
             raise record.corrupt("tied", f"{alias!r:.100} must be a further name of a tensor that is listed")
     return StoreHeader(
         run_id=record.text("run_id"),
-        created_at=record.text("created_at"),
+        created_at=record.time("created_at"),
         schema=Schema(tensors=specs, tied=tied.value),
     )
 
 
 def is_name(name: str) -> bool:
-    """Whether a tensor may be called so: printable, not empty, and not what safetensors keeps for itself."""
-    return bool(name) and name.isprintable() and name != "__metadata__"
+    """Whether a tensor may be called so: printable, and not what safetensors keeps for itself."""
+    return _is_printable(name) and name != "__metadata__"
+
+
+def _is_printable(text: str) -> bool:
+    """Whether a text is not empty, and has no control character, invisible character or surrogate."""
+    return bool(text) and _UNPRINTABLE.search(text) is None
+
+
+def time_of(text: str) -> datetime:
+    """Read a time as the format spells it: `2026-01-31T12:00:00.000Z`, with a fraction or without.
+
+    Raises:
+        ValueError: spelled otherwise, or no such time.
+    """
+    if not _TIME.fullmatch(text):
+        raise ValueError(f"{text!r:.80} is not spelled as 2026-01-31T12:00:00.000Z")
+    return datetime.fromisoformat(text)
 
 
 def tensor_spec(where: str, name: str, dtype: str, shape: object) -> TensorSpec:
     """Build a spec from untrusted parts.
 
     Raises:
-        CorruptObject: a control character in the name, an unknown dtype, or a bad shape.
+        CorruptObject: a name that is not printable, an unknown dtype, or a bad shape.
     """
     if not is_name(name):
         raise CorruptObject(f"{where}: {name!r:.100} cannot name a tensor")
@@ -141,20 +169,20 @@ def from_json(key: str, data: bytes) -> Manifest:
     version = record.count("version")
     if layout.manifest_version(key) != version:
         raise record.corrupt("version", f"is {version}, which does not belong under this key")
-    parent = None if record.value.get("parent") is None else record.count("parent")
-    if parent is not None and parent >= version:
-        raise record.corrupt("parent", f"is {parent}, which is not before version {version}")
+    parent, parent_digest = _parent(record, version)
     writer, state = record.item("writer"), record.item("state")
     delta, anchor = record.optional("delta"), record.optional("anchor")
-    if anchor is None and (delta is None or parent is None):
-        raise record.corrupt("anchor", "is missing, and there is no delta on a parent either")
+    if anchor is None and delta is None:
+        raise record.corrupt("anchor", "is null, and so is delta: one of them must hold the weights")
+    if delta is not None and parent is None:
+        raise record.corrupt("delta", "is there, but there is no parent to apply it to")
     manifest = Manifest(
         version=version,
         parent=parent,
-        parent_digest=None if parent is None else record.digest("parent_digest"),
+        parent_digest=parent_digest,
         run_id=record.text("run_id"),
         step=record.integer("step"),
-        created_at=record.text("created_at"),
+        created_at=record.time("created_at"),
         writer=Writer(id=writer.text("id"), epoch=writer.count("epoch"), write_id=writer.text("write_id")),
         state=StateDigest(total=state.digest("total"), sums=state.sums("sums")),
         delta=None
@@ -176,7 +204,27 @@ def from_json(key: str, data: bytes) -> Manifest:
             raise record.corrupt("payloads", "must hold each key once")
         if len({payload.key.rpartition("/")[0] for payload in payloads}) > 1:
             raise record.corrupt("payloads", "must lie in one folder")
+    if (kind := record.text("kind")) != manifest.kind:
+        raise record.corrupt("kind", f"is {kind!r:.80}, but this version is stored as {manifest.kind!r}")
     return manifest
+
+
+def _parent(record: "_Record", version: int) -> tuple[int | None, str | None]:
+    """Read which version is the parent, and the digest of its manifest; version 0 alone has neither.
+
+    Raises:
+        CorruptObject
+    """
+    if record.is_null("parent"):
+        if version != 0:
+            raise record.corrupt("parent", f"is null, but version {version} is not the first, which is 0")
+        if not record.is_null("parent_digest"):
+            raise record.corrupt("parent_digest", "is there, but there is no parent")
+        return None, None
+    parent = record.count("parent")
+    if parent >= version:
+        raise record.corrupt("parent", f"is {parent}, which is not before version {version}")
+    return parent, record.digest("parent_digest")
 
 
 def hint_to_json(version: int) -> bytes:
@@ -185,12 +233,13 @@ def hint_to_json(version: int) -> bytes:
 
 
 def hint_from_json(data: bytes) -> int | None:
-    """Read `head.json`; a hint that makes no sense is none."""
-    try:
-        version = json.loads(data)["version"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    """Read `head.json`; a hint that makes no sense is none, and one that is too long is not parsed."""
+    if len(data) > MAX_HINT_BYTES:
         return None
-    return version if type(version) is int and 0 <= version <= MAX_VERSION else None
+    try:
+        return _Record(layout.HEAD, "", json_object(layout.HEAD, data)).count("version")
+    except CorruptObject:
+        return None
 
 
 def json_object(what: str, text: str | bytes | bytearray) -> dict[str, Any]:
@@ -200,10 +249,12 @@ def json_object(what: str, text: str | bytes | bytearray) -> dict[str, Any]:
         what: the subject of the error's sentence.
 
     Raises:
-        CorruptObject: not JSON, a name that occurs twice, or not an object.
+        CorruptObject: not JSON in UTF-8, a name that occurs twice, or not an object.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_without_repeats)
+        # Given bytes, `json` would also guess UTF-16 and UTF-32; given text, it may be what UTF-8 cannot say.
+        data = text.encode() if isinstance(text, str) else text
+        value = json.loads(data.decode(), object_pairs_hook=_without_repeats, parse_constant=_no_number)
     except (ValueError, RecursionError) as exc:
         raise CorruptObject(f"{what} is not JSON: {exc}") from exc
     if not isinstance(value, dict):
@@ -216,6 +267,11 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(record) != len(pairs):
         raise ValueError("a name occurs twice in one object")
     return record
+
+
+def _no_number(word: str) -> NoReturn:
+    """Refuse `NaN` and `Infinity`, which Python reads and JSON does not have."""
+    raise ValueError(f"{word} is no JSON")
 
 
 def _payloads(payloads: tuple[Payload, ...]) -> list[dict[str, Any]]:
@@ -238,6 +294,8 @@ class _Record:
 
     @classmethod
     def parse(cls, where: str, data: bytes) -> "_Record":
+        if len(data) > MAX_JSON_BYTES:
+            raise CorruptObject(f"{where} has more than {MAX_JSON_BYTES:,} bytes, which no reader takes")
         record = cls(where, "", json_object(where, data))
         found = record.integer("format_version")
         if found != FORMAT_VERSION:
@@ -258,12 +316,23 @@ class _Record:
 
     def text(self, field: str) -> str:
         value = self._scalar(field, str)
-        if not value or not value.isprintable():
+        if not _is_printable(value):
             raise self.corrupt(field, "must be printable and not empty")
         return value
 
+    def time(self, field: str) -> str:
+        value = self.text(field)
+        try:
+            time_of(value)
+        except ValueError as exc:
+            raise self.corrupt(field, f"must be a time in UTC: {exc}") from exc
+        return value
+
     def integer(self, field: str) -> int:
-        return self._scalar(field, int)
+        value = self._scalar(field, int)
+        if abs(value) > MAX_INTEGER:
+            raise self.corrupt(field, "must be between -(2**53 - 1) and 2**53 - 1")
+        return value
 
     def count(self, field: str) -> int:
         value = self.integer(field)
@@ -290,8 +359,14 @@ class _Record:
             raise self.corrupt(field, "must be an object")
         return _Record(self.where, f"{self.path}{field}.", value)
 
+    def is_null(self, field: str) -> bool:
+        """Whether a field that may be null is null; it must be there either way."""
+        if field not in self.value:
+            raise self.corrupt(field, "is missing")
+        return self.value[field] is None
+
     def optional(self, field: str) -> "_Record | None":
-        return None if self.value.get(field) is None else self.item(field)
+        return None if self.is_null(field) else self.item(field)
 
     def items(self, field: str) -> "list[_Record]":
         values = self.value.get(field)

@@ -35,10 +35,8 @@ def read(
     Raises:
         CorruptObject: as `payload.read_delta`, or the object is missing or shorter than its manifest says.
     """
-    # Nothing but what is written to takes memory.
-    buffer = mmap.mmap(-1, max(wanted.size, 1))
-    view = memoryview(buffer)[: wanted.size]
     try:
+        view = memoryview(_room(store, wanted))[: wanted.size]
         done = _fill(store, wanted, view, 0, FIRST_BYTES)
         header = payload.read_header(wanted.key, wanted.size, bytes(view[:done]))
         if isinstance(header, int):
@@ -58,6 +56,21 @@ def read(
     except NotFound as exc:
         raise CorruptObject(f"{wanted.key} is missing from {store.url}, though its version names it") from exc
     return payload.read_delta(wanted.key, view, manifest, schema)
+
+
+def _room(store: Store, wanted: Payload) -> mmap.mmap:
+    """Set memory aside for a payload; nothing but what is written to takes any.
+
+    Raises:
+        CorruptObject: this host cannot have so much, and the object is of another size.
+        OSError: this host cannot have so much.
+    """
+    try:
+        return mmap.mmap(-1, max(wanted.size, 1))
+    except OSError as exc:
+        if (size := store.size(wanted.key)) != wanted.size:
+            raise CorruptObject(f"{wanted.key} should have {wanted.size:,} bytes but has {size:,}") from exc
+        raise
 
 
 def _fill(store: Store, wanted: Payload, view: memoryview, start: int, end: int) -> int:

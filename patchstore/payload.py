@@ -18,7 +18,7 @@ from patchstore.errors import CorruptObject
 from patchstore.manifest import json_object, tensor_spec
 from patchstore.model import DTYPE_BYTES, FORMAT_VERSION, Manifest, Schema, TensorSpec
 from patchstore.stores.base import Chunk
-from patchstore.tensors import TensorPatch, from_bytes, raw_bytes, spec_of
+from patchstore.tensors import TensorPatch, bits, from_bytes, raw_bytes, spec_of
 
 CHUNK_BYTES = 8 << 20
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
@@ -74,6 +74,7 @@ def write(
     yield header_bytes(specs, metadata)
     for spec, tensor in zip(specs, tensors, strict=True):
         assert spec_of(spec.name, tensor) == spec, f"{spec} is not what is being written"
+        check_bools("this file cannot be written", spec, tensor)
         view = raw_bytes(tensor)
         for start in range(0, len(view), CHUNK_BYTES):
             yield view[start : start + CHUNK_BYTES]
@@ -128,17 +129,23 @@ def read_header(where: str, file_size: int, first: bytes | bytearray) -> FileHea
     return FileHeader(entries=tuple(entries), metadata=metadata, data_start=8 + int(length))
 
 
+def _spec(where: str, name: str, value: object) -> TensorSpec:
+    """Read an object with the fields `dtype` and `shape`, as headers and lists of tensors have them.
+
+    Raises:
+        CorruptObject
+    """
+    if not isinstance(value, dict) or not isinstance(value.get("dtype"), str):
+        raise CorruptObject(f"{where}: {name!r:.100} must have a dtype and a shape, not {value!r:.100}")
+    return tensor_spec(where, name, value["dtype"], value.get("shape"))
+
+
 def _entry(where: str, name: str, value: object) -> Entry:
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CorruptObject(
-            f"{where}: entry {name!r:.100} must have dtype, shape and data_offsets, nothing else"
-        )
-    offsets = value["data_offsets"]
+    spec = _spec(where, name, value)
+    assert isinstance(value, dict)
+    offsets = value.get("data_offsets")
     if not (isinstance(offsets, list) and len(offsets) == 2 and all(type(n) is int for n in offsets)):
-        raise CorruptObject(f"{where}: data_offsets of {name!r:.100} must be two integers")
-    if not isinstance(value["dtype"], str):
-        raise CorruptObject(f"{where}: dtype of {name!r:.100} must be a string")
-    spec = tensor_spec(where, name, value["dtype"], value["shape"])
+        raise CorruptObject(f"{where}: data_offsets of {name!r} must be two integers")
     if offsets[0] < 0 or offsets[1] - offsets[0] != spec.num_bytes:
         raise CorruptObject(
             f"{where}: {name!r} needs {spec.num_bytes} bytes, but its data_offsets are {offsets}"
@@ -166,7 +173,7 @@ def read_stream(
     assert isinstance(header, FileHeader)
     yield header
     for entry in header.entries:
-        yield entry.spec, from_bytes(entry.spec, source.take(entry.spec.num_bytes))
+        yield entry.spec, tensor_of(where, entry.spec, source.take(entry.spec.num_bytes))
     source.finish()
 
 
@@ -214,8 +221,29 @@ def open_buffer(where: str, buffer: bytearray | memoryview) -> tuple[FileHeader,
     tensors = {}
     for entry in header.entries:
         start = header.data_start + entry.start
-        tensors[entry.spec.name] = from_bytes(entry.spec, view[start : start + entry.spec.num_bytes])
+        tensors[entry.spec.name] = tensor_of(where, entry.spec, view[start : start + entry.spec.num_bytes])
     return header, tensors
+
+
+def tensor_of(where: str, spec: TensorSpec, data: bytearray | memoryview) -> torch.Tensor:
+    """Return a tensor over its bytes in a file, sharing their memory.
+
+    Raises:
+        CorruptObject: bytes that no element of this dtype has.
+    """
+    tensor = from_bytes(spec, data)
+    check_bools(where, spec, tensor)
+    return tensor
+
+
+def check_bools(where: str, spec: TensorSpec, tensor: torch.Tensor) -> None:
+    """Refuse a BOOL tensor with other bytes than 0 and 1: some of torch's copies make 1 of them, some do not.
+
+    Raises:
+        CorruptObject
+    """
+    if spec.dtype == "BOOL" and bool((bits(tensor) > 1).any()):
+        raise CorruptObject(f"{where}: {spec.name!r} is of dtype BOOL, and has a byte other than 0 and 1")
 
 
 def check_metadata(where: str, header: FileHeader, expected: Mapping[str, str]) -> None:
@@ -288,7 +316,7 @@ def read_delta(
 
     Raises:
         CorruptObject: not a delta, or one of another run, version, parent or encoding; a tensor that
-            the run does not have, or has in another shape or dtype; entries missing or left over.
+            the run does not have, or has in another shape or dtype; entries missing, empty or left over.
     """
     header, tensors = open_buffer(where, buffer)
     assert manifest.delta is not None
@@ -312,15 +340,20 @@ def read_delta(
             raise CorruptObject(f"{where}: it has {name!r:.100} twice")
         if name not in schema:
             raise CorruptObject(f"{where}: it changes tensor {name!r:.100}, which this run does not have")
-        if value != {"dtype": schema[name].dtype, "shape": list(schema[name].shape)}:
+        if _spec(where, name, value) != schema[name]:
             raise CorruptObject(
                 f"{where}: it takes {name!r} for {value!r:.100}, but the run has {schema[name]}"
             )
         if f"{name}.idx" not in tensors or f"{name}.val" not in tensors:
             raise CorruptObject(f"{where}: {name!r} lacks its positions or values")
-        found[name] = EncodedTensor(idx=tensors.pop(f"{name}.idx"), val=tensors.pop(f"{name}.val"))
+        idx, val = tensors.pop(f"{name}.idx"), tensors.pop(f"{name}.val")
+        if not idx.numel():
+            raise CorruptObject(f"{where}: it lists {name!r}, and states no element of it")
+        found[name] = EncodedTensor(idx=idx, val=val)
     if tensors:
         raise CorruptObject(f"{where}: it holds {min(tensors)!r:.100}, which belongs to no listed tensor")
+    if not found:
+        raise CorruptObject(f"{where}: it changes no tensor; a delta without changes has no payloads")
     return found
 
 

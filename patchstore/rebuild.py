@@ -78,20 +78,24 @@ def replay(
 def verify(store: Store, version: int | None = None, *, progress: Progress | None = None) -> Manifest:
     """Rebuild a version without keeping it, and check every object it names, needed for that or not.
 
+    Checks the chain of manifests from it back to its anchor, and from there to the anchor's parent.
+
     Raises:
         As `replay`.
     """
     header, route = route_to(store, version)
-    assert route.anchor is not None
+    assert route.anchor is not None and route.anchor.anchor is not None
+    if route.anchor.parent is not None:
+        # Rebuilding needs nothing that is older, but the anchor's version claims to descend from it.
+        log.read_parent(store, route.anchor)
     deque(tensors_of(store, header, route, progress), maxlen=0)
     # Their fold is the total, as is that of what was rebuilt, so each tensor's are the same too.
     read_sums(store, header.schema, route.target)
-    for manifest in {route.anchor.version: route.anchor, route.target.version: route.target}.values():
-        for wanted in manifest.anchor.files if manifest.anchor else ():
-            deque(fetch.chunks(store, wanted), maxlen=0)
+    for wanted in route.anchor.anchor.files:
+        deque(fetch.chunks(store, wanted), maxlen=0)
     if route.target == route.anchor and route.target.delta is not None:
         # Rebuilding started from the anchor, but followers of the parent take the delta.
-        assert route.target.parent is not None
+        assert route.target.parent is not None, "a manifest with a delta has a parent"
         _, before = route_to(store, route.target.parent)
         by_delta = replace(before, target=route.target, deltas=(*before.deltas, route.target))
         deque(tensors_of(store, header, by_delta), maxlen=0)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from patchstore import cli, digest
 from patchstore.stores.folder import FolderStore
+from tests.format import bad_buckets, surgery
 from tests.weights import Run, assert_same_bits
 
 Command = Callable[..., tuple[int, str, str]]
@@ -82,6 +83,17 @@ def test_verify_proves_one_version_or_all(bucket, lines) -> None:
     assert [v["version"] for v in lines("verify", bucket[0])] == [5]
     assert [v["version"] for v in lines("verify", bucket[0], 2)] == [2]
     assert [v["version"] for v in lines("verify", bucket[0], "--all")] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_run_that_does_not_begin_at_version_0_is_refused_for_one_version_as_for_all(
+    tmp_path: Path, patchstore: Command
+) -> None:
+    objects = surgery.load(Path(__file__).parent / "golden" / "v1-gap")
+    bad_buckets.begin_at(objects, 5)
+    bucket = surgery.lay_out(objects, tmp_path / "bucket")
+    for args in ([], ["5"], ["--all"]):
+        code, out, _ = patchstore("verify", bucket, *args, "--json")
+        assert (code, json.loads(out)["error"]["kind"]) == (3, "corrupt-object")
 
 
 def test_replay_writes_a_version(bucket, lines, tmp_path: Path) -> None:

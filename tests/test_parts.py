@@ -1,5 +1,7 @@
 """Parts of coded payloads: no more than what is needed is read, and what is read is what the whole has."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from patchstore import Publisher, fetch, log, parts
 from patchstore.encodings.context import Tiles, tiling
 from patchstore.errors import CorruptObject
+from patchstore.manifest import MAX_INTEGER
 from patchstore.model import Manifest, TensorSpec
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors import bits
@@ -92,6 +95,27 @@ def test_a_payload_that_ends_early_or_is_gone_is_corrupt(store: Counting) -> Non
     store.delete(wanted.key)
     with pytest.raises(CorruptObject, match="missing"):
         decoded(store, some)
+
+
+def test_a_size_that_no_host_has_is_a_lie_and_no_error_of_the_system(store: Counting) -> None:
+    found = log.read_manifest(store, 1)
+    assert found.delta is not None
+    (wanted,) = found.delta.payloads
+    for size in (2**40, 2**50, MAX_INTEGER):
+        lie = replace(found, delta=replace(found.delta, payloads=(replace(wanted, size=size),)))
+        header = log.read_header(store)
+        assert header is not None
+        with (
+            pytest.raises(CorruptObject),
+            fetch.deltas(store, (lie,), header.schema.by_name(), None, None, some),
+        ):
+            pass
+    store.delete(wanted.key)
+    with (
+        pytest.raises(CorruptObject, match="missing"),
+        fetch.deltas(store, (lie,), header.schema.by_name(), None, None, some),
+    ):
+        pass
 
 
 def test_ranges_that_are_near_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:

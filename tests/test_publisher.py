@@ -61,6 +61,18 @@ def test_a_delta_holds_exactly_the_elements_whose_bf16_bits_changed(run: Run) ->
     assert after.delta.num_changed == changed > 0
 
 
+def test_a_bool_with_another_byte_than_0_and_1_is_not_published(store: MemoryStore) -> None:
+    mask = torch.tensor([True, False, True])
+    with Publisher(store, {"mask": mask, "w": torch.zeros(3)}) as publisher:
+        publisher.publish_patch(0).result()
+        mask.view(torch.uint8)[1] = 2
+        with pytest.raises(PublishFailed, match="mask"):
+            publisher.publish_patch(1).result()
+        mask.view(torch.uint8)[1] = 1
+        publisher.publish_patch(2).result()
+    assert newest(store)["mask"].view(torch.uint8).tolist() == [1, 1, 1]
+
+
 def test_masters_that_moved_less_than_bf16_can_see_change_nothing(run: Run) -> None:
     run.publish()
     run.model["layers.0.norm.weight"] += 1e-6

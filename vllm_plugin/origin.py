@@ -15,7 +15,7 @@ from patchstore.model import Manifest, Schema, TensorSpec
 from patchstore.node_cache import NodeCache
 from patchstore.stores.base import Store
 from patchstore.sums import state_total
-from patchstore.tensors import bits, from_bytes, spec_of
+from patchstore.tensors import bits, spec_of
 
 
 def find_version(store: Store, schema: Schema, sums: Mapping[str, Sums], cache: NodeCache) -> int | None:
@@ -110,7 +110,7 @@ def _of_anchor(
                 data = _range(store, each.key, start, start + entry.spec.num_bytes)
                 if len(data) != entry.spec.num_bytes:
                     raise CorruptObject(f"{each.key}: it ends before {entry.spec.name!r} does")
-                yield entry.spec.name, from_bytes(entry.spec, data)
+                yield entry.spec.name, payload.tensor_of(each.key, entry.spec, data)
 
 
 def _range(store: Store, key: str, start: int, end: int) -> bytearray:

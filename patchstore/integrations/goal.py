@@ -10,11 +10,11 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 
-from patchstore import log
+from patchstore import log, manifest
 from patchstore.errors import UsageError
 from patchstore.model import Manifest
 from patchstore.stores.base import Store
@@ -74,12 +74,7 @@ class Newest:
         return header is None or header.run_id != found.run_id
 
     def _remember(self, found: Manifest) -> None:
-        try:
-            created = datetime.fromisoformat(found.created_at)
-        except ValueError:
-            # The format asks nobody to check it; lateness is then counted from when it was seen.
-            created = datetime.now(UTC)
-        self._created.append((found.version, created))
+        self._created.append((found.version, manifest.time_of(found.created_at)))
 
     def created(self, version: int) -> datetime | None:
         """When a version was created, of those that were seen. For any thread."""

@@ -29,7 +29,8 @@ class FolderStore(Store):
     """The files below a folder; the folder is made by the first write.
 
     Unfinished objects lie in `.tmp/` below it, which is no part of the store. A symbolic link
-    below the folder is no object either, so nothing outside can be read or written through one.
+    below the folder is no object either, so nothing outside can be read or written through one;
+    nor is a pipe, a socket or a device.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -103,8 +104,16 @@ class FolderStore(Store):
             raise StoreUnavailable(f"{key}: {self.url} failed: {exc}") from exc
 
     def _open(self, key: str) -> BinaryIO:
+        path = self._path(key)
         try:
-            file = open(self._path(key), "rb")  # noqa: SIM115 - the caller closes it
+            kind = stat.S_IFMT(os.stat(path).st_mode)
+            # A pipe would make the reader wait for a writer, and opening a device may do something.
+            if kind not in {stat.S_IFREG, stat.S_IFDIR}:
+                raise UsageError(
+                    f"{key}: {self.url} has a pipe, socket or device there, which is no object; remove it"
+                )
+            # Should a pipe take the file's place meanwhile, opening it does not wait either.
+            file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as exc:
             raise NotFound(f"{self.url} has no {key}") from exc
         return file
@@ -203,6 +212,10 @@ class FolderStore(Store):
             except OSError:
                 return  # not empty, or somebody else removed it
             folder = os.path.dirname(folder)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _entries(path: str) -> list[os.DirEntry[str]]:

@@ -27,6 +27,8 @@ class Bad:
     """The version that must not be readable any more."""
     beyond_followers: bool = False
     """Whether it is about files that only a replay reads."""
+    only_verified: bool = False
+    """Whether it is about what only a verification reads."""
 
 
 CASES: list[Bad] = []
@@ -73,6 +75,34 @@ def in_header(part: str, version: int, edit: Callable[[Any], object]) -> Callabl
     return lambda objects: surgery.edit_header(objects, version, part, edit)
 
 
+def in_text(key: str, edit: Callable[[str], bytes]) -> Callable[[Objects], None]:
+    """Other bytes for the text of a JSON object, which its children vouch for."""
+
+    def change(objects: Objects) -> None:
+        data = edit(objects[key].decode())
+        objects[key] = data
+        if key.startswith("versions/"):
+            surgery.put_manifest(objects, int(key[9:17]), data)
+
+    return change
+
+
+def in_header_text(part: str, version: int, edit: Callable[[str], bytes]) -> Callable[[Objects], None]:
+    """Other bytes for the text of a payload's header."""
+
+    def change(objects: Objects) -> None:
+        header, rest = surgery.take_apart(surgery.payload(objects, version, part))
+        data = surgery.put_together(edit(json.dumps(header)), rest)
+        surgery.put_payload(objects, version, part, data)
+
+    return change
+
+
+def in_list(metadata: Any, edit: Callable[[str], bytes]) -> None:
+    """Another text of a delta's list of tensors."""
+    metadata["tensors"] = edit(metadata["tensors"]).decode()
+
+
 def in_store_json(edit: Callable[[Any], object]) -> Callable[[Objects], None]:
     return lambda objects: surgery.edit_json(objects, "store.json", edit)
 
@@ -112,6 +142,15 @@ def listed(name: str, dtype: str, shape: list[int]) -> Callable[[Any, Entries], 
     return edit
 
 
+def bool_of(idx: tuple[str, list[int], bytes], byte: int) -> Callable[[Any, Entries], None]:
+    """State one element of `bool.weight`."""
+    return both(
+        listed("bool.weight", "BOOL", [6]),
+        lambda _, tensors: tensors.update({"bool.weight.idx": idx}),
+        entry("bool.weight.val", "BOOL", [1], bytes([byte])),
+    )
+
+
 def both(*edits: Callable[..., object]) -> Callable[..., None]:
     def edit(*arguments: Any) -> None:
         for each in edits:
@@ -141,6 +180,36 @@ def move_first(by: int) -> Callable[[Any], None]:
         header[name]["data_offsets"] = [offset + by for offset in header[name]["data_offsets"]]
 
     return edit
+
+
+def drop_in_first(field: str) -> Callable[[Any], None]:
+    """Leave a field out of the header's first tensor."""
+    return lambda header: next(entry for name, entry in header.items() if name != "__metadata__").pop(field)
+
+
+def move_delta_to_first(objects: Objects) -> None:
+    """Give version 0, which has an anchor, the delta of version 1."""
+    delta = surgery.manifest(objects, 1)["delta"]
+    surgery.edit_manifest(objects, 0, put("delta", delta))
+
+
+def begin_at(objects: Objects, version: int) -> None:
+    """Leave nothing but version 0, under another number, which all of it agrees on."""
+    surgery.edit_file(objects, 0, "anchor", metadata("version", str(version)))
+    surgery.edit_manifest(objects, 0, put("version", version))
+    first = objects["versions/00000000.json"]
+    for key in [key for key in objects if key.startswith("versions/")]:
+        del objects[key]
+    objects[f"versions/{version:08d}.json"] = first
+
+
+def rename_run(objects: Objects, run_id: str) -> None:
+    """Call the run otherwise, wherever it is named on the way to version 1."""
+    surgery.edit_json(objects, "store.json", put("run_id", run_id))
+    surgery.edit_file(objects, 0, "anchor", metadata("run_id", run_id))
+    surgery.edit_manifest(objects, 0, put("run_id", run_id))
+    surgery.edit_file(objects, 1, "delta", metadata("run_id", run_id))
+    surgery.edit_manifest(objects, 1, put("run_id", run_id))
 
 
 def int32s(*numbers: int) -> bytes:
@@ -204,6 +273,10 @@ for part, version in (("delta", 1), ("anchor", 0)):
     )
     bad(f"{part} has a negative size", in_file(part, version, entry("x", "U8", [-1, 0], b"")))
     bad(f"{part} has a fractional size", in_file(part, version, entry("x", "U8", [1.0], b"\0")))  # type: ignore[list-item]
+    bad(f"{part} has a size of true", in_file(part, version, entry("x", "U8", [True], b"\0")))
+    bad(f"{part} has a dtype that is a list", in_file(part, version, entry("x", ["U8"], [1], b"\0")))  # type: ignore[arg-type]
+    for field in ("dtype", "shape", "data_offsets"):
+        bad(f"{part} has a tensor without {field}", in_header(part, version, drop_in_first(field)))
     bad(f"{part} has a name with a newline", in_file(part, version, entry("a\nb", "U8", [1], b"\0")))
 bad(
     "anchor has another shape",
@@ -285,6 +358,13 @@ bad(
         ),
     ),
 )
+bad("delta lists a shape of fractions", in_file("delta", 1, listed("big", "I8", [140_000.0])))  # type: ignore[list-item]
+bad("delta lists a shape that is no list", in_file("delta", 1, listed("big", "I8", "140000")))  # type: ignore[arg-type]
+bad(
+    "delta lists no dtype", in_file("delta", 1, lambda f, _: f.update(tensors='{"big": {"shape": [140000]}}'))
+)
+bad("delta lists no shape", in_file("delta", 1, lambda f, _: f.update(tensors='{"big": {"dtype": "I8"}}')))
+bad("delta lists nothing of a tensor", in_file("delta", 1, lambda f, _: f.update(tensors='{"big": null}')))
 bad("delta lists another shape", in_file("delta", 1, listed("big", "I8", [70_000, 2])))
 bad("delta lists another dtype", in_file("delta", 1, listed("big", "U8", [140_000])))
 bad("delta lacks positions", in_file("delta", 1, lambda _, tensors: tensors.pop("big.idx")))
@@ -304,6 +384,18 @@ bad(
 bad("a value is other than it was", in_file("delta", 1, entry("big.val", "I8", [4], bytes(4))), STATE)
 bad("gaps are int16", in_file("delta", 1, entry("big.idx", "I16", [4], uint16s(3, 65_535, 65_535, 8_925))))
 bad("gaps are int32", in_file("delta", 1, entry("big.idx", "I32", [4], int32s(3, 65_535, 65_535, 8_925))))
+bad(
+    "nothing is stated of a tensor",
+    in_file(
+        "delta",
+        1,
+        both(
+            listed("i8.weight", "I8", [2, 3]),
+            entry("i8.weight.idx", "U16", [0], b""),
+            entry("i8.weight.val", "I8", [0], b""),
+        ),
+    ),
+)
 bad("gaps have two dimensions", in_file("delta", 1, entry("big.idx", "U16", [2, 2], bytes(8))))
 bad("gaps are a scalar", in_file("delta", 1, entry("big.idx", "U16", [], bytes(2))))
 bad("there are more gaps than values", in_file("delta", 1, entry("big.idx", "U16", [5], bytes(10))))
@@ -333,6 +425,60 @@ bad(
     **RAW,
 )
 
+# Text that some JSON libraries take, and the format does not.
+NOT_UTF8: dict[str, Callable[[str], bytes]] = {
+    "is UTF-16": lambda text: text.encode("utf-16"),
+    "is UTF-16 without a byte order mark": lambda text: text.encode("utf-16-le"),
+    "is UTF-32": lambda text: text.encode("utf-32-be"),
+    "has a byte order mark": lambda text: text.encode("utf-8-sig"),
+    "is Latin-1": lambda text: ('{"later": "\u00e9",' + text[1:]).encode("latin-1"),
+}
+NO_NUMBERS: dict[str, Callable[[str], bytes]] = {
+    # In a field that no reader knows.
+    f"has {word}": lambda text, word=word: text.replace('"shape"', f'"later": {word}, "shape"', 1).encode()  # type: ignore[misc]
+    for word in ("NaN", "Infinity", "-Infinity")
+}
+for name, edit in (NOT_UTF8 | NO_NUMBERS).items():
+    if name in NOT_UTF8:
+        bad(f"manifest {name}", in_text("versions/00000001.json", edit))
+        bad(f"anchor's manifest {name}", in_text("versions/00000000.json", edit), version=0)
+    else:
+        bad(f"delta's list {name}", in_file("delta", 1, lambda f, _, edit=edit: in_list(f, edit)))
+    bad(f"store.json {name}", in_text("store.json", edit))
+    bad(f"delta's header {name}", in_header_text("delta", 1, edit))
+    bad(f"anchor's header {name}", in_header_text("anchor", 0, edit), version=0)
+for word in ("NaN", "Infinity", "-Infinity"):
+    bad(
+        f"manifest has {word}",
+        in_text("versions/00000001.json", lambda text, word=word: f'{{"later": [{word}],{text[1:]}'.encode()),
+    )
+bad(
+    "delta's list has a byte order mark",
+    in_file("delta", 1, lambda f, _: in_list(f, lambda text: text.encode("utf-8-sig"))),
+)
+bad(
+    "delta's list has half of a pair",
+    in_file(
+        "delta",
+        1,
+        lambda f, _: f.update(tensors=f["tensors"].replace('"dtype"', '"later": "\ud800", "dtype"')),
+    ),
+)
+
+# Elements of BOOL, which are a byte each.
+for bucket, idx in (("v1-gap", ("U16", [1], uint16s(5))), ("v1-raw", ("I32", [1], int32s(5)))):
+    for byte in (2, 255):
+        bad(
+            f"an element of BOOL becomes {byte} in {bucket}",
+            in_file("delta", 1, bool_of(idx, byte)),
+            bucket=bucket,
+        )
+bad(
+    "an element of BOOL is 2 in an anchor",
+    in_file("anchor", 0, entry("bool.weight", "BOOL", [6], bytes([0, 1, 0, 1, 0, 2]))),
+    version=0,
+)
+
 # Manifests.
 bad("manifest is no JSON", lambda o: surgery.put_manifest(o, 1, b"{"))
 bad("manifest is no UTF-8", lambda o: surgery.put_manifest(o, 1, b'{"\xff": 1}'))
@@ -356,7 +502,109 @@ bad("parent is missing", lambda o: o.pop("versions/00000000.json"), "unknown-ver
 bad("manifest is missing", lambda o: o.pop("versions/00000001.json"), "unknown-version")
 bad("manifest has neither delta nor anchor", in_manifest(1, put("delta", None)))
 bad("manifest has no parent for its delta", in_manifest(1, put("parent", None)))
+EMPTY_DELTA = {"encoding": "gap", "num_changed": 0, "payloads": []}
+bad("first version has an empty delta", in_manifest(0, put("delta", EMPTY_DELTA)), version=0)
+bad("first version has a delta", move_delta_to_first, version=0)
+bad(
+    "first version has a parent digest", in_manifest(0, put("parent_digest", "blake3:" + "0" * 64)), version=0
+)
+bad(
+    "a later version has no parent",
+    in_manifest(2, lambda r: r.update(parent=None, parent_digest=None, delta=None)),
+    bucket="v1-sharded",
+    version=2,
+)
+bad("the run begins at version 5", lambda o: begin_at(o, 5), version=5)
+bad("kind is anchor where there is none", in_manifest(1, put("kind", "anchor")))
+bad("kind is delta where there is an anchor", in_manifest(0, put("kind", "delta")), version=0)
+bad("kind is another", in_manifest(1, put("kind", "rollup")))
+for field in (
+    *("version", "kind", "parent", "parent_digest", "run_id", "step", "created_at", "writer"),
+    *("delta", "anchor", "state"),
+):
+    bad(f"manifest has no field {field}", in_manifest(1, drop(field)))
+for field in ("version", "kind", "run_id", "step", "created_at", "writer", "state", "delta.payloads"):
+    bad(f"manifest's {field} is null", in_manifest(1, put(field, None)))
+for field in ("id", "write_id", "epoch"):
+    bad(f"writer has no {field}", in_manifest(1, lambda r, field=field: r["writer"].pop(field)))
+for field in ("encoding", "num_changed", "payloads"):
+    bad(f"delta has no field {field}", in_manifest(1, lambda r, field=field: r["delta"].pop(field)))
+for field in ("payloads", "files"):
+    bad(
+        f"anchor has no field {field}",
+        in_manifest(0, lambda r, field=field: r["anchor"].pop(field)),
+        version=0,
+    )
+for number in (-1, "3", 1.0, True, None, 2**53, -(2**53)):
+    bad(f"num_changed is {number!r}", in_manifest(1, put("delta.num_changed", number)))
+    bad(f"epoch is {number!r}", in_manifest(1, put("writer.epoch", number)))
+for number in ("3", 1.0, True, 2**53, -(2**53)):
+    bad(f"step is {number!r}", in_manifest(1, put("step", number)))
+    bad(f"version is {number!r}", in_manifest(1, put("version", number)))
+for time in (
+    "",
+    "yesterday",
+    "2026-01-31",
+    "2026-01-31T12:00:00",
+    "2026-01-31T12:00:00.000",
+    "2026-01-31T12:00:00+00:00",
+    "2026-01-31T12:00:00.000+01:00",
+    "2026-01-31 12:00:00Z",
+    "2026-01-31t12:00:00z",
+    "2026-01-31T12:00Z",
+    "20260131T120000Z",
+    "2026-W05-6T12:00:00Z",
+    "2026-02-30T12:00:00Z",
+    "2026-01-31T24:00:00Z",
+    "2026-01-31T12:00:60Z",
+    "0000-01-31T12:00:00Z",
+    "2026-01-31T12:00:00.Z",
+    "2026-01-31T12:00:00.0000000Z",
+    "2026-01-31T12:00:00Z\n",
+    "\u0662\u0660\u0662\u0666-01-31T12:00:00Z",
+    1769860800,
+):
+    bad(f"created_at is {time!r}", in_manifest(1, put("created_at", time)))
+    bad(f"store.json was created at {time!r}", in_store_json(put("created_at", time)))
+UNPRINTABLE = ("", "a\0", "a\tb", "a\x7f", "a\x85", "a\u200bb", "a\u2028", "a\u202eb", "\ufeffa", "a\ud800")
+for text in UNPRINTABLE:
+    bad(f"the writer is {text!r}", in_manifest(1, put("writer.id", text)))
+    bad(f"the run is {text!r}", lambda o, text=text: rename_run(o, text))
+    bad(f"a tensor is called {text!r}", in_store_json(put("tensors.0.name", text)))
+    bad(f"a tensor is also called {text!r}", in_store_json(put("tied", {text: "scalar"})))
 bad("encoding is unknown", in_manifest(1, put("delta.encoding", "later")), UNSUPPORTED)
+bad(
+    "encoding of an empty delta is unknown",
+    in_manifest(2, put("delta.encoding", "later")),
+    UNSUPPORTED,
+    version=2,
+)
+
+# The chain above an anchor, which nothing but a verification needs.
+for bucket, version in (("v1-sharded", 2), ("v1-recovered", 1)):
+    ABOVE: dict[str, Any] = {"bucket": bucket, "version": version, "only_verified": True}
+    bad(
+        f"an anchor of {bucket} has a wrong parent digest",
+        in_manifest(version, put("parent_digest", "blake3:" + "0" * 64)),
+        **ABOVE,
+    )
+    bad(
+        f"an anchor of {bucket} has a parent of a later epoch",
+        in_manifest(version - 1, put("writer.epoch", 9)),
+        **ABOVE,
+    )
+    bad(
+        f"an anchor of {bucket} has a parent of another run",
+        in_manifest(version - 1, put("run_id", "another")),
+        **ABOVE,
+    )
+    bad(
+        f"an anchor of {bucket} has no parent in the store",
+        lambda o, version=version: o.pop(f"versions/{version - 1:08d}.json"),
+        "unknown-version",
+        **ABOVE,
+    )
+bad("a parent is of a later epoch", in_manifest(0, put("writer.epoch", 9)))
 bad("encoding is another", in_manifest(1, put("delta.encoding", "raw")))
 for key in (
     "../outside",
@@ -420,7 +668,7 @@ bad(
     ),
     version=0,
 )
-for size in (-1, 0, 1, 2**40, 2**63, 10**30, "1", None, 1.0, True):
+for size in (-1, 0, 1, 2**40, 2**53 - 1, 2**53, 2**62, 2**63, 10**30, "1", None, 1.0, True):
     bad(f"delta's size is {size!r}", in_manifest(1, put("delta.payloads.0.size", size)))
     bad(f"anchor's size is {size!r}", in_manifest(0, put("anchor.payloads.0.size", size)), version=0)
 for digest in ("", "blake3:", "sha256:" + "0" * 64, "blake3:" + "0" * 64, "blake3:" + "G" * 64, None):
@@ -522,6 +770,12 @@ bad("tied to a list", in_store_json(put("tied", {"a": ["big"]})))
 bad("tied under a listed name", in_store_json(put("tied", {"scalar": "big"})))
 bad("tied under a name that is not printable", in_store_json(put("tied", {"a\nb": "big"})))
 bad("tied is a list", in_store_json(put("tied", [])))
+for field in ("run_id", "created_at", "tensors", "tied"):
+    bad(f"store.json has no {field}", in_store_json(drop(field)))
+    bad(f"store.json's {field} is null", in_store_json(put(field, None)))
+bad("a size is true", in_store_json(put("tensors.3.shape", [True])))
+bad("a size is a fraction", in_store_json(put("tensors.3.shape", [2.0, 3])))
+bad("a tensor's name is reserved", in_store_json(put("tensors.0.name", "__metadata__")))
 
 # Encoding `context`. Version 1 codes tensors 0, 1, 3, 5 and 6 of the schema: `bf16.classes` with 6 classes;
 # `bf16.dense` (30 elements, one tile), `f16.levels`, `f8_e4m3.ragged` and `f8_e5m2.swapped` with one each.
@@ -571,6 +825,10 @@ def coding(place: int, row: tuple[int, int, int], lengths: list[int], streams: b
     return {"table": ("U8", [len(table)], table), "tiles": ("U8", [len(streams)], streams)}
 
 
+# Bits, the first in front: a change, its sign, a run of no ones, 15 ones and a zero, and 14 in four bits.
+SPARSE_256 = int("".join(reversed("0" + "0" + "0" + "1" * 15 + "0" + "0111" + "1")), 2).to_bytes(3, "little")
+
+
 def second_payload(tensors: Entries, listed: dict[str, Any]) -> Callable[[Objects], None]:
     """One more payload of version 1."""
 
@@ -590,6 +848,17 @@ GAP_OF_DENSE: Entries = {
 }
 LIST_OF_DENSE = {"bf16.dense": {"dtype": "BF16", "shape": [30]}}
 
+LIST_OF_BIG = {"big": {"dtype": "I8", "shape": [140_000]}}
+for name, gaps, values in (("a change", [3], b"\1"), ("a bridge", [65_535, 65_535, 3], bytes(3))):
+    # At 3, and at 131,075, where version 1 has a change and a bridge; with the values that they have there.
+    bad(
+        f"{name} is stated in two payloads",
+        second_payload(
+            {"big.idx": ("U16", [len(gaps)], uint16s(*gaps)), "big.val": ("I8", [len(gaps)], values)},
+            LIST_OF_BIG,
+        ),
+    )
+bad("a second payload changes no tensor", second_payload({}, {}))
 for name, edit in {
     "is a byte shorter": lambda data: data[:-1],
     "is a byte longer": lambda data: data + b"\0",
@@ -670,6 +939,12 @@ bad(
     "a stream changes an element by 0",
     # 16 << 4 steps are none in eight bits.
     in_file("delta", 1, lambda _, t: t.update(coding(6, (128, 0, 4), [4] + [0] * 15, b"\xff\xff\0\0"))),
+    **CONTEXT,
+)
+bad(
+    "a stream changes an element by a magnitude of 256",
+    # Of eight bits again, sparse: a change of 2 + v, and v = 254 in Rice code with k = 4.
+    in_file("delta", 1, lambda _, t: t.update(coding(6, (0, 1, 4), [3] + [0] * 15, SPARSE_256))),
     **CONTEXT,
 )
 for name in ("table", "tiles"):

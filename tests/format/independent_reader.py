@@ -7,6 +7,7 @@ the page, is wrong. It is slow, holds everything in memory, and prefers to be sh
 import json
 import re
 import struct
+from datetime import datetime
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -31,6 +32,12 @@ MASK, LOW = 2**64 - 1, 2**32 - 1
 PART = re.compile(r"[A-Za-z0-9._+=@-]+")
 SUMS = re.compile(r"states/([0-9]{8,})-[A-Za-z0-9._+=@-]+\.sums")
 DIGEST = re.compile("blake3:[0-9a-f]{64}")
+TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?Z")
+UNPRINTABLE = [
+    *((0, 0x1F), (0x7F, 0x9F), (0x200B, 0x200F), (0x2028, 0x202E), (0x2060, 0x206F)),
+    *((0xD800, 0xDFFF), (0xFEFF, 0xFEFF)),
+]
+MAX_JSON_BYTES = MAX_HEADER_BYTES = 100_000_000
 
 
 class Refused(Exception):
@@ -44,25 +51,45 @@ def rebuild(bucket: Path, version: int) -> dict[str, Tensor]:
         Refused: a digest differs, or a rule is broken.
     """
     try:
-        return _rebuild(bucket, version)
+        return _rebuild(bucket, version, by_delta=False)
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError, struct.error) as exc:
         raise Refused(f"malformed: {exc!r}") from exc
 
 
-def _rebuild(bucket: Path, version: int) -> dict[str, Tensor]:
-    header = _json((bucket / "store.json").read_bytes())
+def verify(bucket: Path, version: int) -> None:
+    """Section 8: rebuild a version, and check what that does not need.
+
+    Raises:
+        Refused: as `rebuild`.
+    """
+    rebuild(bucket, version)
+    try:
+        target = anchored = _manifest(bucket, version)
+        while anchored["anchor"] is None:
+            anchored = _parent(bucket, anchored)
+        if anchored["parent"] is not None:
+            _parent(bucket, anchored)
+        if target["anchor"] is not None and target["delta"] is not None:
+            _rebuild(bucket, version, by_delta=True)
+    except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError, struct.error) as exc:
+        raise Refused(f"malformed: {exc!r}") from exc
+
+
+def _rebuild(bucket: Path, version: int, *, by_delta: bool) -> dict[str, Tensor]:
+    header = _json(_read(bucket / "store.json", MAX_JSON_BYTES))
+    _need(type(header["format_version"]) is int and header["format_version"] == 1, "another format version")
     schema = _schema(header)
     chain = [_manifest(bucket, version)]
     _need(chain[0]["run_id"] == header["run_id"], "the version is of another run")
-    while chain[-1]["anchor"] is None:
-        child, parent = chain[-1], _manifest(bucket, chain[-1]["parent"])
-        stored = _version_path(bucket, child["parent"]).read_bytes()
-        _need(_digest(stored) == child["parent_digest"], "the parent is another manifest")
-        chain.append(parent)
+    while chain[-1]["anchor"] is None or (by_delta and len(chain) == 1):
+        chain.append(_parent(bucket, chain[-1]))
     anchored = chain.pop()
+    labels = {"format": "pt", "kind": "anchor"}
+    labels |= {field: str(anchored[field]) for field in ("format_version", "run_id", "version", "step")}
     state: dict[str, tuple[str, tuple[int, ...], bytearray]] = {}
     for payload in anchored["anchor"]["payloads"]:
-        _, tensors = parse_safetensors(_payload(bucket, payload))
+        metadata, tensors = parse_safetensors(_payload(bucket, payload))
+        _need(metadata.items() >= labels.items(), "the anchor's metadata differ")
         for name, (dtype, shape, data) in tensors.items():
             _need(name not in state and schema.get(name) == (dtype, shape), f"{name!r} does not belong here")
             state[name] = (dtype, shape, bytearray(data))
@@ -70,10 +97,11 @@ def _rebuild(bucket: Path, version: int) -> dict[str, Tensor]:
         _payload(bucket, payload)
     _need(state.keys() == schema.keys(), "the anchor lacks a tensor")
     for manifest in reversed(chain):
+        _need(manifest["delta"]["encoding"] in {"raw", "gap", "context"}, "unknown encoding")
         parent = {name: bytes(data) for name, (_, _, data) in state.items()}
-        seen: dict[str, bool] = {}
+        stated: dict[str, set[int]] = {}
         for payload in manifest["delta"]["payloads"]:
-            _apply(_payload(bucket, payload), manifest, schema, parent, state, seen)
+            _apply(_payload(bucket, payload), manifest, schema, parent, state, stated)
     target = _manifest(bucket, version)
     found = [sums(bytes(state[name][2]), WIDTHS[dtype]) for name, (dtype, _) in schema.items()]
     lines = "".join(
@@ -112,7 +140,6 @@ def positions(encoding: str, dtype: str, idx: bytes, num_elements: int) -> list[
         gaps = struct.unpack(f"<{len(idx) // 2}H", idx)
         found = [total + i for i, total in enumerate(accumulate(gaps))]
     else:
-        _need(encoding == "raw", f"unknown encoding {encoding!r}")
         _need(dtype == ("I64" if num_elements >= 2**31 else "I32"), "positions have the wrong width")
         found = list(struct.unpack(f"<{len(idx) // WIDTHS[dtype]}{'q' if dtype == 'I64' else 'i'}", idx))
     _need(all(a < b for a, b in pairwise(found)), "positions do not ascend")
@@ -123,18 +150,20 @@ def positions(encoding: str, dtype: str, idx: bytes, num_elements: int) -> list[
 def parse_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return a file's metadata and tensors."""
     (length,) = struct.unpack_from("<Q", data)
-    _need(length <= min(100_000_000, len(data) - 8), "the header is too long")
-    header = json.loads(data[8 : 8 + length], object_pairs_hook=_once)
+    _need(length <= min(MAX_HEADER_BYTES, len(data) - 8), "the header is too long")
+    header = _json(data[8 : 8 + length])
     metadata = header.pop("__metadata__", {})
     _need(all(type(value) is str for value in metadata.values()), "metadata must be strings")
     tensors: dict[str, Tensor] = {}
     at = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        start, end = entry["data_offsets"]
+        start, end = map(_count, entry["data_offsets"])
         _need(
             start == at and end - start == _num_bytes(entry["dtype"], entry["shape"]), "overlap, hole or lie"
         )
-        tensors[name] = (entry["dtype"], tuple(entry["shape"]), data[8 + length + start : 8 + length + end])
+        found = data[8 + length + start : 8 + length + end]
+        _need(entry["dtype"] != "BOOL" or not found.strip(b"\0\1"), "a BOOL byte is neither 0 nor 1")
+        tensors[_name(name)] = (entry["dtype"], tuple(entry["shape"]), found)
         at = end
     _need(8 + length + at == len(data), "the data do not end with the file")
     return metadata, tensors
@@ -146,84 +175,124 @@ def _apply(
     schema: dict[str, Any],
     parent: dict[str, bytes],
     state: dict[str, Any],
-    seen: dict[str, bool],
+    stated: dict[str, set[int]],
 ) -> None:
-    """Apply a payload; `seen` tells of the tensors of the version's earlier ones whether they are coded."""
+    """Apply a payload; `stated` has each tensor's positions that the version's payloads stated before."""
     metadata, tensors = parse_safetensors(data)
     encoding = manifest["delta"]["encoding"]
     expected = {"format": "patchstore", "kind": "delta", "encoding": encoding}
     for field in ("format_version", "run_id", "version", "parent", "step"):
         expected[field] = str(manifest[field])
     _need({field: metadata.get(field) for field in expected} == expected, "the metadata differ")
-    listed = json.loads(metadata["tensors"], object_pairs_hook=_once)
+    listed = _json(metadata["tensors"].encode())
+    _need(bool(tensors), "the payload changes no tensor")
     if encoding == "context":
-        _need(not any(seen.get(name) for name in listed), "a coded tensor is in two payloads")
         streams = [tensors.pop(entry) for entry in ("table", "tiles") if entry in tensors]
         _need(all(dtype == "U8" and len(shape) == 1 for dtype, shape, _ in streams), "streams must be bytes")
         _need(len(streams) != 1, "a table without tiles, or tiles without a table")
         if streams:
             table, tiles = (stream for _, _, stream in streams)
-            coded = {name for name, *_ in independent_context.parse_table(table, len(tiles), schema)}
-            _need(coded.isdisjoint(seen), "a coded tensor is in two payloads")
-            seen |= dict.fromkeys(coded, True)
+            for name, *_ in independent_context.parse_table(table, len(tiles), schema):
+                # A coded tensor is in one payload, so it leaves no element to another one.
+                _need(name not in stated, "a coded tensor is stored twice")
+                stated[name] = set(range(len(parent[name])))
             for name, position, new in independent_context.changes(table, tiles, schema, parent):
-                _need(name not in listed, "a tensor is coded and stored otherwise too")
                 state[name][2][position * len(new) : (position + 1) * len(new)] = new
         encoding = "gap"
-    seen |= {name: seen.get(name, False) for name in listed}
     _need(
         {f"{name}.{part}" for name in listed for part in ("idx", "val")} == tensors.keys(), "entries differ"
     )
     for name, spec in listed.items():
         dtype, shape = schema[name]
-        _need(spec == {"dtype": dtype, "shape": list(shape)}, f"{name!r} is another tensor in this run")
+        _num_bytes(spec["dtype"], spec["shape"])
+        _need((spec["dtype"], tuple(spec["shape"])) == (dtype, shape), f"{name!r} is another tensor here")
         width, target = WIDTHS[dtype], state[name][2]
         idx_dtype, idx_shape, idx = tensors[f"{name}.idx"]
         val_dtype, val_shape, val = tensors[f"{name}.val"]
         _need(val_dtype == dtype and idx_shape == val_shape and len(idx_shape) == 1, "idx and val do not fit")
         where = positions(encoding, idx_dtype, idx, len(target) // width)
+        _need(len(where) > 0, f"nothing of {name!r} is stated")
+        _need(stated.setdefault(name, set()).isdisjoint(where), "an element is stated in two payloads")
+        stated[name].update(where)
         for number, position in enumerate(where):
             target[position * width : (position + 1) * width] = val[number * width : (number + 1) * width]
 
 
 def _schema(header: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    names = [entry["name"] for entry in header["tensors"]]
+    _string(header["run_id"])
+    _time(header["created_at"])
+    names = [_name(entry["name"]) for entry in header["tensors"]]
     _need(names == sorted(set(names)), "names must ascend")
-    further = header["tied"].items()
-    _need(all(n and n.isprintable() for n in [*names, *header["tied"]]), "a name is not printable")
-    _need(all(new not in names and old in names for new, old in further), "tied to nothing")
+    for new, old in header["tied"].items():
+        _need(_name(new) not in names and old in names, "tied to nothing")
     for entry in header["tensors"]:
         _num_bytes(entry["dtype"], entry["shape"])
     return {entry["name"]: (entry["dtype"], tuple(entry["shape"])) for entry in header["tensors"]}
 
 
-def _num_bytes(dtype: str, shape: list[int]) -> int:
-    count = 1
-    for size in shape:
-        _need(type(size) is int and size >= 0, "a size must be a number")
-        count *= size
-    _need(count <= 2**48, "too many elements")
+def _num_bytes(dtype: str, shape: Any) -> int:
+    """The bytes of a tensor of this dtype and shape; of any, also of one that is refused."""
+    _need(type(shape) is list, "a shape must be a list")
+    count = non_zero = 1
+    for size in map(_count, shape):
+        count, non_zero = count * size, non_zero * (size or 1)
+    _need(non_zero <= 2**48, "too many elements")
     return count * WIDTHS[dtype]
 
 
 def _manifest(bucket: Path, version: int) -> dict[str, Any]:
-    found = _json(_version_path(bucket, version).read_bytes())
-    _need(found["version"] == version, "the manifest is of another version")
-    _need(found["parent"] is None or found["parent"] < version, "the parent comes later")
-    _need(found["anchor"] is not None or None not in (found["delta"], found["parent"]), "no content")
-    for part, folder in (("delta", "deltas"), ("anchor", "anchors")):
-        keys = [item["key"] for field in ("payloads", "files") for item in (found[part] or {}).get(field, [])]
-        _need(len(set(keys)) == len(keys), "a key occurs twice")
-        for key in keys:
-            parts = key.split("/")
-            _need(parts[0] == folder and len(parts) == 3, f"{key!r} lies elsewhere")
-            _need(all(PART.fullmatch(p) and p not in {".", ".."} for p in parts), f"{key!r} is no key")
-        _need(len({key.split("/")[1] for key in keys}) <= 1, "payloads must lie in one folder")
+    found = _json(_read(_version_path(bucket, version), MAX_JSON_BYTES))
+    _need(type(found["format_version"]) is int and found["format_version"] == 1, "another format version")
+    _need(_count(found["version"]) == version, "the manifest is of another version")
+    delta, anchor, parent = found["delta"], found["anchor"], found["parent"]
+    _need((parent is None) == (version == 0), "version 0, and no other, has no parent")
+    if parent is None:
+        _need(found["parent_digest"] is None and delta is None, "a first version has nothing to build on")
+    else:
+        _need(_count(parent) < version, "the parent comes later")
+        _need(DIGEST.fullmatch(found["parent_digest"]) is not None, "the parent's digest is none")
+    _need(anchor is not None or delta is not None, "no content")
+    _need(_string(found["kind"]) == ("delta" if anchor is None else "anchor"), "the kind is another")
+    _string(found["run_id"])
+    _integer(found["step"])
+    _time(found["created_at"])
+    writer = found["writer"]
+    _need(_string(writer["id"]) and _string(writer["write_id"]) and _count(writer["epoch"]) >= 0, "no writer")
+    _need(DIGEST.fullmatch(found["state"]["total"]) is not None, "the state digest is none")
     sums = found["state"]["sums"]
-    key = SUMS.fullmatch(sums["key"])
+    key = SUMS.fullmatch(_string(sums["key"]))
     _need(key is not None and f"{int(key[1]):08d}" == key[1], "the sums have a wrong key")
-    _need(type(sums["size"]) is int and sums["size"] >= 0, "the sums have no size")
+    _count(sums["size"])
     _need(DIGEST.fullmatch(sums["digest"]) is not None, "the sums have no digest")
+    if delta is not None:
+        _string(delta["encoding"])
+        _count(delta["num_changed"])
+        _check_payloads(delta["payloads"], "deltas")
+    if anchor is not None:
+        _check_payloads([*_list(anchor["payloads"]), *_list(anchor["files"])], "anchors")
+    return found
+
+
+def _check_payloads(payloads: Any, folder: str) -> None:
+    keys = [_string(payload["key"]) for payload in _list(payloads)]
+    for key in keys:
+        parts = key.split("/")
+        _need(parts[0] == folder and len(parts) == 3, f"{key!r} lies elsewhere")
+        _need(all(PART.fullmatch(p) and p not in {".", ".."} for p in parts), f"{key!r} is no key")
+    _need(len(set(keys)) == len(keys), "a key occurs twice")
+    _need(len({key.split("/")[1] for key in keys}) <= 1, "payloads must lie in one folder")
+    for payload in payloads:
+        _count(payload["size"])
+        _need(DIGEST.fullmatch(payload["digest"]) is not None, "a payload's digest is none")
+
+
+def _parent(bucket: Path, child: dict[str, Any]) -> dict[str, Any]:
+    """The parent's manifest, which must be the one that the child names."""
+    found = _manifest(bucket, child["parent"])
+    stored = _read(_version_path(bucket, child["parent"]), MAX_JSON_BYTES)
+    _need(_digest(stored) == child["parent_digest"], "the parent is another manifest")
+    _need(found["run_id"] == child["run_id"], "the parent is of another run")
+    _need(found["writer"]["epoch"] <= child["writer"]["epoch"], "the parent is of a later epoch")
     return found
 
 
@@ -232,7 +301,7 @@ def _version_path(bucket: Path, version: int) -> Path:
 
 
 def _payload(bucket: Path, payload: dict[str, Any]) -> bytes:
-    data: bytes = (bucket / payload["key"]).read_bytes()
+    data = _read(bucket / payload["key"], payload["size"])
     _need(
         len(data) == payload["size"] and _digest(data) == payload["digest"],
         f"{payload['key']} has other bytes",
@@ -240,10 +309,51 @@ def _payload(bucket: Path, payload: dict[str, Any]) -> bytes:
     return data
 
 
+def _read(path: Path, most: int) -> bytes:
+    _need(path.is_file() and not path.is_symlink(), f"{path} is no regular file")
+    _need(path.stat().st_size <= most, f"{path} has more than {most} bytes")
+    return path.read_bytes()
+
+
 def _json(data: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(data)
-    _need(type(found["format_version"]) is int and found["format_version"] == 1, "another format version")
-    return found
+    found = json.loads(data.decode("utf-8"), object_pairs_hook=_once, parse_constant=_constant)
+    _need(type(found) is dict, "not a JSON object")
+    return found  # type: ignore[no-any-return]
+
+
+def _constant(word: str) -> None:
+    raise Refused(f"{word} is no JSON")
+
+
+def _integer(value: Any) -> int:
+    _need(type(value) is int and abs(value) < 2**53, f"{value!r:.80} is no integer")
+    return value  # type: ignore[no-any-return]
+
+
+def _count(value: Any) -> int:
+    _need(_integer(value) >= 0, f"{value} is negative")
+    return value  # type: ignore[no-any-return]
+
+
+def _string(value: Any) -> str:
+    _need(type(value) is str and value != "", f"{value!r:.80} is no string, or empty")
+    _need(not any(a <= ord(c) <= b for c in value for a, b in UNPRINTABLE), f"{value!r:.80} is not printable")
+    return value  # type: ignore[no-any-return]
+
+
+def _name(value: Any) -> str:
+    _need(value != "__metadata__", "no tensor has this name")
+    return _string(value)
+
+
+def _time(value: Any) -> None:
+    _need(TIME.fullmatch(value) is not None, f"{value!r:.80} is no time in UTC")
+    datetime.fromisoformat(value)
+
+
+def _list(value: Any) -> list[Any]:
+    _need(type(value) is list, f"{value!r:.80} is no list")
+    return value  # type: ignore[no-any-return]
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -310,7 +310,7 @@ def test_a_plan_leads_from_what_is_held_to_the_target(data: st.DataObject) -> No
     template = surgery.manifest(BUCKETS["v1-raw"], 1)
     count = data.draw(st.integers(1, 8))
     for version in range(count):
-        parent = data.draw(st.none() | st.integers(0, version - 1)) if version else None
+        parent = data.draw(st.integers(0, version - 1)) if version else None
         with_anchor = parent is None or data.draw(st.booleans())
         with_delta = parent is not None and (not with_anchor or data.draw(st.booleans()))
         sizes = [data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9))]
@@ -324,6 +324,7 @@ def test_a_plan_leads_from_what_is_held_to_the_target(data: st.DataObject) -> No
         named = None if parent is None else checksum.digest(store.get(f"versions/{parent:08d}.json"))
         record = template | {
             "version": version,
+            "kind": "anchor" if with_anchor else "delta",
             "parent": parent,
             "parent_digest": named,
             "anchor": anchor if with_anchor else None,

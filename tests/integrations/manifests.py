@@ -1,8 +1,7 @@
 """Versions without payloads, for servers that read none."""
 
-from datetime import UTC, datetime
-
 from patchstore import layout, log
+from patchstore.committer import now
 from patchstore.model import Anchor, Manifest, Payload, Schema, StateDigest, StoreHeader, Writer
 from patchstore.stores.base import Store
 
@@ -13,11 +12,11 @@ def commit(store: Store, version: int, run_id: str = "run", created_at: str | No
         store,
         Manifest(
             version=version,
-            parent=None,
-            parent_digest=None,
+            parent=version - 1 if version else None,
+            parent_digest=f"blake3:{'0' * 64}" if version else None,
             run_id=run_id,
             step=version,
-            created_at=created_at or datetime.now(UTC).isoformat(),
+            created_at=created_at or now(),
             writer=Writer(id="test", epoch=1, write_id="w"),
             state=StateDigest(
                 total="blake3:" + "0" * 64,

@@ -228,6 +228,17 @@ def test_every_figure_is_there(serve, stub):
         assert answer.text.endswith("# EOF\n")
 
 
+def test_a_head_without_a_time_in_utc_is_a_problem_and_the_figures_are_still_served(serve, store, stub):
+    with serve([stub.url]) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
+        commit(store, 1, created_at="2026-01-31T12:00:00")
+        service.fleet.until(lambda: "failed" in service.fleet.did(None))
+        figures = service.figures()
+    assert figures["patchstore_store_up",] == 0
+    assert figures["patchstore_store_failures_total", "corrupt-object"] >= 1
+    assert figures["patchstore_head_version",] == 0
+
+
 def test_a_server_that_is_followed_no_more_leaves_the_figures(serve, stub, tmp_path: Path):
     listed = tmp_path / "servers"
     listed.write_text(f"{stub.url}\n{NOBODY}")
@@ -244,7 +255,7 @@ def test_how_late_servers_are_is_counted_from_the_version_that_they_lack(store):
     created = datetime.now(UTC) - timedelta(hours=1)
     late = MemoryStore("memory://late")
     begin_run(late)
-    commit(late, 0, created_at=created.isoformat())
+    commit(late, 0, created_at=created.isoformat().replace("+00:00", "Z"))
     newest = Newest(late)
     newest.look()
     assert newest.outdated(-1) == created

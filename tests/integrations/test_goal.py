@@ -8,7 +8,7 @@ import pytest
 from manifests import begin_run, commit
 
 from patchstore import layout
-from patchstore.errors import StoreUnavailable, UsageError, VersionNotFound
+from patchstore.errors import CorruptObject, StoreUnavailable, UsageError, VersionNotFound
 from patchstore.integrations.goal import Goal, Newest
 from patchstore.stores.memory import MemoryStore
 
@@ -25,6 +25,10 @@ def store() -> MemoryStore:
 def empty(store: MemoryStore) -> None:
     for key in list(store.list()):
         store.delete(key)
+
+
+def spelled(when: datetime) -> str:
+    return when.isoformat().replace("+00:00", "Z")
 
 
 def look(goal: Goal | Newest) -> tuple[str, int] | None:
@@ -94,7 +98,7 @@ def test_how_late_a_server_is_counts_from_the_first_version_that_it_lacks():
     begun = datetime(2026, 1, 1, tzinfo=UTC)
     newest = Newest(store)
     for version in range(3):
-        commit(store, version, created_at=(begun + timedelta(hours=version)).isoformat())
+        commit(store, version, created_at=spelled(begun + timedelta(hours=version)))
         newest.look()
     assert newest.created(1) == begun + timedelta(hours=1)
     assert newest.outdated(0) == begun + timedelta(hours=1)
@@ -102,11 +106,16 @@ def test_how_late_a_server_is_counts_from_the_first_version_that_it_lacks():
     assert newest.created(7) is None
 
 
-def test_a_time_that_is_none_is_no_obstacle(store):
-    commit(store, 4, created_at="yesterday")
+@pytest.mark.parametrize("said", ["yesterday", "2026-01-01T00:00:00", "2026-01-01T00:00:00+00:00"])
+def test_a_version_without_a_time_in_utc_is_refused_and_the_one_before_stays(store, said):
     newest = Newest(store)
-    assert look(newest) == ("run", 4)
-    assert newest.created(4) is not None
+    look(newest)
+    before = newest.created(3)
+    commit(store, 4, created_at=said)
+    with pytest.raises(CorruptObject, match="created_at"):
+        newest.look()
+    assert newest.created(3) == before
+    assert newest.created(4) is None
 
 
 def test_servers_are_held_at_a_version_and_released(store):

@@ -1,12 +1,17 @@
 import errno
 import os
+import socket
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from patchstore import Publisher, verify
 from patchstore.errors import AlreadyExists, NotFound, StoreUnavailable, UnsupportedStore, UsageError
 from patchstore.stores.base import Store
 from patchstore.stores.folder import FolderStore
@@ -122,6 +127,59 @@ def test_a_symbolic_link_below_the_folder_is_no_object(tmp_path: Path) -> None:
     assert list(store.list()) == []
     assert list(store.list("folder/")) == []
     assert (outside / "secret").read_bytes() == b"secret"
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def unix_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+def device(path: Path) -> None:
+    try:
+        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero, which never ends
+    except PermissionError:
+        pytest.skip("only root makes devices, and not in every container")
+
+
+@pytest.mark.parametrize("make", [pipe, unix_socket, device])
+def test_a_pipe_a_socket_or_a_device_is_no_object_and_is_not_waited_for(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    store = FolderStore(tmp_path)
+    make(tmp_path / "odd")
+    for ask in (
+        lambda: store.get("odd"),
+        lambda: store.get("odd", 0, 10),
+        lambda: store.size("odd"),
+        lambda: b"".join(store.read("odd")),
+    ):
+        with pytest.raises(UsageError, match="odd"):
+            ask()
+    assert list(store.list()) == []
+    with pytest.raises(AlreadyExists):
+        store.put("odd", b"x", if_absent=True)
+    store.put("odd", b"x")
+    assert store.get("odd") == b"x"
+
+
+@pytest.mark.parametrize("key", ["store.json", "head.json", "versions/00000001.json", "anchors/", "deltas/"])
+def test_a_pipe_in_an_objects_place_ends_a_reader_with_an_error_that_names_it(
+    tmp_path: Path, key: str
+) -> None:
+    bucket, weights = tmp_path / "bucket", {"w": torch.arange(8, dtype=torch.int32)}
+    with Publisher(FolderStore(bucket), weights, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+        weights["w"][0] += 1
+        publisher.publish_patch(1).result()
+    key = next(found for found in FolderStore(bucket).list() if found.startswith(key))
+    (bucket / key).unlink()
+    os.mkfifo(bucket / key)
+    with pytest.raises(UsageError, match=key):
+        verify(FolderStore(bucket))
 
 
 def test_the_folder_itself_may_be_a_symbolic_link(tmp_path: Path) -> None:

@@ -28,11 +28,12 @@ from patchstore.stores import open_store
 from patchstore.sums import Sums, read_sums
 from patchstore.tensors import bits
 from patchstore.testing.faults import FaultyStore
+from tests.format import bad_buckets, surgery
 from tests.interpreted import DEVICE, kernels
 from tests.weights import lie
 from vllm_plugin.derived import Derived
 from vllm_plugin.live import Change, LiveWeights
-from vllm_plugin.origin import find_version, read_folder
+from vllm_plugin.origin import find_version, read_folder, read_tensors
 from vllm_plugin.update import Updater
 
 pytestmark = pytest.mark.vllm
@@ -753,6 +754,18 @@ def test_versions_before_the_nearest_anchor_are_not_searched(new_trainer, tensor
         module = Fused()
         module.load_weights((n, t.clone()) for n, t in often.history[version].items())
         assert open_ranks(often, module).held == found
+
+
+def test_an_element_of_bool_that_torch_does_not_have_is_refused_where_single_tensors_are_read(tmp_path):
+    objects = surgery.load(Path(__file__).parents[1] / "golden" / "v1-gap")
+    case = next(case for case in bad_buckets.CASES if case.name == "an element of BOOL is 2 in an anchor")
+    case.change(objects)
+    store = surgery.store_of(objects)
+    schema = log.read_header(store).schema
+    cache = NodeCache(tmp_path / "cache")
+    read_tensors(store, schema, 0, ["u8.weight"], cache)
+    with pytest.raises(CorruptObject):
+        read_tensors(store, schema, 0, ["bool.weight"], cache)
 
 
 def test_a_truncated_checkpoint_file_is_named(tmp_path, trainer):

@@ -130,7 +130,7 @@ def _open(bucket: Bucket) -> Iterator[Finding]:
 def _answer(bucket: Bucket) -> Iterator[Finding]:
     began = time.monotonic()
     try:
-        bucket.store.get(layout.HEADER)
+        bucket.store.get(layout.HEADER, 0, 1)
     except NotFound:
         pass
     except (UsageError, StoreUnavailable) as exc:

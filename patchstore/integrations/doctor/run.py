@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 
-from patchstore import lineage, log
+from patchstore import lineage, log, manifest
 from patchstore.errors import (
     CorruptObject,
     DataError,
@@ -48,11 +47,7 @@ def _read(bucket: Bucket) -> Iterator[Finding]:
 
 
 def _age(created_at: str, now: float) -> str:
-    try:
-        created = datetime.fromisoformat(created_at)
-    except ValueError:
-        return f"{created_at!r:.40}"
-    seconds = max(0.0, now - created.replace(tzinfo=created.tzinfo or UTC).timestamp())
+    seconds = max(0.0, now - manifest.time_of(created_at).timestamp())
     for unit, length_s in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length_s:
             return f"{seconds / length_s:.0f} {unit}"
