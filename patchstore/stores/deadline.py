@@ -67,9 +67,10 @@ class Deadline:
 class Patience:
     """How long to wait for a transfer of any size while nothing moves; otherwise used as a `Deadline`."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, num_bytes: int = PART_BYTES) -> None:
+        """`num_bytes` may pass before any of them is seen to."""
         self._timeout_s = timeout_s
-        self.limit_s = allowance(timeout_s, PART_BYTES)
+        self.limit_s = allowance(timeout_s, num_bytes)
 
     def request(self) -> Deadline:
         """Return the limit for one of the requests that the transfer makes beside its bytes."""

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from patchstore.errors import AlreadyExists, UnsupportedStore, UsageError
-from patchstore.layout import check_key
 from patchstore.stores.base import PART_BYTES, Chunk, Store, check_range
 from patchstore.stores.deadline import DEFAULT_TIMEOUT_S, Deadline, Patience, allowance
 from patchstore.stores.hub_api import BucketApi, Entry, Operation
-from patchstore.stores.hub_content import Contents
+from patchstore.stores.hub_content import BLOCK_BYTES, Contents
 from patchstore.stores.hub_events import Feed
 from patchstore.stores.messages import Messages
 from patchstore.stores.multipart import in_parts
@@ -150,7 +149,7 @@ class HubStore(Store):
         if end is not None and end - start <= PART_BYTES:
             yield from filter(None, [self._get("read", key, start, end)])
             return
-        operation = self._transfer("read", key)
+        operation = self._transfer("read", key, BLOCK_BYTES)
         entry = self._entry(operation, key)
         stop = entry.size if end is None else min(end, entry.size)
         pieces = self._contents.stream(operation, entry, start, stop) if start < stop else ()
@@ -158,7 +157,7 @@ class HubStore(Store):
 
     def read_into(self, key: str, buffer: memoryview, start: int = 0) -> int:
         check_range(self.url, "read_into", key, start, None)
-        buffer, operation = buffer.cast("B"), self._transfer("read_into", key)
+        buffer, operation = buffer.cast("B"), self._transfer("read_into", key, BLOCK_BYTES)
         entry = self._entry(operation, key)
         num_bytes = max(0, min(len(buffer), entry.size - start))
         if num_bytes:
@@ -180,9 +179,10 @@ class HubStore(Store):
         limit = Deadline(allowance(self.timeout_s, num_bytes))
         return Operation(name=name, key=key, limit=limit, messages=self._messages)
 
-    def _transfer(self, name: str, key: str) -> Operation:
-        """An operation that ends when nothing moves any more."""
-        return Operation(name=name, key=key, limit=Patience(self.timeout_s), messages=self._messages)
+    def _transfer(self, name: str, key: str, num_bytes: int = PART_BYTES) -> Operation:
+        """An operation that ends when nothing moves any more, though `num_bytes` may move unseen."""
+        limit = Patience(self.timeout_s, num_bytes)
+        return Operation(name=name, key=key, limit=limit, messages=self._messages)
 
     def _get(self, name: str, key: str, start: int, end: int | None) -> bytes:
         check_range(self.url, name, key, start, end)
@@ -226,9 +226,10 @@ def _split(url: str) -> tuple[str, str, str]:
     name, _, prefix = rest.partition("/")
     if not owner or not name:
         raise UsageError(f"{url} names no bucket: use hf://buckets/OWNER/NAME/prefix")
+    messages = Messages(url)
     for part in (owner, name):
-        check_key(part)
-    return owner, name, check_key(prefix) if prefix else ""
+        messages.key("open", part)
+    return owner, name, messages.key("open", prefix) if prefix else ""
 
 
 def _checked_word(single_writer: object) -> bool:

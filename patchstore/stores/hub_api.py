@@ -38,6 +38,7 @@ _HTTP = sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]
 # RuntimeError: another thread's failed connection had the session closed, as huggingface_hub then does.
 _LOST = cast("tuple[type[Exception], ...]", (_HTTP.TransportError, RuntimeError))
 _NO_SUCH_BUCKET = "RepoNotFound"
+_IS_IT_THE_HUB = "check that the option endpoint, or HF_ENDPOINT, is the URL of a Hub"
 
 Right = Literal["read", "write"]
 
@@ -110,6 +111,8 @@ class Operation:
             return self.refusal(f"refused: {said}; log in, set HF_TOKEN, or give a token= that may")
         if isinstance(exc, _HTTP.UnsupportedProtocol | _HTTP.InvalidURL):
             return self.refusal(f"{said}; correct the option endpoint, or HF_ENDPOINT")
+        if isinstance(exc, json.JSONDecodeError | LookupError | TypeError):
+            return self.failure(f"failed: the answer is not one of the Hub ({said})", _IS_IT_THE_HUB)
         return self.failure(f"failed: {said}", "try again, and check the endpoint and the network")
 
 
@@ -147,6 +150,9 @@ class BucketApi:
             if response.status_code == 404 and _is_of_an_object(response):
                 raise operation.messages.not_found(operation.name, operation.key)
             hf_raise_for_status(response)
+            if _is_page(response) and not response.history:
+                # The Hub sends on to the content; another web server has a page for everything.
+                raise operation.failure("failed: the answer is a web page", _IS_IT_THE_HUB)
             data: bytes = response.content
             return data if response.status_code == 206 else data[start:end]
 
@@ -278,9 +284,12 @@ def is_followed(response: Any) -> bool:
 
 def _is_of_an_object(response: Any) -> bool:
     """Whether what is not found is the object: not the bucket, nor the page of another web server."""
-    is_page = str(response.headers.get("Content-Type", "")).startswith("text/html")
     code = response.headers.get("X-Error-Code")
-    return code != _NO_SUCH_BUCKET and not (code is None and is_page)
+    return code != _NO_SUCH_BUCKET and not (code is None and _is_page(response))
+
+
+def _is_page(response: Any) -> bool:
+    return str(response.headers.get("Content-Type", "")).startswith("text/html")
 
 
 def _seconds(text: str) -> float:

@@ -27,6 +27,8 @@ _CONFIG = {
     "reconstruction.max_reconstruction_fetch_size": _BUFFER_BYTES,
     "client.ac_max_upload_concurrency": 4,
 }
+BLOCK_BYTES = 64 << 20
+"""What hf-xet fetches as one; what arrives of it cannot be seen meanwhile."""
 _CONNECT_S = 10.0
 _STOP_S = 1.0
 """How long hf-xet may take to stop what has failed; it goes on stopping then."""
@@ -52,6 +54,7 @@ class Contents:
         limits = {
             "client.connect_timeout": _duration(min(_CONNECT_S, timeout_s)),
             "client.read_timeout": _duration(timeout_s),
+            "client.retry_max_duration": _duration(2 * timeout_s),
         }
         self._session = hf_xet.XetSession(hf_xet.XetConfig().with_config(_CONFIG | limits))
 
@@ -92,7 +95,7 @@ class Contents:
             missing = end - start
             while missing:
                 with operation.answers():
-                    piece: bytes = run(lambda: next(stream, b""), lambda: _completed(stream))
+                    piece: bytes = run(lambda: next(stream, b""))
                 _check(bool(piece) and len(piece) <= missing, operation)
                 missing -= len(piece)
                 yield piece
@@ -108,7 +111,7 @@ class Contents:
         try:
             while True:
                 with operation.answers():
-                    found = run(lambda: next(stream, None), lambda: _completed(stream))
+                    found = run(lambda: next(stream, None))
                 if found is None:
                     break
                 # Here and not on the other thread, which may outlast this call.
@@ -128,11 +131,6 @@ class Contents:
 def _check(good: bool, operation: Operation) -> None:
     if not good:
         raise operation.failure("failed: another number of bytes came than were asked for")
-
-
-def _completed(stream: Any) -> object:
-    progress = stream.progress()
-    return progress and progress.bytes_completed
 
 
 def _duration(seconds: float) -> str:

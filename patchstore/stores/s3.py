@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import s3fs
@@ -19,7 +20,7 @@ from s3fs.core import AioConfig
 
 from patchstore.errors import PatchstoreError, UnsupportedStore, UsageError
 from patchstore.stores.base import PART_BYTES, Chunk, Store, check_range
-from patchstore.stores.deadline import DEFAULT_TIMEOUT_S, Deadline, Overdue, allowance
+from patchstore.stores.deadline import DEFAULT_TIMEOUT_S, LONGEST_S, Deadline, Overdue, allowance
 from patchstore.stores.messages import Messages
 from patchstore.stores.multipart import in_parts
 from patchstore.stores.options import check_endpoint, check_texts, checked_timeout
@@ -94,7 +95,7 @@ class S3Store(Store):
                 **{"skip_instance_cache": True, "use_listings_cache": False, **options}
             )
         except (BotoCoreError, AttributeError, LookupError, TypeError, ValueError) as exc:
-            what = f"the options cannot be: {self._messages.clean(exc)}"
+            what = f"an option is wrong: {self._messages.clean(exc)}"
             raise self._messages.usage("open", "", what) from exc
         # botocore repeats requests; that s3fs repeats them too would multiply the attempts.
         fs.retries = 1
@@ -121,7 +122,7 @@ class S3Store(Store):
             except Exception as exc:
                 if self._client.code(exc) in _PAST_END:
                     return b""
-                self._check_bucket("get", exc, deadline)
+                self._check_bucket("get", key, exc, deadline)
                 raise
 
     def size(self, key: str) -> int:
@@ -130,7 +131,7 @@ class S3Store(Store):
             try:
                 return self._client.size(full, deadline)
             except Exception as exc:
-                self._check_bucket("size", exc, deadline)
+                self._check_bucket("size", key, exc, deadline)
                 raise
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
@@ -206,7 +207,7 @@ class S3Store(Store):
     def _full(self, operation: str, key: str) -> str:
         return self._prefix + self._messages.key(operation, key)
 
-    def _check_bucket(self, operation: str, exc: Exception, deadline: Deadline) -> None:
+    def _check_bucket(self, operation: str, key: str, exc: Exception, deadline: Deadline) -> None:
         """Tell a missing bucket from a missing object where the answer does not, as that to a HEAD.
 
         Raises:
@@ -215,11 +216,11 @@ class S3Store(Store):
         if self._client.code(exc) == _UNTOLD and not self._was_there:
             self._was_there = self._client.has_bucket(deadline)
             if not self._was_there:
-                raise self._no_bucket(operation) from exc
+                raise self._no_bucket(operation, key) from exc
 
-    def _no_bucket(self, operation: str) -> UsageError:
+    def _no_bucket(self, operation: str, key: str) -> UsageError:
         what = f"there is no bucket {self._bucket} here; create it, or correct the URL or endpoint_url"
-        return self._messages.usage(operation, "", what)
+        return self._messages.usage(operation, key, what)
 
     @contextmanager
     def _answers(self, operation: str, key: str) -> Iterator[None]:
@@ -239,7 +240,7 @@ class S3Store(Store):
         code = self._client.code(exc)
         message = self._messages.clean(self._client.message(exc))
         if code == "NoSuchBucket" or (code == _UNTOLD and operation not in _READS):
-            return self._no_bucket(operation)
+            return self._no_bucket(operation, key)
         if code in _MISSING:
             return self._messages.not_found(operation, key)
         if self._client.is_mistake(exc) and code not in _PASSING:
@@ -308,7 +309,18 @@ def _check_options(options: dict[str, Any]) -> None:
     check_texts(options, _TEXTS)
     for name in _MAPPINGS & options.keys():
         if options[name] is not None and not isinstance(options[name], Mapping):
-            raise UsageError(f"the option {name} is a mapping, not {type(options[name]).__name__}")
+            raise UsageError(
+                f"the option {name} must be a mapping, and is of type {type(options[name]).__name__}"
+            )
+    verify = (options.get("client_kwargs") or {}).get("verify")
+    if isinstance(verify, str) and not Path(verify).exists():
+        raise UsageError(f"client_kwargs: there is no file of certificates {verify}")
+    for name in ("connect_timeout", "read_timeout"):
+        value = (options.get("config_kwargs") or {}).get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LONGEST_S:
+            raise UsageError(f"config_kwargs: {name} must be a number of seconds, and is {value!r}")
+    if isinstance(options.get("session"), str | int | float):
+        raise UsageError("the option session must be one of aiobotocore; profile= names a profile")
     for where in (options, options.get("client_kwargs") or {}):
         check_endpoint("endpoint_url", where.get("endpoint_url"))
 

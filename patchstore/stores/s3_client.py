@@ -10,11 +10,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from botocore.exceptions import (
+    ConfigNotFound,
+    ConfigParseError,
+    InvalidChecksumConfigError,
+    InvalidConfigError,
+    InvalidProxiesConfigError,
+    InvalidRetryModeError,
     NoCredentialsError,
     ParamValidationError,
     PartialCredentialsError,
     ProfileNotFound,
     UnknownEndpointError,
+    UnknownSignatureVersionError,
 )
 from fsspec.asyn import sync
 from fsspec.exceptions import FSTimeoutError
@@ -25,12 +32,19 @@ from patchstore.stores.multipart import send_parts
 
 _NO_BUCKET = {"NoSuchBucket", "404"}
 _MISTAKES = (
+    ConfigNotFound,
+    ConfigParseError,
+    InvalidChecksumConfigError,
+    InvalidConfigError,
+    InvalidProxiesConfigError,
+    InvalidRetryModeError,
     PermissionError,
     NoCredentialsError,
     ParamValidationError,
     PartialCredentialsError,
     ProfileNotFound,
     UnknownEndpointError,
+    UnknownSignatureVersionError,
 )
 _BODY_ATTEMPTS = 2
 """botocore repeats what failed before the answer's body, and nothing after that."""
@@ -126,7 +140,11 @@ class S3fsClient:
     def code(self, exc: BaseException) -> str:
         """S3's word for what went wrong, such as `NoSuchKey`; empty where no answer came."""
         response = getattr(exc.__cause__, "response", None) or getattr(exc, "response", None)
-        return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+        if not isinstance(response, dict):
+            return ""
+        # What is no S3 service, or has no body, leaves only the status.
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
+        return str(response.get("Error", {}).get("Code") or status)
 
     def is_taken(self, exc: BaseException) -> bool:
         """Whether the library itself says that a create-only put found an object."""
@@ -137,6 +155,8 @@ class S3fsClient:
         return isinstance(exc, _MISTAKES)
 
     def message(self, exc: BaseException) -> str:
+        if isinstance(exc, LookupError):
+            return f"the answer lacks {exc}; is endpoint_url that of an S3 service?"
         return str(exc) or type(exc).__name__
 
     def close(self) -> None:

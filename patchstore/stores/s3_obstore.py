@@ -54,6 +54,7 @@ _CREDENTIALS_S = 600
 _MAX_PARTS = 10_000
 _AWS = re.compile(r"s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_REASON = re.compile(r'(?:message|error): "([^"]+)"')
 _STATUS = re.compile(r"status code: (\d{3})")
 
 
@@ -151,7 +152,10 @@ class ObstoreClient(S3fsClient):
         return refused or super().is_mistake(exc)
 
     def message(self, exc: BaseException) -> str:
-        return super().message(exc).partition("\n\nDebug source")[0]
+        said, _, source = super().message(exc).partition("\n\nDebug source")
+        # Why a connection failed is only there, innermost and so last.
+        reasons = _REASON.findall(source)
+        return f"{said}: {reasons[-1]}" if reasons else said
 
     def _store(self, deadline: Deadline) -> S3Store:
         # Two threads may both open it, which costs a request.
