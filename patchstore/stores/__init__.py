@@ -1,19 +1,24 @@
 """Places to keep objects, opened by URL. The code for each is imported when one is opened."""
 
 import os
+import re
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from patchstore.errors import UnsupportedStore, UsageError
 from patchstore.stores.base import Store
 
 __all__ = ["Store", "open_store"]
 
+_KNOWN = ("s3", "s3a", "hf", "file", "memory", "gs", "gcs", "az", "abfs", "abfss", "adl", "http", "https")
+_MISTYPED = re.compile(rf"(?i)(?:({'|'.join(_KNOWN)})(?::|//)|([a-z][a-z0-9+.-]*):/|:/)/*(.*)", re.DOTALL)
+"""What can hardly be the path of a folder: `s3:/bucket`, `s3//bucket`, `s3:bucket`, `://bucket`."""
+
 
 def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
     """Open the store at a URL; nothing is read or written yet.
 
-    - a path, or `file:///path`: files of a folder
+    - a path, also one that begins with `~`, or `file:///path`: files of a folder
     - `memory://name`: within this process; the same store for the same name
     - `s3://bucket/prefix`: options are those of s3fs, such as `endpoint_url`, `key`, `secret`, and
       `client`: `auto`, `s3fs` or `obstore`
@@ -21,17 +26,21 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
       for publishers `gateway_key` and `gateway_secret`, or `single_writer=True`: see `stores/hub.py`
     - any other protocol of fsspec, such as `gs://` or `abfs://`; options are its driver's
 
+    All but folders and `memory://` have an option `timeout_s`, 60 by default: see `docs/stores.md`.
+
     Raises:
-        UsageError: no such protocol, or an option that its store does not have.
+        UsageError: no such protocol, what looks like a URL with a slip in it, or an option that its store
+            does not have, or of a wrong type.
         UnsupportedStore: a package is missing, or the store cannot create an object only once.
     """
-    url = os.fspath(url)
+    url = _checked(url)
     protocol, separator, rest = url.partition("://")
+    protocol = protocol.lower()
     if not separator or protocol == "file":
         _check_no_options("folder", storage_options)
         from patchstore.stores.folder import FolderStore
 
-        return FolderStore(_file_path(url) if separator else url)
+        return FolderStore(_file_path(url) if separator else _expanded(url))
     if protocol == "memory":
         _check_no_options("memory://", storage_options)
         from patchstore.stores.memory import named
@@ -39,6 +48,7 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
         if not rest:
             raise UsageError("memory:// needs a name: memory://name")
         return named(rest)
+    url = f"{protocol}://{rest}"
     if url != _public(url):
         raise UsageError(f"{_public(url)}: give passwords and options as keywords, not in the URL")
     if protocol == "hf":
@@ -61,16 +71,68 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
     return open_fsspec(url, storage_options)
 
 
+def _checked(url: object) -> str:
+    """Return a URL or path, in which nothing looks mistyped.
+
+    Raises:
+        UsageError: says what was probably meant.
+    """
+    if not isinstance(url, str | os.PathLike):
+        raise UsageError(f"a store is named by a URL or a path, as text, not by {type(url).__name__}")
+    text: object = os.fspath(url)
+    if not isinstance(text, str):
+        raise UsageError(f"a store is named by a URL or a path, as text, not by {type(text).__name__}")
+    if not text.strip():
+        raise UsageError(
+            "the store's URL is empty: give one such as s3://bucket/run, or the path of a folder"
+        )
+    if text != text.strip() or any(ord(each) < 32 or ord(each) == 127 for each in text):
+        raise UsageError(
+            f"{_public(text)!r}: a store's URL has no white space around it or control characters"
+        )
+    if re.match("(?i)file:/[^/]", text):
+        text = f"file://{text[5:]}"
+    if "://" not in text.removeprefix(":") and (found := _MISTYPED.match(text)):
+        protocol = (found[1] or found[2] or "s3").lower()
+        meant = f"{protocol}://{'/' if protocol == 'file' else ''}{found[3]}"
+        raise UsageError(
+            f"the store's URL looks mistyped: is {_public(meant)} meant? A path that looks so begins with ./"
+        )
+    return text
+
+
 def _check_no_options(store: str, options: dict[str, Any]) -> None:
+    if "timeout_s" in options:
+        raise UsageError(
+            f"{store} stores have no option timeout_s: what the operating system is asked for takes as long "
+            "as it takes, also where a network file system hangs; leave the option out"
+        )
     if options:
         raise UsageError(f"{store} stores have no option {', '.join(sorted(options))}; known are none")
 
 
 def _file_path(url: str) -> str:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as exc:
+        raise UsageError(f"{url} is not a URL ({exc}): use file:///path") from exc
     if parts.netloc not in {"", "localhost"} or not parts.path:
         raise UsageError(f"{url} names another machine or no path: use file:///path")
-    return unquote(parts.path)
+    if "?" in url or "#" in url:
+        raise UsageError(f"{_public(url)}: a path is not followed by a query; write %3F for ? and %23 for #")
+    return os.fsdecode(unquote_to_bytes(parts.path))
+
+
+def _expanded(path: str) -> str:
+    """Put a user's folder in place of `~`, which a shell does not do within quotes.
+
+    Raises:
+        UsageError: there is no such user.
+    """
+    expanded = os.path.expanduser(path)  # noqa: PTH111 - of a user that does not exist pathlib raises its own
+    if expanded.startswith("~"):
+        raise UsageError(f"{path}: there is no such user's folder; a folder of that name is ./{path}")
+    return expanded
 
 
 def _public(url: str) -> str:

@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
 from patchstore.errors import UsageError
-from patchstore.layout import check_key
 
 PART_BYTES = 8 << 20
 """Size of a part of a streamed object; with `NUM_PARTS` it bounds memory per transfer."""
@@ -29,7 +28,11 @@ class Store(ABC):
     All methods may be called from several threads. Keys are those that `layout.check_key` admits;
     any other raises `UsageError`, and so does a store that refuses the caller (no such bucket, no
     right to it). Any method raises `StoreUnavailable` where the store cannot be reached or answers
-    with something else than yes or no; for a write that leaves open whether it happened.
+    with something else than yes or no, or not in time; for a write that leaves open whether it happened.
+
+    Stores that are reached over a network have an option `timeout_s`. A request takes that long at most, and
+    as much again for each `PART_BYTES` that it carries, with all that the client's library does inside it.
+    Messages begin with the store, the operation and the key, and hold no secrets.
     """
 
     url: str
@@ -92,7 +95,7 @@ class Store(ABC):
         Raises:
             NotFound: no such object; like all errors, when the first part is asked for.
         """
-        check_range(start, end)
+        check_range(self.url, "read", key, start, end)
         stop = self.size(key) if end is None else end
         if stop - start <= PART_BYTES:
             if part := self.get(key, start, max(start, stop)):
@@ -127,7 +130,7 @@ class Store(ABC):
         Raises:
             NotFound: no such object. As after every error, the buffer holds anything.
         """
-        check_range(start, None)
+        check_range(self.url, "read_into", key, start, None)
         buffer = buffer.cast("B")
 
         def fill(offset: int) -> int:
@@ -159,22 +162,13 @@ class Store(ABC):
         """Release connections; the store must not be used afterwards."""
 
 
-def check_prefix(prefix: str) -> str:
-    """Return what `list` may look for: nothing, or the beginning of a key.
-
-    Raises:
-        UsageError: no key starts so.
-    """
-    if prefix:
-        check_key(prefix.removesuffix("/"))
-    return prefix
-
-
-def check_range(start: int, end: int | None) -> None:
+def check_range(url: str, operation: str, key: str, start: int, end: int | None) -> None:
     """Refuse a range that counts from the end or runs backwards.
 
     Raises:
         UsageError: `start` is negative, or `end` is before it.
     """
     if start < 0 or (end is not None and end < start):
-        raise UsageError(f"bytes {start} to {end} are no range: give 0 <= start <= end")
+        raise UsageError(
+            f"{url}: {operation} {key}: bytes {start} to {end} are no range: give 0 <= start <= end"
+        )

@@ -14,15 +14,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
-from patchstore.errors import AlreadyExists, NotFound, StoreUnavailable, UnsupportedStore, UsageError
+from patchstore.errors import UsageError
 from patchstore.layout import check_key
-from patchstore.stores.base import Chunk, Store, check_prefix, check_range
+from patchstore.stores.base import Chunk, Store, check_range
+from patchstore.stores.messages import Messages
 
 _TEMP = ".tmp"
 _STALE_S = 7 * 86_400
 """A temporary file untouched for so long is what a killed writer left."""
 _PLACE_ATTEMPTS = 10
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_IMPOSSIBLE = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP}
+"""What no further attempt changes."""
 
 
 class FolderStore(Store):
@@ -31,18 +35,30 @@ class FolderStore(Store):
     Unfinished objects lie in `.tmp/` below it, which is no part of the store. A symbolic link
     below the folder is no object either, so nothing outside can be read or written through one;
     nor is a pipe, a socket or a device.
+
+    There is no `timeout_s`: a call of the operating system cannot be interrupted, so where a network file
+    system hangs, operations hang with it. Mount it so that it gives up (NFS: `softerr`).
+
+    Raises:
+        UsageError: the path is empty, or cannot be one.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._root = os.path.realpath(path)
+        try:
+            if not os.fspath(path):
+                raise UsageError("the path of a folder is empty; '.' is the working directory")
+            self._root = os.path.realpath(path)
+        except ValueError as exc:
+            raise UsageError(f"{path!r} cannot be a path: {exc}") from exc
         # Absolute, since it is handed on to servers that run in other folders.
         self.url = self._root
+        self._messages = Messages(self.url)
         self._swept = False
         self._sweep_lock = threading.Lock()
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        check_range(start, end)
-        with self._answers(key), self._open(key) as file:
+        check_range(self.url, "get", key, start, end)
+        with self._answers("get", key), self._open("get", key) as file:
             # Cut at the size first: reading n bytes allocates n bytes, whatever the file has.
             size = os.fstat(file.fileno()).st_size
             stop = size if end is None else min(end, size)
@@ -50,72 +66,104 @@ class FolderStore(Store):
             return file.read(max(0, stop - start))
 
     def size(self, key: str) -> int:
-        with self._answers(key), self._open(key) as file:
+        with self._answers("size", key), self._open("size", key) as file:
             return os.fstat(file.fileno()).st_size
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
-        self._store(key, [data], if_absent=if_absent)
+        self._store("put", key, [data], if_absent=if_absent)
 
     def upload(self, key: str, chunks: Iterable[Chunk]) -> None:
-        self._store(key, chunks, if_absent=False)
+        self._store("upload", key, chunks, if_absent=False)
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        folder = check_prefix(prefix).rpartition("/")[0]
-        with self._answers(prefix):
+        folder = self._messages.prefix(prefix).rpartition("/")[0]
+        with self._answers("list", prefix):
             # Sorted as a whole: in folder order `a/b` would come before `a-b`, as keys after it.
             keys = sorted(key for key in self._walk(folder) if key.startswith(prefix))
         yield from keys
 
     def delete(self, key: str) -> None:
-        path = self._path(key)
-        with self._answers(key):
-            if not os.path.isfile(path):
+        path = self._path("delete", key)
+        with self._answers("delete", key):
+            try:
+                # `isfile` would take a folder that may not be looked into for one without the file.
+                if not stat.S_ISREG(os.lstat(path).st_mode):
+                    return
+            except (FileNotFoundError, NotADirectoryError):
+                self._check_root("delete", key)
                 return
             with suppress(FileNotFoundError):
                 os.unlink(path)
                 _sync_folder(os.path.dirname(path))
             self._remove_empty_folders(os.path.dirname(path))
 
-    def _path(self, key: str) -> str:
+    def _path(self, operation: str, key: str) -> str:
         """The file of a key.
 
         Raises:
             UsageError: no key, one of our own temporary files, or reached through a symbolic link.
         """
-        path = os.path.join(self._root, check_key(key))
+        path = os.path.join(self._root, self._messages.key(operation, key))
         if key.partition("/")[0] == _TEMP:
-            raise UsageError(f"{key}: {self.url} keeps unfinished objects under {_TEMP}/, use another key")
+            what = f"unfinished objects are kept under {_TEMP}/; use another key"
+            raise self._messages.usage(operation, key, what)
         if os.path.realpath(path) != path:
-            raise UsageError(f"{key}: {self.url} has a symbolic link there, which is no object; remove it")
+            what = "there is a symbolic link, which is no object; remove it"
+            raise self._messages.usage(operation, key, what)
         return path
 
     @contextmanager
-    def _answers(self, key: str) -> Iterator[None]:
+    def _answers(self, operation: str, key: str) -> Iterator[None]:
         """Turn what the operating system says into what a store says."""
         try:
             yield
-        except (IsADirectoryError, NotADirectoryError) as exc:
-            raise UsageError(f"{key}: {self.url} cannot hold a key and others below it: {exc}") from exc
-        except PermissionError as exc:
-            raise UsageError(f"{key}: {self.url} refuses access: {exc}") from exc
         except OSError as exc:
-            if exc.errno == errno.EROFS:
-                raise UsageError(f"{key}: {self.url} is mounted read-only") from exc
-            raise StoreUnavailable(f"{key}: {self.url} failed: {exc}") from exc
+            self._check_root(operation, key)
+            said = exc.strerror or str(exc)
+            if isinstance(exc, IsADirectoryError | NotADirectoryError):
+                what = f"a folder cannot hold a key and others below it ({said}); use another key"
+                raise self._messages.usage(operation, key, what) from exc
+            if isinstance(exc, PermissionError):
+                what = f"access is refused ({said}); give this user the right to it"
+                raise self._messages.usage(operation, key, what) from exc
+            if exc.errno in _IMPOSSIBLE:
+                what = f"the file system cannot do this ({said}); use another folder or key, or mount it anew"
+                raise self._messages.usage(operation, key, what) from exc
+            do = "free some space, or raise the limit, and try again" if exc.errno in _FULL else "try again"
+            raise self._messages.unavailable(operation, key, said, do) from exc
 
-    def _open(self, key: str) -> BinaryIO:
-        path = self._path(key)
+    def _check_root(self, operation: str, key: str) -> None:
+        """Refuse a root that is something else than a folder: it is no empty store.
+
+        Raises:
+            UsageError: see above.
+        """
+        try:
+            is_folder = stat.S_ISDIR(os.stat(self._root).st_mode)
+        except NotADirectoryError:
+            is_folder = False
+        except OSError:
+            # Not made yet, or not to be looked at, which the first error says already.
+            return
+        if not is_folder:
+            raise self._messages.usage(
+                operation, key, "the store's path is, or leads through, a file; give that of a folder"
+            )
+
+    def _open(self, operation: str, key: str) -> BinaryIO:
+        path = self._path(operation, key)
         try:
             kind = stat.S_IFMT(os.stat(path).st_mode)
             # A pipe would make the reader wait for a writer, and opening a device may do something.
             if kind not in {stat.S_IFREG, stat.S_IFDIR}:
-                raise UsageError(
-                    f"{key}: {self.url} has a pipe, socket or device there, which is no object; remove it"
+                raise self._messages.usage(
+                    operation, key, "a pipe, socket or device is there, which is no object; remove it"
                 )
             # Should a pipe take the file's place meanwhile, opening it does not wait either.
             file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as exc:
-            raise NotFound(f"{self.url} has no {key}") from exc
+            self._check_root(operation, key)
+            raise self._messages.not_found(operation, key) from exc
         return file
 
     def _walk(self, folder: str) -> Iterator[str]:
@@ -126,6 +174,7 @@ class FolderStore(Store):
         try:
             entries = _entries(path)
         except (FileNotFoundError, NotADirectoryError):
+            self._check_root("list", folder)
             return  # never made, or removed with its last object while we looked
         for entry in entries:
             key = f"{folder}/{entry.name}" if folder else entry.name
@@ -136,19 +185,19 @@ class FolderStore(Store):
                 with suppress(UsageError):
                     yield check_key(key)
 
-    def _store(self, key: str, chunks: Iterable[Chunk], *, if_absent: bool) -> None:
-        final = self._path(key)
-        with self._answers(key):
+    def _store(self, operation: str, key: str, chunks: Iterable[Chunk], *, if_absent: bool) -> None:
+        final = self._path(operation, key)
+        with self._answers(operation, key):
             file = self._create_temp()
         try:
             with file:
                 # Only our own calls are translated: what `chunks` raises passes through.
                 for chunk in chunks:
-                    with self._answers(key):
+                    with self._answers(operation, key):
                         _write(file, chunk)
-                with self._answers(key):
+                with self._answers(operation, key):
                     os.fsync(file.fileno())
-            with self._answers(key):
+            with self._answers(operation, key):
                 self._place(file.name, final, key, if_absent=if_absent)
         finally:
             with suppress(OSError):
@@ -193,17 +242,19 @@ class FolderStore(Store):
             os.link(temp, final)
         except FileExistsError as exc:
             if os.path.isdir(final):
-                raise UsageError(f"{key}: {self.url} has keys below it, so it cannot be one") from exc
+                what = "there are keys below it, so it cannot be one; use another key"
+                raise self._messages.usage("put", key, what) from exc
             # NFS may carry out a link, lose its answer, and then say "exists" to the repetition.
             if not os.path.samefile(temp, final):
-                raise AlreadyExists(f"{self.url} already has {key}") from exc
+                raise self._messages.taken(key) from exc
         except OSError as exc:
             if exc.errno not in _NO_LINKS:
                 raise
-            raise UnsupportedStore(
-                f"{key}: the file system of {self.url} has no hard links ({exc.strerror}), without which a "
-                "file cannot be created whole and only once; use another file system, or s3://"
-            ) from exc
+            what = (
+                f"the file system has no hard links ({exc.strerror}), without which a file cannot be created "
+                "whole and only once; use another file system, or s3://"
+            )
+            raise self._messages.unsupported("put", key, what) from exc
 
     def _remove_empty_folders(self, folder: str) -> None:
         while folder != self._root:

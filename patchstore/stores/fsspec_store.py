@@ -12,20 +12,18 @@ from typing import Any
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
+from fsspec.callbacks import Callback
 from fsspec.spec import AbstractFileSystem
 
-from patchstore.errors import (
-    AlreadyExists,
-    NotFound,
-    PatchstoreError,
-    StoreUnavailable,
-    UnsupportedStore,
-    UsageError,
-)
-from patchstore.layout import check_key
-from patchstore.stores.base import Chunk, Store, check_prefix, check_range
+from patchstore.errors import PatchstoreError, UnsupportedStore, UsageError
+from patchstore.stores.base import Chunk, Store, check_range
+from patchstore.stores.deadline import DEFAULT_TIMEOUT_S, Deadline, Overdue, allowance, ended, started
+from patchstore.stores.messages import Messages
+from patchstore.stores.options import checked_timeout
 
 _UNCACHED = {"skip_instance_cache": True, "use_listings_cache": False}
+_DRIVERS_PART_BYTES = 64 << 20
+"""At least what drivers send before they report progress."""
 
 
 class FsspecStore(Store):
@@ -37,59 +35,68 @@ class FsspecStore(Store):
         UnsupportedStore: the file system is known not to create atomically.
     """
 
-    def __init__(self, fs: Any, root: str, *, url: str) -> None:
+    def __init__(
+        self,
+        fs: Any,
+        root: str,
+        *,
+        url: str,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        secrets: Iterable[object] = (),
+    ) -> None:
         _check_creates(fs)
         self.url = url
+        self.timeout_s = timeout_s
+        self._messages = Messages(url, secrets)
         self._fs = fs
         self._root = root.rstrip("/")
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        check_range(start, end)
-        path = self._path(key)
+        check_range(self.url, "get", key, start, end)
+        path = self._path("get", key)
+        deadline = self._deadline(0 if end is None else end - start)
         if start == 0 and end is None:
-            with self._answers(key):
-                return bytes(self._fs.cat_file(path))
+            with self._answers("get", key):
+                return deadline.run(lambda: bytes(self._fs.cat_file(path)))
         # File systems differ in what they make of a range beyond the end, so ask for none.
-        size = self.size(key)
+        size = self._size("get", key, deadline)
         stop = size if end is None else min(end, size)
         if start >= stop:
             return b""
-        with self._answers(key):
-            return bytes(self._fs.cat_file(path, start=start, end=stop))
+        with self._answers("get", key):
+            return deadline.run(lambda: bytes(self._fs.cat_file(path, start=start, end=stop)))
 
     def size(self, key: str) -> int:
-        path = self._path(key)
-        with self._answers(key):
-            self._fs.invalidate_cache()
-            found = self._fs.info(path)
-        if found["type"] != "file":
-            raise NotFound(f"{self.url} has no {key}")
-        return int(found["size"])
+        return self._size("size", key, self._deadline())
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
-        path = self._path(key)
-        with self._answers(key, writing=True):
+        path, mode = self._path("put", key), "create" if if_absent else "overwrite"
+        with self._answers("put", key):
             try:
-                self._fs.pipe_file(path, data, mode="create" if if_absent else "overwrite")
+                self._deadline(len(data)).run(lambda: self._fs.pipe_file(path, data, mode=mode))
             except FileExistsError as exc:
-                raise AlreadyExists(f"{self.url} already has {key}") from exc
+                raise self._messages.taken(key) from exc
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        folder = check_prefix(prefix).rpartition("/")[0]
-        with self._answers(prefix):
+        folder = self._messages.prefix(prefix).rpartition("/")[0]
+
+        def paths() -> list[str]:
             self._fs.invalidate_cache()
             try:
-                paths = self._fs.find(f"{self._root}/{folder}" if folder else self._root)
+                return list(self._fs.find(f"{self._root}/{folder}" if folder else self._root))
             except FileNotFoundError:
-                paths = []
-        keys = (path.removeprefix(f"{self._root}/") for path in paths)
+                return []
+
+        with self._answers("list", prefix):
+            found = self._deadline().run(paths)
+        keys = (path.removeprefix(f"{self._root}/") for path in found)
         yield from sorted(key for key in keys if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
-        path = self._path(key)
-        with self._answers(key):
+        path = self._path("delete", key)
+        with self._answers("delete", key):
             try:
-                self._fs.rm_file(path)
+                self._deadline().run(lambda: self._fs.rm_file(path))
             except FileNotFoundError:
                 return
 
@@ -98,33 +105,66 @@ class FsspecStore(Store):
 
         fsspec's own way, a file opened for writing, stores what it has when an error closes it.
         """
-        path = self._path(key)
+        path = self._path("upload", key)
         with tempfile.NamedTemporaryFile(prefix="patchstore-") as file:
             for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            with self._answers(key, writing=True):
-                self._fs.put_file(file.name, path)
+                with self._answers("upload", key):
+                    file.write(chunk)
+            with self._answers("upload", key):
+                file.flush()
+                self._send(file.name, path, file.tell())
 
-    def _path(self, key: str) -> str:
-        return f"{self._root}/{check_key(key)}"
+    def _send(self, source: str, path: str, num_bytes: int) -> None:
+        """Store a file, for as long as its driver reports progress."""
+        progress = Callback()
+        limit_s = allowance(self.timeout_s, min(num_bytes, _DRIVERS_PART_BYTES))
+        sending, before = started(lambda: self._fs.put_file(source, path, callback=progress)), 0
+        while not ended(sending, limit_s):
+            if progress.value == before:
+                raise Overdue(limit_s)
+            before = progress.value
+        sending.result()
+
+    def _size(self, operation: str, key: str, deadline: Deadline) -> int:
+        path = self._path(operation, key)
+
+        def info() -> Any:
+            self._fs.invalidate_cache()
+            return self._fs.info(path)
+
+        with self._answers(operation, key):
+            found = deadline.run(info)
+            if found["type"] != "file":
+                raise self._messages.not_found(operation, key)
+            return int(found["size"])
+
+    def _deadline(self, num_bytes: int = 0) -> Deadline:
+        return Deadline(allowance(self.timeout_s, num_bytes))
+
+    def _path(self, operation: str, key: str) -> str:
+        return f"{self._root}/{self._messages.key(operation, key)}"
 
     @contextmanager
-    def _answers(self, key: str, *, writing: bool = False) -> Iterator[None]:
+    def _answers(self, operation: str, key: str) -> Iterator[None]:
         """Turn what the file system says into what a store says."""
         try:
             yield
         except PatchstoreError:
             raise
+        except Overdue as exc:
+            raise self._messages.overdue(operation, key, exc) from exc
         except FileNotFoundError as exc:
-            if writing:
-                raise UsageError(f"{self.url}: nowhere to put {key}; does the bucket exist?") from exc
-            raise NotFound(f"{self.url} has no {key}") from exc
+            if operation in {"put", "upload"}:
+                what = "there is nowhere to put it; does the bucket exist?"
+                raise self._messages.usage(operation, key, what) from exc
+            raise self._messages.not_found(operation, key) from exc
         except PermissionError as exc:
-            raise UsageError(f"{self.url} refuses {key}: {exc}; check the credentials") from exc
+            what = f"refused: {self._messages.clean(exc)}; check the credentials"
+            raise self._messages.usage(operation, key, what) from exc
         except Exception as exc:
             # Not only OSError: drivers let through whatever their client libraries raise.
-            raise StoreUnavailable(f"{self.url} failed for {key}: {exc or type(exc).__name__}") from exc
+            what = f"failed: {self._messages.clean(exc)}"
+            raise self._messages.unavailable(operation, key, what, "try again") from exc
 
 
 def open_fsspec(url: str, options: dict[str, Any]) -> FsspecStore:
@@ -133,20 +173,37 @@ def open_fsspec(url: str, options: dict[str, Any]) -> FsspecStore:
     Raises:
         UsageError: no such protocol, or options that its driver does not take.
         UnsupportedStore: its driver is not installed, or cannot create atomically.
+        StoreUnavailable: its driver asks its service when it is opened, and had no answer in time.
     """
     protocol = url.partition("://")[0]
+    options = dict(options)
     try:
+        timeout_s = checked_timeout(options.pop("timeout_s", DEFAULT_TIMEOUT_S))
         driver = fsspec.get_filesystem_class(protocol)
+    except UsageError as exc:
+        raise UsageError(f"{url}: {exc}") from exc
     except ValueError as exc:
         raise UsageError(f"{url}: fsspec knows no protocol {protocol}; use a path, or s3://") from exc
     except ImportError as exc:
         raise UnsupportedStore(f"{url}: {exc}") from exc
     _check_creates(driver)
+    secrets = _texts(options)
+    messages = Messages(url, secrets)
     try:
-        fs, root = fsspec.url_to_fs(url, **_UNCACHED | options)
-    except (TypeError, ValueError) as exc:
-        raise UsageError(f"{url}: {driver.__name__} refuses its options: {exc}") from exc
-    return FsspecStore(fs, root, url=url)
+        fs, root = Deadline(timeout_s).run(lambda: fsspec.url_to_fs(url, **_UNCACHED | options))
+    except Overdue as exc:
+        raise messages.overdue("open", "", exc) from exc
+    except Exception as exc:
+        what = f"{driver.__name__} refuses its options: {messages.clean(exc)}"
+        raise messages.usage("open", "", what) from exc
+    return FsspecStore(fs, root, url=url, timeout_s=timeout_s, secrets=secrets)
+
+
+def _texts(options: Any) -> list[str]:
+    """All texts of a driver's options: which of them are secrets only the driver knows."""
+    if isinstance(options, dict):
+        return [text for value in options.values() for text in _texts(value)]
+    return [options] if isinstance(options, str) and "://" not in options else []
 
 
 def _check_creates(fs: Any) -> None:

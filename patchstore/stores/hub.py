@@ -4,16 +4,19 @@ The Hub's own API replaces without a condition, so of several writers the last o
 goes through the Hub's S3 gateway, which has one, or rests on the caller's word that there is one writer.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from patchstore.errors import AlreadyExists, NotFound, StoreUnavailable, UnsupportedStore, UsageError
-from patchstore.layout import check_key
-from patchstore.stores.base import PART_BYTES, Chunk, Store, check_prefix, check_range
-from patchstore.stores.hub_api import BucketApi, Entry
-from patchstore.stores.hub_content import Contents
+from patchstore.errors import AlreadyExists, UnsupportedStore, UsageError
+from patchstore.stores.base import PART_BYTES, Chunk, Store, check_range
+from patchstore.stores.deadline import DEFAULT_TIMEOUT_S, Deadline, Patience, allowance
+from patchstore.stores.hub_api import BucketApi, Entry, Operation
+from patchstore.stores.hub_content import BLOCK_BYTES, Contents
 from patchstore.stores.hub_events import Feed
+from patchstore.stores.messages import Messages
 from patchstore.stores.multipart import in_parts
+from patchstore.stores.options import check_endpoint, check_texts, checked_timeout
 
 _GATEWAY_URL = "https://s3.hf.co"
 _GATEWAY_CONFIG = {
@@ -36,6 +39,8 @@ class HubStore(Store):
         gateway_url: of the gateway, with the owner: `https://s3.hf.co/OWNER` by default.
         single_writer: instead of credentials, the caller's word that nobody else publishes here. A second
             writer is noticed when it writes at another moment, and may be missed when at the same.
+        timeout_s: how long an operation may take, or a transfer go on without bytes that move; see
+            `stores/deadline.py`.
 
     Without credentials and without that word everything but a create-only put works.
 
@@ -54,93 +59,109 @@ class HubStore(Store):
         gateway_secret: str | None = None,
         gateway_url: str | None = None,
         single_writer: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
         **unknown: Any,
     ) -> None:
         if unknown:
             raise UsageError(
                 f"hf:// has no option {', '.join(sorted(unknown))}; known are endpoint, gateway_key, "
-                "gateway_secret, gateway_url, single_writer, token"
+                "gateway_secret, gateway_url, single_writer, timeout_s, token"
             )
         owner, name, prefix = _split(url)
         self._prefix = f"{prefix}/" if prefix else ""
         self.url = "/".join(("hf://buckets", owner, name, *([prefix] if prefix else [])))
-        self.single_writer = _checked_word(single_writer)
+        texts = {
+            "token": token,
+            "endpoint": endpoint,
+            "gateway_key": gateway_key,
+            "gateway_secret": gateway_secret,
+            "gateway_url": gateway_url,
+        }
+        try:
+            self.timeout_s = checked_timeout(timeout_s)
+            self.single_writer = _checked_word(single_writer)
+            check_texts(texts, texts)
+            for option in ("endpoint", "gateway_url"):
+                check_endpoint(option, texts[option])
+        except UsageError as exc:
+            raise UsageError(f"{self.url}: {exc}") from exc
+        self._messages = Messages(self.url, (token, gateway_key, gateway_secret, os.environ.get("HF_TOKEN")))
         self._api = BucketApi(f"{owner}/{name}", endpoint, token)
-        self._contents = Contents(self.url, self._api.grant)
+        self._contents = Contents(self.timeout_s, self._api.grant)
         self._gateway: Store | None = None
         if gateway_key or gateway_secret or gateway_url:
             if not gateway_key or not gateway_secret or single_writer:
-                raise UsageError(
-                    "the S3 gateway needs gateway_key and gateway_secret, and then no single_writer is needed"
-                )
+                what = "the S3 gateway needs gateway_key and gateway_secret, and no single_writer"
+                raise self._messages.usage("open", "", what)
             # Only publishers need it, and it takes a second to import.
             from patchstore.stores.s3 import S3Store
 
-            self._gateway = S3Store(
+            gateway = S3Store(
                 "/".join(("s3:/", name, *([prefix] if prefix else []))),
                 endpoint_url=gateway_url or f"{_GATEWAY_URL}/{owner}",
                 key=gateway_key,
                 secret=gateway_secret,
                 client_kwargs={"region_name": "us-east-1"},
                 config_kwargs=_GATEWAY_CONFIG,
+                timeout_s=self.timeout_s,
             )
+            gateway.is_part_of(self.url)
+            self._gateway = gateway
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        check_range(start, end)
-        if start == end:
-            # HTTP cannot ask for no bytes.
-            self.size(key)
-            return b""
-        return self._api.read(self._full(key), start, end)
+        return self._get("get", key, start, end)
 
     def size(self, key: str) -> int:
-        return self._entry(key).size
+        return self._entry(self._small("size", key), key).size
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
-        path = self._full(key)
+        path, operation = self._full("put", key), self._small("put", key, len(data))
         if not if_absent:
-            self._api.add(path, self._contents.upload((data,)))
+            self._api.add(operation, path, self._contents.upload(operation, (data,)))
         elif self._gateway is not None:
             self._gateway.put(key, data, if_absent=True)
         elif self.single_writer:
-            self._claim(path, data)
+            self._claim(operation, path, data)
         else:
-            raise UnsupportedStore(
-                f"{self.url} cannot create {key} only once: the Hub's own API has no conditional write. Give "
+            what = (
+                "it cannot be created only once: the Hub's own API has no conditional write. Give "
                 "gateway_key and gateway_secret, the S3 credentials that the Hub makes from an access token "
-                "with the right to write; or single_writer=True, if nobody else ever publishes here"
+                "with the right to write; or single_writer=True, if no other publisher ever writes here"
             )
+            raise self._messages.unsupported("put", key, what)
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        full = self._prefix + check_prefix(prefix)
+        full = self._prefix + self._messages.prefix(prefix)
+        operation = self._transfer("list", prefix)
         # The Hub lists folders, and a prefix may end anywhere.
-        paths = self._api.paths(full.rpartition("/")[0])
+        paths = self._api.paths(operation, full.rpartition("/")[0])
         yield from sorted(path.removeprefix(self._prefix) for path in paths if path.startswith(full))
 
     def delete(self, key: str) -> None:
-        self._api.remove(self._full(key))
+        self._api.remove(self._small("delete", key), self._full("delete", key))
 
     def upload(self, key: str, chunks: Iterable[Chunk]) -> None:
-        path = self._full(key)
-        self._api.add(path, self._contents.upload(chunks))
+        path, operation = self._full("upload", key), self._transfer("upload", key)
+        self._api.add(operation, path, self._contents.upload(operation, chunks))
 
     def read(self, key: str, *, start: int = 0, end: int | None = None) -> Iterator[bytes]:
-        check_range(start, end)
+        check_range(self.url, "read", key, start, end)
         if end is not None and end - start <= PART_BYTES:
-            yield from filter(None, [self.get(key, start, end)])
+            yield from filter(None, [self._get("read", key, start, end)])
             return
-        entry = self._entry(key)
+        operation = self._transfer("read", key, BLOCK_BYTES)
+        entry = self._entry(operation, key)
         stop = entry.size if end is None else min(end, entry.size)
-        pieces = self._contents.stream(entry, start, stop) if start < stop else ()
+        pieces = self._contents.stream(operation, entry, start, stop) if start < stop else ()
         yield from (bytes(part) for part in in_parts(pieces) if part)
 
     def read_into(self, key: str, buffer: memoryview, start: int = 0) -> int:
-        check_range(start, None)
-        buffer = buffer.cast("B")
-        entry = self._entry(key)
+        check_range(self.url, "read_into", key, start, None)
+        buffer, operation = buffer.cast("B"), self._transfer("read_into", key, BLOCK_BYTES)
+        entry = self._entry(operation, key)
         num_bytes = max(0, min(len(buffer), entry.size - start))
         if num_bytes:
-            self._contents.fill(entry, buffer[:num_bytes], start)
+            self._contents.fill(operation, entry, buffer[:num_bytes], start)
         return num_bytes
 
     def subscribe(self, wake: Callable[[], None]) -> Callable[[], None] | None:
@@ -150,28 +171,47 @@ class HubStore(Store):
         if self._gateway is not None:
             self._gateway.close()
 
-    def _full(self, key: str) -> str:
-        return self._prefix + check_key(key)
+    def _full(self, operation: str, key: str) -> str:
+        return self._prefix + self._messages.key(operation, key)
 
-    def _entry(self, key: str) -> Entry:
-        entry = self._api.entry(self._full(key))
+    def _small(self, name: str, key: str, num_bytes: int = 0) -> Operation:
+        """An operation that ends at a moment."""
+        limit = Deadline(allowance(self.timeout_s, num_bytes))
+        return Operation(name=name, key=key, limit=limit, messages=self._messages)
+
+    def _transfer(self, name: str, key: str, num_bytes: int = PART_BYTES) -> Operation:
+        """An operation that ends when nothing moves any more, though `num_bytes` may move unseen."""
+        limit = Patience(self.timeout_s, num_bytes)
+        return Operation(name=name, key=key, limit=limit, messages=self._messages)
+
+    def _get(self, name: str, key: str, start: int, end: int | None) -> bytes:
+        check_range(self.url, name, key, start, end)
+        operation = self._small(name, key, 0 if end is None else end - start)
+        if start == end:
+            # HTTP cannot ask for no bytes.
+            self._entry(operation, key)
+            return b""
+        return self._api.read(operation, self._full(name, key), start, end)
+
+    def _entry(self, operation: Operation, key: str) -> Entry:
+        entry = self._api.entry(operation, self._full(operation.name, key))
         if entry is None:
-            raise NotFound(f"{self.url} has no {key}")
+            raise self._messages.not_found(operation.name, key)
         return entry
 
-    def _claim(self, path: str, data: bytes) -> None:
+    def _claim(self, operation: Operation, path: str, data: bytes) -> None:
         """Look, write, and look whose it is: all that can be done where nothing else is on offer."""
-        if self._api.entry(path) is not None:
-            raise AlreadyExists(f"{self._api.url} already has {path}")
-        content = self._contents.upload((data,))
-        self._api.add(path, content)
-        stored = self._api.entry(path)
+        if self._api.entry(operation, path) is not None:
+            raise self._messages.taken(operation.key)
+        content = self._contents.upload(operation, (data,))
+        self._api.add(operation, path, content)
+        stored = self._api.entry(operation, path)
         if stored is None:
-            raise StoreUnavailable(f"{self._api.url} does not show {path} after it was stored")
+            raise operation.failure("the Hub does not show it after it was stored")
         if stored.content != content:
             raise AlreadyExists(
-                f"{self._api.url}: another writer stored {path} at the same moment, though this store was "
-                "opened with single_writer=True"
+                f"{self.url}: put {operation.key}: another writer stored it at the same moment, though this "
+                "store was opened with single_writer=True; end one of the two"
             )
 
 
@@ -186,9 +226,10 @@ def _split(url: str) -> tuple[str, str, str]:
     name, _, prefix = rest.partition("/")
     if not owner or not name:
         raise UsageError(f"{url} names no bucket: use hf://buckets/OWNER/NAME/prefix")
+    messages = Messages(url)
     for part in (owner, name):
-        check_key(part)
-    return owner, name, check_key(prefix) if prefix else ""
+        messages.key("open", part)
+    return owner, name, messages.key("open", prefix) if prefix else ""
 
 
 def _checked_word(single_writer: object) -> bool:

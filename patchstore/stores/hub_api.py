@@ -1,15 +1,18 @@
 """What the Hugging Face Hub is asked about a bucket: one small request each, with a limit on its time.
 
 `HfApi` has these calls too, but waits for an answer for ever: its client is made without time limits and
-its methods take none. So they are sent from here, through the session, headers and retries that
-huggingface_hub makes public, and whoever sets proxies or certificates there is heeded here as well.
+its methods take none. So they are sent from here, through the session and headers that huggingface_hub makes
+public, and proxies or certificates that are set there count here as well. Its retries do not: it waits for as
+long as an answer of the Hub asks for, and what was given up would be sent again later.
 """
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 from urllib.parse import quote
 
@@ -17,21 +20,25 @@ from huggingface_hub import constants, get_session, hf_raise_for_status
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers, http_backoff  # type: ignore[attr-defined]
 
-from patchstore.errors import NotFound, PatchstoreError, StoreUnavailable, UsageError
+from patchstore.errors import PatchstoreError, UsageError
+from patchstore.stores.deadline import Deadline, Overdue, Patience
+from patchstore.stores.messages import Messages
 
 _TIMEOUT_S = (5.0, 30.0, 30.0, 30.0)
-"""To connect; for each read; for each write; for a free connection."""
+"""To connect; for each read; for each write; for a free connection. Less where less time is left."""
 _FEED_TIMEOUT_S = (5.0, 90.0, 5.0, 5.0)
 """The Hub sends a comment every 30 s when it has no event."""
 _NUM_RETRIES = 3
 _FIRST_WAIT_S = 0.5
+_PASSING = {408, 429, 500, 502, 503, 504}
+"""Statuses of answers that may be others when asked again."""
 _TOKEN_MARGIN_S = 60
-# huggingface_hub has httpx inside, from release 2 on httpx2: its own error derives from the root of either.
+_HTTP = sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]
+"""What huggingface_hub sends requests with: httpx, or httpx2 from its release 2 on."""
 # RuntimeError: another thread's failed connection had the session closed, as huggingface_hub then does.
-_FAILURES = cast(
-    "tuple[type[Exception], ...]", (*HfHubHTTPError.__bases__, RuntimeError, ValueError, KeyError)
-)
+_LOST = cast("tuple[type[Exception], ...]", (_HTTP.TransportError, RuntimeError))
 _NO_SUCH_BUCKET = "RepoNotFound"
+_IS_IT_THE_HUB = "check that the option endpoint, or HF_ENDPOINT, is the URL of a Hub"
 
 Right = Literal["read", "write"]
 
@@ -63,22 +70,67 @@ class Grant:
         return self.expiry > time.time() + _TOKEN_MARGIN_S
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """An operation of a store, for which the Hub is asked."""
+
+    name: str
+    key: str
+    limit: Deadline | Patience
+    messages: Messages
+
+    @contextmanager
+    def answers(self) -> Iterator[None]:
+        """Turn what the Hub says, and what its clients raise, into what a store says."""
+        try:
+            yield
+        except PatchstoreError:
+            raise
+        except Overdue as exc:
+            raise self.messages.overdue(self.name, self.key, exc) from exc
+        except OfflineModeIsEnabled as exc:
+            raise self.refusal("the Hub is not asked, for HF_HUB_OFFLINE is set; unset it") from exc
+        except Exception as exc:
+            raise self._error(exc) from exc
+
+    def refusal(self, what: str) -> UsageError:
+        return self.messages.usage(self.name, self.key, what)
+
+    def failure(self, what: str, do: str = "try again") -> PatchstoreError:
+        return self.messages.unavailable(self.name, self.key, what, do)
+
+    def _error(self, exc: Exception) -> PatchstoreError:
+        response = exc.response if isinstance(exc, HfHubHTTPError) else None
+        said = self.messages.clean(exc)
+        if response is not None and response.status_code == 404:
+            return self.refusal(
+                "there is no such bucket, or none that this token may see; create it, correct the URL, or "
+                "give token="
+            )
+        if (response is not None and response.status_code in {401, 403}) or isinstance(exc, PermissionError):
+            return self.refusal(f"refused: {said}; log in, set HF_TOKEN, or give a token= that may")
+        if isinstance(exc, _HTTP.UnsupportedProtocol | _HTTP.InvalidURL):
+            return self.refusal(f"{said}; correct the option endpoint, or HF_ENDPOINT")
+        if isinstance(exc, json.JSONDecodeError | LookupError | TypeError):
+            return self.failure(f"failed: the answer is not one of the Hub ({said})", _IS_IT_THE_HUB)
+        return self.failure(f"failed: {said}", "try again, and check the endpoint and the network")
+
+
 class BucketApi:
     """A bucket of the Hub, by `OWNER/NAME`. May be used from several threads.
 
     Every method raises `UsageError` where there is no such bucket, or no right to it, and
-    `StoreUnavailable` where the Hub could not be reached or failed.
+    `StoreUnavailable` where the Hub could not be reached, failed, or did not answer in time.
     """
 
     def __init__(self, bucket: str, endpoint: str | None, token: str | None) -> None:
-        self.url = f"hf://buckets/{bucket}"
         self._endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
         self._api = f"{self._endpoint}/api/buckets/{bucket}"
         self._files = f"{self._endpoint}/buckets/{bucket}/resolve"
         self._token = token
         self._grants: dict[Right, Grant] = {}
 
-    def read(self, path: str, start: int, end: int | None) -> bytes:
+    def read(self, operation: Operation, path: str, start: int, end: int | None) -> bytes:
         """Return bytes of a file, cut at its size; `end` is after `start`.
 
         Raises:
@@ -88,63 +140,68 @@ class BucketApi:
         headers = {"Accept-Encoding": "identity"}
         if start or end is not None:
             headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
-        with self._answers(path):
-            response = self._send("GET", f"{self._files}/{quote(path, safe='')}", headers=headers)
+        with operation.answers():
+            response = self._send(operation, "GET", f"{self._files}/{quote(path, safe='')}", headers=headers)
             if response.status_code == 416:
                 return b""
             if response.history and response.is_error:
                 # The Hub sent us on, so there is such a file and we may have it.
-                raise StoreUnavailable(
-                    f"{self.url} failed for {path}: {response.status_code} for its content"
-                )
-            if response.status_code == 404 and response.headers.get("X-Error-Code") != _NO_SUCH_BUCKET:
-                raise NotFound(f"{self.url} has no {path}")
+                raise operation.failure(f"failed: {response.status_code} for its content")
+            if response.status_code == 404 and _is_of_an_object(response):
+                raise operation.messages.not_found(operation.name, operation.key)
             hf_raise_for_status(response)
+            if _is_page(response) and not response.history:
+                # The Hub sends on to the content; another web server has a page for everything.
+                raise operation.failure("failed: the answer is a web page", _IS_IT_THE_HUB)
             data: bytes = response.content
             return data if response.status_code == 206 else data[start:end]
 
-    def entry(self, path: str) -> Entry | None:
+    def entry(self, operation: Operation, path: str) -> Entry | None:
         """Return what a path has, or None where it has nothing."""
-        with self._answers(path):
-            response = self._send("POST", f"{self._api}/paths-info", json={"paths": [path]})
+        with operation.answers():
+            response = self._send(operation, "POST", f"{self._api}/paths-info", json={"paths": [path]})
             hf_raise_for_status(response)
             for found in response.json():
                 if found["path"] == path and found["type"] == "file":
                     return Entry(size=found["size"], content=found["xetHash"])
         return None
 
-    def paths(self, folder: str) -> Iterator[str]:
+    def paths(self, operation: Operation, folder: str) -> Iterator[str]:
         """Yield the paths of all files below a folder, in no order that can be relied on."""
         url: str | None = f"{self._api}/tree{'/' * bool(folder)}{quote(folder, safe='')}?recursive=true"
         while url:
-            with self._answers(folder):
-                response = self._send("GET", url)
+            with operation.answers():
+                response = self._send(operation, "GET", url)
                 if response.status_code == 404 and response.headers.get("X-Error-Code") == "EntryNotFound":
                     return
                 hf_raise_for_status(response)
-                page = response.json()
-            yield from (found["path"] for found in page if found["type"] == "file")
-            url = response.links.get("next", {}).get("url")
+                page = [found["path"] for found in response.json() if found["type"] == "file"]
+            yield from page
+            before, url = url, response.links.get("next", {}).get("url")
+            if url == before:
+                raise operation.failure("failed: a page of the listing names itself as the next one")
 
-    def add(self, path: str, content: str) -> None:
+    def add(self, operation: Operation, path: str, content: str) -> None:
         """Give a path a content that has been uploaded, in place of any other."""
         now_ms = int(time.time() * 1000)
-        if failure := self._change({"type": "addFile", "path": path, "xetHash": content, "mtime": now_ms}):
-            raise StoreUnavailable(f"{self.url} did not store {path}: {failure}")
+        change = {"type": "addFile", "path": path, "xetHash": content, "mtime": now_ms}
+        if failure := self._change(operation, change):
+            raise operation.failure(f"the Hub did not store it: {operation.messages.clean(failure)}")
 
-    def remove(self, path: str) -> None:
+    def remove(self, operation: Operation, path: str) -> None:
         """Take away a path; one that is not there is no error."""
+        failure = self._change(operation, {"type": "deleteFile", "path": path})
         # Whether the Hub calls it a failure is not said.
-        if (failure := self._change({"type": "deleteFile", "path": path})) and self.entry(path):
-            raise StoreUnavailable(f"{self.url} did not delete {path}: {failure}")
+        if failure and self.entry(operation, path):
+            raise operation.failure(f"the Hub did not delete it: {operation.messages.clean(failure)}")
 
-    def grant(self, right: Right) -> Grant:
+    def grant(self, operation: Operation, right: Right) -> Grant:
         """Return a way to the contents that is good for a minute at least, where the Hub gives such."""
         grant = self._grants.get(right)
         if grant is None or not grant.lasts:
             refresh_url, headers = f"{self._api}/xet-{right}-token", self._headers()
-            with self._answers(f"a token to {right}"):
-                response = self._send("GET", refresh_url)
+            with operation.answers():
+                response = self._send(operation, "GET", refresh_url)
                 hf_raise_for_status(response)
                 found = response.json()
                 grant = self._grants[right] = Grant(
@@ -161,57 +218,60 @@ class BucketApi:
         headers = {**self._headers(), "Accept": "text/event-stream"}
         return get_session().stream("GET", f"{self._api}/events", headers=headers, timeout=_FEED_TIMEOUT_S)
 
-    def _change(self, operation: dict[str, Any]) -> str | None:
-        """Carry out one operation, and return why it failed. A lost answer is asked for again."""
+    def _change(self, operation: Operation, change: dict[str, Any]) -> str | None:
+        """Carry out one change, and return why it failed. A lost answer is asked for again."""
         headers = {"Content-Type": "application/x-ndjson"}
-        body = json.dumps(operation).encode() + b"\n"
-        with self._answers(operation["path"]):
-            response = self._send("POST", f"{self._api}/batch", headers=headers, content=body)
+        body = json.dumps(change).encode() + b"\n"
+        with operation.answers():
+            response = self._send(operation, "POST", f"{self._api}/batch", headers=headers, content=body)
             # 422: all of the batch failed, so this one.
             if response.status_code != 422:
                 hf_raise_for_status(response)
             failed = response.json().get("failed", [])
-        return str(failed[0]["error"]) if failed else None
+            return str(failed[0]["error"]) if failed else None
 
-    def _send(self, method: Any, url: str, *, headers: dict[str, str] | None = None, **body: Any) -> Any:
-        return http_backoff(
-            method,
-            url,
-            headers=self._headers() | (headers or {}),
-            timeout=_TIMEOUT_S,
-            max_retries=_NUM_RETRIES,
-            base_wait_time=_FIRST_WAIT_S,
-            **body,
-        )
+    def _send(
+        self,
+        operation: Operation,
+        method: Any,
+        url: str,
+        *,
+        headers: dict[str, str] | None = None,
+        **body: Any,
+    ) -> Any:
+        """Send a request until there is an answer that another attempt would not change, or too little time.
+
+        Raises:
+            Overdue: no answer in time. Nothing is sent after that.
+        """
+        headers = self._headers() | (headers or {})
+        deadline, wait_s = operation.limit.request(), _FIRST_WAIT_S
+        for attempt in range(1, _NUM_RETRIES + 2):
+            left_s = deadline.left()
+            timeout = tuple(min(limit_s, left_s) for limit_s in _TIMEOUT_S)
+            is_last = attempt > _NUM_RETRIES
+            asked_s = 0.0
+            once = partial(
+                http_backoff, method, url, max_retries=0, retry_on_status_codes=(), timeout=timeout, **body
+            )
+            try:
+                response = deadline.run(partial(once, headers=headers))
+            except _LOST as exc:
+                if is_last or wait_s >= deadline.left() or isinstance(exc, _HTTP.UnsupportedProtocol):
+                    raise
+            else:
+                asked_s = _seconds(response.headers.get("Retry-After", ""))
+                if response.status_code not in _PASSING or is_last:
+                    return response
+                if max(wait_s, asked_s) >= deadline.left():
+                    return response
+            time.sleep(max(wait_s, asked_s))
+            wait_s *= 2
+        raise AssertionError("unreachable")
 
     def _headers(self) -> dict[str, str]:
         headers: dict[str, str] = build_hf_headers(token=self._token, library_name="patchstore")
         return headers
-
-    @contextmanager
-    def _answers(self, what: str) -> Iterator[None]:
-        """Turn what the Hub says into what a store says."""
-        try:
-            yield
-        except PatchstoreError:
-            raise
-        except OfflineModeIsEnabled as exc:
-            raise UsageError(f"{self.url} is not asked for {what}: HF_HUB_OFFLINE is set; unset it") from exc
-        except _FAILURES as exc:
-            raise self._error(what, exc) from exc
-
-    def _error(self, what: str, exc: Exception) -> PatchstoreError:
-        response = exc.response if isinstance(exc, HfHubHTTPError) else None
-        if response is not None and response.status_code == 404:
-            return UsageError(
-                f"{self.url}: there is no such bucket, or none that this token may see; create it, mend the "
-                "URL, or give token="
-            )
-        if response is not None and response.status_code in {401, 403}:
-            return UsageError(
-                f"{self.url} refuses {what}: {_said(exc)}; log in, set HF_TOKEN, or give a token= that may"
-            )
-        return StoreUnavailable(f"{self.url} failed for {what}: {_said(exc)}")
 
 
 def is_followed(response: Any) -> bool:
@@ -222,6 +282,16 @@ def is_followed(response: Any) -> bool:
     return str(response.headers.get("Content-Type", "")).startswith("text/event-stream")
 
 
-def _said(exc: Exception) -> str:
-    """An error's message on one line."""
-    return " ".join(str(exc).split()) or type(exc).__name__
+def _is_of_an_object(response: Any) -> bool:
+    """Whether what is not found is the object: not the bucket, nor the page of another web server."""
+    code = response.headers.get("X-Error-Code")
+    return code != _NO_SUCH_BUCKET and not (code is None and _is_page(response))
+
+
+def _is_page(response: Any) -> bool:
+    return str(response.headers.get("Content-Type", "")).startswith("text/html")
+
+
+def _seconds(text: str) -> float:
+    """Seconds that a header asks to wait for; a date counts as none."""
+    return float(text) if text.isascii() and text.isdecimal() else 0.0

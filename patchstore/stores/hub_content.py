@@ -4,15 +4,15 @@ hf-xet checks what it sends and not what it gets: a flipped bit comes through. D
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
 import hf_xet
 
-from patchstore.errors import StoreUnavailable, UnsupportedStore, UsageError
+from patchstore.errors import UnsupportedStore
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Chunk
-from patchstore.stores.hub_api import Entry, Grant, Right
+from patchstore.stores.deadline import ended, started
+from patchstore.stores.hub_api import Entry, Grant, Operation, Right
 from patchstore.stores.multipart import in_parts
 
 _BUFFER_BYTES = NUM_PARTS * PART_BYTES
@@ -26,100 +26,115 @@ _CONFIG = {
     "reconstruction.min_reconstruction_fetch_size": _BUFFER_BYTES,
     "reconstruction.max_reconstruction_fetch_size": _BUFFER_BYTES,
     "client.ac_max_upload_concurrency": 4,
-    "client.connect_timeout": "10s",
 }
-_FAILURES = (OSError, RuntimeError, ValueError)
+BLOCK_BYTES = 64 << 20
+"""What hf-xet fetches as one; what arrives of it cannot be seen meanwhile."""
+_CONNECT_S = 10.0
+_STOP_S = 1.0
+"""How long hf-xet may take to stop what has failed; it goes on stopping then."""
 
 
 class Contents:
     """Uploads and downloads contents; which path has which is not known here.
 
     `grant` gives the way there. Every method raises `UsageError` where it is refused, and
-    `StoreUnavailable` where contents cannot be reached.
+    `StoreUnavailable` where contents cannot be reached, or none of them has moved for too long.
 
     Raises:
         UnsupportedStore: this hf-xet is too old.
     """
 
-    def __init__(self, url: str, grant: Callable[[Right], Grant]) -> None:
+    def __init__(self, timeout_s: float, grant: Callable[[Operation, Right], Grant]) -> None:
         found = version("hf-xet")
         if tuple(int(part) for part in found.split(".")[:2]) < (1, 7):
             # Downloads of 1.6 as streams never end.
             raise UnsupportedStore(f"hf-xet {found} is too old: pip install 'hf-xet>=1.7'")
-        self._url = url
         self._grant = grant
-        self._session = hf_xet.XetSession(hf_xet.XetConfig().with_config(_CONFIG))
+        # So that what was given up ends soon.
+        limits = {
+            "client.connect_timeout": _duration(min(_CONNECT_S, timeout_s)),
+            "client.read_timeout": _duration(timeout_s),
+            "client.retry_max_duration": _duration(2 * timeout_s),
+        }
+        self._session = hf_xet.XetSession(hf_xet.XetConfig().with_config(_CONFIG | limits))
 
-    def upload(self, chunks: Iterable[Chunk]) -> str:
+    def upload(self, operation: Operation, chunks: Iterable[Chunk]) -> str:
         """Store bytes, and return their hash; no path has them yet.
 
         Errors of `chunks` pass through.
         """
-        way = _arguments(self._grant("write"))
-        with self._answers():
-            commit = self._session.new_upload_commit(**way)
+        way, run = _arguments(self._grant(operation, "write")), operation.limit.run
+        with operation.answers():
+            commit = run(lambda: self._session.new_upload_commit(**way))
+
+        def moved() -> object:
+            progress = commit.progress()
+            return progress.total_transfer_bytes_completed, progress.total_bytes_completed
+
         try:
-            with self._answers():
-                stream = commit.start_upload_stream(sha256=hf_xet.SKIP_SHA256)
+            with operation.answers():
+                stream = run(lambda: commit.start_upload_stream(sha256=hf_xet.SKIP_SHA256))
             for part in in_parts(chunks):
-                with self._answers():
-                    stream.write(bytes(part))
-            with self._answers():
-                found: str = stream.finish().xet_info.hash
-                commit.wait_to_finish()
+                with operation.answers():
+                    run(lambda part=bytes(part): stream.write(part), moved)  # type: ignore[misc]
+            with operation.answers():
+                found: str = run(stream.finish, moved).xet_info.hash
+                run(commit.wait_to_finish, moved)
         except BaseException:
-            commit.abort()
+            ended(started(commit.abort), _STOP_S)
             raise
         return found
 
-    def stream(self, entry: Entry, start: int, end: int) -> Iterator[bytes]:
+    def stream(self, operation: Operation, entry: Entry, start: int, end: int) -> Iterator[bytes]:
         """Yield bytes `start` to `end` in order, in pieces of any size; `end` is at most the size."""
-        with self._answers():
-            stream = self._downloads().download_stream(_file(entry), start=start, end=end)
+        run = operation.limit.run
+        with operation.answers():
+            downloads = self._downloads(operation)
+            stream = run(lambda: downloads.download_stream(_file(entry), start=start, end=end))
         try:
             missing = end - start
             while missing:
-                with self._answers():
-                    piece: bytes = next(stream, b"")
-                self._check(bool(piece) and len(piece) <= missing, entry)
+                with operation.answers():
+                    piece: bytes = run(lambda: next(stream, b""))
+                _check(bool(piece) and len(piece) <= missing, operation)
                 missing -= len(piece)
                 yield piece
         finally:
-            stream.cancel()
+            ended(started(stream.cancel), _STOP_S)
 
-    def fill(self, entry: Entry, buffer: memoryview, start: int) -> None:
+    def fill(self, operation: Operation, entry: Entry, buffer: memoryview, start: int) -> None:
         """Fill a buffer with bytes from `start` on, each as soon as it arrives; there must be so many."""
-        missing, end = len(buffer), start + len(buffer)
-        with self._answers():
-            stream = self._downloads().download_unordered_stream(_file(entry), start=start, end=end)
+        missing, end, run = len(buffer), start + len(buffer), operation.limit.run
+        with operation.answers():
+            downloads = self._downloads(operation)
+            stream = run(lambda: downloads.download_unordered_stream(_file(entry), start=start, end=end))
         try:
-            with self._answers():
-                for offset, piece in stream:
-                    self._check(offset + len(piece) <= len(buffer), entry)
-                    buffer[offset : offset + len(piece)] = piece
-                    missing -= len(piece)
-            self._check(missing == 0, entry)
+            while True:
+                with operation.answers():
+                    found = run(lambda: next(stream, None))
+                if found is None:
+                    break
+                # Here and not on the other thread, which may outlast this call.
+                offset, piece = found
+                _check(offset + len(piece) <= len(buffer), operation)
+                buffer[offset : offset + len(piece)] = piece
+                missing -= len(piece)
+            _check(missing == 0, operation)
         finally:
-            stream.cancel()
+            ended(started(stream.cancel), _STOP_S)
 
-    def _downloads(self) -> Any:
-        return self._session.new_download_stream_group(**_arguments(self._grant("read")))
+    def _downloads(self, operation: Operation) -> Any:
+        way = _arguments(self._grant(operation, "read"))
+        return operation.limit.run(lambda: self._session.new_download_stream_group(**way))
 
-    def _check(self, good: bool, entry: Entry) -> None:
-        if not good:
-            raise StoreUnavailable(
-                f"{self._url} sent another number of bytes of {entry.content} than were asked for"
-            )
 
-    @contextmanager
-    def _answers(self) -> Iterator[None]:
-        """Turn what hf-xet says into what a store says."""
-        try:
-            yield
-        except PermissionError as exc:
-            raise UsageError(f"{self._url} refuses a transfer: {exc}; check the token's rights") from exc
-        except _FAILURES as exc:
-            raise StoreUnavailable(f"{self._url} failed in a transfer: {exc}") from exc
+def _check(good: bool, operation: Operation) -> None:
+    if not good:
+        raise operation.failure("failed: another number of bytes came than were asked for")
+
+
+def _duration(seconds: float) -> str:
+    return f"{max(1, round(seconds * 1000))}ms"
 
 
 def _arguments(grant: Grant) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 import threading
 from collections.abc import Iterable, Iterator
 
-from patchstore.errors import AlreadyExists, NotFound
-from patchstore.layout import check_key
-from patchstore.stores.base import Chunk, Store, check_prefix, check_range
+from patchstore.stores.base import Chunk, Store, check_range
+from patchstore.stores.messages import Messages
 
 
 class MemoryStore(Store):
@@ -13,46 +12,47 @@ class MemoryStore(Store):
 
     def __init__(self, url: str = "memory://") -> None:
         self.url = url
+        self._messages = Messages(url)
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        check_range(start, end)
-        return self._object(key)[start:end]
+        check_range(self.url, "get", key, start, end)
+        return self._object("get", key)[start:end]
 
     def size(self, key: str) -> int:
-        return len(self._object(key))
+        return len(self._object("size", key))
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
-        check_key(key)
+        self._messages.key("put", key)
         with self._lock:
             if if_absent and key in self._objects:
-                raise AlreadyExists(f"{self.url} already has {key}")
+                raise self._messages.taken(key)
             self._objects[key] = bytes(data)
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        check_prefix(prefix)
+        self._messages.prefix(prefix)
         with self._lock:
             keys = sorted(key for key in self._objects if key.startswith(prefix))
         yield from keys
 
     def delete(self, key: str) -> None:
-        check_key(key)
+        self._messages.key("delete", key)
         with self._lock:
             self._objects.pop(key, None)
 
     def upload(self, key: str, chunks: Iterable[Chunk]) -> None:
-        check_key(key)
+        self._messages.key("upload", key)
         collected = bytearray()
         for chunk in chunks:
             collected += chunk
         self.put(key, bytes(collected))
 
-    def _object(self, key: str) -> bytes:
-        check_key(key)
+    def _object(self, operation: str, key: str) -> bytes:
+        self._messages.key(operation, key)
         with self._lock:
             if key not in self._objects:
-                raise NotFound(f"{self.url} has no {key}")
+                raise self._messages.not_found(operation, key)
             return self._objects[key]
 
 

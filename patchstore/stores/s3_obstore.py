@@ -8,8 +8,8 @@ obstore's prefix is a folder, and a store's is a string.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
@@ -19,7 +19,6 @@ from botocore.exceptions import BotoCoreError, NoCredentialsError
 from fsspec.asyn import sync
 from obstore.exceptions import (
     AlreadyExistsError,
-    BaseError,
     PermissionDeniedError,
     UnauthenticatedError,
 )
@@ -27,9 +26,11 @@ from obstore.store import S3Store
 
 from patchstore.errors import UsageError
 from patchstore.stores.base import NUM_PARTS, PART_BYTES
-from patchstore.stores.s3_client import S3fsClient
+from patchstore.stores.deadline import Deadline, Overdue, allowance, ended, started
+from patchstore.stores.s3_client import NotS3, S3fsClient
 
 if TYPE_CHECKING:
+    from obstore import GetOptions, PutMode
     from obstore.store import ClientConfig, S3Config, S3Credential
 
 _HONOURED: Mapping[str, set[str]] = {
@@ -48,13 +49,12 @@ _HONOURED: Mapping[str, set[str]] = {
 """Options of s3fs that have an equivalent, by where they are."""
 _ELSEWHERE = ("use_dualstack_endpoint", "use_fips_endpoint")
 """Settings of a profile or the environment that have none."""
-_REQUEST_TIMEOUT_S = 600
-"""For a request with its body, where obstore allows 30 s: too little for a part on a slow line."""
 _CREDENTIALS_S = 600
 """How long credentials pass for fresh; obstore asks again in the last 5 minutes of it."""
 _MAX_PARTS = 10_000
 _AWS = re.compile(r"s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_REASON = re.compile(r'(?:message|error): "([^"]+)"')
 _STATUS = re.compile(r"status code: (\d{3})")
 
 
@@ -62,41 +62,81 @@ class ObstoreClient(S3fsClient):
     """The same bucket, as the same user; bytes and small requests go through obstore."""
 
     name = "obstore"
-    failures = (BaseError, *S3fsClient.failures)
 
-    def get(self, key: str, start: int, end: int | None) -> bytes:
-        if end is not None:
-            return obstore.get_range(self._store, key, start=start, end=end).to_bytes()
-        return (
-            obstore.get(self._store, key, options={"range": {"offset": start}} if start else None)
-            .bytes()
-            .to_bytes()
+    def __init__(self, fs: Any, bucket: str, timeout_s: float) -> None:
+        super().__init__(fs, bucket, timeout_s)
+        self._opened: S3Store | None = None
+
+    def get(self, key: str, start: int, end: int | None, deadline: Deadline) -> bytes:
+        store = self._store(deadline)
+
+        def body() -> bytes:
+            if end is not None:
+                return obstore.get_range(store, key, start=start, end=end).to_bytes()
+            options: GetOptions | None = {"range": {"offset": start}} if start else None
+            return obstore.get(store, key, options=options).bytes().to_bytes()
+
+        return deadline.run(body)
+
+    def size(self, key: str, deadline: Deadline) -> int:
+        store = self._store(deadline)
+        found = deadline.run(lambda: obstore.head(store, key))
+        if found["e_tag"] is None:
+            raise NotS3("head_object")
+        return int(found["size"])
+
+    def put(self, key: str, data: bytes, deadline: Deadline, *, create: bool) -> None:
+        store, mode = self._store(deadline), "create" if create else "overwrite"
+        answer = deadline.run(
+            lambda: obstore.put(store, key, data, mode=cast("PutMode", mode), use_multipart=False)
         )
+        if answer["e_tag"] is None:
+            raise NotS3("put_object")
 
-    def size(self, key: str) -> int:
-        return int(obstore.head(self._store, key)["size"])
-
-    def put(self, key: str, data: bytes, *, create: bool) -> None:
-        obstore.put(self._store, key, data, mode="create" if create else "overwrite", use_multipart=False)
-
-    def delete(self, key: str) -> None:
-        obstore.delete(self._store, key)
+    def delete(self, key: str, deadline: Deadline) -> None:
+        store = self._store(deadline)
+        deadline.run(lambda: obstore.delete(store, key))
 
     def send(self, key: str, parts: Iterable[bytearray]) -> None:
         """Store an object from parts; visible at the end or not at all, and aborted after an error.
 
+        obstore asks for the next part when one has arrived, which is how its progress is seen.
+
         Raises:
             UsageError: more than 78 GiB, which s3fs could send, for its parts grow.
         """
-        obstore.put(
-            self._store,
-            key,
-            _few_enough(parts),
-            use_multipart=True,
-            chunk_size=PART_BYTES,
-            # One more is collected while these travel.
-            max_concurrency=NUM_PARTS - 1,
+        store, limit_s = self._store(Deadline(self._timeout_s)), allowance(self._timeout_s, PART_BYTES)
+        feed = _Feed()
+        sending = started(
+            lambda: obstore.put(
+                store,
+                key,
+                feed.asked_for(),
+                use_multipart=True,
+                chunk_size=PART_BYTES,
+                # One more is collected while these travel.
+                max_concurrency=NUM_PARTS - 1,
+            )
         )
+        sending.add_done_callback(lambda _: feed.asking.put(False))
+        try:
+            remaining = _few_enough(parts)
+            # Without a wish for more obstore has ended early, so it failed.
+            while feed.wait(limit_s):
+                part = next(remaining, None)
+                feed.given.put(part)
+                if part is None:
+                    break
+                del part  # obstore has it, and what it has sent is to be freed
+            # The last parts, and then the completion.
+            if not ended(sending, 2 * limit_s):
+                raise Overdue(limit_s)
+        except BaseException as exc:
+            # What obstore's iterator raises has it abort the upload.
+            feed.given.put(exc)
+            ended(sending, self._timeout_s)
+            raise
+        sending.result()
 
     def code(self, exc: BaseException) -> str:
         # obstore has the answer in its text only; a HEAD's has no body, so no word either.
@@ -112,13 +152,21 @@ class ObstoreClient(S3fsClient):
         return refused or super().is_mistake(exc)
 
     def message(self, exc: BaseException) -> str:
-        return super().message(exc).partition("\n\nDebug source")[0]
+        said, _, source = super().message(exc).partition("\n\nDebug source")
+        # Why a connection failed is only there, innermost and so last.
+        reasons = _REASON.findall(source)
+        return f"{said}: {reasons[-1]}" if reasons else said
 
-    @cached_property
-    def _store(self) -> S3Store:
+    def _store(self, deadline: Deadline) -> S3Store:
+        # Two threads may both open it, which costs a request.
+        if self._opened is None:
+            self._opened = self._open(deadline)
+        return self._opened
+
+    def _open(self, deadline: Deadline) -> S3Store:
         """The bucket for obstore, which is told everything: it reads environment variables of its own."""
-        meta = self.fs.s3.meta
-        region = self._region(meta)
+        meta = self._within(deadline, self.fs.set_session).meta
+        region = self._region(meta, deadline)
         style = (meta.config.s3 or {}).get("addressing_style") or "auto"
         endpoint, is_virtual = place(meta.endpoint_url, self._bucket, region=region, style=style)
         is_secret = endpoint.startswith("https:")
@@ -139,8 +187,12 @@ class ObstoreClient(S3fsClient):
             self._bucket,
             config=config,
             client_options=self._client_options(meta.config, allow_http=not is_secret),
-            retry_config={"max_retries": max(0, retries.get("total_max_attempts", 5) - 1)},
-            credential_provider=None if self.fs.anon else self._credentials(),
+            retry_config={
+                "max_retries": max(0, retries.get("total_max_attempts", 5) - 1),
+                # So that what was given up ends soon: no attempt begins after this.
+                "retry_timeout": timedelta(seconds=self._timeout_s),
+            },
+            credential_provider=None if self.fs.anon else self._credentials(deadline),
         )
 
     def _client_options(self, config: Any, *, allow_http: bool) -> "ClientConfig":
@@ -148,7 +200,7 @@ class ObstoreClient(S3fsClient):
             "allow_http": allow_http,
             "connect_timeout": timedelta(seconds=config.connect_timeout),
             "read_timeout": timedelta(seconds=config.read_timeout),
-            "timeout": timedelta(seconds=_REQUEST_TIMEOUT_S),
+            "timeout": timedelta(seconds=allowance(self._timeout_s, PART_BYTES)),
         }
         verify = self.fs.client_kwargs.get("verify")
         if verify is None:
@@ -159,14 +211,14 @@ class ObstoreClient(S3fsClient):
             options["allow_invalid_certificates"] = True
         return options
 
-    def _region(self, meta: Any) -> str:
+    def _region(self, meta: Any, deadline: Deadline) -> str:
         """The bucket's own region; AWS refers those who ask elsewhere, which only s3fs follows."""
         region = str(meta.region_name or "us-east-1")
         if not _AWS.fullmatch(urlsplit(meta.endpoint_url).netloc):
             return region
         try:
-            answer = self.call("head_bucket")
-        except self.failures as exc:
+            answer = self.call("head_bucket", deadline)
+        except Exception as exc:
             # A refusal says where the bucket is, too.
             answer = getattr(exc.__cause__, "response", None)
             if answer is None:
@@ -174,7 +226,7 @@ class ObstoreClient(S3fsClient):
         headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
         return str(headers.get("x-amz-bucket-region", region))
 
-    def _credentials(self) -> Any:
+    def _credentials(self, deadline: Deadline) -> Any:
         """What obstore calls for credentials: those of s3fs, renewed by botocore where they expire.
 
         Raises:
@@ -203,10 +255,40 @@ class ObstoreClient(S3fsClient):
             }
 
         def credentials() -> "S3Credential":
-            return cast("S3Credential", sync(fs.loop, fresh))
+            return cast("S3Credential", sync(fs.loop, fresh, timeout=self._timeout_s))
 
-        credentials()  # now, when what is wrong is still botocore's own error
+        self._within(deadline, fresh)  # now, when what is wrong is still botocore's own error
         return credentials
+
+
+class _Feed:
+    """Hands parts to obstore's thread one by one, each when it is asked for, from the caller's thread."""
+
+    def __init__(self) -> None:
+        self.asking: SimpleQueue[bool] = SimpleQueue()
+        """True when a part is wanted, and False when no more will be."""
+        self.given: SimpleQueue[bytearray | BaseException | None] = SimpleQueue()
+
+    def asked_for(self) -> Iterator[bytearray]:
+        while True:
+            self.asking.put(True)
+            part = self.given.get()
+            if part is None:
+                return
+            if isinstance(part, BaseException):
+                raise part
+            yield part
+
+    def wait(self, limit_s: float) -> bool:
+        """Return whether a part is wanted.
+
+        Raises:
+            Overdue: it is not known in time, so no part arrived.
+        """
+        try:
+            return self.asking.get(timeout=limit_s)
+        except Empty:
+            raise Overdue(limit_s) from None
 
 
 def unmet(fs: Any, bucket: str) -> list[str]:

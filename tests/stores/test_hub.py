@@ -22,6 +22,7 @@ from patchstore.stores import hub_content, hub_events, open_store
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Store
 from patchstore.stores.hub import HubStore
 from patchstore.stores.probe import prove_create_only
+from patchstore.stores.s3 import S3Store
 from patchstore.testing.store import StoreConformance, pattern, patterned
 from tests.hub import Hub
 from tests.hub.clients import quick_clients
@@ -196,13 +197,14 @@ def test_endpoint_and_token_are_huggingface_hubs_own_by_default(
     assert open_store(url).get("a") == b"x"
 
 
-def test_the_gateways_place_is_the_owners_at_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr("patchstore.stores.s3.S3Store", lambda url, **options: asked.append((url, options)))
-    HubStore("hf://buckets/user/bucket/run", gateway_key="HFAK", gateway_secret="secret")
-    ((url, options),) = asked
-    assert url == "s3://bucket/run"
-    assert options["endpoint_url"] == "https://s3.hf.co/user"
+def test_the_gateways_place_is_the_owners_at_the_hub() -> None:
+    store = HubStore("hf://buckets/user/bucket/run", gateway_key="HFAK", gateway_secret="secret", timeout_s=7)
+    gateway = store._gateway
+    assert isinstance(gateway, S3Store)
+    assert gateway.url == "s3://bucket/run"
+    assert gateway._client.fs.endpoint_url == "https://s3.hf.co/user"
+    assert gateway.timeout_s == 7
+    store.close()
 
 
 def test_an_hf_xet_whose_streams_never_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

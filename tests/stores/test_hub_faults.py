@@ -340,7 +340,7 @@ def test_a_token_for_transfers_is_used_until_it_ends_soon(hub: Hub) -> None:
         store = HubStore(URL, endpoint=hub.url, token=TOKEN)
         hub.requests.clear()
         for _ in range(4):
-            store._api.grant("write")
+            store._api.grant(store._small("put", "a"), "write")
         assert len([request for request in hub.requests if "token" in request]) == num_tokens
         store.put("a", b"x")
         assert b"".join(store.read("a")) == b"x"

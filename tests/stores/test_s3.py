@@ -114,7 +114,7 @@ def test_objects_of_others_that_are_no_keys_do_not_break_a_listing(store: S3Stor
 
 def test_a_small_upload_is_a_single_put(store: S3Store) -> None:
     store.upload("small", [b"x" * 100])
-    assert "-" not in call(store, "head_object", Key=store._full("small"))["ETag"]
+    assert "-" not in call(store, "head_object", Key=store._full("size", "small"))["ETag"]
 
 
 @pytest.mark.parametrize("num_parts", [1, NUM_PARTS + 2])
@@ -364,7 +364,7 @@ def test_sizes_that_are_missing_have_the_bucket_looked_for_once(moto: dict[str, 
     with answering(moto["endpoint_url"]) as (endpoint_url, asked):
         store = S3Store(s3_url, **{**moto, "endpoint_url": endpoint_url})
         for key in ("a", "b"):
-            with pytest.raises(NotFound, match=f"has no {key}"):
+            with pytest.raises(NotFound, match=f"size {key}: there is no such object"):
                 store.size(key)
         store.close()
     assert [(request.method, request.path.rpartition("/")[2]) for request in asked] == [
