@@ -5,7 +5,7 @@ report its own successful create as "already exists" (it retried after a lost an
 that was refused or left unanswered is settled by reading the slot back.
 """
 
-from patchstore import checksum, layout, manifest
+from patchstore import checksum, host, layout, lineage, manifest
 from patchstore.errors import (
     AlreadyExists,
     CorruptObject,
@@ -48,9 +48,11 @@ def read_header(store: Store) -> StoreHeader | None:
         CorruptObject, UnsupportedFormat: `store.json` cannot be understood.
     """
     try:
-        return manifest.header_from_json(store.get(layout.HEADER))
+        with host.reading(layout.HEADER):
+            data = store.get(layout.HEADER)
     except NotFound:
         return None
+    return manifest.header_from_json(data)
 
 
 def read_manifest(store: Store, version: int) -> Manifest:
@@ -77,7 +79,8 @@ def stored_digest(store: Store, version: int) -> str:
 def _read(store: Store, version: int) -> tuple[Manifest, bytes]:
     key = layout.manifest_key(version)
     try:
-        data = store.get(key)
+        with host.reading(key):
+            data = store.get(key)
     except NotFound as exc:
         raise VersionNotFound(f"{store.url} has no version {version}") from exc
     return manifest.from_json(key, data), data
@@ -133,19 +136,19 @@ def write_hint(store: Store, version: int) -> None:
 def read_lineage(store: Store, target: int, held: int | None = None) -> dict[int, Manifest]:
     """Return what `lineage.plan` needs: the target and its ancestors.
 
-    Goes back to the nearest anchor, and on to `held` where that is older and its deltas may still cost
-    less, checking that every manifest is the one that its child names.
+    Goes back to the nearest anchor, and on to `held` where that is older and the way from there may still
+    cost less, checking that every manifest is the one that its child names.
 
     Raises:
         VersionNotFound: the target, or an ancestor that the plan needs, is not in the store.
         CorruptObject: a manifest is not the one its child was built on.
     """
     found, _ = _read(store, target)
-    lineage = {target: found}
-    spent = 0  # bytes of the deltas from `found` to the target
-    cheapest = None if found.anchor is None else found.anchor.num_bytes
+    known = {target: found}
+    spent = 0  # as `Plan.cost`, from `found` to the target
+    cheapest = None if found.anchor is None else lineage.anchor_cost(found)
     while found.parent is not None and found.delta is not None and found.version != held:
-        spent += found.delta.num_bytes
+        spent += lineage.delta_cost(found)
         if cheapest is not None and (held is None or found.version < held or spent > cheapest):
             break
         try:
@@ -164,10 +167,10 @@ def read_lineage(store: Store, target: int, held: int | None = None) -> dict[int
                 f"version {found.version} (run {found.run_id}, epoch {found.writer.epoch}) cannot descend "
                 f"from version {parent.version} (run {parent.run_id}, epoch {parent.writer.epoch})"
             )
-        lineage[parent.version] = found = parent
+        known[parent.version] = found = parent
         if cheapest is None and parent.anchor is not None:
-            cheapest = spent + parent.anchor.num_bytes
-    return lineage
+            cheapest = spent + lineage.anchor_cost(parent)
+    return known
 
 
 def commit(store: Store, new: Manifest) -> None:

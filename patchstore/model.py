@@ -170,6 +170,11 @@ class Manifest:
         return sum(part.num_bytes for part in (self.delta, self.anchor) if part is not None)
 
 
+REQUEST_BYTES = 1 << 18
+"""A request to a store takes about as long as so many bytes: 33 ms where 8 MB pass in a second, 5 ms at 50 MB.
+So it counts as that where ways to read are compared; an object that changes nothing is not free."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How to come from a held version to a target; see `lineage.plan`."""
@@ -186,6 +191,21 @@ class Plan:
         """Bytes to fetch."""
         start = self.anchor.anchor.num_bytes if self.anchor and self.anchor.anchor else 0
         return start + sum(m.delta.num_bytes for m in self.deltas if m.delta)
+
+    @property
+    def num_requests(self) -> int:
+        """Objects to read: the manifests from the target back to where the plan starts, and the payloads.
+
+        Not the anchor's other files, which only a replay reads. The parts of a large object are read beside
+        each other, so they count by their bytes alone.
+        """
+        start = len(self.anchor.anchor.payloads) if self.anchor and self.anchor.anchor else 0
+        return 1 + start + sum(1 + len(m.delta.payloads) for m in self.deltas if m.delta)
+
+    @property
+    def cost(self) -> int:
+        """How long it takes, as a number of bytes."""
+        return self.num_bytes + self.num_requests * REQUEST_BYTES
 
     def __str__(self) -> str:
         if self.anchor is None and not self.deltas:

@@ -12,10 +12,12 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {
     "patchstore.errors": 0,
     "patchstore.model": 0,
+    "patchstore.host": 1,
     "patchstore.layout": 1,
     "patchstore.manifest": 1,
     "patchstore.lineage": 1,
     "patchstore.checksum": 1,
+    "patchstore.locks": 1,
     "patchstore.log": 1,
     "patchstore.stores": 1,
     "patchstore.kernels": 2,
