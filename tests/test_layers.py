@@ -39,6 +39,7 @@ LAYERS = {
     "patchstore.parts": 3,
     "patchstore.device_coding": 3,
     "patchstore.transcode": 3,
+    "patchstore.unfinished": 3,
     "patchstore.cli": 4,
     "patchstore.report": 4,
     "patchstore.integrations": 4,
