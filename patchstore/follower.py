@@ -238,8 +238,8 @@ class Follower:
 
     def _replaced(self, what: str) -> StoreReplaced:
         return StoreReplaced(
-            f"{self.store.url} {what}. Its objects were removed or replaced. The tensors were left as they are; "
-            "open a new Follower to follow what is there now"
+            f"{self.store.url} {what}. Its objects were removed or replaced. "
+            "The tensors were left as they are; open a new Follower to follow what is there now"
         )
 
     def _staged_from_anywhere(self, version: int) -> Staged:

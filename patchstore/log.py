@@ -102,7 +102,8 @@ def head(store: Store, hint: int | None = None) -> Manifest | None:
             continue
     if found is None:
         # Listings may lag behind, so what they show is a start for probing, not the answer.
-        listed = (layout.manifest_version(key) for key in store.list(layout.VERSIONS))
+        with host.reading(layout.VERSIONS):
+            listed = [layout.manifest_version(key) for key in store.list(layout.VERSIONS)]
         last = max((version for version in listed if version is not None), default=None)
         try:
             found = read_manifest(store, 0 if last is None else last)
@@ -123,9 +124,11 @@ def following(store: Store, found: Manifest) -> Manifest | None:
 
 def _stored_hint(store: Store) -> int | None:
     try:
-        return manifest.hint_from_json(store.get(layout.HEAD))
+        with host.reading(layout.HEAD):
+            data = store.get(layout.HEAD)
     except NotFound:
         return None
+    return manifest.hint_from_json(data)
 
 
 def write_hint(store: Store, version: int) -> None:

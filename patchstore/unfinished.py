@@ -25,10 +25,10 @@ _NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNO
 
 @contextmanager
 def unfinished(target: Path, *, is_folder: bool) -> Iterator[Path]:
-    """Make an empty file or folder beside `target`, which takes its name when the block ends without an error.
+    """Make an empty file or folder beside `target`, which takes that name when the block ends.
 
-    After an error nothing is left. The folder of `target` is made if need be. What killed processes left in it
-    is removed, on file systems of this host alone.
+    After an error nothing is left. The folder of `target` is made if need be, and what killed processes left
+    in it is removed; not on network file systems, where a lock may be known to one host alone.
 
     Raises:
         HostError: the file system refuses.

@@ -180,8 +180,9 @@ class Follow:
             if goal is None:
                 if status.held is not None and status.store in {self.store.url, self._opened_as}:
                     raise StoreReplaced(
-                        f"{self.store.url} has no version, but {self.server.url} serves version {status.held} of "
-                        f"run {status.run_id} from there: its objects were removed, and the server left as it is"
+                        f"{self.store.url} has no version, but {self.server.url} serves version "
+                        f"{status.held} of run {status.run_id} from there: its objects were removed. The "
+                        "server was left as it is"
                     )
                 return Step(did="nothing", version=status.held, before=status)
             if not self._is_open(status, goal):
