@@ -216,6 +216,7 @@ class Follower:
         try:
             return log.read_manifest(self.store, self.held)
         except VersionNotFound as exc:
+            self._check_header()
             raise self._replaced(f"no longer has version {self.held}, which is held") from exc
 
     def _check_run(self, found: Manifest) -> None:

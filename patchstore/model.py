@@ -212,4 +212,4 @@ class Plan:
             return f"version {self.target.version} is held already"
         start = f"anchor {self.anchor.version}" if self.anchor else f"held {self.held}"
         steps = "".join(f" -> {m.version}" for m in self.deltas)
-        return f"{start}{steps} ({self.num_bytes:,} bytes)"
+        return f"{start}{steps} ({self.num_bytes:,} bytes, {self.num_requests:,} requests)"
