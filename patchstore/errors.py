@@ -28,6 +28,12 @@ class ServerUnavailable(PatchstoreError):
     kind = "server-unavailable"
 
 
+class HostError(PatchstoreError):
+    """This host refused: it is short of descriptors, memory or disk, or one of its folders cannot be used."""
+
+    kind = "os"
+
+
 # Mend the call: the caller asked for something that cannot be.
 
 
@@ -119,6 +125,12 @@ class RunLost(VersionConflict):
     """The store no longer holds what this publisher builds on; this publisher must not go on."""
 
     kind = "run-lost"
+
+
+class StoreReplaced(PatchstoreError):
+    """The store no longer holds what was read from it: another run is there, or versions are gone."""
+
+    kind = "store-replaced"
 
 
 class LineageError(PatchstoreError):

@@ -3,21 +3,20 @@
 Given a node cache, processes of one host share what they fetch; without one each fetches for itself.
 """
 
-import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, gettempdir
 from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 
-from patchstore import checksum, parts, payload
+from patchstore import checksum, host, parts, payload
 from patchstore.encodings import RELATIVE, EncodedTensor, named
 from patchstore.encodings.context import Coded, Tiles, decode_patch
-from patchstore.errors import CorruptObject, NotFound
+from patchstore.errors import CorruptObject, HostError, NotFound
 from patchstore.model import Manifest, Payload, Schema, TensorSpec
 from patchstore.stores.base import PART_BYTES, Store
 from patchstore.sums import Sums, sums_object, unpack_sums
@@ -25,6 +24,9 @@ from patchstore.tensors import TensorPatch, bits
 
 if TYPE_CHECKING:
     from patchstore.node_cache import NodeCache
+
+SMALL_BYTES = 1 << 16
+"""Files up to this size are read into memory: a process may map only 65,530 (`vm.max_map_count`)."""
 
 
 def chunks(store: Store, wanted: Payload) -> Iterator[bytes]:
@@ -35,7 +37,8 @@ def chunks(store: Store, wanted: Payload) -> Iterator[bytes]:
     """
     try:
         # One byte more than there should be, so that a longer object is noticed without asking for its size.
-        yield from checksum.verified(store.read(wanted.key, end=wanted.size + 1), wanted)
+        with host.reading(wanted.key):
+            yield from checksum.verified(store.read(wanted.key, end=wanted.size + 1), wanted)
     except NotFound as exc:
         raise _missing(store, wanted) from exc
 
@@ -47,7 +50,8 @@ def check_size(store: Store, wanted: Payload) -> None:
         CorruptObject: missing, or not of the size that the manifest says.
     """
     try:
-        size = store.size(wanted.key)
+        with host.reading(wanted.key):
+            size = store.size(wanted.key)
     except NotFound as exc:
         raise _missing(store, wanted) from exc
     if size != wanted.size:
@@ -63,21 +67,17 @@ def download(store: Store, wanted: Payload, path: Path) -> None:
 
     Raises:
         CorruptObject: as `chunks`.
-        OSError: there is no room, which shows before anything is fetched, or the disk fails.
+        HostError: there is no room, which shows before anything is fetched, or the disk fails.
     """
-    with path.open("xb") as file:
+    with _room(store, wanted, path.parent), path.open("xb") as file:
         _fill(file, store, wanted)
 
 
 def _fill(file: BinaryIO, store: Store, wanted: Payload) -> None:
-    """Write a payload to a new file."""
+    """Write a payload to a new file; callers turn what goes wrong with that into `_room`'s errors."""
     if wanted.size:
         # Takes the room at once, and spares finding it block by block (1 GB in 0.7 s instead of 3.2, ext4).
-        try:
-            os.posix_fallocate(file.fileno(), 0, wanted.size)
-        except (OSError, OverflowError):
-            check_size(store, wanted)
-            raise
+        os.posix_fallocate(file.fileno(), 0, wanted.size)
     file.writelines(chunks(store, wanted))
 
 
@@ -178,19 +178,43 @@ class Deltas:
         return TensorPatch(name=spec.name, indices=indices[last], values=values)
 
 
-def _mapped(file: BinaryIO) -> memoryview:
-    """Map a file privately: torch wants writable memory, and the file must stay as it is."""
-    if os.fstat(file.fileno()).st_size == 0:
-        return memoryview(b"")  # cannot be mapped; whoever parses it says what is wrong
-    return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+def _in_memory(file: BinaryIO) -> memoryview:
+    """Map a file, or read a small one. The file may be closed afterwards, and stays as it is.
+
+    Raises:
+        HostError: it cannot be mapped.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if size <= SMALL_BYTES:
+        file.seek(0)
+        return memoryview(bytearray(file.read()))
+    try:
+        # Python's own `mmap` keeps a descriptor for each mapping, and a chain may be of a thousand.
+        pages = torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=False, size=size, dtype=torch.uint8)
+    except RuntimeError as exc:
+        raise HostError(
+            f"a file of {size:,} bytes cannot be mapped on this host: {exc}; free some memory, raise "
+            "`ulimit -v`, or the sysctl vm.max_map_count"
+        ) from exc
+    # Writable, as torch wants its memory to be; what is written is a page's copy, and not the file.
+    return pages.numpy().data
 
 
 @contextmanager
-def _temporary(store: Store, wanted: Payload, scratch: Path | None) -> Iterator[BinaryIO]:
-    with TemporaryFile(prefix="patchstore-", dir=scratch) as file:
-        _fill(file, store, wanted)
-        file.flush()
-        yield file
+def _room(store: Store, wanted: Payload, where: object) -> Iterator[None]:
+    """Say that there is no room for a payload, unless its manifest is wrong about how much that is.
+
+    Raises:
+        CorruptObject, HostError
+    """
+    try:
+        yield
+    except (OSError, MemoryError, OverflowError) as exc:
+        check_size(store, wanted)
+        raise host.error(
+            MemoryError() if isinstance(exc, OverflowError) else exc,
+            f"holding {wanted.size:,} bytes of {wanted.key} in {where}",
+        ) from exc
 
 
 @contextmanager
@@ -211,26 +235,39 @@ def deltas(
 
     Raises:
         CorruptObject: a payload is not what its manifest names, or not a delta of this run.
+        HostError: this host has no room for them, or is short of something else.
     """
 
-    def local(wanted: Payload) -> AbstractContextManager[BinaryIO]:
-        return _temporary(store, wanted, scratch) if cache is None else cache.fetch(store, wanted)
+    def local(wanted: Payload) -> memoryview:
+        # The file is closed at once: of a chain of any length, one is open at a time.
+        if lend is not None:
+            with lend(store, wanted) as file:
+                return _in_memory(file)
+        with (
+            _room(store, wanted, scratch or gettempdir()),
+            TemporaryFile(prefix="patchstore-", dir=scratch) as file,
+        ):
+            _fill(file, store, wanted)
+            file.flush()
+            return _in_memory(file)
 
     with ExitStack() as files:
+        lend = None if cache is None else files.enter_context(cache.lease())
         versions: list[tuple[Manifest, str, dict[str, EncodedTensor | Coded]]] = []
         for manifest in manifests:
             assert manifest.delta is not None
             # Before anything is fetched, so that a newer release's bucket fails at once.
             named(manifest.delta.encoding)
+            first = len(versions)
             for wanted in manifest.delta.payloads:
                 if needs is not None and manifest.delta.encoding == RELATIVE:
-                    found = parts.read(store, wanted, manifest, schema, needs)
+                    with _room(store, wanted, "memory"):
+                        found = parts.read(store, wanted, manifest, schema, needs)
                 else:
-                    buffer = _mapped(files.enter_context(local(wanted)))
-                    found = payload.read_delta(wanted.key, buffer, manifest, schema)
-                for earlier, _, others in versions:
+                    found = payload.read_delta(wanted.key, local(wanted), manifest, schema)
+                for _, _, others in versions[first:]:
                     # Each is coded against the parent, and not against what another one has changed.
-                    both = found.keys() & others.keys() if earlier.version == manifest.version else ()
+                    both = found.keys() & others.keys()
                     if any(isinstance(each[name], Coded) for name in both for each in (found, others)):
                         raise CorruptObject(
                             f"{wanted.key}: it has a coded tensor that another payload has too"
@@ -258,11 +295,9 @@ def anchor(
     assert manifest.anchor is not None
     seen: set[str] = set()
     with ExitStack() as files:
+        lend = None if cache is None else files.enter_context(cache.lease())
         for wanted in manifest.anchor.payloads:
-            source: Iterable[bytes] = chunks(store, wanted)
-            if cache is not None:
-                file = files.enter_context(cache.fetch(store, wanted))
-                source = iter(partial(file.read, PART_BYTES), b"")
+            source = chunks(store, wanted) if lend is None else _read(lend(store, wanted))
             stream = payload.read_stream(wanted.key, wanted.size, source)
             header = next(stream)
             assert isinstance(header, payload.FileHeader)
@@ -270,6 +305,11 @@ def anchor(
             tensors = (item[1] for item in stream if not isinstance(item, payload.FileHeader))
             yield wanted.key.rsplit("/", 1)[1], specs, tensors
     _check_complete(manifest, schema, seen)
+
+
+def _read(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        yield from iter(partial(file.read, PART_BYTES), b"")
 
 
 @contextmanager
@@ -288,9 +328,10 @@ def local_anchor(
     assert manifest.anchor is not None
     seen: set[str] = set()
     tensors: dict[str, torch.Tensor] = {}
-    with ExitStack() as files:
+    with cache.lease() as lend:
         for wanted in manifest.anchor.payloads:
-            buffer = _mapped(files.enter_context(cache.fetch(store, wanted)))
+            with lend(store, wanted) as file:
+                buffer = _in_memory(file)
             header, found = payload.open_buffer(wanted.key, buffer)
             _admitted(wanted.key, header, manifest, schema, seen)
             tensors |= found

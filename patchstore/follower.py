@@ -15,7 +15,13 @@ from pathlib import Path
 import torch
 
 from patchstore import digest, fetch, lineage, log
-from patchstore.errors import CorruptObject, SchemaMismatch, StateMismatch, UsageError, VersionNotFound
+from patchstore.errors import (
+    SchemaMismatch,
+    StateMismatch,
+    StoreReplaced,
+    UsageError,
+    VersionNotFound,
+)
 from patchstore.model import Manifest, Plan
 from patchstore.node_cache import NodeCache
 from patchstore.stores.base import Store
@@ -107,6 +113,7 @@ class Follower:
             VersionNotFound: the store holds no run, or not the version `held`.
             SchemaMismatch: the tensors are not those of the run.
             StateMismatch: they are not what version `held` has.
+            StoreReplaced: version `held` is of another run than the store.
         """
         header = log.read_header(store)
         if header is None:
@@ -124,6 +131,7 @@ class Follower:
             self._check_tensors()
         if held is not None:
             manifest = log.read_manifest(store, held)
+            self._check_run(manifest)
             found = {name: digest.of_tensor(tensors[name]) for name in self._specs if name in tensors}
             if len(found) != len(self._specs):
                 raise StateMismatch(f"no tensors were given, so they cannot be at version {held}")
@@ -158,9 +166,27 @@ class Follower:
         return None if self.manifest is None else self.manifest.version
 
     def head(self) -> int | None:
-        """Return the newest version in the store, or None before the first."""
-        newest = log.head(self.store, hint=self.held)
+        """Return the newest version in the store, or None before the first.
+
+        Raises:
+            StoreReplaced: as `stage`, or the versions end before the held one.
+        """
+        newest = self._newest()
         return None if newest is None else newest.version
+
+    def _newest(self) -> Manifest | None:
+        newest = log.head(self.store, hint=self.held)
+        if newest is None:
+            self._check_header()
+        else:
+            self._check_run(newest)
+        if self.manifest is not None:
+            if newest is None or newest.version < self.manifest.version:
+                there = "has no version" if newest is None else f"ends with version {newest.version}"
+                raise self._replaced(f"{there}, but version {self.held} of the same run is held")
+            if newest.version == self.manifest.version:
+                self._check_held(newest)
+        return newest
 
     def update(self, version: int | None = None) -> Manifest:
         """Stage and commit a version; None for the head. Raises as those two do.
@@ -169,15 +195,53 @@ class Follower:
 
         Raises:
             VersionNotFound: no such version, or none at all yet.
+            StoreReplaced: as `stage`, or, where the head is wanted, the versions end before the held one.
         """
-        goal = self.head() if version is None else version
-        if goal is None:
-            raise VersionNotFound(f"{self.store.url} has no version yet")
-        if goal == self.held and self.manifest is not None:
+        if version is None:
+            newest = self._newest()
+            if newest is None:
+                raise VersionNotFound(f"{self.store.url} has no version yet")
+            version = newest.version
+        elif version == self.held:
+            # Also where there is nothing to do, what is held must be what the store means by that number.
+            self._check_held(self._read_held())
+        if version == self.held and self.manifest is not None:
             return self.manifest
-        self.commit(self._staged_from_anywhere(goal))
+        self.commit(self._staged_from_anywhere(version))
         assert self.manifest is not None
         return self.manifest
+
+    def _read_held(self) -> Manifest:
+        assert self.held is not None
+        try:
+            return log.read_manifest(self.store, self.held)
+        except VersionNotFound as exc:
+            self._check_header()
+            raise self._replaced(f"no longer has version {self.held}, which is held") from exc
+
+    def _check_run(self, found: Manifest) -> None:
+        if found.run_id != self.header.run_id:
+            raise self._replaced(
+                f"has version {found.version} of run {found.run_id}, but run {self.header.run_id} was opened"
+            )
+
+    def _check_header(self) -> None:
+        header = log.read_header(self.store)
+        if header is None or header.run_id != self.header.run_id:
+            there = "no run" if header is None else f"run {header.run_id}"
+            raise self._replaced(f"has {there}, but run {self.header.run_id} was opened")
+
+    def _check_held(self, found: Manifest) -> None:
+        """Check that the store's version of the held one's number is the held one."""
+        self._check_run(found)
+        if found != self.manifest:
+            raise self._replaced(f"has another version {self.held} than the one that is held")
+
+    def _replaced(self, what: str) -> StoreReplaced:
+        return StoreReplaced(
+            f"{self.store.url} {what}. Its objects were removed or replaced. "
+            "The tensors were left as they are; open a new Follower to follow what is there now"
+        )
 
     def _staged_from_anywhere(self, version: int) -> Staged:
         """`stage`; where the held tensors turn out to be no version's, once more from an anchor."""
@@ -205,13 +269,17 @@ class Follower:
         Raises:
             VersionNotFound, LineageError: the store has no way to that version.
             CorruptObject, StateMismatch: what it has is wrong; nothing may be applied.
+            StoreReplaced: it has another run than when it was opened, or another version of the held number.
         """
-        route = lineage.plan(log.read_lineage(self.store, version, self.held), self.held, version)
-        if route.target.run_id != self.header.run_id:
-            raise CorruptObject(
-                f"version {version} is of run {route.target.run_id}, but this store was opened as run "
-                f"{self.header.run_id}"
-            )
+        try:
+            manifests = log.read_lineage(self.store, version, self.held)
+        except VersionNotFound:
+            self._check_header()
+            raise
+        self._check_run(manifests[version])
+        if self.held in manifests:
+            self._check_held(manifests[self.held])
+        route = lineage.plan(manifests, self.held, version)
         began = time.monotonic()
         patches: dict[str, TensorPatch] = {}
         full: dict[str, torch.Tensor] = {}

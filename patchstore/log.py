@@ -12,7 +12,7 @@ from contextlib import closing
 from itertools import islice
 from typing import TypeVar
 
-from patchstore import checksum, layout, manifest
+from patchstore import checksum, host, layout, lineage, manifest
 from patchstore.errors import (
     AlreadyExists,
     CorruptObject,
@@ -68,9 +68,10 @@ def read_header(store: Store) -> StoreHeader | None:
         CorruptObject, UnsupportedFormat: `store.json` cannot be understood.
     """
     try:
-        return manifest.header_from_json(_bounded(store, layout.HEADER))
+        data = _bounded(store, layout.HEADER)
     except NotFound:
         return None
+    return manifest.header_from_json(data)
 
 
 def read_manifest(store: Store, version: int) -> Manifest:
@@ -138,7 +139,8 @@ def _read_back(store: Store, newest: int, oldest: int) -> Generator[tuple[Manife
 
 def _bounded(store: Store, key: str) -> bytes:
     """Read a JSON object; of one that is larger than it may be, just enough to notice."""
-    return store.get(key, 0, manifest.MAX_JSON_BYTES + 1)
+    with host.reading(key):
+        return store.get(key, 0, manifest.MAX_JSON_BYTES + 1)
 
 
 def head(store: Store, hint: int | None = None) -> Manifest | None:
@@ -157,7 +159,8 @@ def head(store: Store, hint: int | None = None) -> Manifest | None:
             continue
     if found is None:
         # Listings may lag behind, so what they show is a start for probing, not the answer.
-        listed = (layout.manifest_version(key) for key in store.list(layout.VERSIONS))
+        with host.reading(layout.VERSIONS):
+            listed = [layout.manifest_version(key) for key in store.list(layout.VERSIONS)]
         last = max((version for version in listed if version is not None), default=None)
         try:
             found = read_manifest(store, 0 if last is None else last)
@@ -178,9 +181,11 @@ def following(store: Store, found: Manifest) -> Manifest | None:
 
 def _stored_hint(store: Store) -> int | None:
     try:
-        return manifest.hint_from_json(store.get(layout.HEAD, 0, manifest.MAX_HINT_BYTES + 1))
+        with host.reading(layout.HEAD):
+            data = store.get(layout.HEAD, 0, manifest.MAX_HINT_BYTES + 1)
     except NotFound:
         return None
+    return manifest.hint_from_json(data)
 
 
 def write_hint(store: Store, version: int) -> None:
@@ -191,15 +196,15 @@ def write_hint(store: Store, version: int) -> None:
 def read_lineage(store: Store, target: int, held: int | None = None) -> dict[int, Manifest]:
     """Return what `lineage.plan` needs: the target and its ancestors.
 
-    Goes back to the nearest anchor, and on to `held` where that is older and its deltas may still cost
-    less, checking that every manifest is the one that its child names.
+    Goes back to the nearest anchor, and on to `held` where that is older and the way from there may still
+    cost less, checking that every manifest is the one that its child names.
 
     Raises:
         VersionNotFound: the target, or an ancestor that the plan needs, is not in the store.
         CorruptObject: a manifest is not the one its child was built on.
     """
-    lineage: dict[int, Manifest] = {}
-    spent = 0  # bytes of the deltas from `found` to the target
+    known: dict[int, Manifest] = {}
+    spent = 0  # as `Plan.cost`, from `found` to the target
     cheapest: int | None = None
     with closing(ancestry(store, target, held)) as versions:
         while True:
@@ -211,15 +216,15 @@ def read_lineage(store: Store, target: int, held: int | None = None) -> dict[int
                 break
             if found is None:
                 break
-            lineage[found.version] = found
+            known[found.version] = found
             if cheapest is None and found.anchor is not None:
-                cheapest = spent + found.anchor.num_bytes
+                cheapest = spent + lineage.anchor_cost(found)
             if found.delta is None or found.version == held:
                 break
-            spent += found.delta.num_bytes
+            spent += lineage.delta_cost(found)
             if cheapest is not None and (held is None or found.version < held or spent > cheapest):
                 break
-    return lineage
+    return known
 
 
 def ancestry(store: Store, target: int, held: int | None = None) -> Generator[Manifest, None, None]:

@@ -6,28 +6,33 @@ a second server, a restarted one, one that lags, until others need the room. The
 (`flock`), so a killed process holds up nobody, and a half-written file never has the name that readers look
 for.
 
-A payload has two locks. On `<digest>.lock`, exclusive: who brings the file in, proves it or takes it away.
-On the file itself, shared: all who use it. The second is tested only by holders of the first, so nobody can
-begin to use what another is about to remove. A third, on the folder, makes evictions take turns; its holder
-waits for no other lock.
+A payload has a lock, `<digest>.lock`: its holder brings the file in, proves it or takes it away. Those who
+use the file do not hold that lock: they list its digest in a file of their own, `uses/<random>`, which they
+keep locked for as long as they use anything. So one descriptor stands for any number of payloads. A list that
+is not locked is a killed process's, and counts for nothing. A digest is entered, and looked for, only by the
+holder of the payload's lock, so no process can begin to use what another is about to remove. A lock on the
+folder makes evictions take turns; its holder waits for no other lock. A forked child has none of these locks,
+see `locks`.
+
+Files must be removed, if at all, and never cut short or written to: the kernel ends a process (SIGBUS) that
+reads what a mapped file has no more. That is why they are read-only, in a folder of this user alone.
 """
 
-import errno
-import fcntl
 import logging
 import os
 import re
 import stat
 import time
+import uuid
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from patchstore import checksum
-from patchstore.errors import CorruptObject, UsageError
+from patchstore import checksum, host, locks
+from patchstore.errors import CorruptObject, HostError, UsageError
 from patchstore.fetch import check_size, download
 from patchstore.model import Payload
 from patchstore.stores.base import PART_BYTES, Store
@@ -41,10 +46,12 @@ they go when their last user does, and do not drive out the deltas."""
 
 _LOCK = ".lock"
 _PART = ".part"
+_USES = "uses"
+_LINE_BYTES = 65
+"""Of a list of uses: a digest, and the line's end."""
 _NAME = re.compile(rf"([0-9a-f]{{64}})({re.escape(_LOCK)}|{re.escape(_PART)})?")
 _SEAL_NS = 0
 """Time of last modification of a file that was proved. Whoever writes to it sets another, of today."""
-_REMOTE = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "fuse.sshfs", "fuse.glusterfs"}
 
 
 class NodeCache:
@@ -65,51 +72,83 @@ class NodeCache:
         Raises:
             UsageError: a negative bound; or not a folder of this user alone on this host, and nothing was
                 written to it.
+            HostError: the system refuses what is to be done there.
         """
         if max_bytes < 0:
             raise UsageError(f"a cache cannot keep {max_bytes:,} bytes; give 0 to keep nothing")
-        _prepare(folder)
         self._folder = folder.absolute()
         self._max_bytes = max_bytes
-        self._evict()
+        self._uses: _Uses | None = None
+        with host.asked(f"opening the cache {folder}"):
+            _prepare(folder)
+            self._evict()
 
     @contextmanager
     def fetch(self, store: Store, wanted: Payload) -> Iterator[BinaryIO]:
-        """Lend a local file that holds exactly the payload's bytes; waits while another process downloads it.
+        """`lease` for a single payload."""
+        with self.lease() as lend, lend(store, wanted) as file:
+            yield file
 
-        It was proved since anybody began to use it: by its download, or by digesting what was kept, once for
-        all that use it together. It is not removed before the block ends; a mapping of it stays valid for
-        longer.
+    @contextmanager
+    def lease(self) -> Iterator[Callable[[Store, Payload], BinaryIO]]:
+        """Lend local files until the block ends.
+
+        Yields:
+            What returns a file that holds exactly the payload's bytes; it waits while another process
+            downloads it. The file was proved since any process began to use it: by its download, or by
+            digesting what was kept, once for all that use it together. It is not removed before the block
+            ends; a mapping of it stays valid for longer. It may be closed before, so that any number of
+            payloads can be lent.
 
         Raises:
             CorruptObject: as `fetch.chunks`.
-            OSError: the disk is full, which is said before the download begins, or fails. As after every
-                error, nothing of a download is left, and the next process that asks begins anew.
+            HostError: the disk is full, which is said before the download begins, or the system refuses
+                something else. As after every error, nothing of a download is left, and the next process that
+                asks begins anew.
         """
-        path = self._folder / wanted.digest.partition(":")[2]
-        # Folders for temporary files are cleaned, this one with them.
-        _prepare(self._folder)
-        with self._open(store, wanted, path) as file:
-            try:
-                yield file
-            finally:
-                # Explicitly, as a mapping or a forked child keeps the open file, and with it the lock.
-                fcntl.flock(file, fcntl.LOCK_UN)
-                self._let_go(path)
+        lent: list[tuple[_Uses, Path]] = []
 
-    def _open(self, store: Store, wanted: Payload, path: Path) -> BinaryIO:
+        def lend(store: Store, wanted: Payload) -> BinaryIO:
+            path = self._folder / wanted.digest.partition(":")[2]
+            with host.asked(f"keeping {wanted.size:,} bytes of {wanted.key} in {self._folder}"):
+                # Folders for temporary files are cleaned, this one with them.
+                _prepare(self._folder)
+                file, uses = self._open(store, wanted, path)
+            lent.append((uses, path))
+            return file
+
+        try:
+            yield lend
+        finally:
+            with host.asked(f"letting go of what is kept in {self._folder}"):
+                self._let_go(lent)
+
+    def _open(self, store: Store, wanted: Payload, path: Path) -> tuple[BinaryIO, "_Uses"]:
         """Open a payload's file, marked as used, that is proved; download it if there is none."""
         with _alone(path):
             file = _proved(path, wanted)
-            if file is None:
-                try:
+            try:
+                if file is None:
                     self._download(store, wanted, path)
-                except BaseException:
-                    _if_unused(path)
-                    raise
-                file = path.open("rb")
-            fcntl.flock(file, fcntl.LOCK_SH)
-        return file
+                    file = path.open("rb")
+                return file, self._begin_use(path)
+            except BaseException:
+                if file is not None:
+                    file.close()
+                _if_unused(path)
+                raise
+
+    def _begin_use(self, path: Path) -> "_Uses":
+        with locks.guard:
+            uses = self._uses
+            if uses is None or not uses.can_be_seen:
+                self._uses = uses = _Uses(self._folder)
+            try:
+                uses.add(path)
+            except BaseException:
+                uses.end_if_empty()
+                raise
+            return uses
 
     def _download(self, store: Store, wanted: Payload, path: Path) -> None:
         part = path.with_suffix(_PART)
@@ -118,29 +157,25 @@ class NodeCache:
             check_size(store, wanted)
             self._evict(wanted.size)
         if (free := self._free_bytes()) < wanted.size:
-            raise OSError(
-                errno.ENOSPC,
-                f"{os.strerror(errno.ENOSPC)}, for {wanted.size:,} bytes of {wanted.key}: {free:,} are free, "
-                "and all that is kept here is in use. Make room, or name another folder",
-                str(self._folder),
+            raise HostError(
+                f"{self._folder} has no room for {wanted.size:,} bytes of {wanted.key}: {free:,} are free, "
+                "and all that is kept here is in use; make room, or name a folder on another disk"
             )
-        try:
-            download(store, wanted, part)
-        except OSError as exc:
-            # Of a failed write the system says neither where nor how much.
-            raise OSError(
-                exc.errno, f"{exc.strerror}, for {wanted.size:,} bytes of {wanted.key}", str(part)
-            ) from exc
+        download(store, wanted, part)
         part.chmod(0o400)
         _seal(part)
         # Readers believe a file once it has this name, so only what was proved gets it.
         part.rename(path)
 
-    def _let_go(self, path: Path) -> None:
-        # Whoever holds the lock either begins to use the file, and will let go of it too, or evicts.
-        with suppress(BlockingIOError, FileNotFoundError), _alone(path, wait=False):
-            if _if_unused(path) is not None:
-                _seal(path)
+    def _let_go(self, lent: list[tuple["_Uses", Path]]) -> None:
+        with locks.guard:
+            for uses, path in lent:
+                uses.remove(path)
+        for _, path in lent:
+            # Whoever holds the lock either begins to use the file, and will let go of it too, or evicts.
+            with suppress(BlockingIOError, FileNotFoundError), _alone(path, wait=False):
+                if _if_unused(path) is not None:
+                    _seal(path)
         with suppress(FileNotFoundError):
             if self._num_bytes() > self._max_bytes:
                 self._evict()
@@ -166,6 +201,9 @@ class NodeCache:
                         # Last: whoever makes a new one may begin at once.
                         path.with_suffix(_LOCK).unlink(missing_ok=True)
                 num_bytes -= size
+            with suppress(OSError):
+                # Not while there is a list in it.
+                (self._folder / _USES).rmdir()
 
     def _names(self) -> Iterator[re.Match[str]]:
         return filter(None, (_NAME.fullmatch(path.name) for path in self._folder.iterdir()))
@@ -200,7 +238,7 @@ def _prepare(folder: Path) -> None:
         raise UsageError(
             f"{folder} is open to other users (mode {stat.S_IMODE(found.st_mode):o}); chmod it to 700"
         )
-    if (kind := _file_system(found.st_dev)) in _REMOTE:
+    if (kind := host.file_system(folder)) in host.REMOTE:
         raise UsageError(
             f"{folder} is on a network file system ({kind}), where locks and mapped files are weaker; "
             "name a folder on a local disk, or in /dev/shm"
@@ -218,7 +256,7 @@ def _proved(path: Path, wanted: Payload) -> BinaryIO | None:
     except FileNotFoundError:
         return None
     try:
-        is_used = _is_used(file)
+        is_used = _is_used(path)
         if is_used and os.fstat(file.fileno()).st_mtime_ns == _SEAL_NS:
             return file
         if not is_used:
@@ -257,7 +295,7 @@ def _if_unused(path: Path) -> os.stat_result | None:
     path.with_suffix(_PART).unlink(missing_ok=True)
     try:
         with path.open("rb") as file:
-            return None if _is_used(file) else os.fstat(file.fileno())
+            return None if _is_used(path) else os.fstat(file.fileno())
     except FileNotFoundError:
         path.with_suffix(_LOCK).unlink(missing_ok=True)
         return None
@@ -268,14 +306,91 @@ def _size(found: os.stat_result) -> int:
     return found.st_size or 1
 
 
-def _is_used(file: BinaryIO) -> bool:
-    """Whether others use this open file. The caller holds the payload's lock."""
+class _Uses:
+    """The list of what one cache uses, each payload as often as it was added. Callers hold `locks.guard`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._handle = _listed(folder)
+        self._places: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
+        self._free: list[int] = []
+
+    @property
+    def can_be_seen(self) -> bool:
+        """Whether others find the list: not in a forked child, nor where the folder was removed."""
+        return self._handle.is_open and self._handle.is_at(self._path)
+
+    def add(self, path: Path) -> None:
+        if path.name not in self._places:
+            place = self._free.pop() if self._free else len(self._places)
+            # Each at a place of its own, so that no reader finds another's name half written.
+            os.pwrite(self._handle.fileno(), f"{path.name}\n".encode(), place * _LINE_BYTES)
+            self._places[path.name], self._counts[path.name] = place, 0
+        self._counts[path.name] += 1
+
+    def remove(self, path: Path) -> None:
+        """Remove one use of a payload. The list ends with the last of all."""
+        self._counts[path.name] -= 1
+        if not self._counts[path.name]:
+            place = self._places.pop(path.name)
+            del self._counts[path.name]
+            self._free.append(place)
+            if self._handle.is_open:
+                os.pwrite(self._handle.fileno(), b" " * (_LINE_BYTES - 1), place * _LINE_BYTES)
+        self.end_if_empty()
+
+    def end_if_empty(self) -> None:
+        if not self._places and self._handle.is_open:
+            self._path.unlink(missing_ok=True)
+            self._handle.close()
+            with suppress(OSError):
+                # Not while there is another list in it.
+                self._path.parent.rmdir()
+
+
+def _listed(folder: Path) -> tuple[Path, locks.Handle]:
+    """Make an empty list of uses, and lock it."""
+    while True:
+        path = folder / _USES / uuid.uuid4().hex
+        with suppress(FileExistsError):
+            path.parent.mkdir(mode=0o700)
+        # Until it is locked, others take it for a killed process's, and remove it, also with its folder.
+        with suppress(FileNotFoundError, BlockingIOError):
+            handle = locks.Handle(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                handle.lock(wait=False)
+                if handle.is_at(path):
+                    return path, handle
+            except BaseException:
+                handle.close()
+                raise
+            handle.close()
+
+
+def _is_used(path: Path) -> bool:
+    """Whether any process uses a payload, this one included; removes lists of killed ones.
+
+    The caller holds the payload's lock.
+    """
+    uses = path.parent / _USES
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    fcntl.flock(file, fcntl.LOCK_UN)
+        lists = list(uses.iterdir())
+    except FileNotFoundError:
+        return False
+    for each in lists:
+        with suppress(FileNotFoundError), closing(locks.Handle(each)) as handle:
+            try:
+                handle.lock(wait=False)
+            except BlockingIOError:
+                if path.name.encode() in _content(handle):
+                    return True
+            else:
+                each.unlink()
     return False
+
+
+def _content(handle: locks.Handle) -> bytes:
+    return os.pread(handle.fileno(), os.fstat(handle.fileno()).st_size, 0)
 
 
 @contextmanager
@@ -287,41 +402,16 @@ def _alone(path: Path, *, wait: bool = True) -> Iterator[None]:
     """
     lock = path.with_suffix(_LOCK)
     while True:
-        with lock.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            try:
-                # Its last holder may have removed it, and others lock a new one by now.
-                if _is_at(file, lock):
-                    yield
-                    return
-            finally:
-                fcntl.flock(file, fcntl.LOCK_UN)
+        with closing(locks.Handle(lock, os.O_RDWR | os.O_CREAT)) as handle:
+            handle.lock(wait=wait)
+            # Its last holder may have removed it, and others lock a new one by now.
+            if handle.is_at(lock):
+                yield
+                return
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with closing(locks.Handle(folder, os.O_RDONLY | os.O_DIRECTORY)) as handle:
+        handle.lock(wait=True)
         yield
-    finally:
-        fcntl.flock(handle, fcntl.LOCK_UN)
-        os.close(handle)
-
-
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _file_system(device: int) -> str | None:
-    """Return the kind of file system with this number, as Linux names it; None where nobody says."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            mount, _, source = line.partition(" - ")
-            if mount.split()[2] == number:
-                return source.split()[0]
-    return None

@@ -8,17 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from patchstore import payload
+from patchstore import host, payload
 from patchstore.encodings import EncodedTensor
 from patchstore.encodings.context import Coded, Tiles, unpack
 from patchstore.errors import CorruptObject, NotFound
-from patchstore.model import Manifest, Payload, TensorSpec
+from patchstore.model import REQUEST_BYTES, Manifest, Payload, TensorSpec
 from patchstore.stores.base import Store
 
 FIRST_BYTES = 1 << 16
 """Asked for at once: header and table of most payloads."""
-NEAR_BYTES = 1 << 18
-"""What is nearer to each other is read together: a request takes as long as so many bytes."""
 
 Needs = Callable[[TensorSpec], Tiles]
 """Which tiles of a tensor are needed, ascending; None for all."""
@@ -77,9 +75,10 @@ def _fill(store: Store, wanted: Payload, view: memoryview, start: int, end: int)
     """Read bytes from `start` to `end` to where they belong; returns where the last one ends."""
     at, end = start, min(end, wanted.size)
     if at < end:
-        for chunk in store.read(wanted.key, start=at, end=end):
-            view[at : at + len(chunk)] = chunk
-            at += len(chunk)
+        with host.reading(wanted.key):
+            for chunk in store.read(wanted.key, start=at, end=end):
+                view[at : at + len(chunk)] = chunk
+                at += len(chunk)
         if at < end:
             raise CorruptObject(f"{wanted.key} ends {end - at:,} bytes early")
     return max(start, end)
@@ -105,7 +104,8 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Join ascending ranges that are near each other."""
     start, end = 0, 0
     for first, last in ranges:
-        if first - end > NEAR_BYTES:
+        # Reading what lies between takes no longer than one more request.
+        if first - end > REQUEST_BYTES:
             if end > start:
                 yield start, end
             start = first

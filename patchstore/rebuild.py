@@ -6,8 +6,6 @@ before every payload digest and the state digest have been checked.
 """
 
 import os
-import shutil
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +19,7 @@ from patchstore.model import Manifest, Plan, StoreHeader, TensorSpec
 from patchstore.stores.base import Store
 from patchstore.sums import read_sums
 from patchstore.tensors import bits
+from patchstore.unfinished import flush, unfinished, write_file
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far and the bytes in all."""
@@ -49,29 +48,21 @@ def replay(
         LineageError: the version cannot be reached from an anchor.
         CorruptObject, StateMismatch: the bucket's bytes are wrong. As after every error, nothing
             exists under `out`.
+        HostError: there is no room for it, or the system refuses something else.
     """
     target = Path(out)
     if target.exists():
         raise UsageError(f"{target} exists; name a folder that does not")
     header, route = route_to(store, version)
     assert route.anchor is not None and route.anchor.anchor is not None
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    partial.mkdir()
-    try:
+    with unfinished(target, is_folder=True) as partial:
         metadata = payload.anchor_metadata(route.target.version, route.target.step, header.run_id)
         for name, specs, tensors in _files(store, header, route, partial, progress):
-            with (partial / name).open("xb") as file:
-                for chunk in payload.write(specs, tensors, metadata):
-                    file.write(chunk)
+            write_file(partial / name, payload.write(specs, tensors, metadata))
         for wanted in route.anchor.anchor.files:
             fetch.download(store, wanted, partial / wanted.key.rsplit("/", 1)[1])
-        for path in partial.iterdir():
-            _flush(path)
-        partial.rename(target)
-        _flush(target.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for path in (*partial.iterdir(), partial):
+            flush(path)
     return route.target
 
 
@@ -167,12 +158,3 @@ def _files(
         for name, specs, tensors in fetch.anchor(store, route.anchor, schema):
             yield name, specs, patched(specs, tensors, deltas)
     digest.check_state(store, header.schema, sums, route.target)
-
-
-def _flush(path: Path) -> None:
-    """Make a file, or a folder's list of files, survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

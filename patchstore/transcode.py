@@ -1,7 +1,6 @@
 """Write a version's delta in another encoding."""
 
 import os
-import uuid
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from patchstore.relative import Coding, bridged
 from patchstore.stores.base import Store
 from patchstore.sums import read_sums
 from patchstore.tensors import TensorPatch, bits
+from patchstore.unfinished import unfinished, write_file
 
 
 def transcode(
@@ -43,7 +43,6 @@ def transcode(
         raise UsageError(f"encoding must be one of {', '.join((*ENCODINGS, RELATIVE))}, not {encoding!r}")
     if target.exists():
         raise UsageError(f"{target} exists; name a file that does not")
-    target.parent.mkdir(parents=True, exist_ok=True)
     header, route = route_to(store, version)
     wanted = route.target
     if wanted.delta is None or wanted.parent is None:
@@ -71,14 +70,8 @@ def transcode(
         version, wanted.parent, wanted.step, wanted.run_id, encoding, found.listed
     )
     specs, tensors = payload.in_order(found.stored)
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        with partial.open("xb") as file:
-            for chunk in payload.write(specs, tensors, metadata):
-                file.write(chunk)
-        partial.rename(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with unfinished(target, is_folder=False) as partial:
+        write_file(partial, payload.write(specs, tensors, metadata))
     return wanted, target.stat().st_size
 
 

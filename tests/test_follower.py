@@ -9,6 +9,7 @@ from patchstore.errors import (
     LineageError,
     SchemaMismatch,
     StateMismatch,
+    StoreReplaced,
     UsageError,
     VersionNotFound,
 )
@@ -268,3 +269,109 @@ def test_temporary_files_are_gone_after_success_and_failure(run: Run, tmp_path) 
     with pytest.raises(CorruptObject):
         follower.update()
     assert list(tmp_path.iterdir()) == []
+
+
+# A store that is not what it was.
+
+
+def emptied(store: MemoryStore) -> None:
+    for key in list(store.list()):
+        store.delete(key)
+
+
+def assert_refused(follower: Follower, version: int | None, match: str) -> None:
+    """Fail unless an update is refused because of the store, with the follower as it was."""
+    before, held = copies(dict(follower.tensors)), follower.held
+    with pytest.raises(StoreReplaced, match=match):
+        follower.update(version)
+    assert follower.held == held
+    assert_same_bits(dict(follower.tensors), before)
+
+
+@pytest.mark.parametrize("num_versions", [1, 3, 5])
+@pytest.mark.parametrize("is_asked_by_number", [False, True])
+def test_another_run_in_the_buckets_place_is_noticed_at_any_version_number(
+    run: Run, store: MemoryStore, num_versions: int, is_asked_by_number: bool
+) -> None:
+    run.publish_versions(3)
+    follower = Follower(store, copies(run.history[2]), held=2)
+    run.close()
+    emptied(store)
+    other = Run(store)
+    other.publish_versions(num_versions)
+    other.close()
+    assert_refused(follower, num_versions - 1 if is_asked_by_number else None, "run")
+    # Also where the number that is asked for is one that the other run does not have.
+    assert_refused(follower, 2, "run")
+    follower = Follower(store, follower.tensors)
+    follower.update()
+    assert_same_bits(dict(follower.tensors), other.history[num_versions - 1])
+
+
+@pytest.mark.parametrize("version", [None, 1, 2])
+@pytest.mark.parametrize("held", [None, 1])
+def test_a_bucket_that_was_emptied_is_noticed(
+    run: Run, store: MemoryStore, version: int | None, held: int | None
+) -> None:
+    run.publish_versions(2)
+    follower = Follower(store, copies(run.history[1]), held=held)
+    emptied(store)
+    assert_refused(follower, version, "no version|no run|no longer has version 1")
+
+
+def test_versions_that_end_before_the_held_one_are_noticed_but_going_back_is_allowed(
+    run: Run, store: MemoryStore
+) -> None:
+    run.publish_versions(4)
+    follower = Follower(store, copies(run.history[3]), held=3)
+    store.delete(layout.manifest_key(3))
+    assert_refused(follower, None, "ends with version 2, but version 3")
+    assert_refused(follower, 3, "no longer has version 3")
+    with pytest.raises(StoreReplaced):
+        follower.head()
+    follower.update(2)
+    assert_same_bits(dict(follower.tensors), run.history[2])
+
+
+@pytest.mark.parametrize("version", [None, 1])
+def test_another_manifest_of_the_held_number_is_noticed(
+    run: Run, store: MemoryStore, version: int | None
+) -> None:
+    run.publish_versions(2)
+    follower = Follower(store, copies(run.history[1]), held=1)
+    key = layout.manifest_key(1)
+    store.put(key, store.get(key).replace(b'"step": 1', b'"step": 7'))
+    assert_refused(follower, version, "another version 1")
+
+
+def test_another_history_is_noticed_before_its_deltas_are_applied(run: Run, store: MemoryStore) -> None:
+    """Version 1 was published twice: by the run that is held, and again after the bucket was set back."""
+    run.publish_versions(1)
+    run.close()
+    saved = {key: store.get(key) for key in store.list()}
+    run.open(resume="anchor")
+    run.publish_versions(2)
+    run.close()
+    follower = Follower(store, copies(run.history[2]), held=2)
+    emptied(store)
+    for key, data in saved.items():
+        store.put(key, data)
+    run.open(resume="anchor")
+    run.publish_versions(4)
+    header = log.read_header(store)
+    assert header is not None
+    assert header.run_id == follower.header.run_id
+    assert_refused(follower, None, "another version 2")
+
+
+def test_a_version_of_another_run_cannot_be_claimed(run: Run, store: MemoryStore) -> None:
+    run.publish()
+    key = layout.manifest_key(0)
+    manifest = store.get(key)
+    emptied(store)
+    other = Run(store)
+    other.publish()
+    other.close()
+    store.put(key, manifest)
+    with pytest.raises(StoreReplaced):
+        Follower(store, copies(run.history[0]), held=0)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from patchstore import layout, log, manifest
+from patchstore import Follower, layout, log, manifest
 from patchstore.errors import (
     CorruptObject,
     SchemaMismatch,
@@ -234,3 +234,17 @@ def test_ancestry_goes_where_a_trainer_went_back(run: Run) -> None:
 
 def test_an_empty_store_has_no_run() -> None:
     assert log.read_header(MemoryStore()) is None
+
+
+def test_a_follower_far_behind_does_not_walk_the_whole_way_back(run: Run) -> None:
+    run.open(anchor_every=16)
+    for step in range(100):
+        run.publish(step)
+    reads = FaultyStore(run.store)
+    tensors = {name: tensor.clone() for name, tensor in run.history[0].items()}
+    follower = Follower(reads, tensors, held=0)
+    reads.calls.clear()
+    follower.update()
+    # The anchor is version 96. Nothing changed, so there is nothing but requests to be saved.
+    assert len(reads.calls) < 16
+    assert follower.held == 99

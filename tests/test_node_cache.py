@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from patchstore import Follower, checksum, digest, fetch, lineage, log, node_cache
-from patchstore.errors import CorruptObject, PatchstoreError, StoreUnavailable, UsageError
+from patchstore.errors import CorruptObject, HostError, PatchstoreError, StoreUnavailable, UsageError
+from patchstore.host import file_system
 from patchstore.model import Payload
 from patchstore.node_cache import NodeCache
 from patchstore.stores.base import Store
@@ -282,9 +283,11 @@ def test_a_full_disk_leaves_nothing_and_is_mended_by_room(
 
     with monkeypatch.context() as patched:
         patched.setattr("patchstore.node_cache.download", full)
-        with pytest.raises(OSError, match=str(host.folder)) as error, cache.fetch(host.store, host.payload):
+        with (
+            pytest.raises(HostError, match=f"{host.folder}.*No space"),
+            cache.fetch(host.store, host.payload),
+        ):
             pass
-    assert error.value.errno == errno.ENOSPC
     assert host.files() == []
     with cache.fetch(host.store, host.payload) as file:
         assert file.read() == host.data
@@ -292,19 +295,18 @@ def test_a_full_disk_leaves_nothing_and_is_mended_by_room(
 
 def test_a_write_that_the_system_refuses_leaves_nothing(host: Host) -> None:
     assert results(1, _fetch_within, 100_000, host.store, host.folder, host.payload) == [
-        (errno.EFBIG, [], host.payload.digest)
+        ("os", [], host.payload.digest)
     ]
 
 
-def _fetch_within(max_bytes: int, store: Store, folder: Path, wanted: Payload) -> tuple[int, list[Path], str]:
+def _fetch_within(max_bytes: int, store: Store, folder: Path, wanted: Payload) -> tuple[str, list[Path], str]:
     """Fetch where no file may grow beyond `max_bytes`, look at what is left, and fetch without the limit."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, limit[1]))
-    with pytest.raises(OSError) as error:  # noqa: PT011 - its number is returned
+    with pytest.raises(HostError, match="ulimit -f") as error:
         fetched(store, folder, wanted)
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert error.value.errno is not None
-    return error.value.errno, list(folder.iterdir()), fetched(store, folder, wanted)
+    return error.value.kind, list(folder.iterdir()), fetched(store, folder, wanted)
 
 
 def test_a_folder_that_others_could_write_to_is_refused(
@@ -476,7 +478,7 @@ def keep(host: Host, *payloads: Payload, max_bytes: int) -> list[bytes]:
 
 def kept(host: Host) -> set[str]:
     """Digests of the payloads that lie in the cache."""
-    return {f"blake3:{name}" for name in host.files() if "." not in name}
+    return {f"blake3:{name}" for name in host.files() if len(name) == 64}
 
 
 def three(host: Host) -> list[Payload]:
@@ -574,7 +576,10 @@ def test_room_is_made_before_a_download_or_nothing_is_downloaded(
 
     def small(folder: Path) -> os.statvfs_result:
         found = list(statvfs(folder))
-        found[1], found[4] = 1, 301_000 - sum(path.stat().st_size for path in host.folder.iterdir())
+        found[1], found[4] = (
+            1,
+            301_000 - sum(path.stat().st_size for path in host.folder.iterdir() if path.is_file()),
+        )
         return os.statvfs_result(found)
 
     monkeypatch.setattr(os, "statvfs", small)
@@ -585,9 +590,10 @@ def test_room_is_made_before_a_download_or_nothing_is_downloaded(
     larger = host.stored("deltas/larger", bytes(300_500))
     num_reads = host.num_reads
     with NodeCache(host.folder).fetch(host.store, b):
-        with pytest.raises(OSError, match=r"300,500 bytes of deltas/larger: 300,000 are free") as error:
+        with pytest.raises(
+            HostError, match=rf"{host.folder} .* 300,500 bytes of deltas/larger: 300,000 are free"
+        ):
             keep(host, larger, max_bytes=1 << 20)
-        assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(host.folder))
         assert kept(host) == {b.digest}
     assert host.num_reads == num_reads
     keep(host, larger, max_bytes=1 << 20)
@@ -606,10 +612,226 @@ def test_a_folder_on_a_network_file_system_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     df = subprocess.run(["df", "--output=fstype", tmp_path], capture_output=True, text=True, check=True)
-    assert node_cache._file_system(tmp_path.stat().st_dev) in {df.stdout.split()[1], None}
-    monkeypatch.setattr(node_cache, "_file_system", lambda device: "nfs4")
+    assert file_system(tmp_path) in {df.stdout.split()[1], None}
+    monkeypatch.setattr("patchstore.host.file_system", lambda folder: "nfs4")
     with pytest.raises(UsageError, match="nfs4"):
         NodeCache(tmp_path / "cache")
+
+
+# Forked children.
+
+
+@contextmanager
+def forked(task: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Have a child that was forked from this process live through the block, after it did a task."""
+    is_ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            task()
+            os.write(tell, b"x")
+            code = 0
+        finally:
+            if code == 0:
+                threading.Event().wait(60)
+            os._exit(code)
+    os.close(tell)
+    try:
+        assert os.read(is_ready, 1) == b"x", "the child failed"
+        yield
+    finally:
+        os.close(is_ready)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _fork_and_stay(store: Store, folder: Path, wanted: Payload, pids: Any) -> None:
+    """Use a payload, in memory too, have a child that outlives this process, and wait to be killed."""
+    with NodeCache(folder, max_bytes=0).lease() as lend:
+        with lend(store, wanted) as file:
+            mapped = fetch._in_memory(file)
+            child = os.fork()
+            if child == 0:
+                threading.Event().wait(60)
+                os._exit(0)
+        pids.put((child, len(mapped)))
+        threading.Event().wait()
+
+
+def test_what_a_killed_process_used_is_free_though_a_child_of_it_lives(host: Host) -> None:
+    pids = WORKERS.SimpleQueue()
+    victim = WORKERS.Process(
+        target=_fork_and_stay, args=(host.store, host.folder, host.payload, pids), daemon=True
+    )
+    victim.start()
+    child, _ = pids.get()
+    try:
+        NodeCache(host.folder, max_bytes=0)
+        assert host.path.exists()
+        victim.kill()
+        victim.join()
+        os.kill(child, 0)
+        NodeCache(host.folder, max_bytes=0)
+        assert host.files() == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def _fork_and_download(store: Store, folder: Path, wanted: Payload, pids: Any) -> None:
+    """Fork while a download is under way, and wait to be killed."""
+
+    def fork() -> None:
+        store._is_stuck.wait()  # type: ignore[attr-defined]
+        child = os.fork()
+        if child == 0:
+            threading.Event().wait(60)
+            os._exit(0)
+        pids.put(child)
+
+    threading.Thread(target=fork, daemon=True).start()
+    fetched(store, folder, wanted)
+
+
+def test_a_download_goes_on_elsewhere_though_a_child_of_the_killed_downloader_lives(host: Host) -> None:
+    pids = WORKERS.SimpleQueue()
+    stuck = StuckStore(host.bucket, host.reads, WORKERS.Event())
+    victim = WORKERS.Process(
+        target=_fork_and_download, args=(stuck, host.folder, host.payload, pids), daemon=True
+    )
+    victim.start()
+    child = pids.get()
+    try:
+        victim.kill()
+        victim.join()
+        os.kill(child, 0)
+        other = WORKERS.Process(target=fetched, args=(host.store, host.folder, host.payload), daemon=True)
+        other.start()
+        other.join(30)
+        is_done = other.exitcode == 0
+        other.kill()
+        assert is_done
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert host.files() == []
+
+
+def test_what_was_let_go_of_is_free_though_a_child_was_forked_meanwhile(host: Host) -> None:
+    with NodeCache(host.folder, max_bytes=0).fetch(host.store, host.payload):
+        holder = forked()
+        holder.__enter__()
+    try:
+        assert host.files() == []
+        assert results(1, fetched, host.store, host.folder, host.payload) == [host.payload.digest]
+    finally:
+        holder.__exit__(None, None, None)
+
+
+def test_a_child_that_lets_go_takes_nothing_from_its_parent(host: Host) -> None:
+    cache = NodeCache(host.folder, max_bytes=0)
+    with ExitStack() as uses:
+        file = uses.enter_context(cache.fetch(host.store, host.payload))
+        with forked(uses.close):
+            assert results(1, _evicted, host.folder) == [None]
+            assert host.path.exists()
+            assert file.read() == host.data
+    assert host.files() == []
+
+
+def _evicted(folder: Path) -> None:
+    NodeCache(folder, max_bytes=0)
+
+
+def test_a_child_uses_the_cache_that_it_inherited(host: Host) -> None:
+    cache = NodeCache(host.folder, max_bytes=0)
+    other = host.stored("deltas/other", b"other")
+
+    def use() -> None:
+        with cache.fetch(host.store, other) as mine, cache.fetch(host.store, host.payload) as shared:
+            NodeCache(host.folder, max_bytes=0)
+            assert (mine.read(), shared.read()) == (b"other", host.data)
+            assert (host.folder / other.digest.removeprefix("blake3:")).exists()
+
+    with cache.fetch(host.store, host.payload) as file:
+        with forked(use):
+            pass
+        assert file.read() == host.data
+        assert len(kept(host)) == 1
+    assert host.files() == []
+
+
+def test_threads_that_fork_while_others_fetch_never_wait_for_each_other(host: Host) -> None:
+    payloads = [host.stored(f"deltas/{n}", Random(n).randbytes(1000)) for n in range(3)]
+    assert results(1, _fork_and_fetch, host, payloads) == [40]
+    assert host.files() == []
+
+
+def _fork_and_fetch(host: "Host", payloads: list[Payload]) -> int:
+    def fetch_many(seed: int) -> None:
+        random = Random(seed)
+        for _ in range(60):
+            fetched(host.store, host.folder, random.choice(payloads))
+
+    with ThreadPoolExecutor(3) as threads:
+        fetching = [threads.submit(fetch_many, seed) for seed in range(3)]
+        children = []
+        for number in range(40):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    fetched(host.store, host.folder, payloads[number % 3])
+                    code = 0
+                finally:
+                    os._exit(code)
+            children.append(child)
+        codes = [os.waitpid(child, 0)[1] for child in children]
+        for each in fetching:
+            each.result()
+    return codes.count(0)
+
+
+# What the system refuses.
+
+
+def test_a_folder_that_is_removed_during_a_download_is_named(host: Host) -> None:
+    def remove(_: float) -> None:
+        shutil.rmtree(host.folder)
+
+    store = FaultyStore(host.store, Fault(verb="get", effect="delay"), sleep=remove)
+    cache = NodeCache(host.folder, max_bytes=0)
+    with pytest.raises(HostError, match=f"{host.folder} .*removed while it was in use"):
+        fetched(store, host.folder, host.payload)
+    with cache.fetch(host.store, host.payload) as file:
+        assert file.read() == host.data
+
+
+def test_a_folder_without_the_right_to_write_there_is_named(host: Host) -> None:
+    NodeCache(host.folder, max_bytes=0)
+    host.folder.chmod(0o500)
+    host.bucket.parent.chmod(0o755)
+    found = results(1, _fetched_as_nobody, host)
+    host.folder.chmod(0o700)
+    assert found == ["os"]
+
+
+def _fetched_as_nobody(host: "Host") -> None:
+    if os.geteuid() == 0:
+        # Root may write anywhere.
+        for path in (host.bucket.parent, *host.bucket.parents[1:-2]):
+            path.chmod(path.stat().st_mode | 0o055)
+        os.chown(host.folder, 65534, 65534)
+        os.seteuid(65534)
+    fetched(MemoryStore(), host.folder, host.payload)
+
+
+def test_a_mapped_payload_stays_whole_though_its_file_is_removed(host: Host) -> None:
+    with NodeCache(host.folder, max_bytes=0).lease() as lend:
+        with lend(host.store, host.payload) as file:
+            mapped = fetch._in_memory(file)
+        host.path.unlink()
+        assert bytes(mapped) == host.data
+    assert bytes(mapped) == host.data
 
 
 # What becomes of the others when one is killed.

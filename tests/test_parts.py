@@ -30,7 +30,7 @@ class Counting(MemoryStore):
 def store(monkeypatch: pytest.MonkeyPatch) -> Counting:
     """Two large tensors and a small one that is not coded; version 1 changes some of each."""
     monkeypatch.setattr(parts, "FIRST_BYTES", 64)
-    monkeypatch.setattr(parts, "NEAR_BYTES", 16)
+    monkeypatch.setattr(parts, "REQUEST_BYTES", 16)
     store = Counting()
     model = {"a": 0.02 * torch.randn(256, 256), "b": 0.02 * torch.randn(128, 512), "n": torch.arange(100)}
     with Publisher(store, model, encoding="context") as publisher:
@@ -119,7 +119,7 @@ def test_a_size_that_no_host_has_is_a_lie_and_no_error_of_the_system(store: Coun
 
 
 def test_ranges_that_are_near_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "NEAR_BYTES", 10)
+    monkeypatch.setattr(parts, "REQUEST_BYTES", 10)
     ranges = [(3, 5), (5, 9), (19, 20), (31, 32), (100, 101)]
     assert list(parts._joined(ranges)) == [(3, 20), (31, 32), (100, 101)]
     assert list(parts._joined([(50, 60)])) == [(50, 60)]

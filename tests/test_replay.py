@@ -1,8 +1,15 @@
 """Rebuilding versions: exact, checked, in bounded memory, and visible only when whole."""
 
 import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +18,14 @@ from safetensors.torch import load_file
 from patchstore import Publisher, layout, log, replay, verify
 from patchstore.errors import CorruptObject, StateMismatch, UsageError, VersionNotFound
 from patchstore.rebuild import Progress
+from patchstore.stores.base import Store
 from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
+from patchstore.transcode import transcode
 from tests.weights import Run, State, assert_same_bits, lie
+
+WORKERS = multiprocessing.get_context("forkserver")
+WORKERS.set_forkserver_preload([__name__])
 
 
 def load(folder: Path) -> State:
@@ -172,3 +184,120 @@ def test_memory_follows_the_largest_tensor_and_not_the_model(
         tracemalloc.stop()
     # A tensor being put together, the one before it, and ten parts; the model is 40 tensors.
     assert peak < 3 * tensor_bytes + 10 * (256 << 10)
+
+
+# What killed processes leave.
+
+
+class Stuck(FolderStore):
+    """Says when an anchor is about to be read, and waits."""
+
+    def __init__(self, bucket: Path, is_stuck: Any) -> None:
+        super().__init__(bucket)
+        self._bucket, self._is_stuck = bucket, is_stuck
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), (self._bucket, self._is_stuck)
+
+    def read(self, key: str, *, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+        if key.startswith("anchors/"):
+            self._is_stuck.set()
+            threading.Event().wait()
+        yield from super().read(key, start=start, end=end)
+
+
+def _replay(store: Store, out: Path) -> None:
+    replay(store, 0, out=out)
+
+
+def _replay_with_a_child(store: Stuck, out: Path, pids: Any) -> None:
+    def fork() -> None:
+        store._is_stuck.wait()
+        child = os.fork()
+        if child == 0:
+            threading.Event().wait(60)
+            os._exit(0)
+        pids.put(child)
+
+    threading.Thread(target=fork, daemon=True).start()
+    replay(store, 0, out=out)
+
+
+def stuck_replay(bucket: Path, out: Path) -> multiprocessing.process.BaseProcess:
+    """A process that has begun to replay and does not go on."""
+    is_stuck = WORKERS.Event()
+    process = WORKERS.Process(target=_replay, args=(Stuck(bucket, is_stuck), out), daemon=True)
+    process.start()
+    assert is_stuck.wait(60)
+    return process
+
+
+def partials(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.endswith(".partial")]
+
+
+def test_what_a_killed_replay_left_is_removed_by_the_next_and_what_runs_is_not(tmp_path: Path) -> None:
+    run = Run(FolderStore(tmp_path / "bucket"))
+    run.publish()
+    run.close()
+    outs = tmp_path / "outs"
+    victim = stuck_replay(tmp_path / "bucket", outs / "a")
+    running = stuck_replay(tmp_path / "bucket", outs / "b")
+    try:
+        left, kept = sorted(partials(outs))
+        replay(run.store, out=outs / "c")
+        assert sorted(partials(outs)) == [left, kept]
+        victim.kill()
+        victim.join()
+        # Others' files of like names.
+        (outs / ".notes.partial").touch()
+        (outs / ".a.12345678.partial").mkdir()
+        replay(run.store, out=outs / "d")
+        assert sorted(partials(outs)) == sorted([kept, ".notes.partial", ".a.12345678.partial"])
+        for name in "cd":
+            assert_same_bits(load(outs / name), run.history[0])
+    finally:
+        running.kill()
+        running.join()
+
+
+def test_what_a_killed_replay_left_is_removed_though_a_child_of_it_lives(tmp_path: Path) -> None:
+    run = Run(FolderStore(tmp_path / "bucket"))
+    run.publish()
+    run.close()
+    outs, pids = tmp_path / "outs", WORKERS.SimpleQueue()
+    store = Stuck(tmp_path / "bucket", WORKERS.Event())
+    victim = WORKERS.Process(target=_replay_with_a_child, args=(store, outs / "a", pids), daemon=True)
+    victim.start()
+    child = pids.get()
+    try:
+        victim.kill()
+        victim.join()
+        os.kill(child, 0)
+        assert len(partials(outs)) == 1
+        replay(run.store, out=outs / "b")
+        assert partials(outs) == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_what_a_killed_transcoding_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    run = Run(FolderStore(tmp_path / "bucket"))
+    run.publish_versions(2)
+    run.close()
+    victim = WORKERS.Process(target=_transcode_and_die, args=(tmp_path / "bucket", tmp_path / "outs" / "a"))
+    victim.start()
+    victim.join()
+    assert victim.exitcode == -signal.SIGKILL
+    assert len(partials(tmp_path / "outs")) == 1
+    transcode(run.store, 1, encoding="raw", out=tmp_path / "outs" / "b")
+    assert [path.name for path in (tmp_path / "outs").iterdir()] == ["b"]
+
+
+def _transcode_and_die(bucket: Path, out: Path) -> None:
+    def die(event: str, args: tuple[Any, ...]) -> None:
+        if event == "os.rename":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(die)
+    transcode(FolderStore(bucket), 1, encoding="raw", out=out)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from patchstore import fetch, lineage, log, payload
+from patchstore import fetch, host, lineage, log, payload
 from patchstore.digest import Sums, of_tensor
 from patchstore.errors import CorruptObject, StateMismatch, VersionNotFound
 from patchstore.model import Manifest, Schema, TensorSpec
@@ -21,8 +21,8 @@ from patchstore.tensors import bits, spec_of
 def find_version(store: Store, schema: Schema, sums: Mapping[str, Sums], cache: NodeCache) -> int | None:
     """Return the version whose tensors have these digest sums, or None.
 
-    Looks from the head back for as long as the deltas from there cost less than the nearest anchor:
-    knowing an older version would not make the next update cheaper.
+    Looks from the head back for as long as the deltas from there cost no more than the nearest anchor, as
+    `lineage.plan` counts: knowing an older version would not make the next update cheaper.
 
     Args:
         sums: of as many of the schema's tensors as are known; without any, nothing is found.
@@ -52,10 +52,10 @@ def _worth_knowing(store: Store) -> Generator[Manifest, None, None]:
         for manifest in versions:
             yield manifest
             if anchor is None and manifest.anchor is not None:
-                anchor = spent + manifest.anchor.num_bytes
+                anchor = spent + lineage.anchor_cost(manifest)
             if manifest.delta is None:
                 return
-            spent += manifest.delta.num_bytes
+            spent += lineage.delta_cost(manifest)
             if anchor is not None and spent > anchor:
                 return
 
@@ -114,7 +114,8 @@ def _of_anchor(
 
 
 def _range(store: Store, key: str, start: int, end: int) -> bytearray:
-    return bytearray(b"".join(store.read(key, start=start, end=end)))
+    with host.reading(key):
+        return bytearray(b"".join(store.read(key, start=start, end=end)))
 
 
 def read_folder(folder: Path, schema: Schema) -> dict[str, torch.Tensor]:

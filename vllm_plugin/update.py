@@ -18,7 +18,7 @@ import torch
 
 from patchstore import digest, fetch, lineage, log
 from patchstore.digest import Sums
-from patchstore.errors import CorruptObject, StateMismatch, TornModel, UsageError, VersionNotFound
+from patchstore.errors import StateMismatch, StoreReplaced, TornModel, UsageError, VersionNotFound
 from patchstore.fetch import Deltas
 from patchstore.model import Manifest, Plan, Schema, TensorSpec
 from patchstore.node_cache import NodeCache
@@ -279,6 +279,7 @@ class Updater:
         Raises:
             VersionNotFound, LineageError: the store has no way to that version.
             CorruptObject: what it has is wrong.
+            StoreReplaced: it has another run than when it was opened, or another version of the held number.
             UsageError: parameters have moved in memory since they were traced.
         """
         if self._staged is not None and (version, self._held_version()) == (
@@ -310,12 +311,12 @@ class Updater:
                 f"{len(moved)} parameters have other memory than when the store was opened, such as "
                 f"{moved[0]!r}; open it again"
             )
-        route = lineage.plan(log.read_lineage(self.store, version, held), held, version)
-        if route.target.run_id != self.header.run_id:
-            raise CorruptObject(
-                f"version {version} is of run {route.target.run_id}, but this store was opened as run "
-                f"{self.header.run_id}"
-            )
+        manifests = log.read_lineage(self.store, version, held)
+        if manifests[version].run_id != self.header.run_id:
+            raise self._replaced(f"has version {version} of run {manifests[version].run_id}")
+        if held in manifests and manifests[held] != self.held:
+            raise self._replaced(f"has another version {held} than the one that is served,")
+        route = lineage.plan(manifests, held, version)
         # They are proved against the total here: `prove` looks at them alone, as generation waits for it.
         recorded = _array(self.schema, fetch.cached_sums(self.store, self.schema, route.target, self._cache))
         specs, mapped = self.schema.by_name(), self._live.map
@@ -368,6 +369,12 @@ class Updater:
                 leases=leases.pop_all(),
                 timings=timings,
             )
+
+    def _replaced(self, what: str) -> StoreReplaced:
+        return StoreReplaced(
+            f"{self.store.url} {what} but was opened as run {self.header.run_id}. Its objects were removed "
+            "or replaced. The weights were left as they are; open the store again to follow what is there now"
+        )
 
     def changes(self) -> Growth:
         """Digest the elements that are staged, as they are on this rank and as they would be."""

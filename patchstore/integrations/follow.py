@@ -14,6 +14,7 @@ from patchstore.errors import (
     NotFound,
     PatchstoreError,
     StateMismatch,
+    StoreReplaced,
     StoreUnavailable,
     UnsupportedStore,
     UsageError,
@@ -30,10 +31,11 @@ Did = Literal["initialised", "applied", "resumed", "proved", "diverged", "nothin
 
 
 _OUTDATED = {
-    each.kind for each in (UsageError, UnsupportedStore, StoreUnavailable, NotFound, VersionNotFound)
+    each.kind
+    for each in (UsageError, UnsupportedStore, StoreUnavailable, StoreReplaced, NotFound, VersionNotFound)
 }
 """Failures of updates that may come from how the server opened the store: with credentials that are not valid
-any more, or at an endpoint that is another now."""
+any more, at an endpoint that is another now, or when another run was in it."""
 
 
 class UnexpectedError(PatchstoreError):
@@ -176,6 +178,12 @@ class Follow:
                 return Step(did="resumed", version=status.held, before=status)
             goal = self._goal()
             if goal is None:
+                if status.held is not None and status.store in {self.store.url, self._opened_as}:
+                    raise StoreReplaced(
+                        f"{self.store.url} has no version, but {self.server.url} serves version "
+                        f"{status.held} of run {status.run_id} from there: its objects were removed. The "
+                        "server was left as it is"
+                    )
                 return Step(did="nothing", version=status.held, before=status)
             if not self._is_open(status, goal):
                 return self._initialise(status, goal)

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from patchstore import log, manifest
-from patchstore.errors import UsageError
+from patchstore.errors import StoreReplaced, UsageError, VersionNotFound
 from patchstore.model import Manifest
 from patchstore.stores.base import Store
 
@@ -46,6 +46,8 @@ class Newest:
 
         Raises:
             StoreUnavailable, DataError: what was found before stays.
+            StoreReplaced: the run is still there, but not the version that was its newest. Said each time,
+                until that is there again.
         """
         found = self._found
         if found is None:
@@ -70,8 +72,24 @@ class Newest:
         if time.monotonic() - self._checked < self._recheck_s:
             return False
         header = log.read_header(self.store)
+        is_other = header is None or header.run_id != found.run_id
+        if not is_other:
+            self._check_is_there(found)
         self._checked = time.monotonic()
-        return header is None or header.run_id != found.run_id
+        return is_other
+
+    def _check_is_there(self, found: Manifest) -> None:
+        try:
+            now = log.read_manifest(self.store, found.version)
+        except VersionNotFound:
+            now = None
+        if now != found:
+            raise StoreReplaced(
+                f"{self.store.url} {'no longer has' if now is None else 'has another'} version "
+                f"{found.version} of run {found.run_id}, which was its newest. Its objects were removed or "
+                "replaced. Servers were left as they are; put the objects back, or restart this process to "
+                "follow what is there now"
+            )
 
     def _remember(self, found: Manifest) -> None:
         self._created.append((found.version, manifest.time_of(found.created_at)))

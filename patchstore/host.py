@@ -1,0 +1,93 @@
+"""What this host refuses a process, named as what it is, with what to do about it."""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from patchstore.errors import HostError, StoreUnavailable
+
+_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""What a host is short of, whatever it was that the process asked for."""
+_ROOM = "make room there, or name a folder on another disk"
+_REMOVED = "a file or folder was removed while it was in use: try again, and leave it alone"
+_RIGHTS = "give this user the right to read and write there, or name another folder"
+_ADVICE = {
+    errno.EMFILE: "raise how many files a process may have open: `ulimit -n`, LimitNOFILE= in a systemd unit",
+    errno.ENFILE: "raise how many files all processes together may have open: the sysctl fs.file-max",
+    errno.ENOMEM: "free some, or raise the container's limit or `ulimit -v`; where a process maps very many "
+    "files, raise the sysctl vm.max_map_count",
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: "raise how large a file may be: `ulimit -f`; or name a folder on another file system",
+    errno.ENOENT: _REMOVED,
+    errno.ESTALE: _REMOVED,
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: _RIGHTS,
+}
+_RUST = re.compile(r"\(os error (\d+)\)")
+REMOTE = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "fuse.sshfs", "fuse.glusterfs"}
+"""File systems that several hosts share, where a lock may be known to one of them alone."""
+
+
+def error(exc: OSError | MemoryError, doing: str) -> HostError:
+    """Return the error that says what this host refused.
+
+    Args:
+        doing: what the process needed it for, and where, as the subject of "failed on this host".
+    """
+    number = errno.ENOMEM if isinstance(exc, MemoryError) else exc.errno
+    reason = str(exc) if number is None else os.strerror(number)
+    advice = _ADVICE.get(number or 0)
+    return HostError(f"{doing} failed on this host: {reason}{f'; {advice}' if advice else ''}")
+
+
+@contextmanager
+def asked(doing: str) -> Iterator[None]:
+    """Turn what the operating system refuses to the block into a `HostError`; see `error`.
+
+    Raises:
+        HostError
+    """
+    try:
+        yield
+    except (OSError, MemoryError) as exc:
+        raise error(exc, doing) from exc
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Tell a store that does not answer from a host that is too short of something to ask it.
+
+    Raises:
+        HostError: the block raised `StoreUnavailable` because of this host.
+    """
+    try:
+        yield
+    except StoreUnavailable as exc:
+        # Libraries wrap what the system said in errors of their own.
+        cause: BaseException | None = exc
+        while cause is not None:
+            number = getattr(cause, "errno", None)
+            # Those in Rust hand on only the words.
+            if found := _RUST.search(str(cause)):
+                number = int(found[1])
+            if number in _SHORT:
+                raise error(OSError(number, ""), f"reading {what}") from exc
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+def file_system(path: Path) -> str | None:
+    """Return the kind of file system that has a file, as Linux names it; None where it does not say."""
+    device = path.lstat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            mount, _, source = line.partition(" - ")
+            if mount.split()[2] == number:
+                return source.split()[0]
+    return None

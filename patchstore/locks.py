@@ -1,0 +1,85 @@
+"""Locks between the processes of a host, which end with the process that took them.
+
+The kernel keeps a lock for as long as a file that was opened for it stays open, and a forked child has all
+open files of its parent: through it the lock would outlive the parent. So a child closes them before it does
+anything else.
+"""
+
+import fcntl
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from weakref import WeakSet
+
+guard = threading.RLock()
+"""Held while this process forks, so that a child finds whole what changes under it, and the guard free."""
+_handles: "WeakSet[Handle]" = WeakSet()
+
+
+class Handle:
+    """A file or folder that is open for the sake of its locks. In a forked child it is closed."""
+
+    def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
+        """Open it; `flags` are those of `os.open`.
+
+        Raises:
+            OSError
+        """
+        with guard:
+            self._number: int | None = os.open(path, flags, 0o600)
+            _handles.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        return self._number is not None
+
+    def fileno(self) -> int:
+        """Its descriptor, which makes it a file to `fcntl` and `os`.
+
+        Raises:
+            ValueError: it is closed.
+        """
+        if self._number is None:
+            raise ValueError("closed, as this process is a child of the one that opened it")
+        return self._number
+
+    def lock(self, *, wait: bool) -> None:
+        """Lock it against all other handles.
+
+        Raises:
+            BlockingIOError: another handle has it locked, and `wait` is false.
+            OSError: its file system has no locks.
+        """
+        fcntl.flock(self, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def is_at(self, path: Path) -> bool:
+        """Whether this is what has that name now."""
+        try:
+            return os.path.samestat(os.fstat(self.fileno()), path.lstat())
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        with guard:
+            if self._number is not None:
+                # Not left to the closing: a library that forks by itself, past Python, has the file open too.
+                with suppress(OSError):
+                    fcntl.flock(self._number, fcntl.LOCK_UN)
+                self._abandon()
+
+    def _abandon(self) -> None:
+        """Close it, and leave the lock to the parent."""
+        number, self._number = self._number, None
+        if number is not None:
+            os.close(number)
+
+
+def _abandon_all() -> None:
+    for handle in list(_handles):
+        handle._abandon()
+    guard.release()
+
+
+os.register_at_fork(before=guard.acquire, after_in_parent=guard.release, after_in_child=_abandon_all)
