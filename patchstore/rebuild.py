@@ -43,20 +43,22 @@ def replay(
         The version's manifest.
 
     Raises:
-        UsageError: `out` exists.
+        UsageError: `out` exists, or nothing can be made there.
         VersionNotFound: no such version.
         LineageError: the version cannot be reached from an anchor.
         CorruptObject, StateMismatch: the bucket's bytes are wrong. As after every error, nothing
             exists under `out`.
     """
     target = Path(out)
-    if target.exists():
+    if os.path.lexists(target):
         raise UsageError(f"{target} exists; name a folder that does not")
     header, route = route_to(store, version)
     assert route.anchor is not None and route.anchor.anchor is not None
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    partial.mkdir()
+    try:
+        partial.mkdir(parents=True)
+    except OSError as exc:
+        raise UsageError(f"{target} cannot be made: {exc}; name another place") from exc
     try:
         metadata = payload.anchor_metadata(route.target.version, route.target.step, header.run_id)
         for name, specs, tensors in _files(store, header, route, partial, progress):

@@ -1,13 +1,16 @@
 """What the command line shows: versions as tables for people and as JSON lines for programs."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.filesize import decimal
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -20,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from patchstore import manifest as manifests
-from patchstore.errors import CorruptObject
+from patchstore.errors import CorruptObject, PatchstoreError
 from patchstore.model import Manifest, StoreHeader
 
 if TYPE_CHECKING:
@@ -30,9 +33,46 @@ out = Console()
 err = Console(stderr=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A version whose manifest cannot be read."""
+
+    version: int
+    error: PatchstoreError
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"version": self.version, "error": {"kind": self.error.kind, "message": str(self.error)}}
+
+
 def print_json(value: Any) -> None:
     """One JSON value on one line of standard output, at once."""
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    print(json.dumps(value), flush=True)
+
+
+def print_line(text: str) -> None:
+    """One line as it is, on standard output: a name in brackets is no colour, and nothing is wrapped."""
+    out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_error(kind: str, message: str) -> None:
+    """An error on one line of standard error."""
+    err.print(Text.assemble(("error", "bold red"), f" ({kind}): {message}"), soft_wrap=True)
+
+
+def print_table(table: Table) -> None:
+    """A table on standard output; in a file or a pipe as wide as what it holds."""
+    console = out if _has_edge() else Console(width=_natural_width(table))
+    console.print(table)
+
+
+def _has_edge() -> bool:
+    """Whether lines must end somewhere: on a terminal, or where the caller says so."""
+    return out.is_terminal or "COLUMNS" in os.environ
+
+
+def _natural_width(table: Table) -> int:
+    return Measurement.get(out, out.options.update(width=10_000), table).maximum
 
 
 def summary(found: Manifest) -> dict[str, Any]:
@@ -70,32 +110,55 @@ def full(found: Manifest, header: StoreHeader) -> dict[str, Any]:
     return record
 
 
-def log_table(header: StoreHeader, versions: Iterable[Manifest]) -> Table:
-    """Versions, a line each, in the order given."""
-    schema = header.schema
-    table = Table(
-        title=f"run {header.run_id}: {len(schema.tensors)} tensors, {schema.num_elements:,} elements, "
-        f"{decimal(schema.num_bytes)}"
-    )
-    for name in ("version", "step", "changed", "delta", "B/change", "anchor", "state"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for found in versions:
-        delta, anchor = found.delta, found.anchor
-        changed = rate = size = "-"
-        if delta is not None:
-            changed = f"{100 * delta.num_changed / max(1, schema.num_elements):.3f} %"
-            size = decimal(delta.num_bytes)
-            rate = f"{delta.num_bytes / delta.num_changed:.2f}" if delta.num_changed else "-"
-        table.add_row(
-            str(found.version),
-            str(found.step),
-            changed,
-            size,
-            rate,
-            "-" if anchor is None else decimal(anchor.num_bytes),
-            short(found.state.total),
-        )
+_COLUMNS = ("version", "parent", "step", "changed", "delta", "B/change", "anchor", "state")
+_LEFT_OUT_FIRST = ("B/change", "state", "step", "anchor", "delta")
+"""Columns in the order in which they give way where a terminal is narrow."""
+
+
+def log_table(header: StoreHeader, versions: Sequence[Manifest | Unreadable]) -> Table:
+    """Versions, a line each, in the order given. Parents are shown where one is not the version before."""
+    rows = [_row(each, header.schema.num_elements) for each in versions]
+    shown = [name for name in _COLUMNS if name != "parent" or any("parent" in row for row in rows)]
+    table = _table_of(header, rows, shown)
+    for narrow in _LEFT_OUT_FIRST if _has_edge() else ():
+        if _natural_width(table) <= out.width:
+            break
+        shown.remove(narrow)
+        table = _table_of(header, rows, shown)
     return table
+
+
+def _table_of(header: StoreHeader, rows: Sequence[dict[str, str]], shown: Sequence[str]) -> Table:
+    schema = header.schema
+    left_out = [name for name in _LEFT_OUT_FIRST if name not in shown]
+    table = Table(
+        title=Text(
+            f"run {header.run_id}: {len(schema.tensors)} tensors, {schema.num_elements:,} elements, "
+            f"{decimal(schema.num_bytes)}"
+        ),
+        caption=f"not shown in so few columns: {', '.join(left_out)}" if left_out else None,
+    )
+    for name in shown:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(row.get(name, "")) for name in shown))
+    return table
+
+
+def _row(found: Manifest | Unreadable, num_elements: int) -> dict[str, str]:
+    if isinstance(found, Unreadable):
+        return {"version": str(found.version), "changed": "unreadable"}
+    delta, anchor = found.delta, found.anchor
+    row = {"version": str(found.version), "step": str(found.step), "state": short(found.state.total)}
+    row |= {"changed": "-", "delta": "-", "B/change": "-"}
+    row["anchor"] = "-" if anchor is None else decimal(anchor.num_bytes)
+    if found.version > 0 and found.parent != found.version - 1:
+        row["parent"] = "none" if found.parent is None else str(found.parent)
+    if delta is not None:
+        row["changed"] = f"{100 * delta.num_changed / max(1, num_elements):.3f} %"
+        row["delta"] = decimal(delta.num_bytes)
+        row["B/change"] = f"{delta.num_bytes / delta.num_changed:.2f}" if delta.num_changed else "-"
+    return row
 
 
 def show_table(found: Manifest) -> Table:
@@ -104,17 +167,20 @@ def show_table(found: Manifest) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in summary(found).items():
-        table.add_row(name, "-" if value is None else str(value))
-    table.add_row("write_id", found.writer.write_id)
+        # What a bucket says may look like rich's markup.
+        table.add_row(name, "-" if value is None else Text(str(value)))
+    table.add_row("write_id", Text(found.writer.write_id))
     table.add_row("parent_digest", found.parent_digest or "-")
     delta = found.delta.payloads if found.delta else ()
     anchor = (*found.anchor.payloads, *found.anchor.files) if found.anchor else ()
     for part, payloads in (("delta", delta), ("anchor", anchor)):
         for payload in payloads:
-            table.add_row(part, f"{payload.key}\n{payload.size:,} bytes, {payload.digest}")
+            table.add_row(part, Text(f"{payload.key}\n{payload.size:,} bytes, {payload.digest}"))
     return table
 
 
+_NARROW = 60
+"""Characters below which a column for kinds would leave too few for sentences."""
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
@@ -122,16 +188,19 @@ def findings_table(findings: Iterable["Finding"]) -> Table:
     """What an examination found, under what it is about, and below what is not well what to do."""
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
+    is_narrow = out.width < _NARROW
+    if not is_narrow:
+        table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for about, each in groupby(findings, lambda finding: finding.about):
         table.add_section()
-        table.add_row("", "", Text(about, style="bold"))
+        table.add_row(*("" for _ in table.columns[1:]), Text(about, style="bold"))
         for finding in each:
-            text = Text(finding.found)
+            text = Text(f"{finding.kind}: {finding.found}" if is_narrow else finding.found)
             if finding.advice is not None:
                 text.append(f"\n-> {finding.advice}", style="italic")
-            table.add_row(Text(finding.level, style=_COLOURS[finding.level]), finding.kind, text)
+            kind = () if is_narrow else (finding.kind,)
+            table.add_row(Text(finding.level, style=_COLOURS[finding.level]), *kind, text)
     return table
 
 

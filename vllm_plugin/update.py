@@ -82,7 +82,10 @@ class Updater:
         """
         header = log.read_header(store)
         if header is None:
-            raise VersionNotFound(f"{store.url} holds no run; open a publisher on it first")
+            raise VersionNotFound(
+                f"this server finds no run at {store.url}: is that the place, on its machine too, where the "
+                "trainer publishes?"
+            )
         self.store = store
         self.header = header
         self.held: Manifest | None = None
@@ -305,7 +308,11 @@ class Updater:
                 f"{len(moved)} parameters have other memory than when the store was opened, such as "
                 f"{moved[0]!r}; open it again"
             )
-        route = lineage.plan(log.read_lineage(self.store, version, held), held, version)
+        try:
+            route = lineage.plan(log.read_lineage(self.store, version, held), held, version)
+        except VersionNotFound as exc:
+            # Whoever asked for the version may have seen it in another store.
+            raise VersionNotFound(f"{exc}; {self.store.url} is the store that this server has open") from exc
         if route.target.run_id != self.header.run_id:
             raise CorruptObject(
                 f"version {version} is of run {route.target.run_id}, but this store was opened as run "

@@ -77,8 +77,10 @@ class Newest:
         try:
             created = datetime.fromisoformat(found.created_at)
         except ValueError:
-            # The format asks nobody to check it; lateness is then counted from when it was seen.
+            # Lateness is then counted from when the version was seen.
             created = datetime.now(UTC)
+        # Without a zone it could not be compared with the time now.
+        created = created.replace(tzinfo=created.tzinfo or UTC)
         self._created.append((found.version, created))
 
     def created(self, version: int) -> datetime | None:
