@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -338,11 +338,13 @@ def follow(
         max_interval_s=poll,
     )
     bucket, stop = _open(store, option), service.stop_on_signals()
-    for told in service.follow(bucket, settings, stop):
-        if as_json:
-            report.print_json(told.to_dict())
-        elif log_format is None:
-            report.print_line(str(told))
+    # Closed also where nobody reads what is printed, so that switches under way are ended.
+    with closing(service.follow(bucket, settings, stop)) as events:
+        for told in events:
+            if as_json:
+                report.print_json(told.to_dict())
+            elif log_format is None:
+                report.print_line(str(told))
 
 
 @app.command()
@@ -363,16 +365,19 @@ def doctor(
     from patchstore.integrations.doctor import examine
 
     found = []
-    for finding in examine(
+    examination = examine(
         store,
         server or [],
         storage_options=_parsed(option),
         read_only=read_only,
         num_bytes=size * 1_000_000,
-    ):
-        found.append(finding)
-        if as_json:
-            report.print_json(finding.to_dict())
+    )
+    # Closed also where nobody reads what is printed, so that nothing is left behind.
+    with closing(examination) as findings:
+        for finding in findings:
+            found.append(finding)
+            if as_json:
+                report.print_json(finding.to_dict())
     if not as_json:
         report.out.print(report.findings_table(found))
     if any(finding.level == "problem" for finding in found):
@@ -509,7 +514,9 @@ def _explain_call(exc: Any, *, as_json: bool) -> None:
         hint = "versions count from 0" if is_number else _HINTS.get(given[1])
         message = message if hint is None else f"No such option: {given[1]}; {hint}"
     if exc.ctx is not None:
-        message = f"{message.rstrip('.')}. {exc.ctx.get_usage()}; --help says more"
+        # One line, however narrow the terminal is for which typer lays it out.
+        usage = " ".join(exc.ctx.get_usage().split())
+        message = f"{message.rstrip('.')}. {usage}; --help says more"
     _explain(UsageError.kind, message, as_json=as_json)
 
 

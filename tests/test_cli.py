@@ -328,11 +328,16 @@ def test_an_interrupted_replay_leaves_nothing(bucket, tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", ["log {}", "log {} --json", "show {}", "verify {} --all --json", "--help"])
+@pytest.mark.parametrize("arguments", ["log {}", "log {} --json", "show {}", "--help"])
 def test_a_reader_that_stops_reading_ends_the_command_quietly(bucket, arguments: str) -> None:
     done = shell(f"{PATCHSTORE} {arguments.format(bucket[0])} | true; exit ${{PIPESTATUS[0]}}")
     # What is not read is neither done nor wrong; shells know this code.
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_an_examination_whose_reader_goes_away_leaves_nothing(tmp_path: Path) -> None:
+    shell(f"{PATCHSTORE} doctor {tmp_path}/typo --json --size 1 | head -n 8")
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("option", ["", "--json"])

@@ -23,6 +23,8 @@ from patchstore.integrations.doctor import KINDS, Finding, examine
 from patchstore.stores.base import Store
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
+from tests.hub import Hub
+from tests.hub.clients import quick_clients
 from tests.stores.conftest import s3_options, s3_session, s3_url  # noqa: F401 - fixtures
 from tests.stores.test_probe import ChecksThenWrites, IgnoresConditions
 from tests.weights import Run
@@ -118,6 +120,16 @@ def test_a_bucket_is_well_and_left_empty(s3_options: dict[str, Any], s3_url: str
     store = open_store(s3_url, **s3_options)
     assert [*store.list()] == []
     store.close()
+
+
+def test_a_bucket_of_the_hub_is_left_empty(tmp_path: Path) -> None:
+    with quick_clients(tmp_path), Hub() as hub:
+        hub.create_bucket("user/bucket")
+        url, options = "hf://buckets/user/bucket/typo", hub.options("user")
+        assert wrong(found(url, storage_options=options)) == []
+        store = open_store(url, **options)
+        assert [*store.list()] == []
+        store.close()
 
 
 def test_a_reader_writes_nothing_and_says_what_it_left_out(run: Run) -> None:

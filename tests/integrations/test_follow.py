@@ -414,7 +414,8 @@ def test_a_run_of_a_wrapped_model_is_explained_in_a_line(server, stub, path):
 def test_another_mismatch_keeps_what_the_server_says_without_all_its_names(follow, store, stub):
     begin_run(store)
     every = ", ".join(f"'layers.{number}.weight'" for number in range(1000))
-    stub.failures["/init_weight_transfer_engine"] = [f"[schema-mismatch] no 'scale' in Model, which has {every}"]
+    said = f"[schema-mismatch] no 'scale' in Model, which has {every}"
+    stub.failures["/init_weight_transfer_engine"] = [said]
     error = follow.step().error
     assert isinstance(error, SchemaMismatch)
     assert "no 'scale' in Model" in str(error)
