@@ -1,21 +1,26 @@
 """`patchstore`: look at a bucket, prove it, rebuild a version, keep a server current.
 
 Exit codes: 0 done, 1 any other failure, 2 wrong call, 3 stored data is wrong, 4 store or server
-unavailable, 5 another publisher has the run, 130 interrupted, 143 terminated.
+unavailable, 5 another publisher has the run, 130 interrupted, 141 the reader of the output went away
+(`| head`), 143 terminated.
 """
 
 import json
 import logging
 import os
+import re
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from patchstore import __version__, log, report
+from patchstore import __version__, layout, log, report
 from patchstore.errors import (
     DataError,
     LineageError,
@@ -42,6 +47,9 @@ app = typer.Typer(
 StoreUrl = Annotated[
     str, typer.Argument(metavar="STORE", help="A folder, s3://bucket/prefix or another URL.")
 ]
+Version = Annotated[
+    int | None, typer.Argument(metavar="VERSION", min=0, help="A number; the newest by default.")
+]
 Option = Annotated[
     list[str] | None,
     typer.Option(
@@ -63,41 +71,69 @@ def log_command(
 ) -> None:
     """List versions, newest first."""
     bucket = _open(store, option)
-    header, newest = _run(bucket)
-    versions = log.read_back(bucket, newest.version, max(0, newest.version - limit + 1))
+    header = _header(bucket)
+    newest = _newest_slot(bucket)
+    with ThreadPoolExecutor(log.READ_AHEAD, thread_name_prefix="patchstore-log") as pool:
+        versions = list(pool.map(partial(_slot, bucket), range(newest, max(-1, newest - limit), -1)))
     if as_json:
         for found in versions:
-            report.print_json(report.summary(found))
+            report.print_json(
+                found.to_dict() if isinstance(found, report.Unreadable) else report.summary(found)
+            )
     else:
         report.print_log(header, versions)
+    unreadable = [found for found in versions if isinstance(found, report.Unreadable)]
+    for each in unreadable:
+        report.print_error(each.error.kind, str(each.error))
+    if unreadable:
+        raise typer.Exit(_EXIT_CODES[DataError])
+
+
+def _newest_slot(store: Store) -> int:
+    try:
+        return _head(store).version
+    except DataError:
+        # Perhaps of the newest manifest itself. Which slots there are, their names say too.
+        listed = (layout.manifest_version(key) for key in store.list(layout.VERSIONS))
+        newest = max((version for version in listed if version is not None), default=None)
+        if newest is None:
+            raise
+        return newest
+
+
+def _slot(store: Store, version: int) -> Manifest | report.Unreadable:
+    try:
+        return log.read_manifest(store, version)
+    except (DataError, VersionNotFound) as exc:
+        return report.Unreadable(version=version, error=exc)
 
 
 @app.command()
 def show(
     store: StoreUrl,
-    version: Annotated[int | None, typer.Argument(min=0, help="The newest by default.")] = None,
+    version: Version = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="Each tensor's digest sums too.")] = False,
     option: Option = None,
     as_json: Json = False,
 ) -> None:
     """Show one version: its lineage, payloads and digests."""
     bucket = _open(store, option)
-    header, newest = _run(bucket)
-    found = newest if version is None else log.read_manifest(bucket, version)
+    header = _header(bucket)
+    found = _head(bucket) if version is None else log.read_manifest(bucket, version)
     sums = read_sums(bucket, header.schema, found) if tensors else None
     if as_json:
         report.print_json(report.full(found, sums))
     else:
-        report.out.print(report.show_table(found, sums))
+        report.print_table(report.show_table(found, sums))
 
 
 @app.command()
 def verify(
     store: Annotated[
         str | None,
-        typer.Argument(metavar="[STORE]", help="With --server, the one it follows by default."),
+        typer.Argument(metavar="STORE", help="With --server, the one it follows by default."),
     ] = None,
-    version: Annotated[int | None, typer.Argument(min=0, help="The newest by default.")] = None,
+    version: Version = None,
     every: Annotated[bool, typer.Option("--all", help="Every version, each from its anchor.")] = False,
     server: Annotated[
         str | None,
@@ -117,14 +153,15 @@ def verify(
     from patchstore import rebuild
 
     bucket = _open(store, option)
-    _, newest = _run(bucket)
-    for wanted in range(newest.version + 1) if every else [newest.version if version is None else version]:
+    _header(bucket)
+    newest = _head(bucket).version if version is None else version
+    for wanted in range(newest + 1) if every else [newest]:
         with report.progress(f"version {wanted}", shown=not as_json) as progress:
             found = rebuild.verify(bucket, wanted, progress=progress)
         if as_json:
             report.print_json({**report.summary(found), "verified": True})
         else:
-            report.out.print(
+            report.print_line(
                 f"version {found.version}: payloads and state {report.short(found.state.total)} verified"
             )
 
@@ -149,7 +186,7 @@ def _verify_server(
     unseen = "".join(f", {count} {kind}" for kind, count in rest.items() if count)
     if proof.num_engines > 1:
         unseen += f", in each of {proof.num_engines} engines"
-    report.out.print(
+    report.print_line(
         f"{inference.url} serves version {proof.manifest.version}, state "
         f"{report.short(proof.manifest.state.total)}: {proof.num_proved} tensors verified{unseen}"
     )
@@ -158,23 +195,23 @@ def _verify_server(
 @app.command()
 def replay(
     store: StoreUrl,
-    out: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
-    version: Annotated[
-        int | None, typer.Option("--version", "-v", min=0, help="The newest by default.")
-    ] = None,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A folder that does not exist yet.")],
+    version: Version = None,
     option: Option = None,
     as_json: Json = False,
 ) -> None:
     """Write a version as a checkpoint folder for transformers and vLLM."""
+    _check_out(out)
     from patchstore import rebuild
 
     bucket = _open(store, option)
+    _header(bucket)
     with report.progress("replay", shown=not as_json) as progress:
         found = rebuild.replay(bucket, version, out=out, progress=progress)
     if as_json:
-        report.print_json({**report.summary(found), "out": str(out)})
+        report.print_json({**report.summary(found), "out": out})
     else:
-        report.out.print(
+        report.print_line(
             f"version {found.version}, step {found.step}: {out}, state {report.short(found.state.total)}"
         )
 
@@ -182,21 +219,25 @@ def replay(
 @app.command()
 def transcode(
     store: StoreUrl,
-    version: Annotated[int, typer.Argument(min=0)],
-    out: Annotated[Path, typer.Argument(help="A file that does not exist yet.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A file that does not exist yet.")],
+    version: Version = None,
     encoding: Annotated[str, typer.Option("--encoding", "-e", help="raw, gap or context.")] = "gap",
     option: Option = None,
     as_json: Json = False,
 ) -> None:
     """Write a version's delta in another encoding, as a file of its own."""
+    _check_out(out)
     from patchstore.transcode import transcode
 
-    found, num_bytes = transcode(_open(store, option), version, encoding=encoding, out=out)
+    bucket = _open(store, option)
+    _header(bucket)
+    wanted = _head(bucket).version if version is None else version
+    found, num_bytes = transcode(bucket, wanted, encoding=encoding, out=out)
     if as_json:
-        report.print_json({**report.summary(found), "out": str(out), "size": num_bytes, "as": encoding})
+        report.print_json({**report.summary(found), "out": out, "size": num_bytes, "as": encoding})
     else:
         assert found.delta is not None
-        report.out.print(
+        report.print_line(
             f"version {found.version}: {out}, {encoding}, {num_bytes:,} bytes "
             f"({found.delta.encoding}: {found.delta.num_bytes:,})"
         )
@@ -301,11 +342,13 @@ def follow(
         max_interval_s=poll,
     )
     bucket, stop = _open(store, option), service.stop_on_signals()
-    for told in service.follow(bucket, settings, stop):
-        if as_json:
-            report.print_json(told.to_dict())
-        elif log_format is None:
-            report.out.print(str(told), markup=False, highlight=False, soft_wrap=True)
+    # Closed also where nobody reads what is printed, so that switches under way are ended.
+    with closing(service.follow(bucket, settings, stop)) as events:
+        for told in events:
+            if as_json:
+                report.print_json(told.to_dict())
+            elif log_format is None:
+                report.print_line(str(told))
 
 
 @app.command()
@@ -326,16 +369,19 @@ def doctor(
     from patchstore.integrations.doctor import examine
 
     found = []
-    for finding in examine(
+    examination = examine(
         store,
         server or [],
         storage_options=_parsed(option),
         read_only=read_only,
         num_bytes=size * 1_000_000,
-    ):
-        found.append(finding)
-        if as_json:
-            report.print_json(finding.to_dict())
+    )
+    # Closed also where nobody reads what is printed, so that nothing is left behind.
+    with closing(examination) as findings:
+        for finding in findings:
+            found.append(finding)
+            if as_json:
+                report.print_json(finding.to_dict())
     if not as_json:
         report.out.print(report.findings_table(found))
     if any(finding.level == "problem" for finding in found):
@@ -344,7 +390,7 @@ def doctor(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(__version__)
+        print(__version__, flush=True)
         raise typer.Exit
 
 
@@ -388,12 +434,26 @@ def _option_value(text: str) -> Any:
     return text if isinstance(value, str) else value
 
 
-def _run(store: Store) -> tuple[StoreHeader, Manifest]:
+def _check_out(out: str) -> None:
+    """Refuse what is more likely a version whose OUT was left out."""
+    if out.isdecimal():
+        raise UsageError(f"{out} is no place to write to; give OUT before the version, or ./{out}")
+
+
+def _header(store: Store) -> StoreHeader:
     header = log.read_header(store)
-    newest = None if header is None else log.head(store)
-    if header is None or newest is None:
-        raise VersionNotFound(f"{store.url} holds no version; check the URL, or publish one")
-    return header, newest
+    if header is None:
+        path = None if "://" in store.url else Path(store.url)
+        found = "is no folder" if path is not None and not path.is_dir() else "holds no run"
+        raise VersionNotFound(f"{store.url} {found}; check the URL, or publish a version there")
+    return header
+
+
+def _head(store: Store) -> Manifest:
+    newest = log.head(store)
+    if newest is None:
+        raise VersionNotFound(f"{store.url} holds a run without a version yet; publish one")
+    return newest
 
 
 _EXIT_CODES: dict[type[PatchstoreError], int] = {
@@ -409,14 +469,19 @@ _EXIT_CODES: dict[type[PatchstoreError], int] = {
 def main() -> None:
     """Run the command line; errors become one line and an exit code, never a traceback."""
     as_json = "--json" in sys.argv
+    # A name that the terminal cannot show is no reason to fail.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     # So that what was begun is cleaned up, as with Ctrl-C; `follow` has handlers of its own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except SystemExit as exc:
+        # typer and rich end the process themselves when nobody reads what they print.
+        if isinstance(exc.__context__, BrokenPipeError):
+            _end_unread()
+        raise
     except BrokenPipeError:
-        # The reader has seen enough (`| head`); keep the interpreter from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        _end_unread()
     except PatchstoreError as exc:
         code = next((code for kind, code in _EXIT_CODES.items() if isinstance(exc, kind)), 1)
         _explain(exc.kind, str(exc), as_json=as_json)
@@ -425,16 +490,52 @@ def main() -> None:
         _explain("os", str(exc), as_json=as_json)
         sys.exit(1)
     except Exception as exc:
+        if isinstance(exc, _WRONG_CALL):
+            _explain_call(exc, as_json=as_json)
+            sys.exit(2)
         logging.getLogger(__name__).info("internal error", exc_info=True)
         _explain("internal", f"{type(exc).__name__}: {exc}", as_json=as_json)
         sys.exit(1)
 
 
+_WRONG_CALL = typer.BadParameter.__mro__[1]
+"""The class of all that typer has to say against a call; it does not export it."""
+
+_HINTS = {
+    "--version": "the version is an argument without a name: patchstore replay STORE OUT 12",
+    "-v": "the version is an argument without a name: patchstore replay STORE OUT 12",
+    "--verbose": "it comes before the command: patchstore --verbose doctor STORE",
+}
+
+
+def _explain_call(exc: Any, *, as_json: bool) -> None:
+    message = exc.format_message()
+    if not message:
+        # There were no arguments, and the help was shown instead.
+        return
+    if given := re.match(r"No such option: (\S+)", message):
+        is_number = given[1][1:].isdecimal()
+        hint = "versions count from 0" if is_number else _HINTS.get(given[1])
+        message = message if hint is None else f"No such option: {given[1]}; {hint}"
+    if exc.ctx is not None:
+        # One line, however narrow the terminal is for which typer lays it out.
+        usage = " ".join(exc.ctx.get_usage().split())
+        message = f"{message.rstrip('.')}. {usage}; --help says more"
+    _explain(UsageError.kind, message, as_json=as_json)
+
+
 def _explain(kind: str, message: str, *, as_json: bool) -> None:
     if as_json:
-        report.print_json({"error": {"kind": kind, "message": message}})
-    report.err.print(f"[bold red]error[/] ({kind}): ", end="")
-    report.err.print(message, markup=False, highlight=False)
+        # Standard output itself may be what failed.
+        with suppress(OSError):
+            report.print_json({"error": {"kind": kind, "message": message}})
+    report.print_error(kind, message)
+
+
+def _end_unread() -> NoReturn:
+    """End as shells expect where the reader went away, and keep the interpreter from complaining."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(128 + signal.SIGPIPE)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def replay(
         The version's manifest.
 
     Raises:
-        UsageError: `out` exists.
+        UsageError: `out` exists, or nothing can be made there.
         VersionNotFound: no such version.
         LineageError: the version cannot be reached from an anchor.
         CorruptObject, StateMismatch: the bucket's bytes are wrong. As after every error, nothing
@@ -51,7 +51,7 @@ def replay(
         HostError: there is no room for it, or the system refuses something else.
     """
     target = Path(out)
-    if target.exists():
+    if os.path.lexists(target):
         raise UsageError(f"{target} exists; name a folder that does not")
     header, route = route_to(store, version)
     assert route.anchor is not None and route.anchor.anchor is not None

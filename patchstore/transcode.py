@@ -33,7 +33,7 @@ def transcode(
         The version's manifest, and the bytes of the file.
 
     Raises:
-        UsageError: no such encoding, the version has no delta, or `out` exists.
+        UsageError: no such encoding, the version has no delta, `out` exists, or nothing can be made there.
         VersionNotFound: no such version.
         LineageError: its parent cannot be reached.
         CorruptObject, StateMismatch: the bucket's bytes are wrong. Nothing exists under `out`.
@@ -41,12 +41,16 @@ def transcode(
     target = Path(out)
     if encoding not in {*ENCODINGS, RELATIVE}:
         raise UsageError(f"encoding must be one of {', '.join((*ENCODINGS, RELATIVE))}, not {encoding!r}")
-    if target.exists():
+    if os.path.lexists(target):
         raise UsageError(f"{target} exists; name a file that does not")
     header, route = route_to(store, version)
     wanted = route.target
     if wanted.delta is None or wanted.parent is None:
         raise UsageError(f"version {version} has no delta: it can only be reached through its anchor")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise UsageError(f"{target} cannot be made: {exc}; name another place") from exc
     _, before = route_to(store, wanted.parent)
     schema = header.schema.by_name()
     coding = Coding(header.schema.tensors)

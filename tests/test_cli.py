@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,12 @@ from tests.format import bad_buckets, surgery
 from tests.weights import Run, assert_same_bits
 
 Command = Callable[..., tuple[int, str, str]]
+PATCHSTORE = f"{sys.executable} -m patchstore"
+
+
+def shell(command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash."""
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, **options)
 
 
 @pytest.fixture
@@ -96,8 +103,75 @@ def test_a_run_that_does_not_begin_at_version_0_is_refused_for_one_version_as_fo
         assert (code, json.loads(out)["error"]["kind"]) == (3, "corrupt-object")
 
 
+def test_log_shows_a_parent_that_is_not_the_version_before(tmp_path: Path, bucket, patchstore) -> None:
+    assert "parent" not in patchstore("log", bucket[0])[1]
+    run = Run(FolderStore(tmp_path / "other"))
+    run.publish_versions(2)
+    weights = {name: tensor.clone() for name, tensor in run.model.items()}
+    run.publish()
+    run.train()
+    run.publish()
+    run.close()
+    for name, tensor in weights.items():
+        run.model[name].copy_(tensor)
+    run.open(resume=2)
+    run.close()
+    code, out, _ = patchstore("log", tmp_path / "other")
+    header, *rows = [_cells(line) for line in out.splitlines() if "│" in line]
+    assert code == 0
+    assert [row[header.index("parent")] for row in rows] == ["2", "", "", "", ""]
+
+
+@pytest.mark.parametrize("broken", [0, 3, 5])
+def test_log_names_what_cannot_be_read_and_lists_the_rest(bucket, patchstore, broken: int) -> None:
+    (bucket[0] / "versions" / f"{broken:08}.json").write_text("{")
+    code, out, err = patchstore("log", bucket[0], "--json")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert code == 3
+    assert [version["version"] for version in found] == [5, 4, 3, 2, 1, 0]
+    errors = {version["version"]: version["error"]["kind"] for version in found if "error" in version}
+    assert errors == {broken: "corrupt-object"}
+    code, out, err = patchstore("log", bucket[0])
+    rows = [_cells(line) for line in out.splitlines() if "│" in line]
+    assert code == 3
+    assert [row[0] for row in rows] == ["5", "4", "3", "2", "1", "0"]
+    assert [row[0] for row in rows if "unreadable" in row] == [str(broken)]
+    assert f"error (corrupt-object): versions/{broken:08}.json" in err
+
+
+def test_log_names_a_version_that_is_missing_between_others(bucket, patchstore) -> None:
+    (bucket[0] / "versions" / "00000002.json").unlink()
+    code, out, _ = patchstore("log", bucket[0], "--json")
+    kinds = [json.loads(line).get("error", {}).get("kind") for line in out.splitlines()]
+    assert (code, kinds) == (3, [None, None, None, "unknown-version", None, None])
+
+
+@pytest.mark.parametrize("columns", [34, 60])
+def test_log_leaves_out_columns_rather_than_digits_where_a_terminal_is_narrow(bucket, columns: int) -> None:
+    out = shell(f"COLUMNS={columns} {PATCHSTORE} log {bucket[0]}").stdout
+    header, *rows = [_cells(line) for line in out.splitlines() if "│" in line]
+    assert max(map(len, out.splitlines())) <= columns
+    assert "…" not in out
+    assert [row[header.index("version")] for row in rows] == ["5", "4", "3", "2", "1", "0"]
+    # In the header, or below the table in the list of those that are left out.
+    assert all(name in out for name in ("version", "step", "changed", "delta", "B/change", "anchor", "state"))
+
+
+def test_a_table_in_a_pipe_has_whole_digests(bucket, lines) -> None:
+    (found,) = lines("show", bucket[0])
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    out = shell(f"{PATCHSTORE} show {bucket[0]} | cat", env=environment).stdout
+    assert found["state"]["total"] in out
+    assert found["delta"]["payloads"][0]["key"] in out
+
+
+def _cells(line: str) -> list[str]:
+    """What stands in the columns of a line of the log."""
+    return [cell.strip() for cell in line.split("│")]
+
+
 def test_replay_writes_a_version(bucket, lines, tmp_path: Path) -> None:
-    lines("replay", bucket[0], tmp_path / "out", "--version", 3)
+    lines("replay", bucket[0], tmp_path / "out", 3)
     assert_same_bits(load_file(tmp_path / "out" / "model.safetensors"), bucket[1].history[3])
 
 
@@ -109,6 +183,31 @@ def test_replay_writes_a_version(bucket, lines, tmp_path: Path) -> None:
         (("replay", "{bucket}", "{empty}"), 2, "usage"),
         (("log", "nosuch://place"), 2, "usage"),
         (("log", "{bucket}", "--option", "key=value"), 2, "usage"),
+        (("log", "{bucket}", "--option", "novalue"), 2, "usage"),
+        (("log", "{bucket}", "--limit", "0"), 2, "usage"),
+        (("log", "{bucket}", "--verbose"), 2, "usage"),
+        (("log",), 2, "usage"),
+        (("nosuch",), 2, "usage"),
+        (("log", "{bucket}/none"), 2, "unknown-version"),
+        (("show", "{bucket}", "-1"), 2, "usage"),
+        (("show", "{bucket}", "newest"), 2, "usage"),
+        (("verify", "{bucket}", "77"), 2, "unknown-version"),
+        (("verify", "{bucket}", "1", "--all"), 2, "usage"),
+        (("verify", "--server", "localhost"), 2, "usage"),
+        (("verify", "--server", "http://127.0.0.1:9"), 4, "server-unavailable"),
+        (("replay", "{empty}", "{empty}/out"), 2, "unknown-version"),
+        (("replay", "{bucket}", "{empty}/out", "77"), 2, "unknown-version"),
+        (("replay", "{bucket}", "3"), 2, "usage"),
+        (("replay", "{bucket}", "{file}"), 2, "usage"),
+        (("replay", "{bucket}", "{file}/out"), 2, "usage"),
+        (("replay", "{bucket}", "/proc/out"), 2, "usage"),
+        (("replay", "{bucket}", "{empty}/out", "--version", "3"), 2, "usage"),
+        (("transcode", "{bucket}", "{empty}/out", "77"), 2, "unknown-version"),
+        (("transcode", "{bucket}", "{empty}/out/more", "0"), 2, "usage"),
+        (("transcode", "{bucket}", "{file}/out", "3"), 2, "usage"),
+        (("transcode", "{bucket}", "3"), 2, "usage"),
+        (("follow", "{bucket}"), 2, "usage"),
+        (("doctor", "{bucket}", "--server", "localhost"), 2, "usage"),
         (("verify", "{bucket}", "1"), 3, "corrupt-object"),
     ],
 )
@@ -119,22 +218,65 @@ def test_errors_are_one_line_with_a_kind_and_an_exit_code(
     if code == 3:
         path = next(bucket[0].glob("deltas/00000001*/*"))
         path.write_bytes(path.read_bytes()[:-1])
-    places = {"bucket": bucket[0], "empty": tmp_path / "empty"}
+    (tmp_path / "file").write_text("")
+    places = {"bucket": bucket[0], "empty": tmp_path / "empty", "file": tmp_path / "file"}
     filled = [arg.format(**places) for arg in args]
     found, out, err = patchstore(*filled, "--json")
     assert found == code, err
     assert json.loads(out)["error"]["kind"] == kind
     found, out, err = patchstore(*filled)
     assert (found, out) == (code, "")
-    assert kind in err
+    assert err.startswith(f"error ({kind}): ") and err.count("\n") == 1
+    assert [*(tmp_path / "empty").iterdir()] == []
 
 
-def test_wrong_arguments_are_explained(patchstore) -> None:
-    code, _, err = patchstore("log")
-    assert code == 2
-    assert "STORE" in err
-    assert patchstore("log", "x", "--option", "novalue")[0] == 2
-    assert patchstore("verify", "x", "1", "--all")[0] == 2
+def test_a_wrong_call_names_what_is_missing_and_how_to_call(patchstore) -> None:
+    _, _, err = patchstore("replay", "x")
+    assert "Missing argument 'OUT'" in err and "[VERSION]" in err
+    assert "patchstore replay STORE OUT 12" in patchstore("replay", "x", "y", "--version", 3)[2]
+    assert "versions count from 0" in patchstore("show", "x", "-1")[2]
+    assert "patchstore --verbose doctor" in patchstore("doctor", "x", "--verbose")[2]
+
+
+def test_without_arguments_the_help_is_shown(patchstore) -> None:
+    code, out, err = patchstore()
+    assert (code, err) == (2, "")
+    assert "transcode" in out
+
+
+def test_every_command_takes_a_version_after_its_places(bucket, lines, tmp_path: Path) -> None:
+    for number, version in enumerate(([], [3])):
+        out = [tmp_path / f"replayed-{number}", tmp_path / f"transcoded-{number}"]
+        found = [
+            *lines("show", bucket[0], *version),
+            *lines("verify", bucket[0], *version),
+            *lines("replay", bucket[0], out[0], *version),
+            *lines("transcode", bucket[0], out[1], *version),
+        ]
+        assert {each["version"] for each in found} == {3 if version else 5}
+        assert len(found) == 4
+
+
+def test_what_a_bucket_and_a_path_say_is_no_markup(bucket, patchstore, tmp_path: Path) -> None:
+    key = bucket[0] / "versions" / "00000005.json"
+    record = json.loads(key.read_text())
+    record["writer"]["id"] = "trainer[/bold]"
+    key.write_text(json.dumps(record))
+    code, out, _ = patchstore("show", bucket[0])
+    assert code == 0
+    assert "trainer[/bold]" in out
+    code, out, _ = patchstore("replay", bucket[0], tmp_path / "step[red]", 3)
+    assert code == 0
+    assert str(tmp_path / "step[red]") in out
+
+
+def test_a_name_that_the_output_cannot_show_is_no_failure(bucket, tmp_path: Path) -> None:
+    for option in ("", "--json"):
+        out = tmp_path / f"schr\u00f6dinger{option}"
+        done = shell(f"PYTHONIOENCODING=ascii {PATCHSTORE} replay {bucket[0]} {out} {option}")
+        assert (done.returncode, done.stderr) == (0, "")
+        if option:
+            assert json.loads(done.stdout)["out"] == str(out)
 
 
 def test_option_values_are_json_where_they_can_be() -> None:
@@ -170,8 +312,9 @@ def test_a_manifest_of_other_tensors_is_an_error_and_no_traceback(bucket, patchs
 def test_help_lists_every_command(patchstore) -> None:
     code, out, _ = patchstore("--help")
     assert code == 0
-    for command in ("log", "show", "verify", "replay", "follow"):
+    for command in ("log", "show", "verify", "replay", "transcode", "follow", "doctor"):
         assert command in out
+        assert patchstore(command, "--help")[0] == 0
 
 
 def test_a_terminated_replay_leaves_nothing(bucket, tmp_path: Path) -> None:
@@ -189,7 +332,36 @@ def test_a_terminated_replay_leaves_nothing(bucket, tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_reader_that_stops_reading_is_no_error(bucket) -> None:
-    command = f"{sys.executable} -m patchstore.cli log {bucket[0]} --json | head -n 1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+def test_an_interrupted_replay_leaves_nothing(bucket, tmp_path: Path) -> None:
+    payload = next((bucket[0] / "anchors").glob("00000004-*")) / "model.safetensors"
+    payload.unlink()
+    os.mkfifo(payload)
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-m", "patchstore", "replay", str(bucket[0]), str(tmp_path / "out" / "v")]
+    replaying = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not list((tmp_path / "out").iterdir()):
+        assert replaying.poll() is None
+    replaying.send_signal(signal.SIGINT)
+    _, err = replaying.communicate(timeout=60)
+    assert replaying.returncode == 130
+    assert "Traceback" not in err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", ["log {}", "log {} --json", "show {}", "--help"])
+def test_a_reader_that_stops_reading_ends_the_command_quietly(bucket, arguments: str) -> None:
+    done = shell(f"{PATCHSTORE} {arguments.format(bucket[0])} | true; exit ${{PIPESTATUS[0]}}")
+    # What is not read is neither done nor wrong; shells know this code.
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_an_examination_whose_reader_goes_away_leaves_nothing(tmp_path: Path) -> None:
+    shell(f"{PATCHSTORE} doctor {tmp_path}/typo --json --size 1 | head -n 8")
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("option", ["", "--json"])
+def test_output_that_cannot_be_written_is_an_error_and_no_traceback(bucket, option: str) -> None:
+    done = shell(f"{PATCHSTORE} show {bucket[0]} {option} > /dev/full")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error (os): ") and "Traceback" not in done.stderr

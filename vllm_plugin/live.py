@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from patchstore import checksum, digest
+from patchstore import checksum, digest, mismatch
 from patchstore.digest import Sums
 from patchstore.encodings.context import Tiles, is_coded, tiling
 from patchstore.errors import LoadFailed, SchemaMismatch
@@ -96,8 +96,12 @@ class LiveWeights:
         if bare:
             listed = ", ".join(f"{name!r} ({count:,} elements)" for name, count in sorted(bare.items())[:5])
             raise SchemaMismatch(
-                f"{len(bare)} parameters of the model get nothing from this run's tensors, such as {listed}: "
-                "publish them too, or serve a model without them"
+                mismatch.explain(
+                    schema,
+                    f"{len(bare):,} parameters of the model get nothing from this run's "
+                    f"{len(schema.tensors):,} tensors, such as {listed}: publish them too, or serve a model "
+                    "without them",
+                )
             )
         return traced
 
@@ -379,12 +383,14 @@ class LiveWeights:
                 # What vLLM's loaders raise for names and shapes that their model does not have.
                 refused = isinstance(exc, KeyError | ValueError | AttributeError | AssertionError)
                 error = SchemaMismatch if refused else LoadFailed
-                raise error(f"the model's loader failed {at}: {type(exc).__name__}: {exc}") from exc
+                reason = f"the model's loader failed {at}: {type(exc).__name__}: {mismatch.brief(str(exc))}"
+                raise error(mismatch.explain(self.map.schema, reason) if refused else reason) from exc
             if isinstance(left, set) and left and tensors.keys() >= self.map.schema.by_name().keys():
-                raise SchemaMismatch(
-                    f"{len(left)} weights of the model get nothing from this run's tensors, such as "
-                    f"{min(left)!r}"
+                reason = (
+                    f"{len(left):,} weights of the model get nothing from this run's {len(tensors):,} "
+                    f"tensors, such as {min(left)!r}"
                 )
+                raise SchemaMismatch(mismatch.explain(self.map.schema, reason))
 
     def _target_last(self) -> Sequence[torch.nn.Module]:
         # A draft model shares the target's embedding and head, and checkpoints may have other values for

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from patchstore import mismatch
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.model import Schema
 from vllm_plugin.tracer import KnownIndices, Tracer, memory, tensors_of
@@ -45,11 +46,16 @@ def trace(
         except (KeyError, ValueError, AttributeError, AssertionError, TypeError) as exc:
             # What vLLM's loaders raise for names and shapes that their model does not have.
             raise SchemaMismatch(
-                f"the model's loader failed {tracer.at}: {type(exc).__name__}: {exc}"
+                mismatch.explain(
+                    schema,
+                    f"the model's loader failed {tracer.at}, of {len(schema.tensors):,} names: "
+                    f"{type(exc).__name__}: {mismatch.brief(str(exc))}",
+                )
             ) from exc
         except (RuntimeError, NotImplementedError, IndexError) as exc:
             raise UsageError(
-                f"the model's loader cannot be traced; it failed {tracer.at}: {type(exc).__name__}: {exc}"
+                f"the model's loader cannot be traced; it failed {tracer.at}: "
+                f"{type(exc).__name__}: {mismatch.brief(str(exc))}"
             ) from exc
         finally:
             before.restore()

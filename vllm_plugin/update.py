@@ -84,7 +84,10 @@ class Updater:
         """
         header = log.read_header(store)
         if header is None:
-            raise VersionNotFound(f"{store.url} holds no run; open a publisher on it first")
+            raise VersionNotFound(
+                f"this server finds no run at {store.url}: is that the place, on its machine too, where the "
+                "trainer publishes?"
+            )
         self.store = store
         self.header = header
         self.held: Manifest | None = None
@@ -311,7 +314,11 @@ class Updater:
                 f"{len(moved)} parameters have other memory than when the store was opened, such as "
                 f"{moved[0]!r}; open it again"
             )
-        manifests = log.read_lineage(self.store, version, held)
+        try:
+            manifests = log.read_lineage(self.store, version, held)
+        except VersionNotFound as exc:
+            # Whoever asked for the version may have seen it in another store.
+            raise VersionNotFound(f"{exc}; {self.store.url} is the store that this server has open") from exc
         if manifests[version].run_id != self.header.run_id:
             raise self._replaced(f"has version {version} of run {manifests[version].run_id}")
         if held in manifests and manifests[held] != self.held:

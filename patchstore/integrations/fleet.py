@@ -8,14 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from patchstore.errors import PatchstoreError, UsageError
-from patchstore.integrations.follow import Follow, Step, UnexpectedError
+from patchstore.integrations.follow import Did, Follow, Step, UnexpectedError
 from patchstore.integrations.goal import Goal, Hold
+from patchstore.integrations.logs import utc
 from patchstore.integrations.vllm_server import VllmServer, check_url
 from patchstore.model import Manifest
 
@@ -37,13 +38,15 @@ class Told:
     step: Step
     num_times: int = 1
     """How often this failure came in a row. Of many only the 1st, 2nd, 4th, 8th ... is told."""
+    time: str = field(default_factory=lambda: utc(time.time()))
+    """When the step ended: UTC, ISO 8601."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
-        return {"server": self.server, **self.step.to_dict()}
+        return {"time": self.time, "server": self.server, **self.step.to_dict()}
 
     def __str__(self) -> str:
-        return f"{self.server or 'store'}: {self.step}"
+        return f"{self.time} {self.server or 'store'}: {self.step}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +191,8 @@ class Fleet:
         self.target: Manifest | None = None
         """What servers should hold; None while that is not known."""
         self._looked: float | None = None
+        self._is_waiting = False
+        """Whether it was told that the store has no version yet."""
         self._trouble: Trouble | None = None
         self._poller = threading.Thread(target=self._poll, name="follow-store", daemon=True)
         self._listed: str | None = None
@@ -256,7 +261,10 @@ class Fleet:
             errors = [error for error in (_tried(self._hire), _tried(self._look)) if error is not None]
             error = errors[-1] if errors else None
             seconds = time.monotonic() - began
-            done = Step(did="failed" if error else "nothing", error=error, seconds=seconds)
+            is_empty = error is None and self._goal.head is None
+            news: Did = "waiting" if is_empty and not self._is_waiting else "nothing"
+            self._is_waiting = is_empty
+            done = Step(did="failed" if error else news, error=error, seconds=seconds)
             self._trouble = _trouble(self._trouble, done)
             self.tell(None, done, self._trouble)
             is_new = self.target != before

@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from patchstore import log, mismatch
 from patchstore.errors import (
     NotFound,
     PatchstoreError,
+    SchemaMismatch,
     StateMismatch,
     StoreReplaced,
     StoreUnavailable,
@@ -27,7 +29,7 @@ from patchstore.stores.base import Store
 
 logger = logging.getLogger(__name__)
 
-Did = Literal["initialised", "applied", "resumed", "proved", "diverged", "nothing", "failed"]
+Did = Literal["initialised", "applied", "resumed", "proved", "diverged", "waiting", "nothing", "failed"]
 
 
 _OUTDATED = {
@@ -50,8 +52,9 @@ class Step:
 
     did: Did
     """`resumed`: ended what a killed process had begun. `proved`: the weights are those of the version.
-    `diverged`: they are not, so the store was opened again, and the next step loads an anchor. `nothing`: the
-    server holds what it should, or must wait, or the store has no version yet."""
+    `diverged`: they are not, so the store was opened again, and the next step loads an anchor. `waiting`: the
+    store has no version yet, which only a look at the store says. `nothing`: the server holds what it should,
+    or must wait, or the store has no version yet."""
     version: int | None = None
     """What the server holds after the step; for `failed`, the version that was tried, if any."""
     error: PatchstoreError | None = None
@@ -91,6 +94,8 @@ class Step:
                 assert self.error is not None
                 what = "step" if self.version is None else f"version {self.version}"
                 return f"{what} failed: [{self.error.kind}] {self.error}"
+            case "waiting":
+                return "holds no version yet; servers wait for the first one"
             case "nothing":
                 return "nothing new"
 
@@ -210,7 +215,10 @@ class Follow:
     def _initialise(self, status: ServerStatus, goal: Manifest) -> Step:
         # If it cannot, the next step updates as before: the server may know the better way.
         self._is_outdated = False
-        self.server.init_weight_transfer(self.store.url, self._storage_options)
+        try:
+            self.server.init_weight_transfer(self.store.url, self._storage_options)
+        except (SchemaMismatch, NotFound) as exc:
+            raise self._explained(exc, self.store.url) from exc
         opened = self.server.status()
         if opened.run_id != goal.run_id:
             raise UsageError(
@@ -243,6 +251,8 @@ class Follow:
             switched = self.server.apply(wanted)
         except PatchstoreError as exc:
             self._is_outdated = exc.kind in _OUTDATED and not self._is_fresh
+            if isinstance(exc, SchemaMismatch | NotFound):
+                raise self._explained(exc, status.store) from exc
             raise
         if switched is None:
             return Step(did="nothing", version=status.held, before=status)
@@ -250,6 +260,23 @@ class Follow:
         self._committed = time.monotonic()
         timings = self.server.status().ranks[0]["timings"]
         return Step(did="applied", version=wanted, timings=timings, before=status, switched=switched)
+
+    def _explained(self, exc: PatchstoreError, opened: str | None) -> PatchstoreError:
+        """Add to what the server refuses what only this process knows of it.
+
+        Args:
+            opened: the store that the server has open, as it calls it; None where its ranks differ.
+        """
+        said = mismatch.brief(str(exc))
+        if isinstance(exc, SchemaMismatch):
+            header = log.read_header(self.store)
+            return SchemaMismatch(said if header is None else mismatch.explain(header.schema, said))
+        if opened == self.store.url:
+            where = f"this process reads {opened} too: is that the same place on the server's machine?"
+        else:
+            theirs = opened or "stores that its ranks call differently"
+            where = f"the server has {theirs} open, and this process reads {self.store.url}"
+        return type(exc)(f"{said}; {where}")
 
     def _throttled_s(self) -> float:
         """Seconds until another version may be written."""

@@ -9,6 +9,18 @@ _FIELDS = ("event", "server", "store", "version", "seconds", "kind", "num_times"
 """What records carry, as `extra`, beside their message."""
 
 
+def utc(seconds: float) -> str:
+    """Spell a time, in seconds since 1970, as manifests do: UTC, ISO 8601."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class TextFormatter(logging.Formatter):
+    """Lines that begin with the UTC time."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        return utc(record.created)
+
+
 class JsonFormatter(logging.Formatter):
     """An object with `time`, `level`, `logger`, `message`, and those of `event`, `server`, `store`,
     `version`, `seconds`, `kind` (of an error), `num_times` and `url` that apply.
@@ -16,7 +28,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": utc(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -30,7 +42,7 @@ class JsonFormatter(logging.Formatter):
 def configure(*, as_json: bool) -> None:
     """Have all loggers write to standard error: ours from INFO on, others from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    text = TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if as_json else text)
     root = logging.getLogger()
     root.handlers[:] = [handler]

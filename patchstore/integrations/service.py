@@ -3,7 +3,7 @@
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +53,7 @@ class Settings:
     """Longest wait between looks at the store, and at a server."""
 
 
-def follow(store: Store, settings: Settings, stop: threading.Event) -> Iterator[Told]:
+def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator[Told]:
     """Follow until `stop` is set, yielding and logging what was done.
 
     Raises:

@@ -148,8 +148,23 @@ class VllmServer:
         """
         config = self.configuration()
         if config is not None and config.lacks:
+            if any(lack.kind == "dev-mode-off" for lack in config.lacks):
+                self._check_vllm()
             raise ServerUnavailable(
                 "; ".join(f"{self.url} {lack.found}: {lack.advice}" for lack in config.lacks)
+            )
+
+    def _check_vllm(self) -> None:
+        """Tell a server that is not vLLM from one whose routes are switched off.
+
+        Raises:
+            ServerUnavailable: it does not say which vLLM it is.
+        """
+        answer = self._request("GET", "/version")
+        if version_of(answer) is None:
+            raise ServerUnavailable(
+                f"GET {self.url}/version answered HTTP {answer.status_code}: {_line(answer.text)!r:.80}, "
+                "unlike vLLM; give vLLM's own address, such as http://127.0.0.1:8000"
             )
 
     def status(self) -> ServerStatus:
@@ -472,12 +487,29 @@ def check_url(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"{url!r} is not the URL of a server: it begins with http:// or https://")
     try:
-        host = httpx.URL(url).host
+        parts = httpx.URL(url)
     except httpx.InvalidURL as exc:
         raise UsageError(f"{url!r} is not the URL of a server: {exc}") from exc
-    if not host:
+    if not parts.host:
         raise UsageError(f"{url!r} is not the URL of a server: it names no host")
-    return url.rstrip("/")
+    if parts.userinfo:
+        # Not the URL itself: it would be shown in logs and metrics too.
+        raise UsageError(f"a server at {parts.host} is named with a user or password; leave them out")
+    if parts.query or parts.fragment:
+        raise UsageError(f"{url!r} is not the URL of a server: leave out what follows ? or #")
+    bare = url.rstrip("/")
+    if parts.path.rstrip("/") == "/v1":
+        raise UsageError(f"{url!r} is vLLM's OpenAI API; name the server, {bare.removesuffix('/v1')}")
+    return bare
+
+
+def version_of(answer: httpx.Response) -> str | None:
+    """Return what vLLM says at `/version`; None where something else answered."""
+    try:
+        version = answer.json()["version"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return version if isinstance(version, str) else None
 
 
 class _NoSuchRoute(ServerUnavailable):
@@ -499,7 +531,7 @@ def _refusal(call: str, response: httpx.Response) -> PatchstoreError:
     try:
         text = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        text = response.text
+        text = _line(response.text)
     if found := _REASON.search(text):
         kind, message = found[1], found[2].partition(_VLLM_SUFFIX)[0]
         if kind == _EnginesDiffer.kind:
@@ -509,4 +541,9 @@ def _refusal(call: str, response: httpx.Response) -> PatchstoreError:
         return ServerUnavailable(f"{call}: [{kind}] {message}")
     if response.status_code == httpx.codes.NOT_FOUND:
         return _NoSuchRoute(f"{call}: no such route; is the server vLLM with VLLM_SERVER_DEV_MODE=1?")
-    return ServerUnavailable(f"{call}: HTTP {response.status_code}: {text:.500}")
+    return ServerUnavailable(f"{call}: HTTP {response.status_code}: {text:.300}")
+
+
+def _line(text: str) -> str:
+    """A page of several lines, as one."""
+    return " ".join(text.split())

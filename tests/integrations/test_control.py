@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from manifests import begin_run, commit
 from prometheus_client.parser import text_string_to_metric_families
 from stub_server import StubServer
 
-from patchstore import Publisher
+from patchstore import Publisher, log
 from patchstore.errors import StateMismatch, StoreUnavailable, UsageError
 from patchstore.integrations.control import Control
 from patchstore.integrations.follow import Step
@@ -121,6 +122,18 @@ def test_patience_is_for_those_who_were_well_before(serve, stub):
         service.fleet.until(lambda: "failed" in service.fleet.did(stub.url))
         # One never came to its version, and the other may come back.
         assert problems(service.get("/healthz")) == {("behind", NOBODY)}
+
+
+def test_a_version_whose_time_has_no_zone_has_an_age(serve, store, stub, monkeypatch):
+    # Also where a release let such a manifest through, which says nothing of what it was built on.
+    began = datetime.now(UTC) - timedelta(seconds=100)
+    naive = replace(log.read_manifest(store, 0), created_at=began.replace(tzinfo=None).isoformat())
+    monkeypatch.setattr(log, "head", lambda *_: naive)
+    with serve([stub.url]) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
+        figures = service.figures()
+    assert 100 <= figures["patchstore_head_age_seconds",] < 1000
+    assert figures["patchstore_lag_seconds", stub.url] >= 0
 
 
 def test_a_store_that_does_not_answer_is_a_problem(serve, store, stub, monkeypatch):

@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from stub_server import Engine, StubServer, serving
 
-from patchstore import cli, layout, log, open_store
+from patchstore import Publisher, cli, layout, log, open_store
 from patchstore.errors import UnsupportedStore, UsageError
 from patchstore.integrations.doctor import KINDS, Finding, examine
 from patchstore.stores.base import Store
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
+from tests.hub import Hub
+from tests.hub.clients import quick_clients
 from tests.stores.conftest import s3_options, s3_session, s3_url  # noqa: F401 - fixtures
 from tests.stores.test_probe import ChecksThenWrites, IgnoresConditions
 from tests.weights import Run
@@ -56,11 +59,43 @@ def run(store: MemoryStore) -> Run:
 # Stores that are well.
 
 
-def test_a_new_folder_is_well_and_left_empty(tmp_path: Path) -> None:
-    findings = found(str(tmp_path / "bucket"))
+def test_a_folder_that_is_missing_is_said_examined_and_not_left_behind(tmp_path: Path) -> None:
+    path = tmp_path / "typo" / "bucket"
+    findings = found(str(path))
+    assert wrong(findings) == ["no-folder"]
+    assert {*findings} == {"packages", "no-folder", "store", "clock", *WRITTEN, "no-run"}
+    assert f"no folder {path}; this user may make it in {tmp_path}" in findings["no-folder"].found
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_an_empty_folder_is_well_and_left_empty(tmp_path: Path) -> None:
+    findings = found(str(tmp_path))
     assert wrong(findings) == []
     assert {*findings} == {"packages", "store", "clock", *WRITTEN, "no-run"}
-    assert [*open_store(tmp_path / "bucket").list()] == []
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_reader_is_told_that_a_folder_is_missing_and_makes_none(tmp_path: Path) -> None:
+    findings = found(str(tmp_path / "typo"), read_only=True)
+    assert wrong(findings) == ["no-folder"]
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_folder_in_which_a_run_was_begun_meanwhile_stays(tmp_path: Path) -> None:
+    for finding in examine(str(tmp_path / "bucket"), num_bytes=1_000_000):
+        if finding.kind == "throughput":
+            open_store(tmp_path / "bucket").put("store.json", b"{}")
+    assert [*open_store(tmp_path / "bucket").list()] == ["store.json"]
+
+
+def test_an_interrupted_examination_leaves_nothing(tmp_path: Path) -> None:
+    examination = examine(str(tmp_path / "bucket"), num_bytes=1_000_000)
+    for finding in examination:
+        if finding.kind == "latency":
+            break
+    assert (tmp_path / "bucket").exists()
+    examination.close()
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_store_in_memory_is_well_and_its_run_is_described(run: Run) -> None:
@@ -85,6 +120,16 @@ def test_a_bucket_is_well_and_left_empty(s3_options: dict[str, Any], s3_url: str
     store = open_store(s3_url, **s3_options)
     assert [*store.list()] == []
     store.close()
+
+
+def test_a_bucket_of_the_hub_is_left_empty(tmp_path: Path) -> None:
+    with quick_clients(tmp_path), Hub() as hub:
+        hub.create_bucket("user/bucket")
+        url, options = "hf://buckets/user/bucket/typo", hub.options("user")
+        assert wrong(found(url, storage_options=options)) == []
+        store = open_store(url, **options)
+        assert [*store.list()] == []
+        store.close()
 
 
 def test_a_reader_writes_nothing_and_says_what_it_left_out(run: Run) -> None:
@@ -181,9 +226,12 @@ def test_a_user_who_may_only_read_is_told_of_read_only(client: str) -> None:
         assert "write-refused" not in found("s3://bucket/run", storage_options=options, read_only=True)
 
 
-def test_a_folder_that_cannot_be_written_is_a_finding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["file", "file/bucket"])
+def test_a_file_in_the_folders_place_is_a_finding(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_bytes(b"")
-    assert "write-refused" in found(str(tmp_path / "file" / "bucket"))
+    findings = found(str(tmp_path / place))
+    assert wrong(findings) == ["store-url"]
+    assert f"{tmp_path / 'file'} is a file" in findings["store-url"].found
 
 
 def test_a_store_that_does_not_answer_is_unreachable_and_leaves_out_the_rest(run: Run) -> None:
@@ -520,6 +568,28 @@ def test_tensors_are_compared_though_the_server_follows_nothing_yet(run: Run, vl
     assert "[schema-mismatch] no parameter named scale" in findings["tensors-unfit"].found
     assert "vllm serve" in str(findings["tensors-unfit"].advice)
     assert vllm.calls == []
+
+
+def test_a_run_of_a_wrapped_model_is_told_what_to_publish(vllm: StubVllm) -> None:
+    store = MemoryStore("memory://wrapped")
+    with Publisher(store, {"module.model.w": torch.zeros(10), "module.b": torch.zeros(2)}) as publisher:
+        publisher.publish_patch(0).result()
+    vllm.initialised = False
+    every = " ".join(f"'layers.{number}.weight'" for number in range(1000))
+    vllm.failure = {"rank": 0, "kind": "schema-mismatch", "message": f"ValueError: no 'module', but {every}"}
+    finding = found(store, vllm.url, read_only=True)["tensors-unfit"]
+    assert "wrapped model: its names have 'module.'" in finding.found
+    assert "layers." not in finding.found
+    assert "publish model.module" in str(finding.advice)
+
+
+def test_a_servers_long_list_of_its_parameters_is_cut(run: Run, vllm: StubVllm) -> None:
+    vllm.initialised = False
+    every = " ".join(f"'layers.{number}.weight'" for number in range(1000))
+    vllm.failure = {"rank": 0, "kind": "schema-mismatch", "message": f"no 'scale', but {every}"}
+    finding = of_server(run, vllm.url)["tensors-unfit"]
+    assert "no 'scale', but 'layers.0.weight'" in finding.found
+    assert len(finding.found) < 400
 
 
 def test_a_server_on_another_run_is_told_apart(run: Run, vllm: StubVllm) -> None:

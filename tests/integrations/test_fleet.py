@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,26 @@ def test_of_one_failure_again_and_again_fewer_and_fewer_are_told(store):
     with running(store, [NOBODY]) as fleet:
         fleet.until(lambda: len(fleet.told) == 5)
     assert [told.num_times for told in fleet.told][:5] == [1, 2, 4, 8, 16]
+
+
+def test_a_store_without_a_version_is_told_once_and_waited_for(stubs):
+    store = MemoryStore("memory://empty")
+    with running(store, urls(stubs)) as fleet:
+        fleet.until(lambda: "waiting" in fleet.did(None))
+        begin_run(store)
+        commit(store, 0)
+        fleet.until(lambda: fleet.applied(stubs[0].url, 0))
+    assert fleet.did(None) == ["waiting"]
+
+
+def test_what_is_told_has_the_time_in_utc(store, stubs):
+    before = datetime.now(UTC) - timedelta(milliseconds=1)
+    with running(store, urls(stubs)) as fleet:
+        fleet.until(lambda: fleet.applied(stubs[0].url, 0))
+    told = fleet.told[0]
+    time = told.to_dict()["time"]
+    assert before <= datetime.fromisoformat(time) <= datetime.now(UTC)
+    assert time.endswith("Z") and str(told).startswith(f"{time} {told.server}: ")
 
 
 def test_servers_of_a_file_come_and_go(store, stubs, tmp_path: Path):

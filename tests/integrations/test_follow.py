@@ -6,11 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-from manifests import commit
+from manifests import begin_run, commit
 
 from patchstore import layout, log
-from patchstore.errors import StateMismatch, StoreUnavailable, VersionNotFound
+from patchstore.errors import SchemaMismatch, StateMismatch, StoreUnavailable, VersionNotFound
 from patchstore.integrations.follow import Follow
+from patchstore.model import Schema, StoreHeader, TensorSpec
 from patchstore.stores.memory import MemoryStore
 
 
@@ -370,3 +371,52 @@ def test_what_nobody_foresaw_is_a_failure_too(follow, stub, caplog):
 def test_following_needs_no_torch():
     code = "import sys, patchstore.integrations.service; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
+
+
+# What a server refuses, and this process knows more of.
+
+
+def test_a_server_that_has_another_place_open_under_the_runs_number_is_said_to(follow, store, stub):
+    stub.spelled = "/copy"
+    did(follow, 2)
+    commit(store, 1)
+    stub.failures["/update_weights"] = ["[unknown-version] /copy has no version 1"]
+    error = follow.step().error
+    assert isinstance(error, VersionNotFound)
+    assert "the server has /copy open, and this process reads memory://follow" in str(error)
+
+
+def test_a_server_that_finds_nothing_at_the_same_url_is_said_to(follow, stub):
+    stub.failures["/init_weight_transfer_engine"] = ["[unknown-version] memory://follow holds no run"]
+    error = follow.step().error
+    assert isinstance(error, VersionNotFound)
+    assert "this process reads memory://follow too" in str(error)
+
+
+@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/update_weights"])
+def test_a_run_of_a_wrapped_model_is_explained_in_a_line(server, stub, path):
+    store = MemoryStore("memory://wrapped")
+    names = ("_orig_mod.module.a", "_orig_mod.module.b")
+    schema = Schema(tensors=tuple(TensorSpec(name=name, dtype="BF16", shape=(2,)) for name in names))
+    log.create_header(store, StoreHeader(run_id="run", created_at="2026-01-01T00:00:00Z", schema=schema))
+    commit(store, 0)
+    every = ", ".join(f"'layers.{number}.weight'" for number in range(1000))
+    stub.failures[path] = [f"[schema-mismatch] no '_orig_mod' in Model, which has {every}"]
+    follow = Follow(store, server)
+    while (done := follow.step()).did != "failed":
+        pass
+    assert isinstance(done.error, SchemaMismatch)
+    assert "published from a wrapped model" in str(done.error)
+    assert "Publish model._orig_mod.module" in str(done.error)
+    assert "layers." not in str(done.error)
+
+
+def test_another_mismatch_keeps_what_the_server_says_without_all_its_names(follow, store, stub):
+    begin_run(store)
+    every = ", ".join(f"'layers.{number}.weight'" for number in range(1000))
+    said = f"[schema-mismatch] no 'scale' in Model, which has {every}"
+    stub.failures["/init_weight_transfer_engine"] = [said]
+    error = follow.step().error
+    assert isinstance(error, SchemaMismatch)
+    assert "no 'scale' in Model" in str(error)
+    assert len(str(error)) < 400

@@ -17,6 +17,7 @@ from stub_server import StubServer, serving
 from patchstore import Publisher, open_store
 
 NOBODY = "http://127.0.0.1:9"
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
 
 @pytest.fixture
@@ -83,6 +84,7 @@ def test_each_change_is_one_json_object_and_a_signal_ends_it_well(
     code, _, complaints = following.end(ending)
     assert [(event["event"], event["version"]) for event in events] == [("initialised", None), ("applied", 0)]
     assert events[1]["server"] == stub.url
+    assert all(re.fullmatch(TIME, event["time"]) for event in events)
     assert events[1]["timings"] == {"fetch": 0.5}
     assert stub.opened == {"store": str(bucket)}
     assert code == 0, complaints
@@ -140,7 +142,7 @@ def test_people_read_lines(stub: StubServer, follow: Callable[..., Following]) -
     assert following.process.stdout is not None
     lines = [following.process.stdout.readline() for _ in range(2)]
     following.end()
-    assert lines[1] == f"{stub.url}: applied version 0\n"
+    assert re.fullmatch(rf"{TIME} {re.escape(stub.url)}: applied version 0\n", lines[1])
 
 
 def test_a_failure_is_one_line_and_told_once(follow: Callable[..., Following]) -> None:
@@ -148,7 +150,7 @@ def test_a_failure_is_one_line_and_told_once(follow: Callable[..., Following]) -
     assert following.process.stdout is not None
     line = following.process.stdout.readline()
     _, _, complaints = following.end()
-    assert line.startswith(f"{NOBODY}: step failed: [server-unavailable] ")
+    assert re.match(rf"{TIME} {re.escape(NOBODY)}: step failed: \[server-unavailable\] ", line)
     assert "refused" in line
     assert "step failed" not in complaints
 
@@ -222,6 +224,10 @@ def test_a_server_that_hangs_in_a_switch_is_left_running_when_time_is_up(
         ("--server", "localhost:8000"),
         ("--server", "http://127.0.0.1:80o0"),
         ("--server", "http://"),
+        ("--server", f"{NOBODY}/v1"),
+        ("--server", f"{NOBODY}/v1/"),
+        ("--server", f"{NOBODY}?key=value"),
+        ("--server", "http://user:secret@127.0.0.1:9"),
         ("--server", NOBODY, "--state", "/none/hold.json"),
         ("--server", NOBODY, "--listen", "here"),
         ("--servers-file", "/none"),
@@ -231,3 +237,32 @@ def test_a_wrong_call_ends_at_once(follow: Callable[..., Following], options: tu
     following = follow(*options, "--json")
     out, _ = following.process.communicate(timeout=60)
     assert (following.process.returncode, json.loads(out)["error"]["kind"]) == (2, "usage")
+    assert "secret" not in out
+
+
+def test_a_store_without_a_version_is_said_so(stub: StubServer, tmp_path: Path) -> None:
+    following = Following(tmp_path / "typo", "--server", stub.url)
+    assert following.process.stdout is not None
+    line = following.process.stdout.readline()
+    assert following.end()[0] == 0
+    assert re.match(rf"{TIME} store: holds no version yet", line)
+
+
+def test_the_text_log_begins_with_the_time_in_utc(follow: Callable[..., Following]) -> None:
+    following = follow("--server", NOBODY, "--log-format", "text")
+    assert following.process.stderr is not None
+    line = following.process.stderr.readline()
+    following.end()
+    assert re.match(rf"{TIME} WARNING patchstore\.", line)
+
+
+@pytest.mark.parametrize("page", [b"<html>\n<body>hello\n</body>", b'{"detail": "Not Found"}', b"[]"])
+def test_a_server_that_is_not_vllm_is_said_so_on_one_line(
+    stub: StubServer, follow: Callable[..., Following], page: bytes
+) -> None:
+    stub.page, stub.is_dev = page, False
+    following = follow("--server", stub.url)
+    assert following.process.stdout is not None
+    line = following.process.stdout.readline()
+    assert "unlike vLLM" in line
+    assert line.endswith("\n") and "VLLM_SERVER_DEV_MODE" not in line

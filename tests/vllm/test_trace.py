@@ -868,6 +868,32 @@ def test_a_loader_that_refuses_a_schema_leaves_the_model_alone(error: type[Excep
     assert torch.equal(bits(model.p), before)
 
 
+def refusing(error: Exception) -> Callable[..., None]:
+    def load(model: torch.nn.Module, given: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for _ in given:
+            raise error
+
+    return load
+
+
+def test_a_run_of_a_wrapped_model_is_explained_instead_of_listing_every_parameter() -> None:
+    every = {f"layers.{number}.weight" for number in range(1000)}
+    given = schema_of(checkpoint(**{"module.w": (4,), "module.b": (2,)}))
+    with pytest.raises(SchemaMismatch) as refused:
+        trace([model_of(p=(4,))], given, refusing(ValueError(f"no 'module' in Model, which has {every}")))
+    assert "published from a wrapped model: its names have 'module.'" in str(refused.value)
+    assert "Publish model.module" in str(refused.value)
+    assert "layers." not in str(refused.value)
+
+
+def test_of_a_loaders_long_list_of_names_a_few_are_shown() -> None:
+    every = {f"layers.{number}.weight" for number in range(1000)}
+    given = schema_of(checkpoint(w=(4,), b=(2,)))
+    with pytest.raises(SchemaMismatch, match=r"of 2 names: ValueError: no 'b' in Model") as refused:
+        trace([model_of(p=(4,))], given, refusing(ValueError(f"no 'b' in Model, which has {every}")))
+    assert len(str(refused.value)) < 500
+
+
 def test_shapes_that_do_not_fit_are_the_schemas_fault() -> None:
     with pytest.raises(SchemaMismatch):
         check(model_of(p=(4,)), lambda model, name, w: model.p.data.copy_(w), checkpoint(w=(5,)))

@@ -21,6 +21,7 @@ from patchstore.errors import (
     StateMismatch,
     TornModel,
     UsageError,
+    VersionNotFound,
 )
 from patchstore.model import Schema
 from patchstore.node_cache import NodeCache
@@ -622,12 +623,29 @@ def test_a_failed_undo_is_torn_until_an_anchor_is_loaded(ranks, updater, module,
 # The map.
 
 
+def test_a_version_that_is_missing_names_the_store_that_the_server_has_open(trainer, open_ranks, module):
+    ranks = open_ranks(trainer, module)
+    with pytest.raises(VersionNotFound, match=f"{trainer.url} is the store that this server has open"):
+        ranks.apply(77)
+
+
 def test_a_name_that_the_model_lacks_is_refused(new_trainer, tensors, open_ranks, module):
     trainer = publish(new_trainer(tensors | {"more": torch.ones(2)}, dtype=None), 1)
     before = module.state()
     with pytest.raises(SchemaMismatch, match="'more'"):
         open_ranks(trainer, module)
     assert equal(module.state(), before)
+
+
+def test_a_run_of_a_wrapped_model_is_told_what_to_publish(new_trainer, tensors, open_ranks, module):
+    wrapped = {f"module.{name}": tensor for name, tensor in tensors.items()}
+    trainer = publish(new_trainer(wrapped, dtype=None), 1)
+    with pytest.raises(SchemaMismatch, match=r"Publish model\.module,"):
+        open_ranks(trainer, module)
+    # Also where the loader skips names that it does not know.
+    module.ignored |= wrapped.keys()
+    with pytest.raises(SchemaMismatch, match=r"Publish model\.module,"):
+        open_ranks(trainer, module)
 
 
 def test_a_parameter_that_gets_nothing_is_refused(trainer, open_ranks, module):

@@ -1,7 +1,7 @@
 """Tell what works and what does not, before anybody trains: behind `patchstore doctor STORE --server URL`."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,7 +20,7 @@ def examine(
     read_only: bool = False,
     num_bytes: int = 32_000_000,
     now: Callable[[], float] = time.time,
-) -> Iterator[Finding]:
+) -> Generator[Finding]:
     """Yield what is found, as it is found. What cannot be examined is a finding too; nothing is left behind.
 
     Args:

@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from statistics import median
@@ -72,6 +72,8 @@ class Bucket:
         """Probes that could not be removed."""
         self._store = None if isinstance(store, str) else store
         self._is_mine = self._store is None
+        self._missing: list[Path] = []
+        """Folders that a write makes, the outermost first."""
 
     @property
     def store(self) -> Store:
@@ -86,9 +88,26 @@ class Bucket:
     def open(self) -> None:
         """Open the store, unless it is. Raises as `open_store`."""
         self._store = self._store or open_store(self.url, **self.options)
+        if self.folder is not None:
+            wanted = (*reversed(self.folder.parents), self.folder, self.folder / ".tmp")
+            self._missing = [each for each in wanted if not os.path.lexists(each)]
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the store is, if it is a folder."""
+        return Path(self.store.url) if isinstance(self.store, FolderStore) else None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the store was a folder that did not exist."""
+        return self.folder is not None and self.folder in self._missing
 
     def close(self) -> None:
-        """Close the store, if it was opened here."""
+        """Remove the folders that were made, and close the store if it was opened here."""
+        for each in reversed(self._missing):
+            # A publisher may have stored something there meanwhile.
+            with suppress(OSError):
+                each.rmdir()
         if self._is_mine and self._store is not None:
             self._store.close()
 
@@ -125,6 +144,23 @@ def _open(bucket: Bucket) -> Iterator[Finding]:
         yield bucket.finding("store-unsupported", str(exc), "do what it says, or use s3:// or a folder")
     except UsageError as exc:
         yield bucket.finding("store-url", str(exc), "mend the URL, or the --option that it names")
+    else:
+        yield from _folder(bucket)
+
+
+def _folder(bucket: Bucket) -> Iterator[Finding]:
+    """Say that a folder does not exist: one that is misspelt looks like a store that is new."""
+    if bucket.folder is None:
+        return
+    nearest = next(each for each in (bucket.folder, *bucket.folder.parents) if os.path.lexists(each))
+    if not nearest.is_dir():
+        found = f"{nearest} is a file, and a store is a folder"
+        yield bucket.finding("store-url", found, "give the path of a folder")
+    elif bucket.is_new:
+        may = "may" if os.access(nearest, os.W_OK | os.X_OK) else "may not"
+        found = f"there is no folder {bucket.folder}; this user {may} make it in {nearest}"
+        advice = "check the path; for a new run do nothing, as the first publication makes the folder"
+        yield bucket.finding("no-folder", found, advice)
 
 
 def _answer(bucket: Bucket) -> Iterator[Finding]:

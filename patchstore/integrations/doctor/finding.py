@@ -32,6 +32,7 @@ KINDS: Mapping[str, Level] = {
     "store-unreachable": "problem",
     "store-refused": "problem",
     "no-bucket": "problem",
+    "no-folder": "warning",
     "clock": "ok",
     "clock-unknown": "ok",
     "clock-off": "warning",

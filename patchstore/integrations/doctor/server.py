@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from patchstore import manifest
-from patchstore.errors import ServerUnavailable
+from patchstore import manifest, mismatch
+from patchstore.errors import SchemaMismatch, ServerUnavailable
 from patchstore.integrations.doctor.bucket import Bucket
 from patchstore.integrations.doctor.finding import Check, Finding
 from patchstore.integrations.doctor.packages import requirements
-from patchstore.integrations.vllm_server import ServerStatus, VllmServer
+from patchstore.integrations.vllm_server import ServerStatus, VllmServer, version_of
 
 _TIMEOUT_S = 60.0
 """Asked for its configuration, vLLM first looks at its machine; tracing a large model takes seconds too."""
@@ -58,9 +58,10 @@ def _reach(server: Server) -> Iterator[Finding]:
         found = f"does not answer: {type(exc).__name__}: {exc}"
         yield server.finding("server-unreachable", found, "start it, or mend --server or a firewall")
         return
-    version = _json(answer).get("version")
+    version = version_of(answer)
     if version is None:
-        found = f"answers /version with HTTP {answer.status_code}: {answer.text!r:.60}, unlike vLLM"
+        page = " ".join(answer.text.split())
+        found = f"answers /version with HTTP {answer.status_code}: {page!r:.60}, unlike vLLM"
         yield server.finding("not-vllm", found, "give --server vLLM's own address, not a router's")
         return
     if not health.is_success:
@@ -184,11 +185,11 @@ def _tensors(server: Server) -> Iterator[Finding]:
         raise ServerUnavailable(f"delta_fits answered HTTP {answer.status_code}: {answer.text!r:.100}")
     if failures := [result["failure"] for result in results if result["failure"]]:
         advice = "serve the model that is trained (vllm serve MODEL), or give the STORE of this one"
-        yield server.finding(
-            "tensors-unfit",
-            f"its model does not take them all: [{failures[0]['kind']}] {failures[0]['message']}",
-            advice,
-        )
+        kind, reason = failures[0]["kind"], mismatch.brief(failures[0]["message"])
+        wrapped = mismatch.of_wrapper(header.schema)
+        if kind == SchemaMismatch.kind and wrapped is not None:
+            reason, advice = wrapped.found, wrapped.advice
+        yield server.finding("tensors-unfit", f"its model does not take them all: [{kind}] {reason}", advice)
         return
     yield server.finding("tensors", taken)
 

@@ -1,0 +1,5 @@
+"""`python -m patchstore`: the command line."""
+
+from patchstore.cli import main
+
+main()
