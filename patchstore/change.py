@@ -5,7 +5,7 @@ digested on the device that found it. Both make the same file.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -72,12 +72,10 @@ class Listed:
     def sums(self) -> Mapping[str, Sums]:
         if self.grown is not None:
             return self.grown
-        return {
-            patch.name: digest.of_elements(patch.indices, patch.values).minus(
-                digest.of_elements(patch.indices, before)
-            )
-            for (_, patch), before in zip(self.patches, self.before, strict=True)
-        }
+        new = [patch for _, patch in self.patches]
+        old = [replace(patch, values=before) for patch, before in zip(new, self.before, strict=True)]
+        before = digest.of_patches(old)
+        return {name: sums.minus(before[name]) for name, sums in digest.of_patches(new).items()}
 
     def parents(self) -> Mapping[str, Sums]:
         return {}

@@ -6,7 +6,10 @@ mix-ups; against forgery stand the cryptographic digests of the payloads.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from patchstore.errors import SchemaMismatch, StateMismatch
@@ -14,7 +17,9 @@ from patchstore.kernels import reference
 from patchstore.model import Manifest, Schema
 from patchstore.stores.base import Store
 from patchstore.sums import Sums, read_sums, state_total
-from patchstore.tensors import bits, spec_of
+from patchstore.tensors import TensorPatch, bits, grouped, joined, spec_of
+
+Array = npt.NDArray[Any]
 
 __all__ = ["Sums", "check_state", "of_elements", "of_run", "of_tensor", "of_tensors"]
 """`Sums` too, since what is computed here are sums; `patchstore.sums` has it for those without torch."""
@@ -33,6 +38,38 @@ def of_run(first: int, values: torch.Tensor) -> Sums:
 def of_elements(indices: torch.Tensor, values: torch.Tensor) -> Sums:
     """Sum over the elements with these positions and values; both [num]."""
     return Sums(*reference.sum_at(indices, bits(values)))
+
+
+def of_each(bits: Array, counts: Array, indices: Array | None = None) -> list[Sums]:
+    """Sum over elements of each of some tensors; see `kernels.reference.sum_each`."""
+    first, second = reference.sum_each(bits, counts, indices)
+    return [Sums(*each) for each in zip(first.tolist(), second.tolist(), strict=True)]
+
+
+def of_named(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sums]:
+    """Sum over all elements of named tensors; reads each once, small ones many at a time."""
+    found: dict[str, Sums] = {}
+    here: list[str] = []
+    for name, tensor in tensors.items():
+        if tensor.device.type == "cpu":
+            here.append(name)
+        else:
+            found[name] = of_tensor(tensor)
+    for group in grouped(here, lambda name: tensors[name].element_size(), lambda name: tensors[name].numel()):
+        counts = np.array([tensors[name].numel() for name in group])
+        found |= zip(group, of_each(joined([tensors[name] for name in group]), counts), strict=True)
+    return found
+
+
+def of_patches(patches: Iterable[TensorPatch]) -> dict[str, Sums]:
+    """Sum over the elements that patches of different tensors state, by name; they are on the CPU."""
+    found: dict[str, Sums] = {}
+    for group in grouped(patches, lambda each: each.values.element_size(), lambda each: len(each.indices)):
+        indices = torch.cat([each.indices.to(torch.int64) for each in group])
+        counts = np.array([len(each.indices) for each in group])
+        sums = of_each(joined([each.values for each in group]), counts, indices.numpy())
+        found |= zip((each.name for each in group), sums, strict=True)
+    return found
 
 
 def of_tensors(schema: Schema, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Sums]:

@@ -4,23 +4,23 @@ Given a node cache, processes of one host share what they fetch; without one eac
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import torch
 
 from patchstore import checksum, host, parts, payload
 from patchstore.encodings import RELATIVE, EncodedTensor, named
-from patchstore.encodings.context import Coded, Tiles, decode_patch
+from patchstore.encodings.context import Coded, Tiles, decode_patches
 from patchstore.errors import CorruptObject, HostError, NotFound
 from patchstore.model import Manifest, Payload, Schema, TensorSpec
 from patchstore.stores.base import PART_BYTES, Store
 from patchstore.sums import Sums, sums_object, unpack_sums
-from patchstore.tensors import TensorPatch, bits
+from patchstore.tensors import TensorPatch, bits, grouped
 
 if TYPE_CHECKING:
     from patchstore.node_cache import NodeCache
@@ -91,52 +91,97 @@ def cached_sums(store: Store, schema: Schema, manifest: Manifest, cache: "NodeCa
         return unpack_sums(schema, manifest, file.read())
 
 
+class Wanted(NamedTuple):
+    """A tensor whose changes are asked for."""
+
+    spec: TensorSpec
+    held: torch.Tensor | None
+    """The tensor before; may be None where nothing that is stored of it is relative."""
+    tiles: Tiles = None
+    """Numbers of those tiles that `held` really has, ascending; None for all. Patches that are relative have
+    nothing of the others."""
+
+
 class Deltas:
-    """The deltas of a plan on local disk, mapped into memory, decoded one tensor at a time."""
+    """The deltas of a plan on local disk, mapped into memory.
+
+    Decoded of large tensors one at a time, of small ones many.
+    """
 
     def __init__(self, versions: list[tuple[Manifest, str, dict[str, EncodedTensor | Coded]]]) -> None:
         self._versions = versions
-
-    @property
-    def names(self) -> set[str]:
+        self.names = {name for _, _, stored in versions for name in stored}
         """Tensors that any of the deltas states."""
-        return {name for _, _, stored in self._versions for name in stored}
 
     def is_relative(self, name: str) -> bool:
         """Whether any of them can be read only beside the tensor that it changes."""
         return any(isinstance(stored.get(name), Coded) for _, _, stored in self._versions)
 
-    def patches(
-        self, spec: TensorSpec, held: torch.Tensor | None, tiles: Tiles = None
-    ) -> Iterator[TensorPatch]:
-        """Yield one tensor's patches, in order; each is to be applied to `held` before the next is taken.
-
-        Args:
-            held: the tensor as it was before the first; may be None where none of them `is_relative`.
-            tiles: numbers of those tiles that `held` really has, ascending; None for all. Patches that
-                are relative have nothing of the others.
+    def apply(self, tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> None:
+        """Write into tensors, which are as they were before the first delta, what the deltas change.
 
         Raises:
             CorruptObject: positions that no encoder writes, or one that two payloads of a version state.
         """
-        version, stated = None, list[torch.Tensor]()
-        for manifest, key, stored in self._versions:
-            each = stored.get(spec.name)
-            if isinstance(each, Coded):
-                assert held is not None
-                yield decode_patch(spec, each, bits(held).cpu(), key, tiles)
-            elif each is not None:
-                assert manifest.delta is not None
-                patch = named(manifest.delta.encoding).decode(each, spec, key)
-                if manifest.version != version:
-                    version, stated = manifest.version, []
-                stated.append(patch.indices)
-                if len(stated) > 1 and len(torch.unique(torch.cat(stated))) < sum(map(len, stated)):
+        stated = (Wanted(spec, tensor) for spec, tensor in tensors if spec.name in self.names)
+        for group in self._grouped(stated):
+            for each, patch in self._patches(group):
+                assert each.held is not None
+                _write(patch, each.held)
+
+    def _grouped(self, wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
+        return grouped(wanted, lambda each: each.spec.dtype, lambda each: each.spec.num_elements)
+
+    def _patches(self, group: Sequence[Wanted]) -> Iterator[tuple[Wanted, TensorPatch]]:
+        """Yield all patches of tensors of one dtype, delta by delta.
+
+        Coded ones are decoded beside the tensor as it is then, so the caller writes a patch before it takes
+        the next one.
+
+        Raises:
+            CorruptObject: positions that no encoder writes, or one that two payloads of a version state.
+        """
+        version, stated = None, dict[str, list[torch.Tensor]]()
+        for number, (manifest, key, _) in enumerate(self._versions):
+            if manifest.version != version:
+                version, stated = manifest.version, {}
+            for each, patch in self._decoded(number, group):
+                parts = stated.setdefault(patch.name, [])
+                parts.append(patch.indices)
+                if len(parts) > 1 and len(torch.unique(torch.cat(parts))) < sum(map(len, parts)):
                     raise CorruptObject(
-                        f"{key}: it states an element of {spec.name!r} that another payload of version "
+                        f"{key}: it states an element of {patch.name!r} that another payload of version "
                         f"{version} states too"
                     )
-                yield patch
+                yield each, patch
+
+    def _decoded(self, number: int, group: Sequence[Wanted]) -> Iterator[tuple[Wanted, TensorPatch]]:
+        """Yield the patches that one delta has of tensors of one dtype."""
+        manifest, key, stored = self._versions[number]
+        assert manifest.delta is not None
+        coded: list[tuple[Wanted, Coded]] = []
+        for each in group:
+            its = stored.get(each.spec.name)
+            if isinstance(its, Coded):
+                coded.append((each, its))
+            elif its is not None:
+                yield each, named(manifest.delta.encoding).decode(its, each.spec, key)
+        if not coded:
+            return
+        # Neighbours of one shape are cut into tiles together.
+        coded.sort(key=lambda pair: pair[0].spec.shape)
+        olds = []
+        for each, _ in coded:
+            assert each.held is not None
+            olds.append(each.held.cpu())
+        patches = decode_patches(
+            [each.spec for each, _ in coded],
+            [its for _, its in coded],
+            olds,
+            [key] * len(coded),
+            [each.tiles for each, _ in coded],
+        )
+        yield from zip((each for each, _ in coded), patches, strict=True)
 
     def stored(self) -> list[Mapping[str, tuple[str, EncodedTensor | Coded]]] | None:
         """Return for each version, oldest first, by name what is stored, and the key of its object.
@@ -155,27 +200,53 @@ class Deltas:
         return list(found.values())
 
     def merged(self, spec: TensorSpec, held: torch.Tensor | None, tiles: Tiles = None) -> TensorPatch:
-        """Return one patch with the effect of all: the last value of every position wins.
+        """Return one patch with the effect of all; see `merged_each`."""
+        ((_, patch),) = self.merged_each([Wanted(spec, held, tiles)])
+        return patch
+
+    def merged_each(self, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, TensorPatch]]:
+        """Yield for each tensor, in any order, one patch with the effect of all: the last value of every
+        position wins.
 
         Args:
-            held, tiles: as of `patches`. Not written to; copied where that takes several relative ones.
+            wanted: tensors that the deltas state. Not written to; copied where that takes several relative
+                patches. Some of them are held meanwhile, `tensors.TOGETHER` elements or one for each dtype.
+
+        Raises:
+            CorruptObject: positions that no encoder writes.
         """
-        patches = []
-        if held is not None and len(self._versions) > 1 and self.is_relative(spec.name):
-            held = held.clone()
-            for patch in self.patches(spec, held, tiles):
-                bits(held)[patch.indices.to(held.device)] = bits(patch.values).to(held.device)
-                patches.append(patch)
-        else:
-            patches += self.patches(spec, held, tiles)
-        if len(patches) == 1:
-            return patches[0]
-        order = torch.cat([patch.indices.to(torch.int64) for patch in patches])
-        indices, by = order.sort(stable=True)
-        last = torch.ones(len(indices), dtype=torch.bool)
-        last[:-1] = indices[1:] != indices[:-1]
-        values = torch.cat([patch.values for patch in patches])[by[last]]
-        return TensorPatch(name=spec.name, indices=indices[last], values=values)
+        for group in self._grouped(wanted):
+            if len(self._versions) == 1:
+                yield from self._decoded(0, group)
+                continue
+            copies = [
+                each._replace(held=each.held.clone())
+                if each.held is not None and self.is_relative(each.spec.name)
+                else each
+                for each in group
+            ]
+            found: dict[str, list[TensorPatch]] = {each.spec.name: [] for each in group}
+            for each, patch in self._patches(copies):
+                found[patch.name].append(patch)
+                if each.held is not None and self.is_relative(patch.name):
+                    _write(patch, each.held)
+            yield from ((each, _merged(found[each.spec.name])) for each in group)
+
+
+def _write(patch: TensorPatch, tensor: torch.Tensor) -> None:
+    bits(tensor)[patch.indices.to(tensor.device)] = bits(patch.values).to(tensor.device)
+
+
+def _merged(patches: Sequence[TensorPatch]) -> TensorPatch:
+    """Return one patch of a tensor with the effect of several."""
+    if len(patches) == 1:
+        return patches[0]
+    order = torch.cat([patch.indices.to(torch.int64) for patch in patches])
+    indices, by = order.sort(stable=True)
+    last = torch.ones(len(indices), dtype=torch.bool)
+    last[:-1] = indices[1:] != indices[:-1]
+    values = torch.cat([patch.values for patch in patches])[by[last]]
+    return TensorPatch(name=patches[0].name, indices=indices[last], values=values)
 
 
 def _in_memory(file: BinaryIO) -> memoryview:

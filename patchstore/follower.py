@@ -8,7 +8,7 @@ writes, and hands back what undoes it.
 import logging
 import time
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from patchstore.errors import (
 from patchstore.model import Manifest, Plan
 from patchstore.node_cache import NodeCache
 from patchstore.stores.base import Store
-from patchstore.tensors import TensorPatch, bits, spec_of
+from patchstore.tensors import TensorPatch, batches, bits, spec_of
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Follower:
         if held is not None:
             manifest = log.read_manifest(store, held)
             self._check_run(manifest)
-            found = {name: digest.of_tensor(tensors[name]) for name in self._specs if name in tensors}
+            found = digest.of_named({name: tensors[name] for name in self._specs if name in tensors})
             if len(found) != len(self._specs):
                 raise StateMismatch(f"no tensors were given, so they cannot be at version {held}")
             digest.check_state(store, header.schema, found, manifest)
@@ -289,25 +289,34 @@ class Follower:
             if route.anchor is not None:
                 sums = {}
                 for _, specs, tensors in fetch.anchor(self.store, route.anchor, self._specs, self._cache):
-                    for spec, tensor in zip(specs, tensors, strict=True):
-                        for patch in deltas.patches(spec, tensor):
-                            bits(tensor)[patch.indices] = bits(patch.values)
-                        full[spec.name], sums[spec.name] = tensor, digest.of_tensor(tensor)
+                    for batch in batches(zip(specs, tensors, strict=True), lambda each: each[0].num_elements):
+                        deltas.apply(batch)
+                        named = {spec.name: tensor for spec, tensor in batch}
+                        full |= named
+                        sums |= digest.of_named(named)
             else:
-                for name in sorted(deltas.names):
-                    if deltas.is_relative(name) and digest.of_tensor(self.tensors[name]) != sums[name]:
+                names = sorted(deltas.names)
+                parents = digest.of_named(
+                    {name: self.tensors[name] for name in names if deltas.is_relative(name)}
+                )
+                for name, found in parents.items():
+                    if found != sums[name]:
                         raise StateMismatch(
                             f"{name!r} is no longer that of version {self.held}: something else wrote to it"
                         )
-                    patch = deltas.merged(self._specs[name], self.tensors[name])
+                wanted = (fetch.Wanted(self._specs[name], self.tensors[name]) for name in names)
+                for _, patch in deltas.merged_each(wanted):
                     # The mapped files go away with this block; what is staged must not.
-                    patch = TensorPatch(name=name, indices=patch.indices.clone(), values=patch.values.clone())
-                    patches[name] = patch
+                    patches[patch.name] = replace(
+                        patch, indices=patch.indices.clone(), values=patch.values.clone()
+                    )
             decoded = time.monotonic()
-        for name, patch in patches.items():
-            old = bits(self.tensors[name])[patch.indices].cpu().view(patch.values.dtype)
-            before, after = (digest.of_elements(patch.indices, values) for values in (old, patch.values))
-            sums[name] = sums[name].minus(before).plus(after)
+        before = digest.of_patches(
+            replace(patch, values=bits(self.tensors[name])[patch.indices].cpu().view(patch.values.dtype))
+            for name, patch in patches.items()
+        )
+        for name, after in digest.of_patches(patches.values()).items():
+            sums[name] = sums[name].minus(before[name]).plus(after)
         digest.check_state(self.store, self.header.schema, sums, route.target)
         timings = {
             "fetch": fetched - began,

@@ -18,7 +18,7 @@ from patchstore.errors import CorruptObject, UsageError, VersionNotFound
 from patchstore.model import Manifest, Plan, StoreHeader, TensorSpec
 from patchstore.stores.base import Store
 from patchstore.sums import read_sums
-from patchstore.tensors import bits
+from patchstore.tensors import batches
 from patchstore.unfinished import flush, unfinished, write_file
 
 Progress = Callable[[int, int], None]
@@ -144,15 +144,14 @@ def _files(
         specs: list[TensorSpec], tensors: Iterator[torch.Tensor], deltas: fetch.Deltas
     ) -> Iterator[torch.Tensor]:
         nonlocal done
-        for spec, tensor in zip(specs, tensors, strict=True):
-            flat = bits(tensor)
-            for patch in deltas.patches(spec, tensor):
-                flat[patch.indices] = bits(patch.values)
-            sums[spec.name] = digest.of_tensor(tensor)
-            yield tensor
-            done += spec.num_bytes
-            if progress is not None:
-                progress(done, header.schema.num_bytes)
+        for batch in batches(zip(specs, tensors, strict=True), lambda each: each[0].num_elements):
+            deltas.apply(batch)
+            sums.update(digest.of_named({spec.name: tensor for spec, tensor in batch}))
+            for spec, tensor in batch:
+                yield tensor
+                done += spec.num_bytes
+                if progress is not None:
+                    progress(done, header.schema.num_bytes)
 
     with fetch.deltas(store, route.deltas, schema, scratch) as deltas:
         for name, specs, tensors in fetch.anchor(store, route.anchor, schema):

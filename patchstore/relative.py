@@ -5,16 +5,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
 
+import numpy as np
 import torch
 
 from patchstore import digest, payload
 from patchstore.digest import Sums
 from patchstore.encodings import RELATIVE, named
-from patchstore.encodings.context import Coded, encode, packed, pays, unsigned
+from patchstore.encodings.context import Coded, encode_all, packed, pays
 from patchstore.errors import PublishFailed
 from patchstore.model import DTYPE_BYTES, TensorSpec
 from patchstore.stores.base import Chunk
-from patchstore.tensors import TensorPatch, bits
+from patchstore.tensors import TensorPatch, bits, grouped, joined
 
 _HEADER_BYTES = 160
 """Of a tensor in the header of a `gap` file, beside three times its name: two entries, and its shape."""
@@ -107,7 +108,7 @@ class Coder:
 
 
 class Coding:
-    """A delta in the making, on the CPU, one tensor after the other."""
+    """A delta in the making, on the CPU: of large tensors one at a time, of small ones many."""
 
     def __init__(self, schema: Sequence[TensorSpec]) -> None:
         self._places = {spec.name: place for place, spec in enumerate(schema)}
@@ -116,24 +117,42 @@ class Coding:
         self._grown: dict[str, Sums] = {}
         self._parents: dict[str, Sums] = {}
 
-    def add(self, spec: TensorSpec, patch: TensorPatch, parent: torch.Tensor) -> None:
-        """Code one tensor's changes.
+    def add_all(self, changes: Iterable[tuple[TensorSpec, TensorPatch, torch.Tensor]]) -> None:
+        """Code the changes of tensors.
 
         Args:
-            patch: exactly what changed, on the CPU.
-            parent: the tensor before, on the CPU.
+            changes: of each tensor exactly what changed, and the tensor before; both on the CPU. Some of them
+                are held meanwhile, `tensors.TOGETHER` elements or one large tensor for each dtype.
         """
-        old = bits(parent)
-        self._grown[spec.name] = digest.of_elements(patch.indices, patch.values).minus(
-            digest.of_elements(patch.indices, old[patch.indices].view(patch.values.dtype))
-        )
-        self._parents[spec.name] = digest.of_tensor(parent)
-        if pays(spec, len(patch.indices)):
-            positions = patch.indices.to(torch.int64).numpy()
-            coded = encode(spec, unsigned(old), positions, unsigned(bits(patch.values)))
-            self._coded.append((self._places[spec.name], coded))
+        for group in grouped(
+            changes,
+            lambda each: (each[0].dtype, pays(each[0], len(each[1].indices))),
+            lambda each: each[0].num_elements,
+        ):
+            self._add_group(group)
+
+    def _add_group(self, group: list[tuple[TensorSpec, TensorPatch, torch.Tensor]]) -> None:
+        """Code the changes of tensors of one dtype, for all of which that pays, or for none."""
+        # Neighbours of one shape are cut into tiles together.
+        group.sort(key=lambda each: each[0].shape)
+        specs = [spec for spec, _, _ in group]
+        sizes = np.array([spec.num_elements for spec in specs])
+        counts = np.array([len(patch.indices) for _, patch, _ in group])
+        positions = torch.cat([patch.indices.to(torch.int64) for _, patch, _ in group]).numpy()
+        old = joined([parent for _, _, parent in group])
+        new = joined([patch.values for _, patch, _ in group])
+        replaced = old[positions + np.repeat(sizes.cumsum() - sizes, counts)]
+        before = digest.of_each(replaced, counts, positions)
+        after = digest.of_each(new, counts, positions)
+        parents = digest.of_each(old, sizes)
+        for spec, its_before, its_after, its_parent in zip(specs, before, after, parents, strict=True):
+            self._grown[spec.name] = its_after.minus(its_before)
+            self._parents[spec.name] = its_parent
+        if pays(specs[0], int(counts[0])):
+            coded = encode_all(specs, old, counts, positions, new)
+            self._coded += zip((self._places[spec.name] for spec in specs), coded, strict=True)
         else:
-            self._listed.append((spec, bridged(spec, patch, old)))
+            self._listed += ((spec, bridged(spec, patch, bits(parent))) for spec, patch, parent in group)
 
     def contents(self) -> Contents:
         return self._contents(RELATIVE, packed(sorted(self._coded, key=lambda each: each[0])), self._listed)
@@ -173,8 +192,7 @@ def code(
         may_be_gap: whether encoding `gap` will do where it is smaller.
     """
     coding = Coding(schema)
-    for spec, patch in patches:
-        coding.add(spec, patch, parents(spec.name))
+    coding.add_all((spec, patch, parents(spec.name)) for spec, patch in patches)
     found = coding.contents()
     nums = [(spec, len(patch.indices)) for spec, patch in patches if pays(spec, len(patch.indices))]
     if may_be_gap and found.coded_bytes >= gap_bytes(nums):
@@ -193,6 +211,8 @@ def gap_bytes(nums: Iterable[tuple[TensorSpec, int]]) -> int:
 def bridged(spec: TensorSpec, patch: TensorPatch, old: torch.Tensor) -> TensorPatch:
     """State a change as `gap` wants it; `old` has the parent's bits, flat, on any device."""
     stated = named("gap").stated(patch.indices)
+    if stated is patch.indices:
+        return patch
     values = old[stated.to(old.device)].cpu()
     values[torch.searchsorted(stated, patch.indices)] = bits(patch.values)
     return TensorPatch(name=spec.name, indices=stated, values=values.view(patch.values.dtype))

@@ -3,8 +3,12 @@
 Bits are compared and carried, never numbers: -0.0 and 0.0 differ, and a NaN equals itself.
 """
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from patchstore.errors import SchemaMismatch
@@ -30,6 +34,12 @@ TORCH_DTYPES = {
 }
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+TOGETHER = 1 << 21
+"""Elements of small tensors that are worked on in one call: temporaries of a few times this stay in the
+cache, and what a call costs by itself is little beside them."""
+
+_Item = TypeVar("_Item")
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -50,6 +60,62 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     Shares memory with a contiguous tensor; one byte gives uint8, wider ones int16, int32, int64.
     """
     return tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
+
+
+def unsigned(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Return the bit patterns of a tensor on the CPU, flat, as unsigned integers, in the same memory."""
+    flat = bits(tensor)
+    return flat.numpy().view(f"u{flat.element_size()}")
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
+    """Return the bit patterns of tensors on the CPU of one element size, one after the other.
+
+    A tensor alone is in the same memory.
+    """
+    parts = [unsigned(tensor) for tensor in tensors]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def grouped(
+    items: Iterable[_Item], kind: Callable[[_Item], object], size: Callable[[_Item], int]
+) -> Iterator[list[_Item]]:
+    """Put items into groups of one kind that are worth one call: large ones alone, small ones together.
+
+    Yields:
+        Groups of about `TOGETHER` elements, in which items keep their order; at most one group of each kind
+        is held back meanwhile.
+    """
+    open_groups: dict[object, tuple[list[_Item], int]] = {}
+    for item in items:
+        num = size(item)
+        if num > TOGETHER // 2:
+            yield [item]
+            continue
+        key = kind(item)
+        group, so_far = open_groups.pop(key, ([], 0))
+        group.append(item)
+        if so_far + num < TOGETHER:
+            open_groups[key] = group, so_far + num
+        else:
+            yield group
+    for group, _ in open_groups.values():
+        yield group
+
+
+def batches(items: Iterable[_Item], size: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Cut items into batches of at most a quarter of `TOGETHER`; a larger one is a batch of its own."""
+    batch: list[_Item] = []
+    so_far = 0
+    for item in items:
+        num = size(item)
+        if batch and so_far + num > TOGETHER // 4:
+            yield batch
+            batch, so_far = [], 0
+        batch.append(item)
+        so_far += num
+    if batch:
+        yield batch
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:

@@ -1,6 +1,7 @@
 """Write a version's delta in another encoding."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -56,16 +57,18 @@ def transcode(
     coding = Coding(header.schema.tensors)
     listed: list[tuple[TensorSpec, TensorPatch]] = []
     with fetch.deltas(store, (wanted,), schema, None) as deltas:
-        for spec, parent in tensors_of(store, header, before):
-            if spec.name not in deltas.names:
-                continue
-            exact = _exact(deltas.merged(spec, parent), parent)
-            if not len(exact.indices):
-                continue
-            coding.add(spec, exact, parent)
-            if encoding == "gap":
-                exact = bridged(spec, exact, bits(parent))
-            listed.append((spec, exact))
+
+        def changes() -> Iterator[tuple[TensorSpec, TensorPatch, torch.Tensor]]:
+            stated = (pair for pair in tensors_of(store, header, before) if pair[0].name in deltas.names)
+            for (spec, parent, _), patch in deltas.merged_each(fetch.Wanted(*pair) for pair in stated):
+                assert parent is not None
+                exact = _exact(patch, parent)
+                if not len(exact.indices):
+                    continue
+                yield spec, exact, parent
+                listed.append((spec, bridged(spec, exact, bits(parent)) if encoding == "gap" else exact))
+
+        coding.add_all(changes())
     found = coding.contents() if encoding == RELATIVE else coding.contents_as(encoding, listed)
     sums = read_sums(store, header.schema, before.target)
     sums |= {name: sums[name].plus(grown) for name, grown in found.grown.items()}

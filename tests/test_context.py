@@ -150,7 +150,7 @@ def test_what_cannot_be_coded_for_lack_of_memory_is_followed_by_an_anchor(
     publisher = run.open(encoding="context", anchor_every=3)
     run.publish()
     with monkeypatch.context() as patched:
-        patched.setattr(relative, "encode", failing)
+        patched.setattr(relative, "encode_all", failing)
         run.train()
         with pytest.raises(PublishFailed, match="could not be coded"):
             publisher.publish_patch(1).result()
@@ -173,7 +173,7 @@ def test_an_anchor_whose_delta_cannot_be_coded_has_none(run: Run, monkeypatch: p
 
     run.open(encoding="context", anchor_every=2)
     run.publish_versions(2)
-    monkeypatch.setattr(relative, "encode", failing)
+    monkeypatch.setattr(relative, "encode_all", failing)
     manifest = run.publish()
     assert manifest.anchor is not None
     assert manifest.delta is None

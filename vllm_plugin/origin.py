@@ -15,7 +15,7 @@ from patchstore.model import Manifest, Schema, TensorSpec
 from patchstore.node_cache import NodeCache
 from patchstore.stores.base import Store
 from patchstore.sums import state_total
-from patchstore.tensors import bits, spec_of
+from patchstore.tensors import spec_of
 
 
 def find_version(store: Store, schema: Schema, sums: Mapping[str, Sums], cache: NodeCache) -> int | None:
@@ -85,9 +85,7 @@ def read_tensors(
     assert route.anchor is not None
     found = dict(_of_anchor(store, route.anchor, wanted))
     with fetch.deltas(store, route.deltas, specs, None, cache) as deltas:
-        for name in wanted.keys() & deltas.names:
-            for patch in deltas.patches(wanted[name], found[name]):
-                bits(found[name])[patch.indices] = bits(patch.values)
+        deltas.apply((wanted[name], found[name]) for name in wanted.keys() & deltas.names)
     for name in wanted:
         if name not in found or of_tensor(found[name]) != recorded[name]:
             raise StateMismatch(f"{name!r} as rebuilt from the store is not what version {version} has")

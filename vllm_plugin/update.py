@@ -550,8 +550,7 @@ class Updater:
 def _after(deltas: Deltas, spec: TensorSpec, before: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor with deltas applied."""
     tensor = before.clone()
-    for patch in deltas.patches(spec, tensor):
-        bits(tensor)[patch.indices] = bits(patch.values)
+    deltas.apply([(spec, tensor)])
     return tensor
 
 

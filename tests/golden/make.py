@@ -21,11 +21,11 @@ import torch
 
 from patchstore import committer, digest, log, publisher, rebuild, resume
 from patchstore.encodings import ENCODINGS
-from patchstore.encodings.context import encode, pack, unsigned
+from patchstore.encodings.context import encode, pack
 from patchstore.errors import PublishFailed
 from patchstore.publisher import Publisher
 from patchstore.stores.folder import FolderStore
-from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, raw_bytes, spec_of
+from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, raw_bytes, spec_of, unsigned
 from patchstore.testing.faults import Fault, FaultyStore
 
 State = dict[str, torch.Tensor]

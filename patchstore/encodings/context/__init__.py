@@ -3,14 +3,13 @@
 from patchstore.encodings.context.classes import is_coded
 from patchstore.encodings.context.entries import (
     Tiles,
-    decode_patch,
+    decode_patches,
     packed,
     packed_table,
     pays,
     unpacked,
-    unsigned,
 )
-from patchstore.encodings.context.stream import Coded, decode, encode
+from patchstore.encodings.context.stream import Coded, decode, decode_all, encode, encode_all
 from patchstore.encodings.context.table import Table, pack, unpack
 from patchstore.encodings.context.tiles import Tiling, tiling
 
@@ -20,8 +19,10 @@ __all__ = [
     "Tiles",
     "Tiling",
     "decode",
-    "decode_patch",
+    "decode_all",
+    "decode_patches",
     "encode",
+    "encode_all",
     "is_coded",
     "pack",
     "packed",
@@ -30,5 +31,4 @@ __all__ = [
     "tiling",
     "unpack",
     "unpacked",
-    "unsigned",
 ]

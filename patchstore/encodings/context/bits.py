@@ -33,3 +33,8 @@ def ramps(counts: Array) -> npt.NDArray[np.int64]:
     total = int(counts.sum())
     ramps: npt.NDArray[np.int64] = np.arange(total) - np.repeat(counts.cumsum() - counts, counts)
     return ramps
+
+
+def of_each(values: Array, owner: Array) -> Array:
+    """Return the values of owners; those of all, if there is only one."""
+    return values if len(values) == 1 else values[owner]

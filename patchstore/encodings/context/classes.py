@@ -30,8 +30,8 @@ def exponents(bits: Array, dtype: str) -> npt.NDArray[np.uint8]:
     return field.astype(np.uint8)
 
 
-def classes(exponent: Array, lo: int, num_classes: int) -> npt.NDArray[np.uint8]:
-    """Return the classes of elements with these old exponents, uint8."""
+def classes(exponent: Array, lo: Array, num_classes: Array) -> npt.NDArray[np.uint8]:
+    """Return the classes of elements with these old exponents, uint8; `lo` of each, or [1] for all."""
     return np.clip(exponent.astype(np.int16) - lo, 0, num_classes - 1).astype(np.uint8)
 
 

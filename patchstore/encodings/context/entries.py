@@ -1,19 +1,18 @@
 """Coded tensors as the entries of a delta file, and as patches: where arrays meet tensors."""
 
 from collections.abc import MutableMapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from patchstore.encodings.context.classes import is_coded
-from patchstore.encodings.context.stream import Coded, decode
+from patchstore.encodings.context.stream import Coded, decode_all
 from patchstore.encodings.context.table import pack, unpack
 from patchstore.encodings.context.tiles import tiling
 from patchstore.errors import CorruptObject
 from patchstore.model import TensorSpec
-from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype
+from patchstore.tensors import TORCH_DTYPES, TensorPatch, index_dtype, joined
 
 Tiles = npt.NDArray[np.int64] | None
 """Numbers of some of a tensor's tiles, ascending; None for all."""
@@ -70,27 +69,30 @@ def unpacked(
     return {schema[place].name: found.coded(i, data) for i, place in enumerate(found.indices.tolist())}
 
 
-def decode_patch(
-    spec: TensorSpec, coded: Coded, old: torch.Tensor, where: str, tiles: Tiles = None
-) -> TensorPatch:
-    """Return the changes of some tiles.
+def decode_patches(
+    specs: Sequence[TensorSpec],
+    coded: Sequence[Coded],
+    olds: Sequence[torch.Tensor],
+    where: Sequence[str],
+    tiles: Sequence[Tiles],
+) -> list[TensorPatch]:
+    """Return the changes of some tiles of tensors of one dtype.
 
     Args:
-        old: the parent's bits on the CPU, flat; others than those of `tiles` are not looked at.
+        olds: the parent's tensors on the CPU; nothing but their `tiles` is looked at.
 
     Raises:
-        CorruptObject: no encoder writes this for such a parent.
+        CorruptObject: no encoder writes this for such parents.
     """
-    positions, new = decode(spec, coded, unsigned(old), where, tiles)
+    counts, positions, new = decode_all(specs, coded, joined(olds), where, tiles)
+    dtype = index_dtype(max(spec.num_elements for spec in specs))
     values = torch.from_numpy(new.view(f"i{new.itemsize}" if new.itemsize > 1 else "u1"))
-    return TensorPatch(
-        name=spec.name,
-        indices=torch.from_numpy(positions).to(index_dtype(spec.num_elements)),
-        values=values.view(TORCH_DTYPES[spec.dtype]),
-    )
-
-
-def unsigned(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Return the bit patterns of a tensor on the CPU, flat, as unsigned integers, in the same memory."""
-    flat = bits(tensor)
-    return flat.numpy().view(f"u{flat.element_size()}")
+    return [
+        TensorPatch(name=spec.name, indices=its_indices, values=its_values)
+        for spec, its_indices, its_values in zip(
+            specs,
+            torch.split(torch.from_numpy(positions).to(dtype), counts.tolist()),
+            torch.split(values.view(TORCH_DTYPES[specs[0].dtype]), counts.tolist()),
+            strict=True,
+        )
+    ]

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from patchstore.encodings.context.bits import put
-from patchstore.encodings.context.parameters import DENSE, RUNS, SWAP, UNARY_LIMIT
+from patchstore.encodings.context.bits import of_each, put
+from patchstore.encodings.context.parameters import DENSE, RUNS, SILENT, SWAP, UNARY_LIMIT
 
 Array = npt.NDArray[Any]
 
 _U = np.uint64
+_NO_ROW = np.zeros(3, dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,44 +42,61 @@ class Fields:
 
 
 def fields_of_class(
-    row: Array, ranks: Array, tile: Array, steps: Array, first: Array, is_changed: Array, width: int
-) -> Fields:
-    """Return the bits of one class.
+    rows: Array, ranks: Array, tile: Array, steps: Array, begin: Array, end: Array, width: int
+) -> list[Fields]:
+    """Return the bits of one class: of the tiles where it is sparse, and of those where it is dense.
 
     Args:
-        row: uint8 [3], the class's code.
+        rows: uint8 [num_tiles, 3], the class's code in each tile's tensor; [1, 3] where all have the same.
         ranks: int64 [num], ascending, the changes' ranks in the class.
         tile: int64 [num], their tiles.
         steps: int64 [num], changes in keys.
-        first: int64 [num_tiles + 1], the rank at which each tile begins, and the end.
-        is_changed: bool [num_tiles]; the others have no stream.
+        begin: int64 [num_tiles], the rank at which each tile begins.
+        end: int64 [num_tiles], the rank at which it ends.
         width: bits of an element.
     """
-    if row[0] == DENSE:
-        return _dense(int(row[2]), ranks, steps, first, is_changed, width)
-    return _sparse(row, ranks, tile, steps, first, width)
+    found = []
+    is_dense = rows[:, 0] == DENSE
+    for write, wanted in ((_sparse, ~is_dense & (rows[:, 0] != SILENT)), (_dense, is_dense)):
+        if wanted.all():
+            found.append(write(rows, ranks, tile, steps, begin, end, width))
+        elif wanted.any():
+            # Tiles of other codes are as if they had no elements of the class.
+            its_rows = np.where(wanted[:, None], rows, _NO_ROW)
+            kept = wanted[tile]
+            found.append(
+                write(
+                    its_rows,
+                    ranks[kept],
+                    tile[kept],
+                    steps[kept],
+                    np.where(wanted, begin, 0),
+                    np.where(wanted, end, 0),
+                    width,
+                )
+            )
+    return found
 
 
-def _dense(code: int, ranks: Array, steps: Array, first: Array, is_changed: Array, width: int) -> Fields:
-    all_steps = np.zeros(int(first[-1]), dtype=np.int64)
-    all_steps[ranks] = steps
-    counts = np.diff(first)
-    tile = np.repeat(np.arange(len(counts)), counts)
-    if not is_changed.all():
-        kept = is_changed[tile]
-        all_steps, tile = all_steps[kept], tile[kept]
-        counts = counts * is_changed
+def _dense(
+    rows: Array, ranks: Array, tile: Array, steps: Array, begin: Array, end: Array, width: int
+) -> Fields:
+    counts = end - begin
+    first = counts.cumsum() - counts
+    all_steps = np.zeros(int(counts.sum()), dtype=np.int64)
+    all_steps[ranks + (first - begin)[tile]] = steps
+    every = np.repeat(np.arange(len(counts)), counts)
+    code = of_each(rows[:, 2].astype(np.int64), every)
     value = np.abs(all_steps)
     told = value > 0
-    if code == SWAP:
-        value = np.where(value < 2, 1 - value, value)
+    value = np.where((code == SWAP) & (value < 2), 1 - value, value)
     field, length = _rice(value, code & 0x7F, width)
     field |= (told & (all_steps > 0)).astype(_U) << length.astype(_U)
     num_bits, at = _places(length + told, counts)
     none = np.empty(0, dtype=np.int64)
     return Fields(
         num_bits=num_bits,
-        tile=tile,
+        tile=every,
         at=at,
         fields=field,
         tails=none,
@@ -87,18 +105,22 @@ def _dense(code: int, ranks: Array, steps: Array, first: Array, is_changed: Arra
     )
 
 
-def _sparse(row: Array, ranks: Array, tile: Array, steps: Array, first: Array, width: int) -> Fields:
-    runs = int(RUNS[row[0]])
-    counts = np.bincount(tile, minlength=len(first) - 1)
+def _sparse(
+    rows: Array, ranks: Array, tile: Array, steps: Array, begin: Array, end: Array, width: int
+) -> Fields:
+    runs_of_tile = RUNS[rows[:, 0]]
+    runs = of_each(runs_of_tile, tile)
+    counts = np.bincount(tile, minlength=len(begin))
     opens_tile = np.ones(len(tile), dtype=np.bool_)
     opens_tile[1:] = tile[1:] != tile[:-1]
-    begin = np.empty_like(ranks)  # the first element after the change before
-    begin[1:] = ranks[:-1] + 1
-    begin[opens_tile] = first[tile[opens_tile]]
-    gap = ranks - begin
+    since = np.empty_like(ranks)  # the first element after the change before
+    since[1:] = ranks[:-1] + 1
+    since[opens_tile] = begin[tile[opens_tile]]
+    gap = ranks - since
     ones = gap // runs
-    left = first[tile + 1] - begin - ones * runs
-    field, length = _truncated(gap - ones * runs, np.minimum(left, runs))
+    passed = ones * runs
+    left = end[tile] - since - passed
+    field, length = _truncated(gap - passed, np.minimum(left, runs))
     # A zero, the place and the sign (1 is down), as complements.
     field = (field << _U(1)) | _U(1)
     length += 1
@@ -106,19 +128,22 @@ def _sparse(row: Array, ranks: Array, tile: Array, steps: Array, first: Array, w
     length += 1
     tails = np.empty(0, dtype=np.int64)
     tail_fields, tail_lengths = np.empty(0, dtype=_U), tails
-    if row[1]:
+    has_larger = rows[:, 1] > 0
+    if has_larger.any():
         magnitude = np.abs(steps)
         tails = np.flatnonzero(magnitude > 1)
-        _open_runs(int(RUNS[row[1] - 1]), tails, tile, opens_tile, field, length)
-        tail_fields, tail_lengths = _rice(magnitude[tails] - 2, int(row[2]), width)
+        opening = RUNS[np.maximum(rows[:, 1], 1) - 1]
+        _open_runs(of_each(opening, tile), of_each(has_larger, tile), tails, tile, opens_tile, field, length)
+        rice = of_each(rows[:, 2].astype(np.int64), tile[tails])
+        tail_fields, tail_lengths = _rice(magnitude[tails] - 2, rice, width)
     total = ones + length
     total[tails] += tail_lengths
     num_bits, at = _places(total, counts)
     at += ones
-    end = first[:-1].copy()
+    stop = begin.copy()
     changed = np.flatnonzero(counts)
-    end[changed] = ranks[counts.cumsum()[changed] - 1] + 1
-    num_bits -= (end - first[1:]) // runs  # the ones after the last change, rounded up
+    stop[changed] = ranks[counts.cumsum()[changed] - 1] + 1
+    num_bits -= (stop - end) // runs_of_tile  # the ones after the last change, rounded up
     return Fields(
         num_bits=num_bits,
         tile=tile,
@@ -130,13 +155,22 @@ def _sparse(row: Array, ranks: Array, tile: Array, steps: Array, first: Array, w
     )
 
 
-def _open_runs(runs: int, larger: Array, tile: Array, opens_tile: Array, field: Array, length: Array) -> None:
+def _open_runs(
+    runs: Array,
+    has_larger: Array,
+    larger: Array,
+    tile: Array,
+    opens_tile: Array,
+    field: Array,
+    length: Array,
+) -> None:
     """Append to the fields of changes what opens a run of changes by one step."""
     number = np.arange(len(tile))
     opens = opens_tile.copy()
     opens[larger[larger + 1 < len(tile)] + 1] = True
     since = number - np.maximum.accumulate(np.where(opens, number, 0))
-    at = np.flatnonzero(since % runs == 0)
+    at = np.flatnonzero((since % runs == 0) & has_larger)
+    runs = of_each(runs, at)
     next_larger = np.append(larger, len(tile))[np.searchsorted(larger, at)]
     ends = next_larger - at < runs
     ends[ends] = tile[next_larger[ends].clip(max=len(tile) - 1)] == tile[at[ends]]
@@ -144,7 +178,7 @@ def _open_runs(runs: int, larger: Array, tile: Array, opens_tile: Array, field: 
     length_before = length[at].astype(_U)
     length[at] += 1
     ends_at = at[ends]
-    place, place_length = _truncated((next_larger - at)[ends], np.full(len(ends_at), runs))
+    place, place_length = _truncated((next_larger - at)[ends], np.broadcast_to(runs, len(at))[ends])
     field[ends_at] |= ((place << _U(1)) | _U(1)) << length_before[ends]
     length[ends_at] += place_length
 
@@ -168,7 +202,7 @@ def _truncated(value: Array, below: Array) -> tuple[Array, Array]:
     return (code ^ ((1 << length) - 1)).astype(_U), length
 
 
-def _rice(value: Array, k: int, width: int) -> tuple[Array, Array]:
+def _rice(value: Array, k: Array, width: int) -> tuple[Array, Array]:
     """Return complements of Rice codes, and their lengths."""
     ones = value >> k
     escapes = ones >= UNARY_LIMIT

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from patchstore.encodings.context.bits import windows
-from patchstore.encodings.context.parameters import DENSE, RUNS, SWAP, UNARY_LIMIT
-from patchstore.encodings.context.tiles import MAX_ELEMENTS
+from patchstore.encodings.context.bits import of_each, windows
+from patchstore.encodings.context.parameters import DENSE, RUNS, SILENT, SWAP, UNARY_LIMIT
 
 _MARGIN = 8  # bytes of ones after each stream: no window begins beyond its end
 _MOST_ONES = 20  # read at once; 57 bits of a window then hold all of a change but a magnitude above one
@@ -18,40 +17,49 @@ Array = npt.NDArray[Any]
 _U = np.uint64
 _ONE = np.uint64(1)
 _STOP = np.uint64(2**64 - 1 - (1 << _MOST_ONES))
-_LOG2 = np.frexp(np.maximum(np.arange(MAX_ELEMENTS + 1), 1).astype(np.float64))[1].astype(np.int64) - 1
+_LOG2 = np.frexp(np.maximum(np.arange(RUNS[-1] + 1), 1).astype(np.float64))[1].astype(np.int64) - 1
+_ENDLESS = 1 << 62
 _STOP_RICE = np.uint64(2**64 - 1 - (1 << UNARY_LIMIT))
 
 
 class Lanes:
     """Where each of some streams has been read to."""
 
-    def __init__(self, data: Array, starts: Array, lengths: Array, width: int) -> None:
+    def __init__(self, data: Array, lengths: Array, width: int) -> None:
+        """Read streams of these lengths, one after the other in `data`, of elements of `width` bits."""
         self._width = width
         self._lengths = lengths
         apart = np.full(int(lengths.sum()) + _MARGIN * (len(lengths) + 1), 0xFF, dtype=np.uint8)
-        begin = lengths.cumsum() - lengths + _MARGIN * np.arange(len(lengths))
-        for target, start, length in zip(begin.tolist(), starts.tolist(), lengths.tolist(), strict=True):
-            apart[target : target + length] = data[start : start + length]
+        both = np.stack([lengths, np.full_like(lengths, _MARGIN)], axis=1)
+        apart[: len(apart) - _MARGIN][np.repeat(np.tile([True, False], len(lengths)), both.reshape(-1))] = (
+            data
+        )
+        self._begin = (lengths.cumsum() - lengths + _MARGIN * np.arange(len(lengths))) * 8
         self._windows = windows(apart)
-        self._begin = begin * 8
-        self._end = (begin + lengths) * 8
+        self._end = self._begin + lengths * 8
         self._at = self._begin.copy()
 
-    def all_read(self) -> bool:
-        """Whether every stream was read into its last byte."""
-        return bool((self._at - self._begin > 8 * (self._lengths - 1)).all())
+    def unread(self) -> npt.NDArray[np.int64]:
+        """Return the streams that were not read into their last byte."""
+        return np.flatnonzero(self._at - self._begin <= 8 * (self._lengths - 1))
 
-    def read_class(self, row: Array, first: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def read_class(self, rows: Array, first: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Read the next class of every stream.
 
         Args:
-            row: uint8 [3], the class's code.
+            rows: uint8 [lanes, 3], the class's code in each stream; [1, 3] where all have the same.
             first: int64 [lanes + 1], the rank at which each tile begins, and the end.
 
         Returns: ranks of changes in the class, int64 ascending, and their steps.
         """
-        dense = row[0] == DENSE
-        found = self._read_dense(int(row[2]), first) if dense else self._read_sparse(row, first)
+        # Beyond its end a stream is ones: where that is reached, nothing of a sparse class changes any more.
+        is_dense, has_any = rows[:, 0] == DENSE, first[1:] > first[:-1]
+        is_sparse = ~is_dense & (rows[:, 0] != SILENT) & (self._at < self._end)
+        found = []
+        for read, wanted in ((self._read_sparse, is_sparse), (self._read_dense, is_dense)):
+            lane = np.flatnonzero(has_any & wanted)
+            if len(lane):
+                found += read(rows if len(rows) == 1 else rows[lane], lane, first)
         if not found:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
         ranks = np.concatenate([ranks for ranks, _ in found])
@@ -64,11 +72,10 @@ class Lanes:
         window: Array = self._windows[at >> 3] >> (at & 7).view(_U)
         return window
 
-    def _read_sparse(self, row: Array, first: Array) -> list[tuple[Array, Array]]:
-        runs = int(RUNS[row[0]])
-        lane = np.flatnonzero(first[1:] > first[:-1])
+    def _read_sparse(self, rows: Array, lane: Array, first: Array) -> list[tuple[Array, Array]]:
+        runs = RUNS[rows[:, 0]]
         at, stop, rank, end = self._at[lane], self._end[lane], first[lane], first[lane + 1]
-        magnitudes = _Magnitudes(self, row, len(lane)) if row[1] else None
+        magnitudes = _Magnitudes(self, rows, len(lane)) if rows[:, 1].any() else None
         found: list[tuple[Array, Array]] = []
         while len(lane):
             left = end - rank
@@ -101,22 +108,23 @@ class Lanes:
             if np.count_nonzero(live) * 8 < 7 * len(lane):
                 self._at[lane] = at
                 lane, at, stop, rank, end = lane[live], at[live], stop[live], rank[live], end[live]
+                runs = of_each(runs, live)
                 if magnitudes is not None:
                     magnitudes.keep(live)
         return found
 
-    def _read_dense(self, code: int, first: Array) -> list[tuple[Array, Array]]:
-        lane = np.flatnonzero(first[1:] > first[:-1])
+    def _read_dense(self, rows: Array, lane: Array, first: Array) -> list[tuple[Array, Array]]:
+        code = rows[:, 2].astype(np.int64)
         at, stop, rank, end = self._at[lane], self._end[lane], first[lane], first[lane + 1]
         found: list[tuple[Array, Array]] = []
         while len(lane):
             # All lanes go on until the first has no elements left.
             num = min(int((end - rank).min()), _MOST_ELEMENTS)
             steps = np.empty((num, len(lane)), dtype=np.int32)
+            swapped = code == SWAP
             for number in range(num):
                 value, length, rest = self.rice(at, code & 0x7F)
-                if code == SWAP:
-                    value ^= value < 2
+                value ^= (value < 2) & swapped
                 at += length
                 at += value > 0
                 np.minimum(at, stop, out=at)
@@ -128,15 +136,16 @@ class Lanes:
             if not live.all():
                 self._at[lane] = at
                 lane, at, stop, rank, end = lane[live], at[live], stop[live], rank[live], end[live]
+                code = of_each(code, live)
         return found
 
-    def rice(self, at: Array, k: int) -> tuple[Array, Array, Array]:
+    def rice(self, at: Array, k: Array) -> tuple[Array, Array, Array]:
         """Return values of Rice codes, their lengths, and what follows, a bit at least."""
         window = self._window(at)
         ones = _ones(window & _STOP_RICE)
         length = ones + (1 + k)
         value = ones
-        if k:
+        if k.any():
             value = (ones << k) | ((window.view(np.int64) >> (ones + 1)) & ((1 << k) - 1))
         if ones.max() == UNARY_LIMIT:
             escapes = ones == UNARY_LIMIT
@@ -149,16 +158,18 @@ class Lanes:
 class _Magnitudes:
     """How far each lane has come in runs of changes by one step."""
 
-    def __init__(self, lanes: Lanes, row: Array, num: int) -> None:
+    def __init__(self, lanes: Lanes, rows: Array, num: int) -> None:
         self._lanes = lanes
-        self._runs = int(RUNS[row[1] - 1])
-        self._log2 = np.int64(self._runs.bit_length() - 1)
-        self._k = int(row[2])
-        self._left = np.zeros(num, dtype=np.int64)  # changes of the open run, with the larger one
+        self._runs = RUNS[np.maximum(rows[:, 1], 1) - 1]
+        self._log2 = _LOG2[self._runs]
+        self._k = rows[:, 2].astype(np.int64)
+        # Changes of the open run, with the larger one. A run without end is open where none can be larger.
+        self._left = np.where(rows[:, 1] > 0, np.zeros(num, dtype=np.int64), _ENDLESS)
         self._larger = np.zeros(num, dtype=np.bool_)  # whether a larger one ends it
 
     def keep(self, live: Array) -> None:
         self._left, self._larger = self._left[live], self._larger[live]
+        self._runs, self._log2, self._k = (of_each(each, live) for each in (self._runs, self._log2, self._k))
 
     def read(self, window: Array, at: Array, stop: Array, hit: Array) -> Array:
         """Return the magnitudes of changes, 1 where none is hit.
@@ -169,16 +180,19 @@ class _Magnitudes:
         if len(opens):
             bits = window[opens]
             plain = (bits & _ONE).astype(np.bool_)
-            place, length = _truncated(bits >> _ONE, self._runs, self._log2)
+            runs = of_each(self._runs, opens)
+            place, length = _truncated(bits >> _ONE, runs, of_each(self._log2, opens))
             at[opens] += np.where(plain, 1, length + 1)
-            self._left[opens] = np.where(plain, self._runs, place + 1)
+            self._left[opens] = np.where(plain, runs, place + 1)
             self._larger[opens] = ~plain
         self._left -= hit
         magnitude = np.ones(len(at), dtype=np.int64)
         larger = np.flatnonzero(hit & self._larger & (self._left == 0))
         if len(larger):
             # Beyond a stream's end all is as at its end, and soon after begins the next one.
-            value, length, _ = self._lanes.rice(np.minimum(at[larger], stop[larger]), self._k)
+            value, length, _ = self._lanes.rice(
+                np.minimum(at[larger], stop[larger]), of_each(self._k, larger)
+            )
             magnitude[larger] = 2 + value
             at[larger] += length
         return magnitude
@@ -190,7 +204,7 @@ def _ones(window: Array) -> npt.NDArray[np.int64]:
     return ones
 
 
-def _truncated(window: Array, below: Array | int, bits: Array | np.int64) -> tuple[Array, Array]:
+def _truncated(window: Array, below: Array, bits: Array) -> tuple[Array, Array]:
     """Read truncated binary codes of values less than `below`: return them and their lengths.
 
     `bits` is the shorter length.

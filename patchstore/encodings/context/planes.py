@@ -61,23 +61,36 @@ def plane(words: npt.NDArray[np.uint64]) -> Plane:
     return Plane(words, before)
 
 
+def count(words: npt.NDArray[np.uint64], bounds: Array) -> npt.NDArray[np.int64]:
+    """Return how many elements of a class lie between each two of the ascending `bounds`, 0 to the end."""
+    if len(bounds) == 2:
+        return np.array([np.bitwise_count(words).sum(dtype=np.int64)])
+    counts: npt.NDArray[np.int64] = np.diff(plane(words).rank(bounds))
+    return counts
+
+
 def class_words(
-    bits: Array, dtype: str, lo: int, num_classes: int, wanted: Array
+    bits: Array, dtype: str, lo: Array, last: Array, wanted: Array
 ) -> dict[int, npt.NDArray[np.uint64]]:
-    """Return a bit for each element, old `bits` of which are given, of each of the wanted classes."""
+    """Return a bit for each element, old `bits` of which are given, of each of the wanted classes.
+
+    Args:
+        lo: uint8, exponents up to this one are in the first class; of each element, or one for all.
+        last: uint8, the number of the last class, in the same way.
+    """
     num_words = len(bits) // 64 + 1
     words = {int(number): np.zeros(num_words, dtype=np.uint64) for number in wanted}
+    if len(lo) == 1:
+        # numpy's least and greatest of bytes are ten times as fast with an array as with a number.
+        lo, last = (np.repeat(each, min(len(bits), _CHUNK)) for each in (lo, last))
     for start in range(0, len(bits), _CHUNK):
         exponent = exponents(bits[start : start + _CHUNK], dtype)
+        begin = start if len(lo) == len(bits) else 0
+        its_lo, its_last = (each[begin : begin + len(exponent)] for each in (lo, last))
+        number_of = np.maximum(exponent, its_lo)
+        number_of -= its_lo
+        np.minimum(number_of, its_last, out=number_of)
         for number, out in words.items():
-            if num_classes == 1:
-                inside = np.ones(len(exponent), dtype=np.bool_)
-            elif number == 0:
-                inside = exponent <= lo
-            elif number < num_classes - 1:
-                inside = exponent == lo + number
-            else:
-                inside = exponent >= lo + number
-            packed = np.packbits(inside, bitorder="little")
+            packed = np.packbits(number_of == number, bitorder="little")
             out[start >> 6 :].view(np.uint8)[: len(packed)] = packed
     return words

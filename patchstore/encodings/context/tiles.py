@@ -4,9 +4,10 @@ Every slice of a side in 2, 4, 8 or 16 equal parts is a union of tiles, where 16
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,49 @@ class Tiling:
     def _part(self, flat: Array, level: int, row: int, col: int, num_rows: int, num_cols: int) -> Array:
         whole = flat.reshape(self.levels, self.rows, self.cols)
         return whole[level, row : row + num_rows, col : col + num_cols]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Tensors that lie one after the other in one array, and their tiles, numbered through."""
+
+    runs: tuple[Tiling, ...]
+    """Neighbours of one shape are cut together, as one tensor of more levels."""
+
+    @classmethod
+    def of(cls, shapes: Sequence[tuple[int, ...]]) -> "Layout":
+        runs = []
+        for shape, same in groupby(shapes):
+            cut = tiling(shape)
+            runs.append(replace(cut, levels=cut.levels * sum(1 for _ in same)))
+        return cls(tuple(runs))
+
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Return the number of elements of each tile."""
+        return np.concatenate([run.sizes() for run in self.runs])
+
+    def gather(self, flat: Array, tiles: Array) -> Array:
+        """Return the elements of `tiles` (ascending), tile after tile; may share memory with `flat`."""
+        parts = [run.gather(part, mine) for run, part, mine, _ in self._parts(flat, tiles)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def scatter(self, elements: Array, flat: Array, tiles: Array) -> None:
+        """Put elements, in the order in which `gather` returns them, where they belong."""
+        sizes = [run.sizes() for run in self.runs]
+        start = 0
+        for run, part, mine, number in self._parts(flat, tiles):
+            end = start + int(sizes[number][mine].sum())
+            run.scatter(elements[start:end], part, mine)
+            start = end
+
+    def _parts(self, flat: Array, tiles: Array) -> Iterator[tuple[Tiling, Array, Array, int]]:
+        first, start = 0, 0
+        for number, run in enumerate(self.runs):
+            last, end = first + run.num_tiles, start + run.num_elements
+            among = np.searchsorted(tiles, (first, last))
+            if among[1] > among[0]:
+                yield run, flat[start:end], tiles[among[0] : among[1]] - first, number
+            first, start = last, end
 
 
 @lru_cache(maxsize=4096)
