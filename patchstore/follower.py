@@ -6,8 +6,10 @@ writes, and hands back what undoes it.
 """
 
 import logging
+import os
 import time
 from collections.abc import MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +20,7 @@ from patchstore import digest, fetch, lineage, log
 from patchstore.errors import CorruptObject, SchemaMismatch, StateMismatch, UsageError, VersionNotFound
 from patchstore.model import Manifest, Plan
 from patchstore.node_cache import NodeCache
-from patchstore.stores.base import Store
+from patchstore.stores import Store, opened
 from patchstore.tensors import TensorPatch, bits, spec_of
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class Undo:
         """The version that the commit brought; until it is done, the one before."""
         self._old: list[tuple[str, TensorPatch | torch.Tensor | None]] = []
 
+    @torch.inference_mode()
     def rollback(self) -> None:
         """Restore the tensors and the held version to what they were before the commit.
 
@@ -84,9 +87,11 @@ class Undo:
 class Follower:
     """A holder of one version of a run's tensors."""
 
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def __init__(
         self,
-        store: Store,
+        store: Store | str | os.PathLike[str],
         tensors: MutableMapping[str, torch.Tensor],
         *,
         held: int | None = None,
@@ -96,6 +101,7 @@ class Follower:
         """Open a store for following.
 
         Args:
+            store: an open store, or the URL or path of one, which `close` closes.
             tensors: by checkpoint name, contiguous; written in place. Empty to have the first
                 anchor fill it with tensors on the CPU.
             held: the version whose weights `tensors` has now, which is proved by digest; None when
@@ -108,10 +114,22 @@ class Follower:
             SchemaMismatch: the tensors are not those of the run.
             StateMismatch: they are not what version `held` has.
         """
+        with ExitStack() as closing:
+            self.store = closing.enter_context(opened(store))
+            self._open(tensors, held, scratch, cache)
+            self._closing = closing.pop_all()
+
+    def _open(
+        self,
+        tensors: MutableMapping[str, torch.Tensor],
+        held: int | None,
+        scratch: Path | None,
+        cache: NodeCache | None,
+    ) -> None:
+        store = self.store
         header = log.read_header(store)
         if header is None:
             raise VersionNotFound(f"{store.url} holds no run; open a publisher on it first")
-        self.store = store
         self.header = header
         self.tensors = tensors
         self.manifest: Manifest | None = None
@@ -129,6 +147,10 @@ class Follower:
                 raise StateMismatch(f"no tensors were given, so they cannot be at version {held}")
             digest.check_state(header.schema, found, manifest)
             self.manifest, self._sums = manifest, found
+
+    def close(self) -> None:
+        """Close the store if this opened it, which it did where it was given a URL. The tensors stay."""
+        self._closing.close()
 
     def _check_tensors(self) -> None:
         found = {name: spec_of(name, tensor) for name, tensor in self.tensors.items()}
@@ -197,6 +219,9 @@ class Follower:
             self.manifest, self._sums = before
             raise
 
+    # Tensors that an anchor makes here are written to later, which inference mode would forbid outside of it.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def stage(self, version: int) -> Staged:
         """Make an update ready and prove it. The tensors are read, not written.
 
@@ -248,6 +273,8 @@ class Follower:
         }
         return Staged(plan=route, patches=patches, full=full, sums=sums, timings=timings)
 
+    # Inference mode may write to all tensors, also to those that were made in it.
+    @torch.inference_mode()
     def commit(self, staged: Staged) -> Undo:
         """Write a staged update into the tensors; afterwards they hold its version.
 

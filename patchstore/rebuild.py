@@ -18,7 +18,7 @@ import torch
 from patchstore import digest, fetch, lineage, log, payload
 from patchstore.errors import CorruptObject, UsageError, VersionNotFound
 from patchstore.model import Manifest, Plan, StoreHeader, TensorSpec
-from patchstore.stores.base import Store
+from patchstore.stores import Store, opened
 from patchstore.tensors import bits
 
 Progress = Callable[[int, int], None]
@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 
 
 def replay(
-    store: Store,
+    store: Store | str | os.PathLike[str],
     version: int | None = None,
     *,
     out: str | os.PathLike[str],
@@ -35,6 +35,7 @@ def replay(
     """Write a version as a Hugging Face checkpoint folder.
 
     Args:
+        store: an open store, or the URL or path of one.
         version: None for the head.
         out: a folder that does not exist yet. Its parent needs room for the checkpoint and the
             deltas.
@@ -52,6 +53,11 @@ def replay(
     target = Path(out)
     if target.exists():
         raise UsageError(f"{target} exists; name a folder that does not")
+    with opened(store) as source:
+        return _replay(source, version, target, progress)
+
+
+def _replay(store: Store, version: int | None, target: Path, progress: Progress | None) -> Manifest:
     header, route = route_to(store, version)
     assert route.anchor is not None and route.anchor.anchor is not None
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -74,12 +80,23 @@ def replay(
     return route.target
 
 
-def verify(store: Store, version: int | None = None, *, progress: Progress | None = None) -> Manifest:
+def verify(
+    store: Store | str | os.PathLike[str], version: int | None = None, *, progress: Progress | None = None
+) -> Manifest:
     """Rebuild a version without keeping it, and check every payload it names, needed for that or not.
+
+    Args:
+        store: an open store, or the URL or path of one.
+        version: None for the head.
 
     Raises:
         As `replay`.
     """
+    with opened(store) as source:
+        return _verify(source, version, progress)
+
+
+def _verify(store: Store, version: int | None, progress: Progress | None) -> Manifest:
     header, route = route_to(store, version)
     assert route.anchor is not None
     deque(tensors_of(store, header, route, progress), maxlen=0)

@@ -217,7 +217,7 @@ def test_a_comparison_that_breaks_off_makes_the_next_version_whole(
     assert_same_bits(newest(run.store), served(run.model))
 
 
-@pytest.mark.parametrize("where", ["patchstore.publisher.Publication", "patchstore.publisher._Job"])
+@pytest.mark.parametrize("where", ["patchstore.publisher.Publication", "patchstore.publisher._Commit"])
 @pytest.mark.parametrize("anchor_every", [1, 100])
 def test_an_interrupt_after_the_comparison_loses_no_change(
     run: Run, monkeypatch: pytest.MonkeyPatch, where: str, anchor_every: int
@@ -262,7 +262,7 @@ def test_an_interrupt_while_an_anchor_is_uploaded_does_not_let_the_snapshot_move
     uploading.wait(30)
     model["w"].fill_(1.0)
     with monkeypatch.context() as patched:
-        patched.setattr(publisher._snapshot_free, "wait", interrupted)
+        patched.setattr(first._task, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             publisher.publish_patch(1)
     second = threading.Thread(target=publisher.publish_patch, args=(2,))
