@@ -8,7 +8,7 @@ writes, and hands back what undoes it.
 import logging
 import os
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -60,7 +60,6 @@ class Undo:
         """The version that the commit brought; until it is done, the one before."""
         self._old: list[tuple[str, TensorPatch | torch.Tensor | None]] = []
 
-    @torch.inference_mode()
     def rollback(self) -> None:
         """Restore the tensors and the held version to what they were before the commit.
 
@@ -72,13 +71,14 @@ class Undo:
                 f"the tensors are at version {self._follower.held} by now: what this replaced cannot return"
             )
         tensors = self._follower.tensors
-        for name, old in reversed(self._old):
-            if old is None:
-                del tensors[name]
-            elif isinstance(old, TensorPatch):
-                bits(tensors[name])[old.indices] = bits(old.values)
-            else:
-                bits(tensors[name]).copy_(bits(old))
+        with _writing_to(tensors):
+            for name, old in reversed(self._old):
+                if old is None:
+                    del tensors[name]
+                elif isinstance(old, TensorPatch):
+                    bits(tensors[name])[old.indices] = bits(old.values)
+                else:
+                    bits(tensors[name]).copy_(bits(old))
         self._old.clear()
         self._follower.manifest, self._follower._sums = self._before
         self._after = self._follower.manifest
@@ -88,7 +88,6 @@ class Follower:
     """A holder of one version of a run's tensors."""
 
     @torch.inference_mode(mode=False)
-    @torch.no_grad()
     def __init__(
         self,
         store: Store | str | os.PathLike[str],
@@ -221,7 +220,6 @@ class Follower:
 
     # Tensors that an anchor makes here are written to later, which inference mode would forbid outside of it.
     @torch.inference_mode(mode=False)
-    @torch.no_grad()
     def stage(self, version: int) -> Staged:
         """Make an update ready and prove it. The tensors are read, not written.
 
@@ -273,8 +271,6 @@ class Follower:
         }
         return Staged(plan=route, patches=patches, full=full, sums=sums, timings=timings)
 
-    # Inference mode may write to all tensors, also to those that were made in it.
-    @torch.inference_mode()
     def commit(self, staged: Staged) -> Undo:
         """Write a staged update into the tensors; afterwards they hold its version.
 
@@ -291,19 +287,8 @@ class Follower:
             )
         undo = Undo(self)
         try:
-            for name, patch in staged.patches.items():
-                live = bits(self.tensors[name])
-                indices, new = patch.indices.to(live.device), bits(patch.values).to(live.device)
-                old = live[indices].view(patch.values.dtype)
-                undo._old.append((name, TensorPatch(name=name, indices=indices, values=old)))
-                live[indices] = new
-            for name, tensor in staged.full.items():
-                if name in self.tensors:
-                    undo._old.append((name, self.tensors[name].clone()))
-                    bits(self.tensors[name]).copy_(bits(tensor))
-                else:
-                    undo._old.append((name, None))
-                    self.tensors[name] = tensor
+            with _writing_to(self.tensors):
+                self._write(staged, undo)
             logger.info(
                 "applied version %d: %d tensors, %.1f MiB, fetch %.2f s, decode %.2f s, verify %.2f s",
                 staged.manifest.version,
@@ -316,3 +301,23 @@ class Follower:
             undo.rollback()
             raise
         return undo
+
+    def _write(self, staged: Staged, undo: Undo) -> None:
+        for name, patch in staged.patches.items():
+            live = bits(self.tensors[name])
+            indices, new = patch.indices.to(live.device), bits(patch.values).to(live.device)
+            old = live[indices].view(patch.values.dtype)
+            undo._old.append((name, TensorPatch(name=name, indices=indices, values=old)))
+            live[indices] = new
+        for name, tensor in staged.full.items():
+            if name in self.tensors:
+                undo._old.append((name, self.tensors[name].clone()))
+                bits(self.tensors[name]).copy_(bits(tensor))
+            else:
+                undo._old.append((name, None))
+                self.tensors[name] = tensor
+
+
+def _writing_to(tensors: Mapping[str, torch.Tensor]) -> torch.inference_mode:
+    """Tensors that were made in inference mode can only be written to in it."""
+    return torch.inference_mode(any(tensor.is_inference() for tensor in tensors.values()))

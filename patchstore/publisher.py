@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -197,7 +197,7 @@ class Publisher:
         self._closing = ExitStack()
         with self._closing:
             self._store = self._closing.enter_context(opened(store))
-            with _no_autograd(), _threads_start(), _on_one_rank():
+            with _out_of_inference(), _threads_start(), _on_one_rank():
                 self._open(source, encoding, going_on, snapshot, checkpoint_files, max_shard_bytes)
             at_exit.expect(self)
             # Opened: from here on `close` ends what was begun.
@@ -222,6 +222,7 @@ class Publisher:
             tensors=tuple(self._spec(name, current[name]) for name in sorted(current)), tied=self._tied
         )
         self._snapshot = snapshots.take(current, schema.tensors, encoding, snapshot)
+        self._closing.callback(self._snapshot.close)
         # Before anything is written: without its thread a publisher could not go on.
         self._worker = Worker("patchstore-publisher")
         self._closing.callback(self._worker.stop)
@@ -277,7 +278,7 @@ class Publisher:
             raise self._conflict
         self._raise_untold()
         began = time.monotonic()
-        with _no_autograd():
+        with _out_of_inference():
             current = self._current()
             self._worker.wait_until_at_most(self._max_pending - 1)
             # An anchor on its way reads the snapshot, which must not change under it.
@@ -454,11 +455,10 @@ class Publisher:
         return self._committer.commit_delta(change)
 
 
-@contextmanager
-def _no_autograd() -> Iterator[None]:
+def _out_of_inference() -> AbstractContextManager[object]:
     """The snapshot outlives the caller's inference mode, so it must not be made of inference tensors."""
-    with torch.inference_mode(mode=False), torch.no_grad():
-        yield
+    # Not entered where it changes nothing: an interrupt while it is left would change the trainer's mode.
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 @contextmanager

@@ -99,6 +99,10 @@ class Coder:
         """Wait until nothing is being coded; from any thread."""
         self._worker.wait_until_at_most(0)
 
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        self._worker.stop()
+
 
 class Coding:
     """A delta in the making, on the CPU, one tensor after the other."""

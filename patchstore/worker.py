@@ -7,7 +7,6 @@ not, and whether a task is done is a flag. The lock beside it only saves its wai
 
 import time
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -73,7 +72,7 @@ class Task(Generic[_Result]):
 
 
 class Worker:
-    """A daemon thread with a queue of tasks; it ends when this object is stopped or collected."""
+    """A daemon thread with a queue of tasks, until it is stopped."""
 
     def __init__(self, name: str) -> None:
         """Start the thread.
@@ -83,11 +82,9 @@ class Worker:
         """
         self._tasks: deque[Task[object]] = deque()
         self._bell: SimpleQueue[bool] = SimpleQueue()
-        # The thread must not hold this object, or it would never be collected.
-        self.thread = Thread(target=_work_off, args=(self._tasks, self._bell), name=name, daemon=True)
-        self.thread.start()
-        self._finalizer = weakref.finalize(self, self._bell.put, True)
-        self._finalizer.atexit = False
+        """Has the thread look for tasks; True has it end where there are none."""
+        self._thread = Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
     def hand_over(self, task: Task[_Result]) -> None:
         """Have a task done after those before it. Once this has appended it, the task will be done."""
@@ -108,14 +105,13 @@ class Worker:
     def stop(self) -> None:
         """Have the remaining tasks done and wait for the end of the thread."""
         self._bell.put(True)
-        self.thread.join()
+        self._thread.join()
 
-
-def _work_off(tasks: deque[Task[object]], bell: "SimpleQueue[bool]") -> None:
-    is_over = False
-    while tasks or not is_over:
-        if tasks:
-            tasks[0].run()
-            tasks.popleft()
-        else:
-            is_over = bell.get()
+    def _work(self) -> None:
+        is_over = False
+        while self._tasks or not is_over:
+            if self._tasks:
+                self._tasks[0].run()
+                self._tasks.popleft()
+            else:
+                is_over = self._bell.get()

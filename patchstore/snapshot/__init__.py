@@ -35,6 +35,10 @@ class Snapshot(Protocol):
         """Return a tensor in host memory, and its digest sums; for any one thread."""
         ...
 
+    def close(self) -> None:
+        """End its thread, where it has one; nothing is compared afterwards."""
+        ...
+
 
 def take(
     current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], encoding: str, place: Place

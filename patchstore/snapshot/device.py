@@ -178,6 +178,10 @@ class DeviceSnapshot:
             self._reader.synchronize()
             return host, digest.of_tensor(host) if sums is None else sums
 
+    def close(self) -> None:
+        if self._coder is not None:
+            self._coder.close()
+
     def _digested(self, tensor: torch.Tensor) -> Sums:
         """Digest a tensor on the device, in parts where it is not there."""
         if tensor.device.type == "cuda":
