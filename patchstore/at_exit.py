@@ -44,21 +44,21 @@ class _Failure:
 
 _unclosed: list[Unclosed] = []
 _failures: list[_Failure] = []
-_state = {"registered": False, "over": False}
+_registered: list[bool] = []
+
+
+def check_still_running() -> None:
+    """Raises UsageError where the interpreter is ending already, and would close no publisher any more."""
+    if not threading.main_thread().is_alive():
+        raise UsageError("the interpreter is ending, so no publisher can be opened any more")
 
 
 def expect(publisher: Unclosed) -> None:
-    """Close this publisher at the end of the interpreter, unless `forget` is called before.
-
-    Raises:
-        UsageError: the interpreter is ending already.
-    """
-    if _state["over"]:
-        raise UsageError("the interpreter is ending, so no publisher can be opened any more")
-    if not _state["registered"]:
+    """Close this publisher at the end of the interpreter, unless `forget` is called before."""
+    if not _registered:
         # The last one registered is called first: before that of the pools, which are imported above.
         getattr(threading, "_register_atexit", atexit.register)(_close_all)
-        _state["registered"] = True
+        _registered.append(True)
     _unclosed.append(publisher)
 
 
@@ -84,7 +84,6 @@ def _close_all() -> None:
         if loss is not None:
             _say(loss)
             losses.append(loss)
-    _state["over"] = True
     if not losses or getattr(sys, "last_type", None) is not None:
         # An uncaught exception has set the exit status.
         return

@@ -187,6 +187,7 @@ class Publisher:
         _check_encoding(encoding)
         snapshots.check_place(snapshot)
         checkpoint_files = _checkpoint_files(files)
+        at_exit.check_still_running()
         self.process, self.caller = os.getpid(), threading.current_thread()
         self._failed: deque[Publication] = deque()
         """Publications that failed; those that the caller was told of may be among them."""
