@@ -109,7 +109,9 @@ def _coded(
         _joined([bits(each.values) for each in mine], torch.int16),
         np.array([0, *accumulate(len(each.indices) for each in mine)], dtype=np.int64),
     )
-    streams = torch.empty(found.streams.shape, dtype=torch.uint8, pin_memory=found.streams.is_cuda)
+    streams = torch.empty(
+        found.streams.shape, dtype=torch.uint8, device="cpu", pin_memory=found.streams.is_cuda
+    )
     streams.copy_(found.streams)
     num_tiles = [tiling(spec.shape).num_tiles for _, spec in coded]
     rows = np.split(found.rows, np.cumsum(found.num_classes)[:-1])
@@ -156,7 +158,8 @@ def _digests(
             is_aligned=all(row[4] % 16 == 0 for row in rows),
         )
         jobs = np.stack([owners, blocks], axis=1).astype(np.int32)
-        sums = patch.digest(kind, torch.tensor(rows).to(device), torch.from_numpy(jobs).to(device)).tolist()
+        table = torch.tensor(rows, device="cpu").to(device)
+        sums = patch.digest(kind, table, torch.from_numpy(jobs).to(device)).tolist()
         found |= {
             spec.name: Sums(one % 2**64, two % 2**64) for spec, (one, two, _) in zip(same, sums, strict=True)
         }

@@ -243,7 +243,7 @@ def _merged(patches: Sequence[TensorPatch]) -> TensorPatch:
         return patches[0]
     order = torch.cat([patch.indices.to(torch.int64) for patch in patches])
     indices, by = order.sort(stable=True)
-    last = torch.ones(len(indices), dtype=torch.bool)
+    last = torch.ones(len(indices), dtype=torch.bool, device=indices.device)
     last[:-1] = indices[1:] != indices[:-1]
     values = torch.cat([patch.values for patch in patches])[by[last]]
     return TensorPatch(name=patches[0].name, indices=indices[last], values=values)

@@ -6,8 +6,10 @@ writes, and hands back what undoes it.
 """
 
 import logging
+import os
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +26,7 @@ from patchstore.errors import (
 )
 from patchstore.model import Manifest, Plan
 from patchstore.node_cache import NodeCache
-from patchstore.stores.base import Store
+from patchstore.stores import Store, opened
 from patchstore.tensors import TensorPatch, batches, bits, spec_of
 
 logger = logging.getLogger(__name__)
@@ -75,13 +77,14 @@ class Undo:
                 f"the tensors are at version {self._follower.held} by now: what this replaced cannot return"
             )
         tensors = self._follower.tensors
-        for name, old in reversed(self._old):
-            if old is None:
-                del tensors[name]
-            elif isinstance(old, TensorPatch):
-                bits(tensors[name])[old.indices] = bits(old.values)
-            else:
-                bits(tensors[name]).copy_(bits(old))
+        with _writing_to(tensors):
+            for name, old in reversed(self._old):
+                if old is None:
+                    del tensors[name]
+                elif isinstance(old, TensorPatch):
+                    bits(tensors[name])[old.indices] = bits(old.values)
+                else:
+                    bits(tensors[name]).copy_(bits(old))
         self._old.clear()
         self._follower.manifest, self._follower._sums = self._before
         self._after = self._follower.manifest
@@ -90,9 +93,10 @@ class Undo:
 class Follower:
     """A holder of one version of a run's tensors."""
 
+    @torch.inference_mode(mode=False)
     def __init__(
         self,
-        store: Store,
+        store: Store | str | os.PathLike[str],
         tensors: MutableMapping[str, torch.Tensor],
         *,
         held: int | None = None,
@@ -102,6 +106,7 @@ class Follower:
         """Open a store for following.
 
         Args:
+            store: an open store, or the URL or path of one, which `close` closes.
             tensors: by checkpoint name, contiguous; written in place. Empty to have the first
                 anchor fill it with tensors on the CPU.
             held: the version whose weights `tensors` has now, which is proved by digest; None when
@@ -115,10 +120,22 @@ class Follower:
             StateMismatch: they are not what version `held` has.
             StoreReplaced: version `held` is of another run than the store.
         """
+        with ExitStack() as closing:
+            self.store = closing.enter_context(opened(store))
+            self._open(tensors, held, scratch, cache)
+            self._closing = closing.pop_all()
+
+    def _open(
+        self,
+        tensors: MutableMapping[str, torch.Tensor],
+        held: int | None,
+        scratch: Path | None,
+        cache: NodeCache | None,
+    ) -> None:
+        store = self.store
         header = log.read_header(store)
         if header is None:
             raise VersionNotFound(f"{store.url} holds no run; open a publisher on it first")
-        self.store = store
         self.header = header
         self.tensors = tensors
         self.manifest: Manifest | None = None
@@ -137,6 +154,10 @@ class Follower:
                 raise StateMismatch(f"no tensors were given, so they cannot be at version {held}")
             digest.check_state(store, header.schema, found, manifest)
             self.manifest, self._sums = manifest, found
+
+    def close(self) -> None:
+        """Close the store if this opened it, which it did where it was given a URL. The tensors stay."""
+        self._closing.close()
 
     def _check_tensors(self) -> None:
         found = {name: spec_of(name, tensor) for name, tensor in self.tensors.items()}
@@ -261,6 +282,8 @@ class Follower:
             self.manifest, self._sums = before
             raise
 
+    # Tensors that an anchor makes here are written to later, which inference mode would forbid outside of it.
+    @torch.inference_mode(mode=False)
     def stage(self, version: int) -> Staged:
         """Make an update ready and prove it. The tensors are read, not written.
 
@@ -341,19 +364,8 @@ class Follower:
             )
         undo = Undo(self)
         try:
-            for name, patch in staged.patches.items():
-                live = bits(self.tensors[name])
-                indices, new = patch.indices.to(live.device), bits(patch.values).to(live.device)
-                old = live[indices].view(patch.values.dtype)
-                undo._old.append((name, TensorPatch(name=name, indices=indices, values=old)))
-                live[indices] = new
-            for name, tensor in staged.full.items():
-                if name in self.tensors:
-                    undo._old.append((name, self.tensors[name].clone()))
-                    bits(self.tensors[name]).copy_(bits(tensor))
-                else:
-                    undo._old.append((name, None))
-                    self.tensors[name] = tensor
+            with _writing_to(self.tensors):
+                self._write(staged, undo)
             logger.info(
                 "applied version %d: %d tensors, %.1f MiB, fetch %.2f s, decode %.2f s, verify %.2f s",
                 staged.manifest.version,
@@ -366,3 +378,23 @@ class Follower:
             undo.rollback()
             raise
         return undo
+
+    def _write(self, staged: Staged, undo: Undo) -> None:
+        for name, patch in staged.patches.items():
+            live = bits(self.tensors[name])
+            indices, new = patch.indices.to(live.device), bits(patch.values).to(live.device)
+            old = live[indices].view(patch.values.dtype)
+            undo._old.append((name, TensorPatch(name=name, indices=indices, values=old)))
+            live[indices] = new
+        for name, tensor in staged.full.items():
+            if name in self.tensors:
+                undo._old.append((name, self.tensors[name].clone()))
+                bits(self.tensors[name]).copy_(bits(tensor))
+            else:
+                undo._old.append((name, None))
+                self.tensors[name] = tensor
+
+
+def _writing_to(tensors: Mapping[str, torch.Tensor]) -> torch.inference_mode:
+    """Tensors that were made in inference mode can only be written to in it."""
+    return torch.inference_mode(any(tensor.is_inference() for tensor in tensors.values()))

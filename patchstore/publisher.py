@@ -6,28 +6,29 @@ comparison; encoding, upload and commit run behind it on one thread.
 """
 
 import logging
+import operator
 import os
-import queue
 import threading
 import time
-import traceback
-from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
-from patchstore import log
+from patchstore import at_exit, log
 from patchstore import snapshot as snapshots
 from patchstore.change import Change, Listed
 from patchstore.committer import Committer
-from patchstore.encodings import named
+from patchstore.encodings import CHOICES, named
 from patchstore.errors import (
-    DataError,
+    PatchstoreError,
     PublishFailed,
+    RunExists,
     SchemaMismatch,
     UsageError,
     VersionConflict,
@@ -35,20 +36,19 @@ from patchstore.errors import (
 from patchstore.layout import check_file_name
 from patchstore.model import Manifest, Schema, TensorSpec
 from patchstore.resume import open_run
+from patchstore.sources import Source, Weights
+from patchstore.stores import opened
 from patchstore.stores.base import Store
 from patchstore.stores.probe import prove_create_only
 from patchstore.tensors import spec_of
+from patchstore.worker import Task, Worker
+
+__all__ = ["Publication", "Publisher", "Source"]
 
 logger = logging.getLogger(__name__)
 
-Source = torch.nn.Module | Mapping[str, torch.Tensor]
-"""A model, whose `state_dict` is published, or its tensors by checkpoint name."""
-
 _FILE_ENDINGS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 """Of config and tokenizer files, and of code that a config refers to."""
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Types of which a tensor is whole."""
 
 
 class Publication:
@@ -57,16 +57,16 @@ class Publication:
     def __init__(self, step: int, *, waited_s: float) -> None:
         self.step = step
         self.waited_s = waited_s
-        """Seconds that the call took: for its turn, which comes when an anchor is stored, and to compare."""
+        """Seconds that the call took: waiting for earlier publications, and comparing."""
         self.publish_s: float | None = None
         """Seconds from the call to the commit; None until then."""
         self.seen = False
-        """Whether somebody asked for the result."""
-        self._future: Future[Manifest] = Future()
+        """Whether the caller was given the result."""
+        self._task: Task[Manifest] | None = None
 
     def done(self) -> bool:
         """Whether the result is in, good or bad."""
-        return self._future.done()
+        return self._task is not None and self._task.is_done
 
     def result(self, timeout_s: float | None = None) -> Manifest:
         """Wait for the commit and return the version's manifest.
@@ -77,29 +77,47 @@ class Publication:
             RunLost: the store no longer holds this run; this publisher must stop.
             TimeoutError: not done within `timeout_s`.
         """
-        error = self._future.exception(timeout_s)
+        assert self._task is not None
+        if not self._task.wait(timeout_s):
+            raise TimeoutError(
+                f"step {self.step} was not committed within {timeout_s} s; it is still under way"
+            )
         self.seen = True
-        if error is not None:
-            raise error
-        return self._future.result()
+        return self._task.result()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
+class _Commit(Task[Manifest]):
     """What the background thread is to commit."""
 
-    publication: Publication
-    change: Change
-    anchor: bool
-    alone: bool
-    """The change is not all that happened since the parent, so the anchor cannot have it as its delta."""
-    began: float
+    def __init__(
+        self,
+        publisher: "Publisher",
+        publication: Publication,
+        change: Change,
+        *,
+        began: float,
+        anchor: bool,
+        alone: bool,
+    ) -> None:
+        """Make a task of it.
+
+        Args:
+            alone: the change is not all that happened since the parent, so the anchor cannot have it as
+                its delta.
+        """
+        super().__init__(
+            partial(publisher._commit, publication, change, began=began, anchor=anchor, alone=alone)
+        )
+        self.publication, self.anchor = publication, anchor
+        publication._task = self
 
 
 class Publisher:
     """The one writer of a run. Use from one thread; close it, or use it as a context manager.
 
-    One that is not closed keeps its thread and its snapshot until the process ends.
+    One that is not closed keeps its thread and its snapshot until the interpreter ends, and is closed then.
+    Where something cannot be stored at that point, stderr says what, and the process exits with status 1
+    unless it ends by an uncaught exception, whose status stays.
 
     Memory: a snapshot of the served weights, where `snapshot` says; the changed elements of at most
     `max_pending` publications in host memory (pinned, where a GPU found them), plus a few parts of 8 MiB in
@@ -112,14 +130,14 @@ class Publisher:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | str | os.PathLike[str],
         source: Source,
         *,
-        dtype: torch.dtype | None = torch.bfloat16,
+        dtype: torch.dtype | str | None = torch.bfloat16,
         encoding: str = "auto",
         anchor_every: int = 64,
         files: str | os.PathLike[str] | None = None,
-        resume: bool | int | Literal["anchor"] = False,
+        resume: bool | int | Literal["anchor", "auto"] = False,
         max_pending: int = 2,
         max_shard_bytes: int = 5_000_000_000,
         snapshot: snapshots.Place = "device",
@@ -127,10 +145,12 @@ class Publisher:
         """Create a run, or claim an existing one with `resume`.
 
         Args:
+            store: an open store, or the URL or path of one, which is opened and closed with the publisher.
             source: the model or its tensors. Names, shapes and tied tensors must stay what they are
-                now; a mapping may hold other tensor objects under its names at each call.
+                now; a mapping may hold other tensor objects under its names at each call. The prefixes of
+                torch.compile, DistributedDataParallel and activation checkpointing are taken off names.
             dtype: what floating-point tensors of 16 bits or more are served as, and therefore
-                compared as; None to publish every tensor in its own dtype.
+                compared as, such as torch.bfloat16 or "bfloat16"; None to publish every tensor in its own.
             encoding: how changes are stored. "raw": positions as they are, 6 bytes a change in bf16. "gap":
                 distances between them, 4 bytes. "context": coded against the parent, which a reader must
                 hold, near 0.9 bytes. "auto": "context" or "gap", whichever is smaller each time.
@@ -139,7 +159,8 @@ class Publisher:
             files: a checkpoint folder whose config and tokenizer files go into every anchor.
             resume: False for a new run. True to go on from the newest version with exactly these
                 weights, a number to go on from that version, which must have them. "anchor" to go
-                on behind the head with whatever weights these are, by publishing all of them.
+                on behind the head with whatever weights these are, by publishing all of them. "auto" for
+                a new run where there is none; else as True where a version has these weights, or as "anchor".
             max_pending: publications under way before `publish_patch` waits.
             max_shard_bytes: size of an anchor's files.
             snapshot: where the copy of the weights is that the next ones are compared with. "device": with
@@ -155,28 +176,58 @@ class Publisher:
             SchemaMismatch: a tensor cannot be stored, or the run was created with other tensors.
             UnsupportedStore: the store cannot create exclusively.
             StoreUnavailable: the store does not answer.
-            UsageError: an argument makes no sense, or memory for the snapshot is short; nothing was written.
+            UsageError: an argument makes no sense, or memory for the snapshot is short, or the system starts
+                no more threads; no run was created.
             VersionConflict: another publisher claimed the run at the same time.
         """
-        if anchor_every < 1 or max_pending < 1 or max_shard_bytes < 1:
-            raise UsageError("anchor_every, max_pending and max_shard_bytes must be at least 1")
-        if not isinstance(resume, int) and resume != "anchor":
-            raise UsageError(f'resume must be True, False, a version or "anchor", not {resume!r}')
-        if dtype is not None and not dtype.is_floating_point:
-            raise UsageError(f"dtype must be a floating-point dtype or None, not {dtype}")
-        if encoding != "auto":
-            named(encoding)
-        self._source, self._dtype = source, dtype
-        self._anchor_every = anchor_every
-        checkpoint_files = {} if files is None else _checkpoint_files(Path(files))
+        self._dtype = _dtype(dtype)
+        self._anchor_every = _whole_number("anchor_every", anchor_every, least=1)
+        self._max_pending = _whole_number("max_pending", max_pending, least=1)
+        max_shard_bytes = _whole_number("max_shard_bytes", max_shard_bytes, least=1)
+        going_on = _resume(resume)
+        _check_encoding(encoding)
+        snapshots.check_place(snapshot)
+        checkpoint_files = _checkpoint_files(files)
+        at_exit.check_still_running()
+        self.process, self.caller = os.getpid(), threading.current_thread()
+        self._failed: deque[Publication] = deque()
+        """Publications that failed; those that the caller was told of may be among them."""
+        self._snapshot_ahead = False
+        """Set while the snapshot has changes that were not handed to the thread."""
+        self._conflict: VersionConflict | None = None
+        self._closed = False
+        self._closing = ExitStack()
+        with self._closing:
+            self._store = self._closing.enter_context(opened(store))
+            with _out_of_inference(), _threads_start(), _on_one_rank():
+                self._open(source, encoding, going_on, snapshot, checkpoint_files, max_shard_bytes)
+            at_exit.expect(self)
+            # Opened: from here on `close` ends what was begun.
+            self._closing = self._closing.pop_all()
+
+    def _open(
+        self,
+        source: Source,
+        encoding: str,
+        resume: bool | int | str,
+        snapshot: snapshots.Place,
+        checkpoint_files: dict[str, bytes],
+        max_shard_bytes: int,
+    ) -> None:
+        store = self._store
         # A read first: where nobody answers it says so at once, while the probe tries again and again.
-        log.read_header(store)
-        current, self._tied = self._tensors()
+        begun = log.read_header(store)
+        self._weights = Weights(source, () if begun is None else begun.schema.by_name())
+        current, self._tied = self._weights.read()
         self._served = {name: (self._served_dtype(tensor), tensor.shape) for name, tensor in current.items()}
         schema = Schema(
             tensors=tuple(self._spec(name, current[name]) for name in sorted(current)), tied=self._tied
         )
         self._snapshot = snapshots.take(current, schema.tensors, encoding, snapshot)
+        self._closing.callback(self._snapshot.close)
+        # Before anything is written: without its thread a publisher could not go on.
+        self._worker = Worker("patchstore-publisher")
+        self._closing.callback(self._worker.stop)
         prove_create_only(store)
         header, head, parent, sums = open_run(
             store, schema, snapshots.Served(current, schema.tensors), resume
@@ -196,19 +247,8 @@ class Publisher:
         """Publications since the last anchor."""
         if parent is not None:
             self._since_anchor = len(log.read_lineage(store, self._committer.claim().version)) - 1
-        self._owes_anchor = parent is None or resume == "anchor"
+        self._owes_anchor = sums is None
         """Set by the thread when it failed to store a version: only a whole model can follow."""
-        self._snapshot_ahead = False
-        """Set while the snapshot has changes that were not handed to the thread."""
-        self._conflict: VersionConflict | None = None
-        self._pending: list[Publication] = []
-        self._slots = threading.BoundedSemaphore(max_pending)
-        self._snapshot_free = threading.Event()
-        self._snapshot_free.set()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._closed = False
-        self._thread = threading.Thread(target=self._work, name="patchstore-publisher", daemon=True)
-        self._thread.start()
 
     def publish_patch(self, step: int) -> Publication:
         """Publish what changed since the last call as the next version.
@@ -216,62 +256,68 @@ class Publisher:
         Returns when the weights have been compared, and may be changed again; the version exists
         when the returned publication's `result` says so.
 
+        Args:
+            step: the trainer's count, any integer of 64 bits.
+
         Raises:
-            PublishFailed: an earlier publication was not stored, and nobody has been told yet. This
+            PublishFailed: an earlier publication was not stored, and the caller was not told yet. This
                 call published nothing; the next one publishes the whole model.
             VersionConflict: another publisher has this run; nothing can be published any more.
             RunLost: the store no longer holds this run; nothing can be published any more.
             SchemaMismatch: names, shapes, dtypes or ties of the source have changed. This call published
                 nothing; once they are back, the next one goes on.
-            UsageError: the publisher is closed.
+            UsageError: the step is not an integer, the publisher is closed, or this is a fork of the process
+                that opened it. This call published nothing.
         """
+        step = _whole_number("step", step, least=-(2**63))
         if self._closed:
             raise UsageError("this publisher is closed")
+        if os.getpid() != self.process:
+            raise UsageError(
+                f"this publisher belongs to process {self.process}, and this is {os.getpid()}, a fork of it "
+                "without its thread; publish from the process that opened it"
+            )
+        self.caller = threading.current_thread()
         if self._conflict is not None:
             raise self._conflict
         self._raise_untold()
         began = time.monotonic()
-        current = self._current()
-        self._slots.acquire()
-        sent = taken = False
-        try:
+        with _out_of_inference():
+            current = self._current()
+            self._worker.wait_until_at_most(self._max_pending - 1)
             # An anchor on its way reads the snapshot, which must not change under it.
-            self._snapshot_free.wait()
-            # Whatever breaks off from here on, Ctrl-C too, the snapshot may have what no version will have.
+            for task in self._worker.under_way():
+                if isinstance(task, _Commit) and task.anchor:
+                    task.wait()
+            # If anything below raises, an interrupt too, the snapshot may have changes that no version has.
             lost, self._snapshot_ahead = self._snapshot_ahead, True
-            # What the thread owes now it owes until this publication is its turn: no anchor is under way.
+            # `_owes_anchor` cannot be cleared before this is handed over: only an anchor clears it, and none
+            # is under way.
             alone = lost or self._owes_anchor
             change = self._compare(step, current, alone=alone)
             anchor = alone or self._owes_anchor or self._since_anchor + 1 >= self._anchor_every
             self._since_anchor = 0 if anchor else self._since_anchor + 1
             publication = Publication(step, waited_s=time.monotonic() - began)
-            job = _Job(publication=publication, change=change, anchor=anchor, alone=alone, began=began)
-            if anchor:
-                taken = True
-                self._snapshot_free.clear()
-            self._pending.append(publication)
-            # Said before it is done, with no call in between at which a signal could be handled.
-            sent = True
-            self._jobs.put(job)
+            self._worker.hand_over(
+                _Commit(self, publication, change, began=began, anchor=anchor, alone=alone)
+            )
             self._snapshot_ahead = False
-        finally:
-            if not sent:
-                if taken:
-                    # Only what this call took: an anchor that is being uploaded still reads the snapshot.
-                    self._snapshot_free.set()
-                self._slots.release()
         return publication
 
     def close(self) -> None:
         """Wait until everything published is committed or has failed, and end the background thread.
 
+        In a fork of the process that opened the publisher this does nothing.
+
         Raises:
-            PublishFailed, VersionConflict: a publication failed, and nobody has been told yet.
+            PublishFailed, VersionConflict: a publication failed, and the caller was not told yet.
         """
-        if not self._closed:
-            self._closed = True
-            self._jobs.put(None)
-        self._thread.join()
+        if os.getpid() != self.process:
+            return
+        self._closed = True
+        self._worker.stop()
+        self._closing.close()
+        at_exit.forget(self)
         self._raise_untold()
 
     def __enter__(self) -> Self:
@@ -287,46 +333,43 @@ class Publisher:
                 raise
             logger.exception("a publication failed too, while the trainer was failing")
 
-    def _raise_untold(self) -> None:
-        self._pending = [publication for publication in self._pending if not publication.seen]
-        errors = []
-        for publication in [publication for publication in self._pending if publication.done()]:
-            self._pending.remove(publication)
-            publication.seen = True
-            if (error := publication._future.exception()) is not None:
-                errors.append(error)
-        if errors:
-            # The later ones failed because the first did.
-            raise errors[0]
+    def close_at_exit(self) -> str | None:
+        """Close a publisher that the trainer left open; return what was lost, if anything was."""
+        unstored = self._unstored()
+        try:
+            self.close()
+        except PatchstoreError as exc:
+            return self._loss(unstored, exc)
+        return None
 
-    def _tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Return the source's tensors, each once, and further names -> the first name."""
-        source = self._source
-        # Nearly always only one begins at an address, so that no more is asked of most tensors.
-        first: dict[int, str] = {}
-        more: dict[int, list[str]] = {}
-        tensors: dict[str, torch.Tensor] = {}
-        tied: dict[str, str] = {}
-        for name, tensor in (source.state_dict() if isinstance(source, torch.nn.Module) else source).items():
-            plain = type(tensor) in _PLAIN or (
-                isinstance(tensor, torch.Tensor) and not hasattr(tensor, "full_tensor")
-            )
-            if not plain or tensor.is_meta:
-                raise SchemaMismatch(
-                    f"{name!r} is not a whole tensor in memory but {type(tensor).__name__}; "
-                    "pass full tensors by name instead of the model"
-                )
-            if tensor.numel():
-                address = tensor.data_ptr()
-                there = first.setdefault(address, name)
-                if there != name:
-                    others = more.setdefault(address, [there])
-                    if same := [other for other in others if _is_same(tensors[other], tensor)]:
-                        tied[name] = same[0]
-                        continue
-                    others.append(name)
-            tensors[name] = tensor
-        return tensors, tied
+    def lost(self, reason: object) -> str:
+        """Return a message about what was handed over and is not stored, for `at_exit`."""
+        return self._loss(self._unstored(), reason)
+
+    def _unstored(self) -> list[Publication]:
+        """Return the publications that are under way, or failed without the caller's knowledge."""
+        under_way = [task.publication for task in self._worker.under_way() if isinstance(task, _Commit)]
+        untold = [publication for publication in tuple(self._failed) if not publication.seen]
+        return [*untold, *(publication for publication in under_way if publication not in untold)]
+
+    def _loss(self, unstored: list[Publication], reason: object) -> str:
+        lost = [each.step for each in unstored if each._task is None or each._task.is_lost()]
+        return (
+            f"the process ended without Publisher.close(), and of {self._store.url} "
+            f"step{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} could not be stored: {reason}. "
+            'Restart with resume="auto", which publishes whatever weights the trainer has then'
+        )
+
+    def _raise_untold(self) -> None:
+        untold = [each for each in tuple(self._failed) if each.done() and not each.seen]
+        while self._failed and self._failed[0].seen:
+            self._failed.popleft()
+        for publication in untold:
+            publication.seen = True
+        if untold:
+            # The later ones failed because the first did.
+            assert untold[0]._task is not None and untold[0]._task.error is not None
+            raise untold[0]._task.error
 
     def _served_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         if self._dtype is not None and tensor.is_floating_point() and tensor.element_size() >= 2:
@@ -347,7 +390,7 @@ class Publisher:
         Raises:
             SchemaMismatch: they are not those of the run; the snapshot is untouched.
         """
-        current, tied = self._tensors()
+        current, tied = self._weights.read()
         if tied != self._tied:
             raise SchemaMismatch(f"tensors were tied as {self._tied}, but are tied as {tied} now")
         if len(current) != len(self._served) or not all(map(self._is_served, current, current.values())):
@@ -364,79 +407,161 @@ class Publisher:
             return Listed(step=step, num_changed=0, encoding="gap")
         return self._snapshot.compare(step, current)
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            publication = job.publication
-            try:
-                manifest = self._commit(job)
-            except BaseException as exc:  # noqa: BLE001 -- it belongs to whoever asks
-                self._owes_anchor = True
-                if isinstance(exc, VersionConflict):
-                    self._conflict = exc
-                # Its frames hold the change, which may be large, for as long as somebody keeps the error.
-                traceback.clear_frames(exc.__traceback__)
-                publication._future.set_exception(exc)
-            else:
-                publication._future.set_result(manifest)
-            finally:
-                if job.anchor:
-                    self._snapshot_free.set()
-                self._slots.release()
-                del job, publication
+    def _commit(
+        self, publication: Publication, change: Change, *, began: float, anchor: bool, alone: bool
+    ) -> Manifest:
+        """Commit a publication, on the background thread.
 
-    def _commit(self, job: _Job) -> Manifest:
+        Raises:
+            As `Publication.result`.
+        """
         try:
-            manifest = self._commit_or_fail(job)
-        except (UsageError, DataError) as exc:
-            # Such as a bucket that was deleted, or rights that were taken away, while the run goes on.
+            manifest = self._commit_or_fail(change, anchor=anchor, alone=alone)
+        except BaseException as exc:
+            self._owes_anchor = True
+            # Before the task is done, so that the next call on the trainer's thread finds it.
+            self._failed.append(publication)
+            if isinstance(exc, VersionConflict):
+                self._conflict = exc
+            if isinstance(exc, PublishFailed | VersionConflict | AssertionError):
+                raise
+            # Such as a bucket that was deleted, rights that were taken away, or memory that is short.
             raise PublishFailed(
-                f"step {job.change.step} was not stored, and the next publication will be an anchor: {exc}"
+                f"step {change.step} was not stored, and the next publication will be an anchor: "
+                f"{exc if isinstance(exc, PatchstoreError) else f'{type(exc).__name__}: {exc}'}"
             ) from exc
-        job.publication.publish_s = time.monotonic() - job.began
+        publication.publish_s = time.monotonic() - began
         logger.info(
             "published version %d: step %d, %d changed, %.1f MiB, waited %.2f s, published in %.2f s",
             manifest.version,
             manifest.step,
             0 if manifest.delta is None else manifest.delta.num_changed,
             manifest.num_bytes / 2**20,
-            job.publication.waited_s,
-            job.publication.publish_s,
+            publication.waited_s,
+            publication.publish_s,
         )
         return manifest
 
-    def _commit_or_fail(self, job: _Job) -> Manifest:
+    def _commit_or_fail(self, change: Change, *, anchor: bool, alone: bool) -> Manifest:
         if self._conflict is not None:
             raise self._conflict
-        if job.anchor:
+        if anchor:
             # After a failure the parent lacks changes that the snapshot has: then there is no delta to it.
-            change = None if self._owes_anchor or job.alone else job.change
-            manifest = self._committer.commit_anchor(job.change.step, self._snapshot.read, change)
+            delta = None if self._owes_anchor or alone else change
+            manifest = self._committer.commit_anchor(change.step, self._snapshot.read, delta)
             self._owes_anchor = False
             return manifest
         if self._owes_anchor:
             raise PublishFailed(
-                f"step {job.change.step} builds on a publication that was not stored; "
+                f"step {change.step} builds on a publication that was not stored; "
                 "the next publication will be an anchor"
             )
-        return self._committer.commit_delta(job.change)
+        return self._committer.commit_delta(change)
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors that begin at the same address are one under two names."""
-    return (
-        one.device == other.device
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-    )
+def _out_of_inference() -> AbstractContextManager[object]:
+    """The snapshot outlives the caller's inference mode, so it must not be made of inference tensors."""
+    # Not entered where it changes nothing: an interrupt while it is left would change the trainer's mode.
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-def _checkpoint_files(folder: Path) -> dict[str, bytes]:
+@contextmanager
+def _threads_start() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as exc:
+        if "can't start new thread" not in str(exc):
+            raise
+        raise UsageError(
+            "this process cannot start the threads that a publisher needs; raise the limit of processes "
+            f"(ulimit -u, or the container's pids limit): {exc}"
+        ) from exc
+
+
+@contextmanager
+def _on_one_rank() -> Iterator[None]:
+    """Say which rank should publish, where another has the run."""
+    try:
+        yield
+    except (RunExists, VersionConflict) as exc:
+        rank = _rank()
+        if rank == 0:
+            raise
+        raise type(exc)(
+            f"this is rank {rank}, and a run is published from one rank: open the Publisher only where "
+            f"torch.distributed.get_rank() == 0, and let the other ranks go on without one. {exc}"
+        ) from exc
+
+
+def _rank() -> int:
+    """Return this process's rank in its group, as far as it is known without asking the others; else 0."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    for name in ("RANK", "LOCAL_RANK"):
+        if (value := os.environ.get(name, "")).isdecimal():
+            return int(value)
+    return 0
+
+
+def _whole_number(name: str, value: Any, least: int) -> int:
+    """Return an argument as an int: what counts as one in Python, but a truth value.
+
+    Raises:
+        UsageError: it is none, or out of range.
+    """
+    is_truth = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
+    try:
+        number = None if is_truth else operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None:
+        raise UsageError(f"{name} must be an integer, not {value!r} ({type(value).__name__}); use int()")
+    if not least <= number < 2**63:
+        raise UsageError(f"{name} must be at least {least} and less than 2**63, not {number}")
+    return number
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if found is None and value is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UsageError(
+            'dtype must be a floating-point dtype such as torch.bfloat16 or "bfloat16", or None to publish '
+            f"every tensor in its own, not {value!r}"
+        )
+    return found
+
+
+def _resume(value: Any) -> bool | int | str:
+    if isinstance(value, bool) or (isinstance(value, str) and value in {"anchor", "auto"}):
+        return value
+    if not hasattr(value, "__index__"):
+        raise UsageError(f'resume must be True, False, a version, "anchor" or "auto", not {value!r}')
+    return _whole_number("resume", value, least=0)
+
+
+def _check_encoding(value: Any) -> None:
+    if not isinstance(value, str):
+        raise UsageError(f"encoding must be one of {', '.join(CHOICES)}, not {value!r}")
+    if value not in CHOICES:
+        named(value)
+
+
+def _checkpoint_files(folder: Any) -> dict[str, bytes]:
     """Read a checkpoint folder's files that are not weights."""
-    if not folder.is_dir():
-        raise UsageError(f"files={folder} is not a folder")
-    return {
-        check_file_name(path.name): path.read_bytes()
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name.endswith(_FILE_ENDINGS) and not path.name.endswith(".index.json")
-    }
+    if folder is None:
+        return {}
+    if not isinstance(folder, str | os.PathLike):
+        raise UsageError(f"files must be the path of a checkpoint folder, not {folder!r}")
+    path = Path(folder)
+    if not path.is_dir():
+        raise UsageError(f"files={str(folder)!r} is not a folder")
+    try:
+        return {
+            check_file_name(file.name): file.read_bytes()
+            for file in sorted(path.iterdir())
+            if file.is_file() and file.name.endswith(_FILE_ENDINGS) and not file.name.endswith(".index.json")
+        }
+    except OSError as exc:
+        raise UsageError(f"files={str(folder)!r} cannot be read: {exc}") from exc

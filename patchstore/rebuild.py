@@ -16,7 +16,7 @@ import torch
 from patchstore import digest, fetch, lineage, log, payload
 from patchstore.errors import CorruptObject, UsageError, VersionNotFound
 from patchstore.model import Manifest, Plan, StoreHeader, TensorSpec
-from patchstore.stores.base import Store
+from patchstore.stores import Store, opened
 from patchstore.sums import read_sums
 from patchstore.tensors import batches
 from patchstore.unfinished import flush, unfinished, write_file
@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 
 
 def replay(
-    store: Store,
+    store: Store | str | os.PathLike[str],
     version: int | None = None,
     *,
     out: str | os.PathLike[str],
@@ -35,6 +35,7 @@ def replay(
     """Write a version as a Hugging Face checkpoint folder.
 
     Args:
+        store: an open store, or the URL or path of one.
         version: None for the head.
         out: a folder that does not exist yet. Its parent needs room for the checkpoint and the
             deltas.
@@ -53,6 +54,11 @@ def replay(
     target = Path(out)
     if os.path.lexists(target):
         raise UsageError(f"{target} exists; name a folder that does not")
+    with opened(store) as source:
+        return _replay(source, version, target, progress)
+
+
+def _replay(store: Store, version: int | None, target: Path, progress: Progress | None) -> Manifest:
     header, route = route_to(store, version)
     assert route.anchor is not None and route.anchor.anchor is not None
     with unfinished(target, is_folder=True) as partial:
@@ -66,14 +72,25 @@ def replay(
     return route.target
 
 
-def verify(store: Store, version: int | None = None, *, progress: Progress | None = None) -> Manifest:
+def verify(
+    store: Store | str | os.PathLike[str], version: int | None = None, *, progress: Progress | None = None
+) -> Manifest:
     """Rebuild a version without keeping it, and check every object it names, needed for that or not.
 
     Checks the chain of manifests from it back to its anchor, and from there to the anchor's parent.
 
+    Args:
+        store: an open store, or the URL or path of one.
+        version: None for the head.
+
     Raises:
         As `replay`.
     """
+    with opened(store) as source:
+        return _verify(source, version, progress)
+
+
+def _verify(store: Store, version: int | None, progress: Progress | None) -> Manifest:
     header, route = route_to(store, version)
     assert route.anchor is not None and route.anchor.anchor is not None
     if route.anchor.parent is not None:

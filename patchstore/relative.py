@@ -1,9 +1,7 @@
 """Changes coded against the parent: found while a trainer waits, coded on a thread while it goes on."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from threading import Thread
 
 import numpy as np
 import torch
@@ -16,6 +14,7 @@ from patchstore.errors import PublishFailed
 from patchstore.model import DTYPE_BYTES, TensorSpec
 from patchstore.stores.base import Chunk
 from patchstore.tensors import TensorPatch, bits, grouped, joined
+from patchstore.worker import Task, Worker
 
 _HEADER_BYTES = 160
 """Of a tensor in the header of a `gap` file, beside three times its name: two entries, and its shape."""
@@ -43,7 +42,7 @@ class Contents:
 class Relative:
     """A change that is being coded."""
 
-    def __init__(self, step: int, num_changed: int, contents: "Future[Contents]") -> None:
+    def __init__(self, step: int, num_changed: int, contents: Task[Contents]) -> None:
         self.step, self.num_changed = step, num_changed
         self._contents = contents
 
@@ -80,31 +79,30 @@ class Relative:
 
 
 class Coder:
-    """One thread at a time, to which a snapshot belongs until `wait` returns: nobody else may change it."""
+    """A thread to which a snapshot belongs until `wait` returns: nobody else may change it."""
 
     def __init__(self) -> None:
-        self._thread: Thread | None = None
+        """Start the thread.
+
+        Raises:
+            RuntimeError: the system starts no more threads.
+        """
+        self._worker = Worker("patchstore-coder")
 
     def start(self, step: int, num_changed: int, work: Callable[[], Contents]) -> Relative:
         """Have a change coded. What goes wrong is raised by the change."""
         self.wait()
-        contents: Future[Contents] = Future()
-
-        def run() -> None:
-            try:
-                contents.set_result(work())
-            except BaseException as exc:  # noqa: BLE001 -- it belongs to whoever commits the change
-                contents.set_exception(exc)
-
-        self._thread = Thread(target=run, name="patchstore-coder", daemon=True)
-        self._thread.start()
-        return Relative(step, num_changed, contents)
+        task = Task(work)
+        self._worker.hand_over(task)
+        return Relative(step, num_changed, task)
 
     def wait(self) -> None:
         """Wait until nothing is being coded; from any thread."""
-        thread = self._thread
-        if thread is not None and thread.ident is not None:
-            thread.join()
+        self._worker.wait_until_at_most(0)
+
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        self._worker.stop()
 
 
 class Coding:

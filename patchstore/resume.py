@@ -3,18 +3,21 @@
 Nothing is ever deleted or overwritten to make a resumption fit.
 """
 
+import logging
 import uuid
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 
 import torch
 
 from patchstore import digest, log
 from patchstore.committer import now
-from patchstore.errors import ResumeMismatch, RunExists, SchemaMismatch
+from patchstore.errors import ResumeMismatch, RunExists, SchemaMismatch, VersionNotFound
 from patchstore.model import Manifest, Schema, StoreHeader
 from patchstore.stores.base import Store
 from patchstore.sums import Sums, state_total
+
+logger = logging.getLogger(__name__)
 
 
 def open_run(
@@ -35,7 +38,7 @@ def open_run(
     """
     header = log.read_header(store)
     if header is None:
-        if resume is not False:
+        if resume is not False and resume != "auto":
             raise ResumeMismatch(f"{store.url} holds no run to resume; open it without resume")
         header = StoreHeader(run_id=uuid.uuid4().hex, created_at=now(), schema=schema)
         log.create_header(store, header)
@@ -43,7 +46,7 @@ def open_run(
     if resume is False:
         raise RunExists(
             f"{store.url} already holds run {header.run_id}, created {header.created_at}; "
-            "use another prefix, or resume=True to go on with that run"
+            'use another prefix, or resume=True or "auto" to go on with that run'
         )
     ours, theirs = schema.by_name(), header.schema.by_name()
     for name in sorted(ours.keys() | theirs.keys()):
@@ -56,7 +59,7 @@ def open_run(
         return header, head, head, None
     sums = digest.of_tensors(header.schema, snapshot.items())
     total = state_total(header.schema, sums)
-    if resume is not True:
+    if resume is not True and resume != "auto":
         parent = log.read_manifest(store, int(resume))
         if parent.state.total != total:
             raise ResumeMismatch(
@@ -64,12 +67,29 @@ def open_run(
                 'load that version first, or use resume="anchor" to publish these weights whole'
             )
         return header, head, parent, sums
-    with closing(log.read_back(store, head.version)) as versions:
-        for parent in versions:
-            if parent.state.total == total:
-                return header, head, parent, sums
+    found = _newest_with(store, head, total)
+    if found is not None:
+        return header, head, found, sums
+    if resume == "auto":
+        logger.warning(
+            "no version in %s has these weights (state digest %s), so the next publication will be the whole "
+            "model, behind version %d",
+            store.url,
+            total,
+            head.version,
+        )
+        return header, head, head, None
     raise ResumeMismatch(
         f"none of the {head.version + 1} versions in {store.url} has these weights, whose state digest is "
         f"{total}; "
         'load one of them first, or use resume="anchor" to publish these weights whole'
     )
+
+
+def _newest_with(store: Store, head: Manifest, total: str) -> Manifest | None:
+    """Return the newest version with this state digest, back to the first version or to a slot that was lost."""
+    with closing(log.read_back(store, head.version)) as versions, suppress(VersionNotFound):
+        for found in versions:
+            if found.state.total == total:
+                return found
+    return None

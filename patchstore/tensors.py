@@ -148,5 +148,5 @@ def from_bytes(spec: TensorSpec, data: bytearray | memoryview) -> torch.Tensor:
     """Return a tensor over `data` (`spec.num_bytes` long, writable), sharing its memory."""
     dtype = TORCH_DTYPES[spec.dtype]
     if spec.num_elements == 0:
-        return torch.empty(spec.shape, dtype=dtype)
+        return torch.empty(spec.shape, dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(spec.shape)

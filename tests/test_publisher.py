@@ -5,13 +5,17 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from patchstore import Follower, Publisher, diff, layout, log, snapshot
+from patchstore import Follower, Publisher, diff, layout, log, replay, snapshot, verify
 from patchstore.encodings import CHOICES
 from patchstore.errors import (
     PublishFailed,
@@ -23,6 +27,7 @@ from patchstore.errors import (
     UnsupportedFormat,
     UsageError,
     VersionConflict,
+    VersionNotFound,
 )
 from patchstore.payload import open_buffer
 from patchstore.stores.base import Store
@@ -233,7 +238,7 @@ def test_a_comparison_that_breaks_off_makes_the_next_version_whole(
     assert_same_bits(newest(run.store), served(run.model))
 
 
-@pytest.mark.parametrize("where", ["patchstore.publisher.Publication", "patchstore.publisher._Job"])
+@pytest.mark.parametrize("where", ["patchstore.publisher.Publication", "patchstore.publisher._Commit"])
 @pytest.mark.parametrize("anchor_every", [1, 100])
 def test_an_interrupt_after_the_comparison_loses_no_change(
     run: Run, monkeypatch: pytest.MonkeyPatch, where: str, anchor_every: int
@@ -278,7 +283,7 @@ def test_an_interrupt_while_an_anchor_is_uploaded_does_not_let_the_snapshot_move
     uploading.wait(30)
     model["w"].fill_(1.0)
     with monkeypatch.context() as patched:
-        patched.setattr(publisher._snapshot_free, "wait", interrupted)
+        patched.setattr(first._task, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             publisher.publish_patch(1)
     second = threading.Thread(target=publisher.publish_patch, args=(2,))
@@ -292,6 +297,87 @@ def test_an_interrupt_while_an_anchor_is_uploaded_does_not_let_the_snapshot_move
     Follower(store, version_0).update(first.result().version)
     assert_same_bits(version_0, {"w": torch.zeros(1000, dtype=torch.bfloat16)})
     assert_same_bits(newest(store), served(model))
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the n-th point of a call at which Python might handle a signal."""
+
+    FINELY = ("patchstore/publisher.py", "patchstore/worker.py", "threading.py", "contextlib.py")
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> "Interrupter":
+        frame.f_trace_opcodes = frame.f_code.co_filename.endswith(self.FINELY)
+        # Not where a generator is left: that may be its destructor, out of which nothing is raised.
+        if event in {"opcode", "line"}:
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+    def during(self, call: Callable[..., object], *arguments: object) -> bool:
+        """Make a call; return whether it was interrupted."""
+        sys.settrace(self)
+        try:
+            call(*arguments)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["gap", "context"])
+@pytest.mark.parametrize("anchor_every", [1, 3])
+def test_an_interrupt_at_any_point_loses_nothing_and_stops_nothing(encoding: str, anchor_every: int) -> None:
+    model, point, step, interrupts = {"w": torch.zeros(64), "v": torch.zeros(8)}, 1, 0, 0
+    store = MemoryStore()
+    publisher = Publisher(store, model, encoding=encoding, anchor_every=anchor_every, max_pending=1)
+    publisher.publish_patch(0).result()
+    while True:
+        step += 1
+        model["w"][step % 64] = step
+        if not Interrupter(point).during(publisher.publish_patch, step):
+            break
+        interrupts += 1
+        point += 3
+        for _ in range(2):
+            model["v"][step % 8] += 1
+            manifest = publisher.publish_patch(step).result(timeout_s=30)
+        if step % 25 == 0:
+            assert_same_bits(newest(store), served(model))
+            assert manifest.anchor is None or anchor_every == 1 or manifest.delta is not None
+    publisher.close()
+    assert interrupts > 200
+    assert_same_bits(newest(store), served(model))
+    for version in range(0, manifest.version + 1, 10):
+        verify(store, version)
+
+
+def test_an_interrupt_while_a_result_is_awaited_stops_nothing(store: MemoryStore) -> None:
+    model = {"w": torch.zeros(64)}
+    with Publisher(store, model, anchor_every=1) as publisher:
+        for point in range(1, 200):
+            model["w"][0] = point
+            publication = publisher.publish_patch(point)
+            Interrupter(point).during(publication.result)
+            assert publication.result(timeout_s=30).step == point
+
+
+def test_an_interrupt_while_a_publisher_is_closed_leaves_it_to_be_closed_again(store: MemoryStore) -> None:
+    model, point = {"w": torch.zeros(64)}, 1
+    while True:
+        publisher = Publisher(store, model, resume="auto")
+        model["w"][0] = point
+        publisher.publish_patch(point)
+        if not Interrupter(point).during(publisher.close):
+            break
+        point += 11
+        publisher.close()
+        assert_same_bits(newest(store), served(model))
+    assert point > 100
 
 
 def test_a_hint_that_cannot_be_written_does_not_unmake_versions(store: MemoryStore) -> None:
@@ -561,11 +647,301 @@ def test_resuming_with_other_ties_is_refused(store: MemoryStore) -> None:
         Publisher(store, {"x": tensor, "z": tensor}, resume=True)
 
 
-def test_wrong_arguments_are_refused_before_a_run_is_created(store: MemoryStore) -> None:
-    for wrong in ({"resume": "anchr"}, {"dtype": torch.int8}, {"files": "/nonexistent"}, {"max_pending": 0}):
-        with pytest.raises(UsageError):
-            Publisher(store, {"w": torch.zeros(3)}, **wrong)  # type: ignore[arg-type]
-    assert list(store.list()) == []
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"resume": "anchr"},
+        {"resume": None},
+        {"resume": "3"},
+        {"resume": 1.0},
+        {"resume": -1},
+        {"dtype": torch.int8},
+        {"dtype": "int8"},
+        {"dtype": "brainfloat"},
+        {"dtype": "auto"},
+        {"dtype": "nn"},
+        {"dtype": 16},
+        {"files": "/nonexistent"},
+        {"files": 3},
+        {"files": ["config.json"]},
+        {"files": __file__},
+        {"max_pending": 0},
+        {"max_pending": 1.5},
+        {"max_pending": None},
+        {"anchor_every": True},
+        {"anchor_every": "64"},
+        {"anchor_every": -1},
+        {"max_shard_bytes": 5e9},
+        {"max_shard_bytes": torch.tensor(True)},
+        {"encoding": None},
+        {"encoding": 3},
+        {"encoding": ["gap"]},
+        {"snapshot": "typo"},
+        {"snapshot": None},
+        {"snapshot": ["device"]},
+        {"snapshot": Path("/nonexistent")},
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_before_the_store_is_asked(
+    store: MemoryStore, wrong: dict[str, Any]
+) -> None:
+    watched = FaultyStore(store)
+    (name,) = wrong
+    with pytest.raises(UsageError, match=name):
+        Publisher(watched, {"w": torch.zeros(3)}, **wrong)
+    assert watched.calls == []
+
+
+@pytest.mark.parametrize("value", [2, np.int64(2), np.uint8(2), torch.tensor(2)])
+def test_all_integers_do_as_arguments(store: MemoryStore, value: Any) -> None:
+    with Publisher(store, {"w": torch.zeros(3)}, anchor_every=value, max_pending=value) as publisher:
+        kinds = [publisher.publish_patch(step).result().kind for step in range(3)]
+    assert kinds == ["anchor", "delta", "anchor"]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        1.0,
+        True,
+        None,
+        "7",
+        b"7",
+        [1],
+        2**63,
+        -(2**63) - 1,
+        np.float64(1),
+        np.bool_(True),
+        torch.tensor(1.0),
+        torch.tensor(True),
+        torch.tensor([1, 2]),
+        torch.tensor(1, device="meta"),
+    ],
+    ids=repr,
+)
+def test_a_step_that_is_no_integer_is_refused_before_anything_is_compared(run: Run, step: Any) -> None:
+    run.publish(3)
+    run.train()
+    before = list(run.store.list())
+    with pytest.raises(UsageError, match="step"):
+        run.publisher.publish_patch(step)
+    assert list(run.store.list()) == before
+    assert run.publish(4).kind == "delta"
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+@pytest.mark.parametrize("step", [7, np.int32(7), np.uint64(7), torch.tensor(7)], ids=repr)
+def test_a_step_may_be_of_any_integer_type(run: Run, step: Any) -> None:
+    manifest = run.publish(step)
+    assert type(manifest.step) is int
+    assert log.read_manifest(run.store, 0) == manifest and manifest.step == 7
+    assert verify(run.store).step == 7
+
+
+def test_a_step_may_be_negative(run: Run) -> None:
+    run.publish(-1)
+    assert verify(run.store).step == -1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "torch.float16", "half", torch.float16])
+def test_a_dtype_may_be_given_by_its_name(store: MemoryStore, dtype: Any) -> None:
+    model = {"w": torch.randn(9)}
+    with Publisher(store, model, dtype=dtype) as publisher:
+        publisher.publish_patch(0).result()
+    assert_same_bits(newest(store), served(model, torch.float16))
+
+
+def test_a_store_may_be_given_by_its_path_or_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    monkeypatch.setattr(FolderStore, "close", lambda self: closed.append(self.url))
+    model = {"w": torch.randn(9)}
+    for place in (tmp_path / "a", str(tmp_path / "b"), f"file://{tmp_path}/c"):
+        path = str(place).removeprefix("file://")
+        with Publisher(place, model) as publisher:
+            publisher.publish_patch(0).result()
+            assert closed == []
+        assert closed == [path]
+        assert verify(place).version == 0
+        replay(place, out=tmp_path / f"out-{Path(path).name}")
+        assert closed == [path] * 3
+        tensors: dict[str, torch.Tensor] = {}
+        follower = Follower(place, tensors)
+        follower.update()
+        assert closed == [path] * 3
+        follower.close()
+        assert closed == [path] * 4
+        assert_same_bits(tensors, served(model))
+        closed.clear()
+
+
+def test_a_store_that_a_publisher_opened_is_closed_where_opening_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+    monkeypatch.setattr(FolderStore, "close", lambda self: closed.append(self.url))
+    threads = threading.active_count()
+    with pytest.raises(ResumeMismatch):
+        Publisher(tmp_path, {"w": torch.zeros(3)}, resume=True)
+    with pytest.raises(VersionNotFound):
+        Follower(tmp_path, {})
+    assert closed == [str(tmp_path)] * 2
+    assert threading.active_count() == threads
+
+
+def test_a_store_that_the_caller_opened_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    monkeypatch.setattr(FolderStore, "close", lambda self: closed.append(self.url))
+    store = FolderStore(tmp_path)
+    with Publisher(store, {"w": torch.zeros(3)}) as publisher:
+        publisher.publish_patch(0)
+    verify(store)
+    Follower(store, {}).close()
+    assert closed == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 3, {"w": torch.zeros(3)}, torch.nn.Linear(2, 2), b"/tmp/x"], ids=type
+)
+def test_what_is_no_store_is_refused(tmp_path: Path, wrong: Any) -> None:
+    for use in (
+        lambda: Publisher(wrong, {"w": torch.zeros(3)}),
+        lambda: Follower(wrong, {}),
+        lambda: verify(wrong),
+        lambda: replay(wrong, out=tmp_path / "out"),
+    ):
+        with pytest.raises(UsageError, match=r"URL.*open_store"):
+            use()
+
+
+def test_publishing_in_inference_mode_or_without_gradients_changes_nothing(store: MemoryStore) -> None:
+    model = torch.nn.Linear(8, 8)
+    modes = [torch.inference_mode, torch.enable_grad, torch.no_grad, torch.inference_mode, torch.enable_grad]
+    for encoding in CHOICES:
+        for opened_in in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+            store = MemoryStore()
+            with opened_in():
+                publisher = Publisher(store, model, encoding=encoding, anchor_every=3)
+            tensors: dict[str, torch.Tensor] = {}
+            with opened_in():
+                follower = Follower(store, tensors)
+            for step, mode in enumerate(modes):
+                with torch.no_grad():
+                    model.weight[step] += 1
+                with mode():
+                    publisher.publish_patch(step).result()
+                with modes[-1 - step]():
+                    follower.update()
+                assert_same_bits(tensors, served(model.state_dict()))
+            publisher.close()
+
+
+def test_weights_that_were_made_in_inference_mode_are_published_and_followed(store: MemoryStore) -> None:
+    with torch.inference_mode():
+        model = {"w": torch.randn(64)}
+        tensors = {"w": torch.zeros(64, dtype=torch.bfloat16)}
+    publisher, follower = Publisher(store, model), Follower(store, tensors)
+    for step in range(3):
+        publisher.publish_patch(step).result()
+        follower.update()
+        assert_same_bits(tensors, served(model))
+        with torch.inference_mode():
+            model["w"][step] = step + 0.5
+    publisher.close()
+
+
+@pytest.mark.parametrize("encoding", CHOICES)
+@pytest.mark.parametrize("place", ["device", "host", "file"])
+def test_another_default_device_or_dtype_changes_nothing(
+    store: MemoryStore, tmp_path: Path, encoding: str, place: str
+) -> None:
+    run = Run(store)
+    tensors: dict[str, torch.Tensor] = {}
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            run.open(encoding=encoding, snapshot=tmp_path if place == "file" else place)
+            follower = Follower(store, tensors)
+        for step in range(4):
+            with torch.device("meta"):
+                run.publish(step)
+                run.model["scale"].mul_(1.5)
+                run.model["layers.0.norm.weight"][step] = 2.5
+                run.publish(step)
+                follower.update()
+            assert_same_bits(tensors, served(run.model))
+            run.train()
+        with torch.device("meta"):
+            assert_same_bits(newest(store), run.history[max(run.history)])
+            verify(store)
+            verify(store, 3)
+            replay(store, out=tmp_path / "out")
+    finally:
+        torch.set_default_dtype(before)
+        run.close()
+
+
+RANKS = [
+    ({"RANK": "3"}, "rank 3"),
+    ({"LOCAL_RANK": "1"}, "rank 1"),
+    ({"RANK": "0", "LOCAL_RANK": "0"}, None),
+    ({"RANK": "x"}, None),
+    ({}, None),
+]
+
+
+@pytest.mark.parametrize(("environment", "said"), RANKS)
+def test_a_second_rank_is_told_to_leave_publishing_to_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str | None
+) -> None:
+    run.publish()
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunExists) as caught:
+        Publisher(run.store, run.model)
+    if said is None:
+        assert "rank" not in str(caught.value)
+    else:
+        assert f"{said}, and a run is published from one rank" in str(caught.value)
+
+
+def test_the_rank_of_an_initialised_group_comes_before_the_environment(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.publish()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    with pytest.raises(RunExists, match="rank 5"):
+        Publisher(run.store, run.model)
+
+
+@pytest.mark.parametrize("num_started", range(12))
+def test_threads_that_cannot_start_are_a_typed_error_and_no_run(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, num_started: int
+) -> None:
+    start, left = threading.Thread.start, num_started
+
+    def limited(thread: threading.Thread) -> None:
+        nonlocal left
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left -= 1
+        start(thread)
+
+    model, threads = {"w": torch.zeros(8)}, threading.active_count()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", limited)
+        refused = pytest.raises(UsageError, match="cannot start the threads")
+        # It has two, and the probe eight at a time: fewer where those are quick.
+        with refused if num_started <= 2 else suppress(UsageError):
+            Publisher(store, model).close()
+    if log.read_header(store) is None:
+        assert list(store.list()) == []
+    assert threading.active_count() == threads
 
 
 @pytest.fixture(params=["folder", "memory"])

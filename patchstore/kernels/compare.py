@@ -386,12 +386,12 @@ def cut(
     """
     assert WORD <= tile_bytes <= MAX_GAP + 1 and tile_bytes & (tile_bytes - 1) == 0
     assert list(widths) == sorted(widths, reverse=True)
-    sizes = torch.tensor(num_bytes, dtype=torch.int64)
-    none = torch.zeros(1, dtype=torch.int64)
+    sizes = torch.tensor(num_bytes, dtype=torch.int64, device="cpu")
+    none = torch.zeros(1, dtype=torch.int64, device="cpu")
     bounds = torch.cat([none, ((sizes + tile_bytes - 1) // tile_bytes).cumsum(0)])
     starts = torch.cat([none, ((sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0)])
-    owners = torch.repeat_interleave(torch.arange(len(sizes)), bounds[1:] - bounds[:-1])
-    indices = torch.arange(len(owners)) - bounds[owners]
+    owners = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), bounds[1:] - bounds[:-1])
+    indices = torch.arange(len(owners), device="cpu") - bounds[owners]
     return Tiles(
         num_bytes=tuple(num_bytes),
         widths=tuple(widths),
@@ -403,7 +403,7 @@ def cut(
         sizes=sizes.to(device),
         starts=starts.to(device),
         bounds=bounds.to(device),
-        tile_elements=(tile_bytes // torch.tensor(widths, dtype=torch.int64)).to(device),
+        tile_elements=(tile_bytes // torch.tensor(widths, dtype=torch.int64, device="cpu")).to(device),
     )
 
 

@@ -1,6 +1,5 @@
 """What was published last, to compare with: on the device, in host memory or in a file."""
 
-import os
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Protocol
@@ -9,14 +8,13 @@ import torch
 
 from patchstore.change import Change
 from patchstore.digest import Sums
-from patchstore.errors import UsageError
 from patchstore.kernels import are_usable
 from patchstore.model import TensorSpec
 from patchstore.snapshot.device import DeviceSnapshot
-from patchstore.snapshot.memory import Place, Served
+from patchstore.snapshot.memory import Place, Served, check_place
 from patchstore.snapshot.plain import PlainSnapshot
 
-__all__ = ["Place", "Served", "Snapshot", "kernels_for", "take"]
+__all__ = ["Place", "Served", "Snapshot", "check_place", "kernels_for", "take"]
 
 
 class Snapshot(Protocol):
@@ -37,6 +35,10 @@ class Snapshot(Protocol):
         """Return a tensor in host memory, and its digest sums; for any one thread."""
         ...
 
+    def close(self) -> None:
+        """End its thread, where it has one; nothing is compared afterwards."""
+        ...
+
 
 def take(
     current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], encoding: str, place: Place
@@ -46,12 +48,11 @@ def take(
     Args:
         specs: of the schema, in its order.
         encoding: of `encodings.CHOICES`.
+        place: that `check_place` admits.
 
     Raises:
-        UsageError: there is no such place, or not enough memory there.
+        UsageError: not enough memory there.
     """
-    if not isinstance(place, os.PathLike) and place not in {"device", "host"}:
-        raise UsageError(f'snapshot must be "device", "host" or the Path of a folder, not {place!r}')
     devices = {tensor.device for tensor in current.values()}
     kernels = kernels_for(devices)
     if kernels is not None:

@@ -69,7 +69,9 @@ class DeviceSnapshot:
                 room = max(min(num_bytes, BUCKET_BYTES), self._tiles.words * kernels.WORD)
                 # Of torch's pool, which survives a fork: the host writes to them.
                 is_cuda = device.type == "cuda"
-                self._stages = [torch.empty(room, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
+                self._stages = [
+                    torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=is_cuda) for _ in range(2)
+                ]
             elif place == "host":
                 self._memory = pinned(num_bytes, device, self)
             else:
@@ -167,7 +169,7 @@ class DeviceSnapshot:
             host = tensor
             if tensor.device.type == "cuda":
                 # Not one buffer for all: an upload may still hold views of the tensor before.
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
                 host.copy_(tensor, non_blocking=True)
             try:
                 sums = self._digested(tensor)
@@ -175,6 +177,10 @@ class DeviceSnapshot:
                 sums = None
             self._reader.synchronize()
             return host, digest.of_tensor(host) if sums is None else sums
+
+    def close(self) -> None:
+        if self._coder is not None:
+            self._coder.close()
 
     def _digested(self, tensor: torch.Tensor) -> Sums:
         """Digest a tensor on the device, in parts where it is not there."""
@@ -208,6 +214,7 @@ class DeviceSnapshot:
             )
             converted.append(not as_is)
             addresses.append(tensor.data_ptr() if as_is else 0)
+            assert addresses[-1] or not as_is or not tensor.numel(), f"{spec.name} has no memory"
         if not any(converted):
             self._find_among(addresses, range(self._tiles.num_tiles))
             return
@@ -229,9 +236,9 @@ class DeviceSnapshot:
             slow = self._tiles.slow(addresses)
             self._pointers = (
                 addresses.copy(),
-                torch.tensor(addresses, dtype=torch.int64).to(self._device, non_blocking=True),
+                torch.tensor(addresses, dtype=torch.int64, device="cpu").to(self._device, non_blocking=True),
                 slow,
-                torch.tensor(slow, dtype=torch.int32).to(self._device, non_blocking=True),
+                torch.tensor(slow, dtype=torch.int32, device="cpu").to(self._device, non_blocking=True),
             )
         _, tensors, slow, picked = self._pointers
 
@@ -297,7 +304,7 @@ class DeviceSnapshot:
             self._kernels.encode(self._found, self._order, self._memory.data_ptr(), block, gaps=gaps)
             if self._side is not None:
                 self._encoded = self._side.record_event()
-                host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
                 host.copy_(block, non_blocking=True)
                 arrived = self._side.record_event()
         return Encoded(

@@ -19,6 +19,15 @@ Place = Literal["device", "host"] | os.PathLike[str]
 """Where a snapshot is: on the tensors' device, in host memory, or in a file in this folder."""
 
 
+def check_place(place: object) -> None:
+    """Raises UsageError where no snapshot can be."""
+    if isinstance(place, os.PathLike):
+        if not Path(place).is_dir():
+            raise UsageError(f"snapshot={place!r} is not a folder")
+    elif not (isinstance(place, str) and place in {"device", "host"}):
+        raise UsageError(f'snapshot must be "device", "host" or the Path of a folder, not {place!r}')
+
+
 class Served(Mapping[str, torch.Tensor]):
     """A model's tensors as they are served, each made when it is asked for."""
 
@@ -57,8 +66,6 @@ def allocating(place: Place, num_bytes: int) -> Iterator[None]:
 
 def in_file(folder: os.PathLike[str], num_bytes: int) -> torch.Tensor:
     """Return zeros in a mapped file that has no name, and that is gone with the process."""
-    if not Path(folder).is_dir():
-        raise UsageError(f"snapshot={folder!r} is not a folder")
     file, name = tempfile.mkstemp(prefix="patchstore-snapshot-", dir=folder)
     try:
         # Without room reserved a full disk would be a SIGBUS later.
@@ -77,7 +84,7 @@ def pinned(num_bytes: int, device: torch.device, owner: object) -> torch.Tensor:
     Raises:
         MemoryError: so much cannot be pinned.
     """
-    memory = torch.zeros(num_bytes, dtype=torch.uint8)
+    memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     if device.type == "cuda" and num_bytes:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))

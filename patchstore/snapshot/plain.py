@@ -94,6 +94,10 @@ class PlainSnapshot:
         tensor = self._tensors[name].cpu()
         return tensor, digest.of_tensor(tensor)
 
+    def close(self) -> None:
+        if self._coder is not None:
+            self._coder.close()
+
 
 def parent_of(
     snapshot: Mapping[str, torch.Tensor],

@@ -2,13 +2,15 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from patchstore.errors import UnsupportedStore, UsageError
 from patchstore.stores.base import Store
 
-__all__ = ["Store", "open_store"]
+__all__ = ["Store", "open_store", "opened"]
 
 _KNOWN = ("s3", "s3a", "hf", "file", "memory", "gs", "gcs", "az", "abfs", "abfss", "adl", "http", "https")
 _MISTYPED = re.compile(rf"(?i)(?:({'|'.join(_KNOWN)})(?::|//)|([a-z][a-z0-9+.-]*):/|:/)/*(.*)", re.DOTALL)
@@ -69,6 +71,28 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
     except ImportError as exc:
         raise UnsupportedStore(f"{protocol}:// stores need s3fs: pip install 's3fs>=2026.9'") from exc
     return open_fsspec(url, storage_options)
+
+
+@contextmanager
+def opened(store: Store | str | os.PathLike[str]) -> Iterator[Store]:
+    """Yield an open store as it is; open one that is given by its URL or path, and close it in the end.
+
+    Raises:
+        UsageError: this is neither. And as `open_store`.
+    """
+    if isinstance(store, Store):
+        yield store
+        return
+    if not isinstance(store, str | os.PathLike):
+        raise UsageError(
+            "a store is given by its URL, by a path, or as open_store returns it, not by "
+            f"{type(store).__name__}"
+        )
+    mine = open_store(store)
+    try:
+        yield mine
+    finally:
+        mine.close()
 
 
 def _checked(url: object) -> str:

@@ -56,7 +56,13 @@ def _prove_in_a_race(store: Store, key: str) -> None:
         return _create(store, key, b"racer %d" % racer)
 
     with ThreadPoolExecutor(_NUM_RACERS, thread_name_prefix="patchstore-probe") as pool:
-        believed = set(pool.map(race, range(_NUM_RACERS)))
+        try:
+            racers = [pool.submit(race, racer) for racer in range(_NUM_RACERS)]
+        except BaseException:
+            # Those that have started would wait for the others for ever.
+            start.abort()
+            raise
+        believed = {racer.result() for racer in racers}
     believed.add(_create(store, key, b"too late"))
     if len(believed) != 1:
         seen = ", ".join(sorted(data.decode(errors="replace") for data in believed))
