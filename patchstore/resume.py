@@ -87,7 +87,7 @@ def open_run(
 
 
 def _newest_with(store: Store, head: Manifest, total: str) -> Manifest | None:
-    """Return the newest version with this state digest, back to the first version or to a slot that was lost."""
+    """Return the newest version with this state digest; the search ends at a slot that was lost."""
     with closing(log.read_back(store, head.version)) as versions, suppress(VersionNotFound):
         for found in versions:
             if found.state.total == total:
