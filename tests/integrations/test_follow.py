@@ -11,6 +11,7 @@ from manifests import commit
 from patchstore import layout, log
 from patchstore.errors import StateMismatch, StoreUnavailable, VersionNotFound
 from patchstore.integrations.follow import Follow
+from patchstore.integrations.goal import Newest
 from patchstore.stores.memory import MemoryStore
 
 
@@ -370,3 +371,16 @@ def test_what_nobody_foresaw_is_a_failure_too(follow, stub, caplog):
 def test_following_needs_no_torch():
     code = "import sys, patchstore.integrations.service; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
+
+
+def test_an_emptied_store_is_an_error_while_a_server_serves_from_it(follow, store, stub):
+    did(follow, 2)
+    saved = {key: store.get(key) for key in store.list()}
+    for key in saved:
+        store.delete(key)
+    follow._goal = Newest(store, recheck_s=0).look
+    done = follow.step()
+    assert (done.did, done.error.kind, stub.held) == ("failed", "store-replaced", 0)
+    for key, data in saved.items():
+        store.put(key, data)
+    assert did(follow, 1) == ["nothing"]
