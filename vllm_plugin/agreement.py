@@ -22,7 +22,7 @@ class Failure:
 
     rank: int
     kind: str
-    """The `kind` of a `PatchstoreError`, `os` where the system refused, or `internal` for any other exception."""
+    """The `kind` of a `PatchstoreError`, `os` where the system refused, else `internal`."""
     message: str
 
     @classmethod
