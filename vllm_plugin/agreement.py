@@ -22,8 +22,7 @@ class Failure:
 
     rank: int
     kind: str
-    """The `kind` of a `PatchstoreError`, `os` for what the system refused, such as space on its disk, or
-    `internal` for any other exception."""
+    """The `kind` of a `PatchstoreError`, `os` where the system refused, else `internal`."""
     message: str
 
     @classmethod

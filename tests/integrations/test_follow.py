@@ -11,6 +11,7 @@ from manifests import begin_run, commit
 from patchstore import layout, log
 from patchstore.errors import SchemaMismatch, StateMismatch, StoreUnavailable, VersionNotFound
 from patchstore.integrations.follow import Follow
+from patchstore.integrations.goal import Newest
 from patchstore.model import Schema, StoreHeader, TensorSpec
 from patchstore.stores.memory import MemoryStore
 
@@ -420,3 +421,16 @@ def test_another_mismatch_keeps_what_the_server_says_without_all_its_names(follo
     assert isinstance(error, SchemaMismatch)
     assert "no 'scale' in Model" in str(error)
     assert len(str(error)) < 400
+
+
+def test_an_emptied_store_is_an_error_while_a_server_serves_from_it(follow, store, stub):
+    did(follow, 2)
+    saved = {key: store.get(key) for key in store.list()}
+    for key in saved:
+        store.delete(key)
+    follow._goal = Newest(store, recheck_s=0).look
+    done = follow.step()
+    assert (done.did, done.error.kind, stub.held) == ("failed", "store-replaced", 0)
+    for key, data in saved.items():
+        store.put(key, data)
+    assert did(follow, 1) == ["nothing"]

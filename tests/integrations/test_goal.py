@@ -8,7 +8,7 @@ import pytest
 from manifests import begin_run, commit
 
 from patchstore import layout
-from patchstore.errors import CorruptObject, StoreUnavailable, UsageError, VersionNotFound
+from patchstore.errors import CorruptObject, StoreReplaced, StoreUnavailable, UsageError, VersionNotFound
 from patchstore.integrations.goal import Goal, Newest
 from patchstore.stores.memory import MemoryStore
 
@@ -198,3 +198,22 @@ def test_a_process_killed_while_it_writes_leaves_the_old_state(store, tmp_path: 
         with pytest.raises(KeyboardInterrupt):
             goal.hold(2)
     assert look(Goal(Newest(store), state=tmp_path / "state.json")) == ("run", 1)
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+def test_a_newest_version_that_is_gone_or_another_is_said_until_it_is_back(store, change):
+    newest = Newest(store, recheck_s=0)
+    look(newest)
+    key = layout.manifest_key(3)
+    before = store.get(key)
+    if change == "removed":
+        store.delete(key)
+    else:
+        store.put(key, before.replace(b'"step": 3', b'"step": 9'))
+    for _ in range(2):
+        with pytest.raises(StoreReplaced, match="version 3 of run run"):
+            newest.look()
+    store.put(key, before)
+    assert look(newest) == ("run", 3)
+    commit(store, 4)
+    assert look(newest) == ("run", 4)

@@ -19,6 +19,7 @@ from patchstore.errors import (
     PatchstoreError,
     SchemaMismatch,
     StateMismatch,
+    StoreReplaced,
     TornModel,
     UsageError,
     VersionNotFound,
@@ -479,8 +480,23 @@ def test_a_version_of_another_run_is_refused(updater, trainer):
     other = replace(log.read_manifest(trainer.store, 0), run_id="another")
     trainer.store.put(layout.manifest_key(0), manifests.to_json(other))
     updater.forget()
-    with pytest.raises(CorruptObject, match="is of run another"):
+    with pytest.raises(StoreReplaced, match="of run another"):
         updater.stage(0)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_another_version_of_the_held_number_is_refused(updater, trainer, module, version):
+    before, key = module.state(), layout.manifest_key(updater.held.version)
+    stored = trainer.store.get(key)
+    other = replace(log.read_manifest(trainer.store, updater.held.version), step=99)
+    trainer.store.put(key, manifests.to_json(other))
+    with pytest.raises((StoreReplaced, CorruptObject)) as error:
+        updater.stage(version + updater.held.version - 1)
+    assert error.type is (StoreReplaced if version == 1 else CorruptObject)
+    assert all(torch.equal(before[name], now) for name, now in module.state().items())
+    trainer.store.put(key, stored)
+    updater.stage(2)
+    assert updater.staged.version == 2
 
 
 def test_parameters_that_moved_are_refused_before_and_after_staging(ranks, updater, module, trainer):
