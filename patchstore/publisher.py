@@ -246,7 +246,9 @@ class Publisher:
         self._since_anchor = 0
         """Publications since the last anchor."""
         if parent is not None:
-            self._since_anchor = len(log.read_lineage(store, self._committer.claim().version)) - 1
+            claim = self._committer.claim()
+            if sums is not None:
+                self._since_anchor = len(log.read_lineage(store, claim.version)) - 1
         self._owes_anchor = sums is None
         """Set by the thread when it failed to store a version: only a whole model can follow."""
 

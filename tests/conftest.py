@@ -1,12 +1,16 @@
 """Fixtures for all tests: stores and small models that change like trained ones."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from patchstore.stores.memory import MemoryStore
 from tests import interpreted  # noqa: F401 -- before anything imports Triton
+from tests.trainers import RUNNER
 from tests.weights import Run
 
 
@@ -27,3 +31,18 @@ def run(store: MemoryStore) -> Iterator[Run]:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def runner() -> Iterator["subprocess.Popen[str]"]:
+    """Where `tests.trainers` run."""
+    with subprocess.Popen(
+        [sys.executable, "-c", RUNNER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()

@@ -1,24 +1,17 @@
 """What becomes of publications that are under way when a trainer ends without closing its publisher."""
 
-import json
-import os
 import re
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 import torch
 
 from patchstore import Follower, log
 from patchstore.stores.folder import FolderStore
+from tests.trainers import Trainer
 from tests.weights import assert_same_bits
-
-ROOT = Path(__file__).parent.parent
 
 BEGIN = """
 import os, sys, threading, time
@@ -54,60 +47,9 @@ def train(publisher, steps):
 """
 
 
-RUNNER = """
-import json, os, sys
-import patchstore.publisher, patchstore.stores.folder, concurrent.futures, multiprocessing
-
-for line in sys.stdin:
-    job = json.loads(line)
-    if (pid := os.fork()) == 0:
-        for name, handle in ("stdout", 1), ("stderr", 2):
-            os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT), handle)
-        sys.argv = ["trainer", job["bucket"]]
-        exec(compile(job["code"], "trainer", "exec"), {"__name__": "__main__"})
-        break  # and end as any script does
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-"""Runs each trainer in a fork of its own, so that torch is imported once for all of them."""
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator["subprocess.Popen[str]"]:
-    with subprocess.Popen(
-        [sys.executable, "-c", RUNNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
-class Trainer:
-    """Trains into one bucket, each time it is called in a process of its own."""
-
-    def __init__(self, runner: "subprocess.Popen[str]", folder: Path) -> None:
-        self._runner, self._folder = runner, folder
-        self.bucket = folder / "bucket"
-
-    def __call__(self, code: str, *, interrupt: bool = False) -> CompletedProcess[str]:
-        """Run a trainer to its end; or send SIGINT a moment after it printed "go"."""
-        assert self._runner.stdin is not None and self._runner.stdout is not None
-        out, errors = self._folder / "stdout", self._folder / "stderr"
-        job = {"code": BEGIN + code, "bucket": str(self.bucket), "stdout": str(out), "stderr": str(errors)}
-        print(json.dumps(job), file=self._runner.stdin, flush=True)
-        pid = int(self._runner.stdout.readline())
-        if interrupt:
-            while not out.exists() or "go" not in out.read_text():
-                time.sleep(0.02)
-            time.sleep(0.3)
-            os.kill(pid, signal.SIGINT)
-        status = int(self._runner.stdout.readline())
-        return CompletedProcess([], status, out.read_text(), errors.read_text())
-
-
 @pytest.fixture
 def trainer(runner: "subprocess.Popen[str]", tmp_path: Path) -> Trainer:
-    return Trainer(runner, tmp_path)
+    return Trainer(runner, tmp_path, BEGIN)
 
 
 def assert_stored(bucket: Path, num_steps: int) -> None:
