@@ -105,15 +105,20 @@ def grouped(
 
 def batches(items: Iterable[_Item], size: Callable[[_Item], int]) -> Iterator[list[_Item]]:
     """Cut items into batches of at most a quarter of `TOGETHER`; a larger one is a batch of its own."""
+    most = TOGETHER // 4
     batch: list[_Item] = []
     so_far = 0
     for item in items:
         num = size(item)
-        if batch and so_far + num > TOGETHER // 4:
+        if batch and so_far + num > most:
             yield batch
             batch, so_far = [], 0
         batch.append(item)
         so_far += num
+        if so_far >= most:
+            # At once: the next one may be large too, and both would be in memory.
+            yield batch
+            batch, so_far = [], 0
     if batch:
         yield batch
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -12,6 +13,10 @@ from patchstore.stores.memory import MemoryStore
 from tests import interpreted  # noqa: F401 -- before anything imports Triton
 from tests.trainers import RUNNER
 from tests.weights import Run
+
+# On a busy machine any example may take long; pytest's own timeout ends one that hangs.
+hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def version(
         step=number,
         created_at="",
         writer=Writer(id="w", epoch=1, write_id="x"),
-        state=StateDigest(total="", sums=payload(0)[0]),
+        state=StateDigest(total="", sums=Payload(key="s", size=0, digest="")),
         delta=None if delta is None else Delta(encoding="gap", num_changed=1, payloads=payload(delta)),
         anchor=None if anchor is None else Anchor(payloads=payload(anchor), files=()),
     )
@@ -171,8 +171,11 @@ def stored(manifests: dict[int, Manifest]) -> MemoryStore:
         record = replace(
             each,
             parent_digest=parent,
-            created_at="2026-01-01T00:00:00+00:00",
-            state=StateDigest(total=digest(b""), tensors=()),
+            created_at="2026-01-01T00:00:00Z",
+            state=StateDigest(
+                total=digest(b""),
+                sums=Payload(key=layout.sums_key(number, "x"), size=0, digest=digest(b"")),
+            ),
         )
         delta, anchor = each.delta, each.anchor
         if delta is not None:
@@ -201,7 +204,10 @@ def test_what_is_read_of_a_lineage_suffices_and_ends_where_it_cannot_pay(
     target = data.draw(st.sampled_from(sorted(manifests)))
     store = FaultyStore(stored(manifests))
     found = log.read_lineage(store, target, held)
-    assert [key for _, key in store.calls] == [layout.manifest_key(number) for number in found]
+    asked = [key for _, key in store.calls]
+    assert {layout.manifest_key(number) for number in found} <= set(asked)
+    # Some are read ahead: never more than were taken.
+    assert len(asked) <= 2 * len(found)
     best = plan(manifests, held, target)
     assert plan(found, held, target).cost == best.cost
     # Each step back beyond the nearest anchor was still cheaper than that anchor.
