@@ -30,7 +30,7 @@ LETTERS = {1: "B", 2: "H", 4: "I", 8: "Q"}
 A, B, M = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xFF51AFD7ED558CCD
 MASK, LOW = 2**64 - 1, 2**32 - 1
 PART = re.compile(r"[A-Za-z0-9._+=@-]+")
-DIGEST = re.compile("blake3:[0-9a-f]{64}")
+DIGEST, SUMS = re.compile("blake3:[0-9a-f]{64}"), re.compile("[0-9a-f]{32}")
 TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?Z")
 UNPRINTABLE = [
     *((0, 0x1F), (0x7F, 0x9F), (0x200B, 0x200F), (0x2028, 0x202E), (0x2060, 0x206F)),
@@ -255,7 +255,9 @@ def _manifest(bucket: Path, version: int) -> dict[str, Any]:
     _time(found["created_at"])
     writer = found["writer"]
     _need(_string(writer["id"]) and _string(writer["write_id"]) and _count(writer["epoch"]) >= 0, "no writer")
-    _need(DIGEST.fullmatch(found["state"]["total"]) is not None, "the state digest is none")
+    state = found["state"]
+    _need(DIGEST.fullmatch(state["total"]) is not None, "the state digest is none")
+    _need(all(SUMS.fullmatch(each) for each in _list(state["tensors"])), "a tensor's sums are none")
     if delta is not None:
         _string(delta["encoding"])
         _count(delta["num_changed"])
