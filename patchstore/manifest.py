@@ -283,7 +283,18 @@ def _payload(payload: Payload) -> dict[str, Any]:
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n"
+    """Spell an object.
+
+    Raises:
+        UsageError: it would be larger than readers take.
+    """
+    data = json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n"
+    if len(data) > MAX_JSON_BYTES:
+        raise UsageError(
+            f"so many tensors need {len(data):,} bytes for an object of which readers take at most "
+            f"{MAX_JSON_BYTES:,}: publish them as several runs"
+        )
+    return data
 
 
 class _Record:

@@ -14,10 +14,11 @@ from safetensors import safe_open
 
 from patchstore import digest, fetch, layout, log, manifest, rebuild
 from patchstore.encodings import ENCODINGS, EncodedTensor, context
-from patchstore.errors import CorruptObject, PatchstoreError
+from patchstore.errors import CorruptObject, PatchstoreError, UsageError
 from patchstore.follower import Follower
 from patchstore.model import Schema, StoreHeader, TensorSpec
 from patchstore.node_cache import NodeCache
+from patchstore.publisher import Publisher
 from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, raw_bytes, spec_of
@@ -491,6 +492,14 @@ def test_a_hint_that_is_larger_than_any_is_not_read(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
+def test_what_no_reader_would_take_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "MAX_JSON_BYTES", 1000)
+    store = MemoryStore()
+    with pytest.raises(UsageError, match="1,000"):
+        Publisher(store, {f"w{i}": torch.zeros(3) for i in range(30)}).close()
+    assert list(store.list("store.json")) == []
+
+
 def test_a_schema_of_100_000_tensors_is_far_below_the_limit() -> None:
     names = [
         f"model.language_model.layers.{i // 1000:03d}.mlp.experts.{i:06d}.down_proj.weight"
@@ -513,7 +522,16 @@ def test_payloads_that_no_manifest_names_do_not_exist() -> None:
 
 @pytest.mark.parametrize(("part", "version"), [("delta", 1), ("anchor", 0)])
 @pytest.mark.parametrize("size", [2**33, 2**50])
-def test_a_lying_size_costs_neither_memory_nor_requests(part: str, version: int, size: int) -> None:
+def test_a_lying_size_costs_neither_memory_nor_disk_nor_requests(
+    monkeypatch: pytest.MonkeyPatch, part: str, version: int, size: int
+) -> None:
+    reserve, taken = os.posix_fallocate, [0]
+
+    def reserved(handle: int, offset: int, length: int) -> None:
+        taken.append(length)
+        reserve(handle, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserved)
     objects = surgery.load(GOLDEN / "v1-gap")
     bad_buckets.in_manifest(version, bad_buckets.put(f"{part}.payloads.0.size", size))(objects)
     store = PatientStore(objects)
@@ -525,4 +543,5 @@ def test_a_lying_size_costs_neither_memory_nor_requests(part: str, version: int,
     finally:
         tracemalloc.stop()
     assert caught.value.kind == "corrupt-object"
+    assert max(taken) < 32 << 20
     assert store.patience > 150

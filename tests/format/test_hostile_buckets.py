@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from patchstore import checksum, lineage, log, manifest, payload, rebuild
@@ -23,7 +23,7 @@ from patchstore.follower import Follower
 from patchstore.model import DTYPE_BYTES, Payload
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors import bits, raw_bytes
-from tests.format import surgery
+from tests.format import independent_reader, surgery
 from tests.format.surgery import Objects
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -166,6 +166,54 @@ def edit_json(record: Any, changes: list[tuple[int, str, Any]]) -> None:
             holder[key] = value
 
 
+def assert_both_readers_agree(bucket: str, objects: Objects) -> None:
+    """Either both verify the target, or both refuse it."""
+    try:
+        rebuild.verify(surgery.store_of(objects), TARGETS[bucket])
+        refused = None
+    except TYPED as exc:
+        refused = exc
+    with TemporaryDirectory() as folder:
+        laid_out = surgery.lay_out(objects, Path(folder))
+        if refused is None:
+            independent_reader.verify(laid_out, TARGETS[bucket])
+        else:
+            note(f"refused: {refused}")
+            with pytest.raises(independent_reader.Refused):
+                independent_reader.verify(laid_out, TARGETS[bucket])
+
+
+@fuzz
+@given(
+    st.sampled_from([*BUCKETS]),
+    st.sampled_from(["manifest", "store.json", "header", "list"]),
+    st.integers(0, 10),
+    st.lists(edits, min_size=1, max_size=2),
+)
+def test_the_reader_that_was_written_from_the_page_refuses_the_same(
+    bucket: str, what: str, back: int, changes: list[tuple[int, str, Any]]
+) -> None:
+    objects, target = dict(BUCKETS[bucket]), TARGETS[bucket]
+    match what:
+        case "manifest":
+            version = max(0, target - back % 3)
+            surgery.edit_manifest(objects, version, lambda record: edit_json(record, changes))
+        case "store.json":
+            surgery.edit_json(objects, "store.json", lambda record: edit_json(record, changes))
+        case "header":
+            version, part = (0, "anchor") if back % 2 else (target, "delta")
+            surgery.edit_header(objects, version, part, lambda header: edit_json(header, changes))
+        case "list":
+            surgery.edit_file(objects, target, "delta", lambda metadata, _: edit_list(metadata, changes))
+    assert_both_readers_agree(bucket, objects)
+
+
+def edit_list(metadata: Any, changes: list[tuple[int, str, Any]]) -> None:
+    record = json.loads(metadata["tensors"])
+    edit_json(record, changes)
+    metadata["tensors"] = json.dumps(record)
+
+
 @fuzz
 @given(st.sampled_from([*BUCKETS]), st.integers(0, 10**6), byte_changes)
 def test_any_object_may_have_any_bytes(bucket: str, number: int, changes: list[tuple[str, int, int]]) -> None:
@@ -219,12 +267,7 @@ def test_store_json_may_say_anything(bucket: str, changes: list[tuple[int, str, 
 def test_a_delta_may_list_anything(bucket: str, changes: list[tuple[int, str, Any]]) -> None:
     objects = dict(BUCKETS[bucket])
 
-    def edit(metadata: Any, _: surgery.Entries) -> None:
-        record = json.loads(metadata["tensors"])
-        edit_json(record, changes)
-        metadata["tensors"] = json.dumps(record)
-
-    surgery.edit_file(objects, TARGETS[bucket], "delta", edit)
+    surgery.edit_file(objects, TARGETS[bucket], "delta", lambda metadata, _: edit_list(metadata, changes))
     assert_reading_is_safe(bucket, objects)
 
 
