@@ -919,6 +919,27 @@ def test_the_rank_of_an_initialised_group_comes_before_the_environment(
         Publisher(run.store, run.model)
 
 
+def test_an_upload_whose_threads_cannot_start_fails_one_publication(store: MemoryStore) -> None:
+    class Threaded(MemoryStore):
+        is_full = False
+
+        def upload(self, key, chunks):  # type: ignore[no-untyped-def]
+            if self.is_full:
+                raise RuntimeError("can't start new thread")
+            super().upload(key, chunks)
+
+    store, model = Threaded(), {"w": torch.zeros(8)}
+    with Publisher(store, model) as publisher:
+        publisher.publish_patch(0).result()
+        model["w"] += 1
+        store.is_full = True
+        with pytest.raises(PublishFailed, match="can't start new thread"):
+            publisher.publish_patch(1).result()
+        store.is_full = False
+        assert publisher.publish_patch(2).result().kind == "anchor"
+    assert_same_bits(newest(store), served(model))
+
+
 @pytest.mark.parametrize("num_started", range(12))
 def test_threads_that_cannot_start_are_a_typed_error_and_no_run(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, num_started: int
