@@ -17,12 +17,10 @@ def checked_timeout(timeout_s: object) -> float:
         UsageError: not a number of seconds above 0 and up to a day.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
-        raise UsageError(
-            f"the option timeout_s must be a number of seconds, such as 60, and is {timeout_s!r}"
-        )
+        raise UsageError(f"the option timeout_s must be a number of seconds, and is {timeout_s!r}")
     if not math.isfinite(timeout_s) or not 0 < timeout_s <= LONGEST_S:
         raise UsageError(
-            f"the option timeout_s must be above 0 and at most {LONGEST_S:.0f}, and is {timeout_s!r}"
+            f"timeout_s must be above 0 and at most {LONGEST_S:.0f} seconds, and is {timeout_s!r}"
         )
     return float(timeout_s)
 

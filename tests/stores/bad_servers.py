@@ -1,4 +1,4 @@
-"""Servers on 127.0.0.1 that answer as no server should: never, in part, slowly, or with another's words."""
+"""Servers on 127.0.0.1 that answer as no store should: never, in part, too slowly, or like a web server."""
 
 import contextlib
 import socket

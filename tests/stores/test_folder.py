@@ -1,10 +1,14 @@
 import errno
 import os
+import resource
+import shutil
 import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,38 @@ def chunks():
     sys.stdin.read()
 open_store(sys.argv[1]).upload("deltas/x", chunks())
 """
+
+
+_RUNS_AS_NOBODY = """
+import os, sys
+from patchstore.errors import UsageError
+from patchstore.stores.folder import FolderStore
+os.setgid(65534)
+os.setuid(65534)
+store = FolderStore(sys.argv[1])
+for ask in (
+    lambda: store.get("a/b"),
+    lambda: store.size("a/b"),
+    lambda: list(store.list()),
+    lambda: store.put("a/b", b"x"),
+    lambda: store.upload("c", [b"x"]),
+    lambda: store.delete("a/b"),
+):
+    try:
+        ask()
+    except UsageError as exc:
+        print(exc.kind, str(exc).startswith(f"{store.url}: "), "access is refused" in str(exc))
+"""
+
+ASKS: dict[str, Callable[[FolderStore], object]] = {
+    "get": lambda store: store.get("a"),
+    "size": lambda store: store.size("a"),
+    "list": lambda store: list(store.list()),
+    "put": lambda store: store.put("a", b"x"),
+    "upload": lambda store: store.upload("a", [b"x"]),
+    "delete": lambda store: store.delete("a"),
+    "read": lambda store: list(store.read("a")),
+}
 
 
 class TestFolderStore(StoreConformance):
@@ -299,3 +335,105 @@ def test_an_operating_system_error_of_the_chunks_passes_through(tmp_path: Path) 
 
     with pytest.raises(ConnectionResetError):
         FolderStore(tmp_path).upload("a", chunks())
+
+
+# Places that are no folder, or that cannot be used.
+
+
+@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_path_that_is_a_file_is_no_empty_store(tmp_path: Path, ask: str, below: str) -> None:
+    (tmp_path / "file").write_bytes(b"mine")
+    with pytest.raises(UsageError, match="leads through, a file") as caught:
+        ASKS[ask](FolderStore(tmp_path / "file" / below))
+    assert type(caught.value) is UsageError
+    assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "\ud800"])
+def test_a_path_that_cannot_be_one_is_refused(path: str) -> None:
+    with pytest.raises(UsageError):
+        FolderStore(path)
+
+
+@pytest.mark.parametrize("ask", ["get", "size", "put", "upload", "delete"])
+def test_a_name_that_is_too_long_for_the_file_system_is_the_callers_mistake(tmp_path: Path, ask: str) -> None:
+    key, store = "a" * 300, FolderStore(tmp_path)
+    asks: dict[str, Callable[[], object]] = {
+        "get": lambda: store.get(key),
+        "size": lambda: store.size(key),
+        "put": lambda: store.put(key, b"x", if_absent=True),
+        "upload": lambda: store.upload(key, [b"x"]),
+        "delete": lambda: store.delete(key),
+    }
+    with pytest.raises(UsageError, match=f"{ask} {key}: .*too long"):
+        asks[ask]()
+    assert list(store.list()) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_folder_without_permission_is_the_callers_mistake(tmp_path: Path) -> None:
+    with other_users_folder() as folder:
+        FolderStore(folder).put("a/b", b"mine")
+        (folder / "a").chmod(0o700)
+        folder.chmod(0o755)
+        command = [sys.executable, "-c", _RUNS_AS_NOBODY, str(folder)]
+        answer = subprocess.run(command, check=True, capture_output=True, text=True)
+        assert answer.stdout.splitlines() == ["usage True True"] * 6
+        assert FolderStore(folder).get("a/b") == b"mine"
+
+
+@contextmanager
+def other_users_folder() -> Iterator[Path]:
+    """A folder that every user can reach, which pytest's are not."""
+    folder = Path(tempfile.mkdtemp(prefix="patchstore-"))
+    try:
+        folder.chmod(0o755)
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[None]:
+    """A small file system of its own at a folder; the test is skipped where none can be mounted."""
+    command = ["mount", "-t", "tmpfs", *options, "tmpfs", str(folder)]
+    done = subprocess.run(command, check=False, capture_output=True)
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("ask", ["put", "upload"])
+def test_a_read_only_mount_is_the_callers_mistake(tmp_path: Path, ask: str) -> None:
+    with mounted(tmp_path, "-o", "ro"):
+        store = FolderStore(tmp_path)
+        with pytest.raises(UsageError, match=f"{ask} a: .*Read-only"):
+            ASKS[ask](store)
+        with pytest.raises(NotFound):
+            store.get("a")
+
+
+@pytest.mark.parametrize("ask", ["put", "upload"])
+def test_a_disk_that_is_really_full_leaves_nothing_and_says_so(tmp_path: Path, ask: str) -> None:
+    with mounted(tmp_path, "-o", "size=256k"):
+        store, large = FolderStore(tmp_path), bytes(1 << 20)
+        store.put("small", b"x")
+        with pytest.raises(StoreUnavailable, match=f"{tmp_path}: {ask} a: .*No space left.*free some space"):
+            store.put("a", large, if_absent=True) if ask == "put" else store.upload("a", [large])
+        assert list(store.list()) == ["small"]
+        assert temporary(tmp_path) == []
+
+
+def test_a_limit_on_the_size_of_files_is_said(tmp_path: Path) -> None:
+    store, before = FolderStore(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(StoreUnavailable, match="File too large"):
+            store.put("a", bytes(2000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(store.list()) == []
