@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from patchstore import digest, fetch, lineage, log, payload
+from patchstore import digest, fetch, host, lineage, log, payload
 from patchstore.errors import CorruptObject, UsageError, VersionNotFound
 from patchstore.model import Manifest, Plan, StoreHeader, TensorSpec
 from patchstore.stores.base import Store
@@ -24,6 +24,7 @@ Progress = Callable[[int, int], None]
 """Called with the bytes done so far and the bytes in all."""
 
 
+@host.asked("rebuilding a version", kinds=host.SHORT_OF_MEMORY)
 def replay(
     store: Store,
     version: int | None = None,
@@ -65,6 +66,7 @@ def replay(
     return route.target
 
 
+@host.asked("rebuilding a version", kinds=host.SHORT_OF_MEMORY)
 def verify(store: Store, version: int | None = None, *, progress: Progress | None = None) -> Manifest:
     """Rebuild a version without keeping it, and check every payload it names, needed for that or not.
 
