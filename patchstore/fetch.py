@@ -3,6 +3,7 @@
 Given a node cache, processes of one host share what they fetch; without one each fetches for itself.
 """
 
+import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -289,9 +290,9 @@ def _room(store: Store, wanted: Payload, where: object) -> Iterator[None]:
         yield
     except (OSError, MemoryError, OverflowError) as exc:
         check_size(store, wanted)
-        raise host.error(
-            MemoryError() if isinstance(exc, OverflowError) else exc,
-            f"holding {wanted.size:,} bytes of {wanted.key} in {where}",
+        number = exc.errno if isinstance(exc, OSError) else errno.ENOMEM
+        raise host.refused(
+            number, f"holding {wanted.size:,} bytes of {wanted.key} in {where}", reason=str(exc)
         ) from exc
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from patchstore import digest, fetch, lineage, log
+from patchstore import digest, fetch, host, lineage, log
 from patchstore.errors import (
     SchemaMismatch,
     StateMismatch,
@@ -284,6 +284,7 @@ class Follower:
 
     # Tensors that an anchor makes here are written to later, which inference mode would forbid outside of it.
     @torch.inference_mode(mode=False)
+    @host.asked("staging an update")
     def stage(self, version: int) -> Staged:
         """Make an update ready and prove it. The tensors are read, not written.
 
@@ -293,6 +294,7 @@ class Follower:
             VersionNotFound, LineageError: the store has no way to that version.
             CorruptObject, StateMismatch: what it has is wrong; nothing may be applied.
             StoreReplaced: it has another run than when it was opened, or another version of the held number.
+            HostError: this host is short of memory, disk or open files.
         """
         try:
             manifests = log.read_lineage(self.store, version, self.held)

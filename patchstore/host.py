@@ -12,13 +12,15 @@ from patchstore.errors import HostError, StoreUnavailable
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """What a host is short of, whatever it was that the process asked for."""
 _ROOM = "make room there, or name a folder on another disk"
-_REMOVED = "a file or folder was removed while it was in use: try again, and leave it alone"
+_REMOVED = "make the folder; if it was removed while it was in use, try again and leave it alone"
 _RIGHTS = "give this user the right to read and write there, or name another folder"
 _ADVICE = {
     errno.EMFILE: "raise how many files a process may have open: `ulimit -n`, LimitNOFILE= in a systemd unit",
     errno.ENFILE: "raise how many files all processes together may have open: the sysctl fs.file-max",
     errno.ENOMEM: "free some, or raise the container's limit or `ulimit -v`; where a process maps very many "
     "files, raise the sysctl vm.max_map_count",
+    errno.EAGAIN: "raise how many threads there may be (`ulimit -u`, the container's limit of processes), or "
+    "how much memory they may have (`ulimit -v`)",
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
     errno.EFBIG: "raise how large a file may be: `ulimit -f`; or name a folder on another file system",
@@ -28,34 +30,51 @@ _ADVICE = {
     errno.EPERM: _RIGHTS,
     errno.EROFS: _RIGHTS,
 }
+SHORT_OF_MEMORY = (MemoryError, RuntimeError)
+"""What Python and torch raise where memory, or a thread, is not to be had."""
+_WORDS = {"DefaultCPUAllocator": errno.ENOMEM, "can't start new thread": errno.EAGAIN}
+"""In the message of such a `RuntimeError`; others are errors of another kind."""
 _RUST = re.compile(r"\(os error (\d+)\)")
 REMOTE = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "fuse.sshfs", "fuse.glusterfs"}
 """File systems that several hosts share, where a lock may be known to one of them alone."""
 
 
-def error(exc: OSError | MemoryError, doing: str) -> HostError:
+def refused(number: int | None, doing: str, *, reason: str = "", where: object = None) -> HostError:
     """Return the error that says what this host refused.
 
     Args:
+        number: what the system calls it; None if nothing, and then there must be a reason.
         doing: what the process needed it for, and where, as the subject of "failed on this host".
+        where: the file that the system names.
     """
-    number = errno.ENOMEM if isinstance(exc, MemoryError) else exc.errno
-    reason = str(exc) if number is None else os.strerror(number)
+    said = reason if number is None else os.strerror(number)
     advice = _ADVICE.get(number or 0)
-    return HostError(f"{doing} failed on this host: {reason}{f'; {advice}' if advice else ''}")
+    return HostError(
+        f"{doing} failed on this host: {said}{f', {where}' if where else ''}{f'; {advice}' if advice else ''}"
+    )
 
 
 @contextmanager
-def asked(doing: str) -> Iterator[None]:
-    """Turn what the operating system refuses to the block into a `HostError`; see `error`.
+def asked(doing: str, *, kinds: tuple[type[Exception], ...] = (OSError, *SHORT_OF_MEMORY)) -> Iterator[None]:
+    """Turn what the operating system refuses to the block into a `HostError`.
+
+    Args:
+        doing: as of `refused`.
+        kinds: of exceptions to look at. Without `OSError` where the block calls what is not ours.
 
     Raises:
         HostError
     """
     try:
         yield
-    except (OSError, MemoryError) as exc:
-        raise error(exc, doing) from exc
+    except kinds as exc:
+        if isinstance(exc, OSError):
+            raise refused(exc.errno, doing, reason=str(exc), where=exc.filename) from exc
+        words = "DefaultCPUAllocator" if isinstance(exc, MemoryError) else str(exc)
+        number = next((number for each, number in _WORDS.items() if each in words), None)
+        if number is None:
+            raise
+        raise refused(number, doing) from exc
 
 
 @contextmanager
@@ -76,7 +95,7 @@ def reading(what: str) -> Iterator[None]:
             if found := _RUST.search(str(cause)):
                 number = int(found[1])
             if number in _SHORT:
-                raise error(OSError(number, ""), f"reading {what}") from exc
+                raise refused(number, f"reading {what}") from exc
             cause = cause.__cause__ or cause.__context__
         raise
 

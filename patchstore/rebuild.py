@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from patchstore import digest, fetch, lineage, log, payload
+from patchstore import digest, fetch, host, lineage, log, payload
 from patchstore.errors import CorruptObject, UsageError, VersionNotFound
 from patchstore.model import Manifest, Plan, StoreHeader, TensorSpec
 from patchstore.stores import Store, opened
@@ -25,6 +25,7 @@ Progress = Callable[[int, int], None]
 """Called with the bytes done so far and the bytes in all."""
 
 
+@host.asked("rebuilding a version", kinds=host.SHORT_OF_MEMORY)
 def replay(
     store: Store | str | os.PathLike[str],
     version: int | None = None,
@@ -72,6 +73,7 @@ def _replay(store: Store, version: int | None, target: Path, progress: Progress 
     return route.target
 
 
+@host.asked("rebuilding a version", kinds=host.SHORT_OF_MEMORY)
 def verify(
     store: Store | str | os.PathLike[str], version: int | None = None, *, progress: Progress | None = None
 ) -> Manifest:

@@ -248,6 +248,45 @@ def _replayed(bucket: Path, out: Path, version: int) -> None:
     replay(FolderStore(bucket), version, out=out)
 
 
+def test_too_little_memory_is_said_to_be_that(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "bucket")
+    with Publisher(store, {"a": torch.zeros(30_000_000, dtype=torch.bfloat16)}) as publisher:
+        publisher.publish_patch(0).result()
+    for task in (_updated_by_threads, _mapped_from_cache, _rebuilt_by_threads):
+        with pytest.raises(HostError, match="ulimit -v"):
+            in_a_process(task, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bucket", "cache"]
+
+
+def _limit_memory() -> None:
+    """Leave less than the tensor of 60 MB takes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + (30 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _updated_by_threads(folder: Path) -> None:
+    follower = Follower(FolderStore(folder / "bucket"), {})
+    _limit_memory()
+    follower.update()
+
+
+def _rebuilt_by_threads(folder: Path) -> None:
+    _limit_memory()
+    replay(FolderStore(folder / "bucket"), out=folder / "out")
+
+
+def _mapped_from_cache(folder: Path) -> None:
+    store, cache = FolderStore(folder / "bucket"), NodeCache(folder / "cache")
+    header, manifest = log.read_header(store), log.read_manifest(store, 0)
+    assert header is not None
+    for is_limited in (False, True):
+        if is_limited:
+            _limit_memory()
+        with fetch.local_anchor(store, manifest, header.schema.by_name(), cache) as tensors:
+            del tensors
+
+
 def test_a_manifest_that_lies_about_a_size_is_corrupt_and_no_shortage_of_this_host(
     chain: Chain, tmp_path: Path
 ) -> None:

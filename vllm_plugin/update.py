@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from patchstore import digest, fetch, lineage, log
+from patchstore import digest, fetch, host, lineage, log
 from patchstore.digest import Sums
 from patchstore.errors import StateMismatch, StoreReplaced, TornModel, UsageError, VersionNotFound
 from patchstore.fetch import Deltas
@@ -306,6 +306,7 @@ class Updater:
     def _held_version(self) -> int | None:
         return None if self.held is None else self.held.version
 
+    @host.asked("staging an update")
     def _stage(self, version: int) -> Staged:
         held = self._held_version()
         began = time.monotonic()
