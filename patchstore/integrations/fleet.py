@@ -313,7 +313,10 @@ class Fleet:
             raise UsageError(f"{path} cannot be read, so the servers stay those they were: {exc}") from exc
         if listed != self._listed:
             lines = [line.partition("#")[0].strip() for line in listed.splitlines()]
-            urls = [check_url(line) for line in lines if line]
+            try:
+                urls = [check_url(line) for line in lines if line]
+            except UsageError as exc:
+                raise UsageError(f"{path}: {exc}") from exc
             self._servers, self._listed = tuple(dict.fromkeys([*self._named, *urls])), listed
 
     # The end.

@@ -250,6 +250,9 @@ def test_nobody_to_follow_is_a_mistake(store, tmp_path: Path):
         Fleet(goal, None, ["localhost"])
     with pytest.raises(UsageError, match="cannot be read"):
         Fleet(goal, None, [], servers_file=tmp_path / "none")
+    (tmp_path / "servers").write_text("localhost")
+    with pytest.raises(UsageError, match=f"{tmp_path}/servers: 'localhost' is not the URL"):
+        Fleet(goal, None, [], servers_file=tmp_path / "servers")
 
 
 def test_a_switch_under_way_is_ended_before_the_end_and_told(store, stubs):
