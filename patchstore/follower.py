@@ -314,7 +314,7 @@ class Follower:
             if route.anchor is not None:
                 sums = {}
                 for _, specs, tensors in fetch.anchor(self.store, route.anchor, self._specs, self._cache):
-                    for batch in batches(zip(specs, tensors, strict=True), lambda each: each[0].num_elements):
+                    for batch in batches(specs, tensors):
                         deltas.apply(batch)
                         named = {spec.name: tensor for spec, tensor in batch}
                         full |= named

@@ -163,7 +163,7 @@ def _files(
         specs: list[TensorSpec], tensors: Iterator[torch.Tensor], deltas: fetch.Deltas
     ) -> Iterator[torch.Tensor]:
         nonlocal done
-        for batch in batches(zip(specs, tensors, strict=True), lambda each: each[0].num_elements):
+        for batch in batches(specs, tensors):
             deltas.apply(batch)
             sums.update(digest.of_named({spec.name: tensor for spec, tensor in batch}))
             for spec, tensor in batch:

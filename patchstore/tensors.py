@@ -103,22 +103,23 @@ def grouped(
         yield group
 
 
-def batches(items: Iterable[_Item], size: Callable[[_Item], int]) -> Iterator[list[_Item]]:
-    """Cut items into batches of at most a quarter of `TOGETHER`; a larger one is a batch of its own."""
-    most = TOGETHER // 4
-    batch: list[_Item] = []
-    so_far = 0
-    for item in items:
-        num = size(item)
-        if batch and so_far + num > most:
+def batches(
+    specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor]
+) -> Iterator[list[tuple[TensorSpec, torch.Tensor]]]:
+    """Cut a stream of tensors into batches: small ones together, a large one ends its batch.
+
+    A batch has at most a quarter of `TOGETHER` elements before its last tensor, and no tensor is taken from
+    the stream before it is needed.
+    """
+    batch: list[tuple[TensorSpec, torch.Tensor]] = []
+    num = 0
+    for spec, tensor in zip(specs, tensors, strict=True):
+        # Not the pair of `zip`, which would keep the first one for itself.
+        batch.append((spec, tensor))
+        num += spec.num_elements
+        if num >= TOGETHER // 4:
             yield batch
-            batch, so_far = [], 0
-        batch.append(item)
-        so_far += num
-        if so_far >= most:
-            # At once: the next one may be large too, and both would be in memory.
-            yield batch
-            batch, so_far = [], 0
+            batch, num = [], 0
     if batch:
         yield batch
 

@@ -1,7 +1,7 @@
 """A snapshot that is compared tensor by tensor."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -51,12 +51,8 @@ class PlainSnapshot:
             self._coder.wait()
         num_changed = 0
         patches, before = [], []
-        for name, spec in self._specs.items():
-            tensor, held = served(current[name], spec), self._tensors[name]
-            snapshot = held.to(tensor.device)
-            changed = diff.changed(tensor, snapshot)
-            if changed.numel() == 0:
-                continue
+        for (name, tensor, snapshot), changed in diff.changed_each(self._pairs(current)):
+            spec, held = self._specs[name], self._tensors[name]
             num_changed += changed.numel()
             stated = changed if self._coder is not None else named(self._encoding).stated(changed)
             values = bits(tensor)[stated]
@@ -64,6 +60,9 @@ class PlainSnapshot:
             patches.append((spec, patch))
             before.append(bits(snapshot)[stated].view(tensor.dtype).cpu())
             bits(held)[stated.to(held.device)] = values.to(held.device)
+        # Found in the order of their sizes.
+        order = sorted(range(len(patches)), key=lambda number: patches[number][0].name)
+        patches, before = [patches[number] for number in order], [before[number] for number in order]
         if self._coder is None or not patches:
             return Listed(
                 step=step,
@@ -80,6 +79,11 @@ class PlainSnapshot:
         schema = list(self._specs.values())
         work = partial(code, schema, patches, parents, may_be_gap=self._encoding == "auto")
         return self._coder.start(step, num_changed, work)
+
+    def _pairs(self, current: Mapping[str, torch.Tensor]) -> Iterator[diff.Pair]:
+        for name, spec in self._specs.items():
+            tensor = served(current[name], spec)
+            yield name, tensor, self._tensors[name].to(tensor.device)
 
     def replace(self, current: Mapping[str, torch.Tensor]) -> None:
         if self._coder is not None:
