@@ -24,7 +24,7 @@ def test_the_readme_example_runs_as_it_stands(tmp_path: Path, monkeypatch: pytes
     checkpoint = tmp_path / "base"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text("{}")
-    monkeypatch.setattr(patchstore, "open_store", lambda url: folder)
+    monkeypatch.setattr(patchstore.stores, "open_store", lambda url: folder)
     model = torch.nn.Linear(8, 8)
 
     def train(model: torch.nn.Module, optimiser: object) -> None:
