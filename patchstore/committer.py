@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 ATTEMPTS = 5
-"""Tries of a store request, on top of those that the store's client makes itself."""
+"""Tries of a store request, each within the time of the store (`docs/stores.md`, "Time")."""
 _OF_NOTHING = "gap"
 """The encoding of an empty delta: any release reads it."""
 FIRST_PAUSE_S = 0.5  # doubles with each try: 7.5 s in all, longer than a load balancer takes to fail over

@@ -104,7 +104,7 @@ class Messages:
             text = text.replace(secret, "***")
         text = _URL.sub(lambda found: found["scheme"] + re.split("[?#]", found["rest"])[0], text)
         text = _QUERY.sub("", text)
-        text = _TOKEN.sub("***", _CREDENTIAL.sub(r"\1\2***", text))
+        text = _CREDENTIAL.sub(r"\1\2***", _TOKEN.sub("***", text))
         text = " ".join("".join(each if each.isprintable() else " " for each in text).split())
         return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 

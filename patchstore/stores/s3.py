@@ -112,7 +112,7 @@ class S3Store(Store):
         check_range(self.url, "get", key, start, end)
         if start == end:
             # HTTP cannot ask for no bytes; S3 would send all of them.
-            self.size(key)
+            self._size("get", key)
             return b""
         full = self._full("get", key)
         deadline = self._deadline(0 if end is None else end - start)
@@ -126,13 +126,7 @@ class S3Store(Store):
                 raise
 
     def size(self, key: str) -> int:
-        full, deadline = self._full("size", key), self._deadline(0)
-        with self._answers("size", key):
-            try:
-                return self._client.size(full, deadline)
-            except Exception as exc:
-                self._check_bucket("size", key, exc, deadline)
-                raise
+        return self._size("size", key)
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
         self._put("put", key, data, if_absent=if_absent)
@@ -181,6 +175,15 @@ class S3Store(Store):
     def is_part_of(self, url: str) -> None:
         """Have messages name another store, which uses this one."""
         self._messages = self._messages.of(url)
+
+    def _size(self, operation: str, key: str) -> int:
+        full, deadline = self._full(operation, key), self._deadline(0)
+        with self._answers(operation, key):
+            try:
+                return self._client.size(full, deadline)
+            except Exception as exc:
+                self._check_bucket(operation, key, exc, deadline)
+                raise
 
     def _put(self, operation: str, key: str, data: bytes, *, if_absent: bool = False) -> None:
         full, deadline = self._full(operation, key), self._deadline(len(data))

@@ -74,7 +74,10 @@ class ObstoreClient(S3fsClient):
             if end is not None:
                 return obstore.get_range(store, key, start=start, end=end).to_bytes()
             options: GetOptions | None = {"range": {"offset": start}} if start else None
-            return obstore.get(store, key, options=options).bytes().to_bytes()
+            found = obstore.get(store, key, options=options)
+            if found.meta["e_tag"] is None:
+                raise NotS3("get_object")
+            return found.bytes().to_bytes()
 
         return deadline.run(body)
 

@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-Answer = tuple[int, bytes]
-"""A status and a body."""
+Answer = tuple[int, bytes] | tuple[int, bytes, list[tuple[str, str]]]
+"""A status, a body, and perhaps headers."""
 
 
 class Request(NamedTuple):
