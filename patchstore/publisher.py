@@ -340,7 +340,7 @@ class Publisher:
         unstored = self._unstored()
         try:
             self.close()
-        except PatchstoreError as exc:
+        except Exception as exc:  # noqa: BLE001 -- the process says it, and exits with 1
             return self._loss(unstored, exc)
         return None
 

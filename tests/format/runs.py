@@ -33,7 +33,7 @@ class Run:
     def record(self) -> None:
         """Note that the newest version has the weights of now."""
         self.states.append(
-            {name: self.served(t).clone() for name, t in self.tensors.items() if name != "alias"}
+            {name: self.served(t).clone() for name, t in self.tensors.items() if name != "big again"}
         )
 
     def served(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def tensors_of_every_dtype() -> State:
         tensors[f"{name}.scalar"] = random_bits(dtype, (), 100 + seed)
         tensors[f"{name}.empty"] = random_bits(dtype, (0, 3), seed)
     tensors["big"] = random_bits(torch.int8, (2, BIG // 2), 200)
-    tensors["alias"] = tensors["big"]
+    tensors["big again"] = tensors["big"]
     tensors["naïve name, 重み"] = random_bits(torch.float32, (3,), 201)
     return tensors
 
@@ -73,7 +73,7 @@ def new_bits(seed: int) -> Callable[[State], None]:
     def change(tensors: State) -> None:
         generator = torch.Generator().manual_seed(seed)
         for offset, (name, tensor) in enumerate(tensors.items()):
-            if name not in {"big", "alias"}:
+            if name not in {"big", "big again"}:
                 chosen = torch.rand(tensor.shape, generator=generator) < 0.35
                 fresh = random_bits(tensor.dtype, tuple(tensor.shape), seed + offset)
                 bits(tensor)[chosen.flatten()] = bits(fresh)[chosen.flatten()]
