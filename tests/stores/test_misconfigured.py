@@ -1,4 +1,4 @@
-"""Endpoints, proxies and options that are wrong: each client's failure is an error that says what to check."""
+"""Endpoints, proxies and options that are wrong: each client's failure is an error that says what to fix."""
 
 import threading
 from collections.abc import Callable, Iterator
