@@ -1,8 +1,8 @@
 """Rebuild any version, bit for bit, as a checkpoint folder.
 
 An anchor's files are streamed through, tensor by tensor, with the deltas written into each tensor
-on its way: memory holds one tensor, not the model, and nothing appears under the output's name
-before every payload digest and the state digest have been checked.
+on its way: memory holds one tensor or some small ones, not the model. Nothing appears under the
+output's name before every payload digest and the state digest have been checked.
 """
 
 import os
@@ -115,7 +115,7 @@ def _verify(store: Store, version: int | None, progress: Progress | None) -> Man
 def tensors_of(
     store: Store, header: StoreHeader, route: Plan, progress: Progress | None = None
 ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """Rebuild the tensors of a version, in the order of its anchor's files, one in memory at a time.
+    """Rebuild the tensors of a version, in the order of its anchor's files; few are in memory at a time.
 
     Raises:
         CorruptObject, StateMismatch: the bucket's bytes are wrong; only known at the end.

@@ -23,8 +23,8 @@ def transcode(
 ) -> tuple[Manifest, int]:
     """Write a version's delta in another encoding: a file as a publisher with that encoding stores it.
 
-    The parent is rebuilt, one tensor at a time, and the result proved by the state digest. Memory: the
-    changes, and one tensor.
+    The parent is rebuilt, large tensors one at a time and small ones together, and the result proved by the
+    state digest. Memory: the changes, and one tensor or a few million elements of small ones.
 
     Args:
         encoding: "raw", "gap" or "context".

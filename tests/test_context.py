@@ -1,15 +1,19 @@
 """Versions in encoding `context`: coded against the parent, exact for everything that can be stored."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from threading import Thread
+from types import ModuleType
 
 import pytest
 import torch
 
 from patchstore import Follower, Publisher, log, relative
 from patchstore.encodings import CHOICES, named
+from patchstore.encodings.context import entries
 from patchstore.errors import PublishFailed, StateMismatch, UnsupportedFormat, UsageError
+from patchstore.kernels import reference
 from patchstore.payload import open_buffer
 from patchstore.rebuild import replay, verify
 from patchstore.stores.memory import MemoryStore
@@ -203,6 +207,43 @@ def test_few_tiles_with_many_changes_are_stored_as_gaps(store: MemoryStore) -> N
     _, tensors = open_buffer("", bytearray(store.get(delta.payloads[0].key)))
     assert tensors.keys() == {"few.idx", "few.val", "table", "tiles"}
     assert_same_bits(newest(store), {name: tensor.bfloat16() for name, tensor in model.items()})
+
+
+@pytest.mark.parametrize("encoding", ["context", "gap"])
+def test_the_work_of_many_small_tensors_is_done_in_few_calls(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    calls: Counter[str] = Counter()
+
+    def count(module: ModuleType, name: str) -> None:
+        real = getattr(module, name)
+
+        def counted(*args: object) -> object:
+            calls[name] += 1
+            return real(*args)
+
+        monkeypatch.setattr(module, name, counted)
+
+    model = {
+        f"{number:03d}": torch.randn(4, 5, dtype=(torch.bfloat16, torch.float16)[number % 2])
+        for number in range(400)
+    }
+    with Publisher(store, model, dtype=None, encoding=encoding) as publisher:
+        publisher.publish_patch(0).result()
+        held: State = {}
+        follower = Follower(store, held)
+        follower.update()
+        for tensor in model.values():
+            bits(tensor)[::7] += 1
+        for module, name in ((relative, "encode_all"), (entries, "decode_all"), (reference, "sum_each")):
+            count(module, name)
+        publisher.publish_patch(1).result()
+        follower.update()
+    assert_same_bits(held, model)
+    # A few for each dtype; by themselves, 400 tensors would take 400 and more.
+    assert max(calls.values()) <= 20
+    assert calls["sum_each"] > 0
+    assert (calls["encode_all"] > 0) == (calls["decode_all"] > 0) == (encoding == "context")
 
 
 @pytest.mark.parametrize("source", ["raw", "gap", "context"])

@@ -1,4 +1,4 @@
-"""A snapshot that is compared tensor by tensor."""
+"""A snapshot that is compared in plain torch and numpy."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits
 
 
 class PlainSnapshot:
-    """A snapshot that is compared tensor by tensor, in plain torch; for any devices."""
+    """A snapshot of tensors on any devices, compared one after the other; small ones on the CPU together."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PlainSnapshot:
             patches.append((spec, patch))
             before.append(bits(snapshot)[stated].view(tensor.dtype).cpu())
             bits(held)[stated.to(held.device)] = values.to(held.device)
-        # Found in the order of their sizes.
+        # Tensors were compared in groups, which are not in the schema's order.
         order = sorted(range(len(patches)), key=lambda number: patches[number][0].name)
         patches, before = [patches[number] for number in order], [before[number] for number in order]
         if self._coder is None or not patches:

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
@@ -7,9 +8,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from patchstore.encodings.context import Coded, decode, encode, pack, tiling, unpack
+from patchstore.encodings.context import (
+    Coded,
+    decode,
+    decode_all,
+    encode,
+    encode_all,
+    pack,
+    tiling,
+    unpack,
+)
 from patchstore.encodings.context.classes import WIDTHS
-from patchstore.encodings.context.parameters import BINS, bin_of, choose_classes, choose_rows
+from patchstore.encodings.context.parameters import BINS, DENSE, bin_of, choose_classes, choose_rows
 from patchstore.errors import CorruptObject
 from patchstore.model import TensorSpec
 from tests.encodings import context_plain
@@ -143,6 +153,117 @@ def test_a_large_tensor_in_several_groups_is_the_same(monkeypatch: pytest.Monkey
     assert np.array_equal(whole.lengths, parts.lengths)
     at, bits = decode(spec, parts, old, "payload")
     assert np.array_equal(at, positions) and np.array_equal(bits, new)
+
+
+def uneven_case(dtype: str, shape: tuple[int, ...], density: float, seed: int) -> Case:
+    """Small weights change more often than large ones, so that classes are worth telling apart."""
+    spec, old, _, _ = make_case(dtype, shape, 0, "steps", seed)
+    rng = np.random.default_rng(seed)
+    top = 1 << (8 * WIDTHS[dtype] - 1)
+    small = 1 - (old & (top - 1)) / top
+    changed = rng.random(len(old)) < density * (small / small.mean()) ** 20
+    changed[rng.integers(len(old))] = True
+    positions = np.flatnonzero(changed)
+    by = rng.geometric(0.7, len(positions)) * rng.choice([-1, 1], len(positions))
+    return spec, old, positions, (old[positions] + by).astype(old.dtype)
+
+
+def mixed_cases(dtype: str) -> list[Case]:
+    """Few changes and many, one class and sixteen, sparse and dense; neighbours of one shape among them."""
+    shapes = [
+        (1,),
+        (7,),
+        (48, 32),
+        (48, 32),
+        (48, 32),
+        (33, 50),
+        (3, 48, 64),
+        (5, 1, 4),
+        (64, 256),
+        (),
+        (1024,),
+    ]
+    cases = [uneven_case(dtype, (256, 512), 0.3, 1), uneven_case(dtype, (130, 130), 0.02, 2)]
+    for seed, (kind, density) in enumerate([("any", 0.0), ("steps", 0.01), ("steps", 0.3), ("any", 1.0)]):
+        cases += [make_case(dtype, shape, density, kind, seed) for shape in shapes]
+    return cases
+
+
+def together(cases: list[Case]) -> tuple[list[TensorSpec], Array, Array, Array, Array]:
+    olds, positions, news = (np.concatenate([case[part] for case in cases]) for part in (1, 2, 3))
+    return [case[0] for case in cases], olds, np.array([len(case[2]) for case in cases]), positions, news
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_that_are_coded_together_have_the_bytes_of_each_alone(dtype: str) -> None:
+    cases = mixed_cases(dtype)
+    found = encode_all(*together(cases))
+    kinds = set()
+    for case, coded in zip(cases, found, strict=True):
+        alone = encode(*case)
+        assert coded.lo == alone.lo
+        assert np.array_equal(coded.rows, alone.rows)
+        assert np.array_equal(coded.lengths, alone.lengths)
+        assert coded.data.tobytes() == alone.data.tobytes()
+        kinds |= {(len(coded.rows) > 1, row[0] == DENSE) for row in coded.rows.tolist()}
+    assert {(False, False), (False, True), (True, False)} <= kinds
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_that_are_decoded_together_are_those_of_each_alone(dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    cases = mixed_cases(dtype)
+    specs, olds, counts, positions, news = together(cases)
+    coded = encode_all(specs, olds, counts, positions, news)
+    where = ["payload"] * len(specs)
+    found = decode_all(specs, coded, olds, where)
+    for got, expected in zip(found, (counts, positions, news), strict=True):
+        assert got.dtype == expected.dtype and np.array_equal(got, expected)
+    some = [
+        None if number % 3 == 0 else np.flatnonzero(rng.random(len(each.lengths)) < 0.5)
+        for number, each in enumerate(coded)
+    ]
+    counts, positions, news = decode_all(specs, coded, olds, where, some)
+    for case, each, tiles, num, end in zip(cases, coded, some, counts, counts.cumsum(), strict=True):
+        at, bits = decode(case[0], each, case[1], "payload", tiles)
+        assert np.array_equal(at, positions[end - num : end])
+        assert np.array_equal(bits, news[end - num : end])
+
+
+DAMAGE: dict[str, Callable[[Coded], Coded]] = {
+    "row": lambda coded: replace(coded, rows=np.full_like(coded.rows, 0x7E)),
+    "number of rows": lambda coded: replace(coded, rows=coded.rows[:0]),
+    "number of tiles": lambda coded: replace(coded, lengths=coded.lengths[:-1]),
+    "negative length": lambda coded: replace(coded, lengths=coded.lengths - coded.lengths.max() - 1),
+    "long stream": lambda coded: replace(coded, lengths=coded.lengths + 100_000),
+    "missing bytes": lambda coded: replace(coded, data=coded.data[:-1]),
+    "more bytes than elements": lambda coded: replace(
+        coded,
+        lengths=coded.lengths + 40 * (np.arange(len(coded.lengths)) == 0),
+        data=np.concatenate([np.zeros(40, dtype=np.uint8), coded.data]),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_one_bad_tensor_among_good_ones_is_refused_by_its_name(damage: str) -> None:
+    cases = [make_case("BF16", (48, 32), 0.02, "steps", seed) for seed in range(5)]
+    cases = [(replace(case[0], name=f"w{number}"), *case[1:]) for number, case in enumerate(cases)]
+    specs, olds, counts, positions, news = together(cases)
+    coded = encode_all(specs, olds, counts, positions, news)
+    coded[3] = DAMAGE[damage](coded[3])
+    with pytest.raises(CorruptObject, match=r"key3: .*'w3'"):
+        decode_all(specs, coded, olds, [f"key{number}" for number in range(5)])
+
+
+def test_a_change_by_nothing_among_good_ones_is_refused_by_its_name() -> None:
+    good = make_case("F8_E4M3", (1,), 1, "any")
+    coded = encode(*good)
+    row = np.array([[0x80, 0, 8]], dtype=np.uint8)
+    bad = Coded(lo=0, rows=row, lengths=np.array([2]), data=np.array([0b01, 0b00], dtype=np.uint8))
+    specs = [replace(good[0], name=f"w{number}") for number in range(3)]
+    with pytest.raises(CorruptObject, match=r"key1: .*'w1' changes an element by nothing"):
+        decode_all(specs, [coded, bad, coded], np.repeat(good[1], 3), ["key0", "key1", "key2"])
 
 
 def test_damaged_streams_are_refused_or_decode_to_something() -> None:

@@ -61,3 +61,21 @@ def test_an_unknown_encoding_names_the_known_ones() -> None:
         named("context-2")
     assert caught.value.kind == "unsupported-format"
     assert all(name in str(caught.value) for name in ENCODINGS)
+
+
+def test_small_tensors_compared_together_differ_where_each_does() -> None:
+    pairs: list[diff.Pair] = []
+    for number, size in enumerate((0, 1, 7, 1000, 70_000, 1, 3_000_000, 12)):
+        for dtype in ("BOOL", "F8_E5M2", "BF16", "F32", "I64"):
+            old = random_values(min(size, 1000), dtype, number).repeat(max(1, size // 1000))
+            new = old.clone()
+            at = torch.randperm(max(1, len(old)))[: number % 4 and len(old) // 3]
+            bits(new)[at] = bits(random_values(len(at), dtype, number + 1))
+            pairs.append((f"{dtype}.{number}", new, old))
+    found = {name: at for (name, _, _), at in diff.changed_each(pairs)}
+    for name, new, old in pairs:
+        expected = diff.changed(new, old)
+        assert (name in found) == bool(len(expected))
+        if len(expected):
+            assert found[name].dtype == expected.dtype
+            assert torch.equal(found[name], expected)

@@ -11,7 +11,7 @@ from patchstore.kernels import reference
 from patchstore.model import DTYPE_BYTES, Manifest, Payload, Schema, StateDigest, TensorSpec, Writer
 from patchstore.stores.memory import MemoryStore
 from patchstore.sums import pack_sums, state_total
-from patchstore.tensors import TORCH_DTYPES, bits, raw_bytes
+from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, raw_bytes
 from patchstore.testing.encoding import random_values
 from tests.format import independent_reader
 
@@ -54,6 +54,32 @@ def test_extreme_bits_have_the_sums_of_plain_integers(dtype: str) -> None:
     for byte in (0x00, 0x01) if dtype == "BOOL" else (0x00, 0x01, 0x7F, 0x80, 0xFF):
         tensor = torch.full((5 * DTYPE_BYTES[dtype],), byte, dtype=torch.uint8).view(TORCH_DTYPES[dtype])
         assert digest.of_tensor(tensor).hex() == plainly(tensor)
+
+
+def test_sums_of_many_tensors_at_once_are_those_of_each() -> None:
+    sizes = (0, 1, 5, CHUNK - 7, 1, 0, 2 * CHUNK, 63, CHUNK, CHUNK + 1, 300, 0)
+    tensors = {
+        f"{dtype}.{number}": random_values(size, dtype, number)
+        for number, size in enumerate(sizes)
+        for dtype in TORCH_DTYPES
+    }
+    found = digest.of_named(tensors)
+    assert {name: each.hex() for name, each in found.items()} == {
+        name: plainly(tensor) for name, tensor in tensors.items()
+    }
+
+
+def test_sums_of_the_elements_of_many_patches_at_once_are_those_of_each() -> None:
+    patches, expected = [], {}
+    for number, size in enumerate((0, 1, CHUNK - 3, 7, 0, CHUNK + 9, 2, 1000)):
+        for dtype in ONE_PER_WIDTH:
+            tensor = random_values(3 * size + 1, dtype, number)
+            positions = torch.randperm(tensor.numel())[:size].sort().values
+            values = bits(tensor)[positions].view(tensor.dtype)
+            name = f"{dtype}.{number}"
+            expected[name] = at(tensor, positions)
+            patches.append(TensorPatch(name=name, indices=positions.to(torch.int32), values=values))
+    assert digest.of_patches(patches) == expected
 
 
 def test_a_tensor_without_elements_has_32_zeros() -> None:

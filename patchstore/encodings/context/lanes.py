@@ -74,6 +74,7 @@ class Lanes:
 
     def _read_sparse(self, rows: Array, lane: Array, first: Array) -> list[tuple[Array, Array]]:
         runs = RUNS[rows[:, 0]]
+        most_left = runs - 1  # behind the last whole run
         at, stop, rank, end = self._at[lane], self._end[lane], first[lane], first[lane + 1]
         magnitudes = _Magnitudes(self, rows, len(lane)) if rows[:, 1].any() else None
         found: list[tuple[Array, Array]] = []
@@ -81,13 +82,13 @@ class Lanes:
             left = end - rank
             window = self._window(at)
             # At most so many ones: what fills the class, or what a window can tell.
-            most = np.minimum((left + (runs - 1)) // runs, _MOST_ONES)
+            most = np.minimum((left + most_left) // runs, _MOST_ONES)
             ones = np.minimum(_ones(window & _STOP), most)
             hit = ones < most
             rank += ones * runs
             below = np.minimum(np.maximum(end - rank, 0), runs)
             window >>= ones.view(_U) + _ONE
-            place, length = _truncated(window, below, _LOG2[below])
+            place, length = _truncated(window, *_codes(below))
             window >>= length.view(_U)
             at += ones
             all_hit = bool(hit.all())
@@ -108,7 +109,7 @@ class Lanes:
             if np.count_nonzero(live) * 8 < 7 * len(lane):
                 self._at[lane] = at
                 lane, at, stop, rank, end = lane[live], at[live], stop[live], rank[live], end[live]
-                runs = of_each(runs, live)
+                runs, most_left = of_each(runs, live), of_each(most_left, live)
                 if magnitudes is not None:
                     magnitudes.keep(live)
         return found
@@ -161,7 +162,7 @@ class _Magnitudes:
     def __init__(self, lanes: Lanes, rows: Array, num: int) -> None:
         self._lanes = lanes
         self._runs = RUNS[np.maximum(rows[:, 1], 1) - 1]
-        self._log2 = _LOG2[self._runs]
+        self._codes = _codes(self._runs)
         self._k = rows[:, 2].astype(np.int64)
         # Changes of the open run, with the larger one. A run without end is open where none can be larger.
         self._left = np.where(rows[:, 1] > 0, np.zeros(num, dtype=np.int64), _ENDLESS)
@@ -169,7 +170,9 @@ class _Magnitudes:
 
     def keep(self, live: Array) -> None:
         self._left, self._larger = self._left[live], self._larger[live]
-        self._runs, self._log2, self._k = (of_each(each, live) for each in (self._runs, self._log2, self._k))
+        if len(self._runs) > 1:
+            self._runs, self._k = self._runs[live], self._k[live]
+            self._codes = _codes(self._runs)
 
     def read(self, window: Array, at: Array, stop: Array, hit: Array) -> Array:
         """Return the magnitudes of changes, 1 where none is hit.
@@ -181,7 +184,8 @@ class _Magnitudes:
             bits = window[opens]
             plain = (bits & _ONE).astype(np.bool_)
             runs = of_each(self._runs, opens)
-            place, length = _truncated(bits >> _ONE, runs, of_each(self._log2, opens))
+            codes = self._codes if len(self._runs) == 1 else _codes(runs)
+            place, length = _truncated(bits >> _ONE, *codes)
             at[opens] += np.where(plain, 1, length + 1)
             self._left[opens] = np.where(plain, runs, place + 1)
             self._larger[opens] = ~plain
@@ -204,14 +208,22 @@ def _ones(window: Array) -> npt.NDArray[np.int64]:
     return ones
 
 
-def _truncated(window: Array, below: Array, bits: Array) -> tuple[Array, Array]:
-    """Read truncated binary codes of values less than `below`: return them and their lengths.
-
-    `bits` is the shorter length.
-    """
+def _codes(below: Array) -> tuple[Array, Array, Array]:
+    """Return what truncated binary codes of values less than `below` are: see `_truncated`."""
+    bits = _LOG2[below]
     power = np.int64(1) << bits
-    short = 2 * power - below
-    value = window.view(np.int64) & (power - 1)
+    return bits, power - 1, 2 * power - below
+
+
+def _truncated(window: Array, bits: Array, low: Array, short: Array) -> tuple[Array, Array]:
+    """Read truncated binary codes: return them and their lengths.
+
+    Args:
+        bits: the shorter length.
+        low: a mask of so many bits.
+        short: values from this one on take a bit more.
+    """
+    value = window.view(np.int64) & low
     is_long = value >= short
     longer = 2 * value + ((window >> bits.view(_U)) & _ONE).view(np.int64) - short
     return np.where(is_long, longer, value), bits + is_long

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from patchstore.encodings.context.classes import exponents
+from patchstore.encodings.context.classes import MAX_CLASSES, exponents
 
 _CHUNK = 1 << 17  # elements: their temporaries stay in the cache
 _LISTED = 1 / 24  # share of a class from which on listing all of it is quicker than looking up some
@@ -80,17 +80,24 @@ def class_words(
     """
     num_words = len(bits) // 64 + 1
     words = {int(number): np.zeros(num_words, dtype=np.uint64) for number in wanted}
-    if len(lo) == 1:
-        # numpy's least and greatest of bytes are ten times as fast with an array as with a number.
-        lo, last = (np.repeat(each, min(len(bits), _CHUNK)) for each in (lo, last))
     for start in range(0, len(bits), _CHUNK):
         exponent = exponents(bits[start : start + _CHUNK], dtype)
-        begin = start if len(lo) == len(bits) else 0
-        its_lo, its_last = (each[begin : begin + len(exponent)] for each in (lo, last))
-        number_of = np.maximum(exponent, its_lo)
-        number_of -= its_lo
-        np.minimum(number_of, its_last, out=number_of)
+        if len(lo) > 1:
+            # Seen from the lowest class of its own tensor.
+            its_lo = lo[start : start + _CHUNK]
+            exponent = np.minimum(np.maximum(exponent, its_lo) - its_lo, last[start : start + _CHUNK])
+            lowest, highest = 0, MAX_CLASSES
+        else:
+            lowest, highest = int(lo[0]), int(last[0])
         for number, out in words.items():
-            packed = np.packbits(number_of == number, bitorder="little")
+            if highest == 0:
+                inside = np.ones(len(exponent), dtype=np.bool_)
+            elif number == 0:
+                inside = exponent <= lowest
+            elif number < highest:
+                inside = exponent == lowest + number
+            else:
+                inside = exponent >= lowest + number
+            packed = np.packbits(inside, bitorder="little")
             out[start >> 6 :].view(np.uint8)[: len(packed)] = packed
     return words

@@ -119,9 +119,10 @@ def encode_all(
     ends = _ends(np.array([spec.num_elements for spec in specs]))
     owner = np.repeat(np.arange(num), counts)
     at = positions + of_each(ends[:-1], owner)
-    target = old.copy()
-    target[at] = new
-    old_exponents = exponents(old[at], dtype)
+    replaced = old[at]
+    moves = np.zeros_like(old)
+    moves[at] = steps(replaced, new)
+    old_exponents = exponents(replaced, dtype)
     changed = np.bincount(owner * 256 + old_exponents, minlength=256 * num).reshape(num, 256)
     lo, nums = choose_classes(changed)
     wanted = np.flatnonzero(np.bincount(classes(old_exponents, of_each(lo, owner), of_each(nums, owner))))
@@ -130,7 +131,7 @@ def encode_all(
     groups = [
         _group(
             layout.gather(old, tiles),
-            layout.gather(target, tiles),
+            layout.gather(moves, tiles),
             _Tiles(tile_owner[tiles], sizes[tiles]),
             dtype,
             lo,
@@ -139,7 +140,7 @@ def encode_all(
         )
         for tiles in _split(layout, np.arange(len(sizes)), _WRITTEN_TOGETHER)
     ]
-    del target
+    del moves
 
     num_elements = np.zeros((num, MAX_CLASSES), dtype=np.int64)
     changes = np.zeros((num, MAX_CLASSES, BINS), dtype=np.int64)
@@ -227,8 +228,11 @@ def decode_all(
     for chosen in _split(layout, np.flatnonzero(is_chosen), _READ_TOGETHER):
         bits = layout.gather(old, chosen)
         group = _Tiles(owner[chosen], sizes[chosen])
-        streams = data[ramps(lengths[chosen]) + np.repeat(starts[chosen], lengths[chosen])]
-        lanes = Lanes(streams, lengths[chosen], 8 * WIDTHS[dtype])
+        its_lengths = lengths[chosen]
+        streams = data[starts[chosen[0]] : starts[chosen[-1] + 1]]
+        if len(streams) > its_lengths.sum():  # others lie between them
+            streams = data[ramps(its_lengths) + np.repeat(starts[chosen], its_lengths)]
+        lanes = Lanes(streams, its_lengths, 8 * WIDTHS[dtype])
         of_class = class_words(bits, dtype, group.of_elements(lo), group.of_elements(last), _used(rows))
         at, by = _read(lanes, of_class, of_each(rows, group.owner), group.ends)
         if len(unread := lanes.unread()):
@@ -313,9 +317,9 @@ def _split(layout: Layout, tiles: Array, num_elements: int) -> Iterator[Array]:
 
 
 def _group(
-    old: Array, new: Array, tiles: _Tiles, dtype: str, lo: Array, num_classes: Array, wanted: Array
+    old: Array, moves: Array, tiles: _Tiles, dtype: str, lo: Array, num_classes: Array, wanted: Array
 ) -> _Group:
-    at = np.flatnonzero(old != new)
+    at = np.flatnonzero(moves != 0)
     tile = np.repeat(np.arange(len(tiles.sizes)), np.diff(np.searchsorted(at, tiles.ends)))
     owner = tiles.owner[tile]
     last = (num_classes - 1).astype(np.uint8)
@@ -323,7 +327,7 @@ def _group(
         tiles=tiles,
         at=at,
         tile=tile,
-        steps=steps(old[at], new[at]),
+        steps=moves[at].view(f"i{moves.itemsize}").astype(np.int64),
         classes=classes(exponents(old[at], dtype), of_each(lo, owner), of_each(num_classes, owner)),
         words=class_words(
             old, dtype, tiles.of_elements(lo.astype(np.uint8)), tiles.of_elements(last), wanted
