@@ -33,41 +33,42 @@ def unfinished(target: Path, *, is_folder: bool) -> Iterator[Path]:
     Raises:
         HostError: the file system refuses.
     """
-    with host.asked(f"making {target}"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        has_locks = host.file_system(target.parent) not in host.REMOTE
-        if has_locks:
-            _remove_left(target.parent)
-        partial, handle = _made(target, is_folder=is_folder, has_locks=has_locks)
-    with closing(handle):
-        try:
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with host.asked(f"making {target}"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            has_locks = host.file_system(target.parent) not in host.REMOTE
+            if has_locks:
+                _remove_left(target.parent)
+            handle = _made(partial, is_folder=is_folder, has_locks=has_locks)
+        with closing(handle):
             yield partial
             with host.asked(f"naming {target}"):
                 partial.rename(target)
                 flush(target.parent)
-        except BaseException:
-            _remove(partial)
-            raise
+    except BaseException:
+        _remove(partial)
+        raise
 
 
-def _made(target: Path, *, is_folder: bool, has_locks: bool) -> tuple[Path, locks.Handle]:
+def _made(partial: Path, *, is_folder: bool, has_locks: bool) -> locks.Handle:
+    """Make an empty file or folder, and lock it where that can be done."""
     while True:
-        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-        if is_folder:
-            partial.mkdir()
-        else:
-            partial.touch(exist_ok=False)
         # Until it is locked, others take it for a killed process's, and remove it.
         with suppress(FileNotFoundError, BlockingIOError):
+            if is_folder:
+                partial.mkdir(exist_ok=True)
+            else:
+                partial.touch()
             handle = locks.Handle(partial)
             try:
                 if has_locks:
                     handle.lock(wait=False)
                 if handle.is_at(partial):
-                    return partial, handle
+                    return handle
             except BaseException as exc:
                 if isinstance(exc, OSError) and exc.errno in _NO_LOCKS:
-                    return partial, handle
+                    return handle
                 handle.close()
                 raise
             handle.close()

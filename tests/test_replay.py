@@ -8,6 +8,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +302,15 @@ def _transcode_and_die(bucket: Path, out: Path) -> None:
 
     sys.addaudithook(die)
     transcode(FolderStore(bucket), 1, encoding="raw", out=out)
+
+
+def test_replays_beside_each_other_never_take_each_others_for_what_was_left(run: Run, tmp_path: Path) -> None:
+    run.publish_versions(2)
+    with ThreadPoolExecutor(6) as threads:
+        outs = [tmp_path / str(number) for number in range(60)]
+        done = [threads.submit(replay, run.store, number % 2, out=out) for number, out in enumerate(outs)]
+        for each in done:
+            each.result()
+    for number, out in enumerate(outs):
+        assert_same_bits(load(out), run.history[number % 2])
+    assert partials(tmp_path) == []

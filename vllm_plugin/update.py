@@ -18,7 +18,7 @@ import torch
 
 from patchstore import digest, fetch, host, lineage, log
 from patchstore.digest import Sums
-from patchstore.errors import StateMismatch, StoreReplaced, TornModel, UsageError, VersionNotFound
+from patchstore.errors import HostError, StateMismatch, StoreReplaced, TornModel, UsageError, VersionNotFound
 from patchstore.fetch import Deltas
 from patchstore.model import Manifest, Plan, Schema, TensorSpec
 from patchstore.node_cache import NodeCache
@@ -574,10 +574,10 @@ def _array(schema: Schema, sums: Mapping[str, Sums]) -> SumsArray:
 
 
 def _release(staged: Staged) -> None:
-    """Let go of the payloads' files. That some of them are gone already is nobody's failure."""
+    """Let go of the payloads' files. The update does not fail where they cannot be removed."""
     try:
         staged.leases.close()
-    except OSError as exc:
+    except HostError as exc:
         logger.warning("files of version %d could not be removed: %s", staged.manifest.version, exc)
 
 

@@ -387,7 +387,9 @@ def test_staging_touches_nothing(ranks, module, trainer):
     assert equal(module.state(), before)
 
 
-def test_an_anchor_is_staged_as_a_mapping_of_its_file_not_as_a_copy(trainer, module, open_ranks):
+def test_an_anchor_is_staged_as_a_mapping_of_its_file_not_as_a_copy(trainer, module, open_ranks, monkeypatch):
+    # Small files are read instead.
+    monkeypatch.setattr("patchstore.fetch.SMALL_BYTES", 0)
     ranks = open_ranks(trainer, module)
     ranks.stage(0)
     staged = ranks.one._staged
