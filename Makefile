@@ -7,6 +7,7 @@ OUT ?= bench-run
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+OLDEST := $(VENV)/oldest
 
 # uv does not read pip's settings, so those that say where packages come from are handed on to it.
 FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
@@ -30,9 +31,14 @@ endif
 # `make lock` empties the first of these, to resolve anew.
 CONSTRAINTS ?= --constraint requirements/constraints.txt
 PINS := --override requirements/overrides.txt $(CONSTRAINTS)
+# Everything but vLLM, in the oldest releases that pyproject.toml allows.
+EXTRAS := test,fast,hub
+comma := ,
+OLDEST_TESTS := tests/stores tests/format tests/integrations tests/test_cli.py tests/test_follower.py tests/test_installation.py \
+    tests/test_log.py tests/test_publisher.py tests/test_replay.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo test test-quick conformance bench-gpu lint format types check clean
+.PHONY: help setup lock lock-oldest demo test test-quick test-oldest conformance bench-gpu lint format types check clean
 
 help: ## Show this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +61,12 @@ lock: ## Resolve all versions anew, and write them to requirements/constraints.t
 	    | grep -vE '^(vllm|torch|uv)( |=|@)'; } > $(VENV)/constraints.txt
 	mv $(VENV)/constraints.txt requirements/constraints.txt
 
+lock-oldest: $(INSTALLED) ## Resolve the oldest allowed versions anew, and write them to requirements/oldest.txt.
+	{ sed -n '/^#/p' requirements/oldest.txt; $(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --python-version 3.11 \
+	    --resolution lowest-direct --override requirements/overrides.txt $(addprefix --extra ,$(subst $(comma), ,$(EXTRAS))) pyproject.toml \
+	    | grep -vE '^torch='; } > $(VENV)/oldest.txt
+	mv $(VENV)/oldest.txt requirements/oldest.txt
+
 demo: $(INSTALLED) ## Train, publish, serve and replay, on this machine; STORE=file, s3 or hf.
 	$(BIN)/python -m examples.demo --store $(STORE)
 
@@ -63,6 +75,15 @@ test: $(INSTALLED) ## Run all tests, with real vLLM servers.
 
 test-quick: $(INSTALLED) ## Run the tests that take about a minute together: no vLLM.
 	$(BIN)/python -m pytest -m "not vllm and not slow"
+
+$(OLDEST)/.installed: $(INSTALLED) requirements/oldest.txt
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(OLDEST)
+	$(BIN)/uv pip install --python $(OLDEST)/bin/python --exact --override requirements/overrides.txt \
+	    --constraint requirements/oldest.txt -e ".[$(EXTRAS)]"
+	touch $@
+
+test-oldest: $(OLDEST)/.installed ## Run stores, format, publisher, follower and commands with the oldest allowed versions.
+	$(OLDEST)/bin/python -m pytest -m "not vllm and not slow" $(OLDEST_TESTS)
 
 conformance: $(INSTALLED) ## Compare every architecture in every layout, 20 to 60 minutes; writes docs/conformance.md.
 	$(BIN)/python tests/conformance/run.py --out docs/conformance.md

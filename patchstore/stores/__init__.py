@@ -57,9 +57,7 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
         try:
             from patchstore.stores.hub import HubStore
         except ImportError as exc:
-            raise UnsupportedStore(
-                "hf:// stores need two packages: pip install 'huggingface_hub>=1.33' 'hf-xet>=1.7'"
-            ) from exc
+            raise _not_opened("hf://", exc, "huggingface_hub", "hf-xet") from exc
 
         return HubStore(url, **storage_options)
     try:
@@ -69,8 +67,15 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
             return S3Store(url, **storage_options)
         from patchstore.stores.fsspec_store import open_fsspec
     except ImportError as exc:
-        raise UnsupportedStore(f"{protocol}:// stores need s3fs: pip install 's3fs>=2026.9'") from exc
+        needed = ("s3fs", "aiobotocore") if protocol in {"s3", "s3a"} else ("fsspec",)
+        raise _not_opened(f"{protocol}://", exc, *needed) from exc
     return open_fsspec(url, storage_options)
+
+
+def _not_opened(store: str, exc: ImportError, *needed: str) -> UnsupportedStore:
+    from patchstore.stores import packages
+
+    return UnsupportedStore(f"{store} stores cannot be opened ({exc}): {packages.advice(*needed)}")
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class HubStore(Store):
 
     Raises:
         UsageError: a URL without a bucket, a prefix that is no key, or options that do not fit together.
-        UnsupportedStore: the URL names something else than a bucket, or hf-xet is too old.
+        UnsupportedStore: the URL names something else than a bucket, or hf-xet or huggingface_hub is too old.
     """
 
     def __init__(

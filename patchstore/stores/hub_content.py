@@ -4,12 +4,11 @@ hf-xet checks what it sends and not what it gets: a flipped bit comes through. D
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import version
 from typing import Any
 
 import hf_xet
 
-from patchstore.errors import UnsupportedStore
+from patchstore.stores import packages
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Chunk
 from patchstore.stores.deadline import ended, started
 from patchstore.stores.hub_api import Entry, Grant, Operation, Right
@@ -41,14 +40,11 @@ class Contents:
     `StoreUnavailable` where contents cannot be reached, or none of them has moved for too long.
 
     Raises:
-        UnsupportedStore: this hf-xet is too old.
+        UnsupportedStore: this hf-xet or huggingface_hub is too old.
     """
 
     def __init__(self, timeout_s: float, grant: Callable[[Operation, Right], Grant]) -> None:
-        found = version("hf-xet")
-        if tuple(int(part) for part in found.split(".")[:2]) < (1, 7):
-            # Downloads of 1.6 as streams never end.
-            raise UnsupportedStore(f"hf-xet {found} is too old: pip install 'hf-xet>=1.7'")
+        packages.check("hf://", "huggingface_hub", "hf-xet")
         self._grant = grant
         # So that what was given up ends soon.
         limits = {

@@ -18,7 +18,8 @@ import s3fs
 from botocore.exceptions import BotoCoreError
 from s3fs.core import AioConfig
 
-from patchstore.errors import PatchstoreError, UnsupportedStore, UsageError
+from patchstore.errors import PatchstoreError, UsageError
+from patchstore.stores import packages
 from patchstore.stores.base import PART_BYTES, Chunk, Store, check_range
 from patchstore.stores.deadline import DEFAULT_TIMEOUT_S, LONGEST_S, Deadline, Overdue, allowance
 from patchstore.stores.messages import Messages
@@ -74,8 +75,7 @@ class S3Store(Store):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         **options: Any,
     ) -> None:
-        if tuple(int(part) for part in s3fs.__version__.split(".")[:2]) < (2026, 9):
-            raise UnsupportedStore(f"s3fs {s3fs.__version__} is too old: pip install 's3fs>=2026.9'")
+        packages.check("s3://", "s3fs", "aiobotocore")
         place = url.partition("://")[2].rstrip("/")
         self.url = f"s3://{place}"
         if not place or place.startswith("/"):
@@ -263,7 +263,7 @@ class S3Store(Store):
         if problem := _no_obstore():
             if name == "auto":
                 return S3fsClient(fs, self._bucket, self.timeout_s)
-            what = f"client='obstore': {problem}: pip install 'obstore>=0.12'"
+            what = f"client='obstore': {problem}: {packages.advice('obstore')}"
             raise self._messages.unsupported("open", "", what)
         from patchstore.stores.s3_obstore import ObstoreClient, unmet
 
@@ -279,11 +279,10 @@ class S3Store(Store):
 def _no_obstore() -> str:
     """Why obstore cannot be used; empty where it can."""
     try:
-        import obstore
+        import obstore  # noqa: F401 - it may be installed and not fit this machine
     except ImportError as exc:
         return str(exc)
-    is_old = tuple(int(part) for part in obstore.__version__.split(".")[:2]) < (0, 12)
-    return f"obstore {obstore.__version__} is too old" if is_old else ""
+    return packages.problem("obstore")
 
 
 def _watched(parts: Iterator[bytearray], failed: list[BaseException]) -> Iterator[bytearray]:

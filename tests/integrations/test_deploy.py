@@ -66,11 +66,11 @@ def test_the_sidecar_takes_its_options_and_looks_after_the_server_beside_it(pod)
     containers = {each["name"]: each for each in pod["containers"]}
     options = follow_options(containers["follow"]["args"])
     served = dict(arg.lstrip("-").split("=", 1) for arg in containers["vllm"]["args"][1:])
-    assert options["server"] == [f"http://{served['host']}:{served['port']}"]
+    assert list(options["server"]) == [f"http://{served['host']}:{served['port']}"]
     assert served["worker-extension-cls"] == "vllm_plugin.DeltaWorkerExtension"
     assert pod["terminationGracePeriodSeconds"] > options["grace"]
     mounts = {mount["mountPath"] for mount in containers["follow"]["volumeMounts"]}
-    assert str(options["state"].parent) in mounts
+    assert str(Path(options["state"]).parent) in mounts
     volumes = {volume["name"] for volume in pod["volumes"]}
     assert {mount["name"] for each in pod["containers"] for mount in each.get("volumeMounts", [])} <= volumes
 

@@ -1,0 +1,170 @@
+"""What pyproject.toml asks an installer for, what the code asks for at run time, and what is locked."""
+
+import ast
+import re
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from patchstore.errors import UnsupportedStore
+from patchstore.stores import open_store, packages
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = ("hub", "fast")
+"""What users add; a bound of theirs is stricter than one of a plain install."""
+URLS = {
+    "s3fs": "s3://bucket/run",
+    "aiobotocore": "s3://bucket/run",
+    "huggingface_hub": "hf://buckets/user/bucket",
+    "hf-xet": "hf://buckets/user/bucket",
+}
+
+
+def asked() -> dict[str, Requirement]:
+    """Every run-time requirement by its normalised name, with the strictest bound that an extra gives it."""
+    extras = PROJECT["optional-dependencies"]
+    every = [*PROJECT["dependencies"], *(line for name in EXTRAS for line in extras[name])]
+    return {canonicalize_name(found.name): found for found in map(Requirement, every)}
+
+
+def lower_bound(requirement: Requirement) -> str:
+    (bound,) = [each.version for each in requirement.specifier if each.operator == ">="]
+    return bound
+
+
+def just_below(version: str) -> str:
+    """Return an older version, such as 2024.11.99 for 2024.12."""
+    *first, last = version.split(".")
+    return ".".join((*first, str(int(last) - 1), "99"))
+
+
+def pins(name: str) -> dict[str, Version]:
+    """The versions of a lock file of `requirements/`, by normalised name."""
+    lines = re.findall(r"^([\w.-]+)==([^ ;\n]+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE)
+    return {canonicalize_name(package): Version(version) for package, version in lines}
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
+    real = metadata.version
+
+    def version(name: str) -> str:
+        found = versions.get(name.replace("-", "_"), "as it is")
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return real(name) if found == "as it is" else found
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+# What is asked for.
+
+
+def test_every_requirement_has_a_lower_bound() -> None:
+    for requirement in asked().values():
+        assert lower_bound(requirement), requirement
+
+
+def test_the_code_refuses_what_an_installer_would() -> None:
+    bounds = {canonicalize_name(name): bound for name, bound in packages.OLDEST.items()}
+    assert bounds == {name: lower_bound(asked()[name]) for name in bounds}
+
+
+def test_no_message_names_another_version_than_is_asked_for() -> None:
+    named = []
+    for path in [*(ROOT / "patchstore").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+        named += re.findall(r"pip install '([\w-]+)>=([\d.]+)'", path.read_text())
+    for name, version in named:
+        assert version == lower_bound(asked()[canonicalize_name(name)]), name
+
+
+def test_everything_that_is_imported_is_asked_for() -> None:
+    imported = set()
+    for package in ("patchstore", "vllm_plugin"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    imported |= {each.name.partition(".")[0] for each in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module:
+                    imported.add(node.module.partition(".")[0])
+    imported -= {"patchstore", "vllm_plugin", *sys.stdlib_module_names}
+    comes_with = {
+        "botocore": "aiobotocore",
+        # Whoever starts vLLM has what it brings; kernels do without Triton where there is none.
+        **dict.fromkeys(("vllm", "triton", "zmq", "regex", "transformers"), None),
+        # `patchstore.testing` has suites for pytest.
+        "pytest": None,
+    }
+    for name in imported:
+        package = comes_with.get(name, name)
+        assert package is None or canonicalize_name(package) in asked(), name
+    # And nothing is asked for that is not imported.
+    used = {canonicalize_name(comes_with.get(name) or name) for name in imported}
+    assert asked().keys() <= used, asked().keys() - used
+
+
+# What is there.
+
+
+@pytest.mark.parametrize("package", URLS)
+def test_a_package_that_is_too_old_is_named_with_the_command_that_helps(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oldest = packages.OLDEST[package]
+    pretend(monkeypatch, **{package.replace("-", "_"): just_below(oldest)})
+    with pytest.raises(UnsupportedStore, match=f"{package} .* is too old: pip install '{package}>={oldest}'"):
+        open_store(URLS[package])
+
+
+@pytest.mark.parametrize("package", URLS)
+def test_the_oldest_release_is_not_too_old(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in (packages.OLDEST[package], f"{packages.OLDEST[package]}.0"):
+        pretend(monkeypatch, **{package.replace("-", "_"): version})
+        open_store(URLS[package]).close()
+
+
+@pytest.mark.parametrize("package", URLS)
+def test_a_package_that_is_missing_is_named_too(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, **{package.replace("-", "_"): None})
+    with pytest.raises(UnsupportedStore, match=f"{package} is not installed: pip install '{package}>="):
+        open_store(URLS[package])
+
+
+# What is locked.
+
+
+@pytest.mark.parametrize("lock", ["oldest.txt", "constraints.txt"])
+def test_a_lock_file_holds_what_is_asked_for(lock: str) -> None:
+    found = pins(lock)
+    for name, requirement in asked().items():
+        if name == "torch":
+            # Its CPU build is in requirements/overrides.txt.
+            continue
+        assert requirement.specifier.contains(found[name]), name
+
+
+def test_the_oldest_environment_is_as_old_as_may_be() -> None:
+    found = pins("oldest.txt")
+    for name, requirement in asked().items():
+        if name == "torch":
+            continue
+        # Of 0.27 the first is 0.27.0, of 2.19 it is 2.19.0.
+        bound = lower_bound(requirement)
+        assert str(found[name]).startswith(f"{bound}.") or str(found[name]) == bound, name
+
+
+def test_a_wheel_has_all_packages_and_their_types() -> None:
+    """Files without `.py` are package data, which setuptools leaves out unless it is told."""
+    configured: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    for package in ("patchstore", "vllm_plugin"):
+        files = [path for path in (ROOT / package).rglob("*.*") if "__pycache__" not in path.parts]
+        data = {str(path.relative_to(ROOT / package)) for path in files if path.suffix != ".py"}
+        assert data == set(configured["package-data"][package])
+        assert all((path.parent / "__init__.py").exists() for path in files)
