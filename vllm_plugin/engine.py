@@ -34,6 +34,7 @@ from vllm_plugin.derived import Derived
 from vllm_plugin.live import LiveWeights
 from vllm_plugin.mapping import Claims, Growth, Share
 from vllm_plugin.origin import read_folder
+from vllm_plugin.replies import LOADED
 from vllm_plugin.serving import Serving, groups, leave_order_to_engine, watch
 from vllm_plugin.trace import Trace
 from vllm_plugin.update import Updater
@@ -217,6 +218,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if worker is None:
             raise UsageError("start vllm with --worker-extension-cls vllm_plugin.DeltaWorkerExtension")
         self._check_awake()
+        self._check_replies()
         if self.update_open:
             raise UsageError("an update is open, and closed now; open the store again")
         if self.updater is not None:
@@ -374,6 +376,16 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _check_awake(self) -> None:
         if self.is_asleep:
             raise UsageError("the server sleeps; wake it up, with its weights, before it is updated")
+
+    def _check_replies(self) -> None:
+        """Refuse to serve from several processes whose replies vLLM could take for answers to other calls."""
+        is_multiproc = self.parallel_config.distributed_executor_backend == "mp"
+        if is_multiproc and self.parallel_config.world_size > 1 and LOADED not in os.environ:
+            raise UsageError(
+                "vLLM did not load patchstore's plugin, which keeps the replies of several workers in step: "
+                "install patchstore into vLLM's environment (pip install patchstore), and if VLLM_PLUGINS is set, "
+                "add patchstore to it"
+            )
 
     def sums(self, first: int, num_elements: int) -> dict[str, Any]:
         """See `DeltaWorkerExtension.delta_sums`. Never raises: other ranks would be misunderstood."""

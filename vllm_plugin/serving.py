@@ -162,9 +162,9 @@ def watch(
         asleep: called before the weights' memory is given away, with the level: 1 keeps a copy of them on the
             host, 2 keeps nothing.
         awake: called when the memory is back.
-        reloaded: called when vLLM has loaded weights by itself, or failed to.
+        reloaded: called when vLLM has loaded or reset weights by itself, or failed to.
     """
-    sleep, wake_up, reload_weights = worker.sleep, worker.wake_up, worker.reload_weights
+    sleep, wake_up = worker.sleep, worker.wake_up
 
     def sleep_watched(level: int = 1, **kwargs: Any) -> Any:
         asleep(level)
@@ -176,14 +176,20 @@ def watch(
             awake()
         return answer
 
-    def reload_weights_watched(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return reload_weights(*args, **kwargs)
-        finally:
-            reloaded()
+    def watched(write: Callable[..., Any]) -> Callable[..., Any]:
+        def write_watched(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return write(*args, **kwargs)
+            finally:
+                reloaded()
+
+        return write_watched
 
     worker.sleep, worker.wake_up = sleep_watched, wake_up_watched
-    worker.reload_weights = reload_weights_watched
+    # `/weight_checker` zeroes all weights through the second; 0.26 lacks it.
+    for name in ("reload_weights", "reset_weights"):
+        if hasattr(worker, name):
+            setattr(worker, name, watched(getattr(worker, name)))
 
 
 def leave_order_to_engine(worker: Any) -> None:

@@ -19,6 +19,11 @@ from vllm_plugin.live import Change
 class FailingExtension(DeltaWorkerExtension):
     """Adds methods that break things; changes nothing else."""
 
+    def delta_fail(self, rank: int) -> None:
+        """Raise in one rank only."""
+        if rank == self.rank:
+            raise LoadFailed("made to fail by the test")
+
     def delta_fail_writes(self, num_failures: int, rank: int | None = None) -> None:
         """Let the next writes of changes fail after half of them.
 

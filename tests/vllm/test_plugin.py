@@ -35,7 +35,7 @@ def test_a_supported_vllm_is_accepted(found):
 
 
 def test_without_vllm_the_import_fails_with_a_sentence():
-    code = "import sys; sys.modules['vllm'] = None; import vllm_plugin"
+    code = "import sys; sys.modules['vllm'] = None; from vllm_plugin import DeltaWorkerExtension"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "vLLM cannot be imported here: install vllm" in done.stderr
 

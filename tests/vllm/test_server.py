@@ -333,6 +333,17 @@ def test_weights_that_something_else_wrote_to_are_noticed_and_mended(server, tra
     assert live(server) == served(trainer.history[1])
 
 
+@pytest.mark.parametrize("route", ["/weight_checker", "/collective_rpc"])
+def test_a_server_whose_weights_vllm_reset_serves_no_version_until_an_update_loads_one(server, trainer, route):
+    body = {"action": "reset"} if route == "/weight_checker" else {"method": "reset_weights", "args": []}
+    server._post(route, body)
+    assert server.status().held is None
+
+    server.apply(0)
+
+    assert prove(trainer.store, server).manifest.version == 0
+
+
 def test_a_parameter_that_moved_is_refused_until_the_store_is_opened_again(server, trainer):
     trainer.step()
     call(server, "delta_move", "model.layers.0.mlp.down_proj.weight")
