@@ -383,8 +383,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if is_multiproc and self.parallel_config.world_size > 1 and LOADED not in os.environ:
             raise UsageError(
                 "vLLM did not load patchstore's plugin, which keeps the replies of several workers in step: "
-                "install patchstore into vLLM's environment (pip install patchstore), and if VLLM_PLUGINS is set, "
-                "add patchstore to it"
+                "install patchstore into vLLM's environment (pip install patchstore), and if VLLM_PLUGINS is "
+                "set, add patchstore to it"
             )
 
     def sums(self, first: int, num_elements: int) -> dict[str, Any]:

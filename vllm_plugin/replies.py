@@ -1,9 +1,9 @@
 """Keep vLLM's replies in step with its calls, where several workers answer each call.
 
-vLLM broadcasts a call to its workers and then reads one reply from each worker's queue. It stops reading at the
-first worker that failed, and when the caller's timeout has passed. The replies that it did not read stay in
-the queues, so every later call returns an answer to an earlier one: `update_weights` could report success for
-a version that does not exist.
+vLLM broadcasts a call to its workers and then reads one reply from each worker's queue. It stops reading at
+the first worker that failed, and when the caller's timeout has passed. The replies that it did not read stay
+in the queues, so every later call returns an answer to an earlier one: `update_weights` could report success
+for a version that does not exist.
 
 vLLM loads this module in each of its processes, through the entry point in the group `vllm.general_plugins`.
 """

@@ -334,7 +334,7 @@ def test_weights_that_something_else_wrote_to_are_noticed_and_mended(server, tra
 
 
 @pytest.mark.parametrize("route", ["/weight_checker", "/collective_rpc"])
-def test_a_server_whose_weights_vllm_reset_serves_no_version_until_an_update_loads_one(server, trainer, route):
+def test_a_server_whose_weights_vllm_reset_serves_no_version_until_an_update(server, trainer, route):
     body = {"action": "reset"} if route == "/weight_checker" else {"method": "reset_weights", "args": []}
     server._post(route, body)
     assert server.status().held is None

@@ -193,7 +193,7 @@ ROUTES = [
         "/update_weights",
         [
             {"update_info": info}
-            for info in ({"version": 99}, {"version": "0"}, {"version": True}, {}, [{"version": 0}] * 2, {"x": 1})
+            for info in ({"version": 99}, {"version": "0"}, {"version": True}, {}, [{"version": 0}] * 2)
         ],
     ),
     (
