@@ -4,6 +4,7 @@ That a limit was kept is seen by its error, which only the limit raises; the clo
 """
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -186,7 +187,9 @@ def test_an_upload_of_which_parts_stall_is_given_up_and_aborted(
         uploads = plain._client.fs.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads", [])
         return [upload for upload in uploads if upload["Key"].startswith(plain._prefix)]
 
-    with holding(s3_options["endpoint_url"], lambda request: f"partNumber={held}&" in request.path) as url:
+    # Clients differ in the order of a query's parts.
+    part = re.compile(rf"partNumber={held}(&|$)")
+    with holding(s3_options["endpoint_url"], lambda request: part.search(request.path) is not None) as url:
         store = S3Store(s3_url, **{**s3_options, "endpoint_url": url, "client": client}, timeout_s=3)
         store.put("small", b"so that the first request is not the one that makes the connection")
         with pytest.raises(StoreUnavailable, match=f"{s3_url}: upload large: ") as caught:

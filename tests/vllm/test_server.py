@@ -301,7 +301,7 @@ def test_a_load_that_fails_halfway_is_rolled_back(server, trainer, refused):
 def test_a_full_disk_is_said_and_a_later_try_succeeds(server, trainer, refused):
     trainer.step()
     call(server, "delta_fill_disk")
-    assert "No space left" in str(refused("server-unavailable", lambda: server.apply(1)))
+    assert "No space left" in str(refused("os", lambda: server.apply(1)))
     server.apply(1)
     assert live(server) == served(trainer.history[1])
 
