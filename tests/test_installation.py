@@ -98,7 +98,7 @@ def test_everything_that_is_imported_is_asked_for() -> None:
     comes_with = {
         "botocore": "aiobotocore",
         # Whoever starts vLLM has what it brings; kernels do without Triton where there is none.
-        **dict.fromkeys(("vllm", "triton", "zmq", "regex", "transformers"), None),
+        **dict.fromkeys(("vllm", "triton", "zmq", "regex", "transformers", "cloudpickle"), None),
         # `patchstore.testing` has suites for pytest.
         "pytest": None,
     }
