@@ -132,7 +132,7 @@ def test_log_names_what_cannot_be_read_and_lists_the_rest(bucket, patchstore, br
     errors = {version["version"]: version["error"]["kind"] for version in found if "error" in version}
     assert errors == {broken: "corrupt-object"}
     code, out, err = patchstore("log", bucket[0])
-    rows = [_cells(line) for line in out.splitlines() if "│" in line]
+    _, *rows = [_cells(line) for line in out.splitlines() if "│" in line]
     assert code == 3
     assert [row[0] for row in rows] == ["5", "4", "3", "2", "1", "0"]
     assert [row[0] for row in rows if "unreadable" in row] == [str(broken)]
