@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from patchstore import host, locks
+from patchstore.errors import UsageError
 from patchstore.stores.base import Chunk
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,10 @@ def unfinished(target: Path, *, is_folder: bool) -> Iterator[Path]:
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     try:
         with host.asked(f"making {target}"):
-            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as exc:
+                raise UsageError(f"{target} cannot be made: {exc}; name another place") from exc
             has_locks = host.file_system(target.parent) not in host.REMOTE
             if has_locks:
                 _remove_left(target.parent)
