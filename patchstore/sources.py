@@ -78,7 +78,7 @@ class Weights:
                     f"two tensors would be published as {name!r}, one of them given as {given!r}; "
                     "prefixes such as '_orig_mod.' are taken off names"
                 )
-            found[name] = _whole(name, tensor)
+            found[name] = tensor if type(tensor) in _PLAIN and _is_dense(tensor) else _whole(name, tensor)
         self._check(found)
         return _each_once(found, self._stored)
 
@@ -115,7 +115,7 @@ class Weights:
                 raise SchemaMismatch(
                     f"all names begin with {prefix!r}, as in {next(iter(found))!r}: {advice}"
                 )
-        empty = [name for name, tensor in found.items() if not tensor.numel()]
+        empty = [name for name, tensor in found.items() if 0 in tensor.shape]
         if empty:
             source = self._source
             # A state dict has other tensor objects than the model, without what DeepSpeed wrote on them.
@@ -167,6 +167,8 @@ def _whole(name: str, tensor: Any) -> torch.Tensor:
     whole = tensor
     while type(whole) not in _PLAIN:
         whole = _unwrapped(name, whole)
+    if _is_dense(whole):
+        return whole  # type: ignore[no-any-return]
     if whole.is_meta:
         raise SchemaMismatch(
             f"{name!r} is on the meta device, where tensors have no elements; load the weights first"
@@ -177,10 +179,19 @@ def _whole(name: str, tensor: Any) -> torch.Tensor:
             f"{name!r} is a {kind} tensor, not a dense one; pass it converted, with "
             f"{'dequantize()' if whole.is_quantized else 'to_dense()'}, in a mapping by name"
         )
-    if whole.is_neg():
-        # A view whose memory has the opposite signs.
-        whole = whole.resolve_neg()
-    return whole  # type: ignore[no-any-return]
+    # A view whose memory has the opposite signs.
+    return whole.resolve_neg()  # type: ignore[no-any-return]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements are in the tensor's memory as they read."""
+    return not (
+        tensor.is_meta
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.is_neg()
+    )
 
 
 def _unwrapped(name: str, tensor: Any) -> torch.Tensor:
