@@ -21,16 +21,16 @@ from patchstore.errors import UsageError
 class Unclosed(Protocol):
     """A publisher, as this module needs it."""
 
-    process: int
+    _process: int
     """The id of the process that opened it."""
-    caller: threading.Thread
+    _caller: threading.Thread
     """The thread that uses it."""
 
-    def close_at_exit(self) -> str | None:
+    def _close_at_exit(self) -> str | None:
         """Close it, and return what was lost where something was; says nothing and raises nothing else."""
         ...
 
-    def lost(self, reason: object) -> str:
+    def _lost(self, reason: object) -> str:
         """Return a message about what was handed over and is not stored."""
         ...
 
@@ -70,14 +70,14 @@ def forget(publisher: Unclosed) -> None:
 
 def _close_all() -> None:
     # A child of a fork also comes here, with its parent's publishers.
-    mine = [publisher for publisher in _unclosed if publisher.process == os.getpid()]
+    mine = [publisher for publisher in _unclosed if publisher._process == os.getpid()]
     losses = []
     for publisher in mine:
         try:
-            _wait_for(publisher.caller)
-            loss = publisher.close_at_exit()
+            _wait_for(publisher._caller)
+            loss = publisher._close_at_exit()
         except KeyboardInterrupt:
-            _say(publisher.lost("interrupted while the process waited for the store"))
+            _say(publisher._lost("interrupted while the process waited for the store"))
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
             raise

@@ -189,7 +189,7 @@ class Publisher:
         snapshots.check_place(snapshot)
         checkpoint_files = _checkpoint_files(files)
         at_exit.check_still_running()
-        self.process, self.caller = os.getpid(), threading.current_thread()
+        self._process, self._caller = os.getpid(), threading.current_thread()
         self._failed: deque[Publication] = deque()
         """Publications that failed; those that the caller was told of may be among them."""
         self._snapshot_ahead = False
@@ -274,12 +274,12 @@ class Publisher:
         step = _whole_number("step", step, least=-(2**63))
         if self._closed:
             raise UsageError("this publisher is closed")
-        if os.getpid() != self.process:
+        if os.getpid() != self._process:
             raise UsageError(
-                f"this publisher belongs to process {self.process}, and this is {os.getpid()}, a fork of it "
+                f"this publisher belongs to process {self._process}, and this is {os.getpid()}, a fork of it "
                 "without its thread; publish from the process that opened it"
             )
-        self.caller = threading.current_thread()
+        self._caller = threading.current_thread()
         if self._conflict is not None:
             raise self._conflict
         self._raise_untold()
@@ -314,7 +314,7 @@ class Publisher:
         Raises:
             PublishFailed, VersionConflict: a publication failed, and the caller was not told yet.
         """
-        if os.getpid() != self.process:
+        if os.getpid() != self._process:
             return
         self._closed = True
         self._worker.stop()
@@ -335,7 +335,7 @@ class Publisher:
                 raise
             logger.exception("a publication failed too, while the trainer was failing")
 
-    def close_at_exit(self) -> str | None:
+    def _close_at_exit(self) -> str | None:
         """Close a publisher that the trainer left open; return what was lost, if anything was."""
         unstored = self._unstored()
         try:
@@ -344,7 +344,7 @@ class Publisher:
             return self._loss(unstored, exc)
         return None
 
-    def lost(self, reason: object) -> str:
+    def _lost(self, reason: object) -> str:
         """Return a message about what was handed over and is not stored, for `at_exit`."""
         return self._loss(self._unstored(), reason)
 
