@@ -150,20 +150,42 @@ def verify(
         return
     if store is None:
         raise typer.BadParameter("name a store, or a server with --server")
-    from patchstore import rebuild
-
     bucket = _open(store, option)
     _header(bucket)
-    newest = _head(bucket).version if version is None else version
-    for wanted in range(newest + 1) if every else [newest]:
-        with report.progress(f"version {wanted}", shown=not as_json) as progress:
-            found = rebuild.verify(bucket, wanted, progress=progress)
-        if as_json:
-            report.print_json({**report.summary(found), "verified": True})
-        else:
-            report.print_line(
-                f"version {found.version}: payloads and state {report.short(found.state.total)} verified"
-            )
+    if every:
+        _verify_all(bucket, as_json=as_json)
+    else:
+        _verify_version(bucket, _head(bucket).version if version is None else version, as_json=as_json)
+
+
+def _verify_version(bucket: Store, version: int, *, as_json: bool) -> None:
+    from patchstore import rebuild
+
+    with report.progress(f"version {version}", shown=not as_json) as progress:
+        found = rebuild.verify(bucket, version, progress=progress)
+    if as_json:
+        report.print_json({**report.summary(found), "verified": True})
+    else:
+        report.print_line(f"version {version}: payloads and state {report.short(found.state.total)} verified")
+
+
+def _verify_all(bucket: Store, *, as_json: bool) -> None:
+    """Verify every version; one that is damaged says nothing about the next."""
+    versions = range(_newest_slot(bucket) + 1)
+    num_wrong = 0
+    for version in versions:
+        try:
+            _verify_version(bucket, version, as_json=as_json)
+        except (DataError, LineageError, VersionNotFound) as exc:
+            num_wrong += 1
+            if as_json:
+                damaged = report.Unreadable(version=version, error=exc)
+                report.print_json({**damaged.to_dict(), "verified": False})
+            report.print_error(exc.kind, f"version {version}: {exc}")
+    if not as_json:
+        report.print_line(f"{len(versions) - num_wrong} of {len(versions)} versions verified")
+    if num_wrong:
+        raise typer.Exit(_EXIT_CODES[DataError])
 
 
 def _verify_server(

@@ -24,7 +24,7 @@ from patchstore import at_exit, log
 from patchstore import snapshot as snapshots
 from patchstore.change import Change, Listed
 from patchstore.committer import Committer
-from patchstore.encodings import CHOICES, named
+from patchstore.encodings import CHOICES
 from patchstore.errors import (
     PatchstoreError,
     PublishFailed,
@@ -544,10 +544,8 @@ def _resume(value: Any) -> bool | int | str:
 
 
 def _check_encoding(value: Any) -> None:
-    if not isinstance(value, str):
-        raise UsageError(f"encoding must be one of {', '.join(CHOICES)}, not {value!r}")
     if value not in CHOICES:
-        named(value)
+        raise UsageError(f"encoding must be one of {', '.join(CHOICES)}, not {value!r}")
 
 
 def _checkpoint_files(folder: Any) -> dict[str, bytes]:
@@ -557,8 +555,14 @@ def _checkpoint_files(folder: Any) -> dict[str, bytes]:
     if not isinstance(folder, str | os.PathLike):
         raise UsageError(f"files must be the path of a checkpoint folder, not {folder!r}")
     path = Path(folder)
-    if not path.is_dir():
-        raise UsageError(f"files={str(folder)!r} is not a folder")
+    # An empty text would name the working directory, whose files nobody means to upload.
+    if not os.fspath(folder) or not path.is_dir():
+        raise UsageError(f"files={str(folder)!r} is not a folder; give a checkpoint folder, or None")
+    if not (path / "config.json").is_file():
+        raise UsageError(
+            f"files={str(folder)!r} has no config.json, so it is not a checkpoint folder; "
+            "model.config.save_pretrained(folder) writes one"
+        )
     try:
         return {
             check_file_name(file.name): file.read_bytes()

@@ -201,11 +201,15 @@ def _unwrapped(name: str, tensor: Any) -> torch.Tensor:
         SchemaMismatch: it is made of others, or is not a tensor at all.
     """
     if not isinstance(tensor, torch.Tensor):
-        advice = (
-            "it is not a weight: leave it out, in a mapping of names to tensors"
-            if name.rpartition(".")[2] == "_extra_state"
-            else "pass tensors by name"
-        )
+        last = name.rpartition(".")[2]
+        if last == "_extra_state":
+            advice = "it is not a weight: leave it out, in a mapping of names to tensors"
+        elif last in {"_packed_params", "dtype"} and "_packed_params" in name:
+            advice = "torch quantised this module; publish the weights from before that"
+        elif isinstance(tensor, Mapping):
+            advice = f"pass the tensors of one model by name, perhaps source[{name!r}]"
+        else:
+            advice = "pass tensors by name"
         raise SchemaMismatch(f"{name!r} is not a tensor but {_class(tensor)}; {advice}")
     if hasattr(tensor, "full_tensor"):
         raise SchemaMismatch(f"{name!r} is a {_class(tensor)}, of which each rank has a part; {_DISTRIBUTED}")

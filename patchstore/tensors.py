@@ -135,7 +135,14 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
             f"tensor {name!r} has dtype {tensor.dtype}; storable are {', '.join(sorted(TORCH_DTYPES))}"
         )
     if not is_name(name):
-        raise SchemaMismatch(f"{name!r} cannot name a tensor: it must be printable, and not '__metadata__'")
+        what = (
+            "it is empty"
+            if not name
+            else "safetensors keeps that name for itself"
+            if name == "__metadata__"
+            else "it has a control character, U+FEFF or half of a surrogate pair"
+        )
+        raise SchemaMismatch(f"{name!r} cannot name a tensor: {what}; rename it in a mapping of tensors")
     return TensorSpec(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))
 
 

@@ -39,12 +39,13 @@ def unfinished(target: Path, *, is_folder: bool) -> Iterator[Path]:
         with host.asked(f"making {target}"):
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
-            except (FileExistsError, NotADirectoryError) as exc:
+                has_locks = host.file_system(target.parent) not in host.REMOTE
+                if has_locks:
+                    _remove_left(target.parent)
+                handle = _made(partial, is_folder=is_folder, has_locks=has_locks)
+            except (FileExistsError, FileNotFoundError, NotADirectoryError) as exc:
+                # Such as below a file, or in /proc.
                 raise UsageError(f"{target} cannot be made: {exc}; name another place") from exc
-            has_locks = host.file_system(target.parent) not in host.REMOTE
-            if has_locks:
-                _remove_left(target.parent)
-            handle = _made(partial, is_folder=is_folder, has_locks=has_locks)
         with closing(handle):
             yield partial
             with host.asked(f"naming {target}"):
@@ -58,12 +59,12 @@ def unfinished(target: Path, *, is_folder: bool) -> Iterator[Path]:
 def _made(partial: Path, *, is_folder: bool, has_locks: bool) -> locks.Handle:
     """Make an empty file or folder, and lock it where that can be done."""
     while True:
-        # Until it is locked, others take it for a killed process's, and remove it.
+        if is_folder:
+            partial.mkdir(exist_ok=True)
+        else:
+            partial.touch()
+        # Until it is locked, others take it for a killed process's, and remove it: then again.
         with suppress(FileNotFoundError, BlockingIOError):
-            if is_folder:
-                partial.mkdir(exist_ok=True)
-            else:
-                partial.touch()
             handle = locks.Handle(partial)
             try:
                 if has_locks:
@@ -93,7 +94,9 @@ def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        # Its folder may be none, which is what ended the attempt.
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
 
 
 def write_file(path: Path, chunks: Iterable[Chunk]) -> None:

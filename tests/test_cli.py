@@ -92,6 +92,20 @@ def test_verify_proves_one_version_or_all(bucket, lines) -> None:
     assert [v["version"] for v in lines("verify", bucket[0], "--all")] == [0, 1, 2, 3, 4, 5]
 
 
+def test_verify_all_says_of_each_version_whether_it_is_right(bucket, patchstore: Command) -> None:
+    next(bucket[0].glob("deltas/00000001*/*")).unlink()
+    code, out, err = patchstore("verify", bucket[0], "--all", "--json")
+    found = {line["version"]: line for line in map(json.loads, out.splitlines())}
+    assert code == 3
+    # 4 is an anchor, but those who hold 3 take its delta, which leads from 1 to it.
+    verdicts = {version: line["verified"] for version, line in found.items()}
+    assert verdicts == {0: True, 1: False, 2: False, 3: False, 4: False, 5: True}
+    assert found[1]["error"]["kind"] == "corrupt-object"
+    assert "version 1" in err
+    _, out, _ = patchstore("verify", bucket[0], "--all")
+    assert out.splitlines()[-1] == "2 of 6 versions verified"
+
+
 def test_a_run_that_does_not_begin_at_version_0_is_refused_for_one_version_as_for_all(
     tmp_path: Path, patchstore: Command
 ) -> None:
@@ -100,7 +114,9 @@ def test_a_run_that_does_not_begin_at_version_0_is_refused_for_one_version_as_fo
     bucket = surgery.lay_out(objects, tmp_path / "bucket")
     for args in ([], ["5"], ["--all"]):
         code, out, _ = patchstore("verify", bucket, *args, "--json")
-        assert (code, json.loads(out)["error"]["kind"]) == (3, "corrupt-object")
+        kinds = {json.loads(line)["error"]["kind"] for line in out.splitlines()}
+        # Of the versions that are not there, --all says that too.
+        assert (code, kinds - {"unknown-version"}) == (3, {"corrupt-object"})
 
 
 def test_log_shows_a_parent_that_is_not_the_version_before(tmp_path: Path, bucket, patchstore) -> None:

@@ -24,7 +24,6 @@ from patchstore.errors import (
     RunLost,
     SchemaMismatch,
     StoreUnavailable,
-    UnsupportedFormat,
     UsageError,
     VersionConflict,
     VersionNotFound,
@@ -187,7 +186,7 @@ def test_an_outlier_far_away_arrives_in_either_encoding(store: MemoryStore, enco
 
 
 def test_an_unknown_encoding_is_refused(store: MemoryStore) -> None:
-    with pytest.raises(UnsupportedFormat):
+    with pytest.raises(UsageError, match="raw, gap, context, auto"):
         Publisher(store, {"w": torch.zeros(3)}, encoding="zip")
 
 
@@ -1232,6 +1231,19 @@ def test_config_and_tokenizer_files_go_into_every_anchor(store: MemoryStore, tmp
             assert manifest.anchor is not None
             names = [payload.key.rsplit("/", 1)[1] for payload in manifest.anchor.files]
             assert names == ["config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("files", ["", "missing", "here"])
+def test_a_folder_that_is_no_checkpoint_is_refused_and_nothing_of_it_uploaded(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    for folder in (tmp_path, tmp_path / "here"):
+        (folder / "secrets.json").write_text("{}")
+    with pytest.raises(UsageError, match="checkpoint folder"):
+        Publisher(store, {"w": torch.zeros(10)}, files=files)
+    assert list(store.list()) == []
 
 
 def test_a_closed_publisher_refuses_to_publish(run: Run) -> None:

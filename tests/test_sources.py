@@ -40,6 +40,10 @@ def layers(num: int = 3) -> torch.nn.Sequential:
     return torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(num)))
 
 
+def quantised_layers() -> torch.nn.Module:
+    return torch.ao.quantization.quantize_dynamic(layers(), {torch.nn.Linear})  # type: ignore[no-any-return]
+
+
 class Wrapper(torch.Tensor):
     """Has no memory of its own, and all others' address: 0. Like torchao's, it is made of other tensors."""
 
@@ -395,7 +399,11 @@ W = torch.ones(3, 3)
         ({"layer._extra_state": b""}, "leave it out"),
         ({0: W}, "must be strings.*0"),
         ({None: W}, "must be strings"),
-        ({"": W}, "printable"),
+        ({"": W}, "it is empty"),
+        ({"a\nb": W}, "control character"),
+        ({"__metadata__": W}, "safetensors keeps"),
+        ({"model": {"w": W}, "optimizer": {}}, r"perhaps source\['model'\]"),
+        (quantised_layers, "quantised this module"),
         (lambda: torch.nn.LazyLinear(3), "run a batch"),
     ],
 )

@@ -16,6 +16,9 @@ _KNOWN = ("s3", "s3a", "hf", "file", "memory", "gs", "gcs", "az", "abfs", "abfss
 _MISTYPED = re.compile(rf"(?i)(?:({'|'.join(_KNOWN)})(?::|//)|([a-z][a-z0-9+.-]*):/|:/)/*(.*)", re.DOTALL)
 """What can hardly be the path of a folder: `s3:/bucket`, `s3//bucket`, `s3:bucket`, `://bucket`."""
 
+_UNEXPANDED = re.compile(r"\$\w+|\$\{\w*\}?|%\w+%|[A-Za-z]:\\|\\")
+"""Beginnings that a shell, or another operating system, gives a meaning: `$HOME`, `%TEMP%`, `C:\\`."""
+
 
 def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
     """Open the store at a URL; nothing is read or written yet.
@@ -118,6 +121,11 @@ def _checked(url: object) -> str:
     if text != text.strip() or any(ord(each) < 32 or ord(each) == 127 for each in text):
         raise UsageError(
             f"{_public(text)!r}: a store's URL has no white space around it or control characters"
+        )
+    if found := _UNEXPANDED.match(text):
+        raise UsageError(
+            f"{_public(text)!r} is taken as it is, so {found[0]!r} would be part of a folder's name; write "
+            "the path or URL itself. A path that looks so begins with ./"
         )
     if re.match("(?i)file:/[^/]", text):
         text = f"file://{text[5:]}"

@@ -50,6 +50,8 @@ class FolderStore(Store):
             self._root = os.path.realpath(path)
         except ValueError as exc:
             raise UsageError(f"{path!r} cannot be a path: {exc}") from exc
+        if self._root == os.path.sep:
+            raise UsageError("the root of the file system is no place for a run; name a folder below it")
         # Absolute, since it is handed on to servers that run in other folders.
         self.url = self._root
         self._messages = Messages(self.url)

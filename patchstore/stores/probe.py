@@ -82,7 +82,9 @@ def _create(store: Store, key: str, data: bytes) -> bytes:
                 return store.get(key)
         else:
             return data
-    raise StoreUnavailable(f"{store.url} did not answer {_ATTEMPTS} attempts at {key}") from failure
+    raise StoreUnavailable(
+        f"{store.url}: {_ATTEMPTS} attempts to create {key} failed; the last error: {failure}"
+    ) from failure
 
 
 def _refusal(store: Store, seen: str) -> UnsupportedStore:

@@ -88,6 +88,14 @@ def test_white_space_and_control_characters_are_no_url(url: str) -> None:
         open_store(url)
 
 
+@pytest.mark.parametrize(
+    "url", ["$HOME/run", "${RUNS}/a", "%TEMP%\\run", "C:\\run", "\\\\host\\run", "/", "//"]
+)
+def test_what_a_shell_would_have_replaced_and_other_systems_paths_are_no_folders(url: str) -> None:
+    with pytest.raises(UsageError):
+        open_store(url)
+
+
 @pytest.mark.parametrize("url", [None, b"folder", 5, ["folder"], True])
 def test_what_is_no_text_is_no_url(url: Any) -> None:
     with pytest.raises(UsageError, match="as text"):

@@ -82,6 +82,8 @@ def test_a_store_that_does_not_answer_is_unavailable_and_not_refused() -> None:
     with pytest.raises(StoreUnavailable) as caught:
         prove_create_only(FaultyStore(MemoryStore(), Fault(verb="put", effect="fail-before", times=None)))
     assert caught.value.__cause__ is not None
+    # The reason stands in the message itself, which is all that a command line shows.
+    assert str(caught.value.__cause__) in str(caught.value)
 
 
 class OneWriterByWord(ChecksThenWrites):
