@@ -1,9 +1,12 @@
 """Versions without payloads, for servers that read none."""
 
+import json
+
 from patchstore import layout, log
 from patchstore.committer import now
-from patchstore.model import Anchor, Manifest, Payload, Schema, StateDigest, StoreHeader, Writer
+from patchstore.model import Anchor, Manifest, Payload, Schema, StateDigest, StoreHeader, TensorSpec, Writer
 from patchstore.stores.base import Store
+from patchstore.stores.memory import MemoryStore
 
 
 def commit(store: Store, version: int, run_id: str = "run", created_at: str | None = None) -> None:
@@ -28,7 +31,16 @@ def commit(store: Store, version: int, run_id: str = "run", created_at: str | No
     )
 
 
-def begin_run(store: Store, run_id: str = "run") -> None:
-    """Create a run of no tensors."""
-    header = StoreHeader(run_id=run_id, created_at="2026-01-01T00:00:00.000Z", schema=Schema(tensors=()))
+def commit_at_no_time(store: Store, version: int, created_at: str) -> None:
+    """Create a version as another writer might, with a time that `log.commit` refuses."""
+    elsewhere = MemoryStore()
+    commit(elsewhere, version)
+    key = layout.manifest_key(version)
+    store.put(key, json.dumps({**json.loads(elsewhere.get(key)), "created_at": created_at}).encode())
+
+
+def begin_run(store: Store, run_id: str = "run", tensors: tuple[str, ...] = ()) -> None:
+    """Create a run, of no tensors or of some with these names."""
+    schema = Schema(tensors=tuple(TensorSpec(name=name, dtype="BF16", shape=(2,)) for name in tensors))
+    header = StoreHeader(run_id=run_id, created_at="2026-01-01T00:00:00.000Z", schema=schema)
     log.create_header(store, header)

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from manifests import begin_run, commit
+from manifests import begin_run, commit, commit_at_no_time
 
 from patchstore import layout
 from patchstore.errors import CorruptObject, StoreReplaced, StoreUnavailable, UsageError, VersionNotFound
@@ -111,7 +111,7 @@ def test_a_version_without_a_time_in_utc_is_refused_and_the_one_before_stays(sto
     newest = Newest(store)
     look(newest)
     before = newest.created(3)
-    commit(store, 4, created_at=said)
+    commit_at_no_time(store, 4, said)
     with pytest.raises(CorruptObject, match="created_at"):
         newest.look()
     assert newest.created(3) == before
