@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from patchstore import Follower, Publisher, layout, replay, verify
 from patchstore.errors import AlreadyExists, NotFound, UnsupportedStore, UsageError, VersionConflict
-from patchstore.stores import hub_content, hub_events, open_store
+from patchstore.stores import hub_events, open_store, packages
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Store
 from patchstore.stores.hub import HubStore
 from patchstore.stores.probe import prove_create_only
@@ -208,8 +208,8 @@ def test_the_gateways_place_is_the_owners_at_the_hub() -> None:
 
 
 def test_an_hf_xet_whose_streams_never_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_content, "version", lambda package: "1.6.0")
-    with pytest.raises(UnsupportedStore, match="pip install"):
+    monkeypatch.setattr(packages.metadata, "version", {"hf-xet": "1.6.0", "huggingface_hub": "2.0"}.get)
+    with pytest.raises(UnsupportedStore, match=r"pip install 'hf-xet>=1.7'"):
         open_store("hf://buckets/user/bucket")
 
 
