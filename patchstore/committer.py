@@ -10,7 +10,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
@@ -42,6 +41,7 @@ from patchstore.model import (
 )
 from patchstore.stores.base import Chunk, Store
 from patchstore.sums import Sums, pack_sums, state_total
+from patchstore.worker import Task, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ class Committer:
         sums: Mapping[str, Sums] | None,
         files: Mapping[str, bytes],
         max_shard_bytes: int,
+        beside: tuple[Worker, Worker],
     ) -> None:
         """Take a place behind `head`; the next version builds on `parent`.
 
@@ -94,12 +95,15 @@ class Committer:
         Args:
             sums: the parent's digest sums; None where they are not known, and the first publication is an
                 anchor without a delta.
+            beside: threads for what is asked and stored while a delta is uploaded. They exist before the
+                first publication, which must not fail because the system starts no more.
         """
         self.store = store
         self.header = header
         self.parent = parent
         self._files = files
         self._max_shard_bytes = max_shard_bytes
+        self._beside = beside
         self._next = 0 if head is None else head.version + 1
         self._epoch = 1 if head is None else head.writer.epoch + 1
         self._id = writer_id()
@@ -188,10 +192,15 @@ class Committer:
         The run is looked for, and the sums are uploaded, while the delta is: a publication waits for each
         round trip to the store.
         """
-        with ThreadPoolExecutor(2, thread_name_prefix="patchstore-commit") as beside:
-            checked = beside.submit(self._check_run)
-            stored = beside.submit(self._upload_state, sums, write_id, is_anchor=anchor is not None)
+        checked = Task(self._check_run)
+        stored = Task(partial(self._upload_state, sums, write_id, is_anchor=anchor is not None))
+        for worker, task in zip(self._beside, (checked, stored), strict=True):
+            worker.hand_over(task)
+        try:
             delta = None if change is None else self._upload_delta(change, write_id)
+        finally:
+            checked.wait()
+            stored.wait()
         new = self._manifest(step, stored.result(), delta, anchor, write_id)
         try:
             checked.result()

@@ -283,12 +283,14 @@ def _payload(payload: Payload) -> dict[str, Any]:
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:
-    """Spell an object.
+    """Spell an object: one line a field, which people can read, and no spaces in what programs read.
 
     Raises:
         UsageError: it would be larger than readers take.
     """
-    data = json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n"
+    spell = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+    lines = (f"{spell(field)}: {spell(found)}" for field, found in value.items())
+    data = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
     if len(data) > MAX_JSON_BYTES:
         raise UsageError(
             f"so many tensors need {len(data):,} bytes for an object of which readers take at most "

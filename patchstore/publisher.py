@@ -225,9 +225,10 @@ class Publisher:
         )
         self._snapshot = snapshots.take(current, schema.tensors, encoding, snapshot)
         self._closing.callback(self._snapshot.close)
-        # Before anything is written: without its thread a publisher could not go on.
-        self._worker = Worker("patchstore-publisher")
-        self._closing.callback(self._worker.stop)
+        # Before anything is written: without its threads a publisher could not go on.
+        checks, uploads, self._worker = (
+            self._started(name) for name in ("patchstore-check", "patchstore-state", "patchstore-publisher")
+        )
         prove_create_only(store)
         header, head, parent, sums = open_run(
             store, schema, snapshots.Served(current, schema.tensors), resume
@@ -242,6 +243,7 @@ class Publisher:
             sums=sums,
             files=checkpoint_files,
             max_shard_bytes=max_shard_bytes,
+            beside=(checks, uploads),
         )
         self._since_anchor = 0
         """Publications since the last anchor."""
@@ -251,6 +253,12 @@ class Publisher:
                 self._since_anchor = len(log.read_lineage(store, claim.version)) - 1
         self._owes_anchor = sums is None
         """Set by the thread when it failed to store a version: only a whole model can follow."""
+
+    def _started(self, name: str) -> Worker:
+        """Start a thread that ends with the publisher."""
+        worker = Worker(name)
+        self._closing.callback(worker.stop)
+        return worker
 
     def publish_patch(self, step: int) -> Publication:
         """Publish what changed since the last call as the next version.

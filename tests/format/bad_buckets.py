@@ -740,7 +740,13 @@ def parent_sums(objects: Objects) -> bytes:
 bad("store.json is no JSON", lambda objects: objects.update({"store.json": b""}))
 bad("store.json is missing", lambda objects: objects.pop("store.json"), "unknown-version")
 bad("store.json is of format version 2", in_store_json(put("format_version", 2)), UNSUPPORTED)
-bad("store.json is of another run", in_store_json(put("run_id", "another")))
+bad(
+    "store.json is of another run",
+    in_store_json(put("run_id", "another")),
+    CORRUPT,
+    # A follower, for which the store may have become that of another run since it looked.
+    "store-replaced",
+)
 bad("tensors do not ascend", in_store_json(lambda record: record["tensors"].reverse()))
 bad(
     "a tensor is listed twice",

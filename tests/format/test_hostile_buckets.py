@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from patchstore import checksum, lineage, log, manifest, payload, rebuild
-from patchstore.errors import CorruptObject, DataError, LineageError, UsageError
+from patchstore.errors import CorruptObject, DataError, LineageError, StoreReplaced, UsageError
 from patchstore.follower import Follower
 from patchstore.model import DTYPE_BYTES, Payload
 from patchstore.stores.memory import MemoryStore
@@ -27,7 +27,7 @@ from tests.format import independent_reader, surgery
 from tests.format.surgery import Objects
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-TYPED = (DataError, UsageError, LineageError)
+TYPED = (DataError, UsageError, LineageError, StoreReplaced)
 MAX_GETS = 300
 EXAMPLES = 50
 fuzz = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])

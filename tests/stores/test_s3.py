@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from patchstore.errors import AlreadyExists, NotFound, StoreUnavailable, UnsupportedStore, UsageError
-from patchstore.stores import multipart, open_store, s3
+from patchstore.stores import multipart, open_store, packages, s3
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Store
 from patchstore.stores.probe import prove_create_only
 from patchstore.stores.s3 import S3Store
@@ -420,8 +420,8 @@ def test_a_service_that_ignores_conditions_is_refused(
 
 
 def test_an_old_s3fs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("s3fs.__version__", "0.4.2")
-    with pytest.raises(UnsupportedStore, match="pip install"):
+    monkeypatch.setattr(packages.metadata, "version", {"s3fs": "0.4.2", "aiobotocore": "3.0"}.get)
+    with pytest.raises(UnsupportedStore, match="pip install 's3fs"):
         S3Store("s3://bucket/run")
 
 

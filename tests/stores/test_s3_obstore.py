@@ -7,10 +7,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import certifi
 import pytest
 from botocore.exceptions import ClientError
 
 from patchstore.errors import StoreUnavailable, UnsupportedStore, UsageError
+from patchstore.stores import packages
 from patchstore.stores.base import PART_BYTES
 from patchstore.stores.s3 import S3Store
 from tests.stores.lost_answers import Request, answering
@@ -71,7 +73,8 @@ def test_without_obstore_s3fs_moves_them_unless_obstore_was_asked_for(
     if version is None:
         monkeypatch.setitem(sys.modules, "obstore", None)
     else:
-        monkeypatch.setattr("obstore.__version__", version)
+        releases = {"obstore": version, "s3fs": "2026.9", "aiobotocore": "3.0"}
+        monkeypatch.setattr(packages.metadata, "version", releases.get)
     assert S3Store("s3://bucket/run").client == "s3fs"
     with pytest.raises(UnsupportedStore, match="pip install 'obstore"):
         S3Store("s3://bucket/run", client="obstore")
@@ -120,7 +123,7 @@ def test_so_does_a_setting_of_the_environment_or_the_profile(
 def test_what_has_an_equivalent_does_not() -> None:
     config = {"connect_timeout": 1, "s3": {"addressing_style": "path"}, "retries": {"max_attempts": 1}}
     options = {"key": "k", "secret": "s", "token": "t", "use_ssl": True, "requester_pays": False}
-    region = {"region_name": "eu-west-1", "verify": "/etc/ca.pem"}
+    region = {"region_name": "eu-west-1", "verify": certifi.where()}
     store = S3Store("s3://b", client="obstore", config_kwargs=config, client_kwargs=region, **options)
     assert store.client == "obstore"
 
