@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 
 from patchstore import at_exit, log
@@ -519,7 +520,7 @@ def _whole_number(name: str, value: Any, least: int) -> int:
     Raises:
         UsageError: it is none, or out of range.
     """
-    is_truth = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
+    is_truth = isinstance(value, bool | np.bool_) or getattr(value, "dtype", None) == torch.bool
     try:
         number = None if is_truth else operator.index(value)
     except (TypeError, ValueError, RuntimeError):

@@ -248,7 +248,7 @@ def test_errors_are_one_line_with_a_kind_and_an_exit_code(
 
 def test_a_wrong_call_names_what_is_missing_and_how_to_call(patchstore) -> None:
     _, _, err = patchstore("replay", "x")
-    assert "Missing argument 'OUT'" in err and "[VERSION]" in err
+    assert "Missing argument 'OUT'" in err and "STORE OUT" in err and "VERSION" in err
     assert "patchstore replay STORE OUT 12" in patchstore("replay", "x", "y", "--version", 3)[2]
     assert "versions count from 0" in patchstore("show", "x", "-1")[2]
     assert "patchstore --verbose doctor" in patchstore("doctor", "x", "--verbose")[2]

@@ -17,7 +17,7 @@ from tests.interpreted import DEVICE, kernels
 from tests.weights import assert_same_bits, served, small_model
 
 # A minute, where they are interpreted.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 compare = kernels("patchstore.kernels.compare")
 kernels("patchstore.device_coding")

@@ -15,7 +15,7 @@ from patchstore.model import TensorSpec
 from tests.interpreted import DEVICE, kernels
 
 # Some minutes, where they are interpreted: a tile takes a tenth of a second, and so do a few changes.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 tables = kernels("patchstore.kernels.context_tables")
 decoding = kernels("patchstore.kernels.context_decode")

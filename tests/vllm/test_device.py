@@ -17,7 +17,7 @@ from vllm_plugin.derived import Derived
 from vllm_plugin.live import Change, LiveWeights
 from vllm_plugin.mapping import WeightMap
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 SPECS = {
     "blocks": ("BF16", (6, 5, 8)),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -59,6 +60,7 @@ def _engine(tmp_path, monkeypatch, trainer) -> DeltaWeightTransferEngine:
     monkeypatch.setattr(DeltaWeightTransferEngine, "rank", 0)
     monkeypatch.setattr(DeltaWeightTransferEngine, "reset_weight_update_target", lambda self: None)
     engine = object.__new__(DeltaWeightTransferEngine)
+    engine.parallel_config = SimpleNamespace(distributed_executor_backend="uni", world_size=1)
     model = Model()
     engine.live = LiveWeights([model], lambda model, weights: model.load_weights(weights), Derived([], print))
     engine.updater = updater = Updater(trainer.store, engine.live, NodeCache(tmp_path / "scratch"))

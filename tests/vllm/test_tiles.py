@@ -18,7 +18,7 @@ from vllm_plugin.live import LiveWeights
 from vllm_plugin.mapping import WeightMap
 from vllm_plugin.tiles import boxes
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 SHAPES = {"column": (64, 48), "experts": (2, 32, 64), "fused": (96, 32), "odd": (50, 48), "row": (48, 64)}
 

@@ -38,7 +38,7 @@ from vllm_plugin.live import Change, LiveWeights
 from vllm_plugin.origin import find_version, read_folder, read_tensors
 from vllm_plugin.update import Updater
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 SHAPES = {
     "a": (4, 6),
