@@ -12,6 +12,7 @@ from benchmarks import (
     context,
     encodings,
     fleet,
+    history,
     kernels,
     replay,
     serving,
@@ -74,6 +75,13 @@ CASES = (
         gate="tests/integrations/test_rolling_update.py",
         arguments=fleet.arguments,
         run=fleet.run,
+    ),
+    Case(
+        name="history",
+        about="A run of many small tensors with a long history: log, resuming and publishing.",
+        gate="tests/test_log.py",
+        arguments=history.arguments,
+        run=history.run,
     ),
     Case(
         name="kernels",

@@ -194,8 +194,9 @@ class Committer:
         """
         checked = Task(self._check_run)
         stored = Task(partial(self._upload_state, sums, write_id, is_anchor=anchor is not None))
-        for worker, task in zip(self._beside, (checked, stored), strict=True):
-            worker.hand_over(task)
+        first, second = self._beside
+        first.hand_over(checked)
+        second.hand_over(stored)
         try:
             delta = None if change is None else self._upload_delta(change, write_id)
         finally:

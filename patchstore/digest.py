@@ -17,7 +17,7 @@ from patchstore.kernels import reference
 from patchstore.model import Manifest, Schema
 from patchstore.stores.base import Store
 from patchstore.sums import Sums, read_sums, state_total
-from patchstore.tensors import TensorPatch, bits, grouped, joined, spec_of
+from patchstore.tensors import TOGETHER, TensorPatch, bits, grouped, joined, spec_of
 
 Array = npt.NDArray[Any]
 
@@ -73,18 +73,24 @@ def of_patches(patches: Iterable[TensorPatch]) -> dict[str, Sums]:
 
 
 def of_tensors(schema: Schema, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Sums]:
-    """Digest named tensors that follow a schema; each is read once, in the order given.
+    """Digest named tensors that follow a schema; each is read once, small ones many at a time.
 
     Raises:
         SchemaMismatch: a tensor is unknown, missing, or of another shape or dtype.
     """
     specs, sums = schema.by_name(), dict[str, Sums]()
+    batch, num = dict[str, torch.Tensor](), 0
     for name, tensor in tensors:
         if specs.get(name) != spec_of(name, tensor):
             raise SchemaMismatch(
                 f"tensor {spec_of(name, tensor)} does not follow the schema: {specs.get(name)}"
             )
-        sums[name] = of_tensor(tensor)
+        batch[name] = tensor
+        num += tensor.numel()
+        if num >= TOGETHER // 4:
+            sums |= of_named(batch)
+            batch, num = {}, 0
+    sums |= of_named(batch)
     if missing := specs.keys() - sums.keys():
         raise SchemaMismatch(f"{len(missing)} tensors are missing, such as {min(missing)!r}")
     return sums

@@ -5,7 +5,9 @@ Nothing here imports torch, so that looking at a bucket starts at once.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
+from types import MappingProxyType
 
 FORMAT_VERSION = 1
 
@@ -47,7 +49,8 @@ class TensorSpec:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Without slots, so that what is asked once for each tensor or version is worked out once.
+@dataclass(frozen=True, kw_only=True)
 class Schema:
     """The tensors of a run, fixed when the run is created."""
 
@@ -56,14 +59,18 @@ class Schema:
     tied: Mapping[str, str] = field(default_factory=dict)
     """A further name of a tensor -> the name it is stored under."""
 
-    def by_name(self) -> dict[str, TensorSpec]:
-        return {spec.name: spec for spec in self.tensors}
+    def by_name(self) -> Mapping[str, TensorSpec]:
+        return self._by_name
 
-    @property
+    @cached_property
+    def _by_name(self) -> Mapping[str, TensorSpec]:
+        return MappingProxyType({spec.name: spec for spec in self.tensors})
+
+    @cached_property
     def num_elements(self) -> int:
         return sum(spec.num_elements for spec in self.tensors)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return sum(spec.num_bytes for spec in self.tensors)
 
