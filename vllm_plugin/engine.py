@@ -398,7 +398,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self.is_open and not self.is_asleep
 
     def shutdown(self) -> None:
-        """Close the store. The weights and their version stay; initialising again goes on from them."""
+        """Close the store, and an open update. The weights and their version stay; opening again finds it."""
+        self.update_open = False
         if self.updater is not None and self.is_open:
             self.updater.close()
         self.is_open = False

@@ -215,3 +215,14 @@ def leave_order_to_engine(worker: Any) -> None:
 
     worker.start_weight_update, worker.update_weights = start_anew, update_checked
     worker.finish_weight_update = finish_checked
+
+    # 0.26 has no such route.
+    if hasattr(worker, "shutdown_weight_transfer_engine"):
+        shut_down = worker.shutdown_weight_transfer_engine
+
+        def shut_down_anyway(*args: Any, **kwargs: Any) -> Any:
+            # The flag stays set after an update that failed; the engine closes an open update with the store.
+            worker._weight_update_active = False
+            return shut_down(*args, **kwargs)
+
+        worker.shutdown_weight_transfer_engine = shut_down_anyway

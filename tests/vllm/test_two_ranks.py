@@ -166,3 +166,17 @@ def test_a_call_that_fails_in_any_rank_leaves_later_answers_in_step(server, trai
     server.start_weight_update()
     assert "unknown-version" in refused(server, "/update_weights", {"update_info": {"version": 99}})
     assert ranks(server, "held") == [0, 0]
+
+
+def test_the_store_can_be_closed_and_opened_again_after_an_update_that_failed(server, trainer):
+    trainer.step()
+    server.start_weight_update()
+    with pytest.raises(PatchstoreError):
+        server.update_weights(99)
+    response = server._request("POST", "/shutdown_weight_transfer_engine", json={})
+    assert response.status_code == 200, response.text
+    assert ranks(server, "initialised") == [False, False]
+    assert ranks(server, "held") == [0, 0]
+    server.init_weight_transfer(trainer.url)
+    server.apply(1)
+    assert ranks(server, "held") == [1, 1]
