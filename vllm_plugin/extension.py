@@ -105,7 +105,12 @@ class DeltaWorkerExtension:
         """Keep a driver's mark that it is switching versions, or None when it is done.
 
         A driver that is killed while it has generation paused cannot tell its successor; the server can.
+
+        Raises:
+            TypeError: the mark is no text; in all ranks.
         """
+        if not isinstance(switch, str | None):
+            raise TypeError(f"a driver's mark must be text or null, not {type(switch).__name__}")
         self._delta_engine().switch = switch
 
     @_with_engine

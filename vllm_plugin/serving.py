@@ -116,6 +116,11 @@ class Serving:
             UsageError: with the reason, the parameters, and the option that helps.
         """
         config = self._config.model_config
+        if getattr(self._config.parallel_config, "enable_eplb", False):
+            raise UsageError(
+                "the delta backend needs experts where they were loaded, but --enable-eplb moves them "
+                "between ranks; start vllm without it"
+            )
         if self.is_quantised:
             if getattr(config.hf_config, "quantization_config", None) is not None:
                 raise UsageError(

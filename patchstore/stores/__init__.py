@@ -20,7 +20,7 @@ _UNEXPANDED = re.compile(r"\$\w+|\$\{\w*\}?|%\w+%|[A-Za-z]:\\|\\")
 """Beginnings that a shell, or another operating system, gives a meaning: `$HOME`, `%TEMP%`, `C:\\`."""
 
 
-def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
+def open_store(url: str | os.PathLike[str], /, **storage_options: Any) -> Store:
     """Open the store at a URL; nothing is read or written yet.
 
     - a path, also one that begins with `~`, or `file:///path`: files of a folder
@@ -39,6 +39,9 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
         UnsupportedStore: a package is missing, or the store cannot create an object only once.
     """
     url = _checked(url)
+    if wrong := sorted(storage_options.keys() & {"url", "self"}):
+        # They would collide with what a store's constructor takes.
+        raise UsageError(f"{_public(url)}: stores have no option {', '.join(wrong)}")
     protocol, separator, rest = url.partition("://")
     protocol = protocol.lower()
     if not separator or protocol == "file":

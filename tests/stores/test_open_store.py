@@ -96,6 +96,13 @@ def test_what_a_shell_would_have_replaced_and_other_systems_paths_are_no_folders
         open_store(url)
 
 
+@pytest.mark.parametrize("url", ["folder", "memory://name", "s3://bucket/run", "hf://buckets/a/b"])
+@pytest.mark.parametrize("option", ["url", "self"])
+def test_what_constructors_call_their_arguments_is_no_option(url: str, option: str) -> None:
+    with pytest.raises(UsageError, match=f"option {option}"):
+        open_store(url, **{option: "x"})
+
+
 @pytest.mark.parametrize("url", [None, b"folder", 5, ["folder"], True])
 def test_what_is_no_text_is_no_url(url: Any) -> None:
     with pytest.raises(UsageError, match="as text"):

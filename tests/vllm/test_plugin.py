@@ -2,13 +2,19 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from vllm.config import ParallelConfig
 
+from patchstore.errors import UsageError
 from vllm_plugin import DeltaWorkerExtension
 from vllm_plugin.agreement import Failure, describe, gather, is_last
 from vllm_plugin.engine import BACKEND, DeltaWeightTransferEngine, register
+from vllm_plugin.serving import Serving
 from vllm_plugin.versions import check_version
 
 pytestmark = pytest.mark.vllm
@@ -38,6 +44,13 @@ def test_without_vllm_the_import_fails_with_a_sentence():
     code = "import sys; sys.modules['vllm'] = None; from vllm_plugin import DeltaWorkerExtension"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "vLLM cannot be imported here: install vllm" in done.stderr
+
+
+def test_experts_that_vllm_moves_between_ranks_are_refused():
+    assert "enable_eplb" in {field.name for field in fields(ParallelConfig)}
+    config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True), model_config=None)
+    with pytest.raises(UsageError, match="--enable-eplb"):
+        Serving(config, torch.nn.Linear(2, 2)).check_layout([torch.nn.Linear(2, 2)])
 
 
 def test_reasons_are_said_once_and_the_worst_first():

@@ -152,6 +152,7 @@ def refused(server, path: str, body: dict) -> str:
         ("/collective_rpc", {"method": "delta_sums", "args": ["a", 1]}),
         ("/collective_rpc", {"method": "delta_prefetch", "args": []}),
         ("/collective_rpc", {"method": "delta_status", "args": [1, 2, 3]}),
+        ("/collective_rpc", {"method": "delta_switch", "args": [5]}),
         ("/collective_rpc", {"method": "no_such_method"}),
         ("/collective_rpc", {"method": "delta_fingerprint", "timeout": 0.0}),
         ("/collective_rpc", {"method": "delta_fail", "args": [0]}),
