@@ -4,8 +4,9 @@ A rank holds slices, whole tensors or nothing of a name, and others may hold the
 rank says which slices it holds, so all know which names the server holds in full: those can be proved.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,9 @@ class WeightMap:
         """Names of which no rank holds some part, so that their digest cannot be told."""
         self.absent = frozenset(specs.keys() - copied - self.computed)
         """Names that no rank has a use for, such as a vision tower that is switched off."""
+        self.dropped: Mapping[str, str] = dict(self._dropped())
+        """Absent names of memory that this rank loads from another name -> that name. vLLM ties an output
+        layer to the embedding where both were equal when it started, and loads only the embedding then."""
 
         positions = {spec.name: i for i, spec in enumerate(schema.tensors)}
         keys = [(name, view) for name in sorted(copied) for view in sorted(slices[name], key=_order)]
@@ -142,6 +146,18 @@ class WeightMap:
         growth = np.zeros((len(self.schema.tensors), 2), dtype=np.uint64)
         np.add.at(growth, self._owners, claimed[:, 2:] - claimed[:, :2])
         return growth
+
+    def _dropped(self) -> Iterator[tuple[str, str]]:
+        specs = self.schema.by_name()
+        names = (
+            (name, self.runtimes[index].names) for name, found in self.regions.items() for index, _ in found
+        )
+        for name, called in names:
+            for alias, absent in product(called if len(called) > 1 else (), self.absent):
+                # vLLM's modules may be nested deeper than a checkpoint's, or less deep.
+                is_alias = f".{absent}".endswith(f".{alias}") or f".{alias}".endswith(f".{absent}")
+                if is_alias and specs[absent].shape == specs[name].shape:
+                    yield absent, name
 
     def _written(self, trace: Trace, group: frozenset[str]) -> set[int]:
         indices = {index for names, written in trace.computed if names & group for index in written}

@@ -18,7 +18,15 @@ import torch
 
 from patchstore import digest, fetch, host, lineage, log
 from patchstore.digest import Sums
-from patchstore.errors import HostError, StateMismatch, StoreReplaced, TornModel, UsageError, VersionNotFound
+from patchstore.errors import (
+    HostError,
+    SchemaMismatch,
+    StateMismatch,
+    StoreReplaced,
+    TornModel,
+    UsageError,
+    VersionNotFound,
+)
 from patchstore.fetch import Deltas
 from patchstore.model import Manifest, Plan, Schema, TensorSpec
 from patchstore.node_cache import NodeCache
@@ -211,6 +219,7 @@ class Updater:
             Whether it is; if not, the live weights are as before.
 
         Raises:
+            SchemaMismatch: the version has two tensors where this server has one.
             TornModel: the live weights could not be put back.
         """
         self.held, self._recorded, self._mirror = None, None, {}
@@ -218,6 +227,7 @@ class Updater:
             return False
         manifest = log.read_manifest(self.store, version)
         recorded = fetch.cached_sums(self.store, self.schema, manifest, self._cache)
+        self._check_dropped(manifest, _array(self.schema, recorded))
         mapped = self._live.map
         wanted = mapped.computed | mapped.partial | self._live.cut
         found = read_tensors(self.store, self.schema, version, wanted, recorded, self._cache)
@@ -282,6 +292,7 @@ class Updater:
         Raises:
             VersionNotFound, LineageError: the store has no way to that version.
             CorruptObject: what it has is wrong.
+            SchemaMismatch: the version has two tensors where this server has one.
             StoreReplaced: it has another run than when it was opened, or another version of the held number.
             UsageError: parameters have moved in memory since they were traced.
         """
@@ -302,6 +313,24 @@ class Updater:
         if self._staged is None:
             self._staged = self._stage(version)
         self.timings = dict(self._staged.timings)
+
+    def _check_dropped(self, manifest: Manifest, recorded: SumsArray) -> None:
+        """Refuse a version of which this server would silently leave out a tensor.
+
+        Raises:
+            SchemaMismatch: the version has two tensors, with other bits, where this server has one.
+        """
+        if not (dropped := self._live.map.dropped):
+            return
+        positions = {spec.name: i for i, spec in enumerate(self.schema.tensors)}
+        for absent, name in dropped.items():
+            if not np.array_equal(recorded[positions[absent]], recorded[positions[name]]):
+                raise SchemaMismatch(
+                    f"version {manifest.version} has other weights as {absent!r} than as {name!r}, but this "
+                    "server has one tensor for both, as they were equal when vLLM started. Start it from "
+                    "a checkpoint in which they differ, or with "
+                    "--hf-overrides '{\"tie_word_embeddings\": false}'"
+                )
 
     def _held_version(self) -> int | None:
         return None if self.held is None else self.held.version
@@ -327,6 +356,7 @@ class Updater:
         route = lineage.plan(manifests, held, version)
         # They are proved against the total here: `prove` looks at them alone, as generation waits for it.
         recorded = _array(self.schema, fetch.cached_sums(self.store, self.schema, route.target, self._cache))
+        self._check_dropped(route.target, recorded)
         specs, mapped = self.schema.by_name(), self._live.map
         with ExitStack() as leases, torch.no_grad(), self._live.aside():
             anchor: Mapping[str, torch.Tensor] = {}

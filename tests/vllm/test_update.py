@@ -315,6 +315,29 @@ def test_a_version_is_served_as_the_loader_lays_it_out(ranks, module, trainer):
     assert ranks.one.map.absent == {"rotary"}
 
 
+class Tied(Fused):
+    """Has one tensor for two names, and loads the first of them only, as vLLM does where both were equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = self.embed
+        self.ignored = {"rotary", "head"}
+
+
+def test_a_tensor_that_the_server_would_leave_out_is_named_once_it_differs(new_trainer, tensors, open_ranks):
+    trainer = new_trainer(tensors | {"head": tensors["embed"].clone()}, dtype=None, encoding="gap")
+    trainer.publish()
+    trainer.step(density=0.5)
+    module = Tied()
+    ranks = open_ranks(trainer, module)
+    ranks.apply(0)
+    before = module.state()
+    with pytest.raises(SchemaMismatch, match=r"'head' than as 'embed'.*tie_word_embeddings"):
+        ranks.apply(1)
+    assert ranks.held == 0
+    assert equal(module.state(), before)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_every_version_is_reached_bit_for_bit(new_trainer, tensors, open_ranks, num_ranks):
     trainer = publish(new_trainer(tensors, dtype=None, anchor_every=3), 7)
