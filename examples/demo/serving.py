@@ -18,7 +18,7 @@ from patchstore.integrations.vllm_server import ServerStatus, VllmServer
 from patchstore.tensors import raw_bytes
 
 MODEL = "demo"
-_START_S = 300.0
+_START_S = 600.0
 _FOLLOW_S = 60.0
 
 

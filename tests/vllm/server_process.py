@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MODEL_NAME = "tiny"
 
-_START_S = 300.0
+_START_S = 900.0
 _LIFE_S = 900
 """A server that nobody ended, because the tests were killed, ends itself."""
 _ENVIRONMENT = {

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "conformance"))
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 

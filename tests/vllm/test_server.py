@@ -28,7 +28,7 @@ from patchstore.integrations.vllm_server import VllmServer
 from tests.weights import lie
 
 # A server may take minutes to start on a busy machine.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 # After the first token nothing is sent before the end, so that a call is not behind what it shall interrupt.
 SERVER_ARGUMENTS = ("--stream-interval", "1000")

@@ -13,7 +13,7 @@ from patchstore.integrations.follow import Follow
 from patchstore.integrations.proof import prove
 
 # A server may take minutes to start on a busy machine.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 SERVER_ARGUMENTS = (
     *("--data-parallel-size", "2"),

@@ -7,7 +7,7 @@ from patchstore.errors import ServerUnavailable, StateMismatch, UsageError
 from patchstore.integrations.proof import prove
 
 # A server may take minutes to start on a busy machine.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 SERVER_ARGUMENTS = ("--tensor-parallel-size", "2")
 
