@@ -133,6 +133,12 @@ class StoreReplaced(PatchstoreError):
     kind = "store-replaced"
 
 
+class DriverConflict(PatchstoreError):
+    """Something else than this driver changed the version that a server serves."""
+
+    kind = "driver-conflict"
+
+
 class LineageError(PatchstoreError):
     """No path of payloads leads from the held version to the target."""
 

@@ -39,6 +39,7 @@ KINDS = {
     "schema-mismatch",
     "server-unavailable",
     "state-mismatch",
+    "driver-conflict",
     "store-replaced",
     "store-unavailable",
     "torn",

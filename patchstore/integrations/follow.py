@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from patchstore import log, mismatch
 from patchstore.errors import (
+    DriverConflict,
     NotFound,
     PatchstoreError,
     SchemaMismatch,
@@ -29,7 +30,9 @@ from patchstore.stores.base import Store
 
 logger = logging.getLogger(__name__)
 
-Did = Literal["initialised", "applied", "resumed", "proved", "diverged", "waiting", "nothing", "failed"]
+Did = Literal[
+    "initialised", "applied", "resumed", "labelled", "proved", "diverged", "waiting", "nothing", "failed"
+]
 
 
 _OUTDATED = {
@@ -51,7 +54,8 @@ class Step:
     """What one step did."""
 
     did: Did
-    """`resumed`: ended what a killed process had begun. `proved`: the weights are those of the version.
+    """`resumed`: ended what a killed process had begun. `labelled`: answers had another version's number,
+    which was corrected. `proved`: the weights are those of the version.
     `diverged`: they are not, so the store was opened again, and the next step loads an anchor. `waiting`: the
     store has no version yet, which only a look at the store says. `nothing`: the server holds what it should,
     or must wait, or the store has no version yet."""
@@ -78,26 +82,21 @@ class Step:
         return record
 
     def __str__(self) -> str:
-        match self.did:
-            case "initialised":
-                held = "no version" if self.version is None else f"version {self.version}"
-                return f"initialised the server, which holds {held}"
-            case "applied":
-                return f"applied version {self.version}"
-            case "resumed":
-                return f"ended an interrupted switch to version {self.version}"
-            case "proved":
-                return f"proved version {self.version}"
-            case "diverged":
-                return f"opened the store again: [{StateMismatch.kind}] {self.error}"
-            case "failed":
-                assert self.error is not None
-                what = "step" if self.version is None else f"version {self.version}"
-                return f"{what} failed: [{self.error.kind}] {self.error}"
-            case "waiting":
-                return "holds no version yet; servers wait for the first one"
-            case "nothing":
-                return "nothing new"
+        held = "no version" if self.version is None else f"version {self.version}"
+        if self.did == "failed":
+            assert self.error is not None
+            what = "step" if self.version is None else held
+            return f"{what} failed: [{self.error.kind}] {self.error}"
+        return {
+            "initialised": f"initialised the server, which holds {held}",
+            "applied": f"applied {held}",
+            "resumed": f"ended an interrupted switch to {held}",
+            "labelled": f"corrected the label of answers to {held}",
+            "proved": f"proved {held}",
+            "diverged": f"opened the store again: [{StateMismatch.kind}] {self.error}",
+            "waiting": "holds no version yet; servers wait for the first one",
+            "nothing": "nothing new",
+        }[self.did]
 
 
 class Follow:
@@ -144,6 +143,8 @@ class Follow:
         """Whether the server opened the store when it was told so here, and applied nothing since."""
         self._is_outdated = False
         """Whether the server is to open the store again next."""
+        self._known: set[int | None] = set()
+        """What the server held at the last look, and was given since; empty before the first look."""
         self._committed: float | None = None
         self._proved = time.monotonic()
 
@@ -190,6 +191,7 @@ class Follow:
                         "server was left as it is"
                     )
                 return Step(did="nothing", version=status.held, before=status)
+            self._check_alone(status, goal)
             if not self._is_open(status, goal):
                 return self._initialise(status, goal)
             if status.held == goal.version:
@@ -204,6 +206,26 @@ class Follow:
             logger.exception("%s: a step failed", self.server.url)
             error = UnexpectedError(f"{type(exc).__name__}: {exc}")
             return Step(did="failed", version=wanted, error=error, before=status)
+
+    def _check_alone(self, status: ServerStatus, goal: Manifest) -> None:
+        """Notice that something else drives this server too, once for each of its changes.
+
+        Raises:
+            DriverConflict: the server has another store open, or another version, than it was given here.
+        """
+        known, self._known = self._known, {status.held}
+        opened = self._opened_as
+        if opened is not None and status.initialised and status.store not in {None, opened, self.store.url}:
+            self._opened_as = None
+            what = f"follows {status.store}, though it was told to follow {self.store.url}"
+        elif known and status.held not in {None, goal.version, *known}:
+            what = f"serves version {status.held}, which it was not given here"
+        else:
+            return
+        raise DriverConflict(
+            f"{self.server.url} {what}: is another `patchstore follow`, or a script, at work on this server? "
+            "Stop one of them"
+        )
 
     def _is_open(self, status: ServerStatus, goal: Manifest) -> bool:
         """Whether the server has this store open, in a way that nothing speaks against."""
@@ -225,13 +247,17 @@ class Follow:
                 f"{self.server.url} finds run {opened.run_id} at {self.store.url}, but here it holds run "
                 f"{goal.run_id}: is that the same place for both, and was it emptied just now?"
             )
-        self._opened_as, self._is_fresh = opened.store, True
+        self._opened_as, self._is_fresh, self._known = opened.store, True, {opened.held}
         if opened.held is not None:
             # A server that was started from an anchor does not know the number yet.
             self.server.set_weight_version(str(opened.held))
         return Step(did="initialised", version=opened.held, before=status)
 
     def _keep(self, status: ServerStatus) -> Step:
+        label = self.server.weight_version()
+        if label is not None and label != str(status.held):
+            self.server.set_weight_version(str(status.held))
+            return Step(did="labelled", version=status.held, before=status)
         if self._prove_every_s is None or time.monotonic() - self._proved < self._prove_every_s:
             return Step(did="nothing", version=status.held, before=status)
         # Imports torch, which takes seconds and memory.
@@ -247,6 +273,8 @@ class Follow:
         return Step(did="proved", version=status.held, before=status)
 
     def _apply(self, wanted: int, status: ServerStatus) -> Step:
+        # Before it is known to have succeeded, as the answer may be lost.
+        self._known.add(wanted)
         try:
             switched = self.server.apply(wanted)
         except PatchstoreError as exc:

@@ -9,7 +9,13 @@ import pytest
 from manifests import begin_run, commit
 
 from patchstore import layout, log
-from patchstore.errors import SchemaMismatch, StateMismatch, StoreUnavailable, VersionNotFound
+from patchstore.errors import (
+    SchemaMismatch,
+    ServerUnavailable,
+    StateMismatch,
+    StoreUnavailable,
+    VersionNotFound,
+)
 from patchstore.integrations.follow import Follow
 from patchstore.integrations.goal import Newest
 from patchstore.model import Schema, StoreHeader, TensorSpec
@@ -106,6 +112,51 @@ def test_a_restarted_follower_finds_everything_as_it_was(follow, store, server, 
     stub.calls.clear()
     assert Follow(store, server).step().did == "nothing"
     assert stub.calls == []
+
+
+def test_a_wrong_label_of_answers_is_corrected(follow, stub):
+    did(follow, 2)
+    stub.weight_version = "6"
+    assert did(follow, 2) == ["labelled", "nothing"]
+    assert stub.weight_version == "0"
+
+
+def test_another_driver_of_the_server_is_noticed_and_what_it_did_is_undone(follow, store, stub):
+    commit(store, 1)
+    assert did(follow, 3) == ["initialised", "applied", "nothing"]
+    stub.held = 0
+    conflict = follow.step()
+    assert (conflict.did, conflict.error.kind) == ("failed", "driver-conflict")
+    assert "serves version 0" in str(conflict.error)
+    assert did(follow, 2) == ["applied", "nothing"]
+    assert stub.held == 1
+
+
+def test_another_driver_that_opens_another_store_is_noticed(follow, stub):
+    did(follow, 2)
+    stub.opened = {"store": "memory://another"}
+    conflict = follow.step()
+    assert (conflict.did, conflict.error.kind) == ("failed", "driver-conflict")
+    assert "memory://another" in str(conflict.error)
+    assert follow.step().did == "initialised"
+    assert did(follow, 2)[-1] == "nothing"
+
+
+def test_an_update_whose_answer_was_lost_is_no_other_drivers(follow, store, server, stub, monkeypatch):
+    did(follow, 2)
+    commit(store, 1)
+    apply = server.apply
+
+    def losing(version):
+        apply(version)
+        raise ServerUnavailable("the answer was lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server, "apply", losing)
+        assert follow.step().did == "failed"
+    commit(store, 2)
+    assert stub.held == 1
+    assert did(follow, 1) == ["applied"]
 
 
 def test_a_switch_that_a_killed_follower_left_is_ended(follow, stub):

@@ -15,7 +15,7 @@ ROOT = HERE.parents[1]
 MODEL_NAME = "tiny"
 
 _START_S = 900.0
-_LIFE_S = 900
+_LIFE_S = 1800
 """A server that nobody ended, because the tests were killed, ends itself."""
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
