@@ -154,8 +154,13 @@ def verify(
     _header(bucket)
     if every:
         _verify_all(bucket, as_json=as_json)
+        log.check_newest(bucket, log.head(bucket))
+    elif version is not None:
+        _verify_version(bucket, version, as_json=as_json)
     else:
-        _verify_version(bucket, _head(bucket).version if version is None else version, as_json=as_json)
+        newest = _head(bucket)
+        log.check_newest(bucket, newest)
+        _verify_version(bucket, newest.version, as_json=as_json)
 
 
 def _verify_version(bucket: Store, version: int, *, as_json: bool) -> None:
@@ -491,6 +496,9 @@ _EXIT_CODES: dict[type[PatchstoreError], int] = {
 def main() -> None:
     """Run the command line; errors become one line and an exit code, never a traceback."""
     as_json = "--json" in sys.argv
+    if sys.stdout is None or sys.stderr is None:
+        # Closed by the caller. What would be printed there is lost, so this is no success.
+        sys.exit("error (os): standard output is closed; send it to a file or to /dev/null")
     # A name that the terminal cannot show is no reason to fail.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     # So that what was begun is cleaned up, as with Ctrl-C; `follow` has handlers of its own.

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from patchstore import digest, fetch, host, lineage, log
+from patchstore.arguments import version_number
 from patchstore.errors import (
     SchemaMismatch,
     StateMismatch,
@@ -218,6 +219,8 @@ class Follower:
             VersionNotFound: no such version, or none at all yet.
             StoreReplaced: as `stage`, or, where the head is wanted, the versions end before the held one.
         """
+        if version is not None:
+            version = version_number(version)
         if version is None:
             newest = self._newest()
             if newest is None:
@@ -296,6 +299,7 @@ class Follower:
             StoreReplaced: it has another run than when it was opened, or another version of the held number.
             HostError: this host is short of memory, disk or open files.
         """
+        version = version_number(version)
         try:
             manifests = log.read_lineage(self.store, version, self.held)
         except VersionNotFound:

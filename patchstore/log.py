@@ -28,6 +28,8 @@ from patchstore.errors import (
 from patchstore.model import Manifest, StoreHeader
 from patchstore.stores.base import Store
 
+_FIRST_BYTES = 1 << 20
+"""Of a JSON object, what is asked for first; few are larger."""
 READ_AHEAD = 8
 """Manifests that are read at once, at most, where many are read one after the other."""
 
@@ -65,11 +67,18 @@ def read_header(store: Store) -> StoreHeader | None:
     """Return the header of the run at this prefix, or None where there is no run.
 
     Raises:
-        CorruptObject, UnsupportedFormat: `store.json` cannot be understood.
+        CorruptObject, UnsupportedFormat: `store.json` cannot be understood, or is missing where versions are.
     """
     try:
         data = _bounded(store, layout.HEADER)
-    except NotFound:
+    except NotFound as exc:
+        with host.reading(layout.VERSIONS):
+            left = next(iter(store.list(layout.VERSIONS)), None)
+        if left is not None:
+            raise CorruptObject(
+                f"{store.url} has {left} but no {layout.HEADER}, which was removed: put it back, or use "
+                "another place"
+            ) from exc
         return None
     return manifest.header_from_json(data)
 
@@ -140,7 +149,9 @@ def _read_back(store: Store, newest: int, oldest: int) -> Generator[tuple[Manife
 def _bounded(store: Store, key: str) -> bytes:
     """Read a JSON object; of one that is larger than it may be, just enough to notice."""
     with host.reading(key):
-        return store.get(key, 0, manifest.MAX_JSON_BYTES + 1)
+        # A store allows more time for a request that may be answered with more bytes, so few ask for many.
+        data = store.get(key, 0, _FIRST_BYTES)
+        return data if len(data) < _FIRST_BYTES else store.get(key, 0, manifest.MAX_JSON_BYTES + 1)
 
 
 def head(store: Store, hint: int | None = None) -> Manifest | None:
@@ -177,6 +188,21 @@ def following(store: Store, found: Manifest) -> Manifest | None:
         return read_manifest(store, found.version + 1)
     except VersionNotFound:
         return None
+
+
+def check_newest(store: Store, newest: Manifest | None) -> None:
+    """Check that the versions do not end before the one that `head.json` names, which is written after it.
+
+    Raises:
+        CorruptObject: they do: the newest were removed.
+    """
+    hint = _stored_hint(store)
+    if hint is not None and (newest is None or newest.version < hint):
+        there = "there is none" if newest is None else f"the newest is {newest.version}"
+        raise CorruptObject(
+            f"{store.url}: {layout.HEAD} names version {hint}, but {there}: versions were removed. Put them "
+            f"back, or use another place; if {layout.HEAD} is what is wrong, delete it"
+        )
 
 
 def _stored_hint(store: Store) -> int | None:

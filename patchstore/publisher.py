@@ -6,7 +6,6 @@ comparison; encoding, upload and commit run behind it on one thread.
 """
 
 import logging
-import operator
 import os
 import threading
 import time
@@ -18,11 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import numpy as np
 import torch
 
 from patchstore import at_exit, log
 from patchstore import snapshot as snapshots
+from patchstore.arguments import whole_number
 from patchstore.change import Change, Listed
 from patchstore.committer import Committer
 from patchstore.encodings import CHOICES
@@ -35,6 +34,7 @@ from patchstore.errors import (
     VersionConflict,
 )
 from patchstore.layout import check_file_name
+from patchstore.manifest import MAX_INTEGER
 from patchstore.model import Manifest, Schema, TensorSpec
 from patchstore.resume import open_run
 from patchstore.sources import Source, Weights
@@ -182,9 +182,9 @@ class Publisher:
             VersionConflict: another publisher claimed the run at the same time.
         """
         self._dtype = _dtype(dtype)
-        self._anchor_every = _whole_number("anchor_every", anchor_every, least=1)
-        self._max_pending = _whole_number("max_pending", max_pending, least=1)
-        max_shard_bytes = _whole_number("max_shard_bytes", max_shard_bytes, least=1)
+        self._anchor_every = whole_number("anchor_every", anchor_every, least=1)
+        self._max_pending = whole_number("max_pending", max_pending, least=1)
+        max_shard_bytes = whole_number("max_shard_bytes", max_shard_bytes, least=1)
         going_on = _resume(resume)
         _check_encoding(encoding)
         snapshots.check_place(snapshot)
@@ -268,7 +268,7 @@ class Publisher:
         when the returned publication's `result` says so.
 
         Args:
-            step: the trainer's count, any integer of 64 bits.
+            step: the trainer's count, from -(2**53 - 1) to 2**53 - 1, which JSON keeps exactly.
 
         Raises:
             PublishFailed: an earlier publication was not stored, and the caller was not told yet. This
@@ -280,7 +280,7 @@ class Publisher:
             UsageError: the step is not an integer, the publisher is closed, or this is a fork of the process
                 that opened it. This call published nothing.
         """
-        step = _whole_number("step", step, least=-(2**63))
+        step = whole_number("step", step, least=-MAX_INTEGER, most=MAX_INTEGER)
         if self._closed:
             raise UsageError("this publisher is closed")
         if os.getpid() != self._process:
@@ -514,24 +514,6 @@ def _rank() -> int:
     return 0
 
 
-def _whole_number(name: str, value: Any, least: int) -> int:
-    """Return an argument as an int: what counts as one in Python, but a truth value.
-
-    Raises:
-        UsageError: it is none, or out of range.
-    """
-    is_truth = isinstance(value, bool | np.bool_) or getattr(value, "dtype", None) == torch.bool
-    try:
-        number = None if is_truth else operator.index(value)
-    except (TypeError, ValueError, RuntimeError):
-        number = None
-    if number is None:
-        raise UsageError(f"{name} must be an integer, not {value!r} ({type(value).__name__}); use int()")
-    if not least <= number < 2**63:
-        raise UsageError(f"{name} must be at least {least} and less than 2**63, not {number}")
-    return number
-
-
 def _dtype(value: Any) -> torch.dtype | None:
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if found is None and value is None:
@@ -549,7 +531,7 @@ def _resume(value: Any) -> bool | int | str:
         return value
     if not hasattr(value, "__index__"):
         raise UsageError(f'resume must be True, False, a version, "anchor" or "auto", not {value!r}')
-    return _whole_number("resume", value, least=0)
+    return whole_number("resume", value, least=0)
 
 
 def _check_encoding(value: Any) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from patchstore import digest, fetch, host, lineage, log, payload
+from patchstore.arguments import local_path, version_number
 from patchstore.errors import CorruptObject, UsageError, VersionNotFound
 from patchstore.model import Manifest, Plan, StoreHeader, TensorSpec
 from patchstore.stores import Store, opened
@@ -52,7 +53,8 @@ def replay(
             exists under `out`.
         HostError: there is no room for it, or the system refuses something else.
     """
-    target = Path(out)
+    target = local_path("out", out)
+    version = None if version is None else version_number(version)
     if os.path.lexists(target):
         raise UsageError(f"{target} exists; name a folder that does not")
     with opened(store) as source:
@@ -88,6 +90,7 @@ def verify(
     Raises:
         As `replay`.
     """
+    version = None if version is None else version_number(version)
     with opened(store) as source:
         return _verify(source, version, progress)
 

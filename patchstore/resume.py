@@ -55,6 +55,8 @@ def open_run(
     if schema.tied != header.schema.tied:
         raise SchemaMismatch(f"tensors are tied as {schema.tied}, but the run has {header.schema.tied}")
     head = log.head(store)
+    # A number that was used must not come again for other weights.
+    log.check_newest(store, head)
     if head is None or resume == "anchor":
         return header, head, head, None
     sums = digest.of_tensors(header.schema, snapshot.items())

@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from patchstore import digest, fetch, payload
+from patchstore.arguments import local_path, version_number
 from patchstore.encodings import ENCODINGS, RELATIVE
 from patchstore.errors import UsageError
 from patchstore.model import Manifest, TensorSpec
@@ -39,7 +39,8 @@ def transcode(
         LineageError: its parent cannot be reached.
         CorruptObject, StateMismatch: the bucket's bytes are wrong. Nothing exists under `out`.
     """
-    target = Path(out)
+    target = local_path("out", out)
+    version = version_number(version)
     if encoding not in {*ENCODINGS, RELATIVE}:
         raise UsageError(f"encoding must be one of {', '.join((*ENCODINGS, RELATIVE))}, not {encoding!r}")
     if os.path.lexists(target):

@@ -106,6 +106,19 @@ def test_verify_all_says_of_each_version_whether_it_is_right(bucket, patchstore:
     assert out.splitlines()[-1] == "2 of 6 versions verified"
 
 
+@pytest.mark.parametrize("args", [[], ["--all"]])
+def test_verify_notices_that_the_newest_version_was_removed(bucket, patchstore: Command, args) -> None:
+    (bucket[0] / "versions" / "00000005.json").unlink()
+    code, _, err = patchstore("verify", bucket[0], *args)
+    assert (code, "head.json names version 5" in err) == (3, True)
+
+
+def test_a_closed_standard_output_is_no_success(bucket) -> None:
+    done = shell(f"{PATCHSTORE} log {bucket[0]} >&-")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error (os): standard output is closed")
+
+
 def test_a_run_that_does_not_begin_at_version_0_is_refused_for_one_version_as_for_all(
     tmp_path: Path, patchstore: Command
 ) -> None:
@@ -248,7 +261,7 @@ def test_errors_are_one_line_with_a_kind_and_an_exit_code(
 
 def test_a_wrong_call_names_what_is_missing_and_how_to_call(patchstore) -> None:
     _, _, err = patchstore("replay", "x")
-    assert "Missing argument 'OUT'" in err and "STORE OUT" in err and "VERSION" in err
+    assert "Missing argument 'OUT'" in err and "VERSION" in err
     assert "patchstore replay STORE OUT 12" in patchstore("replay", "x", "y", "--version", 3)[2]
     assert "versions count from 0" in patchstore("show", "x", "-1")[2]
     assert "patchstore --verbose doctor" in patchstore("doctor", "x", "--verbose")[2]
@@ -333,33 +346,46 @@ def test_help_lists_every_command(patchstore) -> None:
         assert patchstore(command, "--help")[0] == 0
 
 
+_IN_THE_ANCHOR = """
+import sys, time
+from patchstore import cli
+from patchstore.stores.folder import FolderStore
+
+def slowly(read):
+    def wait(store, key, *args, **kwargs):
+        time.sleep(5 if key.startswith("anchors/") else 0)
+        return read(store, key, *args, **kwargs)
+    return wait
+
+FolderStore.get, FolderStore.read_into = slowly(FolderStore.get), slowly(FolderStore.read_into)
+cli.main()
+"""
+"""Runs a command that waits in the payload of an anchor, so that it can be ended there."""
+
+
+def replaying(bucket: Path, out: Path) -> subprocess.Popen[str]:
+    """Begin a replay, and return when it has made its folder."""
+    out.mkdir()
+    command = [sys.executable, "-c", _IN_THE_ANCHOR, "replay", str(bucket), str(out / "v")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not list(out.iterdir()):
+        assert process.poll() is None
+    return process
+
+
 def test_a_terminated_replay_leaves_nothing(bucket, tmp_path: Path) -> None:
-    # A pipe in the payload's place: the replay waits in it until it is told to end.
-    payload = next((bucket[0] / "anchors").glob("00000004-*")) / "model.safetensors"
-    payload.unlink()
-    os.mkfifo(payload)
-    (tmp_path / "out").mkdir()
-    command = [sys.executable, "-m", "patchstore.cli", "replay", str(bucket[0]), str(tmp_path / "out" / "v")]
-    replaying = subprocess.Popen(command)
-    while not list((tmp_path / "out").iterdir()):
-        assert replaying.poll() is None
-    replaying.terminate()
-    assert replaying.wait(60) == 143
+    process = replaying(bucket[0], tmp_path / "out")
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 143
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_an_interrupted_replay_leaves_nothing(bucket, tmp_path: Path) -> None:
-    payload = next((bucket[0] / "anchors").glob("00000004-*")) / "model.safetensors"
-    payload.unlink()
-    os.mkfifo(payload)
-    (tmp_path / "out").mkdir()
-    command = [sys.executable, "-m", "patchstore", "replay", str(bucket[0]), str(tmp_path / "out" / "v")]
-    replaying = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not list((tmp_path / "out").iterdir()):
-        assert replaying.poll() is None
-    replaying.send_signal(signal.SIGINT)
-    _, err = replaying.communicate(timeout=60)
-    assert replaying.returncode == 130
+    process = replaying(bucket[0], tmp_path / "out")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
     assert "Traceback" not in err
     assert list((tmp_path / "out").iterdir()) == []
 

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {
     "patchstore.errors": 0,
     "patchstore.model": 0,
+    "patchstore.arguments": 1,
     "patchstore.host": 1,
     "patchstore.layout": 1,
     "patchstore.manifest": 1,

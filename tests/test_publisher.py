@@ -18,6 +18,7 @@ import torch
 from patchstore import Follower, Publisher, diff, layout, log, replay, snapshot, verify
 from patchstore.encodings import CHOICES
 from patchstore.errors import (
+    CorruptObject,
     PublishFailed,
     ResumeMismatch,
     RunExists,
@@ -710,6 +711,8 @@ def test_all_integers_do_as_arguments(store: MemoryStore, value: Any) -> None:
         [1],
         2**63,
         -(2**63) - 1,
+        2**53,
+        -(2**53),
         np.float64(1),
         np.bool_(True),
         torch.tensor(1.0),
@@ -1211,6 +1214,30 @@ def test_weights_of_no_version_can_resume_as_an_anchor(run: Run) -> None:
 def test_an_empty_prefix_has_nothing_to_resume(store: MemoryStore) -> None:
     with pytest.raises(ResumeMismatch):
         Publisher(store, {"w": torch.zeros(3)}, resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True, "auto", "anchor"])
+def test_a_store_whose_run_lost_its_header_is_refused_and_left_alone(run: Run, resume: Any) -> None:
+    run.publish_versions(3)
+    run.close()
+    run.store.delete("store.json")
+    before = list(run.store.list())
+    with pytest.raises(CorruptObject, match=r"no store\.json"):
+        run.open(resume=resume)
+    assert list(run.store.list()) == before
+
+
+@pytest.mark.parametrize("resume", [True, "auto", "anchor", 0])
+@pytest.mark.parametrize("lost", [(2,), (0, 1, 2)])
+def test_numbers_of_versions_that_were_removed_are_not_used_again(
+    run: Run, resume: Any, lost: tuple[int, ...]
+) -> None:
+    run.publish_versions(3)
+    run.close()
+    for version in lost:
+        run.store.delete(f"versions/{version:08}.json")
+    with pytest.raises(CorruptObject, match=r"head\.json names version 2"):
+        run.open(resume=resume)
 
 
 def test_resuming_with_other_tensors_is_refused(run: Run) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from patchstore import Publisher, layout, log, replay, verify
+from patchstore import Follower, Publisher, layout, log, replay, verify
 from patchstore.errors import CorruptObject, StateMismatch, UsageError, VersionNotFound
 from patchstore.rebuild import Progress
 from patchstore.stores.base import Store
@@ -32,6 +32,44 @@ WORKERS.set_forkserver_preload([__name__])
 def load(folder: Path) -> State:
     """Read a checkpoint folder with the safetensors library."""
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("version", [-1, "2", 1.0, True, 2**70])
+def test_what_is_no_version_is_refused_at_once(run: Run, tmp_path: Path, version: Any) -> None:
+    run.publish_versions(2)
+    calls = (
+        lambda: replay(run.store, version, out=tmp_path / "out"),
+        lambda: verify(run.store, version),
+        lambda: Follower(run.store, {}).update(version),
+        lambda: Follower(run.store, {}).stage(version),
+        lambda: transcode(run.store, version, encoding="gap", out=tmp_path / "out"),
+    )
+    for call in calls:
+        with pytest.raises(UsageError):
+            call()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/out", "file:///tmp/x", "s3:/bucket", "", 3, None, b"out"])
+def test_what_is_no_path_is_refused_and_nothing_is_made(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: Any
+) -> None:
+    run.publish_versions(2)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="out must be a path"):
+        replay(run.store, out=out)
+    with pytest.raises(UsageError, match="out must be a path"):
+        transcode(run.store, 1, encoding="gap", out=out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tilde_in_out_is_the_users_folder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.publish_versions(1)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    replay(run.store, out="~/out")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_every_version_is_rebuilt_bit_for_bit(run: Run, tmp_path: Path) -> None:

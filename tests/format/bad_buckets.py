@@ -738,7 +738,7 @@ def parent_sums(objects: Objects) -> bytes:
 
 # store.json.
 bad("store.json is no JSON", lambda objects: objects.update({"store.json": b""}))
-bad("store.json is missing", lambda objects: objects.pop("store.json"), "unknown-version")
+bad("store.json is missing", lambda objects: objects.pop("store.json"))
 bad("store.json is of format version 2", in_store_json(put("format_version", 2)), UNSUPPORTED)
 bad(
     "store.json is of another run",

@@ -25,6 +25,7 @@ def _read(bucket: Bucket) -> Iterator[Finding]:
         bucket.header = log.read_header(bucket.store)
         if bucket.header is not None:
             bucket.head = log.head(bucket.store)
+            log.check_newest(bucket.store, bucket.head)
     except UnsupportedFormat as exc:
         found = f"{exc}; this release knows format {FORMAT_VERSION}"
         yield bucket.finding("format-unknown", found, "install the trainer's release of patchstore")

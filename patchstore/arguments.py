@@ -1,0 +1,61 @@
+"""Checks of what callers pass, where Python itself would take too much."""
+
+import operator
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from patchstore.errors import UsageError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+
+
+def whole_number(name: str, value: Any, *, least: int, most: int = 2**63 - 1) -> int:
+    """Return an argument as an int: what counts as one in Python, but a truth value.
+
+    Raises:
+        UsageError: it is none, or out of range.
+    """
+    is_truth = isinstance(value, bool | np.bool_) or str(getattr(value, "dtype", None)) == "torch.bool"
+    try:
+        number = None if is_truth else operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None:
+        raise UsageError(f"{name} must be an integer, not {value!r:.100} ({type(value).__name__}); use int()")
+    if not least <= number <= most:
+        raise UsageError(f"{name} must be from {least} to {most}, not {str(number)[:40]}")
+    return number
+
+
+def version_number(version: Any) -> int:
+    """Return a version's number.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if isinstance(version, int) and version < 0:
+        raise UsageError(f"versions count from 0, and {version} is none; None stands for the newest")
+    return whole_number("version", version, least=0)
+
+
+def local_path(name: str, value: Any) -> Path:
+    """Return the path of a file or folder of this machine, with a user's folder in place of `~`.
+
+    Raises:
+        UsageError: it is no path, or looks like a URL.
+    """
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+        raise UsageError(f"{name} must be a path, not {value!r:.100} ({type(value).__name__})")
+    text = os.fspath(value)
+    if not text or _URL.match(text):
+        raise UsageError(
+            f"{name} must be a path on this machine, not {text!r}; a path that looks so begins with ./"
+        )
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as exc:
+        raise UsageError(f"{name}={text!r}: {exc}") from exc
