@@ -75,6 +75,9 @@ class LiveWeights:
         self.cut: frozenset[str] = frozenset()
         """Names of which a coded delta is not decoded from what is served: regions cut through tiles, or some
         part is served nowhere, so that no digest tells whether the rest is right."""
+        self.dropped: Mapping[str, str] = {}
+        """Names of which nothing is served, as the model has one tensor for them and another name -> that
+        other name. vLLM ties an output layer to the embedding where both were equal when it started."""
         self._watched: set[str] = set()
         self._places: dict[str, tuple[object, ...]] = {}
         self._slots: list[tuple[Mapping[str, torch.Tensor | None], str, int]] = []
@@ -112,6 +115,9 @@ class LiveWeights:
         """Use a map that all ranks agreed on, from here on."""
         self._map = mapped
         specs = mapped.schema.by_name()
+        own = {name for name, _ in self._models[0].named_parameters(remove_duplicate=False)}
+        # Not what a draft model shares with its target: vLLM always takes the target's.
+        self.dropped = {absent: name for absent, (alias, name) in mapped.aliases.items() if alias in own}
         self._boxes = {
             name: boxes(specs[name], found)
             for name, found in mapped.regions.items()

@@ -102,9 +102,9 @@ class WeightMap:
         """Names of which no rank holds some part, so that their digest cannot be told."""
         self.absent = frozenset(specs.keys() - copied - self.computed)
         """Names that no rank has a use for, such as a vision tower that is switched off."""
-        self.dropped: Mapping[str, str] = dict(self._dropped())
-        """Absent names of memory that this rank loads from another name -> that name. vLLM ties an output
-        layer to the embedding where both were equal when it started, and loads only the embedding then."""
+        self.aliases: Mapping[str, tuple[str, str]] = dict(self._aliases())
+        """Absent names of memory that this rank loads from another name -> what the model calls that memory,
+        and the other name."""
 
         positions = {spec.name: i for i, spec in enumerate(schema.tensors)}
         keys = [(name, view) for name in sorted(copied) for view in sorted(slices[name], key=_order)]
@@ -147,7 +147,7 @@ class WeightMap:
         np.add.at(growth, self._owners, claimed[:, 2:] - claimed[:, :2])
         return growth
 
-    def _dropped(self) -> Iterator[tuple[str, str]]:
+    def _aliases(self) -> Iterator[tuple[str, tuple[str, str]]]:
         specs = self.schema.by_name()
         names = (
             (name, self.runtimes[index].names) for name, found in self.regions.items() for index, _ in found
@@ -157,7 +157,7 @@ class WeightMap:
                 # vLLM's modules may be nested deeper than a checkpoint's, or less deep.
                 is_alias = f".{absent}".endswith(f".{alias}") or f".{alias}".endswith(f".{absent}")
                 if is_alias and specs[absent].shape == specs[name].shape:
-                    yield absent, name
+                    yield absent, (alias, name)
 
     def _written(self, trace: Trace, group: frozenset[str]) -> set[int]:
         indices = {index for names, written in trace.computed if names & group for index in written}

@@ -320,7 +320,7 @@ class Updater:
         Raises:
             SchemaMismatch: the version has two tensors, with other bits, where this server has one.
         """
-        if not (dropped := self._live.map.dropped):
+        if not (dropped := self._live.dropped):
             return
         positions = {spec.name: i for i, spec in enumerate(self.schema.tensors)}
         for absent, name in dropped.items():
