@@ -116,7 +116,8 @@ class _Commit(Task[Manifest]):
 class Publisher:
     """The one writer of a run. Use from one thread; close it, or use it as a context manager.
 
-    One that is not closed keeps its thread and its snapshot until the interpreter ends, and is closed then.
+    One that is not closed keeps its three threads and its snapshot until the interpreter ends, and is
+    closed then.
     Where something cannot be stored at that point, stderr says what, and the process exits with status 1
     unless it ends by an uncaught exception, whose status stays.
 

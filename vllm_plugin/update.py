@@ -327,9 +327,9 @@ class Updater:
             if not np.array_equal(recorded[positions[absent]], recorded[positions[name]]):
                 raise SchemaMismatch(
                     f"version {manifest.version} has other weights as {absent!r} than as {name!r}, but this "
-                    "server has one tensor for both, as they were equal when vLLM started. Start it from "
-                    "a checkpoint in which they differ, or with "
-                    "--hf-overrides '{\"tie_word_embeddings\": false}'"
+                    "server has one tensor for both, since the config says tie_word_embeddings and they were "
+                    "equal when vLLM started. Start it from a checkpoint in which they differ, such as a "
+                    f"replay of version {manifest.version}"
                 )
 
     def _held_version(self) -> int | None:
