@@ -402,6 +402,7 @@ def test_weights_that_diverged_are_replaced_and_proved_again(store, server, stub
     monkeypatch.setattr("patchstore.integrations.proof.prove", prove)
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
+    begin_run(store)
     follow = Follow(store, server, prove_every_s=10)
     assert did(follow, 3) == ["initialised", "applied", "nothing"]
     now = 10.0
