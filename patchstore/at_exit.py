@@ -23,8 +23,6 @@ class Unclosed(Protocol):
 
     _process: int
     """The id of the process that opened it."""
-    _caller: threading.Thread
-    """The thread that uses it."""
 
     def _close_at_exit(self) -> str | None:
         """Close it, and return what was lost where something was; says nothing and raises nothing else."""
@@ -74,7 +72,7 @@ def _close_all() -> None:
     losses = []
     for publisher in mine:
         try:
-            _wait_for(publisher._caller)
+            _wait_for_threads()
             loss = publisher._close_at_exit()
         except KeyboardInterrupt:
             _say(publisher._lost("interrupted while the process waited for the store"))
@@ -93,11 +91,13 @@ def _close_all() -> None:
     _failures.append(_Failure())
 
 
-def _wait_for(caller: threading.Thread) -> None:
-    """Let a thread go on that the interpreter would wait for anyway: it may publish more."""
-    is_of_a_pool = caller in concurrent.futures.thread._threads_queues
-    if caller is not threading.current_thread() and not caller.daemon and not is_of_a_pool:
-        caller.join()
+def _wait_for_threads() -> None:
+    """Let those threads end that the interpreter would wait for next anyway: they may publish more."""
+    pools = concurrent.futures.thread._threads_queues
+    for thread in threading.enumerate():
+        is_other = thread not in {threading.current_thread(), threading.main_thread()}
+        if is_other and not thread.daemon and thread not in pools:
+            thread.join()
 
 
 def _say(message: str) -> None:

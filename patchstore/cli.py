@@ -23,6 +23,7 @@ import typer
 from patchstore import __version__, layout, log, report
 from patchstore.errors import (
     DataError,
+    HostError,
     LineageError,
     PatchstoreError,
     ServerUnavailable,
@@ -181,7 +182,9 @@ def _verify_all(bucket: Store, *, as_json: bool) -> None:
     for version in versions:
         try:
             _verify_version(bucket, version, as_json=as_json)
-        except (DataError, LineageError, VersionNotFound) as exc:
+        except PatchstoreError as exc:
+            if isinstance(exc, StoreUnavailable | HostError):
+                raise
             num_wrong += 1
             if as_json:
                 damaged = report.Unreadable(version=version, error=exc)

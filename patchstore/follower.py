@@ -118,9 +118,22 @@ class Follower:
         Raises:
             VersionNotFound: the store holds no run, or not the version `held`.
             SchemaMismatch: the tensors are not those of the run.
+            UsageError: `tensors` is no dict of tensors by name, or `held` is no version.
             StateMismatch: they are not what version `held` has.
             StoreReplaced: version `held` is of another run than the store.
         """
+        if not isinstance(tensors, MutableMapping):
+            raise UsageError(
+                "tensors must be a dict of names to tensors, such as model.state_dict(), "
+                f"not {type(tensors).__name__}"
+            )
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):  # type: ignore[redundant-expr, unused-ignore]
+                raise UsageError(
+                    f"tensors must be a dict of names to tensors, but {name!r:.100} is a "
+                    f"{type(tensor).__name__} in it"
+                )
+        held = None if held is None else version_number(held)
         with ExitStack() as closing:
             self.store = closing.enter_context(opened(store))
             self._open(tensors, held, scratch, cache)
@@ -297,9 +310,16 @@ class Follower:
             VersionNotFound, LineageError: the store has no way to that version.
             CorruptObject, StateMismatch: what it has is wrong; nothing may be applied.
             StoreReplaced: it has another run than when it was opened, or another version of the held number.
+            SchemaMismatch: one of the followed tensors was taken out of the dict.
             HostError: this host is short of memory, disk or open files.
         """
         version = version_number(version)
+        if self.manifest is not None and not self._specs.keys() <= self.tensors.keys():
+            missing = min(self._specs.keys() - self.tensors.keys())
+            raise SchemaMismatch(
+                f"tensor {missing!r} was taken out of the followed tensors; put it back, or open a new "
+                "Follower"
+            )
         try:
             manifests = log.read_lineage(self.store, version, self.held)
         except VersionNotFound:

@@ -7,19 +7,17 @@ comparison; encoding, upload and commit run behind it on one thread.
 
 import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
 
-from patchstore import at_exit, log
+from patchstore import at_exit, checkpoint_files, log
 from patchstore import snapshot as snapshots
 from patchstore.arguments import whole_number
 from patchstore.change import Change, Listed
@@ -33,7 +31,6 @@ from patchstore.errors import (
     UsageError,
     VersionConflict,
 )
-from patchstore.layout import check_file_name
 from patchstore.manifest import MAX_INTEGER
 from patchstore.model import Manifest, Schema, TensorSpec
 from patchstore.resume import open_run
@@ -48,8 +45,11 @@ __all__ = ["Publication", "Publisher", "Source"]
 
 logger = logging.getLogger(__name__)
 
-_FILE_ENDINGS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
-"""Of config and tokenizer files, and of code that a config refers to."""
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""As configs of trainers spell them."""
+
+_UNCHANGED_CALLS = 3
+"""In a row, after which the log asks whether the source is the model that is trained."""
 
 
 class Publication:
@@ -158,7 +158,8 @@ class Publisher:
                 hold, near 0.9 bytes. "auto": "context" or "gap", whichever is smaller each time.
             anchor_every: publications from one anchor to the next; the versions in between store
                 changes only.
-            files: a checkpoint folder whose config and tokenizer files go into every anchor.
+            files: a checkpoint folder whose config and tokenizer files go into every anchor. Its config must fit
+                the source: the same sizes, ties that are there, quantised only if the tensors are.
             resume: False for a new run. True to go on from the newest version with exactly these
                 weights, a number to go on from that version, which must have them. "anchor" to go
                 on behind the head with whatever weights these are, by publishing all of them. "auto" for
@@ -175,7 +176,8 @@ class Publisher:
         Raises:
             RunExists: the store has a run and `resume` is False.
             ResumeMismatch: no version has these weights, or the one named has others.
-            SchemaMismatch: a tensor cannot be stored, or the run was created with other tensors.
+            SchemaMismatch: a tensor cannot be stored or has numbers that `dtype` cannot hold, or the run was
+                created with other tensors.
             UnsupportedStore: the store cannot create exclusively.
             StoreUnavailable: the store does not answer.
             UsageError: an argument makes no sense, or memory for the snapshot is short, or the system starts
@@ -189,20 +191,22 @@ class Publisher:
         going_on = _resume(resume)
         _check_encoding(encoding)
         snapshots.check_place(snapshot)
-        checkpoint_files = _checkpoint_files(files)
+        found_files = checkpoint_files.read_folder(files)
         at_exit.check_still_running()
-        self._process, self._caller = os.getpid(), threading.current_thread()
+        self._process = os.getpid()
         self._failed: deque[Publication] = deque()
         """Publications that failed; those that the caller was told of may be among them."""
         self._snapshot_ahead = False
         """Set while the snapshot has changes that were not handed to the thread."""
+        self._unchanged_calls = 0
+        """Publications in a row in which no bit had changed."""
         self._conflict: VersionConflict | None = None
         self._closed = False
         self._closing = ExitStack()
         with self._closing:
             self._store = self._closing.enter_context(opened(store))
             with _out_of_inference(), _threads_start(), _on_one_rank():
-                self._open(source, encoding, going_on, snapshot, checkpoint_files, max_shard_bytes)
+                self._open(source, encoding, going_on, snapshot, found_files, max_shard_bytes)
             at_exit.expect(self)
             # Opened: from here on `close` ends what was begun.
             self._closing = self._closing.pop_all()
@@ -213,7 +217,7 @@ class Publisher:
         encoding: str,
         resume: bool | int | str,
         snapshot: snapshots.Place,
-        checkpoint_files: dict[str, bytes],
+        files: dict[str, bytes],
         max_shard_bytes: int,
     ) -> None:
         store = self._store
@@ -225,6 +229,9 @@ class Publisher:
         schema = Schema(
             tensors=tuple(self._spec(name, current[name]) for name in sorted(current)), tied=self._tied
         )
+        checkpoint_files.check_fits(files, source, schema)
+        for name, tensor in current.items():
+            _check_range(name, tensor, self._served[name][0])
         self._snapshot = snapshots.take(current, schema.tensors, encoding, snapshot)
         self._closing.callback(self._snapshot.close)
         # Before anything is written: without its threads a publisher could not go on.
@@ -243,7 +250,7 @@ class Publisher:
             head=head,
             parent=parent,
             sums=sums,
-            files=checkpoint_files,
+            files=files,
             max_shard_bytes=max_shard_bytes,
             beside=(checks, uploads),
         )
@@ -289,7 +296,6 @@ class Publisher:
                 f"this publisher belongs to process {self._process}, and this is {os.getpid()}, a fork of it "
                 "without its thread; publish from the process that opened it"
             )
-        self._caller = threading.current_thread()
         if self._conflict is not None:
             raise self._conflict
         self._raise_untold()
@@ -442,6 +448,7 @@ class Publisher:
                 f"step {change.step} was not stored, and the next publication will be an anchor: "
                 f"{exc if isinstance(exc, PatchstoreError) else f'{type(exc).__name__}: {exc}'}"
             ) from exc
+        self._ask_whether_it_trains(manifest)
         publication.publish_s = time.monotonic() - began
         logger.info(
             "published version %d: step %d, %d changed, %.1f MiB, waited %.2f s, published in %.2f s",
@@ -453,6 +460,19 @@ class Publisher:
             publication.publish_s,
         )
         return manifest
+
+    def _ask_whether_it_trains(self, manifest: Manifest) -> None:
+        """Warn once where many publications found nothing to publish."""
+        if manifest.delta is not None:
+            self._unchanged_calls = 0 if manifest.delta.num_changed else self._unchanged_calls + 1
+            if self._unchanged_calls == _UNCHANGED_CALLS:
+                logger.warning(
+                    "steps up to %d: no weight has changed in the last %d publications. Is the source a "
+                    "copy of the model that is trained, such as a state dict from before it was moved, or "
+                    "merged weights that were not merged again?",
+                    manifest.step,
+                    _UNCHANGED_CALLS,
+                )
 
     def _commit_or_fail(self, change: Change, *, anchor: bool, alone: bool) -> Manifest:
         if self._conflict is not None:
@@ -469,6 +489,20 @@ class Publisher:
                 "the next publication will be an anchor"
             )
         return self._committer.commit_delta(change)
+
+
+def _check_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises SchemaMismatch where a number would become infinite, or NaN, as it is converted to a dtype."""
+    # bfloat16 has the range of float32.
+    if tensor.dtype == dtype or torch.finfo(dtype).max > torch.finfo(torch.bfloat16).max / 2:
+        return
+    given = tensor.detach()
+    lost = given.to(dtype).float().isfinite() != given.isfinite()
+    if lost.any():
+        raise SchemaMismatch(
+            f"{name!r} has {int(lost.sum())} numbers beyond the range of {dtype}, such as "
+            f"{float(given[lost][0])}; publish as torch.bfloat16, or dtype=None to publish in its own dtype"
+        )
 
 
 def _out_of_inference() -> AbstractContextManager[object]:
@@ -497,26 +531,44 @@ def _on_one_rank() -> Iterator[None]:
         yield
     except (RunExists, VersionConflict) as exc:
         rank = _rank()
-        if rank == 0:
+        if rank is None:
             raise
+        if rank.startswith("rank 0 "):
+            raise type(exc)(
+                f"{exc}. This is {rank}: if the others open a Publisher too, let only this one do so"
+            ) from exc
         raise type(exc)(
-            f"this is rank {rank}, and a run is published from one rank: open the Publisher only where "
+            f"this is {rank}, and a run is published from one rank: open the Publisher only where "
             f"torch.distributed.get_rank() == 0, and let the other ranks go on without one. {exc}"
         ) from exc
 
 
-def _rank() -> int:
-    """Return this process's rank in its group, as far as it is known without asking the others; else 0."""
+def _rank() -> str | None:
+    """Return what this process is called among its ranks, as far as that is known without asking the others.
+
+    Returns:
+        Such as "rank 0 of 4"; None where there seems to be no other.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    for name in ("RANK", "LOCAL_RANK"):
-        if (value := os.environ.get(name, "")).isdecimal():
-            return int(value)
-    return 0
+        rank, num_ranks = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
+    else:
+        rank, num_ranks = (
+            os.environ.get("RANK", os.environ.get("LOCAL_RANK", "")),
+            os.environ.get("WORLD_SIZE", ""),
+        )
+    if not rank.isdecimal() or num_ranks == "1":
+        return None
+    if not num_ranks.isdecimal():
+        return None if rank == "0" else f"rank {rank}"
+    return f"rank {rank} of {num_ranks}"
 
 
 def _dtype(value: Any) -> torch.dtype | None:
-    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if isinstance(value, str):
+        name = value.removeprefix("torch.")
+        found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
+    else:
+        found = value
     if found is None and value is None:
         return None
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
@@ -538,28 +590,3 @@ def _resume(value: Any) -> bool | int | str:
 def _check_encoding(value: Any) -> None:
     if value not in CHOICES:
         raise UsageError(f"encoding must be one of {', '.join(CHOICES)}, not {value!r}")
-
-
-def _checkpoint_files(folder: Any) -> dict[str, bytes]:
-    """Read a checkpoint folder's files that are not weights."""
-    if folder is None:
-        return {}
-    if not isinstance(folder, str | os.PathLike):
-        raise UsageError(f"files must be the path of a checkpoint folder, not {folder!r}")
-    path = Path(folder)
-    # An empty text would name the working directory, whose files nobody means to upload.
-    if not os.fspath(folder) or not path.is_dir():
-        raise UsageError(f"files={str(folder)!r} is not a folder; give a checkpoint folder, or None")
-    if not (path / "config.json").is_file():
-        raise UsageError(
-            f"files={str(folder)!r} has no config.json, so it is not a checkpoint folder; "
-            "model.config.save_pretrained(folder) writes one"
-        )
-    try:
-        return {
-            check_file_name(file.name): file.read_bytes()
-            for file in sorted(path.iterdir())
-            if file.is_file() and file.name.endswith(_FILE_ENDINGS) and not file.name.endswith(".index.json")
-        }
-    except OSError as exc:
-        raise UsageError(f"files={str(folder)!r} cannot be read: {exc}") from exc

@@ -31,9 +31,11 @@ _ZERO_3 = (
     "DeepSpeed ZeRO-3 keeps parameters apart: copy them inside deepspeed.zero.GatheredParameters("
     "model.parameters()), and publish the mapping of copies from rank 0"
 )
+_FAKE_QUANTISED = frozenset({"weight_fake_quant", "activation_post_process", "fake_quant_enabled"})
+"""Parts of names that torch's quantisation-aware training adds."""
 _PEFT = (
-    "an adapter's wrapper names them so; publish merged weights under the base model's names: "
-    "copy.deepcopy(model).merge_and_unload(), or its state dict"
+    "an adapter's wrapper names them so; publish merged weights under the base model's names, as a dict that "
+    "is updated from copy.deepcopy(model).merge_and_unload().state_dict() before each call"
 )
 
 
@@ -92,8 +94,13 @@ class Weights:
         *parts, last = name.split(".")
         if last in {"_flat_param", "flat_param"}:
             raise SchemaMismatch(f"{given!r} is a flat parameter of FSDP; {_DISTRIBUTED}")
-        if "base_layer" in parts:
+        if "base_layer" in parts or parts[:1] == ["prompt_encoder"]:
             raise SchemaMismatch(f"{given!r} is no name that servers know: {_PEFT}")
+        if not _FAKE_QUANTISED.isdisjoint(name.split(".")):
+            raise SchemaMismatch(
+                f"{given!r} is of quantisation-aware training, and servers do not know it; pass the weights "
+                "alone, in a mapping by name"
+            )
         self._names[given] = ".".join([*(part for part in parts if part not in _WRAPPERS), last])
         return self._names[given]
 
@@ -114,6 +121,12 @@ class Weights:
             if all(name.startswith(prefix) for name in found):
                 raise SchemaMismatch(
                     f"all names begin with {prefix!r}, as in {next(iter(found))!r}: {advice}"
+                )
+        for name in found:
+            if name.endswith("_orig") and f"{name.removesuffix('_orig')}_mask" in found:
+                raise SchemaMismatch(
+                    f"{name!r} is what torch.nn.utils.prune keeps of a weight, with its mask beside it, and "
+                    f"servers know {name.removesuffix('_orig')!r} alone; call prune.remove, or pass a mapping"
                 )
         empty = [name for name, tensor in found.items() if 0 in tensor.shape]
         if empty:

@@ -106,6 +106,15 @@ def test_verify_all_says_of_each_version_whether_it_is_right(bucket, patchstore:
     assert out.splitlines()[-1] == "2 of 6 versions verified"
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_verify_all_goes_on_past_a_payload_that_is_no_file(bucket, patchstore: Command, kind: str) -> None:
+    payload = next(bucket[0].glob("deltas/00000005*/*"))
+    payload.rename(bucket[0] / "elsewhere")
+    os.mkfifo(payload) if kind == "pipe" else payload.symlink_to(bucket[0] / "elsewhere")
+    code, out, _ = patchstore("verify", bucket[0], "--all")
+    assert (code, out.splitlines()[-1]) == (3, "5 of 6 versions verified")
+
+
 @pytest.mark.parametrize("args", [[], ["--all"]])
 def test_verify_notices_that_the_newest_version_was_removed(bucket, patchstore: Command, args) -> None:
     (bucket[0] / "versions" / "00000005.json").unlink()

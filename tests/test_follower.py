@@ -1,5 +1,7 @@
 """Followers: proved before a write, whole afterwards, and undone when something fails."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -375,3 +377,25 @@ def test_a_version_of_another_run_cannot_be_claimed(run: Run, store: MemoryStore
     store.put(key, manifest)
     with pytest.raises(StoreReplaced):
         Follower(store, copies(run.history[0]), held=0)
+
+
+@pytest.mark.parametrize("tensors", [None, torch.nn.Linear(2, 2), [torch.zeros(2)], {"embed.weight": [1.0]}])
+def test_what_is_no_dict_of_tensors_is_refused(run: Run, tensors: Any) -> None:
+    run.publish()
+    with pytest.raises(UsageError, match="dict of names to tensors"):
+        Follower(run.store, tensors)
+
+
+@pytest.mark.parametrize("held", ["0", -1, 1.0, True])
+def test_a_held_version_that_is_no_number_is_refused(run: Run, held: Any) -> None:
+    run.publish()
+    with pytest.raises(UsageError, match="version"):
+        Follower(run.store, copies(run.history[0]), held=held)
+
+
+def test_a_tensor_that_was_taken_out_is_named(run: Run) -> None:
+    run.publish_versions(2)
+    follower = Follower(run.store, copies(run.history[0]), held=0)
+    del follower.tensors["embed.weight"]
+    with pytest.raises(SchemaMismatch, match=r"'embed\.weight' was taken out"):
+        follower.update()

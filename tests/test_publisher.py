@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -887,6 +887,8 @@ def test_another_default_device_or_dtype_changes_nothing(
 RANKS = [
     ({"RANK": "3"}, "rank 3"),
     ({"LOCAL_RANK": "1"}, "rank 1"),
+    ({"RANK": "3", "WORLD_SIZE": "4"}, "rank 3 of 4"),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, None),
     ({"RANK": "0", "LOCAL_RANK": "0"}, None),
     ({"RANK": "x"}, None),
     ({}, None),
@@ -898,7 +900,7 @@ def test_a_second_rank_is_told_to_leave_publishing_to_one(
     run: Run, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str | None
 ) -> None:
     run.publish()
-    for name in ("RANK", "LOCAL_RANK"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -917,7 +919,12 @@ def test_the_rank_of_an_initialised_group_comes_before_the_environment(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
-    with pytest.raises(RunExists, match="rank 5"):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
+    with pytest.raises(RunExists, match="rank 5 of 8"):
+        Publisher(run.store, run.model)
+    # The others may have been first.
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    with pytest.raises(RunExists, match="rank 0 of 8: if the others open a Publisher too, let only this one"):
         Publisher(run.store, run.model)
 
 
@@ -1258,6 +1265,88 @@ def test_config_and_tokenizer_files_go_into_every_anchor(store: MemoryStore, tmp
             assert manifest.anchor is not None
             names = [payload.key.rsplit("/", 1)[1] for payload in manifest.anchor.files]
             assert names == ["config.json", "tokenizer.json"]
+
+
+UNFIT = [
+    ("not JSON", "is not JSON"),
+    ("[]", "not a JSON object"),
+    ('{"quantization_config": {"quant_method": "fp8"}}', "quantization_config"),
+    ('{"tie_word_embeddings": false}', "'lm_head.weight' and 'model.embed_tokens.weight' are one tensor"),
+    ('{"text_config": {"tie_word_embeddings": false}}', "one tensor"),
+    ('{"vocab_size": 11}', "its vocab_size is 11, and that of the model to publish is 10"),
+    ('{"vocab_size": 10, "model_type": "unknown", "tie_word_embeddings": true}', None),
+]
+
+
+class Configured(torch.nn.Module):
+    """A model whose output layer is its embedding, with a config as Transformers' models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(10, 4)})
+        self.lm_head = torch.nn.Linear(4, 10, bias=False)
+        self.lm_head.weight = self.model["embed_tokens"].weight
+        self.config = SimpleNamespace(to_dict=lambda: {"vocab_size": 10})
+
+
+@pytest.mark.parametrize(("config", "error"), UNFIT)
+def test_a_config_with_which_a_replay_would_be_another_model_is_refused(
+    store: MemoryStore, tmp_path: Path, config: str, error: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    if error is None:
+        Publisher(store, Configured(), files=tmp_path).close()
+        return
+    with pytest.raises(UsageError, match=error):
+        Publisher(store, Configured(), files=tmp_path)
+    assert list(store.list()) == []
+
+
+def test_a_quantised_checkpoints_config_goes_with_quantised_weights(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"quantization_config": {}}')
+    model = {"w": torch.zeros(4, dtype=torch.int8), "w_scale": torch.ones(1)}
+    Publisher(store, model, files=tmp_path).close()
+
+
+@pytest.mark.parametrize("kind", ["adapter", "pipe", "link to nothing"])
+def test_what_is_no_file_of_a_base_checkpoint_is_refused(
+    store: MemoryStore, tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    if kind == "adapter":
+        (tmp_path / "adapter_config.json").write_text("{}")
+    elif kind == "pipe":
+        os.mkfifo(tmp_path / "tokenizer.json")
+    else:
+        (tmp_path / "tokenizer.json").symlink_to(tmp_path / "gone")
+    with pytest.raises(UsageError, match=r"adapter_config\.json|tokenizer\.json"):
+        Publisher(store, {"w": torch.zeros(10)}, files=tmp_path)
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_refused(store: MemoryStore) -> None:
+    model = {"ok": torch.tensor([float("inf"), 1.0]), "w": torch.tensor([1.0, 70_000.0])}
+    with pytest.raises(
+        SchemaMismatch, match=r"'w' has 1 numbers beyond the range of torch\.float16, such as 70000"
+    ):
+        Publisher(store, model, dtype="float16")
+    assert list(store.list()) == []
+    del model["w"]
+    Publisher(store, model, dtype="fp16").close()
+
+
+def test_a_source_that_never_changes_is_asked_about_once(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = {"w": torch.zeros(10)}
+    with Publisher(store, model) as publisher:
+        for step in range(3):
+            publisher.publish_patch(step).result()
+        assert "no weight has changed" not in caplog.text
+        for step in range(3, 9):
+            publisher.publish_patch(step).result()
+    assert caplog.text.count("no weight has changed in the last 3 publications") == 1
 
 
 @pytest.mark.parametrize("files", ["", "missing", "here"])

@@ -105,6 +105,18 @@ def test_a_trainer_on_a_thread_of_its_own_is_waited_for(trainer: Trainer) -> Non
     assert_stored(trainer.bucket, 4)
 
 
+def test_a_thread_that_has_not_published_yet_is_waited_for_too(trainer: Trainer) -> None:
+    done = trainer(
+        "publisher = Publisher(store, model)\n"
+        "def run():\n"
+        "    time.sleep(0.5)\n"
+        "    train(publisher, range(2))\n"
+        "threading.Thread(target=run).start()\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert_stored(trainer.bucket, 2)
+
+
 DOWN = "publisher = Publisher(store, model)\ntrain(publisher, [7])\nstore.is_down = True\n"
 
 

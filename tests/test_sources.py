@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.nn.utils import prune
 from torch.utils._pytree import tree_map
 
 from patchstore import Follower, Publisher, log, verify
@@ -353,6 +354,12 @@ def averaged() -> torch.nn.Module:
     return torch.optim.swa_utils.AveragedModel(layers())
 
 
+def pruned() -> torch.nn.Module:
+    model = layers()
+    prune.l1_unstructured(model[1], "weight", amount=0.3)
+    return model
+
+
 class Peft(torch.nn.Module):
     """Names as PEFT's wrapper gives them: `base_model.model.0.base_layer.weight`."""
 
@@ -382,6 +389,9 @@ W = torch.ones(3, 3)
         ({"module.a": W, "module.b": W}, "pass the wrapped model"),
         (averaged, r"AveragedModel.*pass its \.module"),
         (Peft, "merge_and_unload"),
+        ({"base_model.w": W, "prompt_encoder.default.embedding.weight": W}, "merge_and_unload"),
+        (pruned, r"prune\.remove"),
+        ({"w": W, "weight_fake_quant.scale": W}, "quantisation-aware"),
         ({"0.base_layer.weight": W, "0.lora_A.default.weight": W}, "merge_and_unload"),
         (lambda: ZERO_3, "GatheredParameters"),
         (lambda: PARTLY, "'1.weight'.*GatheredParameters"),
