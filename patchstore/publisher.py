@@ -158,8 +158,8 @@ class Publisher:
                 hold, near 0.9 bytes. "auto": "context" or "gap", whichever is smaller each time.
             anchor_every: publications from one anchor to the next; the versions in between store
                 changes only.
-            files: a checkpoint folder whose config and tokenizer files go into every anchor. Its config must fit
-                the source: the same sizes, ties that are there, quantised only if the tensors are.
+            files: a checkpoint folder whose config and tokenizer files go into every anchor. Its config must
+                fit the source: the same sizes, ties that are there, quantised only if the tensors are.
             resume: False for a new run. True to go on from the newest version with exactly these
                 weights, a number to go on from that version, which must have them. "anchor" to go
                 on behind the head with whatever weights these are, by publishing all of them. "auto" for

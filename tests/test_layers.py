@@ -32,6 +32,7 @@ LAYERS = {
     "patchstore.change": 3,
     "patchstore.committer": 3,
     "patchstore.publisher": 3,
+    "patchstore.checkpoint_files": 3,
     "patchstore.sources": 3,
     "patchstore.worker": 3,
     "patchstore.at_exit": 3,
