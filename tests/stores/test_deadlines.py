@@ -190,7 +190,7 @@ def test_an_upload_of_which_parts_stall_is_given_up_and_aborted(
     # Clients differ in the order of a query's parts.
     part = re.compile(rf"partNumber={held}(&|$)")
     with holding(s3_options["endpoint_url"], lambda request: part.search(request.path) is not None) as url:
-        store = S3Store(s3_url, **{**s3_options, "endpoint_url": url, "client": client}, timeout_s=3)
+        store = S3Store(s3_url, **{**s3_options, "endpoint_url": url, "client": client}, timeout_s=8)
         store.put("small", b"so that the first request is not the one that makes the connection")
         with pytest.raises(StoreUnavailable, match=f"{s3_url}: upload large: ") as caught:
             store.upload("large", (bytes(PART_BYTES) for _ in range(13)))
