@@ -30,7 +30,7 @@ from patchstore.node_cache import MAX_BYTES, NodeCache
 from patchstore.stores import open_store
 from vllm_plugin.agreement import Failure, describe, gather, is_last
 from vllm_plugin.cpu_layout import keep_load_layout
-from vllm_plugin.derived import Derived
+from vllm_plugin.derived import Derived, watch_loading
 from vllm_plugin.live import LiveWeights
 from vllm_plugin.mapping import Claims, Growth, Share
 from vllm_plugin.origin import read_folder
@@ -59,6 +59,7 @@ def adopt(worker: object) -> None:
     """Prepare a worker that is about to be constructed, and remember it for its engine."""
     _workers.add(worker)
     keep_load_layout()
+    watch_loading()
     watch(
         worker,
         asleep=lambda level: _tell(worker, lambda engine: engine.sleeping(level)),
@@ -158,8 +159,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _live(self, models: Sequence[torch.nn.Module]) -> LiveWeights:
         is_quantised = self._serving.is_quantised
-        # Reloading calculates again by itself what is made from weights.
-        derived = Derived([] if is_quantised else models, self._serving.refresh)
+        # Reloading calls the hooks by itself.
+        derived = Derived(models, self._serving.refresh, hooks=not is_quantised)
         return _kind_for(models)(models, self._serving.load, derived, is_quantised=is_quantised)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:

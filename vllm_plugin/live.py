@@ -90,9 +90,11 @@ class LiveWeights:
 
         Raises:
             SchemaMismatch: a loader does not take these names, or leaves a parameter as it is.
-            UsageError: the loader cannot be traced.
+            UsageError: the loader cannot be traced, or the model keeps tensors that are made of weights and
+                that it cannot make again.
         """
         if self._is_quantised:
+            self._derived.notice()
             return untraced(self._models, schema)
         traced = trace(self._target_last(), schema, self._load)
         bare = {n: count for n, count in traced.uncovered.items() if n not in self._derived.names}
@@ -106,6 +108,9 @@ class LiveWeights:
                     "without them",
                 )
             )
+        reached = {index for found in traced.regions.values() for index, _ in found}
+        reached = reached.union(*(indices for _, indices in traced.computed))
+        self._derived.prove({traced.runtimes[index].storage.data_ptr() for index in reached})
         return traced
 
     def share(self, traced: Trace) -> Share:
@@ -402,6 +407,14 @@ class LiveWeights:
         # A draft model shares the target's embedding and head, and checkpoints may have other values for
         # those under the draft's names. vLLM loads both before it lets them share, and so keeps the target's.
         return self._models[::-1]
+
+    def notice_derived(self) -> None:
+        """Look for what forward passes made of weights; called before weights change.
+
+        Raises:
+            UsageError: there is some that cannot be made again.
+        """
+        self._derived.notice()
 
     def derive(self) -> None:
         """Have the model calculate again what it made from its weights after loading, into the same memory.

@@ -3,6 +3,7 @@
 Where versions 0.26 to 0.33 or platforms differ, the difference is here.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -95,9 +96,11 @@ class Serving:
         return {name for name in wanted - loaded if places.get(name) not in reached}
 
     def refresh(self, module: torch.nn.Module) -> None:
-        """Have an attention layer calculate again what it made from its weights."""
+        """Have a layer, or a model, calculate again what it made from its weights."""
+        hook: Any = module.process_weights_after_loading
         with self._surroundings():
-            module.process_weights_after_loading(self._config.model_config.dtype)  # type: ignore[operator]
+            # vLLM calls that of layers with a dtype, and that of models with nothing.
+            hook(self._config.model_config.dtype) if inspect.signature(hook).parameters else hook()
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:

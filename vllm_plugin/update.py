@@ -485,6 +485,7 @@ class Updater:
         began = time.monotonic()
         if staged.plan.anchor is None and (name := self._live.overwritten(staged.change)):
             raise StateMismatch(f"something wrote to {name!r} after this version was staged")
+        self._live.notice_derived()
         self._is_written = True
         computed = self._named(staged.computed)
         if staged.anchor and not self.is_map_proved:

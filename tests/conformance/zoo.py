@@ -316,6 +316,19 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 experts=True,
             ),
             Architecture(
+                # On the CPU vLLM's attention keeps its sinks in float32 from the first forward pass on.
+                name="gpt-oss-float16",
+                config=_config(
+                    "GptOssConfig",
+                    **_ATTENTION | _SLIDING | {"intermediate_size": 64},
+                    num_local_experts=8,
+                    num_experts_per_tok=2,
+                    sliding_window=32,
+                ),
+                engine={"dtype": "float16"},
+                experts=True,
+            ),
+            Architecture(
                 name="llama4",
                 config=_config(
                     "Llama4TextConfig",

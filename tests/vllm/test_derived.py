@@ -1,11 +1,13 @@
 """Tensors that modules make from weights are made again, and stay where they were."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from patchstore.errors import LoadFailed
+from patchstore.errors import LoadFailed, UsageError
 from patchstore.tensors import bits
-from vllm_plugin.derived import Derived
+from vllm_plugin.derived import Derived, constructed, loaded
 
 pytestmark = pytest.mark.vllm
 
@@ -43,8 +45,10 @@ class Model(torch.nn.Module):
     def __init__(self, kind: type[Attention] = Attention) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList([kind(), torch.nn.Linear(4, 4), kind()])
+        constructed(self)
         for each in self.attentions:
             refresh(each)
+        loaded(self)
 
     @property
     def attentions(self) -> list[Attention]:
@@ -59,6 +63,13 @@ def tensors(model: Model) -> list[torch.Tensor]:
     return [tensor for each in model.attentions for tensor in (each.plain, each.made)]
 
 
+def follow(model: torch.nn.Module) -> Derived:
+    """What is made of a model's weights, proved once."""
+    derived = Derived([model], refresh)
+    derived.prove(set())
+    return derived
+
+
 @pytest.fixture
 def model() -> Model:
     return Model()
@@ -70,17 +81,18 @@ def change(model: Model) -> None:
             each.projection.weight.mul_(3)
 
 
-def test_they_are_known_by_name_and_vectors_are_none_of_them(model):
-    names = {f"layers.{layer}.{name}" for layer in (0, 2) for name in ("plain", "made")}
+def test_they_are_known_by_name(model):
+    names = {f"layers.{layer}.{name}" for layer in (0, 2) for name in ("plain", "made", "scale")}
     assert Derived([model], refresh).names == names
     # Of several models, and of a module that is a model itself.
-    assert Derived([model, model.attentions[0]], refresh).names == names | {"plain", "made"}
+    other = Model()
+    assert Derived([model, other], refresh).names == names
 
 
 @pytest.mark.parametrize("kind", [Attention, Views])
 def test_they_follow_their_weights_without_moving(kind):
     model = Model(kind)
-    derived = Derived([model], refresh)
+    derived = follow(model)
     objects, places = tensors(model), [each.data_ptr() for each in tensors(model)]
     change(model)
     expected = Model(kind)
@@ -98,17 +110,19 @@ def test_they_follow_their_weights_without_moving(kind):
 
 def test_modules_that_made_nothing_are_left_alone():
     bare = Attention()
-    assert Derived([bare], refresh).names == frozenset()
+    constructed(bare)
+    loaded(bare)
+    assert follow(bare).names == frozenset()
     Derived([bare], refresh).refresh()
     assert bare.num_calls == 0
 
 
 def test_another_shape_is_refused_and_nothing_has_moved(model):
-    derived = Derived([model], refresh)
+    derived = follow(model)
     objects = tensors(model)
     change(model)
     model.attentions[1].transposes = True
-    with pytest.raises(LoadFailed, match=r"Attention\.plain was \(3, 4\) .* and is \(4, 3\)"):
+    with pytest.raises(LoadFailed, match=r"layers\.2\.plain was \(3, 4\) .* and is \(4, 3\)"):
         derived.refresh()
     assert all(now is then for now, then in zip(tensors(model), objects, strict=True))
 
@@ -119,7 +133,7 @@ def test_another_shape_is_refused_and_nothing_has_moved(model):
 
 
 def test_a_failure_halfway_moves_nothing(model):
-    derived = Derived([model], refresh)
+    derived = follow(model)
     objects = tensors(model)
     model.attentions[0].fails = True
     with pytest.raises(RuntimeError, match="made to fail"):
@@ -144,3 +158,148 @@ def test_a_layer_that_only_has_its_cache_is_left_alone():
     derived = Derived([torch.nn.Sequential(layer)], refresh)
     derived.refresh()
     assert (derived.names, layer.num_calls) == (frozenset(), 0)
+
+
+class Kernel:
+    """What a layer calls, and where it keeps tensors: no module."""
+
+    def __init__(self, sinks: torch.nn.Parameter) -> None:
+        self.sinks: torch.Tensor = sinks
+        self.slopes = torch.arange(4.0)
+        self.combined: list[torch.Tensor] = []
+
+
+class Sinks(torch.nn.Module):
+    """Has a kernel that keeps copies of its weights in an object, a list, a closure or not at all."""
+
+    def __init__(self, keeps: str = "") -> None:
+        super().__init__()
+        self.sinks = torch.nn.Parameter(torch.randn(4, dtype=torch.bfloat16), requires_grad=False)
+        self.kernel = Kernel(self.sinks)
+        self.register_buffer("_k_scale", torch.tensor(1.0))
+        self._k_scale_float = 1.0
+        self.keeps = keeps
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        self._k_scale.fill_(1.0)
+        self._k_scale_float = 1.0
+        if self.keeps == "in place" and self.kernel.sinks.dtype == torch.float32:
+            self.kernel.sinks.copy_(self.sinks)
+            self.kernel.combined[0].copy_(self.sinks.float() * 2)
+        elif self.keeps:
+            self.kernel.sinks = self.sinks.float()
+            self.kernel.combined = [self.sinks.float() * 2]
+
+    def forward(self) -> torch.Tensor:
+        if self.kernel.sinks.dtype != torch.float32:
+            with torch.inference_mode():
+                self.kernel.sinks = self.kernel.sinks.float()
+        return self.kernel.sinks * 1
+
+
+def started(model: torch.nn.Module, load: Callable[[], object] = lambda: None) -> torch.nn.Module:
+    """Do what vLLM does when it starts."""
+    constructed(model)
+    load()
+    for module in model.modules():
+        if hasattr(module, "process_weights_after_loading"):
+            refresh(module)
+    loaded(model)
+    return model
+
+
+@pytest.mark.parametrize("keeps", ["anew", "in place"])
+def test_vectors_in_objects_and_lists_follow_their_weights(keeps):
+    layer = Sinks(keeps)
+    derived = follow(started(torch.nn.Sequential(layer)))
+    assert derived.names == {"0.kernel.sinks", "0.kernel.combined[0]"}
+    copies = [layer.kernel.sinks, *layer.kernel.combined]
+    layer.sinks.copy_(torch.randn(4))
+    derived.refresh()
+    assert [layer.kernel.sinks, *layer.kernel.combined] == copies
+    assert torch.equal(copies[0], layer.sinks.float())
+    assert torch.equal(copies[1], layer.sinks.float() * 2)
+
+
+@pytest.mark.parametrize("when", ["before it is followed", "after it is followed"])
+def test_a_copy_that_the_first_forward_pass_makes_follows_its_weight(when):
+    layer = Sinks()
+    model = started(torch.nn.Sequential(layer))
+    if when == "before it is followed":
+        layer()
+    derived = follow(model)
+    layer()
+    derived.notice()
+    layer.sinks.copy_(torch.randn(4))
+    derived.refresh()
+    assert torch.equal(layer(), layer.sinks.float())
+
+
+def test_what_a_forward_pass_made_of_a_weight_otherwise_is_refused():
+    layer = Sinks()
+    derived = follow(started(torch.nn.Sequential(layer)))
+    layer.kernel.sinks = layer.sinks.float() * 2
+    with pytest.raises(
+        UsageError, match=r"'0\.kernel\.sinks' \(\(4,\) torch\.float32\), which it made of a weight"
+    ):
+        derived.notice()
+
+
+def test_what_loading_made_where_nothing_makes_it_again_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    model[0].packed = None
+
+    def load() -> None:
+        packed = model[0].weight.detach().T.contiguous()
+        model[0].packed = lambda x: x @ packed
+
+    with pytest.raises(
+        UsageError, match=r"keeps 1 tensors that loading made .* '0\.packed\.packed' \(\(3, 3\)"
+    ):
+        follow(started(model, load))
+
+
+def test_what_comes_out_otherwise_from_the_same_weights_is_refused_and_stays(model):
+    before = [each.clone() for each in tensors(model)]
+    model.attentions[1].made.mul_(2)
+    expected = [*before[:3], before[3] * 2]
+    with pytest.raises(UsageError, match=r"'layers\.2\.made'"):
+        follow(model)
+    assert all(torch.equal(bits(now), bits(then)) for now, then in zip(tensors(model), expected, strict=True))
+
+
+def test_constants_and_buffers_that_are_loaded_are_not_made_of_weights():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
+    derived = Derived([started(model, lambda: model[0].running_mean.fill_(3))], refresh)
+    derived.prove({model[0].running_mean.untyped_storage().data_ptr()})
+    derived = Derived([model], refresh)
+    with pytest.raises(UsageError, match=r"'0\.running_mean'"):
+        derived.prove(set())
+
+
+def test_scales_of_the_cache_stay_as_requests_calibrated_them():
+    layer = Sinks("anew")
+    derived = follow(started(torch.nn.Sequential(layer)))
+    layer._k_scale.fill_(0.25)
+    layer._k_scale_float = 0.25
+    derived.refresh()
+    assert (layer._k_scale.item(), layer._k_scale_float) == (0.25, 0.25)
+
+
+def test_a_model_that_nobody_saw_being_loaded_is_not_refused_for_its_constants():
+    layer = Sinks("anew")
+    model = torch.nn.Sequential(layer)
+    layer.constant = torch.ones(3)
+    refresh(layer)
+    derived = follow(model)
+    layer.sinks.copy_(torch.randn(4))
+    derived.refresh()
+    assert torch.equal(layer.kernel.sinks, layer.sinks.float())
+    assert "0.constant" not in {slot.path for made in derived._made.values() for slot in made}
+
+
+def test_reloading_leaves_hooks_to_vllm():
+    layer = Sinks("anew")
+    derived = Derived([started(torch.nn.Sequential(layer))], refresh, hooks=False)
+    derived.prove(set())
+    assert derived.names == frozenset()
