@@ -16,6 +16,7 @@ from benchmarks import (
     kernels,
     replay,
     serving,
+    staging_memory,
     stores,
     transports,
 )
@@ -103,6 +104,13 @@ CASES = (
         gate="tests/vllm/test_server.py",
         arguments=serving.arguments,
         run=serving.run,
+    ),
+    Case(
+        name="staging-memory",
+        about="What staging takes of a GPU's memory, beside a server that took most of it.",
+        gate="tests/vllm/test_device.py",
+        arguments=staging_memory.arguments,
+        run=staging_memory.run,
     ),
     Case(
         name="stores",

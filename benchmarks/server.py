@@ -65,6 +65,10 @@ def serve(shape: Shape, args: argparse.Namespace, folder: Path) -> Iterator[Time
     model = _save_model(shape, folder / "model")
     max_model_len = args.prompt_tokens + args.max_tokens
     port = free_port()
+    memory = ["--kv-cache-memory-bytes", str(_kv_bytes(shape, args.concurrency + 2, max_model_len))]
+    memory += ["--gpu-memory-utilization", "0.1"]
+    if "--gpu-memory-utilization" in args.engine_args:
+        memory = []
     command = [
         *("timeout", "--kill-after=10", str(_LIFE_S)),
         # What the `vllm` command runs, also where it was not installed as a script.
@@ -73,8 +77,7 @@ def serve(shape: Shape, args: argparse.Namespace, folder: Path) -> Iterator[Time
         *("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", str(max_model_len)),
         # One more for the driver's own request.
         *("--max-num-seqs", str(args.concurrency + 1)),
-        *("--kv-cache-memory-bytes", str(_kv_bytes(shape, args.concurrency + 2, max_model_len))),
-        *("--gpu-memory-utilization", "0.1"),
+        *memory,
         *("--worker-extension-cls", "vllm_plugin.DeltaWorkerExtension"),
         *("--weight-transfer-config", '{"backend": "delta"}'),
         *(["--enforce-eager"] if args.eager else []),

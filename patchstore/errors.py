@@ -34,6 +34,12 @@ class HostError(PatchstoreError):
     kind = "os"
 
 
+class DeviceMemoryShort(HostError):
+    """An update needs more of a GPU's memory than is free; nothing was written."""
+
+    kind = "device-memory"
+
+
 # Mend the call: the caller asked for something that cannot be.
 
 

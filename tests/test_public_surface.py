@@ -32,6 +32,7 @@ KINDS = {
     "load-failed",
     "not-found",
     "os",
+    "device-memory",
     "publish-failed",
     "resume-mismatch",
     "run-exists",

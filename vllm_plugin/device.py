@@ -3,6 +3,7 @@
 The number of launches, and of times the host waits, grows with neither names nor regions.
 """
 
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,22 +15,28 @@ import torch
 
 from patchstore.digest import Sums
 from patchstore.encodings.base import EncodedTensor, check_stored
-from patchstore.encodings.context import Coded
-from patchstore.errors import CorruptObject, LoadFailed, StateMismatch, UsageError
+from patchstore.encodings.context import Coded, encode
+from patchstore.errors import CorruptObject, DeviceMemoryShort, LoadFailed, StateMismatch, UsageError
 from patchstore.fetch import Deltas
 from patchstore.kernels import new_stream
 from patchstore.kernels import patch as kernels
 from patchstore.kernels.patch import BLOCK, TILE, Exchange, Kind, Stated
-from patchstore.model import DTYPE_BYTES, TensorSpec
-from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype
+from patchstore.model import TensorSpec
+from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype, unsigned
 from vllm_plugin.coded import Listed, Patch, Places, decode
-from vllm_plugin.live import Change, LiveWeights
+from vllm_plugin.live import PIECE, Change, LiveWeights
 from vllm_plugin.mapping import Claims, Growth, WeightMap
 from vllm_plugin.regions import Region, View
 from vllm_plugin.upload import send
 
 MERGED = 1 << 25
-"""Changes of several versions that are merged at a time, in about 2 GB of the device's memory."""
+"""Changes of several versions that are merged at a time, in about 2 GB of the device's memory.
+
+A tensor of which they state more is copied and written to: twice the tensor, and changes of one version.
+"""
+
+_MERGING_BYTES = 64
+"""Of the device's memory, for each change that is merged: keys, values, and what sorting takes."""
 
 
 class _Segment(NamedTuple):
@@ -52,6 +59,11 @@ class Exchanges(Change):
     parts: list[tuple[Sequence[_Segment], Exchange]] = field(default_factory=list)
     keeps_old: bool = True
     """Whether what it replaces must be what was read when it was staged."""
+
+    def add(self, other: "Exchanges") -> None:
+        """Take a change of other elements over."""
+        self.parts += other.parts
+        self.growth = self.growth.joined(other.growth)
 
 
 Stored = Mapping[str, tuple[str, EncodedTensor | Coded]]
@@ -127,6 +139,20 @@ class DeviceWeights(LiveWeights):
             counts = kernels.count(stated)
             exchange, _ = kernels.translate(stated, counts, 0, self._target, is_digested=True)
             kernels.exchange(exchange)
+        self._compile_decoding()
+
+    def _compile_decoding(self) -> None:
+        """Decode a change of one element of the smallest tensor of each kind; nothing is written."""
+        specs = self.map.schema.by_name()
+        smallest: dict[object, str] = {}
+        for name in sorted(self._served, key=lambda each: (specs[each].num_elements, each)):
+            widths = tuple(sorted(set(self._served[name].memory_widths.tolist())))
+            if specs[name].num_elements and self._segments.get(name):
+                smallest.setdefault((specs[name].dtype, len(specs[name].shape), widths), name)
+        for name in smallest.values():
+            old = unsigned(self.gathered(name).cpu())
+            coded = encode(specs[name], old, np.zeros(1, dtype=np.int64), old[:1] ^ 1)
+            decode([name], [("nothing", coded)], [self._served[name]], self.device)
 
     def _segment(self, spec: TensorSpec, index: int, region: Region) -> _Segment:
         source, target, flat = region.source, region.target, self._flat(index)
@@ -187,9 +213,31 @@ class DeviceWeights(LiveWeights):
         if self._stream is None:
             yield
             return
-        with torch.cuda.stream(self._stream):
-            yield
-            self._stream.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+                self._stream.synchronize()
+        except torch.OutOfMemoryError as exc:
+            # The frames hold what was staged so far, for as long as the error is kept.
+            traceback.clear_frames(exc.__traceback__)
+            torch.cuda.empty_cache()
+            raise DeviceMemoryShort(
+                f"an update needs more than the {self._room() / 2**30:.2f} GiB that are free on "
+                f"{self.device}; go to a version in between first, as `patchstore follow` does, or start "
+                "vllm with a lower --gpu-memory-utilization"
+            ) from None
+        finally:
+            self.staging_bytes = torch.cuda.max_memory_allocated(self.device) - before
+
+    def _room(self) -> int:
+        """Return how many bytes can be allocated on the device."""
+        if self.device.type != "cuda":
+            return 1 << 62
+        free, _ = torch.cuda.mem_get_info(self.device)
+        idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + idle
 
     def stage(self, patches: Iterable[TensorPatch], *, keep_old: bool) -> Change:
         wanted = [patch for patch in patches if self._segments.get(patch.name)]
@@ -208,20 +256,20 @@ class DeviceWeights(LiveWeights):
         if versions is None:
             return super().stage_deltas(deltas, names, base, keep_old=keep_old)
         names = [name for name in names if self._segments.get(name)]
-        patches, starts, held = dict[str, Patch](), None, list[Any]()
+        change = Exchanges(keeps_old=keep_old)
         if len(versions) == 1:
             (stored,) = versions
             gaps = self._gaps(stored, [name for name in names if not isinstance(stored[name][1], Coded)])
             coded = [name for name in names if isinstance(stored[name][1], Coded) and name not in base]
-            places = [self._served[name] for name in coded]
-            patches, starts = {**gaps.patches}, gaps.starts
-            held.append(self._decoded(stored, coded, places))
-            patches |= held[-1].patches()
+            decoded = self._decoded(stored, coded, [self._served[name] for name in coded])
+            patches = gaps.patches | decoded.patches()
+            change.add(self._exchanges(patches, gaps.starts, keep_old=keep_old))
+            del decoded
             names = [name for name in names if name not in patches]
-        for found, memory in self._merged(versions, names, base):
-            patches |= found
-            held.append(memory)
-        return self._exchanges(patches, starts, keep_old=keep_old)
+        # Only what is written is kept of a part, and not what says so.
+        for patches, _memory in self._merged(versions, names, base):
+            change.add(self._exchanges(patches, None, keep_old=keep_old))
+        return change
 
     def _gaps(self, stored: Stored, names: Sequence[str]) -> "_Gaps":
         """Bring one version's patches of some names to the device.
@@ -271,12 +319,17 @@ class DeviceWeights(LiveWeights):
         Of each position the last value counts: a stable sort brings equal ones together, oldest first.
         """
         specs = self.map.schema.by_name()
-        for some in self._parts(versions, names):
+        # Half of what is free: memory that was used before lies in pieces.
+        at_a_time = min(MERGED, self._room() // 2 // _MERGING_BYTES)
+        for some, num_stated in self._parts(versions, names, at_a_time):
             # Where kernels read whole vectors.
             sizes = [-(-specs[name].num_elements // 128) * 128 for name in some]
             firsts = dict(zip(some, accumulate(sizes, initial=0), strict=False))
+            is_large = num_stated > at_a_time
             relative = [
-                n for n in some if any(isinstance(each[n][1], Coded) for each in versions if n in each)
+                n
+                for n in some
+                if is_large or any(isinstance(each[n][1], Coded) for each in versions if n in each)
             ]
             copy = self._copied(relative, firsts, sum(sizes), base)
             places = {
@@ -293,8 +346,12 @@ class DeviceWeights(LiveWeights):
                 for where, new in self._listed(stored, mine, firsts, places):
                     if relative:
                         copy[where] = new
-                    keys.append(where)
-                    values.append(new)
+                    if not is_large:
+                        keys.append(where)
+                        values.append(new)
+            if is_large:
+                yield self._differing(some[0], copy, base)
+                continue
             if not keys:
                 continue
             order, by = torch.cat(keys).sort(stable=True)
@@ -350,15 +407,39 @@ class DeviceWeights(LiveWeights):
     ) -> torch.Tensor:
         """Copy tensors of one element width as checkpoints have them: from `base`, or what is served."""
         specs = self.map.schema.by_name()
-        dtype = torch.uint8 if names and DTYPE_BYTES[specs[names[0]].dtype] == 1 else torch.int16
-        copy = torch.empty(num_elements if names else 0, dtype=dtype, device=self.device)
+        if not names:
+            return torch.empty(0, dtype=torch.int16, device=self.device)
+        dtype = bits(torch.empty(0, dtype=TORCH_DTYPES[specs[names[0]].dtype])).dtype
+        copy = torch.empty(num_elements, dtype=dtype, device=self.device)
         for name in names:
             held = base[name] if name in base else self.gathered(name)
             copy[firsts[name] : firsts[name] + specs[name].num_elements] = bits(held).to(self.device)
         return copy
 
-    def _parts(self, versions: Sequence[Stored], names: Sequence[str]) -> Iterator[list[str]]:
-        """Cut names into parts whose elements have one width, and of which versions state not too many."""
+    def _differing(
+        self, name: str, copy: torch.Tensor, base: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, Patch], tuple[torch.Tensor, torch.Tensor]]:
+        """Return a patch that makes of a tensor what its copy has become, and the tensors that hold it."""
+        num_elements = self.map.schema.by_name()[name].num_elements
+        held = bits(base[name] if name in base else self.gathered(name))
+        narrow = index_dtype(num_elements)
+        found = []
+        for start in range(0, num_elements, PIECE):
+            end = min(start + PIECE, num_elements)
+            differs = held[start:end].to(self.device) != copy[start:end]
+            found.append((differs.nonzero()[:, 0] + start).to(narrow))
+        positions = torch.cat(found) if found else torch.empty(0, dtype=narrow, device=self.device)
+        values = copy[positions.to(torch.int64)]
+        patch = Patch(positions.data_ptr(), values.data_ptr(), values.numel(), positions.element_size())
+        return {name: patch}, (positions, values)
+
+    def _parts(
+        self, versions: Sequence[Stored], names: Sequence[str], at_a_time: int
+    ) -> Iterator[tuple[list[str], int]]:
+        """Cut names into parts whose elements have one width, and count what the versions state of each part.
+
+        That is at most so many changes at a time, but for a part of one name.
+        """
         specs = self.map.schema.by_name()
         by_width: dict[int, list[str]] = {}
         for name in names:
@@ -367,12 +448,12 @@ class DeviceWeights(LiveWeights):
             some, stated = list[str](), 0
             for name in same:
                 num = sum(_num_stated(specs[name], each[name][1]) for each in versions if name in each)
-                if some and stated + num > MERGED:
-                    yield some
+                if some and stated + num > at_a_time:
+                    yield some, stated
                     some, stated = [], 0
                 some.append(name)
                 stated += num
-            yield some
+            yield some, stated
 
     def _exchanges(
         self, patches: Mapping[str, Patch], starts: torch.Tensor | None, *, keep_old: bool

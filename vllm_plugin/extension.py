@@ -61,7 +61,8 @@ class DeltaWorkerExtension:
         checkpoint is another, so that it stays as it is), `store`, `run_id`, `held` (version or None),
         `parent`, `step` and `state_digest` (of the held version), `staged` (version or None), `update_open`,
         `switch` (see `delta_switch`), `torn`, `last_error` (None, or `rank`, `kind`, `message`), `timings`
-        (seconds, of the last update), `map` (None, or see `_map`).
+        (seconds, of the last update), `staging_bytes` (of the device's memory, that staging took at most
+        the last time), `map` (None, or see `_map`).
         """
         engine = self._delta_engine()
         updater = engine.updater
@@ -87,6 +88,7 @@ class DeltaWorkerExtension:
             "torn": updater is not None and updater.torn,
             "last_error": None if engine.last_error is None else asdict(engine.last_error),
             "timings": {} if updater is None else updater.timings,
+            "staging_bytes": engine.live.staging_bytes,
             "map": None if updater is None else _map(updater),
         }
 

@@ -82,6 +82,8 @@ class LiveWeights:
         self._places: dict[str, tuple[object, ...]] = {}
         self._slots: list[tuple[Mapping[str, torch.Tensor | None], str, int]] = []
         self.device = next(iter(models[0].parameters())).device
+        self.staging_bytes = 0
+        """Of the device's memory, that staging took last at its peak, with what is staged; 0 on the CPU."""
 
     # The map.
 

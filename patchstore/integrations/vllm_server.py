@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 import httpx
 
 from patchstore import errors
-from patchstore.errors import PatchstoreError, ServerUnavailable, UsageError
+from patchstore.errors import DeviceMemoryShort, PatchstoreError, ServerUnavailable, UsageError
 from patchstore.integrations.vllm_configuration import Configuration, parsed
 
 logger = logging.getLogger(__name__)
@@ -351,7 +351,8 @@ class VllmServer:
         Generation goes on while the version is fetched and proved, and is paused, if at all, only while the
         weights are written and the prefix cache is reset; a server that somebody else paused stays paused.
         The server is told first, so that a process killed on the way leaves a mark, and the next `apply` or
-        `end_switch` ends what it began.
+        `end_switch` ends what it began. Where the way is too far for the GPU's memory, the server is brought
+        to versions in between first, each whole.
 
         Returns:
             How long it took; None if it was stopped before it switched, or abandoned before it wrote.
@@ -371,7 +372,17 @@ class VllmServer:
         if self._stop.is_set():
             return None
         self.start_weight_update()
-        self.update_weights(version)
+        try:
+            self.update_weights(version)
+        except DeviceMemoryShort:
+            if status.held is None or version - status.held < 2:
+                raise
+            # Half of the way has half of the changes, and is a whole version too.
+            between = (status.held + version) // 2
+            logger.warning(
+                "%s: version %d is too far for the GPU's memory; to %d first", self.url, version, between
+            )
+            return None if self.apply(between) is None else self.apply(version)
         staged = time.monotonic()
         switch = begun
         if switch is None:

@@ -6,6 +6,7 @@ import pytest
 
 from patchstore.errors import (
     CorruptObject,
+    DeviceMemoryShort,
     LineageError,
     LoadFailed,
     PatchstoreError,
@@ -86,6 +87,28 @@ def test_a_failed_switch_lets_generation_go_on(stub, server):
     with pytest.raises(TornModel):
         server.apply(12)
     assert (stub.paused, stub.switch, stub.weight_version) == (False, None, "default")
+
+
+def test_a_way_that_is_too_far_for_the_gpus_memory_is_gone_in_steps(stub, server):
+    server.apply(0)
+    stub.calls.clear()
+    short = "[device-memory] more than the 3 GiB that are free"
+    stub.failures["/update_weights"] = [short, short]
+    switched = server.apply(8)
+    assert switched is not None
+    assert (stub.held, stub.paused, stub.switch) == (8, False, None)
+    # 8 and 4 are too far; then 2, 4 and 8.
+    assert stub.calls.count("/update_weights") == 5
+    assert stub.calls.count("/finish_weight_update") == 3
+
+
+@pytest.mark.parametrize("held", [None, 7])
+def test_memory_that_is_short_for_one_version_is_an_error(stub, server, held):
+    stub.held = held
+    stub.failures["/update_weights"] = ["[device-memory] more than the 3 GiB that are free"]
+    with pytest.raises(DeviceMemoryShort, match="3 GiB"):
+        server.apply(8)
+    assert stub.held == held
 
 
 def test_a_failed_reset_leaves_a_mark_and_is_made_good_by_the_next_apply(stub, server):

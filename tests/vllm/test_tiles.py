@@ -80,7 +80,12 @@ PLAIN = [
         pytest.param("kernels", 2, torch.bfloat16, 2, False, marks=pytest.mark.slow),
     ],
 )
-def test_every_rank_decodes_its_own_part(tmp_path, kind, num_ranks, dtype, num_versions, is_partial):
+def test_every_rank_decodes_its_own_part(
+    tmp_path, monkeypatch, kind, num_ranks, dtype, num_versions, is_partial
+):
+    if kind == "kernels":
+        # Two versions state more than that of some tensors, and less of others.
+        monkeypatch.setattr(kernels("vllm_plugin.device"), "MERGED", 1100)
     random = torch.Generator().manual_seed(1)
     model = {n: (0.02 * torch.randn(s, generator=random)).to(dtype) for n, s in SHAPES.items()}
     started = {name: tensor.clone() for name, tensor in model.items()}
