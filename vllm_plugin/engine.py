@@ -34,6 +34,7 @@ from vllm_plugin.derived import Derived, watch_loading
 from vllm_plugin.live import LiveWeights
 from vllm_plugin.mapping import Claims, Growth, Share
 from vllm_plugin.origin import read_folder
+from vllm_plugin.permission import check_scratch, check_store, unquoted
 from vllm_plugin.replies import LOADED
 from vllm_plugin.serving import Serving, groups, leave_order_to_engine, watch
 from vllm_plugin.trace import Trace
@@ -225,14 +226,18 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.updater is not None:
             # Its thread reads weights, which are loaded to prove some of them.
             self.updater.quiesce()
+        options = known.get("storage_options", {})
+        check_store(known["store"], options)
         folder = Path(known.get("scratch") or Path(gettempdir()) / f"patchstore-{os.geteuid()}")
+        check_scratch(folder)
         cache = NodeCache(folder, max_bytes=known.get("cache_bytes", MAX_BYTES))
         models = self._serving.models(worker)
         self._serving.check_layout(models)
         live = self._live(models)
-        store = open_store(known["store"], **known.get("storage_options", {}))
+        store = open_store(known["store"], **options)
         try:
-            updater = Updater(store, live, cache, is_partial=known.get("partial", False))
+            with unquoted(known["store"]):
+                updater = Updater(store, live, cache, is_partial=known.get("partial", False))
             traced = updater.trace()
         except BaseException:
             store.close()
