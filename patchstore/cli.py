@@ -546,7 +546,8 @@ def _explain_call(exc: Any, *, as_json: bool) -> None:
     if not message:
         # There were no arguments, and the help was shown instead.
         return
-    if given := re.match(r"No such option: (\S+)", message):
+    # Releases of typer and click differ in how they write it.
+    if given := re.match(r"No such option:? '?(-[^\s']*[^\s'.])", message):
         is_number = given[1][1:].isdecimal()
         hint = "versions count from 0" if is_number else _HINTS.get(given[1])
         message = message if hint is None else f"No such option: {given[1]}; {hint}"
