@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 CASES = [
     ("llama-bias-mqa", "tp2"),  # slices, and a key head that both ranks have
     ("deepseek-v3", "tp1"),  # experts, float32, tensors made from weights
+    ("gpt-oss-float16", "tp1"),  # tensors that the first forward pass makes from weights
     ("mamba2", "tp1"),  # calculated
     ("llama4", "ep2"),  # gathered by an index
     ("aria-text-only", "tp1"),  # no vision tower
