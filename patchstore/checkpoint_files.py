@@ -42,7 +42,7 @@ def read_folder(folder: Any) -> dict[str, bytes]:
     if not isinstance(folder, str | os.PathLike):
         raise UsageError(f"files must be the path of a checkpoint folder, not {folder!r}")
     path = Path(folder)
-    # An empty text would name the working directory, whose files nobody means to upload.
+    # An empty text would name the working directory, whose files must not be uploaded by mistake.
     if not os.fspath(folder) or not path.is_dir():
         raise UsageError(f"files={str(folder)!r} is not a folder; give a checkpoint folder, or None")
     try:

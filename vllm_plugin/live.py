@@ -88,7 +88,7 @@ class LiveWeights:
     # The map.
 
     def trace(self, schema: Schema) -> Trace:
-        """Trace the models' loaders for a schema. Writes nothing.
+        """Trace the models' loaders for a schema, and prove what is made of weights. All stays as it is.
 
         Raises:
             SchemaMismatch: a loader does not take these names, or leaves a parameter as it is.

@@ -1,4 +1,4 @@
-"""What a request may have this server open: who reaches its port chooses the store, who starts it the limits.
+"""What a request may have this server open: its sender chooses the store, the operator sets the limits.
 
 A request must not send this server's own credentials to a place that the request names, nor read or make
 folders anywhere on its machine.

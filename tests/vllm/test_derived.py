@@ -286,7 +286,7 @@ def test_scales_of_the_cache_stay_as_requests_calibrated_them():
     assert (layer._k_scale.item(), layer._k_scale_float) == (0.25, 0.25)
 
 
-def test_a_model_that_nobody_saw_being_loaded_is_not_refused_for_its_constants():
+def test_a_model_whose_loading_was_not_seen_is_not_refused_for_its_constants():
     layer = Sinks("anew")
     model = torch.nn.Sequential(layer)
     layer.constant = torch.ones(3)
