@@ -36,8 +36,8 @@ EXTRAS := test,fast,hub
 comma := ,
 # What depends on those packages: clients of stores, the command line, metrics, digests. The rest depends on torch alone.
 # Deadlines, which take minutes of waiting, are proved with the newest clients.
-OLDEST_TESTS := $(filter-out tests/stores/test_deadlines.py,$(wildcard tests/stores/test_*.py)) tests/integrations tests/format/test_state_digest.py tests/test_cli.py tests/test_follower.py \
-    tests/test_installation.py tests/test_replay.py
+OLDEST_TESTS := $(filter-out tests/stores/test_deadlines.py,$(wildcard tests/stores/test_*.py)) tests/serve tests/doctor tests/cli tests/apply \
+    tests/format/test_state_digest.py tests/read/test_replay.py tests/test_installation.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lock-oldest demo test test-quick test-oldest conformance bench-gpu lint format types check clean
@@ -87,7 +87,7 @@ $(OLDEST)/.installed: $(INSTALLED) requirements/oldest.txt
 test-oldest: $(OLDEST)/.installed ## Run stores, follower and commands with the oldest allowed versions.
 	$(OLDEST)/bin/python -m pytest -m "not vllm and not slow" $(OLDEST_TESTS)
 
-conformance: $(INSTALLED) ## Compare every architecture in every layout, 20 to 60 minutes; writes docs/conformance.md.
+conformance: $(INSTALLED) ## Compare every architecture in every layout, an hour or two; writes docs/conformance.md.
 	$(BIN)/python tests/conformance/run.py --out docs/conformance.md
 
 bench-gpu: ## Measure a served 8B model on this machine's GPU, with vLLM of PYTHON; into OUT.
@@ -101,7 +101,7 @@ lint: $(INSTALLED) ## Check style and formatting.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(INSTALLED) ## Mend style and formatting.
+format: $(INSTALLED) ## Fix style and formatting.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -19,9 +19,11 @@ from safetensors import safe_open
 from benchmarks import child, places
 from benchmarks.child import Child
 from benchmarks.places import KINDS, place, versions, work_folder
-from patchstore import Follower, Publisher, Store, digest, log, open_store, replay
-from patchstore.snapshot import Place
-from patchstore.sums import state_total
+from patchstore import Publisher, Replica, Store, open_store, replay
+from patchstore.format import history
+from patchstore.format.state_sums import state_total
+from patchstore.publish.snapshot import Place
+from patchstore.tensors import state_digest
 
 _SPARE_BYTES = 2 << 30
 
@@ -147,7 +149,7 @@ def _publish(store: Store, job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _follow(store: Store, job: Mapping[str, Any]) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
-    follower = Follower(store, tensors, scratch=Path(job["folder"]))
+    follower = Replica(store, tensors, scratch=Path(job["folder"]))
     found = _peak(follower.update)
     return found | {"state": _state(store, tensors.items())}
 
@@ -155,7 +157,7 @@ def _follow(store: Store, job: Mapping[str, Any]) -> dict[str, Any]:
 def _replay(store: Store, job: Mapping[str, Any]) -> dict[str, Any]:
     out = Path(job["folder"], "replayed")
     # So that connections and what they import are not counted.
-    log.head(store)
+    history.head(store)
     found = _peak(lambda: replay(store, out=out))
     return found | {"state": _state(store, _read(out))}
 
@@ -168,9 +170,9 @@ def _read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _state(store: Store, tensors: Any) -> str:
-    header = log.read_header(store)
+    header = history.read_header(store)
     assert header is not None
-    return state_total(header.schema, digest.of_tensors(header.schema, tensors))
+    return state_total(header.schema, state_digest.of_tensors(header.schema, tensors))
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ import torch
 
 from benchmarks.shapes import SHAPES, Shape
 from patchstore import Publisher, open_store
-from patchstore.model import Manifest, Schema
-from patchstore.tensors import TensorPatch, bits, index_dtype, spec_of
+from patchstore.format.records import Manifest, Schema
+from patchstore.tensors.bits import TensorPatch, bits, index_dtype, spec_of
 
 if TYPE_CHECKING:
-    from vllm_plugin.live import Change, LiveWeights
     from vllm_plugin.update import Updater
+    from vllm_plugin.weights import Change, LiveWeights
 
 Way = Literal["patchstore", "patchstore-decoded", "vllm-patch", "vllm-patch-unchecked", "dense"]
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.shapes import Shape
-from patchstore.model import TensorSpec
+from patchstore.format.records import TensorSpec
 
 try:
     import triton

@@ -31,10 +31,11 @@ from benchmarks.chaos_parts import Part
 from benchmarks.chaos_trainer import FINAL
 from benchmarks.places import KINDS, Place, place, versions, work_folder
 from examples.demo.processes import free_port
-from patchstore import PatchstoreError, Store, checksum, layout, log, open_store
+from patchstore import PatchstoreError, Store, open_store
 from patchstore.errors import ServerUnavailable
-from patchstore.integrations.vllm_server import VllmServer
-from patchstore.tensors import raw_bytes
+from patchstore.format import hashing, history, layout
+from patchstore.serve.vllm_server import VllmServer
+from patchstore.tensors.bits import raw_bytes
 
 _ROOT = Path(__file__).parents[1]
 _MODEL = "tiny"
@@ -190,7 +191,7 @@ class Chaos:
             command,
             self._folder,
             life_s=60 * self._args.minutes + 4 * _ARRIVE_S,
-            environment=self._environment | (_VLLM if name == "server" else {}),
+            environment=self._environment | (VLLM if name == "server" else {}),
             hear=hear,
         )
 
@@ -222,8 +223,8 @@ class Chaos:
 
     def _follow_command(self) -> list[str]:
         return [
-            *(sys.executable, "-m", "patchstore.cli", "follow", self._where.url, "--server", self._url),
-            *("--json", "--state", str(self._folder / "follow.state"), *self._options),
+            *(sys.executable, "-m", "patchstore", "follow", self._where.url, "--server", self._url),
+            *("--json", "--pin-file", str(self._folder / "follow.pin"), *self._options),
         ]
 
     @contextmanager
@@ -231,7 +232,7 @@ class Chaos:
         """Start all three, and kill whatever of them is left in the end."""
         try:
             if not self._args.stub:
-                _save_checkpoint(self._checkpoint)
+                save_checkpoint(self._checkpoint)
             for part in self._parts:
                 part.start()
             yield self
@@ -277,7 +278,7 @@ class Chaos:
             part = turn.pop()
             at = time.monotonic()
             part.kill()
-            newest = log.head(self._store)
+            newest = history.head(self._store)
             assert newest is not None
             self._journal.killed(part, at, newest.version)
             part.start()
@@ -318,14 +319,14 @@ class Chaos:
         yield "the server's weights are the trainer's, bit for bit", self._has_the_trainers_bits(server)
         yield (
             "the server is neither paused nor in a switch",
-            not (server.is_paused() or status.torn or status.update_open or status.switch),
+            not (server.is_paused() or status.half_applied or status.update_open or status.switch),
         )
         if not self._args.stub:
             yield "the server answers, and says which version", self._answers(server, final)
 
     def _verify(self, *arguments: str) -> list[dict[str, Any]]:
         """Run `patchstore verify`; return what it verified, which is nothing where it failed."""
-        command = [sys.executable, "-m", "patchstore.cli", "verify", *arguments, *self._options, "--json"]
+        command = [sys.executable, "-m", "patchstore", "verify", *arguments, *self._options, "--json"]
         done = subprocess.run(
             command, env={**os.environ, **self._environment}, capture_output=True, text=True, check=False
         )
@@ -337,9 +338,9 @@ class Chaos:
     def _has_the_trainers_bits(self, server: VllmServer) -> bool:
         weights = load_file(self._folder / FINAL)
         if self._args.stub:
-            expected = {name: checksum.digest(raw_bytes(tensor)) for name, tensor in weights.items()}
+            expected = {name: hashing.digest(raw_bytes(tensor)) for name, tensor in weights.items()}
         else:
-            from tests.vllm.trainer import served
+            from tests.vllm_plugin.trainer import served
 
             expected = served(weights)
         return all(expected.items() <= found.items() for found in server.fingerprint())
@@ -381,7 +382,7 @@ class Chaos:
         return row
 
 
-_VLLM = {
+VLLM = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -389,9 +390,9 @@ _VLLM = {
 }
 
 
-def _save_checkpoint(folder: Path) -> None:
+def save_checkpoint(folder: Path) -> None:
     # In a process of its own: transformers would stay in ours.
-    code = "import sys, pathlib; from tests.vllm import tiny_qwen; "
+    code = "import sys, pathlib; from tests.vllm_plugin import tiny_qwen; "
     code += "tiny_qwen.save(tiny_qwen.build(), pathlib.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(folder)], cwd=_ROOT, check=True)
 
@@ -401,8 +402,8 @@ def is_one_chain(store: Store, head: int) -> bool:
     if [*store.list(layout.VERSIONS)] != [layout.manifest_key(version) for version in range(head + 1)]:
         return False
     try:
-        chain = [log.read_manifest(store, version) for version in range(head + 1)]
-        digests = [log.stored_digest(store, version) for version in range(head)]
+        chain = [history.read_manifest(store, version) for version in range(head + 1)]
+        digests = [history.stored_digest(store, version) for version in range(head)]
     except PatchstoreError as exc:
         print(exc, file=sys.stderr)
         return False
@@ -415,11 +416,11 @@ def is_one_chain(store: Store, head: int) -> bool:
 
 
 def _head(store: Store) -> int | None:
-    newest = log.head(store)
+    newest = history.head(store)
     return None if newest is None else newest.version
 
 
 def _held(server: VllmServer) -> int | None:
     with suppress(ServerUnavailable):
-        return server.status().held
+        return server.status().serving
     return None

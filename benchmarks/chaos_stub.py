@@ -1,6 +1,6 @@
 """A stand-in for `vllm serve` that starts in seconds: the tests' stub of its routes, with real weights.
 
-A real `Follower` fetches, proves and writes them; all is forgotten when the process ends.
+A real `Replica` fetches, proves and writes them; all is forgotten when the process ends.
 """
 
 import json
@@ -12,10 +12,12 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch
 
-from patchstore import Follower, PatchstoreError, checksum, digest, open_store
-from patchstore.follower import Staged
-from patchstore.tensors import raw_bytes
-from tests.integrations.stub_server import Engine, StubServer
+from patchstore import PatchstoreError, Replica, open_store
+from patchstore.apply.staged import Staged
+from patchstore.format import hashing
+from patchstore.tensors import state_digest
+from patchstore.tensors.bits import raw_bytes
+from patchstore.testing.vllm_stub import Engine, StubServer
 
 
 class WeightServer(StubServer):
@@ -24,7 +26,7 @@ class WeightServer(StubServer):
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._follower: Follower | None = None
+        self._replica: Replica | None = None
         self._staged: Staged | None = None
         self._num_commits = 0
 
@@ -44,29 +46,30 @@ class WeightServer(StubServer):
     def _do(self, path: str, body: dict[str, Any], engine: Engine) -> None:
         if path == "/init_weight_transfer_engine":
             info = body["init_info"]
-            self._follower = Follower(open_store(info["store"], **info.get("storage_options", {})), {})
-            self.run_id = self._follower.header.run_id
+            self._replica = Replica(open_store(info["store"], **info.get("storage_options", {})), {})
+            self.run_id = self._replica.header.run_id
         elif path == "/update_weights" and engine.update_open:
-            assert self._follower is not None
-            self._staged = self._follower.stage(body["update_info"]["version"])
+            assert self._replica is not None
+            self._staged = self._replica.stage(body["update_info"]["version"])
         elif path == "/finish_weight_update":
-            assert self._follower is not None and self._staged is not None
-            self._follower.commit(self._staged)
+            assert self._replica is not None and self._staged is not None
+            self._replica.apply(self._staged)
             self._staged = None
             self._num_commits += 1
 
     def status(self, rank: int, engine: Engine) -> dict[str, Any]:
-        manifest = self._follower.manifest if self._follower else None
+        manifest = self._replica.manifest if self._replica else None
         state = manifest.state.total if manifest else None
         return {**super().status(rank, engine), "state_digest": state}
 
     def collective(self, method: str, args: list[Any], engine: Engine) -> list[Any]:
-        weights = self._follower.tensors if self._follower else {}
+        weights = self._replica.tensors if self._replica else {}
         if method == "delta_fingerprint":
-            return [{name: checksum.digest(raw_bytes(tensor)) for name, tensor in weights.items()}]
+            return [{name: hashing.digest(raw_bytes(tensor)) for name, tensor in weights.items()}]
         if method == "delta_sums":
             sums = {
-                name: [[_whole(tensor), digest.of_tensor(tensor).hex()]] for name, tensor in weights.items()
+                name: [[_whole(tensor), state_digest.of_tensor(tensor).hex()]]
+                for name, tensor in weights.items()
             }
             rest: dict[str, Any] = {"next": None, "computed": [], "unproved": []}
             return [{"held": engine.held, "num_commits": self._num_commits, "sums": sums, **rest}]

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from patchstore import Publisher, Store, digest, log, open_store, replay
+from patchstore import Publisher, Store, open_store, replay
 from patchstore.errors import VersionConflict
-from patchstore.sums import state_total
+from patchstore.format import history
+from patchstore.format.state_sums import state_total
+from patchstore.tensors import state_digest
 
 FINAL = "final.safetensors"
 """In the trainer's folder, once it was told to end: the weights of its last version, as it had them."""
@@ -47,8 +49,8 @@ def main() -> None:
 def _train(store: Store, job: Mapping[str, Any], ended: threading.Event) -> None:
     model = _model(job["checkpoint"])
     folder = Path(job["folder"])
-    is_begun = log.read_header(store) is not None
-    newest = log.head(store) if is_begun else None
+    is_begun = history.read_header(store) is not None
+    newest = history.head(store) if is_begun else None
     if newest is not None:
         replayed = folder / f"replayed-{uuid.uuid4().hex}"
         replay(store, newest.version, out=replayed)
@@ -60,7 +62,7 @@ def _train(store: Store, job: Mapping[str, Any], ended: threading.Event) -> None
     with Publisher(
         store, model, files=job["checkpoint"], anchor_every=ANCHOR_EVERY, resume=is_begun
     ) as publisher:
-        header = log.read_header(store)
+        header = history.read_header(store)
         assert header is not None
         while True:
             step += 1
@@ -68,7 +70,7 @@ def _train(store: Store, job: Mapping[str, Any], ended: threading.Event) -> None
             version = publisher.publish_patch(step).result().version
             # Of these weights, and not of what was published.
             weights = _served(model)
-            sums = digest.of_tensors(header.schema, weights.items())
+            sums = state_digest.of_tensors(header.schema, weights.items())
             _say(version=version, step=step, state=state_total(header.schema, sums))
             if ended.wait(job["pace_s"]):
                 break

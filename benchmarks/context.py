@@ -26,7 +26,7 @@ from benchmarks.bench import WIDTH, Bench, Row, Short, Spent, device
 from benchmarks.context_version import STEP_ELEMENTS, Version, Weights
 from benchmarks.shapes import SHAPES
 from patchstore.encodings.context import Coded, packed_table, tiling
-from patchstore.model import TensorSpec
+from patchstore.format.records import TensorSpec
 
 if TYPE_CHECKING:
     from patchstore.kernels.context_decode import Decoded

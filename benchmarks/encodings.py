@@ -19,10 +19,11 @@ import torch
 from benchmarks.entropy import Entropy, Step, entropy
 from benchmarks.peers import PEERS, Peer
 from benchmarks.trace import Trace
-from patchstore import Follower, Publisher, layout
-from patchstore.encodings import ENCODINGS, RELATIVE
+from patchstore import Publisher, Replica
+from patchstore.encodings import ENCODINGS
+from patchstore.format import layout
 from patchstore.stores.memory import MemoryStore
-from patchstore.tensors import bits
+from patchstore.tensors.bits import bits
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +79,7 @@ def measure(source: str, trace: Trace) -> Iterator[dict[str, Any]]:
         "plain_positions_per_change": least.plain_positions,
         "plain_values_per_change": least.plain_values,
     }
-    for encoding in (*ENCODINGS, RELATIVE):
+    for encoding in ENCODINGS:
         yield {"encoding": encoding, **about, **_figures(least, **_publish(trace.copy(), encoding))}
     for peer in PEERS:
         yield {"encoding": peer.name, **about, **_figures(least, **_imitate(peer, steps))}
@@ -113,7 +114,7 @@ def _publish(trace: Trace, encoding: str) -> dict[str, Any]:
     publish_s = apply_s = 0.0
     with Publisher(store, trace.weights, encoding=encoding, anchor_every=1_000_000) as publisher:
         publisher.publish_patch(-1).result()
-        follower = Follower(store, {})
+        follower = Replica(store, {})
         follower.update()
         for step in trace.steps():
             began = time.perf_counter()

@@ -25,7 +25,7 @@ import torch
 from patchstore import Publisher, open_store
 
 _ROOT = Path(__file__).parents[1]
-_STUBS = _ROOT / "tests" / "integrations" / "stub_fleet.py"
+_STUBS = _ROOT / "tests" / "serve" / "stub_fleet.py"
 _KINDS = ("slow", "failing", "restarting")
 _PER_PROCESS = 25
 _ARRIVE_S = 300.0
@@ -204,7 +204,7 @@ def _stubs(fleet: Fleet, run_id: str, kinds: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _follower(bucket: Path, servers: Path, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    command = [sys.executable, "-m", "patchstore.cli", "follow", str(bucket), "--servers-file", str(servers)]
+    command = [sys.executable, "-m", "patchstore", "follow", str(bucket), "--servers-file", str(servers)]
     with log.open("wb") as errors:
         process = subprocess.Popen(
             [*command, "--log-format", "json"], cwd=_ROOT, stdout=errors, stderr=errors

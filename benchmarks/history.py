@@ -16,20 +16,21 @@ from typing import Any
 
 import torch
 
-from patchstore import Publisher, layout, log
-from patchstore.model import Manifest
+from patchstore import Publisher
+from patchstore.format import history, layout
+from patchstore.format.records import Manifest
 from patchstore.stores.folder import FolderStore
 
 _CHILD = """
 import atexit
-from patchstore import cli
+from patchstore.cli import main
 
 def peak():
     with open("/proc/self/status") as file:
         print(next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024)
 
 atexit.register(peak)
-cli.main()
+main.main()
 """
 
 _PUBLISHED = 5
@@ -89,11 +90,11 @@ def _lengthen(store: FolderStore, newest: Manifest, num_versions: int) -> None:
             newest,
             version=version,
             parent=version - 1,
-            parent_digest=log.stored_digest(store, version - 1),
+            parent_digest=history.stored_digest(store, version - 1),
             step=version,
             delta=empty,
         )
-        log.commit(store, newest)
+        history.commit(store, newest)
 
 
 def _logged(url: str, num_versions: int) -> tuple[float, int]:

@@ -14,13 +14,13 @@ from benchmarks.bench import WIDTH, Bench, Row, Short, must_agree, sample_of
 from benchmarks.shapes import Shape
 from patchstore.encodings import EncodedTensor
 from patchstore.encodings.context import Coded
-from patchstore.fetch import Deltas
-from patchstore.kernels import reference
-from patchstore.model import Schema, TensorSpec
-from patchstore.tensors import TensorPatch, bits
+from patchstore.format.records import Schema, TensorSpec
+from patchstore.read.deltas import Deltas
+from patchstore.tensors import elements
+from patchstore.tensors.bits import TensorPatch, bits
 
 if TYPE_CHECKING:
-    from vllm_plugin.device import DeviceWeights, Exchanges
+    from vllm_plugin.weights_gpu import DeviceWeights, Exchanges
 
 
 MIN_DENSITY = 0.0005
@@ -128,7 +128,7 @@ def _draw(specs: Sequence[TensorSpec], density: float, device: torch.device) -> 
     distances[1:] -= at[:-1] + 1
     firsts = bounds[:-1][counts > 0]
     distances[firsts] = at[firsts]
-    assert int(distances.max()) <= reference.MAX_GAP
+    assert int(distances.max()) <= elements.MAX_GAP
     values = torch.randint(-(2**15), 2**15, at.shape, dtype=torch.int16, device=device, generator=random)
     nums = [num for num in counts.tolist() if num]
     gaps = distances.to(torch.uint16).view(torch.int16)
@@ -146,10 +146,10 @@ def _split(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 def engine(bench: Bench, densities: Sequence[float]) -> Iterator[Row]:
     try:
-        from vllm_plugin.derived import Derived
-        from vllm_plugin.device import DeviceWeights, Exchanges
-        from vllm_plugin.live import LiveWeights
         from vllm_plugin.mapping import WeightMap
+        from vllm_plugin.post_load import Derived
+        from vllm_plugin.weights import LiveWeights
+        from vllm_plugin.weights_gpu import DeviceWeights, Exchanges
     except ImportError as exc:
         raise Short(str(exc)) from exc
     bench.need(bench.num_bytes, "live weights")
@@ -233,7 +233,7 @@ def _device_part(bench: Bench, drawn: Drawn, change: "Exchanges", density: float
     row = partial(bench.row, density=density, num_changed=drawn.num_changed)
     gaps = drawn.pieces(drawn.block)[::2]
     unsigned = [each.view(torch.uint16) for each in gaps]
-    spent = bench.time(lambda: [reference.from_gaps(each) for each in unsigned], is_slow=True)
+    spent = bench.time(lambda: [elements.from_gaps(each) for each in unsigned], is_slow=True)
     yield row("torch_from_gaps", spent)
     others = [0] * (len(patch.Stream) - 2)
     streams = torch.tensor([[each.data_ptr(), len(each), *others] for each in gaps], device=bench.device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.bench import WIDTH, Bench, Row, Short, must_agree, sample_of
-from patchstore.kernels import reference
+from patchstore.tensors import elements
 
 if TYPE_CHECKING:
     from patchstore.kernels.compare import Order, Tiles
@@ -74,7 +74,7 @@ class Comparison:
     def compare(self) -> None:
         address = self._snapshot.data_ptr()
         everything, slow = range(self.tiles.num_tiles), range(len(self._picked))
-        self._kernels.compare(self.found, self._addresses, self._picked, address, address, everything, slow)
+        self._kernels.compare(self.found, self._addresses, self._picked, address, everything, slow)
 
     def count(self) -> list[int]:
         """Return the changed elements of each element width, here of one.
@@ -88,7 +88,8 @@ class Comparison:
         return nums
 
     def again(self) -> int:
-        """Compare once more; returns how many words then differ."""
+        """Apply what was found, and compare once more; returns how many words then differ."""
+        self._kernels.apply(self.found, self._snapshot.data_ptr())
         self.found.clear()
         self.compare()
         return int(self.found.cursor)
@@ -178,6 +179,7 @@ def _publication(trained: Trained, density: float, *, is_first: bool) -> Iterato
     address = trained.snapshot.data_ptr()
     spent = bench.time(lambda: compare.encode(comparison.found, trained.order, address, block, gaps=True))
     yield row("encode", spent, num_bytes=block.numel())
+    yield row("apply", bench.time(lambda: compare.apply(comparison.found, address)))
     yield row("copy_payload", bench.copy(block.numel()), num_bytes=block.numel())
     pinned = bench.pinned(block.numel())
     spent = bench.time(lambda: pinned.copy_(block, non_blocking=True))
@@ -190,10 +192,10 @@ def _expected(trained: Trained) -> dict[int, tuple[torch.Tensor, torch.Tensor, l
     found = {}
     for index in sample_of(len(trained.sizes), trained.sizes):
         new, old = (trained.tensor(memory, index) for memory in (trained.weights, trained.snapshot))
-        stated = reference.bridge(reference.differing(new, old))
-        after, before = reference.sum_at(stated, new[stated]), reference.sum_at(stated, old[stated])
+        stated = elements.bridge(elements.differing(new, old))
+        after, before = elements.sum_at(stated, new[stated]), elements.sum_at(stated, old[stated])
         grown = [(a - b) % 2**64 for a, b in zip(after, before, strict=True)]
-        found[index] = reference.to_gaps(stated).view(torch.int16), new[stated], grown
+        found[index] = elements.to_gaps(stated).view(torch.int16), new[stated], grown
     return found
 
 
@@ -231,10 +233,10 @@ def _nonzero(trained: Trained, changed: list[torch.Tensor]) -> None:
 
 def _torch_gaps(trained: Trained, changed: Sequence[torch.Tensor]) -> None:
     for (new, old), indices in zip(trained.pairs(), changed, strict=True):
-        stated = reference.bridge(indices)
-        reference.to_gaps(stated)
-        reference.sum_at(stated, new[stated])
-        reference.sum_at(stated, old[stated])
+        stated = elements.bridge(indices)
+        elements.to_gaps(stated)
+        elements.sum_at(stated, new[stated])
+        elements.sum_at(stated, old[stated])
 
 
 def _over_the_bus(trained: Trained, density: float, host: torch.Tensor) -> Row:

@@ -20,7 +20,7 @@ from patchstore import Publisher, open_store
 _CHILD = """
 import sys
 import torch
-from patchstore import open_store, rebuild
+from patchstore import open_store, replay
 
 def status(field):
     with open("/proc/self/status") as file:
@@ -28,7 +28,7 @@ def status(field):
 
 torch.zeros(1)
 before = status("VmRSS")
-rebuild.replay(open_store(sys.argv[1]), out=sys.argv[2])
+replay(open_store(sys.argv[1]), out=sys.argv[2])
 print(status("VmHWM") - before)
 """
 

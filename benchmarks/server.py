@@ -14,7 +14,7 @@ import httpx
 
 from benchmarks.shapes import Shape
 from examples.demo.processes import Program, free_port
-from patchstore.integrations.vllm_server import VllmServer
+from patchstore.serve.vllm_server import VllmServer
 
 _MODEL = "served"
 _START_S = 420.0

@@ -31,7 +31,8 @@ from benchmarks.apply import Trainer, _software
 from benchmarks.latency import Gap, Load, Request, Span, Window
 from benchmarks.server import TimedServer, question, serve
 from benchmarks.shapes import SHAPES, Shape
-from patchstore import Manifest, Publisher, Store, log, open_store
+from patchstore import Manifest, Publisher, Store, open_store
+from patchstore.format import history
 
 PARTS: Mapping[str, str] = {
     "compare_s": "the trainer waits: what changed",
@@ -290,7 +291,7 @@ class Bench:
         called = time.monotonic()
         publication = self._publisher.publish_patch(self._head.step + 1)
         compared = time.monotonic()
-        while (found := log.following(self._store, self._head)) is None:
+        while (found := history.following(self._store, self._head)) is None:
             if publication.done():
                 # Or it failed, and this says why.
                 publication.result()
@@ -329,9 +330,9 @@ class Bench:
         """The first rank's, once all of them serve the head, whole."""
         assert self._head is not None
         status = self.server.status()
-        if (status.held, status.state_digest) != (self._head.version, self._head.state.total):
+        if (status.serving, status.state_digest) != (self._head.version, self._head.state.total):
             raise RuntimeError(
-                f"the server holds {status.held} instead of {self._head.version}: {status.last_error}"
+                f"the server serves {status.serving} instead of {self._head.version}: {status.last_error}"
             )
         return status.ranks[0]
 

@@ -20,9 +20,10 @@ import torch
 
 from benchmarks.server import TimedServer, question, serve
 from benchmarks.shapes import SHAPES, Shape
-from patchstore import Publisher, log
+from patchstore import Publisher
+from patchstore.format import history
 from patchstore.stores import open_store
-from patchstore.tensors import bits
+from patchstore.tensors.bits import bits
 
 _UPDATES = (("first anchor", 0), ("one version", 1), ("five versions", 6), ("anchor", 0))
 """What is measured: the version that the server is brought to, in this order."""
@@ -78,7 +79,7 @@ def _updates(server: TimedServer, folder: Path, utilization: float) -> Iterator[
             server.apply(version)
         status = server.status()
         first = version if held is None or held >= version else held + 1
-        manifests = [log.read_manifest(store, each) for each in range(first, version + 1)]
+        manifests = [history.read_manifest(store, each) for each in range(first, version + 1)]
         yield {
             "utilization": utilization,
             "update": name,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from patchstore.tensors import bits
+from patchstore.tensors.bits import bits
 
 
 @dataclass(slots=True)

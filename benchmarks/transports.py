@@ -1,6 +1,6 @@
 """From publish to served through each kind of store: the same changes, every way they can go, part by part.
 
-A real `Publisher` is in one process and a real `Follower` in another, which looks at the store as `patchstore
+A real `Publisher` is in one process and a real `Replica` in another, which looks at the store as `patchstore
 follow` does. Both read one clock, the host's monotonic one, so that the parts add up to the total.
 Servers are on the same machine, so the way itself costs nothing but what clients and servers compute.
 """
@@ -22,11 +22,13 @@ import torch
 from benchmarks import child
 from benchmarks.child import Child
 from benchmarks.places import KINDS, Place, place, versions, work_folder
-from patchstore import Follower, Publisher, Store, digest, layout, log, open_store
-from patchstore.integrations.goal import Newest
+from patchstore import Publisher, Replica, Store, open_store
+from patchstore.format import history, layout
+from patchstore.format.state_sums import state_total
+from patchstore.serve.desired import HeadWatcher
 from patchstore.stores.base import Chunk
-from patchstore.sums import state_total
-from patchstore.tensors import bits
+from patchstore.tensors import state_digest
+from patchstore.tensors.bits import bits
 
 PARTS: Mapping[str, str] = MappingProxyType(
     {
@@ -267,9 +269,9 @@ def _step(weights: Mapping[str, torch.Tensor], share: float, generator: torch.Ge
 
 
 def _state(store: Store, weights: Mapping[str, torch.Tensor]) -> str:
-    header = log.read_header(store)
+    header = history.read_header(store)
     assert header is not None
-    return state_total(header.schema, digest.of_tensors(header.schema, weights.items()))
+    return state_total(header.schema, state_digest.of_tensors(header.schema, weights.items()))
 
 
 # The follower's.
@@ -278,8 +280,8 @@ def _state(store: Store, weights: Mapping[str, torch.Tensor]) -> str:
 def _follow(job: Mapping[str, Any]) -> None:
     store = open_store(job["url"], **job["options"])
     tensors: dict[str, torch.Tensor] = {}
-    follower = Follower(store, tensors, scratch=Path(job["scratch"]))
-    newest, woken, asked = Newest(store), threading.Event(), threading.Event()
+    follower = Replica(store, tensors, scratch=Path(job["scratch"]))
+    watcher, woken, asked = HeadWatcher(store), threading.Event(), threading.Event()
     threading.Thread(target=_listen, args=(woken, asked), daemon=True).start()
     child.say(feed=store.subscribe(woken.set) is not None)
     interval_s = _MIN_INTERVAL_S
@@ -288,7 +290,7 @@ def _follow(job: Mapping[str, Any]) -> None:
         if asked.is_set():
             asked.clear()
             child.say(state=_state(store, tensors))
-        found = newest.look()
+        found = watcher.refresh()
         if found is None or found.version == follower.held:
             woken.wait(interval_s)
             interval_s = min(2 * interval_s, job["poll_s"])
@@ -296,7 +298,7 @@ def _follow(job: Mapping[str, Any]) -> None:
         noticed = time.monotonic()
         staged = follower.stage(found.version)
         ready = time.monotonic()
-        follower.commit(staged)
+        follower.apply(staged)
         written = time.monotonic()
         child.say(
             version=found.version,

@@ -7,33 +7,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from patchstore.apply.replica import Replica
     from patchstore.errors import PatchstoreError
-    from patchstore.follower import Follower
-    from patchstore.model import Manifest, Payload, Plan, Schema, TensorSpec
-    from patchstore.publisher import Publication, Publisher
-    from patchstore.rebuild import replay, verify
+    from patchstore.format.records import Manifest, Payload, Plan, Schema, TensorSpec
+    from patchstore.publish.publisher import Publication, Publisher
+    from patchstore.read.replay import replay, verify
     from patchstore.stores import Store, open_store
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Follower": "patchstore.follower",
-    "Manifest": "patchstore.model",
+    "Replica": "patchstore.apply.replica",
+    "Manifest": "patchstore.format.records",
     "PatchstoreError": "patchstore.errors",
-    "Payload": "patchstore.model",
-    "Plan": "patchstore.model",
-    "Publication": "patchstore.publisher",
-    "Publisher": "patchstore.publisher",
-    "Schema": "patchstore.model",
+    "Payload": "patchstore.format.records",
+    "Plan": "patchstore.format.records",
+    "Publication": "patchstore.publish.publisher",
+    "Publisher": "patchstore.publish.publisher",
+    "Schema": "patchstore.format.records",
     "Store": "patchstore.stores",
-    "TensorSpec": "patchstore.model",
+    "TensorSpec": "patchstore.format.records",
     "open_store": "patchstore.stores",
-    "replay": "patchstore.rebuild",
-    "verify": "patchstore.rebuild",
+    "replay": "patchstore.read.replay",
+    "verify": "patchstore.read.replay",
 }
 
 __all__ = [
-    "Follower",
+    "Replica",
     "Manifest",
     "PatchstoreError",
     "Payload",

@@ -1,5 +1,5 @@
 """`python -m patchstore`: the command line."""
 
-from patchstore.cli import main
+from patchstore.cli.main import main
 
 main()

@@ -1,7 +1,7 @@
 """Every error that patchstore raises on purpose, grouped by what a handler does with it.
 
 A class says how to handle it; `kind` is a stable word for logs, JSON and tests, and never changes
-once released. A message says where, expected, got, and what to do.
+once released. A message says where, expected, got, and what to do. `docs/failures.md` lists the kinds.
 """
 
 from typing import ClassVar
@@ -13,19 +13,52 @@ class PatchstoreError(Exception):
     kind: ClassVar[str] = "error"
 
 
-# Retry: nothing is known to be wrong except the way there.
+# What a store said, or that it said nothing.
 
 
-class StoreUnavailable(PatchstoreError):
-    """The store did not answer, or not in time; whether a write happened is unknown."""
+class StoreError(PatchstoreError):
+    """Base of what becomes of a request to a store that was correct; never raised itself."""
+
+    kind = "store"
+
+
+class StoreUnavailable(StoreError):
+    """The store did not answer, or not in time; whether a write happened is unknown. Retry."""
 
     kind = "store-unavailable"
+
+
+class NotFound(StoreError):
+    """No object has this key."""
+
+    kind = "not-found"
+
+
+class AlreadyExists(StoreError):
+    """A create-only put found the key taken; what is stored was left as it is."""
+
+    kind = "already-exists"
+
+
+class VersionNotFound(NotFound):
+    """The store has no such version."""
+
+    kind = "version-not-found"
+
+
+# Retry: nothing is known to be wrong except the way there.
 
 
 class ServerUnavailable(PatchstoreError):
     """An inference server could not be reached or refused the call."""
 
     kind = "server-unavailable"
+
+
+class EnginesDiffer(ServerUnavailable):
+    """A data-parallel engine of a server does not answer as the first one did."""
+
+    kind = "engines-differ"
 
 
 class HostError(PatchstoreError):
@@ -40,7 +73,7 @@ class DeviceMemoryShort(HostError):
     kind = "device-memory"
 
 
-# Mend the call: the caller asked for something that cannot be.
+# Fix the call: the caller asked for something that cannot be.
 
 
 class UsageError(PatchstoreError):
@@ -73,24 +106,6 @@ class SchemaMismatch(UsageError):
     kind = "schema-mismatch"
 
 
-class NotFound(UsageError):
-    """No object has this key."""
-
-    kind = "not-found"
-
-
-class AlreadyExists(UsageError):
-    """A create-only put found the key taken; what is stored was left as it is."""
-
-    kind = "already-exists"
-
-
-class VersionNotFound(NotFound):
-    """The store has no such version."""
-
-    kind = "unknown-version"
-
-
 # Do not trust: what is stored is not what was published.
 
 
@@ -118,7 +133,7 @@ class StateMismatch(DataError):
     kind = "state-mismatch"
 
 
-# Stop: somebody else is, or was, here.
+# Stop: another process is, or was, here.
 
 
 class VersionConflict(PatchstoreError):
@@ -140,13 +155,13 @@ class StoreReplaced(PatchstoreError):
 
 
 class DriverConflict(PatchstoreError):
-    """Something else than this driver changed the version that a server serves."""
+    """Another process than this driver changed the version that a server serves."""
 
     kind = "driver-conflict"
 
 
-class LineageError(PatchstoreError):
-    """No path of payloads leads from the held version to the target."""
+class WrongParent(PatchstoreError):
+    """No path of payloads leads from one version to another: a parent is missing, or is another one."""
 
     kind = "wrong-parent"
 
@@ -158,12 +173,18 @@ class PublishFailed(PatchstoreError):
 
 
 class LoadFailed(PatchstoreError):
-    """A model's own loader broke off; the weights were put back, unless the error goes on with `torn`."""
+    """A model's own loader failed; the weights were put back, unless a `HalfApplied` is said with it."""
 
     kind = "load-failed"
 
 
-class TornModel(PatchstoreError):
+class HalfApplied(PatchstoreError):
     """A model holds part of a version because undoing a failed update failed too; load an anchor."""
 
-    kind = "torn"
+    kind = "half-applied"
+
+
+class InternalError(PatchstoreError):
+    """A step failed in a way that the code does not expect; the log has the traceback."""
+
+    kind = "internal"

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from patchstore.stores.memory import MemoryStore
-from tests import interpreted  # noqa: F401 -- before anything imports Triton
-from tests.trainers import RUNNER
-from tests.weights import Run
+from tests.support import interpreted  # noqa: F401 -- before anything imports Triton
+from tests.support.trainers import RUNNER
+from tests.support.weights import Run
 
 # On a busy machine any example may take long; pytest's own timeout ends one that hangs.
 hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None)
@@ -40,7 +40,7 @@ def _seeded() -> None:
 
 @pytest.fixture(scope="session")
 def runner() -> Iterator["subprocess.Popen[str]"]:
-    """Where `tests.trainers` run."""
+    """Where `tests.support.trainers` run."""
     with subprocess.Popen(
         [sys.executable, "-c", RUNNER],
         stdin=subprocess.PIPE,

@@ -15,7 +15,8 @@ import torch
 from benchmarks import chaos
 from benchmarks.chaos import Chaos, Journal, is_one_chain
 from benchmarks.chaos_parts import Part
-from patchstore import Publisher, layout, open_store
+from patchstore import Publisher, open_store
+from patchstore.format import layout
 from patchstore.stores import Store
 
 

@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
@@ -9,13 +11,13 @@ import patchstore
 from patchstore import errors
 
 SURFACE = {
-    "Follower",
     "Manifest",
     "PatchstoreError",
     "Payload",
     "Plan",
     "Publication",
     "Publisher",
+    "Replica",
     "Schema",
     "Store",
     "TensorSpec",
@@ -28,11 +30,15 @@ KINDS = {
     "already-exists",
     "corrupt-object",
     "data",
+    "device-memory",
+    "driver-conflict",
+    "engines-differ",
     "error",
+    "half-applied",
+    "internal",
     "load-failed",
     "not-found",
     "os",
-    "device-memory",
     "publish-failed",
     "resume-mismatch",
     "run-exists",
@@ -40,15 +46,14 @@ KINDS = {
     "schema-mismatch",
     "server-unavailable",
     "state-mismatch",
-    "driver-conflict",
+    "store",
     "store-replaced",
     "store-unavailable",
-    "torn",
-    "unknown-version",
     "unsupported-format",
     "unsupported-store",
     "usage",
     "version-conflict",
+    "version-not-found",
     "wrong-parent",
 }
 
@@ -85,3 +90,15 @@ def test_every_error_has_a_kind_of_its_own_and_the_kinds_are_stable() -> None:
     kinds = [error.kind for error in found]
     assert len(kinds) == len(set(kinds))
     assert set(kinds) == KINDS
+
+
+def test_the_page_lists_every_kind_with_its_class() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "failures.md").read_text()
+    rows = re.findall(r"^\| (`[a-z-]+`.*?) \| (`\w+`.*?) \|", page, re.MULTILINE)
+    listed = {
+        kind: name
+        for kinds, names in rows
+        for kind, name in zip(re.findall(r"`([a-z-]+)`", kinds), re.findall(r"`(\w+)`", names), strict=True)
+    }
+    assert listed.keys() == KINDS
+    assert all(getattr(errors, name).kind == kind for kind, name in listed.items())

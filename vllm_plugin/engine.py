@@ -1,7 +1,7 @@
 """The `delta` weight transfer engine: vLLM's interface for engines, served in every rank.
 
 vLLM checks the order of calls and keeps a flag that an update is open. It clears the flag only in a
-rank that raised, while here only the last rank may raise (see `agreement`), so the flag is cleared
+rank that raised, while here only the last rank may raise (see `ranks`), so the flag is cleared
 here in all of them: after any failure the update is closed, and the caller starts a new one.
 """
 
@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -24,21 +23,18 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
 
-from patchstore.errors import CorruptObject, StateMismatch, TornModel, UsageError
+from patchstore.errors import CorruptObject, HalfApplied, StateMismatch, UsageError
 from patchstore.kernels import are_usable
-from patchstore.node_cache import MAX_BYTES, NodeCache
-from patchstore.stores import open_store
-from vllm_plugin.agreement import Failure, describe, gather, is_last
+from vllm_plugin.arguments import keywords
 from vllm_plugin.cpu_layout import keep_load_layout
-from vllm_plugin.derived import Derived, watch_loading
-from vllm_plugin.live import LiveWeights
-from vllm_plugin.mapping import Claims, Growth, Share
-from vllm_plugin.origin import read_folder
-from vllm_plugin.permission import check_scratch, check_store, unquoted
+from vllm_plugin.mapping import Growth
+from vllm_plugin.opening import Opening
+from vllm_plugin.post_load import Derived, watch_loading
+from vllm_plugin.ranks import Failure, RanksFailed, describe, gather, is_last
 from vllm_plugin.replies import LOADED
 from vllm_plugin.serving import Serving, groups, leave_order_to_engine, watch
-from vllm_plugin.trace import Trace
 from vllm_plugin.update import Updater
+from vllm_plugin.weights import LiveWeights
 
 T = TypeVar("T")
 
@@ -74,14 +70,6 @@ def _tell(worker: Any, news: Callable[["DeltaWeightTransferEngine"], None]) -> N
     engine = getattr(worker, "weight_transfer_engine", None)
     if isinstance(engine, DeltaWeightTransferEngine):
         news(engine)
-
-
-class RanksFailed(Exception):
-    """A step failed in some ranks; raised in all of them alike."""
-
-    def __init__(self, failures: list[Failure]) -> None:
-        super().__init__(describe(failures))
-        self.failures = failures
 
 
 @dataclass
@@ -123,6 +111,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.live = self._live([model])
         self.updater: Updater | None = None
         """None before the first `init_transfer_engine`."""
+        self._opening: Opening | None = None
+        """A store that `open_ahead` began to open."""
         self.is_open = False
         """Whether the updater's store can be used."""
         self.last_error: Failure | None = None
@@ -186,18 +176,23 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             RuntimeError: any rank could not; all are as before, or say that they are torn, and an update that
                 was open is closed. Begins with the error's `[kind]`.
         """
-        opened: list[tuple[Updater, LiveWeights, Trace]] = []
+        opening = self._opening
+        if opening is None or opening.given != init_info.given:
+            self._drop_opening()
+            opening = self._begin(init_info.given)
+        self._opening = None
+        opening.advance()
         try:
-            shares = self._together(lambda: self._open(init_info.given, opened))
-            updater, live, traced = opened[0]
-            claims = self._together(lambda: self._survey(updater, traced, shares))
-            found = self._together(lambda: updater.find(claims))
-            if not all(self._together(lambda: updater.adopt(found[0]))):
+            if opening.failures:
+                raise RanksFailed(opening.failures)
+            adopted = self._together(lambda: self._adopt(opening))
+            updater, live = opening.updater, opening.live
+            assert updater is not None and live is not None
+            if not all(adopted):
                 updater.forget()
         except RanksFailed as failed:
-            for updater, _, _ in opened:
-                updater.close()
-            if self.updater is not None and any(each.kind == TornModel.kind for each in failed.failures):
+            opening.close()
+            if self.updater is not None and any(each.kind == HalfApplied.kind for each in failed.failures):
                 self.updater.tear()
             self._fail(failed.failures)
             return
@@ -212,46 +207,52 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "no version of it" if held is None else f"version {held.version}",
         )
 
-    def _open(self, given: Mapping[str, Any], opened: list[tuple[Updater, LiveWeights, Trace]]) -> Share:
-        types: dict[str, type] = {"store": str, "storage_options": dict}
-        types |= {"scratch": str, "cache_bytes": int, "partial": bool}
-        known = _keywords("init_info", given, types, required={"store"})
+    def _adopt(self, opening: Opening) -> bool:
+        self._check_quiet()
+        if self.updater is not None:
+            # Weights are loaded to prove some of them.
+            self.updater.abandon()
+        return opening.adopt()
+
+    def _begin(self, given: Mapping[str, Any]) -> Opening:
+        folder = Path(self.model_config.model)
+        is_loaded = self.vllm_config.load_config.load_format in {"auto", "hf", "safetensors"}
+        is_checkpoint = self._is_as_started and is_loaded and folder.is_dir()
+        return Opening(given, self._together, self._models_live, folder if is_checkpoint else None)
+
+    def _models_live(self) -> LiveWeights:
+        """Check that a store can be opened here, and return the weights that will follow it."""
         worker = self._worker()
         if worker is None:
             raise UsageError("start vllm with --worker-extension-cls vllm_plugin.DeltaWorkerExtension")
-        self._check_awake()
+        self._check_quiet()
         self._check_replies()
-        if self.update_open:
-            raise UsageError("an update is open, and closed now; open the store again")
-        if self.updater is not None:
-            # Its thread reads weights, which are loaded to prove some of them.
-            self.updater.quiesce()
-        options = known.get("storage_options", {})
-        check_store(known["store"], options)
-        folder = Path(known.get("scratch") or Path(gettempdir()) / f"patchstore-{os.geteuid()}")
-        check_scratch(folder)
-        cache = NodeCache(folder, max_bytes=known.get("cache_bytes", MAX_BYTES))
         models = self._serving.models(worker)
         self._serving.check_layout(models)
-        live = self._live(models)
-        store = open_store(known["store"], **options)
-        try:
-            with unquoted(known["store"]):
-                updater = Updater(store, live, cache, is_partial=known.get("partial", False))
-            traced = updater.trace()
-        except BaseException:
-            store.close()
-            raise
-        opened.append((updater, live, traced))
-        return live.share(traced)
+        return self._live(models)
 
-    def _survey(self, updater: Updater, traced: Trace, shares: Sequence[Share]) -> Claims:
-        updater.follow(traced, shares)
-        folder = Path(self.model_config.model)
-        is_loaded = self.vllm_config.load_config.load_format in {"auto", "hf", "safetensors"}
-        if self._is_as_started and is_loaded and folder.is_dir():
-            updater.check_map(read_folder(folder, updater.schema))
-        return updater.claims()
+    def _check_quiet(self) -> None:
+        self._check_awake()
+        if self.update_open:
+            raise UsageError("an update is open, and closed now; open the store again")
+
+    def open_ahead(self, given: Mapping[str, Any]) -> bool:
+        """Begin to open a store while generation goes on, or go on with it; returns without waiting.
+
+        Another store that was being opened is dropped, and so is this one when the weights change.
+
+        Returns:
+            Whether `init_transfer_engine` is due: it will not wait, or say what is wrong.
+        """
+        if self._opening is None or self._opening.given != given:
+            self._drop_opening()
+            self._opening = self._begin(given)
+        return self._opening.advance(lambda is_done: all(gather(groups(), is_done)))
+
+    def _drop_opening(self) -> None:
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.close()
 
     def prefetch(self, version: int) -> bool:
         """Begin to stage a version while generation goes on; see `Updater.prefetch`.
@@ -288,7 +289,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._fail(failures)
 
     def _stage(self, given: Mapping[str, Any]) -> Growth:
-        known = _keywords("update_info", given, {"version": int}, required={"version"})
+        known = keywords("update_info", given, {"version": int}, required={"version"})
         if not self.update_open:
             raise UsageError("start_weight_update must be called before update_weights")
         self._check_awake()
@@ -353,6 +354,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _commit(self) -> None:
         self._check_awake()
         updater = self._opened()
+        self._drop_opening()
         if updater.staged is not None:
             self._is_as_started = False
         updater.commit()
@@ -363,8 +365,9 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Args:
             level: 2 loses the weights, so that the next update starts from an anchor; None when awake again.
         """
+        self._drop_opening()
         if level is not None and self.updater is not None:
-            self.updater.quiesce()
+            self.updater.abandon()
             self.updater.drop()
             if level > 1:
                 self.updater.forget()
@@ -375,8 +378,9 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def reloaded(self) -> None:
         """Hear that vLLM loaded weights by itself: nobody knows which version they are, if any."""
         self._is_as_started = False
+        self._drop_opening()
         if self.updater is not None:
-            self.updater.quiesce()
+            self.updater.abandon()
             self.updater.forget()
 
     def _check_awake(self) -> None:
@@ -405,6 +409,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Close the store, and an open update. The weights and their version stay; opening again finds it."""
+        self._drop_opening()
         self.update_open = False
         if self.updater is not None and self.is_open:
             self.updater.close()
@@ -458,33 +463,9 @@ def _kind_for(models: Sequence[torch.nn.Module]) -> type[LiveWeights]:
     """Kernels need Triton and a device that it compiles for; plain torch does the same anywhere."""
     if not are_usable(next(models[0].parameters()).device):
         return LiveWeights
-    from vllm_plugin.device import DeviceWeights
+    from vllm_plugin.weights_gpu import DeviceWeights
 
     return DeviceWeights
-
-
-def _keywords(what: str, given: object, types: Mapping[str, type], required: set[str]) -> Mapping[str, Any]:
-    """Return keyword arguments, after checking their names and types.
-
-    Raises:
-        UsageError: with the known names.
-    """
-    known = ", ".join(
-        f"{name!r} ({kind.__name__}{'' if name in required else ', optional'})"
-        for name, kind in types.items()
-    )
-    if not isinstance(given, Mapping):
-        raise UsageError(f"{what} must be an object with {known}, not a {type(given).__name__}")
-    if unknown := given.keys() - types.keys():
-        raise UsageError(f"{what} has unknown keys {sorted(unknown)}; known are {known}")
-    if missing := required - given.keys():
-        raise UsageError(f"{what} lacks {sorted(missing)}; known are {known}")
-    for name, value in given.items():
-        # To Python, True is a number too.
-        if not isinstance(value, types[name]) or isinstance(value, bool) is not (types[name] is bool):
-            # Not the value: it may be a secret.
-            raise UsageError(f"{what} has a {type(value).__name__} as {name!r}; known are {known}")
-    return given
 
 
 def _spent(timings: Mapping[str, float]) -> str:

@@ -2,7 +2,7 @@
 
 All are prefixed `delta_`, since vLLM refuses an extension that hides an attribute of its worker.
 Each rank answers for itself, and where the engine is not the `delta` engine answers `{"error": message}` to
-everything: as `vllm_plugin.agreement` says, several ranks that raise put vLLM's replies out of step.
+everything: as `vllm_plugin.ranks` says, several ranks that raise put vLLM's replies out of step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +13,12 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import vllm
 
 import patchstore
-from patchstore import manifest
-from vllm_plugin.agreement import Failure, describe, gather, is_last
+from patchstore.errors import EnginesDiffer
+from patchstore.format import manifest_json
 from vllm_plugin.engine import DeltaWeightTransferEngine, adopt
+from vllm_plugin.ranks import Failure, describe, gather, is_last
 from vllm_plugin.serving import groups
 from vllm_plugin.update import Updater
-
-ENGINES_DIFFER = "engines-differ"
-"""The kind of the error that data-parallel engines do not answer alike."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,9 +58,9 @@ class DeltaWorkerExtension:
         speculative draft model, `followed` if it is updated together with the model, `separate` if its
         checkpoint is another, so that it stays as it is), `store`, `run_id`, `held` (version or None),
         `parent`, `step` and `state_digest` (of the held version), `staged` (version or None), `update_open`,
-        `switch` (see `delta_switch`), `torn`, `last_error` (None, or `rank`, `kind`, `message`), `timings`
-        (seconds, of the last update), `staging_bytes` (of the device's memory, that staging took at most
-        the last time), `map` (None, or see `_map`).
+        `switch` (see `delta_switch`), `half_applied`, `last_error` (None, or `rank`, `kind`, `message`),
+        `timings` (seconds, of the last update), `staging_bytes` (of the device's memory, that staging took at
+        most the last time), `map` (None, or see `_map`).
         """
         engine = self._delta_engine()
         updater = engine.updater
@@ -85,12 +83,21 @@ class DeltaWorkerExtension:
             "staged": None if staged is None else staged.version,
             "update_open": engine.update_open,
             "switch": engine.switch,
-            "torn": updater is not None and updater.torn,
+            "half_applied": updater is not None and updater.torn,
             "last_error": None if engine.last_error is None else asdict(engine.last_error),
             "timings": {} if updater is None else updater.timings,
             "staging_bytes": engine.live.staging_bytes,
             "map": None if updater is None else _map(updater),
         }
+
+    @_with_engine
+    def delta_open(self, init_info: Mapping[str, Any]) -> dict[str, bool]:
+        """Begin to open a store while generation goes on; call again with the same until `is_done`.
+
+        `init_weight_transfer_engine` with the same `init_info` is quick then. It also says what went wrong,
+        if anything did: this never raises.
+        """
+        return {"is_done": self._delta_engine().open_ahead(init_info)}
 
     @_with_engine
     def delta_prefetch(self, version: int) -> dict[str, bool]:
@@ -148,7 +155,7 @@ class DeltaWorkerExtension:
         """
         engine = self._delta_engine()
         try:
-            engine.live.trace(manifest.header_from_json(header.encode()).schema)
+            engine.live.trace(manifest_json.header_from_json(header.encode()).schema)
         except Exception as exc:  # noqa: BLE001 - whatever a model's loader raises
             return {"failure": asdict(Failure.of(engine.rank, exc))}
         return {"failure": None}
@@ -159,7 +166,8 @@ class DeltaWorkerExtension:
         the first one's answers only, but the error of any.
 
         Args:
-            method: `delta_status`, `delta_prefetch` or `delta_sums`, which each rank calls with `args`.
+            method: `delta_status`, `delta_open`, `delta_prefetch` or `delta_sums`; each rank calls it with
+                `args`.
             expected: for each rank, what its answer must hold; the answer may hold more.
 
         Raises:
@@ -171,6 +179,7 @@ class DeltaWorkerExtension:
         try:
             answers: dict[str, Callable[..., dict[str, Any]]] = {
                 "delta_status": self.delta_status,
+                "delta_open": self.delta_open,
                 "delta_prefetch": self.delta_prefetch,
                 "delta_sums": self.delta_sums,
             }
@@ -181,7 +190,7 @@ class DeltaWorkerExtension:
                 if found[key] != value
             ]
             if differing:
-                failure = Failure(rank=rank, kind=ENGINES_DIFFER, message="; ".join(differing))
+                failure = Failure(rank=rank, kind=EnginesDiffer.kind, message="; ".join(differing))
         except Exception as exc:  # noqa: BLE001  (an exception in one rank would confuse vLLM's replies)
             failure = Failure.of(rank, exc)
         failures = [each for each in gather(groups(), failure) if each is not None]

@@ -6,14 +6,13 @@ rank says which slices it holds, so all know which names the server holds in ful
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
 
-from patchstore.digest import Sums
 from patchstore.errors import StateMismatch
-from patchstore.model import Schema
+from patchstore.format.records import Schema
+from patchstore.tensors.state_digest import Sums
 from vllm_plugin.regions import Region, View, overlap
 from vllm_plugin.trace import Trace
 
@@ -103,8 +102,8 @@ class WeightMap:
         self.absent = frozenset(specs.keys() - copied - self.computed)
         """Names that no rank has a use for, such as a vision tower that is switched off."""
         self.aliases: Mapping[str, tuple[str, str]] = dict(self._aliases())
-        """Absent names of memory that this rank loads from another name -> what the model calls that memory,
-        and the other name."""
+        """Names of memory that this rank loads from another name too -> what the model calls that memory, and
+        the other name."""
 
         positions = {spec.name: i for i, spec in enumerate(schema.tensors)}
         keys = [(name, view) for name in sorted(copied) for view in sorted(slices[name], key=_order)]
@@ -149,15 +148,26 @@ class WeightMap:
 
     def _aliases(self) -> Iterator[tuple[str, tuple[str, str]]]:
         specs = self.schema.by_name()
-        names = (
-            (name, self.runtimes[index].names) for name, found in self.regions.items() for index, _ in found
-        )
-        for name, called in names:
-            for alias, absent in product(called if len(called) > 1 else (), self.absent):
-                # vLLM's modules may be nested deeper than a checkpoint's, or less deep.
-                is_alias = f".{absent}".endswith(f".{alias}") or f".{alias}".endswith(f".{absent}")
-                if is_alias and specs[absent].shape == specs[name].shape:
-                    yield absent, (alias, name)
+        for index, runtime in enumerate(self.runtimes):
+            if len(runtime.names) < 2:
+                continue
+            # Of a calculated name only its group's memory is known, so these go by what they are called.
+            called = {
+                name: alias
+                for name in sorted(self.absent | self.computed)
+                for alias in runtime.names
+                if _is_called(name, alias)
+            }
+            copied = [name for name, found in self.regions.items() if any(at == index for at, _ in found)]
+            for name, alias in called.items():
+                others = [each for each in called if each in self.computed and called[each] != alias]
+                if name in self.absent:
+                    others = copied + others
+                elif alias == runtime.names[0]:
+                    continue
+                for other in others:
+                    if specs[other].shape == specs[name].shape:
+                        yield name, (alias, other)
 
     def _written(self, trace: Trace, group: frozenset[str]) -> set[int]:
         indices = {index for names, written in trace.computed if names & group for index in written}
@@ -194,6 +204,11 @@ def share(trace: Trace) -> Share:
         },
         computed=tuple(names for names, _ in trace.computed),
     )
+
+
+def _is_called(name: str, alias: str) -> bool:
+    """Whether a checkpoint's name is what a model calls a tensor: modules may be nested deeper in either."""
+    return f".{name}".endswith(f".{alias}") or f".{alias}".endswith(f".{name}")
 
 
 def _order(view: View) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

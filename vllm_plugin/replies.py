@@ -58,16 +58,24 @@ def _drop_unread(executor: Any) -> None:
 
     Raises:
         RuntimeError: the workers have died.
+        Whatever reading a queue raises twice: of each queue one reply is unread, and that may be one that
+            cannot be unpickled.
     """
     token = uuid.uuid4().hex
     executor.rpc_broadcast_mq.enqueue((cloudpickle.dumps(_echo), (token,), {}, None))
     for queue in executor.response_mqs:
+        is_unreadable = False
         while True:
             try:
                 _, reply = queue.dequeue(timeout=_WAIT_S)
             except TimeoutError:
                 if executor.is_failed:
                     raise RuntimeError("Executor failed.") from None
+                continue
+            except Exception:
+                if is_unreadable:
+                    raise
+                is_unreadable = True
                 continue
             if isinstance(reply, str) and reply == token:
                 break

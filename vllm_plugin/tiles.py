@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from patchstore.encodings.context import Tiling, tiling
-from patchstore.model import TensorSpec
+from patchstore.format.records import TensorSpec
 from vllm_plugin.regions import Region, boxed
 
 

@@ -1,21 +1,22 @@
 """Find where a model's own loader puts each element of a checkpoint, without loading anything.
 
 `load_weights` runs once on meta tensors, which have shapes and no elements; `tracer` follows what it does
-with them, and `writes` says what that comes to. What is calculated instead of copied has no place of its own,
-and is listed as such.
+with them, and `resolve` says what that comes to. What is calculated instead of copied has no place of its
+own, and is listed as such.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-from patchstore import mismatch
 from patchstore.errors import SchemaMismatch, UsageError
-from patchstore.model import Schema
+from patchstore.format import mismatch
+from patchstore.format.records import Schema
+from vllm_plugin.resolve import Runtime, Trace
 from vllm_plugin.tracer import KnownIndices, Tracer, memory, tensors_of
-from vllm_plugin.writes import Runtime, Trace
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
@@ -40,7 +41,7 @@ def trace(
     for model in models:
         before = Attributes(model)
         try:
-            with torch.no_grad(), tracer, KnownIndices():
+            with torch.no_grad(), tracer, KnownIndices(), same_parameters(model):
                 load(model, tracer.checkpoint())
             before.check()
         except (KeyError, ValueError, AttributeError, AssertionError, TypeError) as exc:
@@ -69,7 +70,8 @@ def untraced(models: Iterable[torch.nn.Module], schema: Schema) -> Trace:
     """
     runtimes: dict[int, tuple[list[str], torch.Tensor]] = {}
     for model in models:
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        parameters = model.named_parameters(remove_duplicate=False)
+        for name, tensor in (*parameters, *model.named_buffers()):
             runtimes.setdefault(memory(tensor), ([], tensor))[0].append(name)
     layers: dict[str, set[str]] = {}
     for spec in schema.tensors:
@@ -93,15 +95,35 @@ def _layer(name: str) -> str:
     return found[1] if found else ""
 
 
+@contextmanager
+def same_parameters(model: torch.nn.Module) -> Iterator[None]:
+    """Put back parameters that a loader replaces inside of the block, with what it put into the new ones.
+
+    vLLM's backend for models of transformers makes the bias of an output layer anew each time it loads one.
+    """
+    held = [(module, dict(module._parameters)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, before in held:
+            for name, then in before.items():
+                now = module._parameters.get(name)
+                if now is None or then is None or now is then:
+                    continue
+                if (now.shape, now.dtype, now.device) == (then.shape, then.dtype, then.device):
+                    then.data.copy_(now.data)
+                    module._parameters[name] = then
+
+
 class Attributes:
     """What a model's modules hold, to put it back after a loader replaced it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = [
-            (module, dict(vars(module)), [dict(vars(module)[kind]) for kind in _REGISTERED])
-            for module in model.modules()
+            (path, module, dict(vars(module)), [dict(vars(module)[kind]) for kind in _REGISTERED])
+            for path, module in model.named_modules()
         ]
-        self._tensors = [(tensor, tensor.data) for _, tensor in tensors_of(model)]
+        self._tensors = [(name, tensor, tensor.data) for name, tensor in tensors_of(model)]
 
     def check(self) -> None:
         """Refuse a loader that a trace says too little of.
@@ -109,28 +131,44 @@ class Attributes:
         Raises:
             UsageError: parameters have other memory, or modules hold tensors of the checkpoint themselves.
         """
-        moved = sum(t.data_ptr() != data.data_ptr() or t.device != data.device for t, data in self._tensors)
-        for module, values, registered in self._modules:
+        moved: list[str] = []
+        made: list[str] = []
+        for name, tensor, data in self._tensors:
+            if tensor.data_ptr() != data.data_ptr() or tensor.device != data.device:
+                moved.append(name)
+        for path, module, values, registered in self._modules:
             for kind, then in zip(_REGISTERED, registered, strict=True):
-                moved += sum(value is not then.get(name) for name, value in vars(module)[kind].items())
+                for name, value in vars(module)[kind].items():
+                    if value is not then.get(name):
+                        (moved if then.get(name) is not None else made).append(_joined(path, name))
             for name, value in vars(module).items():
-                moved += value is not values.get(name) and _is_unknown(value)
+                if value is not values.get(name) and _is_unknown(value):
+                    moved.append(_joined(path, name))
         if moved:
             raise UsageError(
-                f"the model's loader gives {moved} parameters or attributes other memory instead of "
-                "writing to them, so it cannot be traced"
+                f"the model's loader gives {len(moved)} parameters or attributes other memory instead of "
+                f"writing to them, such as {moved[0]!r}, so it cannot be traced"
+            )
+        if made:
+            raise UsageError(
+                f"the model does not have {made[0]!r} before its loader makes it: start vllm from a "
+                "checkpoint that has it, without --load-format dummy"
             )
 
     def restore(self) -> None:
-        for module, values, registered in self._modules:
+        for _, module, values, registered in self._modules:
             vars(module).clear()
             vars(module).update(values)
             for kind, then in zip(_REGISTERED, registered, strict=True):
                 values[kind].clear()
                 values[kind].update(then)
-        for tensor, data in self._tensors:
+        for _, tensor, data in self._tensors:
             if _place(tensor) != _place(data):
                 tensor.data = data
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _is_unknown(value: object) -> bool:
@@ -144,4 +182,4 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
-__all__ = ["Attributes", "Runtime", "Trace", "trace", "untraced"]
+__all__ = ["Attributes", "Runtime", "Trace", "same_parameters", "trace", "untraced"]

@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from patchstore.errors import SchemaMismatch, UsageError
-from patchstore.model import Schema
-from patchstore.tensors import TORCH_DTYPES
+from patchstore.format.records import Schema
+from patchstore.tensors.bits import TORCH_DTYPES
 from vllm_plugin.regions import Region, View, boxed, compose, is_nested, normal, onto, outside
-from vllm_plugin.writes import Runtime, Trace, Write, meet, resolve
+from vllm_plugin.resolve import Runtime, Trace, Write, meet, resolve
 
 aten = torch.ops.aten
 

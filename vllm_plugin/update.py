@@ -8,35 +8,40 @@ claims and comes back as everybody's, since a method here must never wait for an
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import torch
 
-from patchstore import digest, fetch, host, lineage, log
-from patchstore.digest import Sums
 from patchstore.errors import (
+    HalfApplied,
     HostError,
     SchemaMismatch,
     StateMismatch,
     StoreReplaced,
-    TornModel,
     UsageError,
     VersionNotFound,
 )
-from patchstore.fetch import Deltas
-from patchstore.model import Manifest, Plan, Schema, TensorSpec
-from patchstore.node_cache import NodeCache
+from patchstore.format import history, planning
+from patchstore.format.records import Manifest, Plan, Schema, TensorSpec
+from patchstore.read import host_cache
+from patchstore.read.anchors import open_anchor
+from patchstore.read.deltas import Deltas, open_deltas
+from patchstore.read.host_cache import HostCache
 from patchstore.stores.base import Store
-from patchstore.tensors import TensorPatch, bits
-from vllm_plugin.live import Change, LiveWeights
+from patchstore.support import host
+from patchstore.tensors import state_digest
+from patchstore.tensors.bits import TensorPatch, bits
+from patchstore.tensors.state_digest import Sums
+from vllm_plugin.identify import find_version, read_tensors
 from vllm_plugin.mapping import Claims, Growth, Share, SumsArray, WeightMap
-from vllm_plugin.origin import find_version, read_tensors
 from vllm_plugin.regions import View
 from vllm_plugin.trace import Trace
+from vllm_plugin.weights import Change, LiveWeights
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +68,24 @@ class Staged:
     """Every name of which only a part is served, in full, where the update starts from an anchor."""
     saved: dict[int, torch.Tensor] = field(default_factory=dict)
     """The runtimes that are written as a whole, as they are now."""
-    leases: ExitStack
+    leases: ExitStack = field(default_factory=ExitStack)
     """Holds the payloads' files, which the host's other ranks use too."""
-    timings: dict[str, float]
+    timings: dict[str, float] = field(default_factory=dict)
 
     @property
     def manifest(self) -> Manifest:
         return self.plan.target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What the store says of a version that seems to be served already."""
+
+    manifest: Manifest
+    recorded: Mapping[str, Sums]
+    """Its digest sums."""
+    tensors: Mapping[str, torch.Tensor]
+    """In full: names that are calculated, held in part, or `cut`."""
 
 
 class Updater:
@@ -80,7 +96,7 @@ class Updater:
     """
 
     def __init__(
-        self, store: Store, live: LiveWeights, cache: NodeCache, *, is_partial: bool = False
+        self, store: Store, live: LiveWeights, cache: HostCache, *, is_partial: bool = False
     ) -> None:
         """Open a run.
 
@@ -90,7 +106,7 @@ class Updater:
         Raises:
             VersionNotFound: the store holds no run.
         """
-        header = log.read_header(store)
+        header = history.read_header(store)
         if header is None:
             raise VersionNotFound(
                 f"this server finds no run at {store.url}: is that the place, on its machine too, where the "
@@ -117,8 +133,12 @@ class Updater:
         self._staged: Staged | None = None
         self._ahead: tuple[int, Future[Staged]] | None = None
         """A version that is being staged, or was, before anybody asked for it with `stage`."""
+        self._turn = 0
+        """Grows when what is staged on the thread becomes useless."""
+        self._reading = Lock()
+        """Held while live weights are read to stage a version, on whichever thread."""
         self._background = ThreadPoolExecutor(
-            1, thread_name_prefix="patchstore-prefetch", initializer=_use_device, initargs=(live.device,)
+            1, thread_name_prefix="patchstore-prefetch", initializer=use_device, initargs=(live.device,)
         )
         self._is_written = False
 
@@ -210,27 +230,38 @@ class Updater:
             sums = self._live.map.total(claims)
         except StateMismatch:
             return None
+        # What is served for a name that has no tensor of its own is known too.
+        sums |= {name: sums[other] for name, other in self._live.dropped.items() if other in sums}
         return find_version(self.store, self.schema, sums, self._cache)
 
-    def adopt(self, version: int | None) -> bool:
-        """Take it that this version is served. What is calculated is proved by calculating it again.
+    def read(self, version: int | None) -> Contents | None:
+        """Read what `adopt` needs of a version; None if the version is.
+
+        Raises:
+            SchemaMismatch: the version has two tensors where this server has one.
+        """
+        if version is None:
+            return None
+        manifest = history.read_manifest(self.store, version)
+        recorded = host_cache.cached_sums(self.store, self.schema, manifest, self._cache)
+        self._check_dropped(manifest, _array(self.schema, recorded))
+        wanted = self._live.map.computed | self._live.map.partial | self._live.cut
+        found = read_tensors(self.store, self.schema, version, wanted, recorded, self._cache)
+        return Contents(manifest=manifest, recorded=recorded, tensors=found)
+
+    def adopt(self, contents: Contents | None) -> bool:
+        """Take it that a version is served. What is calculated is proved by calculating it again.
 
         Returns:
             Whether it is; if not, the live weights are as before.
 
         Raises:
-            SchemaMismatch: the version has two tensors where this server has one.
-            TornModel: the live weights could not be put back.
+            HalfApplied: the live weights could not be put back.
         """
         self.held, self._recorded, self._mirror = None, None, {}
-        if version is None:
+        if contents is None:
             return False
-        manifest = log.read_manifest(self.store, version)
-        recorded = fetch.cached_sums(self.store, self.schema, manifest, self._cache)
-        self._check_dropped(manifest, _array(self.schema, recorded))
-        mapped = self._live.map
-        wanted = mapped.computed | mapped.partial | self._live.cut
-        found = read_tensors(self.store, self.schema, version, wanted, recorded, self._cache)
+        mapped, found = self._live.map, contents.tensors
         mirror = {name: found[name] for name in mapped.computed}
         cut = {name: found[name] for name in self._live.cut}
         same = all(self._live.serves(name, found[name]) for name in sorted(mapped.partial))
@@ -244,14 +275,14 @@ class Updater:
                 try:
                     self._live.restore(saved)
                 except Exception as exc:
-                    raise TornModel(
+                    raise HalfApplied(
                         f"weights that were loaded to be compared could not be put back: {exc}"
                     ) from exc
         if same:
             # Also if an undo failed between the weights and what is made from them.
             self._live.derive()
-            self.held, self._mirror = manifest, mirror | cut
-            self._recorded = _array(self.schema, recorded)
+            self.held, self._mirror = contents.manifest, mirror | cut
+            self._recorded = _array(self.schema, contents.recorded)
             self.is_map_proved, self.torn = True, False
         return same
 
@@ -277,20 +308,26 @@ class Updater:
             self.drop()
         if self._ahead is not None and (self._ahead[0] == version or not self._ahead[1].done()):
             return self._ahead[1].done()
-        self._discard_ahead()
-        self._ahead = version, self._background.submit(self._stage, version)
+        self.abandon()
+        self._ahead = version, self._background.submit(self._stage, version, self._turn)
         return False
 
-    def quiesce(self) -> None:
-        """Wait until nothing reads the live weights behind the caller's back."""
-        if self._ahead is not None:
-            wait([self._ahead[1]])
+    def abandon(self) -> None:
+        """Drop what `prefetch` began. Nothing reads the live weights on a thread from here on.
+
+        Does not wait for the network: a download under way ends on its own, and its result is dropped.
+        """
+        with self._reading:
+            self._turn += 1
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and not ahead[1].cancel():
+            ahead[1].add_done_callback(_release_result)
 
     def stage(self, version: int) -> None:
         """Fetch a version and translate it, unless `prefetch` did. What was staged before is dropped.
 
         Raises:
-            VersionNotFound, LineageError: the store has no way to that version.
+            VersionNotFound, WrongParent: the store has no way to that version.
             CorruptObject: what it has is wrong.
             SchemaMismatch: the version has two tensors where this server has one.
             StoreReplaced: it has another run than when it was opened, or another version of the held number.
@@ -302,16 +339,17 @@ class Updater:
         ):
             return
         self.drop()
-        self.quiesce()
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            found = ahead[1].result() if ahead[0] == version else None
-            if found is not None and found.plan.held == self._held_version():
+        ahead = self._ahead
+        if ahead is not None and ahead[0] == version:
+            self._ahead = None
+            found = ahead[1].result()
+            if found.plan.held == self._held_version():
                 self._staged = found
-            elif ahead[1].exception() is None:
-                _release(ahead[1].result())
+            else:
+                _release(found)
+        self.abandon()
         if self._staged is None:
-            self._staged = self._stage(version)
+            self._staged = self._stage(version, self._turn)
         self.timings = dict(self._staged.timings)
 
     def _check_dropped(self, manifest: Manifest, recorded: SumsArray) -> None:
@@ -327,17 +365,19 @@ class Updater:
             if not np.array_equal(recorded[positions[absent]], recorded[positions[name]]):
                 raise SchemaMismatch(
                     f"version {manifest.version} has other weights as {absent!r} than as {name!r}, but this "
-                    "server has one tensor for both, since the config says tie_word_embeddings and they were "
-                    "equal when vLLM started. Start it from a checkpoint in which they differ, such as a "
-                    f"replay of version {manifest.version}"
+                    "server has one tensor for both. If the config says tie_word_embeddings, they were equal "
+                    "when vLLM started: start it from a checkpoint in which they differ, such as a replay of "
+                    f"version {manifest.version}. Otherwise vLLM has no second tensor for this architecture, "
+                    "and what it serves would not be what was trained: train with both tied"
                 )
 
     def _held_version(self) -> int | None:
         return None if self.held is None else self.held.version
 
     @host.asked("staging an update")
-    def _stage(self, version: int) -> Staged:
-        held = self._held_version()
+    def _stage(self, version: int, turn: int) -> Staged:
+        before = self.held
+        held = None if before is None else before.version
         began = time.monotonic()
         if moved := self._live.moved():
             raise UsageError(
@@ -345,68 +385,79 @@ class Updater:
                 f"{moved[0]!r}; open it again"
             )
         try:
-            manifests = log.read_lineage(self.store, version, held)
+            manifests = history.read_lineage(self.store, version, held)
         except VersionNotFound as exc:
             # Whoever asked for the version may have seen it in another store.
             raise VersionNotFound(f"{exc}; {self.store.url} is the store that this server has open") from exc
         if manifests[version].run_id != self.header.run_id:
             raise self._replaced(f"has version {version} of run {manifests[version].run_id}")
-        if held in manifests and manifests[held] != self.held:
+        if held in manifests and manifests[held] != before:
             raise self._replaced(f"has another version {held} than the one that is served,")
-        route = lineage.plan(manifests, held, version)
+        route = planning.plan(manifests, held, version)
         # They are proved against the total here: `prove` looks at them alone, as generation waits for it.
-        recorded = _array(self.schema, fetch.cached_sums(self.store, self.schema, route.target, self._cache))
+        recorded = _array(
+            self.schema, host_cache.cached_sums(self.store, self.schema, route.target, self._cache)
+        )
         self._check_dropped(route.target, recorded)
-        specs, mapped = self.schema.by_name(), self._live.map
-        with ExitStack() as leases, torch.no_grad(), self._live.aside():
+        specs = self.schema.by_name()
+        with ExitStack() as leases, torch.no_grad():
             anchor: Mapping[str, torch.Tensor] = {}
             if route.anchor is not None:
-                anchor = leases.enter_context(
-                    fetch.local_anchor(self.store, route.anchor, specs, self._cache)
-                )
+                anchor = leases.enter_context(open_anchor(self.store, route.anchor, specs, self._cache))
             needs = self._live.needs if self._is_partial and route.anchor is None else None
             deltas = leases.enter_context(
-                fetch.deltas(self.store, route.deltas, specs, None, self._cache, needs)
+                open_deltas(self.store, route.deltas, specs, None, self._cache, needs)
             )
             fetched = time.monotonic()
-            copied = sorted(deltas.names - mapped.computed)
-            base = anchor if route.anchor is not None else self._mirror
-            change = self._live.stage_deltas(deltas, copied, base, keep_old=route.anchor is None)
-            patches = {
-                name: deltas.merged(specs[name], base[name])
-                for name in sorted(deltas.names & mapped.computed)
-            }
-            wanted = mapped.computed if anchor else patches.keys()
-            groups = [(names, indices) for names, indices in mapped.groups if names & wanted]
-            computed = {name: base[name].clone() for names, _ in groups for name in sorted(names)}
-            before, after = _patched(computed, patches)
-            changed = self._live.cut if anchor else self._live.cut & deltas.names
-            cut = {name: _after(deltas, specs[name], base[name]) for name in sorted(changed)}
-            partial = {
-                name: _after(deltas, specs[name], anchor[name]) for name in sorted(mapped.partial) if anchor
-            }
-            written = {index for _, indices in groups for index in indices}
-            if anchor:
-                written = self._live.written()
-                if not self.is_map_proved:
-                    # Nor is it proved then that the loader writes nowhere else.
-                    written |= self._live.registered()
-            saved = self._live.save(written)
-            timings = {"fetch": fetched - began, "stage": time.monotonic() - fetched}
-            return Staged(
-                plan=route,
-                anchor=anchor,
-                change=change,
-                computed=computed,
-                cut=cut,
-                before=before,
-                after=after,
-                recorded=recorded,
-                partial=partial,
-                saved=saved,
-                leases=leases.pop_all(),
-                timings=timings,
-            )
+            with self._reading, self._live.aside():
+                if turn != self._turn:
+                    raise UsageError(
+                        f"version {version} was still being fetched when the weights or the store were "
+                        "replaced; stage it again"
+                    )
+                staged = self._translate(route, anchor, deltas, recorded)
+            staged.timings = {"fetch": fetched - began, "stage": time.monotonic() - fetched}
+            staged.leases = leases.pop_all()
+            return staged
+
+    def _translate(
+        self, route: Plan, anchor: Mapping[str, torch.Tensor], deltas: Deltas, recorded: SumsArray
+    ) -> Staged:
+        """Turn what was fetched into writes to this rank's memory; reads the live weights."""
+        specs, mapped = self.schema.by_name(), self._live.map
+        copied = sorted(deltas.names - mapped.computed)
+        base = anchor if route.anchor is not None else self._mirror
+        change = self._live.stage_deltas(deltas, copied, base, keep_old=route.anchor is None)
+        patches = {
+            name: deltas.merged(specs[name], base[name]) for name in sorted(deltas.names & mapped.computed)
+        }
+        wanted = mapped.computed if anchor else patches.keys()
+        groups = [(names, indices) for names, indices in mapped.groups if names & wanted]
+        computed = {name: base[name].clone() for names, _ in groups for name in sorted(names)}
+        before, after = _patched(computed, patches)
+        changed = self._live.cut if anchor else self._live.cut & deltas.names
+        cut = {name: _after(deltas, specs[name], base[name]) for name in sorted(changed)}
+        partial = {
+            name: _after(deltas, specs[name], anchor[name]) for name in sorted(mapped.partial) if anchor
+        }
+        written = {index for _, indices in groups for index in indices}
+        if anchor:
+            written = self._live.written()
+            if not self.is_map_proved:
+                # Nor is it proved then that the loader writes nowhere else.
+                written |= self._live.registered()
+        return Staged(
+            plan=route,
+            anchor=anchor,
+            change=change,
+            computed=computed,
+            cut=cut,
+            before=before,
+            after=after,
+            recorded=recorded,
+            partial=partial,
+            saved=self._live.save(written),
+        )
 
     def _replaced(self, what: str) -> StoreReplaced:
         return StoreReplaced(
@@ -458,11 +509,6 @@ class Updater:
         if staged is not None:
             _release(staged)
 
-    def _discard_ahead(self) -> None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and not ahead[1].cancelled() and ahead[1].exception() is None:
-            _release(ahead[1].result())
-
     # Committing.
 
     def commit(self) -> None:
@@ -511,7 +557,9 @@ class Updater:
         assert self._staged is not None
         began = time.monotonic()
         mapped, staged = self._live.map, self._staged
-        sums = mapped.total(claims) | {name: digest.of_tensor(each) for name, each in staged.computed.items()}
+        sums = mapped.total(claims) | {
+            name: state_digest.of_tensor(each) for name, each in staged.computed.items()
+        }
         unknown = {spec.name for spec in self.schema.tensors} - mapped.partial - mapped.absent - sums.keys()
         if wrong := sorted(unknown) + self._differing(sums, staged.recorded):
             raise StateMismatch(
@@ -540,7 +588,7 @@ class Updater:
         """Put back the weights from before `commit`. The version held is the one before, as it was all along.
 
         Raises:
-            TornModel: that failed too. `tear` is to follow, in all ranks.
+            HalfApplied: that failed too. `tear` is to follow, in all ranks.
         """
         try:
             if self._is_written and self._staged is not None:
@@ -550,7 +598,7 @@ class Updater:
                 self._live.derive()
                 _wait_for(self._live.device)
         except Exception as exc:
-            raise TornModel(
+            raise HalfApplied(
                 f"undoing a failed update failed too, so the weights are parts of two versions: {exc}; "
                 "update again, which will load an anchor, or restart the server"
             ) from exc
@@ -564,14 +612,12 @@ class Updater:
         self.forget()
 
     def close(self) -> None:
-        """Let go of the store. `held` still tells what is served."""
-        if self._ahead is not None:
-            self._ahead[1].cancel()
-        # What is to be removed is not cancelled.
-        self._background.shutdown(wait=True)
+        """Let go of the store, on a thread, when what is being fetched has ended. `held` stays as it is."""
+        self.abandon()
         self.drop()
-        self._discard_ahead()
-        self.store.close()
+        with suppress(RuntimeError):  # Closed already.
+            self._background.submit(self.store.close)
+        self._background.shutdown(wait=False)
 
     def _named(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The same tensors under all their names, tied ones too."""
@@ -593,8 +639,8 @@ def _patched(
     before, after = {}, {}
     for name, patch in patches.items():
         old = bits(tensors[name])[patch.indices].view(patch.values.dtype)
-        before[name] = digest.of_elements(patch.indices, old)
-        after[name] = digest.of_elements(patch.indices, patch.values)
+        before[name] = state_digest.of_elements(patch.indices, old)
+        after[name] = state_digest.of_elements(patch.indices, patch.values)
         bits(tensors[name])[patch.indices] = bits(patch.values)
     return before, after
 
@@ -612,7 +658,12 @@ def _release(staged: Staged) -> None:
         logger.warning("files of version %d could not be removed: %s", staged.manifest.version, exc)
 
 
-def _use_device(device: torch.device) -> None:
+def _release_result(future: Future[Staged]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        _release(future.result())
+
+
+def use_device(device: torch.device) -> None:
     """A new thread begins on the first device, whatever its process uses."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)

@@ -20,8 +20,10 @@ from transformers.utils.logging import disable_progress_bar
 from examples.demo import corpus, report
 from examples.demo.serving import FollowCommand, HubServer, S3Server, Vllm
 from examples.demo.training import Trainer
-from patchstore import Manifest, PatchstoreError, Publisher, Schema, Store, digest, log, open_store, replay
-from patchstore.sums import state_total
+from patchstore import Manifest, PatchstoreError, Publisher, Schema, Store, open_store, replay
+from patchstore.format import history
+from patchstore.format.state_sums import state_total
+from patchstore.tensors import state_digest
 
 WARM_UP_STEPS = 100
 STEPS = 12
@@ -83,7 +85,7 @@ def tell(kind: str, folder: Path, running: ExitStack) -> list[tuple[str, bool]]:
     publisher = running.enter_context(Publisher(store, trainer.model, files=checkpoint))
     with report.stage(f"publishing version 0, the anchor, to {url}"):
         first = publisher.publish_patch(0).result()
-    header = log.read_header(store)
+    header = history.read_header(store)
     assert header is not None
 
     # The server's side: vLLM on that checkpoint, and the process that keeps it at the head.
@@ -104,7 +106,7 @@ def tell(kind: str, folder: Path, running: ExitStack) -> list[tuple[str, bool]]:
 
     status = vllm.status()
     proofs = [
-        (f"the server serves version {head.version}, the head", status.held == head.version),
+        (f"the server serves version {head.version}, the head", status.serving == head.version),
         (
             f"its state digest is the manifest's, {head.state.total[:19]}",
             status.state_digest == head.state.total,
@@ -151,11 +153,12 @@ def publish_steps(
             manifest = publication.result()
             weights = trainer.served_weights()
             # Of the trainer's weights, not of what was published: the server must come to the same.
-            sums = digest.of_tensors(schema, weights.items())
+            sums = state_digest.of_tensors(schema, weights.items())
             if manifest.version == REPLAYED:
                 kept = weights
             # On-policy training waits for this too: the next rollouts come from these weights.
-            event = follow.wait_for(manifest.version)
+            follow.wait_for(manifest.version)
+            status = vllm.status()
             assert manifest.delta is not None
             assert publication.publish_s is not None
             report.add_version(
@@ -164,8 +167,8 @@ def publish_steps(
                 loss=loss,
                 share=manifest.delta.num_changed / trainer.num_parameters,
                 publish_s=publication.publish_s,
-                timings=event["timings"],
-                equal=state_total(schema, sums) == vllm.status().state_digest,
+                timings=status.ranks[0]["timings"],
+                equal=state_total(schema, sums) == status.state_digest,
             )
     return manifest, kept
 

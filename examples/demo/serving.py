@@ -13,9 +13,10 @@ import httpx
 import torch
 
 from examples.demo.processes import Program, free_port
-from patchstore import checksum
-from patchstore.integrations.vllm_server import ServerStatus, VllmServer
-from patchstore.tensors import raw_bytes
+from patchstore.format import hashing
+from patchstore.serve.vllm_protocol import ServerStatus
+from patchstore.serve.vllm_server import VllmServer
+from patchstore.tensors.bits import raw_bytes
 
 MODEL = "demo"
 _START_S = 600.0
@@ -42,7 +43,10 @@ class HubServer(Program):
 
     def __init__(self, log: Path) -> None:
         super().__init__(
-            [sys.executable, "-m", "tests.hub", "--bucket", "demo/bucket"], log=log, piped=True, owned=True
+            [sys.executable, "-m", "patchstore.testing.hub", "--bucket", "demo/bucket"],
+            log=log,
+            piped=True,
+            owned=True,
         )
         assert self.process.stdout is not None
         self.endpoint = self.process.stdout.readline().strip()
@@ -105,7 +109,7 @@ class Vllm(Program):
             for name in [name for name in weights if f".{parts[0]}." in name]:
                 pieces = [live.pop(name.replace(parts[0], part)) for part in parts]
                 live[name.replace(parts[0], fused)] = torch.cat(pieces)
-        expected = {name: checksum.digest(raw_bytes(tensor)) for name, tensor in live.items()}
+        expected = {name: hashing.digest(raw_bytes(tensor)) for name, tensor in live.items()}
         (found,) = self._api.fingerprint()
         return expected.items() <= found.items()
 
@@ -126,7 +130,7 @@ class FollowCommand(Program):
     """`patchstore follow STORE --server URL --json`."""
 
     def __init__(self, store: str, options: Mapping[str, str], server: str, log: Path) -> None:
-        command = [sys.executable, "-m", "patchstore.cli", "follow", store, "--server", server, "--json"]
+        command = [sys.executable, "-m", "patchstore", "follow", store, "--server", server, "--json"]
         for key, value in options.items():
             command += ["--option", f"{key}={value}"]
         super().__init__(command, log=log, piped=True)

@@ -1,34 +1,29 @@
 """The encodings of a delta, by the name that a manifest gives them.
 
 `raw` and `gap` are *index encodings*: a tensor's changes are positions and new values, and mean the same
-whatever the parent is. `context` is *relative*: it can be read only beside the parent's tensors.
+whatever the parent is. `context` can be read only beside the parent's tensors.
 """
 
-from patchstore.encodings.base import EncodedTensor, Encoding
+from patchstore.encodings.base import EncodedTensor, Encoding, IndexEncoding
+from patchstore.encodings.context import Context
 from patchstore.encodings.gap import Gap
 from patchstore.encodings.raw import Raw
 from patchstore.errors import UnsupportedFormat
 
-__all__ = ["CHOICES", "ENCODINGS", "RELATIVE", "EncodedTensor", "Encoding", "named"]
+__all__ = ["CHOICES", "ENCODINGS", "EncodedTensor", "Encoding", "IndexEncoding", "encoding"]
 
-ENCODINGS: dict[str, Encoding] = {"raw": Raw(), "gap": Gap()}
-"""The index encodings."""
+ENCODINGS: dict[str, Encoding] = {each.name: each for each in (Raw(), Gap(), Context())}
 
-RELATIVE = "context"
-
-CHOICES = (*ENCODINGS, RELATIVE, "auto")
-"""What a publisher may be told; `auto` is `context` or `gap`, whichever is smaller, each time."""
+CHOICES = (*ENCODINGS, "auto")
+"""What a publisher may be told: `auto` is `context` where kernels encode it, and `gap` on the CPU."""
 
 
-def named(name: str) -> Encoding:
-    """Return the index encoding of this name; of `context`, that of tensors which it does not code.
+def encoding(name: str) -> Encoding:
+    """Return the encoding of this name.
 
     Raises:
         UnsupportedFormat: this release has none of that name.
     """
-    if name == RELATIVE:
-        return ENCODINGS["gap"]
     if name not in ENCODINGS:
-        known = ", ".join((*ENCODINGS, RELATIVE))
-        raise UnsupportedFormat(f"encoding {name!r} is unknown; this release has {known}")
+        raise UnsupportedFormat(f"encoding {name!r} is unknown; this release has {', '.join(ENCODINGS)}")
     return ENCODINGS[name]

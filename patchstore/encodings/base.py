@@ -1,32 +1,45 @@
-"""What an index encoding is: a frozen value that turns patches into two stored tensors and back."""
+"""What an encoding is: how a delta file states which elements changed, and their new bits."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from patchstore.errors import CorruptObject
-from patchstore.model import TensorSpec
-from patchstore.tensors import TORCH_DTYPES, TensorPatch
+from patchstore.format.records import TensorSpec
+from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedTensor:
-    """The changes of one tensor as they are stored, under `<name>.idx` and `<name>.val`."""
+    """The changes of one tensor as an index encoding stores them, under `<name>.idx` and `<name>.val`."""
 
     idx: torch.Tensor
-    """[num_stated]; what it holds is the encoding's business."""
+    """[num_stated]; the encoding says what it holds."""
     val: torch.Tensor
     """[num_stated], in the tensor's own dtype."""
 
 
 class Encoding(Protocol):
-    """How positions are stored. Values are new values, so applying a patch twice is harmless."""
+    """An encoding, by the name that manifests give it."""
 
     @property
     def name(self) -> str: ...
 
-    def stated(self, changed: torch.Tensor) -> torch.Tensor:
+    @property
+    def index(self) -> "IndexEncoding":
+        """The encoding of tensors that are stored as positions and values; of an index encoding itself."""
+        ...
+
+
+@runtime_checkable
+class IndexEncoding(Encoding, Protocol):
+    """Positions and new values, which mean the same whatever the tensor holds.
+
+    Values are new values, so applying a patch twice is harmless.
+    """
+
+    def with_bridges(self, changed: torch.Tensor) -> torch.Tensor:
         """Return the positions that a patch must state for these changed ones: all of them, perhaps more.
 
         Args:
@@ -35,7 +48,7 @@ class Encoding(Protocol):
         ...
 
     def encode(self, patch: TensorPatch, spec: TensorSpec) -> EncodedTensor:
-        """Encode a patch whose indices came from `stated`."""
+        """Encode a patch whose indices came from `with_bridges`."""
         ...
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, where: str) -> TensorPatch:
@@ -51,7 +64,7 @@ class Encoding(Protocol):
 
 
 def check_stored(encoded: EncodedTensor, spec: TensorSpec, idx_dtype: torch.dtype, where: str) -> None:
-    """Refuse stored tensors of another dtype, or whose lengths differ.
+    """Refuse stored tensors of another dtype, or of different lengths.
 
     Raises:
         CorruptObject

@@ -1,4 +1,4 @@
-"""Encoding `gap`: uint16 distances between changes. 4 bytes a change in bf16.
+"""Encoding `gap`: uint16 distances between changes. 4 bytes per change in bf16.
 
 A gap beyond 65,535 is bridged by stating an unchanged element on the way, so one outlier costs
 one more element and never a wider tensor; a position may thus be stated that did not change.
@@ -10,9 +10,9 @@ import torch
 
 from patchstore.encodings.base import EncodedTensor, check_stored
 from patchstore.errors import CorruptObject
-from patchstore.kernels import reference
-from patchstore.model import TensorSpec
-from patchstore.tensors import TensorPatch, index_dtype
+from patchstore.format.records import TensorSpec
+from patchstore.tensors import elements
+from patchstore.tensors.bits import TensorPatch, index_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +21,19 @@ class Gap:
 
     name: str = "gap"
 
-    def stated(self, changed: torch.Tensor) -> torch.Tensor:
-        return reference.bridge(changed)
+    @property
+    def index(self) -> "Gap":
+        return self
+
+    def with_bridges(self, changed: torch.Tensor) -> torch.Tensor:
+        return elements.bridge(changed)
 
     def encode(self, patch: TensorPatch, spec: TensorSpec) -> EncodedTensor:
-        return EncodedTensor(idx=reference.to_gaps(patch.indices), val=patch.values)
+        return EncodedTensor(idx=elements.to_gaps(patch.indices), val=patch.values)
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, where: str) -> TensorPatch:
         check_stored(encoded, spec, torch.uint16, where)
-        indices = reference.from_gaps(encoded.idx)
+        indices = elements.from_gaps(encoded.idx)
         # Gaps cannot be negative, so positions ascend; only the last can be out of range.
         if indices.numel() and int(indices[-1]) >= spec.num_elements:
             raise CorruptObject(

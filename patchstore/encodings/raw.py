@@ -1,4 +1,4 @@
-"""Encoding `raw`: positions as they are. 6 bytes a change in bf16, and nothing to get wrong."""
+"""Encoding `raw`: positions as they are. 6 bytes per change in bf16."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,8 @@ import torch
 
 from patchstore.encodings.base import EncodedTensor, check_stored
 from patchstore.errors import CorruptObject
-from patchstore.model import TensorSpec
-from patchstore.tensors import TensorPatch, index_dtype
+from patchstore.format.records import TensorSpec
+from patchstore.tensors.bits import TensorPatch, index_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,11 @@ class Raw:
 
     name: str = "raw"
 
-    def stated(self, changed: torch.Tensor) -> torch.Tensor:
+    @property
+    def index(self) -> "Raw":
+        return self
+
+    def with_bridges(self, changed: torch.Tensor) -> torch.Tensor:
         return changed
 
     def encode(self, patch: TensorPatch, spec: TensorSpec) -> EncodedTensor:

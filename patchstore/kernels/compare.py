@@ -1,12 +1,11 @@
-"""Compare all tensors with their snapshot at once, and write what changed as a payload holds it.
+"""Compare all tensors with their snapshot at once, write what changed as a payload holds it, and apply it.
 
 Tensors are strings of 8-byte words here, cut into tiles, none of which has parts of two tensors; a program
 takes one tile. The number of launches does not depend on that of the tensors. Addresses are absolute, so a
 tensor may be anywhere, and the snapshot in any memory that the device can address: pinned host memory, too.
 
 A word with a change is kept as its place in the tile, its new bits and its old ones. Those of a tile are in
-order and together, wherever the tile found room. Room that is short costs a second launch and loses no
-change: a tile that finds none leaves its part of the snapshot as it was.
+order and together, wherever the tile found room. Room that is short costs a second comparison.
 """
 
 from bisect import bisect_left
@@ -18,7 +17,7 @@ import triton
 import triton.language as tl
 
 from patchstore.kernels.mixing import mix
-from patchstore.kernels.reference import MAX_GAP
+from patchstore.tensors.elements import MAX_GAP
 
 MAX_INT32 = 2**31 - 1
 TILE_BYTES = 8192
@@ -47,7 +46,6 @@ def _compare(
     picked,
     first_tile,
     snapshot,
-    kept,
     places,
     new_words,
     old_words,
@@ -100,8 +98,6 @@ def _compare(
                 tl.store(places + offset + place, words.to(tl.uint16), mask=changed)
                 tl.store(new_words + offset + place, new, mask=changed)
                 tl.store(old_words + offset + place, old, mask=changed)
-                tl.store((kept + start).to(tl.pointer_type(tl.int64)) + words, new, mask=changed)
-                # Only a tile that found something: one that is compared again has its entry already.
                 tl.store(offsets + tile, offset)
                 tl.store(counts + tile, count)
 
@@ -290,7 +286,7 @@ def _encode(
 
 
 @triton.jit
-def _put(
+def _apply(
     starts, owners, indices, snapshot, places, words, offsets, counts, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Write a tile's changed words into the snapshot."""
@@ -444,31 +440,12 @@ class Found:
         self.counts.zero_()
         self.cursor.zero_()
 
-    def shrink(self, capacity: int) -> None:
-        """Give room back, and forget what was found."""
+    def resize(self, capacity: int) -> None:
+        """Make room for so many changed words, and forget what was found."""
+        # The old room goes first: both may not fit.
         self.places, self.new_words, self.old_words = self._room(0)
         self.places, self.new_words, self.old_words = self._room(capacity)
         self.clear()
-
-    def swap(self) -> None:
-        """Take what was found for a change in the other direction."""
-        self.new_words, self.old_words = self.old_words, self.new_words
-
-    def grow(self, num_words: int) -> None:
-        """Make room for as many words as were counted, a quarter more, and keep what is there.
-
-        Comparing the same tiles again finds the rest.
-        """
-        # Room is handed out in order, and after the first tile that found none no other did.
-        used = int(torch.where(self.counts > 0, self.offsets + self.counts, 0).max())
-        places, new_words, old_words = self._room(num_words + num_words // 4)
-        places[:used] = self.places[:used]
-        self.places = places
-        new_words[:used] = self.new_words[:used]
-        self.new_words = new_words
-        old_words[:used] = self.old_words[:used]
-        self.old_words = old_words
-        self.cursor.fill_(used)
 
 
 def compare(
@@ -476,22 +453,20 @@ def compare(
     tensors: torch.Tensor,
     picked: torch.Tensor,
     snapshot: int,
-    kept: int,
     tiles: range,
     slow: range,
     *,
     warps: int = WARPS,
 ) -> None:
-    """Add to `found` what differs from the snapshot, and bring the snapshot up to it; at most two launches.
+    """Add to `found` how tensors differ from the snapshot, which stays as it is; at most two launches.
 
-    Where `found.cursor` exceeds `found.capacity` afterwards, some tiles were left alone: let `found` grow
-    and call again with the same tensors.
+    Where `found.cursor` exceeds `found.capacity` afterwards, some tiles found no room: resize `found`, and
+    compare all tensors again.
 
     Args:
         tensors: int64 [num_tensors], the address of each tensor's elements; they are contiguous.
         picked: int32, what `Tiles.slow` returns.
-        snapshot: address of the snapshot that is read, laid out as `Tiles.first_bytes` says.
-        kept: address of the snapshot that is written, which may be the same.
+        snapshot: address of the snapshot, laid out as `Tiles.first_bytes` says.
         tiles: those to compare.
         slow: the places in `picked` of those among them; see `slow_among`.
     """
@@ -508,7 +483,6 @@ def compare(
             picked,
             chosen.start,
             snapshot,
-            kept,
             found.places,
             found.new_words,
             found.old_words,
@@ -522,16 +496,16 @@ def compare(
         )
 
 
-def put(found: Found, words: torch.Tensor, snapshot: int) -> None:
-    """Write what was found into the snapshot: `found.old_words`, or `found.new_words` again; one launch.
+def apply(found: Found, snapshot: int) -> None:
+    """Write what was found into the snapshot; one launch.
 
     Args:
         snapshot: its address.
     """
     tiles = found.tiles
     if tiles.num_tiles:
-        _put[(tiles.num_tiles,)](
-            *(tiles.starts, tiles.owners, tiles.indices, snapshot, found.places, words),
+        _apply[(tiles.num_tiles,)](
+            *(tiles.starts, tiles.owners, tiles.indices, snapshot, found.places, found.new_words),
             *(found.offsets, found.counts),
             TILE=tiles.words,
             BLOCK=BLOCK,

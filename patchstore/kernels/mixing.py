@@ -3,12 +3,12 @@
 import triton
 import triton.language as tl
 
-from patchstore.kernels import reference
+from patchstore.tensors import elements
 
-_A = tl.constexpr(reference.A)
-_B = tl.constexpr(reference.B)
-_M = tl.constexpr(reference.M)
-_LOW = tl.constexpr(reference.LOW)
+_A = tl.constexpr(elements.A)
+_B = tl.constexpr(elements.B)
+_M = tl.constexpr(elements.M)
+_LOW = tl.constexpr(elements.LOW)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 A program takes one tile of one segment: of what one region of a served weight has to do with one stored
 tensor. What segments are is in tables of int64, one row each, whose columns are named below; addresses are
 absolute, so tensors need not lie together. The number of launches depends on neither tensors nor regions.
-`reference`, and `vllm_plugin.live` where there are no kernels, say what all of this means.
+`reference`, and `vllm_plugin.weights` where there are no kernels, say what all of this means.
 """
 
 from dataclasses import dataclass

@@ -107,7 +107,7 @@ def opened(store: Store | str | os.PathLike[str]) -> Iterator[Store]:
 
 
 def _checked(url: object) -> str:
-    """Return a URL or path, in which nothing looks mistyped.
+    """Return a URL or path that does not look mistyped.
 
     Raises:
         UsageError: says what was probably meant.

@@ -27,8 +27,8 @@ class Store(ABC):
 
     All methods may be called from several threads. Keys are those that `layout.check_key` admits;
     any other raises `UsageError`, and so does a store that refuses the caller (no such bucket, no
-    right to it). Any method raises `StoreUnavailable` where the store cannot be reached or answers
-    with something else than yes or no, or not in time; for a write that leaves open whether it happened.
+    right to it). Any method raises `StoreUnavailable` if the store cannot be reached, does not answer in
+    time, or returns an unexpected error. After that it is unknown whether a write happened.
 
     Stores that are reached over a network have an option `timeout_s`. A request takes that long at most, and
     as much again for each `PART_BYTES` that it carries, with all that the client's library does inside it.
@@ -38,8 +38,8 @@ class Store(ABC):
     url: str
     """Where this is, as given to `open_store`; holds no secrets."""
     single_writer: bool = False
-    """Whether the guarantee is the caller's word that nobody else publishes here, because the store has none.
-    A second writer is then noticed at best, and not kept out."""
+    """Whether the store has no atomic create-only put, and the caller promised instead that no other
+    publisher uses this place. A second publisher is not prevented, and not always noticed."""
 
     @abstractmethod
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
@@ -151,10 +151,10 @@ class Store(ABC):
     def subscribe(self, wake: Callable[[], None]) -> Callable[[], None] | None:
         """Have `wake` called, on a thread of the store's, whenever something may have changed here.
 
-        A hint only: calls may be missing, late or needless, so whoever waits also looks by themselves.
+        A hint only: calls may be missing, late or needless, so the caller also looks from time to time.
 
         Returns:
-            What ends it, or None where the store has no such feed.
+            A function that ends the subscription, or None if the store has no such feed.
         """
         return None
 

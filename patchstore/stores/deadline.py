@@ -108,7 +108,7 @@ def started(call: Callable[[], _Result]) -> Future[_Result]:
         else:
             future.set_result(result)
 
-    # Not an executor, whose threads are waited for when the interpreter exits.
+    # Not an executor: the interpreter waits for the threads of one before it exits.
     threading.Thread(target=run, name="patchstore-request", daemon=True).start()
     return future
 

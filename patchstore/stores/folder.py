@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 from patchstore.errors import UsageError
-from patchstore.layout import check_key
+from patchstore.format.layout import check_key
 from patchstore.stores.base import Chunk, Store, check_range
 from patchstore.stores.messages import Messages
 
@@ -60,7 +60,7 @@ class FolderStore(Store):
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         check_range(self.url, "get", key, start, end)
-        with self._answers("get", key), self._open("get", key) as file:
+        with self._translate_errors("get", key), self._open("get", key) as file:
             # Cut at the size first: reading n bytes allocates n bytes, whatever the file has.
             size = os.fstat(file.fileno()).st_size
             stop = size if end is None else min(end, size)
@@ -68,7 +68,7 @@ class FolderStore(Store):
             return file.read(max(0, stop - start))
 
     def size(self, key: str) -> int:
-        with self._answers("size", key), self._open("size", key) as file:
+        with self._translate_errors("size", key), self._open("size", key) as file:
             return os.fstat(file.fileno()).st_size
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
@@ -79,14 +79,14 @@ class FolderStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[str]:
         folder = self._messages.prefix(prefix).rpartition("/")[0]
-        with self._answers("list", prefix):
+        with self._translate_errors("list", prefix):
             # Sorted as a whole: in folder order `a/b` would come before `a-b`, as keys after it.
             keys = sorted(key for key in self._walk(folder) if key.startswith(prefix))
         yield from keys
 
     def delete(self, key: str) -> None:
         path = self._path("delete", key)
-        with self._answers("delete", key):
+        with self._translate_errors("delete", key):
             try:
                 # `isfile` would take a folder that may not be looked into for one without the file.
                 if not stat.S_ISREG(os.lstat(path).st_mode):
@@ -115,7 +115,7 @@ class FolderStore(Store):
         return path
 
     @contextmanager
-    def _answers(self, operation: str, key: str) -> Iterator[None]:
+    def _translate_errors(self, operation: str, key: str) -> Iterator[None]:
         """Turn what the operating system says into what a store says."""
         try:
             yield
@@ -189,17 +189,17 @@ class FolderStore(Store):
 
     def _store(self, operation: str, key: str, chunks: Iterable[Chunk], *, if_absent: bool) -> None:
         final = self._path(operation, key)
-        with self._answers(operation, key):
+        with self._translate_errors(operation, key):
             file = self._create_temp()
         try:
             with file:
                 # Only our own calls are translated: what `chunks` raises passes through.
                 for chunk in chunks:
-                    with self._answers(operation, key):
+                    with self._translate_errors(operation, key):
                         _write(file, chunk)
-                with self._answers(operation, key):
+                with self._translate_errors(operation, key):
                     os.fsync(file.fileno())
-            with self._answers(operation, key):
+            with self._translate_errors(operation, key):
                 self._place(file.name, final, key, if_absent=if_absent)
         finally:
             with suppress(OSError):
@@ -263,7 +263,7 @@ class FolderStore(Store):
             try:
                 os.rmdir(folder)
             except OSError:
-                return  # not empty, or somebody else removed it
+                return  # not empty, or another process removed it
             folder = os.path.dirname(folder)
 
 

@@ -56,14 +56,14 @@ class FsspecStore(Store):
         path = self._path("get", key)
         deadline = self._deadline(0 if end is None else end - start)
         if start == 0 and end is None:
-            with self._answers("get", key):
+            with self._translate_errors("get", key):
                 return deadline.run(lambda: bytes(self._fs.cat_file(path)))
         # File systems differ in what they make of a range beyond the end, so ask for none.
         size = self._size("get", key, deadline)
         stop = size if end is None else min(end, size)
         if start >= stop:
             return b""
-        with self._answers("get", key):
+        with self._translate_errors("get", key):
             return deadline.run(lambda: bytes(self._fs.cat_file(path, start=start, end=stop)))
 
     def size(self, key: str) -> int:
@@ -71,7 +71,7 @@ class FsspecStore(Store):
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
         path, mode = self._path("put", key), "create" if if_absent else "overwrite"
-        with self._answers("put", key):
+        with self._translate_errors("put", key):
             try:
                 self._deadline(len(data)).run(lambda: self._fs.pipe_file(path, data, mode=mode))
             except FileExistsError as exc:
@@ -87,14 +87,14 @@ class FsspecStore(Store):
             except FileNotFoundError:
                 return []
 
-        with self._answers("list", prefix):
+        with self._translate_errors("list", prefix):
             found = self._deadline().run(paths)
         keys = (path.removeprefix(f"{self._root}/") for path in found)
         yield from sorted(key for key in keys if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
         path = self._path("delete", key)
-        with self._answers("delete", key):
+        with self._translate_errors("delete", key):
             try:
                 self._deadline().run(lambda: self._fs.rm_file(path))
             except FileNotFoundError:
@@ -108,9 +108,9 @@ class FsspecStore(Store):
         path = self._path("upload", key)
         with tempfile.NamedTemporaryFile(prefix="patchstore-") as file:
             for chunk in chunks:
-                with self._answers("upload", key):
+                with self._translate_errors("upload", key):
                     file.write(chunk)
-            with self._answers("upload", key):
+            with self._translate_errors("upload", key):
                 file.flush()
                 self._send(file.name, path, file.tell())
 
@@ -132,7 +132,7 @@ class FsspecStore(Store):
             self._fs.invalidate_cache()
             return self._fs.info(path)
 
-        with self._answers(operation, key):
+        with self._translate_errors(operation, key):
             found = deadline.run(info)
             if found["type"] != "file":
                 raise self._messages.not_found(operation, key)
@@ -145,7 +145,7 @@ class FsspecStore(Store):
         return f"{self._root}/{self._messages.key(operation, key)}"
 
     @contextmanager
-    def _answers(self, operation: str, key: str) -> Iterator[None]:
+    def _translate_errors(self, operation: str, key: str) -> Iterator[None]:
         """Turn what the file system says into what a store says."""
         try:
             yield
@@ -207,7 +207,7 @@ def _texts(options: Any) -> list[str]:
 
 
 def _check_creates(fs: Any) -> None:
-    """Refuse a file system, or its class, whose code alone shows that several writers may win."""
+    """Refuse a file system, or its class, if its code alone shows that several writers may win."""
     driver: Any = fs if isinstance(fs, type) else type(fs)
     if issubclass(driver, AsyncFileSystem):
         # `pipe_file` is then a mirror of this; without a `mode` the condition would be dropped.

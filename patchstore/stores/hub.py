@@ -37,12 +37,12 @@ class HubStore(Store):
             through the S3 gateway.
         gateway_secret: see `gateway_key`.
         gateway_url: of the gateway, with the owner: `https://s3.hf.co/OWNER` by default.
-        single_writer: instead of credentials, the caller's word that nobody else publishes here. A second
-            writer is noticed when it writes at another moment, and may be missed when at the same.
+        single_writer: instead of credentials, the caller's promise that no other publisher uses this place. A
+            second one is noticed if it writes at another moment, and may be missed if at the same one.
         timeout_s: how long an operation may take, or a transfer go on without bytes that move; see
             `stores/deadline.py`.
 
-    Without credentials and without that word everything but a create-only put works.
+    Without credentials and without that promise everything but a create-only put works.
 
     Raises:
         UsageError: a URL without a bucket, a prefix that is no key, or options that do not fit together.
@@ -200,7 +200,7 @@ class HubStore(Store):
         return entry
 
     def _claim(self, operation: Operation, path: str, data: bytes) -> None:
-        """Look, write, and look whose it is: all that can be done where nothing else is on offer."""
+        """Check that the path is free, write, and check which object is there: the API has no condition."""
         if self._api.entry(operation, path) is not None:
             raise self._messages.taken(operation.key)
         content = self._contents.upload(operation, (data,))

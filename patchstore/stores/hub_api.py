@@ -80,7 +80,7 @@ class Operation:
     messages: Messages
 
     @contextmanager
-    def answers(self) -> Iterator[None]:
+    def translate_errors(self) -> Iterator[None]:
         """Turn what the Hub says, and what its clients raise, into what a store says."""
         try:
             yield
@@ -140,7 +140,7 @@ class BucketApi:
         headers = {"Accept-Encoding": "identity"}
         if start or end is not None:
             headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
-        with operation.answers():
+        with operation.translate_errors():
             response = self._send(operation, "GET", f"{self._files}/{quote(path, safe='')}", headers=headers)
             if response.status_code == 416:
                 return b""
@@ -158,7 +158,7 @@ class BucketApi:
 
     def entry(self, operation: Operation, path: str) -> Entry | None:
         """Return what a path has, or None where it has nothing."""
-        with operation.answers():
+        with operation.translate_errors():
             response = self._send(operation, "POST", f"{self._api}/paths-info", json={"paths": [path]})
             hf_raise_for_status(response)
             for found in response.json():
@@ -170,7 +170,7 @@ class BucketApi:
         """Yield the paths of all files below a folder, in no order that can be relied on."""
         url: str | None = f"{self._api}/tree{'/' * bool(folder)}{quote(folder, safe='')}?recursive=true"
         while url:
-            with operation.answers():
+            with operation.translate_errors():
                 response = self._send(operation, "GET", url)
                 if response.status_code == 404 and response.headers.get("X-Error-Code") == "EntryNotFound":
                     return
@@ -200,7 +200,7 @@ class BucketApi:
         grant = self._grants.get(right)
         if grant is None or not grant.lasts:
             refresh_url, headers = f"{self._api}/xet-{right}-token", self._headers()
-            with operation.answers():
+            with operation.translate_errors():
                 response = self._send(operation, "GET", refresh_url)
                 hf_raise_for_status(response)
                 found = response.json()
@@ -222,7 +222,7 @@ class BucketApi:
         """Carry out one change, and return why it failed. A lost answer is asked for again."""
         headers = {"Content-Type": "application/x-ndjson"}
         body = json.dumps(change).encode() + b"\n"
-        with operation.answers():
+        with operation.translate_errors():
             response = self._send(operation, "POST", f"{self._api}/batch", headers=headers, content=body)
             # 422: all of the batch failed, so this one.
             if response.status_code != 422:

@@ -60,7 +60,7 @@ class Contents:
         Errors of `chunks` pass through.
         """
         way, run = _arguments(self._grant(operation, "write")), operation.limit.run
-        with operation.answers():
+        with operation.translate_errors():
             commit = run(lambda: self._session.new_upload_commit(**way))
 
         def moved() -> object:
@@ -68,12 +68,12 @@ class Contents:
             return progress.total_transfer_bytes_completed, progress.total_bytes_completed
 
         try:
-            with operation.answers():
+            with operation.translate_errors():
                 stream = run(lambda: commit.start_upload_stream(sha256=hf_xet.SKIP_SHA256))
             for part in in_parts(chunks):
-                with operation.answers():
+                with operation.translate_errors():
                     run(lambda part=bytes(part): stream.write(part), moved)  # type: ignore[misc]
-            with operation.answers():
+            with operation.translate_errors():
                 found: str = run(stream.finish, moved).xet_info.hash
                 run(commit.wait_to_finish, moved)
         except BaseException:
@@ -84,13 +84,13 @@ class Contents:
     def stream(self, operation: Operation, entry: Entry, start: int, end: int) -> Iterator[bytes]:
         """Yield bytes `start` to `end` in order, in pieces of any size; `end` is at most the size."""
         run = operation.limit.run
-        with operation.answers():
+        with operation.translate_errors():
             downloads = self._downloads(operation)
             stream = run(lambda: downloads.download_stream(_file(entry), start=start, end=end))
         try:
             missing = end - start
             while missing:
-                with operation.answers():
+                with operation.translate_errors():
                     piece: bytes = run(lambda: next(stream, b""))
                 _check(bool(piece) and len(piece) <= missing, operation)
                 missing -= len(piece)
@@ -101,12 +101,12 @@ class Contents:
     def fill(self, operation: Operation, entry: Entry, buffer: memoryview, start: int) -> None:
         """Fill a buffer with bytes from `start` on, each as soon as it arrives; there must be so many."""
         missing, end, run = len(buffer), start + len(buffer), operation.limit.run
-        with operation.answers():
+        with operation.translate_errors():
             downloads = self._downloads(operation)
             stream = run(lambda: downloads.download_unordered_stream(_file(entry), start=start, end=end))
         try:
             while True:
-                with operation.answers():
+                with operation.translate_errors():
                     found = run(lambda: next(stream, None))
                 if found is None:
                     break

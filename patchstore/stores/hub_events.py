@@ -41,7 +41,7 @@ class Feed:
         while not self._ended.is_set():
             try:
                 heard = self._listen()
-            except Exception:  # noqa: BLE001 - a hint is not worth an error; whoever waits also looks
+            except Exception:  # noqa: BLE001 - a hint is not worth an error; its caller also polls
                 heard = False
             else:
                 if heard is None:

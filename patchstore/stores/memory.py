@@ -8,7 +8,7 @@ from patchstore.stores.messages import Messages
 
 
 class MemoryStore(Store):
-    """A dict under a lock. The one store whose `upload` holds the whole object in memory."""
+    """A dict under a lock. `upload` holds the whole object in memory, unlike that of every other store."""
 
     def __init__(self, url: str = "memory://") -> None:
         self.url = url

@@ -10,7 +10,7 @@ from patchstore.errors import (
     UnsupportedStore,
     UsageError,
 )
-from patchstore.layout import check_key
+from patchstore.format.layout import check_key
 from patchstore.stores.deadline import Overdue
 
 _MOST_CHARACTERS = 400

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Barrier
 
-from patchstore import layout
 from patchstore.errors import AlreadyExists, NotFound, PatchstoreError, StoreUnavailable, UnsupportedStore
+from patchstore.format import layout
 from patchstore.stores.base import Store
 
 _NUM_RACERS = 8

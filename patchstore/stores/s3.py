@@ -116,7 +116,7 @@ class S3Store(Store):
             return b""
         full = self._full("get", key)
         deadline = self._deadline(0 if end is None else end - start)
-        with self._answers("get", key):
+        with self._translate_errors("get", key):
             try:
                 return self._client.get(full, start, end, deadline)
             except Exception as exc:
@@ -133,14 +133,14 @@ class S3Store(Store):
 
     def list(self, prefix: str = "") -> Iterator[str]:
         full = self._prefix + self._messages.prefix(prefix)
-        with self._answers("list", prefix):
+        with self._translate_errors("list", prefix):
             keys = self._client.list(full)
         # S3 sorts, except in directory buckets.
         yield from sorted(key.removeprefix(self._prefix) for key in keys)
 
     def delete(self, key: str) -> None:
         full = self._full("delete", key)
-        with self._answers("delete", key):
+        with self._translate_errors("delete", key):
             try:
                 self._client.delete(full, self._deadline(0))
             except FileNotFoundError as exc:
@@ -178,7 +178,7 @@ class S3Store(Store):
 
     def _size(self, operation: str, key: str) -> int:
         full, deadline = self._full(operation, key), self._deadline(0)
-        with self._answers(operation, key):
+        with self._translate_errors(operation, key):
             try:
                 return self._client.size(full, deadline)
             except Exception as exc:
@@ -187,7 +187,7 @@ class S3Store(Store):
 
     def _put(self, operation: str, key: str, data: bytes, *, if_absent: bool = False) -> None:
         full, deadline = self._full(operation, key), self._deadline(len(data))
-        with self._answers(operation, key):
+        with self._translate_errors(operation, key):
             for attempt in range(1, _CONFLICT_ATTEMPTS + 1):
                 try:
                     self._client.put(full, data, deadline, create=if_absent)
@@ -226,7 +226,7 @@ class S3Store(Store):
         return self._messages.usage(operation, key, what)
 
     @contextmanager
-    def _answers(self, operation: str, key: str) -> Iterator[None]:
+    def _translate_errors(self, operation: str, key: str) -> Iterator[None]:
         """Turn what S3 says, and what its client raises, into what a store says."""
         try:
             yield

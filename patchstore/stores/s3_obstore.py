@@ -1,8 +1,8 @@
 """The requests that `S3Store` makes of one bucket, through obstore: native threads, without Python's lock.
 
-s3fs stays beside it, and says where the bucket is and with whose credentials to go there, from all
-that botocore reads; so both clients reach the same bucket as the same user. It also lists, because
-obstore's prefix is a folder, and a store's is a string.
+s3fs stays beside it. It finds the endpoint and the credentials, from everything that botocore reads, so both
+clients reach the same bucket as the same user. s3fs also lists, because obstore's prefix is a folder, and a
+store's is a string.
 """
 
 import re
@@ -295,7 +295,7 @@ class _Feed:
 
 
 def unmet(fs: Any, bucket: str) -> list[str]:
-    """Name the options of a file system, and settings beside them, of which obstore has no equivalent."""
+    """Name the options and settings of a file system that obstore has no equivalent for."""
     found = _unmet(fs.storage_options)
     if ":" in bucket or bucket.endswith("--x-s3"):
         found.append(f"bucket {bucket}")

@@ -14,10 +14,10 @@ from typing import ClassVar
 import pytest
 import torch
 
-from patchstore.encodings.base import EncodedTensor, Encoding
+from patchstore.encodings.base import EncodedTensor, IndexEncoding
 from patchstore.errors import CorruptObject
-from patchstore.model import DTYPE_BYTES, TensorSpec
-from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, index_dtype, spec_of
+from patchstore.format.records import DTYPE_BYTES, TensorSpec
+from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, index_dtype, spec_of
 
 WHERE = "deltas/00000001-0123456789abcdef/00001-of-00001.safetensors"
 SIZES = (0, 1, 63, 65_535, 65_536, 65_537)
@@ -53,11 +53,11 @@ def changed_positions(num_elements: int) -> Iterator[torch.Tensor]:
 class EncodingConformance:
     """Tests of the contract in `encodings/base.py`."""
 
-    encoding: ClassVar[Encoding]
+    encoding: ClassVar[IndexEncoding]
 
     def patch(self, changed: torch.Tensor, spec: TensorSpec) -> TensorPatch:
         """A patch as a publisher makes one: the stated positions, with a value for each."""
-        stated = self.encoding.stated(changed)
+        stated = self.encoding.with_bridges(changed)
         return TensorPatch(name=spec.name, indices=stated, values=random_values(len(stated), spec.dtype))
 
     def round_trip(self, changed: torch.Tensor, spec: TensorSpec) -> TensorPatch:
@@ -126,7 +126,7 @@ class EncodingConformance:
         for changed in changed_positions(200_000):
             for dtype in (torch.int32, torch.int64):
                 given = changed.to(dtype)
-                stated = self.encoding.stated(given)
+                stated = self.encoding.with_bridges(given)
                 assert stated.dtype == dtype
                 assert torch.equal(given, changed.to(dtype))
                 assert bool((stated[1:] > stated[:-1]).all())
@@ -135,8 +135,8 @@ class EncodingConformance:
 
     def test_stating_twice_states_nothing_more(self) -> None:
         for changed in changed_positions(200_000):
-            stated = self.encoding.stated(changed)
-            assert torch.equal(self.encoding.stated(stated), stated)
+            stated = self.encoding.with_bridges(changed)
+            assert torch.equal(self.encoding.with_bridges(stated), stated)
 
     def test_what_was_encoded_may_be_decoded_twice(self) -> None:
         spec = spec_with(1000)

@@ -21,7 +21,7 @@ from patchstore.encodings.context import (
 from patchstore.encodings.context.classes import WIDTHS
 from patchstore.encodings.context.parameters import BINS, DENSE, bin_of, choose_classes, choose_rows
 from patchstore.errors import CorruptObject
-from patchstore.model import TensorSpec
+from patchstore.format.records import TensorSpec
 from tests.encodings import context_plain
 
 SHAPES = [

@@ -19,13 +19,13 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from patchstore import digest
-from patchstore.digest import Sums
 from patchstore.encodings.context import Coded, decode, encode, pack, unpack
 from patchstore.encodings.context.classes import WIDTHS
 from patchstore.encodings.context.parameters import DENSE, SILENT, SWAP
 from patchstore.errors import CorruptObject
-from patchstore.model import TensorSpec
+from patchstore.format.records import TensorSpec
+from patchstore.tensors import state_digest
+from patchstore.tensors.state_digest import Sums
 from tests.format import independent_context
 
 Array = npt.NDArray[Any]
@@ -105,7 +105,7 @@ def payloads() -> list[Payload]:
 
 
 def sums_of(elements: Array) -> Sums:
-    return digest.of_tensor(torch.from_numpy(elements.view(f"i{elements.itemsize}")))
+    return state_digest.of_tensor(torch.from_numpy(elements.view(f"i{elements.itemsize}")))
 
 
 def flipped(of: Payload, rng: np.random.Generator, part: int) -> Entries:

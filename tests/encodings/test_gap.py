@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from patchstore.encodings import EncodedTensor
 from patchstore.encodings.gap import Gap
 from patchstore.errors import CorruptObject
-from patchstore.kernels import reference
-from patchstore.tensors import TensorPatch
+from patchstore.tensors import elements
+from patchstore.tensors.bits import TensorPatch
 from patchstore.testing.encoding import HUGE, EncodingConformance, spec_with
 
 
@@ -29,7 +29,7 @@ def bridged(changed: list[int]) -> list[int]:
 
 
 def gaps_of(changed: list[int], num_elements: int) -> list[int]:
-    stated = Gap().stated(torch.tensor(changed, dtype=torch.int64))
+    stated = Gap().with_bridges(torch.tensor(changed, dtype=torch.int64))
     patch = TensorPatch(name="weight", indices=stated, values=torch.zeros(len(stated)).bfloat16())
     return Gap().encode(patch, spec_with(num_elements)).idx.tolist()
 
@@ -58,7 +58,7 @@ def test_a_gap_of_65535_fits_and_a_larger_one_is_bridged(changed: list[int], gap
 
 @pytest.mark.parametrize("last", [HUGE - 2, HUGE - 1, HUGE, 2 * HUGE + 5])
 def test_one_change_at_the_end_of_a_huge_tensor_costs_a_bridge_every_65536_elements(last: int) -> None:
-    stated = Gap().stated(torch.tensor([last]))
+    stated = Gap().with_bridges(torch.tensor([last]))
     assert stated.tolist() == bridged([last])
     assert len(stated) == last // 65_536 + 1
 
@@ -66,9 +66,9 @@ def test_one_change_at_the_end_of_a_huge_tensor_costs_a_bridge_every_65536_eleme
 @settings(max_examples=200, deadline=None)
 @given(st.sets(st.integers(0, 500_000), max_size=12), st.sampled_from([torch.int32, torch.int64]))
 def test_bridges_are_those_of_the_page(changed: set[int], dtype: torch.dtype) -> None:
-    stated = Gap().stated(torch.tensor(sorted(changed), dtype=dtype))
+    stated = Gap().with_bridges(torch.tensor(sorted(changed), dtype=dtype))
     assert stated.tolist() == bridged(sorted(changed))
-    assert reference.from_gaps(reference.to_gaps(stated)).tolist() == stated.tolist()
+    assert elements.from_gaps(elements.to_gaps(stated)).tolist() == stated.tolist()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import torch
 from patchstore.encodings import EncodedTensor
 from patchstore.encodings.raw import Raw
 from patchstore.errors import CorruptObject
-from patchstore.tensors import TensorPatch
+from patchstore.tensors.bits import TensorPatch
 from patchstore.testing.encoding import HUGE, EncodingConformance, spec_with
 
 
@@ -41,4 +41,4 @@ def test_positions_that_no_encoder_writes_are_refused(positions: list[int]) -> N
 
 def test_only_what_changed_is_stated() -> None:
     changed = torch.tensor([3, 65_539, 200_000], dtype=torch.int32)
-    assert torch.equal(Raw().stated(changed), changed)
+    assert torch.equal(Raw().with_bridges(changed), changed)

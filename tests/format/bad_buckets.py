@@ -296,7 +296,7 @@ bad(
 )
 bad(
     "anchor is someone else's checkpoint",
-    vouched("anchor", 0, lambda _: surgery.safetensors_file({"format": "pt"}, {"w": ("F32", [1], bytes(4))})),
+    vouched("anchor", 0, lambda _: surgery.tensor_file({"format": "pt"}, {"w": ("F32", [1], bytes(4))})),
     version=0,
 )
 bad(
@@ -321,7 +321,7 @@ for field, value in {
     bad(f"delta has no {field}", in_file("delta", 1, lambda found, _, field=field: found.pop(field)))
 bad(
     "delta is someone else's checkpoint",
-    vouched("delta", 1, lambda _: surgery.safetensors_file(None, {"big": ("I8", [140_000], bytes(140_000))})),
+    vouched("delta", 1, lambda _: surgery.tensor_file(None, {"big": ("I8", [140_000], bytes(140_000))})),
 )
 bad(
     "delta is another version's",
@@ -498,8 +498,8 @@ bad(
     "parent has other bytes",
     lambda o: o.update({"versions/00000000.json": o["versions/00000000.json"] + b" "}),
 )
-bad("parent is missing", lambda o: o.pop("versions/00000000.json"), "unknown-version")
-bad("manifest is missing", lambda o: o.pop("versions/00000001.json"), "unknown-version")
+bad("parent is missing", lambda o: o.pop("versions/00000000.json"), "version-not-found")
+bad("manifest is missing", lambda o: o.pop("versions/00000001.json"), "version-not-found")
 bad("manifest has neither delta nor anchor", in_manifest(1, put("delta", None)))
 bad("manifest has no parent for its delta", in_manifest(1, put("parent", None)))
 EMPTY_DELTA = {"encoding": "gap", "num_changed": 0, "payloads": []}
@@ -601,7 +601,7 @@ for bucket, version in (("v1-sharded", 2), ("v1-recovered", 1)):
     bad(
         f"an anchor of {bucket} has no parent in the store",
         lambda o, version=version: o.pop(f"versions/{version - 1:08d}.json"),
-        "unknown-version",
+        "version-not-found",
         **ABOVE,
     )
 bad("a parent is of a later epoch", in_manifest(0, put("writer.epoch", 9)))
@@ -842,7 +842,7 @@ def second_payload(tensors: Entries, listed: dict[str, Any]) -> Callable[[Object
         found, _ = surgery.entries(surgery.payload(objects, 1, "delta"))
         key = key_of(objects, 1, "delta").replace("00001-of-00001", "00002-of-00002")
         surgery.edit_manifest(objects, 1, lambda r: r["delta"]["payloads"].append({"key": key}))
-        data = surgery.safetensors_file({**found, "tensors": json.dumps(listed)}, tensors)
+        data = surgery.tensor_file({**found, "tensors": json.dumps(listed)}, tensors)
         surgery.put_payload(objects, 1, "delta", data, 1)
 
     return change

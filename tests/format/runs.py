@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from patchstore.publisher import Publisher
+from patchstore.publish.publisher import Publisher
 from patchstore.stores.base import Store
-from patchstore.tensors import TORCH_DTYPES, bits
+from patchstore.tensors.bits import TORCH_DTYPES, bits
 
 BIG = 132_000
 """Elements of the tensor whose gaps need bridges."""

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from patchstore.checksum import digest
+from patchstore.format.hashing import digest
 from patchstore.stores.memory import MemoryStore
 
 Objects = dict[str, bytes]
@@ -110,7 +110,7 @@ def entries(data: bytes) -> tuple[Any, Entries]:
     return metadata, found
 
 
-def safetensors_file(metadata: Any, tensors: Entries) -> bytes:
+def tensor_file(metadata: Any, tensors: Entries) -> bytes:
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     rest = b""
     for name, (dtype, shape, data) in tensors.items():
@@ -125,7 +125,7 @@ def edit_file(
     """Let `edit` change a payload's metadata and tensors in place."""
     metadata, tensors = entries(payload(objects, version, part, number))
     edit(metadata, tensors)
-    put_payload(objects, version, part, safetensors_file(metadata, tensors), number)
+    put_payload(objects, version, part, tensor_file(metadata, tensors), number)
 
 
 def edit_header(objects: Objects, version: int, part: str, edit: Callable[[Any], Any]) -> None:

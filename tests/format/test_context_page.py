@@ -1,11 +1,17 @@
 """Encoding `context` on the page: its examples, and streams that were written by hand from it."""
 
+import re
 import struct
 from itertools import pairwise
 from math import prod
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from patchstore.encodings import context
+from patchstore.format.records import TensorSpec
+from tests.format.bad_buckets import CASES
 from tests.format.independent_context import Schema, bits_of, changes, key_of, parse_table, tiles
 
 ONE = 0x3F80
@@ -45,7 +51,95 @@ def decoded(
     return {position: int.from_bytes(new, "little") for _, position, new in found}
 
 
-def test_the_worked_example() -> None:
+SECTION = (Path(__file__).parent.parent.parent / "docs" / "format.md").read_text()
+SECTION = SECTION.partition("### Examples of `context`")[2].partition("## 7. State digest")[0]
+EXAMPLES = {
+    title: dict(line.split(maxsplit=1) for line in block.splitlines())
+    for title, block in re.findall(r"\*\*(.+?)\.\*\*.*?```\n(.*?)```", SECTION, re.DOTALL)
+}
+
+
+def patterns(text: str) -> list[int]:
+    """Bit patterns as the page writes them: `3f00*7 3f80` is eight."""
+    found = []
+    for word in text.split():
+        pattern, _, times = word.partition("*")
+        found += [int(pattern, 16)] * int(times or 1)
+    return found
+
+
+def test_the_page_has_an_example_of_each_kind_of_row_and_of_tiles() -> None:
+    assert len(EXAMPLES) == 5
+    rows = [
+        tuple(row)
+        for each in EXAMPLES.values()
+        for _, _, its_rows, _ in parse_table(
+            bytes.fromhex(each["table"]),
+            len(bytes.fromhex(each["tiles"])),
+            {"a": ("BF16", tuple(map(int, each["shape"].split())))},
+        )
+        for row in its_rows
+    ]
+    assert {(127, 0, 0), (128, 0, 1), (128, 0, 128)} < set(rows)
+    assert any(first < 127 and second for first, second, _ in rows)
+    assert any(first < 127 and not second for first, second, _ in rows)
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_an_example_of_the_page_is_what_the_encoder_writes_and_both_readers_read(title: str) -> None:
+    example = EXAMPLES[title]
+    shape = tuple(map(int, example["shape"].split()))
+    old, new = (np.array(patterns(example[name]), dtype=np.uint16) for name in ("old", "new"))
+    table, streams = bytes.fromhex(example["table"]), bytes.fromhex(example["tiles"])
+    assert len(old) == len(new) == prod(shape)
+    positions = np.flatnonzero(old != new)
+
+    spec = TensorSpec(name="a", dtype="BF16", shape=shape)
+    entries = context.packed([(0, context.encode(spec, old, positions, new[positions]))])
+    assert entries["table"].numpy().tobytes() == table
+    assert entries["tiles"].numpy().tobytes() == streams
+
+    coded = context.unpacked("the page", entries, [spec])["a"]
+    its_positions, its_new = context.decode(spec, coded, old, "the page")
+    assert its_positions.tolist() == positions.tolist()
+    assert its_new.tolist() == new[positions].tolist()
+
+    found = changes(table, streams, {"a": ("BF16", shape)}, {"a": old.astype("<u2").tobytes()})
+    assert {position: int.from_bytes(its, "little") for _, position, its in found} == {
+        int(position): int(new[position]) for position in positions
+    }
+
+
+BITS = {
+    "A silent class": "01 00 00 01 1 00 01",
+    "Runs of magnitudes": "111 001 01 0001101 1 0110 1 0 11",
+    "A dense class": "00 1010 1000 11011 11000 00",
+    "A dense class with 0 and 1 swapped": "1100 01 10 00",
+}
+"""The bits that the page spells out; the last sign of the second example lies beyond its end."""
+
+
+@pytest.mark.parametrize("title", BITS)
+def test_the_bits_that_the_page_spells_out_are_those_of_its_bytes(title: str) -> None:
+    assert packed(BITS[title]) == bytes.fromhex(EXAMPLES[title]["tiles"])
+    spelled = "".join(re.findall(r"`([01 ]+)`", _part(title))).replace(" ", "")
+    assert BITS[title].replace(" ", "") in spelled
+
+
+def _part(title: str) -> str:
+    return SECTION.partition(f"**{title}.**")[2].partition("```")[0]
+
+
+def test_the_page_names_the_kind_of_every_refusal() -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "format.md").read_text()
+    section = page.partition("## 9. What a reader refuses")[2]
+    named = set(re.findall(r": `([a-z]+-[a-z-]+)`|error kind `([a-z-]+)`", section))
+    expected = {kind for case in CASES for kind in case.kinds}
+    assert {first or second for first, second in named} == expected
+
+
+def test_a_table_with_a_silent_class_that_pays_for_nothing() -> None:
+    """Valid, though our encoder would use one class."""
     table = bytes.fromhex("01000000  00000000 7f 02 00 00 01000000  010000 7f0000")
     parent = struct.pack("<4H", 0x3F80, 0x3F80, 0x4000, 0x3F80)
     found = list(changes(table, b"\xfa", {"a": ("BF16", (4,))}, {"a": parent}))

@@ -12,16 +12,19 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from patchstore import digest, fetch, layout, log, manifest, rebuild
+from patchstore.apply.replica import Replica
 from patchstore.encodings import ENCODINGS, EncodedTensor, context
 from patchstore.errors import CorruptObject, PatchstoreError, UsageError
-from patchstore.follower import Follower
-from patchstore.model import Schema, StoreHeader, TensorSpec
-from patchstore.node_cache import NodeCache
-from patchstore.publisher import Publisher
+from patchstore.format import history, layout, manifest_json
+from patchstore.format.records import Schema, StoreHeader, TensorSpec
+from patchstore.publish.publisher import Publisher
+from patchstore.read import replay
+from patchstore.read.anchors import open_anchor
+from patchstore.read.host_cache import HostCache
 from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
-from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, raw_bytes, spec_of
+from patchstore.tensors import state_digest
+from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, raw_bytes, spec_of
 from tests.format import bad_buckets, independent_context, independent_reader, surgery
 from tests.format.test_context_page import packed, table_of
 
@@ -60,8 +63,8 @@ def test_every_golden_bucket_has_expectations() -> None:
 @pytest.mark.parametrize(("bucket", "version"), VERSIONS)
 def test_a_golden_version_is_replayed_to_the_bytes_it_had(tmp_path: Path, bucket: str, version: int) -> None:
     expected = EXPECTED[bucket][str(version)]
-    rebuild.verify(FolderStore(GOLDEN / bucket), version)
-    rebuild.replay(FolderStore(GOLDEN / bucket), version, out=tmp_path / "out")
+    replay.verify(FolderStore(GOLDEN / bucket), version)
+    replay.replay(FolderStore(GOLDEN / bucket), version, out=tmp_path / "out")
     tensors, files = {}, {}
     for path in (tmp_path / "out").iterdir():
         if path.suffix != ".safetensors":
@@ -77,7 +80,7 @@ def test_a_golden_version_is_replayed_to_the_bytes_it_had(tmp_path: Path, bucket
 
 @pytest.mark.parametrize("bucket", EXPECTED)
 def test_a_follower_walks_a_golden_bucket(bucket: str) -> None:
-    follower = Follower(FolderStore(GOLDEN / bucket), {})
+    follower = Replica(FolderStore(GOLDEN / bucket), {})
     for version, expected in EXPECTED[bucket].items():
         follower.update(int(version))
         found = {name: sha256(raw_bytes(tensor)) for name, tensor in follower.tensors.items()}
@@ -95,7 +98,7 @@ def test_the_independent_reader_reads_a_golden_bucket(bucket: str) -> None:
 
 def test_a_golden_head_is_found(tmp_path: Path) -> None:
     for bucket, versions in EXPECTED.items():
-        found = rebuild.replay(FolderStore(GOLDEN / bucket), out=tmp_path / bucket)
+        found = replay.replay(FolderStore(GOLDEN / bucket), out=tmp_path / bucket)
         assert found.version == max(map(int, versions))
 
 
@@ -109,21 +112,21 @@ def test_digest_vectors_hold(vector: dict[str, Any]) -> None:
         else torch.empty(0, dtype=dtype)
     )
     if "position" in vector:
-        found = digest.of_elements(torch.tensor([vector["position"]]), tensor)
+        found = state_digest.of_elements(torch.tensor([vector["position"]]), tensor)
         first, second = independent_reader.added(vector["position"], int.from_bytes(data, "little"))
         assert vector["sums"] == f"{first:016x}{second:016x}"
     else:
-        found = digest.of_tensor(tensor)
+        found = state_digest.of_tensor(tensor)
         assert vector["sums"] == independent_reader.sums(data, dtype.itemsize)
     assert found.hex() == vector["sums"]
-    assert digest.Sums.from_hex(vector["sums"]) == found
+    assert state_digest.Sums.from_hex(vector["sums"]) == found
 
 
 @pytest.mark.parametrize("vector", VECTORS["encoded"], ids=lambda v: f"{v['encoding']}-{v['num_elements']}")
 def test_encoding_vectors_hold(vector: dict[str, Any]) -> None:
     encoding, count = ENCODINGS[vector["encoding"]], vector["num_elements"]
     spec = TensorSpec(name="t", dtype="I8", shape=(count,))
-    stated = encoding.stated(torch.tensor(vector["changed"], dtype=torch.int64))
+    stated = encoding.with_bridges(torch.tensor(vector["changed"], dtype=torch.int64))
     assert stated.tolist() == vector["stated"]
     values = torch.zeros(len(stated), dtype=torch.int8)
     idx = encoding.encode(TensorPatch(name="t", indices=stated, values=values), spec).idx
@@ -216,14 +219,14 @@ def test_a_bad_bucket_is_refused_by_replay_and_leaves_no_file(tmp_path: Path, ca
         pytest.skip("a replay needs nothing above its anchor")
     store = PatientStore(spoiled(case))
     with pytest.raises(PatchstoreError) as caught:
-        rebuild.replay(store, case.version, out=tmp_path / "out")
+        replay.replay(store, case.version, out=tmp_path / "out")
     assert caught.value.kind in case.kinds
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_bad_bucket_is_refused_by_verify(case: bad_buckets.Bad) -> None:
     with pytest.raises(PatchstoreError) as caught:
-        rebuild.verify(PatientStore(spoiled(case)), case.version)
+        replay.verify(PatientStore(spoiled(case)), case.version)
     assert caught.value.kind in case.kinds
 
 
@@ -232,7 +235,7 @@ def test_a_bad_bucket_is_refused_by_a_follower_that_holds_nothing(case: bad_buck
         pytest.skip("a follower reads no config, and nothing above an anchor")
     tensors: dict[str, torch.Tensor] = {}
     with pytest.raises(PatchstoreError) as caught:
-        Follower(PatientStore(spoiled(case)), tensors).update(case.version)
+        Replica(PatientStore(spoiled(case)), tensors).update(case.version)
     assert caught.value.kind in case.kinds
     assert tensors == {}
 
@@ -240,7 +243,7 @@ def test_a_bad_bucket_is_refused_by_a_follower_that_holds_nothing(case: bad_buck
 def test_a_bad_bucket_does_not_move_a_follower_that_holds_the_version_before(case: bad_buckets.Bad) -> None:
     good = surgery.load(GOLDEN / case.bucket)
     store = PatientStore(good)
-    follower = Follower(store, {})
+    follower = Replica(store, {})
     if layout.manifest_key(case.version - 1) in good:
         follower.update(case.version - 1)
     before = {name: bits(tensor).clone() for name, tensor in follower.tensors.items()}
@@ -277,11 +280,11 @@ def test_bad_digest_sums_are_refused_where_they_are_read(tmp_path: Path, change:
     objects = surgery.load(GOLDEN / "v1-gap")
     change(objects)
     with pytest.raises(CorruptObject):
-        rebuild.verify(PatientStore(objects), 1)
+        replay.verify(PatientStore(objects), 1)
     with pytest.raises(independent_reader.Refused):
         independent_reader.rebuild(surgery.lay_out(objects, tmp_path), 1)
     # The total proves the weights without them.
-    follower = Follower(PatientStore(objects), {})
+    follower = Replica(PatientStore(objects), {})
     follower.update(1)
     expected = EXPECTED["v1-gap"]["1"]["tensors"]
     assert {n: sha256(raw_bytes(t)) for n, t in follower.tensors.items()} == {
@@ -295,9 +298,9 @@ def test_a_tensor_coded_in_two_payloads_is_refused_though_they_agree() -> None:
     coded = {name: tensors[name] for name in ("table", "tiles")}
     bad_buckets.second_payload(coded, {})(objects)
     with pytest.raises(CorruptObject):
-        rebuild.verify(surgery.store_of(objects), 1)
+        replay.verify(surgery.store_of(objects), 1)
     with pytest.raises(CorruptObject):
-        Follower(surgery.store_of(objects), {}).update(1)
+        Replica(surgery.store_of(objects), {}).update(1)
 
 
 def test_a_hint_that_lies_is_not_believed() -> None:
@@ -315,12 +318,12 @@ def test_a_hint_that_lies_is_not_believed() -> None:
         b"[" * 100_000,
     ):
         store = surgery.store_of({**surgery.load(GOLDEN / "v1-raw"), "head.json": hint})
-        assert rebuild.verify(store).version == 3
+        assert replay.verify(store).version == 3
 
 
 def test_a_hint_that_no_file_system_can_hold_is_not_believed(tmp_path: Path) -> None:
     objects = surgery.load(GOLDEN / "v1-raw") | {"head.json": b'{"version": %d}' % 10**300}
-    assert rebuild.verify(FolderStore(surgery.lay_out(objects, tmp_path))).version == 3
+    assert replay.verify(FolderStore(surgery.lay_out(objects, tmp_path))).version == 3
 
 
 def test_fields_of_later_releases_are_ignored(tmp_path: Path) -> None:
@@ -333,7 +336,7 @@ def test_fields_of_later_releases_are_ignored(tmp_path: Path) -> None:
     for version, part in ((0, "anchor"), (1, "delta")):
         surgery.edit_header(objects, version, part, add_fields)
     surgery.edit_file(objects, 1, "delta", lambda metadata, _: add_fields_to_list(metadata))
-    assert rebuild.verify(surgery.store_of(objects), 3).version == 3
+    assert replay.verify(surgery.store_of(objects), 3).version == 3
     independent_reader.verify(surgery.lay_out(objects, tmp_path), 3)
 
 
@@ -351,7 +354,7 @@ def add_fields_to_list(metadata: Any) -> None:
 
 
 def assert_both_verify(objects: surgery.Objects, version: int, folder: Path) -> None:
-    assert rebuild.verify(surgery.store_of(objects), version).version == version
+    assert replay.verify(surgery.store_of(objects), version).version == version
     independent_reader.verify(surgery.lay_out(objects, folder), version)
 
 
@@ -395,9 +398,9 @@ def test_both_readers_take_the_same_names() -> None:
         try:
             independent_reader._name(name)
         except independent_reader.Refused:
-            assert not manifest.is_name(name), ascii(name)
+            assert not manifest_json.is_name(name), ascii(name)
         else:
-            assert manifest.is_name(name), ascii(name)
+            assert manifest_json.is_name(name), ascii(name)
 
 
 def split_in_two(objects: surgery.Objects) -> None:
@@ -422,7 +425,7 @@ def test_payloads_of_one_delta_may_hold_parts_of_one_tensor(tmp_path: Path) -> N
     objects = surgery.load(GOLDEN / "v1-gap")
     split_in_two(objects)
     assert_both_verify(objects, 3, tmp_path)
-    follower = Follower(surgery.store_of(objects), {})
+    follower = Replica(surgery.store_of(objects), {})
     follower.update(0)
     follower.update(1)
     expected = EXPECTED["v1-gap"]["1"]["tensors"]
@@ -438,7 +441,7 @@ def test_a_follower_on_its_way_from_the_version_before_refuses_what_others_refus
     """Not as a wrong state, which would send it back to an anchor."""
     case = next(case for case in bad_buckets.CASES if case.name == name)
     store = surgery.store_of(surgery.load(GOLDEN / case.bucket))
-    follower = Follower(store, {})
+    follower = Replica(store, {})
     follower.update(0)
     for key, data in spoiled(case).items():
         store.put(key, data)
@@ -451,10 +454,10 @@ def test_a_follower_on_its_way_from_the_version_before_refuses_what_others_refus
 def test_an_element_of_bool_is_checked_in_an_anchor_that_is_mapped(tmp_path: Path) -> None:
     case = next(case for case in bad_buckets.CASES if case.name == "an element of BOOL is 2 in an anchor")
     store = surgery.store_of(spoiled(case))
-    header, found = log.read_header(store), log.read_manifest(store, 0)
+    header, found = history.read_header(store), history.read_manifest(store, 0)
     assert header is not None
-    cache = NodeCache(tmp_path / "cache")
-    with pytest.raises(CorruptObject), fetch.local_anchor(store, found, header.schema.by_name(), cache):
+    cache = HostCache(tmp_path / "cache")
+    with pytest.raises(CorruptObject), open_anchor(store, found, header.schema.by_name(), cache):
         pass
 
 
@@ -470,8 +473,8 @@ def test_an_object_that_is_larger_than_any_of_its_kind_is_refused_before_it_is_r
     tracemalloc.start()
     try:
         with pytest.raises(CorruptObject, match="100,000,000"):
-            rebuild.verify(FolderStore(bucket), 1)
-        assert tracemalloc.get_traced_memory()[1] < manifest.MAX_JSON_BYTES + (16 << 20)
+            replay.verify(FolderStore(bucket), 1)
+        assert tracemalloc.get_traced_memory()[1] < manifest_json.MAX_JSON_BYTES + (16 << 20)
     finally:
         tracemalloc.stop()
     with pytest.raises(independent_reader.Refused):
@@ -481,19 +484,19 @@ def test_an_object_that_is_larger_than_any_of_its_kind_is_refused_before_it_is_r
 def test_a_hint_that_is_larger_than_any_is_not_read(tmp_path: Path) -> None:
     bucket = surgery.lay_out(surgery.load(GOLDEN / "v1-gap"), tmp_path)
     hint = bucket / "head.json"
-    hint.write_bytes(b'{"version": 1}' + b" " * manifest.MAX_HINT_BYTES)
-    assert log._stored_hint(FolderStore(bucket)) is None
+    hint.write_bytes(b'{"version": 1}' + b" " * manifest_json.MAX_HINT_BYTES)
+    assert history._stored_hint(FolderStore(bucket)) is None
     os.truncate(hint, SIX_GIB)
     tracemalloc.start()
     try:
-        assert log.head(FolderStore(bucket)) == log.read_manifest(FolderStore(bucket), 3)
+        assert history.head(FolderStore(bucket)) == history.read_manifest(FolderStore(bucket), 3)
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
 
 
 def test_what_no_reader_would_take_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "MAX_JSON_BYTES", 1000)
+    monkeypatch.setattr(manifest_json, "MAX_JSON_BYTES", 1000)
     store = MemoryStore()
     with pytest.raises(UsageError, match="1,000"):
         Publisher(store, {f"w{i}": torch.zeros(3) for i in range(30)}).close()
@@ -507,9 +510,9 @@ def test_a_schema_of_100_000_tensors_is_far_below_the_limit() -> None:
     ]
     specs = tuple(TensorSpec(name=name, dtype="BF16", shape=(2048, 768)) for name in names)
     header = StoreHeader(run_id="run", created_at="2026-01-31T12:00:00Z", schema=Schema(tensors=specs))
-    data = manifest.header_to_json(header)
-    assert len(data) * 4 < manifest.MAX_JSON_BYTES
-    assert manifest.header_from_json(data) == header
+    data = manifest_json.header_to_json(header)
+    assert len(data) * 4 < manifest_json.MAX_JSON_BYTES
+    assert manifest_json.header_from_json(data) == header
 
 
 def test_payloads_that_no_manifest_names_do_not_exist() -> None:
@@ -517,7 +520,7 @@ def test_payloads_that_no_manifest_names_do_not_exist() -> None:
     objects["deltas/00000001-ffffffffffffffff/00001-of-00001.safetensors"] = b"left over"
     objects["anchors/00000009-ffffffffffffffff/model.safetensors"] = b"left over"
     objects["deltas/x"] = b"left over"
-    assert rebuild.verify(surgery.store_of(objects)).version == 3
+    assert replay.verify(surgery.store_of(objects)).version == 3
 
 
 @pytest.mark.parametrize(("part", "version"), [("delta", 1), ("anchor", 0)])
@@ -538,7 +541,7 @@ def test_a_lying_size_costs_neither_memory_nor_disk_nor_requests(
     tracemalloc.start()
     try:
         with pytest.raises(PatchstoreError) as caught:
-            rebuild.verify(store, 1)
+            replay.verify(store, 1)
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()

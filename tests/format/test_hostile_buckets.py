@@ -17,17 +17,19 @@ import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from patchstore import checksum, lineage, log, manifest, payload, rebuild
-from patchstore.errors import CorruptObject, DataError, LineageError, StoreReplaced, UsageError
-from patchstore.follower import Follower
-from patchstore.model import DTYPE_BYTES, Payload
+from patchstore.apply.replica import Replica
+from patchstore.errors import CorruptObject, DataError, StoreError, StoreReplaced, UsageError, WrongParent
+from patchstore.format import hashing, history, manifest_json, planning
+from patchstore.format.records import DTYPE_BYTES, Payload
+from patchstore.payloads import tensor_file
+from patchstore.read import replay
 from patchstore.stores.memory import MemoryStore
-from patchstore.tensors import bits, raw_bytes
+from patchstore.tensors.bits import bits, raw_bytes
 from tests.format import independent_reader, surgery
 from tests.format.surgery import Objects
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-TYPED = (DataError, UsageError, LineageError, StoreReplaced)
+TYPED = (DataError, StoreError, UsageError, WrongParent, StoreReplaced)
 MAX_GETS = 300
 EXAMPLES = 50
 fuzz = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -81,18 +83,18 @@ def assert_reading_is_safe(bucket: str, objects: Objects) -> None:
     fill(store, objects)
     with TemporaryDirectory() as folder:
         try:
-            rebuild.replay(store, target, out=Path(folder) / "out")
+            replay.replay(store, target, out=Path(folder) / "out")
         except TYPED:
             assert list(Path(folder).iterdir()) == []
         else:
             assert [path.name for path in Path(folder).iterdir()] == ["out"]
     fresh: dict[str, torch.Tensor] = {}
     try:
-        Follower(store, fresh).update(target)
+        Replica(store, fresh).update(target)
     except TYPED:
         assert fresh == {}
     fill(store, BUCKETS[bucket])
-    follower = Follower(store, {})
+    follower = Replica(store, {})
     follower.update(target - 1)
     before = {name: bits(tensor).clone() for name, tensor in follower.tensors.items()}
     places = {name: tensor.data_ptr() for name, tensor in follower.tensors.items()}
@@ -169,7 +171,7 @@ def edit_json(record: Any, changes: list[tuple[int, str, Any]]) -> None:
 def assert_both_readers_agree(bucket: str, objects: Objects) -> None:
     """Either both verify the target, or both refuse it."""
     try:
-        rebuild.verify(surgery.store_of(objects), TARGETS[bucket])
+        replay.verify(surgery.store_of(objects), TARGETS[bucket])
         refused = None
     except TYPED as exc:
         refused = exc
@@ -311,10 +313,13 @@ def test_a_delta_may_hold_anything(bucket: str, replaced: dict[int, Any]) -> Non
 @settings(max_examples=400, deadline=None)
 @given(st.binary(max_size=200) | st.builds(lambda v: json.dumps(v).encode(), values))
 def test_manifests_and_hints_are_read_from_any_bytes(data: bytes) -> None:
-    for read in (manifest.header_from_json, lambda data: manifest.from_json("versions/00000001.json", data)):
+    for read in (
+        manifest_json.header_from_json,
+        lambda data: manifest_json.from_json("versions/00000001.json", data),
+    ):
         with pytest.raises(DataError):
             read(data)
-    hint = manifest.hint_from_json(data)
+    hint = manifest_json.hint_from_json(data)
     assert hint is None or hint >= 0
 
 
@@ -323,9 +328,9 @@ def test_manifests_and_hints_are_read_from_any_bytes(data: bytes) -> None:
 def test_a_safetensors_header_is_read_from_any_bytes(rest: bytes, length: int) -> None:
     data = struct.pack("<Q", length) + rest
     with suppress(CorruptObject):
-        payload.open_buffer("here", bytearray(data))
+        tensor_file.open_buffer("here", bytearray(data))
     with suppress(CorruptObject):
-        list(payload.read_stream("here", len(data), iter([data[:5], b"", data[5:]])))
+        list(tensor_file.read_stream("here", len(data), iter([data[:5], b"", data[5:]])))
 
 
 @settings(max_examples=100, deadline=None)
@@ -337,12 +342,12 @@ def test_a_stream_is_verified_however_it_is_cut(size: int, cuts: list[int], lie:
         pieces.append(data[at : at + cut])
         at += cut
     pieces.append(data[at:])
-    claimed = Payload(key="deltas/x/y", size=max(0, size + lie), digest=checksum.digest(data))
+    claimed = Payload(key="deltas/x/y", size=max(0, size + lie), digest=hashing.digest(data))
     if claimed.size == size:
-        assert b"".join(checksum.verified(pieces, claimed)) == data
+        assert b"".join(hashing.verified(pieces, claimed)) == data
     else:
         with pytest.raises(CorruptObject):
-            list(checksum.verified(pieces, claimed))
+            list(hashing.verified(pieces, claimed))
 
 
 @settings(max_examples=200, deadline=None)
@@ -364,7 +369,7 @@ def test_a_plan_leads_from_what_is_held_to_the_target(data: st.DataObject) -> No
             "num_changed": 1,
             "payloads": [{"key": "deltas/a/b", "size": sizes[1], "digest": digest}],
         }
-        named = None if parent is None else checksum.digest(store.get(f"versions/{parent:08d}.json"))
+        named = None if parent is None else hashing.digest(store.get(f"versions/{parent:08d}.json"))
         record = template | {
             "version": version,
             "kind": "anchor" if with_anchor else "delta",
@@ -377,8 +382,8 @@ def test_a_plan_leads_from_what_is_held_to_the_target(data: st.DataObject) -> No
     target = data.draw(st.integers(0, count - 1))
     held = data.draw(st.none() | st.integers(0, count - 1))
     try:
-        plan = lineage.plan(log.read_lineage(store, target, held), held, target)
-    except LineageError:
+        plan = planning.plan(history.read_lineage(store, target, held), held, target)
+    except WrongParent:
         pytest.fail("every version without a parent has an anchor, so there is always a way")
     steps = [version.version for version in plan.deltas]
     start = held if plan.anchor is None else plan.anchor.version
@@ -390,9 +395,9 @@ def test_a_plan_leads_from_what_is_held_to_the_target(data: st.DataObject) -> No
 def test_what_a_reader_holds_shares_no_memory_with_what_it_fetched() -> None:
     store = MemoryStore()
     fill(store, BUCKETS["v1-raw"])
-    follower = Follower(store, {})
+    follower = Replica(store, {})
     follower.update(1)
     before = {name: bytes(raw_bytes(tensor)) for name, tensor in follower.tensors.items()}
-    follower.commit(follower.stage(2)).rollback()
+    follower.apply(follower.stage(2)).rollback()
     assert {name: bytes(raw_bytes(tensor)) for name, tensor in follower.tensors.items()} == before
     assert follower.held == 1

@@ -7,13 +7,15 @@ import pytest
 import torch
 from blake3 import blake3
 
-from patchstore import committer, log, rebuild
+from patchstore.apply.replica import Replica
 from patchstore.errors import PublishFailed, SchemaMismatch
-from patchstore.follower import Follower
-from patchstore.publisher import Publisher
+from patchstore.format import history
+from patchstore.publish import committer
+from patchstore.publish.publisher import Publisher
+from patchstore.read import replay
 from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
-from patchstore.tensors import bits, raw_bytes, spec_of
+from patchstore.tensors.bits import bits, raw_bytes, spec_of
 from patchstore.testing.faults import Effect, Fault, FaultyStore
 from tests.format import independent_reader
 from tests.format.runs import Run, State, eventful, new_bits, tensors_of_every_dtype
@@ -38,11 +40,11 @@ def in_folder(folder: Path) -> dict[str, independent_reader.Tensor]:
 
 def assert_both_readers_agree(bucket: Path, states: list[State], scratch: Path) -> None:
     store = FolderStore(bucket)
-    follower = Follower(store, {})
+    follower = Replica(store, {})
     for version, state in enumerate(states):
         expected = as_read(state)
         assert independent_reader.rebuild(bucket, version) == expected
-        rebuild.replay(store, version, out=scratch / str(version))
+        replay.replay(store, version, out=scratch / str(version))
         assert in_folder(scratch / str(version)) == expected
         follower.update(version)
         assert as_read(dict(follower.tensors)) == expected
@@ -66,7 +68,7 @@ def test_both_readers_rebuild_what_the_trainer_had(
 def test_an_eventful_run_has_versions_of_every_kind() -> None:
     store = MemoryStore()
     eventful(store, "gap", None)
-    manifests = [log.read_manifest(store, version) for version in range(13)]
+    manifests = [history.read_manifest(store, version) for version in range(13)]
     kinds = {(m.delta is not None, m.anchor is not None, m.parent == m.version - 1) for m in manifests}
     assert (True, True, True) in kinds  # a periodic anchor
     assert (False, True, True) in kinds  # an anchor behind the head with whatever weights
@@ -92,7 +94,7 @@ def test_both_readers_rebuild_what_follows_a_failed_publication(
             run.publish(publisher, new_bits(2))
         run.publish(publisher, new_bits(3))
         run.publish(publisher, new_bits(4))
-    recovered = log.read_manifest(store, 2)
+    recovered = history.read_manifest(store, 2)
     assert recovered.delta is None
     assert recovered.anchor is not None
     lay_out({key: inner.get(key) for key in inner.list()}, bucket)
@@ -127,7 +129,7 @@ def test_the_worked_examples_of_the_page_hold() -> None:
     ["__metadata__", "", "a\tb", "a\nb", "\ud800"],
     ids=["metadata", "empty", "tab", "newline", "surrogate"],
 )
-def test_a_name_that_no_safetensors_file_can_hold_is_refused_before_a_run_is_created(name: str) -> None:
+def test_a_name_that_no_tensor_file_can_hold_is_refused_before_a_run_is_created(name: str) -> None:
     store = MemoryStore()
     with pytest.raises(SchemaMismatch):
         Publisher(store, MappingProxyType({name: torch.zeros(3)})).close()

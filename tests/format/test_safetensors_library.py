@@ -8,10 +8,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load, load_file, save, save_file
 
-from patchstore import payload, rebuild
 from patchstore.errors import CorruptObject
+from patchstore.payloads import tensor_file
+from patchstore.read import replay
 from patchstore.stores.memory import MemoryStore
-from patchstore.tensors import TORCH_DTYPES, bits, spec_of
+from patchstore.tensors.bits import TORCH_DTYPES, bits, spec_of
 from patchstore.testing.encoding import random_values
 from tests.format import independent_reader, surgery
 from tests.format.runs import State, eventful, tensors_of_every_dtype
@@ -24,8 +25,8 @@ def stored_tensors() -> State:
 
 
 def written(tensors: State, metadata: dict[str, str]) -> bytes:
-    specs = payload.aligned(spec_of(name, tensor) for name, tensor in tensors.items())
-    return b"".join(payload.write(specs, (tensors[spec.name] for spec in specs), metadata))
+    specs = tensor_file.aligned(spec_of(name, tensor) for name, tensor in tensors.items())
+    return b"".join(tensor_file.write(specs, (tensors[spec.name] for spec in specs), metadata))
 
 
 def assert_same(found: State, expected: State) -> None:
@@ -50,20 +51,20 @@ def test_we_read_what_the_library_writes(tmp_path: Path, metadata: dict[str, str
     tensors = stored_tensors()
     save_file(tensors, tmp_path / "theirs", metadata)
     data = (tmp_path / "theirs").read_bytes()
-    header, found = payload.open_buffer("theirs", bytearray(data))
+    header, found = tensor_file.open_buffer("theirs", bytearray(data))
     assert header.metadata == (metadata or {})
     assert_same(found, tensors)
     for size in (7, 8, 1000, len(data)):
         pieces = [data[at : at + size] for at in range(0, 5000, size)] + [data[-(-5000 // size) * size :]]
         assert b"".join(pieces) == data
-        _, *items = payload.read_stream("theirs", len(data), pieces)
+        _, *items = tensor_file.read_stream("theirs", len(data), pieces)
         assert_same({spec.name: tensor for spec, tensor in items}, tensors)  # type: ignore[misc]
     assert independent_reader.parse_safetensors(data)[1].keys() == tensors.keys()
 
 
 def test_a_file_without_tensors_goes_both_ways() -> None:
     assert load(written({}, {})) == {}
-    header, tensors = payload.open_buffer("theirs", bytearray(save({})))
+    header, tensors = tensor_file.open_buffer("theirs", bytearray(save({})))
     assert header.entries == ()
     assert tensors == {}
 
@@ -72,7 +73,7 @@ def test_a_file_without_tensors_goes_both_ways() -> None:
 def test_one_element_of_any_dtype_goes_both_ways(dtype: str) -> None:
     for tensor in (random_values(1, dtype), random_values(1, dtype).reshape(()), random_values(0, dtype)):
         assert_same(load(written({"t": tensor}, {})), {"t": tensor})
-        assert_same(payload.open_buffer("theirs", bytearray(save({"t": tensor})))[1], {"t": tensor})
+        assert_same(tensor_file.open_buffer("theirs", bytearray(save({"t": tensor})))[1], {"t": tensor})
 
 
 @pytest.mark.parametrize("encoding", ["raw", "gap"])
@@ -82,19 +83,19 @@ def test_the_library_reads_every_payload_and_every_replayed_file(tmp_path: Path,
     payloads = [store.get(key) for key in store.list() if key.endswith(".safetensors")]
     assert len(payloads) > 8
     for data in payloads:
-        header, tensors = payload.open_buffer("ours", bytearray(data))
+        header, tensors = tensor_file.open_buffer("ours", bytearray(data))
         (tmp_path / "file").write_bytes(data)
         with safe_open(tmp_path / "file", framework="pt") as file:
             assert file.metadata() == header.metadata
             assert_same({name: file.get_tensor(name) for name in file.keys()}, tensors)  # noqa: SIM118 - no mapping
-    rebuild.replay(store, out=tmp_path / "out")
+    replay.replay(store, out=tmp_path / "out")
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_bytes())
     assert index["weight_map"] == {name: path.name for path in shards for name in load_file(path)}
 
 
 def test_data_begin_at_a_multiple_of_their_element_size() -> None:
-    header, _ = payload.open_buffer("ours", bytearray(written(stored_tensors(), {"odd": "x"})))
+    header, _ = tensor_file.open_buffer("ours", bytearray(written(stored_tensors(), {"odd": "x"})))
     assert header.data_start % 8 == 0
     for entry in header.entries:
         assert entry.start % TORCH_DTYPES[entry.spec.dtype].itemsize == 0
@@ -106,15 +107,15 @@ def test_what_the_library_refuses_we_refuse() -> None:
         "too few bytes": ({}, {"t": ("F32", [2], bytes(4))}),
         "too many bytes": ({}, {"t": ("F32", [1], bytes(8))}),
     }.items():
-        data = surgery.safetensors_file(metadata, tensors)
+        data = surgery.tensor_file(metadata, tensors)
         with pytest.raises(Exception):  # noqa: B017, PT011 - whatever the library raises
             load(data)
         with pytest.raises(CorruptObject) as caught:
-            payload.open_buffer(name, bytearray(data))
+            tensor_file.open_buffer(name, bytearray(data))
         assert name in str(caught.value)
 
 
 @pytest.mark.parametrize("bucket", ["v1-gap", "v1-raw", "v1-sharded"])
 def test_the_library_reads_golden_payloads(bucket: str) -> None:
     for path in (GOLDEN / bucket).rglob("*.safetensors"):
-        assert_same(load_file(path), payload.open_buffer("golden", bytearray(path.read_bytes()))[1])
+        assert_same(load_file(path), tensor_file.open_buffer("golden", bytearray(path.read_bytes()))[1])

@@ -5,17 +5,17 @@ import struct
 import pytest
 import torch
 
-from patchstore import checksum, digest
 from patchstore.errors import SchemaMismatch, StateMismatch
-from patchstore.kernels import reference
-from patchstore.model import DTYPE_BYTES, Manifest, Payload, Schema, StateDigest, TensorSpec, Writer
+from patchstore.format import hashing
+from patchstore.format.records import DTYPE_BYTES, Manifest, Payload, Schema, StateDigest, TensorSpec, Writer
+from patchstore.format.state_sums import pack_sums, state_total
 from patchstore.stores.memory import MemoryStore
-from patchstore.sums import pack_sums, state_total
-from patchstore.tensors import TORCH_DTYPES, TensorPatch, bits, raw_bytes
+from patchstore.tensors import elements, state_digest
+from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, raw_bytes
 from patchstore.testing.encoding import random_values
 from tests.format import independent_reader
 
-CHUNK = reference.CHUNK
+CHUNK = elements.CHUNK
 ONE_PER_WIDTH = ("U8", "BF16", "F32", "I64")
 
 
@@ -23,37 +23,37 @@ def plainly(tensor: torch.Tensor) -> str:
     return independent_reader.sums(bytes(raw_bytes(tensor)), tensor.element_size())
 
 
-def at(tensor: torch.Tensor, positions: torch.Tensor) -> digest.Sums:
-    return digest.of_elements(positions, bits(tensor)[positions].view(tensor.dtype))
+def at(tensor: torch.Tensor, positions: torch.Tensor) -> state_digest.Sums:
+    return state_digest.of_elements(positions, bits(tensor)[positions].view(tensor.dtype))
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_every_dtype_has_the_sums_of_plain_integers(dtype: str) -> None:
     for size in (0, 1, 2, 63, 1000):
         tensor = random_values(size, dtype, size)
-        assert digest.of_tensor(tensor).hex() == plainly(tensor)
+        assert state_digest.of_tensor(tensor).hex() == plainly(tensor)
 
 
 @pytest.mark.parametrize("dtype", ONE_PER_WIDTH)
 @pytest.mark.parametrize("size", [CHUNK - 1, CHUNK, CHUNK + 1])
 def test_chunks_leave_no_trace_in_the_sums(dtype: str, size: int) -> None:
     tensor = random_values(size, dtype, size)
-    assert digest.of_tensor(tensor).hex() == plainly(tensor)
+    assert state_digest.of_tensor(tensor).hex() == plainly(tensor)
 
 
 @pytest.mark.parametrize("dtype", ONE_PER_WIDTH)
 def test_several_chunks_add_up(dtype: str) -> None:
     tensor = random_values(2 * CHUNK + 1, dtype)
-    assert digest.of_tensor(tensor).hex() == plainly(tensor)
+    assert state_digest.of_tensor(tensor).hex() == plainly(tensor)
     for index_dtype in (torch.int32, torch.int64):
-        assert at(tensor, torch.arange(tensor.numel(), dtype=index_dtype)) == digest.of_tensor(tensor)
+        assert at(tensor, torch.arange(tensor.numel(), dtype=index_dtype)) == state_digest.of_tensor(tensor)
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_extreme_bits_have_the_sums_of_plain_integers(dtype: str) -> None:
     for byte in (0x00, 0x01) if dtype == "BOOL" else (0x00, 0x01, 0x7F, 0x80, 0xFF):
         tensor = torch.full((5 * DTYPE_BYTES[dtype],), byte, dtype=torch.uint8).view(TORCH_DTYPES[dtype])
-        assert digest.of_tensor(tensor).hex() == plainly(tensor)
+        assert state_digest.of_tensor(tensor).hex() == plainly(tensor)
 
 
 def test_sums_of_many_tensors_at_once_are_those_of_each() -> None:
@@ -63,7 +63,7 @@ def test_sums_of_many_tensors_at_once_are_those_of_each() -> None:
         for number, size in enumerate(sizes)
         for dtype in TORCH_DTYPES
     }
-    found = digest.of_named(tensors)
+    found = state_digest.of_named(tensors)
     assert {name: each.hex() for name, each in found.items()} == {
         name: plainly(tensor) for name, tensor in tensors.items()
     }
@@ -79,18 +79,18 @@ def test_sums_of_the_elements_of_many_patches_at_once_are_those_of_each() -> Non
             name = f"{dtype}.{number}"
             expected[name] = at(tensor, positions)
             patches.append(TensorPatch(name=name, indices=positions.to(torch.int32), values=values))
-    assert digest.of_patches(patches) == expected
+    assert state_digest.of_patches(patches) == expected
 
 
 def test_a_tensor_without_elements_has_32_zeros() -> None:
     for tensor in (torch.empty(0), torch.empty(3, 0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)):
-        assert digest.of_tensor(tensor).hex() == "0" * 32
+        assert state_digest.of_tensor(tensor).hex() == "0" * 32
 
 
 def test_a_scalar_is_one_element_and_shape_does_not_enter_the_sums() -> None:
     scalar = torch.tensor(-0.0, dtype=torch.bfloat16)
-    assert digest.of_tensor(scalar) == digest.of_tensor(scalar.reshape(1, 1))
-    assert digest.of_tensor(scalar).hex() == plainly(scalar)
+    assert state_digest.of_tensor(scalar) == state_digest.of_tensor(scalar.reshape(1, 1))
+    assert state_digest.of_tensor(scalar).hex() == plainly(scalar)
 
 
 @pytest.mark.parametrize(
@@ -101,10 +101,10 @@ def test_a_scalar_is_one_element_and_shape_does_not_enter_the_sums() -> None:
 def test_positions_of_any_size_have_the_sums_of_plain_integers(position: int, dtype: str) -> None:
     value = random_values(1, dtype, position % 1000)
     first, second = independent_reader.added(position, int.from_bytes(raw_bytes(value), "little"))
-    expected = digest.Sums(first % 2**64, second % 2**64)
-    assert digest.of_elements(torch.tensor([position]), value) == expected
+    expected = state_digest.Sums(first % 2**64, second % 2**64)
+    assert state_digest.of_elements(torch.tensor([position]), value) == expected
     if position < 2**31 - 1:
-        assert digest.of_elements(torch.tensor([position], dtype=torch.int32), value) == expected
+        assert state_digest.of_elements(torch.tensor([position], dtype=torch.int32), value) == expected
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
@@ -115,18 +115,18 @@ def test_a_change_that_is_followed_gives_the_sums_of_the_whole(dtype: str) -> No
         before = new.clone()
         positions = (torch.rand(5000, generator=torch.Generator().manual_seed(seed)) < 0.1).nonzero().view(-1)
         bits(new)[positions] = bits(fresh)[positions]
-        followed = digest.of_tensor(before).minus(at(before, positions)).plus(at(new, positions))
-        assert followed == digest.of_tensor(new)
-    assert digest.of_tensor(new).hex() == plainly(new)
+        followed = state_digest.of_tensor(before).minus(at(before, positions)).plus(at(new, positions))
+        assert followed == state_digest.of_tensor(new)
+    assert state_digest.of_tensor(new).hex() == plainly(new)
 
 
 def test_parts_add_up_in_any_order() -> None:
     tensor = random_values(100_000, "BF16")
     order = torch.randperm(100_000, generator=torch.Generator().manual_seed(0))
-    total = digest.Sums()
+    total = state_digest.Sums()
     for positions in torch.split(order, 33_333):
         total = total.plus(at(tensor, positions))
-    assert total == digest.of_tensor(tensor)
+    assert total == state_digest.of_tensor(tensor)
 
 
 @pytest.mark.parametrize("dtype", ["I64", "U64", "F64", "I32", "BF16"])
@@ -134,8 +134,8 @@ def test_what_is_digested_is_not_modified(dtype: str) -> None:
     tensor = random_values(1000, dtype)
     positions = torch.arange(1000)
     copies = bits(tensor).clone(), positions.clone()
-    digest.of_tensor(tensor)
-    digest.of_elements(positions, tensor)
+    state_digest.of_tensor(tensor)
+    state_digest.of_elements(positions, tensor)
     assert torch.equal(bits(tensor), copies[0])
     assert torch.equal(positions, copies[1])
 
@@ -144,13 +144,13 @@ def test_what_is_digested_is_not_modified(dtype: str) -> None:
 def test_what_is_lost_or_mixed_up_is_found(dtype: str) -> None:
     tensor = random_values(512, dtype, 3)
     bits(tensor)[:8] = 0
-    plain = digest.of_tensor(tensor)
+    plain = state_digest.of_tensor(tensor)
 
-    def changed(positions: list[int], values: torch.Tensor) -> digest.Sums:
+    def changed(positions: list[int], values: torch.Tensor) -> state_digest.Sums:
         other = tensor.clone()
         bits(other)[torch.tensor(positions)] = values
         assert not torch.equal(bits(other), bits(tensor))
-        return digest.of_tensor(other)
+        return state_digest.of_tensor(other)
 
     flat = bits(tensor)
     sign = 8 * tensor.element_size() - 1
@@ -165,32 +165,37 @@ def test_what_is_lost_or_mixed_up_is_found(dtype: str) -> None:
     others += [
         changed([i, i + 1], flat[[i, i + 1]] + torch.tensor([1, -1]).to(flat.dtype)) for i in range(300)
     ]
-    others += [digest.of_tensor(tensor[:-1]), digest.of_tensor(torch.cat([tensor, tensor[:1]]))]
+    others += [state_digest.of_tensor(tensor[:-1]), state_digest.of_tensor(torch.cat([tensor, tensor[:1]]))]
     assert plain not in others
     assert plain.first not in {sums.first for sums in others}
     assert plain.second not in {sums.second for sums in others}
 
 
 def test_zeros_have_places() -> None:
-    assert digest.of_tensor(torch.zeros(10)) != digest.of_tensor(torch.zeros(11))
-    one_at = {digest.of_tensor(torch.eye(64)[i]) for i in range(64)}
+    assert state_digest.of_tensor(torch.zeros(10)) != state_digest.of_tensor(torch.zeros(11))
+    one_at = {state_digest.of_tensor(torch.eye(64)[i]) for i in range(64)}
     assert len(one_at) == 64
-    assert digest.of_tensor(torch.tensor([0.0])) != digest.of_tensor(torch.tensor([-0.0]))
+    assert state_digest.of_tensor(torch.tensor([0.0])) != state_digest.of_tensor(torch.tensor([-0.0]))
 
 
 def test_no_two_elements_of_16_bits_can_trade_places_below_2_to_the_47_elements() -> None:
     """The claim in the definition of B: for no difference d is (B / A) * d a distance below 2**47."""
-    ratio = reference.B * pow(reference.A, -1, 2**64) % 2**64
+    ratio = elements.B * pow(elements.A, -1, 2**64) % 2**64
     nearest = min(min(ratio * d % 2**64, -ratio * d % 2**64) for d in range(1, 2**16))
     assert nearest >= 2**47
 
 
 def test_hexadecimal_digits_go_there_and_back() -> None:
-    for sums in (digest.Sums(), digest.Sums(1, 2), digest.Sums(2**64 - 1, 2**64 - 1), digest.Sums(0, 2**63)):
-        assert digest.Sums.from_hex(sums.hex()) == sums
+    for sums in (
+        state_digest.Sums(),
+        state_digest.Sums(1, 2),
+        state_digest.Sums(2**64 - 1, 2**64 - 1),
+        state_digest.Sums(0, 2**63),
+    ):
+        assert state_digest.Sums.from_hex(sums.hex()) == sums
         assert len(sums.hex()) == 32
-        assert sums.minus(sums) == digest.Sums()
-        assert sums.plus(digest.Sums(5, 7)).minus(digest.Sums(5, 7)) == sums
+        assert sums.minus(sums) == state_digest.Sums()
+        assert sums.plus(state_digest.Sums(5, 7)).minus(state_digest.Sums(5, 7)) == sums
 
 
 SCHEMA = Schema(
@@ -214,13 +219,13 @@ def test_the_total_is_that_of_the_page() -> None:
     tensors = tensors_of_schema()
     a, b, s = map(plainly, tensors.values())
     lines = f"a\tBF16\t2,3\t{a}\nb\tBF16\t6\t{b}\ns\tF32\t\t{s}\n"
-    found = digest.of_tensors(SCHEMA, reversed(tensors.items()))
+    found = state_digest.of_tensors(SCHEMA, reversed(tensors.items()))
     assert state_total(SCHEMA, found) == independent_reader._digest(lines.encode())
     assert {name: sums.hex() for name, sums in found.items()} == {"a": a, "b": b, "s": s}
 
 
 def test_the_stored_sums_are_those_of_the_page() -> None:
-    found = digest.of_tensors(SCHEMA, tensors_of_schema().items())
+    found = state_digest.of_tensors(SCHEMA, tensors_of_schema().items())
     data = pack_sums(SCHEMA, found)
     assert struct.unpack("<6Q", data) == (*found["a"], *found["b"], *found["s"])
 
@@ -228,15 +233,15 @@ def test_the_stored_sums_are_those_of_the_page() -> None:
 def test_two_tensors_that_traded_their_weights_have_another_total() -> None:
     tensors = tensors_of_schema()
     traded = tensors | {"a": tensors["b"].reshape(2, 3), "b": tensors["a"].flatten()}
-    one, other = (state_total(SCHEMA, digest.of_tensors(SCHEMA, t.items())) for t in (traded, tensors))
+    one, other = (state_total(SCHEMA, state_digest.of_tensors(SCHEMA, t.items())) for t in (traded, tensors))
     assert one != other
 
 
 def test_a_mismatch_names_the_tensor_that_is_wrong(store: MemoryStore) -> None:
-    sums = {name: digest.of_tensor(tensor) for name, tensor in tensors_of_schema().items()}
+    sums = {name: state_digest.of_tensor(tensor) for name, tensor in tensors_of_schema().items()}
     data = pack_sums(SCHEMA, sums)
     store.put("states/00000003-w.sums", data)
-    stored = Payload(key="states/00000003-w.sums", size=48, digest=checksum.digest(data))
+    stored = Payload(key="states/00000003-w.sums", size=48, digest=hashing.digest(data))
     manifest = Manifest(
         version=3,
         parent=None,
@@ -249,9 +254,9 @@ def test_a_mismatch_names_the_tensor_that_is_wrong(store: MemoryStore) -> None:
         writer=Writer(id="w", epoch=1, write_id="0" * 16),
         state=StateDigest(total=state_total(SCHEMA, sums), sums=stored),
     )
-    digest.check_state(store, SCHEMA, sums, manifest)
+    state_digest.check_state(store, SCHEMA, sums, manifest)
     with pytest.raises(StateMismatch) as caught:
-        digest.check_state(store, SCHEMA, sums | {"b": digest.Sums(1, 1)}, manifest)
+        state_digest.check_state(store, SCHEMA, sums | {"b": state_digest.Sums(1, 1)}, manifest)
     assert "version 3" in str(caught.value)
     assert str(caught.value).endswith(": b")
 
@@ -265,4 +270,4 @@ def test_tensors_that_are_not_the_schemas_are_not_digested() -> None:
         {name: tensor for name, tensor in tensors.items() if name != "s"},
     ):
         with pytest.raises(SchemaMismatch):
-            digest.of_tensors(SCHEMA, wrong.items())
+            state_digest.of_tensors(SCHEMA, wrong.items())

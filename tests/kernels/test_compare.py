@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from patchstore import Follower, Manifest, Publisher, snapshot
-from patchstore.kernels import reference
-from patchstore.payload import open_buffer
+from patchstore import Manifest, Publisher, Replica
+from patchstore.payloads.tensor_file import open_buffer
+from patchstore.publish import snapshot
 from patchstore.stores.memory import MemoryStore
-from patchstore.tensors import bits, index_dtype
-from tests.interpreted import DEVICE, kernels
-from tests.weights import assert_same_bits, served, small_model
+from patchstore.tensors import elements
+from patchstore.tensors.bits import bits, index_dtype
+from tests.support.interpreted import DEVICE, kernels
+from tests.support.weights import assert_same_bits, served, small_model
 
 # A minute, where they are interpreted.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 compare = kernels("patchstore.kernels.compare")
-kernels("patchstore.device_coding")
+kernels("patchstore.publish.encode_gpu")
 
 QUICK = "auto" if DEVICE.type == "cuda" else "gap"
 """Interpreted, `context` takes minutes for a thousand changes."""
@@ -73,7 +74,6 @@ class Comparison:
             torch.tensor(addresses, device=DEVICE),
             torch.tensor(slow, dtype=torch.int32, device=DEVICE),
             self.snapshot.data_ptr(),
-            self.snapshot.data_ptr(),
             range(self.tiles.num_tiles),
             range(len(slow)),
         )
@@ -83,13 +83,13 @@ class Comparison:
         """Compare with as much room as that takes; return how often that was too little."""
         times = 0
         while (words := self.launch()) > self.found.capacity:
-            self.found.grow(words)
+            self.found.resize(words)
             times += 1
         return times
 
     def check(self, *, gaps: bool) -> int:
-        """Fail unless snapshot, data and sums are what the reference makes; return how many changed."""
-        for view, tensor in zip(self.views(), self.new, strict=True):
+        """Fail unless data, sums and the snapshot are what the reference makes; return how many changed."""
+        for view, tensor in zip(self.views(), self.old, strict=True):
             assert torch.equal(view, tensor)
         nums = compare.count(self.found).tolist()
         num_tensors = len(self.shapes)
@@ -100,18 +100,21 @@ class Comparison:
         head = block[: compare.head_bytes(num_tensors)].view(torch.int64).tolist()
         expected, total = {}, 0
         for i, (new, old) in enumerate(zip(self.new, self.old, strict=True)):
-            changed = reference.differing(new, old)
+            changed = elements.differing(new, old)
             total += changed.numel()
-            stated = reference.bridge(changed) if gaps else changed
+            stated = elements.bridge(changed) if gaps else changed
             assert head[i] == stated.numel()
-            before, after = (reference.sum_at(stated, tensor[stated]) for tensor in (old, new))
+            before, after = (elements.sum_at(stated, tensor[stated]) for tensor in (old, new))
             grown = head[num_tensors + 2 * i : num_tensors + 2 * i + 2]
             assert [x % 2**64 for x in grown] == [(a - b) % 2**64 for a, b in zip(after, before, strict=True)]
-            expected[i, 0] = reference.to_gaps(stated) if gaps else stated.to(index_dtype(self.shapes[i][0]))
+            expected[i, 0] = elements.to_gaps(stated) if gaps else stated.to(index_dtype(self.shapes[i][0]))
             expected[i, 1] = new[stated]
         data = torch.cat([expected[i, part].contiguous().view(torch.uint8) for i, part, _ in entries])
         assert torch.equal(block[compare.head_bytes(num_tensors) :][: data.numel()], data)
         assert sum(nums) == total
+        compare.apply(self.found, self.snapshot.data_ptr())
+        for view, tensor in zip(self.views(), self.new, strict=True):
+            assert torch.equal(view, tensor)
         return total
 
     def _order(self, *, gaps: bool) -> tuple[list[tuple[int, int, int]], Any]:
@@ -194,6 +197,7 @@ def test_what_was_found_before_is_forgotten() -> None:
     comparison = Comparison([(5000, 2)])
     flip(comparison.new[0], 0.01)
     comparison.find()
+    compare.apply(comparison.found, comparison.snapshot.data_ptr())
     comparison.old = [tensor.clone() for tensor in comparison.new]
     comparison.new[0][4321] ^= 1
     comparison.found.clear()
@@ -304,7 +308,7 @@ def published(
                 expected["eight"] = tensors["eight"]
             expected = {name: tensor.cpu() for name, tensor in expected.items() if name != "head.weight"}
             held: dict[str, torch.Tensor] = {}
-            Follower(store, held).update()
+            Replica(store, held).update()
             assert_same_bits(held, expected)
             history.append(held)
             train(tensors, step)
@@ -370,12 +374,12 @@ def test_a_run_goes_on_from_any_snapshot(place: snapshot.Place) -> None:
         manifest = publisher.publish_patch(1).result()
     assert manifest.delta is not None and manifest.delta.num_changed == 1
     held: dict[str, torch.Tensor] = {}
-    Follower(store, held).update()
+    Replica(store, held).update()
     assert_same_bits(held, {name: tensor.to(torch.bfloat16).cpu() for name, tensor in tensors.items()})
 
 
 @pytest.mark.usefixtures("_kernels")
-def test_a_comparison_that_breaks_off_is_followed_by_an_anchor(
+def test_a_comparison_that_fails_loses_no_change(
     monkeypatch: pytest.MonkeyPatch, place: snapshot.Place
 ) -> None:
     store, tensors = MemoryStore(), {"w": torch.randn(5000, device=DEVICE)}
@@ -391,11 +395,11 @@ def test_a_comparison_that_breaks_off_is_followed_by_an_anchor(
             with pytest.raises(RuntimeError, match="out of memory"):
                 publisher.publish_patch(1)
         manifest = publisher.publish_patch(2).result()
-        assert (manifest.kind, manifest.delta) == ("anchor", None)
+        assert manifest.delta is not None and (manifest.kind, manifest.delta.num_changed) == ("delta", 100)
         tensors["w"][9] += 1
         assert publisher.publish_patch(3).result().kind == "delta"
     held: dict[str, torch.Tensor] = {}
-    Follower(store, held).update()
+    Replica(store, held).update()
     assert_same_bits(held, {"w": tensors["w"].to(torch.bfloat16).cpu()})
 
 
@@ -422,5 +426,5 @@ def test_everything_may_change_at_once(place: snapshot.Place) -> None:
         manifest = publisher.publish_patch(1).result()
     assert manifest.delta is not None and manifest.delta.num_changed == 20_000
     held: dict[str, torch.Tensor] = {}
-    Follower(store, held).update()
+    Replica(store, held).update()
     assert_same_bits(held, {"w": tensors["w"].to(torch.bfloat16).cpu()})

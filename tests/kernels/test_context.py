@@ -11,8 +11,8 @@ from patchstore.encodings.context import stream
 from patchstore.encodings.context.stream import Coded
 from patchstore.encodings.context.tiles import tiling
 from patchstore.errors import CorruptObject
-from patchstore.model import TensorSpec
-from tests.interpreted import DEVICE, kernels
+from patchstore.format.records import TensorSpec
+from tests.support.interpreted import DEVICE, kernels
 
 # Some minutes, where they are interpreted: a tile takes a tenth of a second, and so do a few changes.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from patchstore.kernels import are_usable
-from tests.interpreted import DEVICE, kernels
+from tests.support.interpreted import DEVICE, kernels
 
 
 @pytest.fixture(autouse=True)

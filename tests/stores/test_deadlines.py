@@ -16,22 +16,22 @@ import pytest
 import s3fs
 from fsspec.callbacks import Callback
 
-from patchstore import committer
 from patchstore.errors import PublishFailed, StoreUnavailable, UsageError
+from patchstore.publish import committer
 from patchstore.stores import multipart, open_store, s3
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Store
 from patchstore.stores.deadline import DEFAULT_TIMEOUT_S, Deadline, Overdue, Patience, allowance
 from patchstore.stores.fsspec_store import FsspecStore
 from patchstore.stores.hub import HubStore
 from patchstore.stores.s3 import S3Store
+from patchstore.testing.hub import Hub
+from patchstore.testing.hub.clients import quick_clients
+from patchstore.testing.hub.server import TOKEN
 from patchstore.testing.store import pattern, patterned
-from tests.hub import Hub
-from tests.hub.clients import quick_clients
-from tests.hub.server import TOKEN
 from tests.stores import bad_servers
 from tests.stores.bad_servers import Behaviour, serving
 from tests.stores.lost_answers import Answer, Request, passing_on
-from tests.weights import Run
+from tests.support.weights import Run
 
 TIMEOUT_S = 0.7
 OPERATIONS: dict[str, Callable[[Store], object]] = {

@@ -16,18 +16,19 @@ import s3fs
 from huggingface_hub import HfApi
 from safetensors.torch import load_file
 
-from patchstore import Follower, Publisher, layout, replay, verify
+from patchstore import Publisher, Replica, replay, verify
 from patchstore.errors import AlreadyExists, NotFound, UnsupportedStore, UsageError, VersionConflict
+from patchstore.format import layout
 from patchstore.stores import hub_events, open_store, packages
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Store
 from patchstore.stores.hub import HubStore
 from patchstore.stores.probe import prove_create_only
 from patchstore.stores.s3 import S3Store
+from patchstore.testing.hub import Hub
+from patchstore.testing.hub.clients import quick_clients
+from patchstore.testing.hub.server import GATEWAY_KEY, GATEWAY_SECRET, TOKEN
 from patchstore.testing.store import StoreConformance, pattern, patterned
-from tests.hub import Hub
-from tests.hub.clients import quick_clients
-from tests.hub.server import GATEWAY_KEY, GATEWAY_SECRET, TOKEN
-from tests.weights import Run, assert_same_bits
+from tests.support.weights import Run, assert_same_bits
 
 BUCKET = "user/bucket"
 
@@ -400,7 +401,7 @@ def test_a_run_is_published_followed_and_replayed_bit_for_bit(
     run.close()
     publishing.close()
     reading = open_store(url, **native)
-    follower = Follower(reading, {})
+    follower = Replica(reading, {})
     for version in (3, 5, 1):
         follower.update(version)
         assert_same_bits(dict(follower.tensors), run.history[version])
@@ -475,7 +476,7 @@ def feeds() -> list[threading.Thread]:
 
 
 def test_a_hub_that_runs_by_itself_ends_with_whoever_started_it() -> None:
-    command = [sys.executable, "-m", "tests.hub", "--bucket", BUCKET]
+    command = [sys.executable, "-m", "patchstore.testing.hub", "--bucket", BUCKET]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None and program.stdin is not None
         url = program.stdout.readline().strip()

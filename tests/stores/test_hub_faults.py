@@ -9,7 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from patchstore import Follower, layout, replay
+from patchstore import Replica, replay
 from patchstore.errors import (
     AlreadyExists,
     CorruptObject,
@@ -18,14 +18,15 @@ from patchstore.errors import (
     UnsupportedStore,
     UsageError,
 )
+from patchstore.format import layout
 from patchstore.stores import hub_api
 from patchstore.stores.base import PART_BYTES
 from patchstore.stores.hub import HubStore
+from patchstore.testing.hub import Hub
+from patchstore.testing.hub.clients import quick_clients
+from patchstore.testing.hub.server import READ_TOKEN, TOKEN
 from patchstore.testing.store import pattern, patterned
-from tests.hub import Hub
-from tests.hub.clients import quick_clients
-from tests.hub.server import READ_TOKEN, TOKEN
-from tests.weights import Run, assert_same_bits
+from tests.support.weights import Run, assert_same_bits
 
 BUCKET = "user/bucket"
 URL = f"hf://buckets/{BUCKET}/run"
@@ -248,7 +249,7 @@ def test_a_run_goes_on_while_answers_are_lost(hub: Hub, store: HubStore, through
     run.publish_versions(4)
     run.close()
     hub.lose = None
-    follower = Follower(store, {})
+    follower = Replica(store, {})
     for version in range(4):
         follower.update(version)
         assert_same_bits(dict(follower.tensors), run.history[version])
@@ -372,7 +373,7 @@ def test_hf_xet_lets_a_flipped_bit_through_and_digests_do_not(
     run = Run(store)
     run.publish_versions(3)
     run.close()
-    follower = Follower(store, {})
+    follower = Replica(store, {})
     follower.update(1)
     (delta,) = store.list(f"deltas/{layout.manifest_key(2)[len(layout.VERSIONS) : -len('.json')]}")
     whole, offset = store.get(delta), store.size(delta) // 2

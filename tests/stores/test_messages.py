@@ -16,9 +16,9 @@ from patchstore.stores.folder import FolderStore
 from patchstore.stores.fsspec_store import FsspecStore
 from patchstore.stores.memory import MemoryStore
 from patchstore.stores.messages import Messages
-from tests.hub import Hub
-from tests.hub.clients import quick_clients
-from tests.hub.server import TOKEN
+from patchstore.testing.hub import Hub
+from patchstore.testing.hub.clients import quick_clients
+from patchstore.testing.hub.server import TOKEN
 from tests.stores.lost_answers import answering
 
 SECRETS = {"key": "AKIDEXAMPLE", "secret": "wJalrXUtnFEMI/K7MDENG", "token": "FwoGZXIvYXdzEXAMPLE"}

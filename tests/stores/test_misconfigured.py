@@ -12,7 +12,7 @@ import pytest
 from patchstore.errors import NotFound, PatchstoreError, StoreUnavailable, UsageError
 from patchstore.stores import open_store
 from patchstore.stores.base import PART_BYTES, Store
-from tests.hub.clients import quick_clients
+from patchstore.testing.hub.clients import quick_clients
 from tests.stores import bad_servers
 from tests.stores.bad_servers import serving
 

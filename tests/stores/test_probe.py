@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from patchstore import layout
 from patchstore.errors import AlreadyExists, StoreUnavailable, UnsupportedStore, UsageError
+from patchstore.format import layout
 from patchstore.stores import open_store
 from patchstore.stores.base import Store
 from patchstore.stores.memory import MemoryStore

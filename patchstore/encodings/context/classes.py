@@ -1,4 +1,4 @@
-"""Classes: elements whose old exponents are alike change alike often.
+"""Classes: elements with equal old exponents change about equally often.
 
 A key orders bit patterns as the numbers they stand for, so that a change is a small whole number of
 steps. Every pattern has a key of its own: -0.0, infinities and NaNs too.

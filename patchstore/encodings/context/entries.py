@@ -11,8 +11,8 @@ from patchstore.encodings.context.stream import Coded, decode_all
 from patchstore.encodings.context.table import pack, unpack
 from patchstore.encodings.context.tiles import tiling
 from patchstore.errors import CorruptObject
-from patchstore.model import TensorSpec
-from patchstore.tensors import TORCH_DTYPES, TensorPatch, index_dtype, joined
+from patchstore.format.records import TensorSpec
+from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, index_dtype, joined
 
 Tiles = npt.NDArray[np.int64] | None
 """Numbers of some of a tensor's tiles, ascending; None for all."""

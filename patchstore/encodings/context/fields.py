@@ -35,7 +35,7 @@ class Fields:
     tail_fields: npt.NDArray[np.uint64]
 
     def write(self, zeros: npt.NDArray[np.uint64], start: Array) -> None:
-        """Put the fields into the streams of tiles whose class begins at the bits `start`."""
+        """Put the fields into the streams of tiles; the class begins at the bits `start`."""
         base = start[self.tile]
         put(zeros, base + self.at, self.fields)
         put(zeros, base[self.tails] + self.tails_at, self.tail_fields)

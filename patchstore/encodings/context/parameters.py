@@ -65,7 +65,7 @@ def choose_rows(
         width: bytes of an element, [T] or one for all.
 
     Returns: K int64 [T]: `num_classes`, or 1 where one class for all is not longer; and uint8
-        [T, 16, 3], of which the first K rows hold.
+        [T, 16, 3], with the first K rows in use.
     """
     num_tensors = len(num_elements)
     width = np.broadcast_to(width, num_tensors)

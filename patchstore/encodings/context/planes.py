@@ -72,7 +72,9 @@ def count(words: npt.NDArray[np.uint64], bounds: Array) -> npt.NDArray[np.int64]
 def class_words(
     bits: Array, dtype: str, lo: Array, last: Array, wanted: Array
 ) -> dict[int, npt.NDArray[np.uint64]]:
-    """Return a bit for each element, old `bits` of which are given, of each of the wanted classes.
+    """Return, for each wanted class, a bit for each element: whether it belongs to that class.
+
+    `bits` are the old bit patterns.
 
     Args:
         lo: uint8, exponents up to this one are in the first class; of each element, or one for all.

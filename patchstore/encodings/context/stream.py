@@ -30,7 +30,7 @@ from patchstore.encodings.context.parameters import (
 from patchstore.encodings.context.planes import class_words, count, plane
 from patchstore.encodings.context.tiles import Layout, tiling
 from patchstore.errors import CorruptObject
-from patchstore.model import TensorSpec
+from patchstore.format.records import TensorSpec
 
 _READ_TOGETHER = 1 << 24  # elements: many streams side by side, and bounded temporaries
 _WRITTEN_TOGETHER = (
@@ -95,7 +95,7 @@ def encode(spec: TensorSpec, old: Array, positions: Array, new: Array) -> Coded:
 
     Args:
         old: uint8 or uint16 [num_elements], all old bit patterns.
-        positions: int64, ascending, those of the elements whose bits differ; at least one.
+        positions: int64, ascending, of the elements with other bits than before; at least one.
         new: their new bit patterns.
     """
     return encode_all([spec], old, np.array([len(positions)]), positions, new)[0]
@@ -111,7 +111,7 @@ def encode_all(
     Args:
         old: uint8 or uint16, all old bit patterns, tensor after tensor.
         counts: int64 [T], changes of each; at least one.
-        positions: int64, ascending in each tensor, those of its elements whose bits differ.
+        positions: int64, ascending in each tensor, of its elements with other bits than before.
         new: their new bit patterns.
     """
     num, dtype = len(specs), specs[0].dtype
@@ -394,7 +394,7 @@ def _streams(group: _Group, rows: Array, width: int) -> tuple[npt.NDArray[np.int
 
 
 def _used(rows: Array) -> npt.NDArray[np.int64]:
-    """Return the classes in which anything may change."""
+    """Return the classes that may have changes."""
     return np.flatnonzero((rows[:, :, 0] != SILENT).any(axis=0))
 
 

@@ -13,7 +13,7 @@ from patchstore.encodings.context.parameters import valid_rows
 from patchstore.encodings.context.stream import Coded
 from patchstore.encodings.context.tiles import tiling
 from patchstore.errors import CorruptObject
-from patchstore.model import TensorSpec
+from patchstore.format.records import TensorSpec
 
 _RECORD = np.dtype(
     [("index", "<u4"), ("lo", "u1"), ("num_classes", "u1"), ("bits", "u1"), ("zero", "u1"), ("least", "<u4")]

@@ -84,7 +84,7 @@ class Tiling:
         return np.concatenate([self._part(flat, *at).reshape(-1) for at in self._boxes(tiles)])
 
     def scatter(self, elements: Array, flat: Array, tiles: Array) -> None:
-        """Put elements, in the order in which `gather` returns them, into a flattened tensor."""
+        """Put elements, in the order of `gather`, into a flattened tensor."""
         if self.is_even:
             pick = self._pick(tiles)
             across = (self.col_tiles,) if isinstance(pick, slice) else ()
@@ -142,7 +142,7 @@ class Layout:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def scatter(self, elements: Array, flat: Array, tiles: Array) -> None:
-        """Put elements, in the order in which `gather` returns them, where they belong."""
+        """Put elements, in the order of `gather`, where they belong."""
         sizes = [run.sizes() for run in self.runs]
         start = 0
         for run, part, mine, number in self._parts(flat, tiles):

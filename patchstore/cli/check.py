@@ -1,0 +1,144 @@
+"""`patchstore verify` and `doctor`: whether a store, a version and a server are as they should be."""
+
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+# torch takes seconds to import, so commands that need it import it themselves.
+from patchstore.cli import output
+from patchstore.cli.failures import EXIT_CODES
+from patchstore.cli.options import Json, StorageOption, StoreUrl, Version, parsed
+from patchstore.cli.stores import head, header, newest_slot, open_with
+from patchstore.errors import DataError, HostError, PatchstoreError, StoreUnavailable, UsageError
+from patchstore.format import history
+from patchstore.stores import Store
+
+
+def verify(
+    store: Annotated[
+        str | None,
+        typer.Argument(metavar="STORE", help="With --server, the one it follows by default."),
+    ] = None,
+    version: Version = None,
+    every: Annotated[bool, typer.Option("--all", help="Every version, each from its anchor.")] = False,
+    server: Annotated[
+        str | None,
+        typer.Option("--server", metavar="URL", help="Check what this server serves, while it does."),
+    ] = None,
+    option: StorageOption = None,
+    as_json: Json = False,
+) -> None:
+    """Rebuild a version in memory, tensor by tensor, and check every digest; or check a server's weights."""
+    if every and (version is not None or server is not None):
+        raise typer.BadParameter("name a version, a server or --all, not two of them")
+    if server is not None:
+        _verify_server(store, version, server, option, as_json=as_json)
+        return
+    if store is None:
+        raise typer.BadParameter("name a store, or a server with --server")
+    bucket = open_with(store, option)
+    header(bucket)
+    if every:
+        _verify_all(bucket, as_json=as_json)
+        history.check_newest(bucket, history.head(bucket))
+    elif version is not None:
+        _verify_version(bucket, version, as_json=as_json)
+    else:
+        newest = head(bucket)
+        history.check_newest(bucket, newest)
+        _verify_version(bucket, newest.version, as_json=as_json)
+
+
+def _verify_version(bucket: Store, version: int, *, as_json: bool) -> None:
+    from patchstore.read import replay
+
+    with output.progress(f"version {version}", shown=not as_json) as progress:
+        found = replay.verify(bucket, version, progress=progress)
+    if as_json:
+        output.print_json({**output.summary(found), "verified": True})
+    else:
+        output.print_line(f"version {version}: payloads and state {output.short(found.state.total)} verified")
+
+
+def _verify_all(bucket: Store, *, as_json: bool) -> None:
+    """Verify every version; one that is damaged says nothing about the next."""
+    versions = range(newest_slot(bucket) + 1)
+    num_wrong = 0
+    for version in versions:
+        try:
+            _verify_version(bucket, version, as_json=as_json)
+        except PatchstoreError as exc:
+            if isinstance(exc, StoreUnavailable | HostError):
+                raise
+            num_wrong += 1
+            if as_json:
+                damaged = output.Unreadable(version=version, error=exc)
+                output.print_json({**damaged.to_dict(), "verified": False})
+            output.print_error(exc.kind, f"version {version}: {exc}")
+    if not as_json:
+        output.print_line(f"{len(versions) - num_wrong} of {len(versions)} versions verified")
+    if num_wrong:
+        raise typer.Exit(EXIT_CODES[DataError])
+
+
+def _verify_server(
+    store: str | None, version: int | None, server: str, option: list[str] | None, *, as_json: bool
+) -> None:
+    from patchstore.serve.verify import verify_server
+    from patchstore.serve.vllm_server import VllmServer
+
+    with VllmServer(server) as inference:
+        url = store or inference.status().store
+        if url is None:
+            raise UsageError(f"{server} follows no store; name one")
+        found = verify_server(open_with(url, option), inference, version)
+    rest = {"computed": len(found.computed), "unverified": len(found.unverified)}
+    if as_json:
+        served = {"server": inference.url, "num_verified": found.num_verified, **rest, "verified": True}
+        served["num_engines"] = found.num_engines
+        output.print_json({**output.summary(found.manifest), **served})
+        return
+    unseen = "".join(f", {count} {kind}" for kind, count in rest.items() if count)
+    if found.num_engines > 1:
+        unseen += f", in each of {found.num_engines} engines"
+    output.print_line(
+        f"{inference.url} serves version {found.manifest.version}, state "
+        f"{output.short(found.manifest.state.total)}: {found.num_verified} tensors verified{unseen}"
+    )
+
+
+def doctor(
+    store: StoreUrl,
+    server: Annotated[
+        list[str] | None,
+        typer.Option("--server", metavar="URL", help="A vLLM server that follows it, or shall; repeatable."),
+    ] = None,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Leave out what writes, for hosts that only follow.")
+    ] = False,
+    size: Annotated[int, typer.Option(min=1, help="Megabytes with which throughput is measured.")] = 32,
+    option: StorageOption = None,
+    as_json: Json = False,
+) -> None:
+    """Say what works and what does not, before you train; exit code 1 where there is a problem."""
+    from patchstore.doctor import examine
+
+    found = []
+    examination = examine(
+        store,
+        server or [],
+        storage_options=parsed(option),
+        read_only=read_only,
+        num_bytes=size * 1_000_000,
+    )
+    # Closed also where the reader of the output went away, so that nothing is left behind.
+    with closing(examination) as findings:
+        for finding in findings:
+            found.append(finding)
+            if as_json:
+                output.print_json(finding.to_dict())
+    if not as_json:
+        output.out.print(output.findings_table(found))
+    if any(finding.level == "problem" for finding in found):
+        raise typer.Exit(1)

@@ -1,0 +1,71 @@
+"""How the command line says that something failed: one line, and an exit code."""
+
+import re
+from contextlib import suppress
+from typing import Any
+
+import typer
+
+from patchstore.cli import output
+from patchstore.errors import (
+    DataError,
+    NotFound,
+    PatchstoreError,
+    ServerUnavailable,
+    StoreUnavailable,
+    UsageError,
+    VersionConflict,
+    WrongParent,
+)
+
+EXIT_CODES: dict[type[PatchstoreError], int] = {
+    UsageError: 2,
+    NotFound: 2,
+    DataError: 3,
+    WrongParent: 3,
+    StoreUnavailable: 4,
+    ServerUnavailable: 4,
+    VersionConflict: 5,
+}
+
+
+def exit_code(error: PatchstoreError) -> int:
+    """Return the exit code of a command that ended with an error."""
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
+
+
+WRONG_CALL = typer.BadParameter.__mro__[1]
+"""The class of all that typer has to say against a call; it does not export it."""
+
+_HINTS = {
+    "--version": "the version is an argument without a name: patchstore replay STORE OUT 12",
+    "-v": "the version is an argument without a name: patchstore replay STORE OUT 12",
+    "--verbose": "it comes before the command: patchstore --verbose doctor STORE",
+}
+
+
+def explain_call(exc: Any, *, as_json: bool) -> None:
+    """Say what is wrong with a call, of which typer raised `exc`."""
+    message = exc.format_message()
+    if not message:
+        # There were no arguments, and the help was shown instead.
+        return
+    # Releases of typer and click differ in how they write it.
+    if given := re.match(r"No such option:? '?(-[^\s']*[^\s'.])", message):
+        is_number = given[1][1:].isdecimal()
+        hint = "versions count from 0" if is_number else _HINTS.get(given[1])
+        message = message if hint is None else f"No such option: {given[1]}; {hint}"
+    if exc.ctx is not None:
+        # One line, however narrow the terminal is for which typer lays it out.
+        usage = " ".join(exc.ctx.get_usage().split())
+        message = f"{message.rstrip('.')}. {usage}; --help says more"
+    explain(UsageError.kind, message, as_json=as_json)
+
+
+def explain(kind: str, message: str, *, as_json: bool) -> None:
+    """Say an error on standard error, and with `--json` on standard output too."""
+    if as_json:
+        # Standard output itself may be what failed.
+        with suppress(OSError):
+            output.print_json({"error": {"kind": kind, "message": message}})
+    output.print_error(kind, message)

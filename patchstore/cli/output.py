@@ -1,0 +1,220 @@
+"""What the command line shows: versions as tables for people and as JSON lines for programs."""
+
+import json
+import os
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.measure import Measurement
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from patchstore.errors import PatchstoreError
+from patchstore.format import manifest_json as manifests
+from patchstore.format.records import Manifest, StoreHeader
+from patchstore.format.state_sums import Sums
+
+if TYPE_CHECKING:
+    from patchstore.doctor import Finding
+
+out = Console()
+err = Console(stderr=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A version whose manifest cannot be read."""
+
+    version: int
+    error: PatchstoreError
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"version": self.version, "error": {"kind": self.error.kind, "message": str(self.error)}}
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on one line of standard output, at once."""
+    print(json.dumps(value), flush=True)
+
+
+def print_line(text: str) -> None:
+    """One line as it is, on standard output: a name in brackets is no colour, and nothing is wrapped."""
+    out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_error(kind: str, message: str) -> None:
+    """An error on one line of standard error."""
+    err.print(Text.assemble(("error", "bold red"), f" ({kind}): {message}"), soft_wrap=True)
+
+
+def print_table(table: Table) -> None:
+    """A table on standard output; in a file or a pipe as wide as what it holds."""
+    console = out if _has_edge() else Console(width=_natural_width(table))
+    console.print(table)
+
+
+def _has_edge() -> bool:
+    """Whether lines must end somewhere: on a terminal, or where the caller says so."""
+    return out.is_terminal or "COLUMNS" in os.environ
+
+
+def _natural_width(table: Table) -> int:
+    return Measurement.get(out, out.options.update(width=10_000), table).maximum
+
+
+def summary(found: Manifest) -> dict[str, Any]:
+    """A version in a few fields."""
+    return {
+        "version": found.version,
+        "kind": found.kind,
+        "parent": found.parent,
+        "step": found.step,
+        "created_at": found.created_at,
+        "writer": found.writer.id,
+        "epoch": found.writer.epoch,
+        "encoding": found.delta and found.delta.encoding,
+        "num_changed": found.delta and found.delta.num_changed,
+        "delta_bytes": found.delta and found.delta.num_bytes,
+        "anchor_bytes": found.anchor and found.anchor.num_bytes,
+        "state": found.state.total,
+    }
+
+
+def full(found: Manifest, sums: Mapping[str, Sums] | None) -> dict[str, Any]:
+    """A version with all that its manifest says, and with each tensor's digest sums if they are given."""
+    record: dict[str, Any] = json.loads(manifests.to_json(found))
+    if sums is not None:
+        record["state"]["tensors"] = {name: each.hex() for name, each in sums.items()}
+    return record
+
+
+_COLUMNS = ("version", "parent", "step", "changed", "delta", "B/change", "anchor", "state")
+_LEFT_OUT_FIRST = ("B/change", "state", "step", "anchor", "delta")
+"""Columns in the order in which they give way where a terminal is narrow."""
+_BETWEEN = " │ "
+
+
+def print_log(header: StoreHeader, versions: Sequence[Manifest | Unreadable]) -> None:
+    """Versions, a line each, in the order given. Parents are shown where one is not the version before.
+
+    Not a table of rich's, which takes 1.5 ms to lay out a line: a log may have thousands.
+    """
+    schema = header.schema
+    rows = [_row(each, schema.num_elements) for each in versions]
+    widths = {name: max(len(name), *(len(row.get(name, "")) for row in rows)) for name in _COLUMNS}
+    shown = [name for name in _COLUMNS if name != "parent" or any("parent" in row for row in rows)]
+    left_out = []
+    for name in _LEFT_OUT_FIRST if _has_edge() else ():
+        if sum(widths[each] for each in shown) + len(_BETWEEN) * (len(shown) - 1) <= out.width:
+            break
+        shown.remove(name)
+        left_out.append(name)
+    title = (
+        f"run {header.run_id}: {len(schema.tensors)} tensors, {schema.num_elements:,} elements, "
+        f"{decimal(schema.num_bytes)}"
+    )
+    lines = [_BETWEEN.join(name.rjust(widths[name]) for name in shown)]
+    lines += [_BETWEEN.join(row.get(name, "").rjust(widths[name]) for name in shown) for row in rows]
+    foot = f"not shown in so few columns: {', '.join(left_out)}" if left_out else ""
+    width = out.width if _has_edge() else len(title)
+    print("\n".join([*textwrap.wrap(title, width), *lines, *textwrap.wrap(foot, width)]))
+
+
+def _row(found: Manifest | Unreadable, num_elements: int) -> dict[str, str]:
+    if isinstance(found, Unreadable):
+        return {"version": str(found.version), "changed": "unreadable"}
+    delta, anchor = found.delta, found.anchor
+    row = {"version": str(found.version), "step": str(found.step), "state": short(found.state.total)}
+    row |= {"changed": "-", "delta": "-", "B/change": "-"}
+    row["anchor"] = "-" if anchor is None else decimal(anchor.num_bytes)
+    if found.version > 0 and found.parent != found.version - 1:
+        row["parent"] = "none" if found.parent is None else str(found.parent)
+    if delta is not None:
+        row["changed"] = f"{100 * delta.num_changed / max(1, num_elements):.3f} %"
+        row["delta"] = decimal(delta.num_bytes)
+        row["B/change"] = f"{delta.num_bytes / delta.num_changed:.2f}" if delta.num_changed else "-"
+    return row
+
+
+def show_table(found: Manifest, sums: Mapping[str, Sums] | None) -> Table:
+    """One version, a field a line."""
+    table = Table(title=f"version {found.version}", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in summary(found).items():
+        # What a bucket says may look like rich's markup.
+        table.add_row(name, "-" if value is None else Text(str(value)))
+    table.add_row("write_id", Text(found.writer.write_id))
+    table.add_row("parent_digest", found.parent_digest or "-")
+    delta = found.delta.payloads if found.delta else ()
+    state = (found.state.sums,)
+    anchor = (*found.anchor.payloads, *found.anchor.files) if found.anchor else ()
+    for part, payloads in (("delta", delta), ("anchor", anchor), ("sums", state)):
+        for payload in payloads:
+            table.add_row(part, Text(f"{payload.key}\n{payload.size:,} bytes, {payload.digest}"))
+    for name, each in (sums or {}).items():
+        table.add_row(each.hex(), Text(name))
+    return table
+
+
+_NARROW = 60
+"""Characters below which a column for kinds would leave too few for sentences."""
+_COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+
+def findings_table(findings: Iterable["Finding"]) -> Table:
+    """What an examination found, under what it is about, and below what is not well what to do."""
+    table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    is_narrow = out.width < _NARROW
+    if not is_narrow:
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for about, each in groupby(findings, lambda finding: finding.about):
+        table.add_section()
+        table.add_row(*("" for _ in table.columns[1:]), Text(about, style="bold"))
+        for finding in each:
+            text = Text(f"{finding.kind}: {finding.found}" if is_narrow else finding.found)
+            if finding.advice is not None:
+                text.append(f"\n-> {finding.advice}", style="italic")
+            kind = () if is_narrow else (finding.kind,)
+            table.add_row(Text(finding.level, style=_COLOURS[finding.level]), *kind, text)
+    return table
+
+
+def short(digest: str) -> str:
+    """The first digits of a digest, enough to compare by eye."""
+    return digest.removeprefix("blake3:")[:12]
+
+
+@contextmanager
+def progress(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar of bytes on standard error while the block runs, where that is a terminal."""
+    if not (shown and err.is_terminal):
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)

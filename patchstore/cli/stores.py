@@ -1,0 +1,53 @@
+"""Stores as commands need them: with a run, and with a version."""
+
+from pathlib import Path
+
+from patchstore.cli.options import parsed
+from patchstore.errors import DataError, VersionNotFound
+from patchstore.format import history, layout
+from patchstore.format.records import Manifest, StoreHeader
+from patchstore.stores import Store, open_store
+
+
+def open_with(url: str, options: list[str] | None) -> Store:
+    """Open a store with options as they are given on the command line."""
+    return open_store(url, **parsed(options))
+
+
+def header(store: Store) -> StoreHeader:
+    """Read what the store says of its run.
+
+    Raises:
+        VersionNotFound: there is none.
+    """
+    found = history.read_header(store)
+    if found is None:
+        path = None if "://" in store.url else Path(store.url)
+        what = "is no folder" if path is not None and not path.is_dir() else "holds no run"
+        raise VersionNotFound(f"{store.url} {what}; check the URL, or publish a version there")
+    return found
+
+
+def head(store: Store) -> Manifest:
+    """Read the newest version.
+
+    Raises:
+        VersionNotFound: there is none yet.
+    """
+    newest = history.head(store)
+    if newest is None:
+        raise VersionNotFound(f"{store.url} holds a run without a version yet; publish one")
+    return newest
+
+
+def newest_slot(store: Store) -> int:
+    """Return the number of the newest version, also where its manifest cannot be read."""
+    try:
+        return head(store).version
+    except DataError:
+        # Perhaps of the newest manifest itself. Which slots there are, their names say too.
+        listed = (layout.manifest_version(key) for key in store.list(layout.VERSIONS))
+        newest = max((version for version in listed if version is not None), default=None)
+        if newest is None:
+            raise
+        return newest

@@ -1,0 +1,335 @@
+"""Whether a store can be reached, keeps what versions depend on, and how fast it is from here.
+
+Everything is tried with the store's own verbs, on keys under `probes/` that are removed again: services
+have been seen to do other things than they say.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from patchstore.doctor.bucket import Bucket
+from patchstore.doctor.finding import Check, Finding
+from patchstore.errors import (
+    AlreadyExists,
+    NotFound,
+    PatchstoreError,
+    StoreUnavailable,
+    UnsupportedStore,
+    UsageError,
+)
+from patchstore.format import layout
+from patchstore.stores import Store
+from patchstore.stores.base import PART_BYTES
+from patchstore.stores.folder import FolderStore
+from patchstore.stores.memory import MemoryStore
+from patchstore.stores.probe import prove_create_only
+
+_SMALL = os.urandom(1000)
+_NUM_TIMED = 10
+_CLOCK_OFF_S = 30
+_CLOCK_WRONG_S = 900
+"""From here on S3 refuses signatures."""
+_SKEWED = "RequestTimeTooSkewed"
+_SET_THE_CLOCK = "set this machine's clock (timedatectl set-ntp true, or the host's in a container)"
+_GATEWAY = "-o gateway_key=... -o gateway_secret=... (S3 credentials of the same account on the Hub)"
+
+
+def _open(bucket: Bucket) -> Iterator[Finding]:
+    try:
+        bucket.open()
+    except UnsupportedStore as exc:
+        yield bucket.finding("store-unsupported", str(exc), "do what it says, or use s3:// or a folder")
+    except UsageError as exc:
+        yield bucket.finding("store-url", str(exc), "correct the URL, or the --option that it names")
+    else:
+        yield from _folder(bucket)
+
+
+def _folder(bucket: Bucket) -> Iterator[Finding]:
+    """Say that a folder does not exist: one that is misspelt looks like a store that is new."""
+    if bucket.folder is None:
+        return
+    nearest = next(each for each in (bucket.folder, *bucket.folder.parents) if os.path.lexists(each))
+    if not nearest.is_dir():
+        found = f"{nearest} is a file, and a store is a folder"
+        yield bucket.finding("store-url", found, "give the path of a folder")
+    elif bucket.is_new:
+        may = "may" if os.access(nearest, os.W_OK | os.X_OK) else "may not"
+        found = f"there is no folder {bucket.folder}; this user {may} make it in {nearest}"
+        advice = "check the path; for a new run do nothing, as the first publication makes the folder"
+        yield bucket.finding("no-folder", found, advice)
+
+
+def _answer(bucket: Bucket) -> Iterator[Finding]:
+    began = time.monotonic()
+    try:
+        bucket.store.get(layout.HEADER, 0, 1)
+    except NotFound:
+        pass
+    except (UsageError, StoreUnavailable) as exc:
+        yield _no_answer(bucket, exc)
+        return
+    spent_s = time.monotonic() - began
+    yield bucket.finding("store", f"opens, and answered its first request in {_ms(spent_s)}")
+
+
+def _no_answer(bucket: Bucket, exc: PatchstoreError) -> Finding:
+    if _is_skewed(exc):
+        return bucket.finding("clock-wrong", f"the store refuses this machine's time: {exc}", _SET_THE_CLOCK)
+    if isinstance(exc, StoreUnavailable):
+        advice = "check the address (-o endpoint_url=... for S3), the network, and a proxy in between"
+        return bucket.finding("store-unreachable", str(exc), advice)
+    if isinstance(exc.__cause__, FileNotFoundError):
+        return bucket.finding("no-bucket", str(exc), "create the bucket, or correct its name in the URL")
+    return bucket.finding("store-refused", str(exc), _credentials(bucket.url))
+
+
+def _credentials(url: str) -> str:
+    if _is_hub(url):
+        return "log in (hf auth login, or HF_TOKEN) as a user who may use this bucket; create it if need be"
+    if url.startswith("s3"):
+        return (
+            "give credentials (-o key=... -o secret=..., -o profile=..., or AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY) that are allowed s3:GetObject, s3:ListBucket, without which S3 refuses "
+            "what does not exist, and for publishers s3:PutObject"
+        )
+    return "give this user the right to read there"
+
+
+def _clock(bucket: Bucket) -> Iterator[Finding]:
+    if isinstance(bucket.store, FolderStore):
+        return
+    if isinstance(bucket.store, MemoryStore):
+        yield bucket.finding("clock", "is in this process, and has its clock")
+        return
+    url = _endpoint(bucket)
+    if url is None:
+        yield bucket.finding("clock-unknown", "has no clock that can be asked over HTTP")
+        return
+    before = bucket.now()
+    try:
+        date = httpx.get(url, timeout=10).headers.get("Date")
+    except httpx.HTTPError as exc:
+        yield bucket.finding("clock-unknown", f"{url} did not tell the time: {type(exc).__name__}")
+        return
+    if date is None:
+        yield bucket.finding("clock-unknown", f"{url} did not tell the time")
+        return
+    yield _compared(bucket, (before + bucket.now()) / 2 - parsedate_to_datetime(date).timestamp())
+
+
+def _folder_clock(bucket: Bucket) -> Iterator[Finding]:
+    if isinstance(bucket.store, FolderStore):
+        with bucket.probes() as key:
+            name = key("clock")
+            bucket.store.put(name, b"")
+            written = Path(bucket.store.url, name).stat().st_mtime
+            yield _compared(bucket, bucket.now() - written)
+
+
+def _compared(bucket: Bucket, ahead_s: float) -> Finding:
+    side = "ahead of" if ahead_s > 0 else "behind"
+    off = f"this machine's clock is {abs(ahead_s):,.0f} s {side} the store's"
+    if abs(ahead_s) >= _CLOCK_WRONG_S:
+        found = f"{off}; S3 refuses all requests from {_CLOCK_WRONG_S} s on"
+        return bucket.finding("clock-wrong", found, _SET_THE_CLOCK)
+    if abs(ahead_s) >= _CLOCK_OFF_S:
+        return bucket.finding("clock-off", off, _SET_THE_CLOCK)
+    return bucket.finding("clock", f"this machine's clock and the store's are {abs(ahead_s):.1f} s apart")
+
+
+def _endpoint(bucket: Bucket) -> str | None:
+    """Where the store's server answers over HTTP, if that is known."""
+    if _is_hub(bucket.url):
+        return str(bucket.options.get("endpoint") or os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    if not bucket.url.startswith(("s3://", "s3a://")):
+        return None
+    of_client: Mapping[str, Any] = bucket.options.get("client_kwargs") or {}
+    named = bucket.options.get("endpoint_url") or of_client.get("endpoint_url")
+    variables = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
+    return str(named or next(filter(None, variables), "https://s3.amazonaws.com"))
+
+
+def _write(bucket: Bucket) -> Iterator[Finding]:
+    with bucket.probes() as key:
+        try:
+            bucket.store.put(key("write"), _SMALL)
+        except UsageError as exc:
+            advice = "allow this user to write (s3:PutObject on S3), or say --read-only where it only follows"
+            yield bucket.finding("write-refused", str(exc), advice)
+            return
+    yield bucket.finding("write", "takes new objects")
+
+
+def _create_only(bucket: Bucket) -> Iterator[Finding]:
+    if bucket.store.single_writer:
+        other = f"give {_GATEWAY}" if _is_hub(bucket.url) else "use a folder or s3://"
+        yield bucket.finding(
+            "single-writer",
+            "cannot create an object only once, and has your word (single_writer) that nothing else "
+            "publishes here: a second publisher is only detected, not kept out",
+            f"start one publisher only; to have a second one kept out, {other} instead of single_writer",
+        )
+        bucket.can_create = True
+        return
+    try:
+        prove_create_only(bucket.store)
+    except UnsupportedStore as exc:
+        if _is_hub(bucket.url):
+            advice = f"give {_GATEWAY}; or -o single_writer=true, your word that nothing else publishes here"
+            yield bucket.finding("gateway-missing", str(exc), advice)
+            return
+        advice = "use a folder, or an S3 service that honours If-None-Match on PutObject"
+        yield bucket.finding("create-only-broken", str(exc), advice)
+        return
+    bucket.can_create = True
+    yield bucket.finding("create-only", "creates an object only once: in turn, and in 5 races of 8 writers")
+
+
+def _read_after_write(bucket: Bucket) -> Iterator[Finding]:
+    # Several, since what lags does so now and then.
+    with bucket.probes() as key:
+        late = 0
+        for number in range(_NUM_TIMED):
+            name = key(number)
+            bucket.store.put(name, _SMALL)
+            try:
+                late += bucket.store.get(name) != _SMALL or bucket.store.size(name) != len(_SMALL)
+            except NotFound:
+                late += 1
+    if late:
+        found = f"of {_NUM_TIMED} objects {late} could not be read as they had just been written"
+        advice = "take caches and replicas out of the way: commits are settled by reading back"
+        yield bucket.finding("read-lags", found, advice)
+    else:
+        yield bucket.finding(
+            "read-after-write", f"{_NUM_TIMED} objects were read as they had just been written"
+        )
+
+
+def _listing(bucket: Bucket) -> Iterator[Finding]:
+    with bucket.probes() as key:
+        names = [key(number) for number in range(_NUM_TIMED)]
+        for name in names:
+            bucket.store.put(name, b"")
+        listed = {*bucket.store.list(names[0].removesuffix("0"))}
+    if late := len({*names} - listed):
+        found = f"of {_NUM_TIMED} new objects {late} were not listed at once"
+        advice = "nothing is lost, as listings are only where probing starts; first looks take longer"
+        yield bucket.finding("listing-lags", found, advice)
+    else:
+        yield bucket.finding("listing", f"{_NUM_TIMED} new objects were listed at once")
+
+
+def _ranges(bucket: Bucket) -> Iterator[Finding]:
+    with bucket.probes() as key:
+        name, size = key("ranges"), len(_SMALL)
+        bucket.store.put(name, _SMALL)
+        # The first and the last bytes, some between, what crosses the end, and what lies beyond it.
+        asked = ((0, 1), (size - 1, size), (100, 900), (size - 5, size + 5), (size + 5, size + 9), (7, None))
+        wrong = [span for span in asked if bucket.store.get(name, *span) != _SMALL[slice(*span)]]
+    if wrong:
+        first, end = wrong[0]
+        found = f"answered {len(wrong)} of {len(asked)} ranges with other bytes, such as {first} to {end}"
+        yield bucket.finding("ranges-wrong", found, "use another service: payloads are read in ranges")
+    else:
+        yield bucket.finding("ranges", f"{len(asked)} ranges of an object had the right bytes")
+
+
+def _latency(bucket: Bucket) -> Iterator[Finding]:
+    def timed(call: Callable[..., object], *args: object, **kwargs: object) -> float:
+        began = time.monotonic()
+        call(*args, **kwargs)
+        return time.monotonic() - began
+
+    with bucket.probes() as key:
+        names = [key(number) for number in range(2 * _NUM_TIMED)]
+        put, get = bucket.store.put, bucket.store.get
+        spent = {
+            "put": [timed(put, name, _SMALL) for name in names[:_NUM_TIMED]],
+            "get": [timed(get, name) for name in names[:_NUM_TIMED]],
+        }
+        if bucket.can_create:
+            spent["create-only put"] = [timed(_create, bucket.store, name) for name in names[_NUM_TIMED:]]
+    each = (f"{name} {_ms(median(times))} ({_ms(max(times))} at worst)" for name, times in spent.items())
+    yield bucket.finding("latency", f"of 1 kB, {_NUM_TIMED} times: {', '.join(each)}")
+
+
+def _create(store: Store, key: str) -> None:
+    try:
+        store.put(key, _SMALL, if_absent=True)
+    except AlreadyExists:
+        # Our own, the answer to which was lost on the way.
+        return
+
+
+def _throughput(bucket: Bucket) -> Iterator[Finding]:
+    payload, read = os.urandom(bucket.num_bytes), bytearray(bucket.num_bytes)
+    view = memoryview(payload)
+    with bucket.probes() as key:
+        name = key("payload")
+        began = time.monotonic()
+        bucket.store.upload(name, (view[at : at + PART_BYTES] for at in range(0, len(view), PART_BYTES)))
+        stored = time.monotonic()
+        num_read = bucket.store.read_into(name, memoryview(read))
+        done = time.monotonic()
+    if num_read != len(payload) or read != payload:
+        found = f"{megabytes(len(payload))} came back as {megabytes(num_read)} with other bits"
+        advice = "do not train on this store: find what changes bytes between here and there, such as a proxy"
+        yield bucket.finding("payload-wrong", found, advice)
+        return
+    up, down = (megabytes(len(payload) / spent_s) for spent_s in (stored - began, done - stored))
+    found = f"{megabytes(len(payload))} went up at {up}/s and down at {down}/s, and came back bit for bit"
+    yield bucket.finding("throughput", found)
+
+
+def _left_behind(bucket: Bucket) -> Iterator[Finding]:
+    if bucket.num_left:
+        found = f"at least {bucket.num_left} objects of this examination could not be removed"
+        advice = f"remove {layout.PROBES} by hand, or allow s3:DeleteObject; publishing does not need it"
+        yield bucket.finding("left-behind", found, advice)
+
+
+def _is_hub(url: str) -> bool:
+    return url.startswith("hf://")
+
+
+def megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
+
+
+def _is_skewed(exc: BaseException | None) -> bool:
+    """Whether S3 refuses a request for its time: it says so in the message, or in the answer to a cause."""
+    while exc is not None:
+        response = getattr(exc, "response", None)
+        if _SKEWED in str(exc) or (isinstance(response, Mapping) and _SKEWED in str(response)):
+            return True
+        exc = exc.__cause__
+    return False
+
+
+CHECKS: tuple[Check[Bucket], ...] = (
+    Check(name="the URL", look=_open),
+    Check(name="the answer", look=_answer, needs=("the URL",)),
+    Check(name="the clock", look=_clock, needs=("the URL",)),
+    Check(name="writing", look=_write, needs=("the answer",), writes=True),
+    Check(name="a folder's clock", look=_folder_clock, needs=("writing",), writes=True),
+    Check(name="creating only once", look=_create_only, needs=("writing",), writes=True),
+    Check(name="reading what was written", look=_read_after_write, needs=("writing",), writes=True),
+    Check(name="listing", look=_listing, needs=("writing",), writes=True),
+    Check(name="ranges", look=_ranges, needs=("writing",), writes=True),
+    Check(name="latency", look=_latency, needs=("writing",), writes=True),
+    Check(name="throughput", look=_throughput, needs=("writing",), writes=True),
+    Check(name="removing", look=_left_behind),
+)

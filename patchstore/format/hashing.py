@@ -1,0 +1,80 @@
+"""Digests of stored objects: BLAKE3, the fastest cryptographic hash at hand (about 2 GB/s per core).
+
+SHA-256 does 0.4 GB/s on the same core, which would be slower than the network it guards.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from blake3 import blake3
+
+from patchstore.errors import CorruptObject
+from patchstore.format.records import Payload
+from patchstore.stores.base import Chunk
+
+_Chunk = TypeVar("_Chunk", bytes, Chunk)
+
+_MAX_THREADS = 8
+"""Of one digest; with more, memory is what it waits for."""
+_LARGE_BYTES = 1 << 20
+
+
+def digest(data: Chunk) -> str:
+    """`blake3:` and 64 hex digits."""
+    return f"blake3:{blake3(data).hexdigest()}"
+
+
+class Hasher:
+    """A digest over chunks; counts their bytes."""
+
+    def __init__(self) -> None:
+        # Threads of its own: a forked process would wait for those that the library shares, which it lacks.
+        self._hash = blake3(max_threads=min(_MAX_THREADS, os.cpu_count() or 1))
+        self.num_bytes = 0
+
+    def update(self, chunk: Chunk) -> None:
+        self._hash.update(chunk)
+        self.num_bytes += len(chunk)
+
+    def through(self, chunks: Iterable[_Chunk]) -> Iterator[_Chunk]:
+        """Pass chunks on, counting them into the digest.
+
+        A large one is digested while the consumer has it, and both are done before the next is asked for.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="patchstore-digest") as beside:
+            for chunk in chunks:
+                if len(chunk) < _LARGE_BYTES:
+                    self.update(chunk)
+                    yield chunk
+                else:
+                    done = beside.submit(self.update, chunk)
+                    try:
+                        yield chunk
+                    finally:
+                        done.result()
+
+    def digest(self) -> str:
+        return f"blake3:{self._hash.hexdigest()}"
+
+
+def verified(chunks: Iterable[bytes], payload: Payload) -> Iterator[bytes]:
+    """Pass chunks on, and check at the end that they were the payload's bytes.
+
+    A consumer must not make anything of them visible before the iterator has ended.
+
+    Raises:
+        CorruptObject: more bytes than the payload has (at once), or at the end too few or others.
+    """
+    hasher, num_bytes = Hasher(), 0
+    for chunk in hasher.through(chunks):
+        num_bytes += len(chunk)
+        if num_bytes > payload.size:
+            break
+        yield chunk
+    if num_bytes != payload.size:
+        found = f"at least {num_bytes:,}" if num_bytes > payload.size else f"{num_bytes:,}"
+        raise CorruptObject(f"{payload.key} should have {payload.size:,} bytes but has {found}")
+    if hasher.digest() != payload.digest:
+        raise CorruptObject(f"{payload.key} should have digest {payload.digest} but has {hasher.digest()}")

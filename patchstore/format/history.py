@@ -1,0 +1,358 @@
+"""The log of versions: reading manifests, finding the head, and the one create that commits.
+
+A manifest's slot is created once and never again written or removed. Every client library may
+report its own successful create as "already exists" (it retried after a lost answer), so a commit
+that was refused or left unanswered is settled by reading the slot back.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from itertools import islice
+from typing import TypeVar
+
+from patchstore.errors import (
+    AlreadyExists,
+    CorruptObject,
+    DataError,
+    NotFound,
+    RunExists,
+    SchemaMismatch,
+    StoreUnavailable,
+    UsageError,
+    VersionConflict,
+    VersionNotFound,
+)
+from patchstore.format import hashing, layout, manifest_json, planning
+from patchstore.format.records import Manifest, StoreHeader
+from patchstore.stores.base import Store
+from patchstore.support import host
+
+_FIRST_BYTES = 1 << 20
+"""Of a JSON object, what is asked for first; few are larger."""
+READ_AHEAD = 8
+"""Manifests that are read at once, at most, where many are read one after the other."""
+
+_Value = TypeVar("_Value", Manifest, StoreHeader)
+
+
+def create_header(store: Store, header: StoreHeader) -> None:
+    """Create a run.
+
+    Raises:
+        RunExists: the prefix holds another run; nothing was changed.
+        SchemaMismatch: a reader would refuse what it says of the tensors; nothing was created.
+        StoreUnavailable: unknown whether it was created.
+    """
+    try:
+        data = _spelled(header, manifest_json.header_to_json, manifest_json.header_from_json)
+    except UsageError as exc:
+        raise SchemaMismatch(
+            f"a run of these tensors cannot be created, as no reader would open it: {exc}"
+        ) from exc
+    try:
+        store.put(layout.HEADER, data, if_absent=True)
+    except (AlreadyExists, StoreUnavailable) as exc:
+        found = read_header(store)
+        if found is None:
+            raise
+        if found.run_id != header.run_id:
+            raise RunExists(
+                f"{store.url} already holds run {found.run_id}, created {found.created_at}; "
+                "use another prefix, or open the publisher with resume=... to go on with that run"
+            ) from exc
+
+
+def read_header(store: Store) -> StoreHeader | None:
+    """Return the header of the run at this prefix, or None where there is no run.
+
+    Raises:
+        CorruptObject, UnsupportedFormat: `store.json` cannot be understood, or is missing where versions are.
+    """
+    try:
+        data = _bounded(store, layout.HEADER)
+    except NotFound as exc:
+        with host.reading(layout.VERSIONS):
+            left = next(iter(store.list(layout.VERSIONS)), None)
+        if left is not None:
+            raise CorruptObject(
+                f"{store.url} has {left} but no {layout.HEADER}, which was removed: put it back, or use "
+                "another place"
+            ) from exc
+        return None
+    return manifest_json.header_from_json(data)
+
+
+def read_manifest(store: Store, version: int) -> Manifest:
+    """Return a version's manifest.
+
+    Raises:
+        VersionNotFound: not committed.
+        CorruptObject, UnsupportedFormat: the object cannot be understood.
+    """
+    return _read(store, version)[0]
+
+
+def stored_digest(store: Store, version: int) -> str:
+    """Digest of a manifest as it is stored, which the next version names as its `parent_digest`.
+
+    Not of the manifest spelled anew: another release may have written fields that this one drops.
+
+    Raises:
+        VersionNotFound: not committed.
+    """
+    return hashing.digest(_stored(store, version))
+
+
+def _stored(store: Store, version: int) -> bytes:
+    try:
+        return _bounded(store, layout.manifest_key(version))
+    except NotFound as exc:
+        raise VersionNotFound(f"{store.url} has no version {version}") from exc
+
+
+def _read(store: Store, version: int) -> tuple[Manifest, bytes]:
+    data = _stored(store, version)
+    return manifest_json.from_json(layout.manifest_key(version), data), data
+
+
+def read_back(store: Store, newest: int, oldest: int = 0) -> Generator[Manifest, None, None]:
+    """Yield all versions from the newest to the oldest, one in each slot, whatever their parents are.
+
+    Raises:
+        As `read_manifest`, when it is that version's turn.
+    """
+    for found, _ in _read_back(store, newest, oldest):
+        yield found
+
+
+def _read_back(store: Store, newest: int, oldest: int) -> Generator[tuple[Manifest, bytes], None, None]:
+    """Yield manifests and their bytes, and read ahead: not at first, and twice as far with each one taken.
+
+    Most callers take one or two. Those who take thousands must not wait for each.
+    """
+    with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="patchstore-log") as pool:
+        reads: deque[Future[tuple[Manifest, bytes]]] = deque()
+        versions, width = iter(range(newest, oldest - 1, -1)), 1
+        try:
+            while True:
+                for version in islice(versions, width - len(reads)):
+                    reads.append(pool.submit(_read, store, version))
+                if not reads:
+                    return
+                yield reads.popleft().result()
+                width = min(2 * width, READ_AHEAD)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _bounded(store: Store, key: str) -> bytes:
+    """Read a JSON object; of one that is larger than it may be, just enough to notice."""
+    with host.reading(key):
+        # A store allows more time for a request that may be answered with more bytes, so few ask for many.
+        data = store.get(key, 0, _FIRST_BYTES)
+        return data if len(data) < _FIRST_BYTES else store.get(key, 0, manifest_json.MAX_JSON_BYTES + 1)
+
+
+def head(store: Store, hint: int | None = None) -> Manifest | None:
+    """Return the highest committed version's manifest, or None where nothing is committed.
+
+    Costs three reads when `hint` or `head.json` is right: that object, the slot, and the empty one after
+    it; one more for each version that both are behind. Without either, the versions are listed once. A
+    hint is never believed without its manifest.
+    """
+    found = None
+    for guess in sorted({guess for guess in (hint, _stored_hint(store)) if guess is not None}, reverse=True):
+        try:
+            found = read_manifest(store, guess)
+            break
+        except VersionNotFound:
+            continue
+    if found is None:
+        # Listings may lag behind, so what they show is a start for probing, not the answer.
+        with host.reading(layout.VERSIONS):
+            listed = [layout.manifest_version(key) for key in store.list(layout.VERSIONS)]
+        last = max((version for version in listed if version is not None), default=None)
+        try:
+            found = read_manifest(store, 0 if last is None else last)
+        except VersionNotFound:
+            return None
+    while (later := following(store, found)) is not None:
+        found = later
+    return found
+
+
+def following(store: Store, found: Manifest) -> Manifest | None:
+    """Return the version in the slot after this one, or None while there is nothing new."""
+    try:
+        return read_manifest(store, found.version + 1)
+    except VersionNotFound:
+        return None
+
+
+def check_newest(store: Store, newest: Manifest | None) -> None:
+    """Check that the versions do not end before the one that `head.json` names, which is written after it.
+
+    Raises:
+        CorruptObject: they do: the newest were removed.
+    """
+    hint = _stored_hint(store)
+    if hint is not None and (newest is None or newest.version < hint):
+        there = "there is none" if newest is None else f"the newest is {newest.version}"
+        raise CorruptObject(
+            f"{store.url}: {layout.HEAD} names version {hint}, but {there}: versions were removed. Put them "
+            f"back, or use another place; if {layout.HEAD} is what is wrong, delete it"
+        )
+
+
+def _stored_hint(store: Store) -> int | None:
+    try:
+        with host.reading(layout.HEAD):
+            data = store.get(layout.HEAD, 0, manifest_json.MAX_HINT_BYTES + 1)
+    except NotFound:
+        return None
+    return manifest_json.hint_from_json(data)
+
+
+def write_hint(store: Store, version: int) -> None:
+    """Tell readers where the head was; losing this costs them a listing, nothing else."""
+    store.put(layout.HEAD, manifest_json.hint_to_json(version))
+
+
+def read_lineage(store: Store, target: int, held: int | None = None) -> dict[int, Manifest]:
+    """Return what `lineage.plan` needs: the target and its ancestors.
+
+    Goes back to the nearest anchor, and on to `held` where that is older and the way from there may still
+    cost less, checking that every manifest is the one that its child names.
+
+    Raises:
+        VersionNotFound: the target, or an ancestor that the plan needs, is not in the store.
+        CorruptObject: a manifest is not the one its child was built on.
+    """
+    known: dict[int, Manifest] = {}
+    spent = 0  # as `Plan.cost`, from `found` to the target
+    cheapest: int | None = None
+    with closing(ancestry(store, target, held)) as versions:
+        while True:
+            try:
+                found = next(versions, None)
+            except VersionNotFound:
+                if cheapest is None:
+                    raise
+                break
+            if found is None:
+                break
+            known[found.version] = found
+            if cheapest is None and found.anchor is not None:
+                cheapest = spent + planning.anchor_cost(found)
+            if found.delta is None or found.version == held:
+                break
+            spent += planning.delta_cost(found)
+            if cheapest is not None and (held is None or found.version < held or spent > cheapest):
+                break
+    return known
+
+
+def ancestry(store: Store, target: int, held: int | None = None) -> Generator[Manifest, None, None]:
+    """Yield a version and its ancestors, newest first, each as its child names it.
+
+    Args:
+        held: the ancestor that the caller will hardly go beyond, if one is known: not read ahead of.
+
+    Raises:
+        VersionNotFound: an ancestor is not in the store.
+        CorruptObject: a manifest is not the one its child was built on.
+    """
+    child: Manifest | None = None
+    at: int | None = target
+    while at is not None:
+        # Nearly always each is the parent of the one in the next slot; this ends where a trainer went back.
+        oldest = held if held is not None and held <= at else 0
+        with closing(_read_back(store, at, oldest)) as versions:
+            for found, data in versions:
+                if child is not None:
+                    _check_parent(child, found, data)
+                yield found
+                child, at = found, found.parent
+                if at != found.version - 1:
+                    break
+
+
+def read_parent(store: Store, child: Manifest) -> Manifest:
+    """Return the manifest of a version's parent, which it must have.
+
+    Raises:
+        VersionNotFound: the store has none.
+        CorruptObject: the one there has other bytes than the child names, is of another run, or of a later
+            epoch.
+    """
+    assert child.parent is not None
+    parent, data = _read(store, child.parent)
+    _check_parent(child, parent, data)
+    return parent
+
+
+def _check_parent(child: Manifest, parent: Manifest, data: bytes) -> None:
+    if hashing.digest(data) != child.parent_digest:
+        raise CorruptObject(
+            f"{layout.manifest_key(parent.version)} is not the manifest that version {child.version} "
+            f"names as its parent: expected {child.parent_digest}, found {hashing.digest(data)}"
+        )
+    if parent.run_id != child.run_id or parent.writer.epoch > child.writer.epoch:
+        raise CorruptObject(
+            f"version {child.version} (run {child.run_id}, epoch {child.writer.epoch}) cannot descend "
+            f"from version {parent.version} (run {parent.run_id}, epoch {parent.writer.epoch})"
+        )
+
+
+def commit(store: Store, new: Manifest) -> None:
+    """Make a version exist. Its payloads must be stored already.
+
+    Raises:
+        UsageError: a reader would refuse the manifest, or read it as another; nothing was created.
+        VersionConflict: another writer has the slot; this one is fenced and must stop.
+        StoreUnavailable: no answer, and the slot is still empty or cannot be read; calling again
+            with the same manifest is safe.
+    """
+    key = layout.manifest_key(new.version)
+    data = _spelled(new, manifest_json.to_json, lambda spelled: manifest_json.from_json(key, spelled))
+    try:
+        # Readers believe a version exists once its manifest does, so this comes last and never overwrites.
+        store.put(key, data, if_absent=True)
+    except (AlreadyExists, StoreUnavailable) as exc:
+        try:
+            stored = _bounded(store, key)
+        except NotFound:
+            raise StoreUnavailable(f"{key} was not stored: {exc}") from exc
+        if stored != data:
+            raise VersionConflict(
+                f"version {new.version} was committed by {_author(key, stored)}, not by {new.writer.id} "
+                f"(epoch {new.writer.epoch}); another publisher has this run: stop this one"
+            ) from exc
+
+
+def _author(key: str, data: bytes) -> str:
+    try:
+        writer = manifest_json.from_json(key, data).writer
+    except DataError:
+        return "a publisher of another release"
+    return f"{writer.id} (epoch {writer.epoch})"
+
+
+def _spelled(value: _Value, spell: Callable[[_Value], bytes], read: Callable[[bytes], _Value]) -> bytes:
+    """Spell what is about to be created, and make sure that readers will read the same.
+
+    Raises:
+        UsageError: they will not.
+    """
+    try:
+        data = spell(value)
+        found = read(data)
+    except (DataError, TypeError, ValueError, OverflowError, RecursionError) as exc:
+        raise UsageError(f"not stored, as readers would refuse it: {exc}") from exc
+    if found != value:
+        raise UsageError(
+            f"not stored, as readers would take it for {found!r:.300}, and not for {value!r:.300}"
+        )
+    return data

@@ -1,0 +1,66 @@
+"""Explain in a line or two why a model does not take a run's tensors.
+
+vLLM's loaders list every parameter of the model when one name is unknown to them. And the most frequent
+cause is visible in the run itself: it was published from a wrapper around the model.
+"""
+
+from dataclasses import dataclass
+
+from patchstore.format.records import Schema
+
+_OUTERMOST = {"module.": "module", "base_model.model.": "merge_and_unload()"}
+"""What DistributedDataParallel and PEFT put before every name -> what of the wrapper to publish instead."""
+_ANYWHERE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What torch.compile, FSDP and activation checkpointing put before the names of each module they wrap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapped:
+    """What a run's names say of the model that it was published from."""
+
+    found: str
+    advice: str
+    """What to publish instead."""
+
+    def __str__(self) -> str:
+        return f"{self.found}. {self.advice[0].upper()}{self.advice[1:]}"
+
+
+def of_wrapper(schema: Schema) -> Wrapped | None:
+    """Say what to publish instead where the run's names are those of a wrapped model; None otherwise.
+
+    This only says what the names look like: a model may have a module that is called `module`. So it is for
+    runs that a model has refused.
+    """
+    names = [spec.name for spec in schema.tensors]
+    found, publish = list[str](), "model"
+    while prefix := next((each for each in (*_OUTERMOST, *_ANYWHERE) if _all_begin(names, each)), None):
+        found.append(prefix)
+        publish += "." + _OUTERMOST.get(prefix, prefix[:-1])
+        names = [name.removeprefix(prefix) for name in names]
+    inner = [each for each in _ANYWHERE if any(f".{each}" in f".{name}" for name in names)]
+    if not found and not inner:
+        return None
+    prefixes = " and ".join(repr(each) for each in dict.fromkeys([*found, *inner]))
+    if inner:
+        publish = f"a dict of its tensors without {prefixes} in their names"
+    return Wrapped(
+        found=f"this run was published from a wrapped model: its names have {prefixes}",
+        advice=f"publish {publish}, to another prefix, as a run keeps its names",
+    )
+
+
+def explain(schema: Schema, otherwise: str) -> str:
+    """Return why a model refused a run: that it was published from a wrapped one, or what is given."""
+    wrapped = of_wrapper(schema)
+    return otherwise if wrapped is None else str(wrapped)
+
+
+def brief(reason: str, *, max_chars: int = 240) -> str:
+    """Cut a loader's message, which may list every parameter of the model, and keep it on one line."""
+    line = " ".join(reason.split())
+    return line if len(line) <= max_chars else f"{line[:max_chars]}... ({len(line):,} characters)"
+
+
+def _all_begin(names: list[str], prefix: str) -> bool:
+    return bool(names) and all(name.startswith(prefix) for name in names)

@@ -1,0 +1,255 @@
+"""Payloads: safetensors files written and read as streams, with every byte accounted for.
+
+The safetensors library reads files and writes whole buffers; anchors here are streamed from the
+model to the store and from the store into a replay, so that memory is bounded by one tensor. The
+format is its own; the tests read what this writes with the library, and the other way round.
+"""
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from patchstore.errors import CorruptObject
+from patchstore.format.manifest_json import json_object, tensor_spec
+from patchstore.format.records import DTYPE_BYTES, TensorSpec
+from patchstore.stores.base import Chunk
+from patchstore.tensors.bits import bits, from_bytes, raw_bytes, spec_of
+
+CHUNK_BYTES = 8 << 20
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor of a file and where its bytes are."""
+
+    spec: TensorSpec
+    start: int
+    """Bytes from the beginning of the data; `start + spec.num_bytes` is the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileHeader:
+    """What a safetensors file says before its data."""
+
+    entries: tuple[Entry, ...]
+    """In the order of their data, which they cover without holes or overlaps."""
+    metadata: Mapping[str, str]
+    data_start: int
+    """Bytes from the beginning of the file."""
+
+
+def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """Return the length field and header of a file that holds these tensors in this order."""
+    record: dict[str, object] = {_METADATA: dict(metadata)}
+    offset = 0
+    for spec in specs:
+        end = offset + spec.num_bytes
+        record[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def aligned(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Order tensors so that each begins at a multiple of its element size: wide dtypes first."""
+    return sorted(specs, key=lambda spec: -DTYPE_BYTES[spec.dtype])
+
+
+def write(
+    specs: Sequence[TensorSpec], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
+) -> Iterator[Chunk]:
+    """Yield a safetensors file, one tensor at a time, as views of the tensors' memory.
+
+    Args:
+        tensors: one for each spec, in the same order; taken from the iterable as they are written.
+    """
+    yield header_bytes(specs, metadata)
+    for spec, tensor in zip(specs, tensors, strict=True):
+        assert spec_of(spec.name, tensor) == spec, f"{spec} is not what is being written"
+        check_bools("this file cannot be written", spec, tensor)
+        view = raw_bytes(tensor)
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield view[start : start + CHUNK_BYTES]
+
+
+def read_header(where: str, file_size: int, first: bytes | bytearray) -> FileHeader | int:
+    """Read a header from the first bytes of a file.
+
+    Args:
+        where: the object's key, to name in errors.
+        file_size: bytes of the whole file.
+        first: as many of its bytes as are at hand, at least 8 if it has them.
+
+    Returns:
+        The header, or the number of bytes that `first` must have for it.
+
+    Raises:
+        CorruptObject: not a safetensors file, or one whose entries overlap, leave holes, or do not
+            add up to the file's size.
+    """
+    if file_size < 8 or len(first) < 8:
+        raise CorruptObject(f"{where}: {file_size} bytes are too few for a safetensors file")
+    (length,) = struct.unpack_from("<Q", first)
+    if length > min(MAX_HEADER_BYTES, file_size - 8):
+        raise CorruptObject(
+            f"{where}: its header claims {length:,} bytes, but the file has {file_size:,} and a header "
+            f"at most {MAX_HEADER_BYTES:,}"
+        )
+    if len(first) < 8 + length:
+        return 8 + int(length)
+    record = json_object(f"{where}: its header", first[8 : 8 + length])
+    metadata = record.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CorruptObject(f"{where}: its metadata must map strings to strings")
+    entries = sorted(
+        (_entry(where, name, value) for name, value in record.items()),
+        key=lambda entry: (entry.start, entry.spec.num_bytes),
+    )
+    expected = 0
+    for entry in entries:
+        if entry.start != expected:
+            raise CorruptObject(
+                f"{where}: the bytes of {entry.spec.name!r} begin at {entry.start}, expected {expected}: "
+                "tensors must not overlap or leave holes"
+            )
+        expected += entry.spec.num_bytes
+    if 8 + length + expected != file_size:
+        raise CorruptObject(
+            f"{where}: header and tensors need {8 + length + expected:,} bytes, "
+            f"but the file has {file_size:,}"
+        )
+    return FileHeader(entries=tuple(entries), metadata=metadata, data_start=8 + int(length))
+
+
+def listed_spec(where: str, name: str, value: object) -> TensorSpec:
+    """Read an object with the fields `dtype` and `shape`, as headers and lists of tensors have them.
+
+    Raises:
+        CorruptObject
+    """
+    if not isinstance(value, dict) or not isinstance(value.get("dtype"), str):
+        raise CorruptObject(f"{where}: {name!r:.100} must have a dtype and a shape, not {value!r:.100}")
+    return tensor_spec(where, name, value["dtype"], value.get("shape"))
+
+
+def _entry(where: str, name: str, value: object) -> Entry:
+    spec = listed_spec(where, name, value)
+    assert isinstance(value, dict)
+    offsets = value.get("data_offsets")
+    if not (isinstance(offsets, list) and len(offsets) == 2 and all(type(n) is int for n in offsets)):
+        raise CorruptObject(f"{where}: data_offsets of {name!r} must be two integers")
+    if offsets[0] < 0 or offsets[1] - offsets[0] != spec.num_bytes:
+        raise CorruptObject(
+            f"{where}: {name!r} needs {spec.num_bytes} bytes, but its data_offsets are {offsets}"
+        )
+    return Entry(spec=spec, start=offsets[0])
+
+
+def read_stream(
+    where: str, file_size: int, chunks: Iterable[bytes]
+) -> Iterator[FileHeader | tuple[TensorSpec, torch.Tensor]]:
+    """Yield a file's header and then its tensors, in the order of their data, from a stream.
+
+    Holds one tensor and one chunk at a time. Consumes `chunks` to the end, so that a check behind
+    them (`checksum.verified`) has run when this iterator ends; nothing it yielded may be trusted
+    before that.
+
+    Raises:
+        CorruptObject: as `read_header`, or the stream ends early.
+    """
+    source = _Source(where, iter(chunks))
+    first = source.take(min(8, file_size))
+    header = read_header(where, file_size, first)
+    if isinstance(header, int):
+        header = read_header(where, file_size, first + source.take(header - len(first)))
+    assert isinstance(header, FileHeader)
+    yield header
+    for entry in header.entries:
+        yield entry.spec, tensor_of(where, entry.spec, source.take(entry.spec.num_bytes))
+    source.finish()
+
+
+class _Source:
+    """A stream of chunks of any sizes, read in pieces of other sizes."""
+
+    def __init__(self, where: str, chunks: Iterator[bytes]) -> None:
+        self._where, self._chunks = where, chunks
+        self._rest = memoryview(b"")
+
+    def take(self, size: int) -> bytearray:
+        """Return exactly `size` bytes.
+
+        Allocates as data arrives, not as a header claims: a lying size costs nothing.
+        """
+        piece = bytearray()
+        while len(piece) < size:
+            if not self._rest:
+                chunk = next(self._chunks, None)
+                if chunk is None:
+                    raise CorruptObject(f"{self._where} ends {size - len(piece):,} bytes early")
+                self._rest = memoryview(chunk)
+            part = self._rest[: size - len(piece)]
+            piece += part
+            self._rest = self._rest[len(part) :]
+        return piece
+
+    def finish(self) -> None:
+        for chunk in self._chunks:
+            if chunk:
+                raise CorruptObject(f"{self._where} goes on after its last tensor")
+
+
+def open_buffer(where: str, buffer: bytearray | memoryview) -> tuple[FileHeader, dict[str, torch.Tensor]]:
+    """Read a whole file that is in memory or mapped; the tensors share the buffer.
+
+    Raises:
+        CorruptObject: as `read_header`.
+    """
+    view = memoryview(buffer).cast("B")
+    header = read_header(where, len(view), bytes(view[:8]))
+    if isinstance(header, int):
+        header = read_header(where, len(view), bytes(view[:header]))
+    assert isinstance(header, FileHeader)
+    tensors = {}
+    for entry in header.entries:
+        start = header.data_start + entry.start
+        tensors[entry.spec.name] = tensor_of(where, entry.spec, view[start : start + entry.spec.num_bytes])
+    return header, tensors
+
+
+def tensor_of(where: str, spec: TensorSpec, data: bytearray | memoryview) -> torch.Tensor:
+    """Return a tensor over its bytes in a file, sharing their memory.
+
+    Raises:
+        CorruptObject: bytes that no element of this dtype has.
+    """
+    tensor = from_bytes(spec, data)
+    check_bools(where, spec, tensor)
+    return tensor
+
+
+def check_bools(where: str, spec: TensorSpec, tensor: torch.Tensor) -> None:
+    """Refuse a BOOL tensor with other bytes than 0 and 1: some of torch's copies make 1 of them, some do not.
+
+    Raises:
+        CorruptObject
+    """
+    if spec.dtype == "BOOL" and bool((bits(tensor) > 1).any()):
+        raise CorruptObject(f"{where}: {spec.name!r} is of dtype BOOL, and has a byte other than 0 and 1")
+
+
+def check_metadata(where: str, header: FileHeader, expected: Mapping[str, str]) -> None:
+    """Refuse a file that says of itself something else than its manifest does.
+
+    Raises:
+        CorruptObject
+    """
+    for field, value in expected.items():
+        if header.metadata.get(field) != value:
+            raise CorruptObject(f"{where}: its {field} is {header.metadata.get(field)!r}, expected {value!r}")

@@ -1,0 +1,127 @@
+"""The files of a checkpoint folder that are no weights: config, tokenizer, code. Anchors hold copies."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from patchstore.errors import UsageError
+from patchstore.format.layout import check_file_name
+from patchstore.format.records import Schema
+
+CONFIG = "config.json"
+
+_ENDINGS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
+"""Of config and tokenizer files, and of code that a config refers to."""
+
+_WHOLE_VALUES = frozenset({"F64", "F32", "F16", "BF16", "BOOL", "I64"})
+"""Dtypes that quantised weights are never stored in."""
+
+_SHAPE_KEYS = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+"""What a config says about the tensors, and what changes what a model with these tensors computes."""
+
+
+def read_folder(folder: Any) -> dict[str, bytes]:
+    """Return the contents of a folder's files that are no weights, by name; nothing for None.
+
+    Raises:
+        UsageError: it is no checkpoint folder, or one of the files cannot be read.
+    """
+    if folder is None:
+        return {}
+    if not isinstance(folder, str | os.PathLike):
+        raise UsageError(f"files must be the path of a checkpoint folder, not {folder!r}")
+    path = Path(folder)
+    # An empty text would name the working directory, whose files must not be uploaded by mistake.
+    if not os.fspath(folder) or not path.is_dir():
+        raise UsageError(f"files={str(folder)!r} is not a folder; give a checkpoint folder, or None")
+    try:
+        names = sorted(entry.name for entry in path.iterdir())
+        wanted = [name for name in names if name.endswith(_ENDINGS) and not name.endswith(".index.json")]
+        if CONFIG not in wanted:
+            raise UsageError(
+                f"files={str(folder)!r} has no {CONFIG}, so it is not a checkpoint folder; "
+                "model.config.save_pretrained(folder) writes one"
+            )
+        if "adapter_config.json" in wanted:
+            raise UsageError(
+                f"files={str(folder)!r} is the folder of an adapter: it has adapter_config.json, which would "
+                "make readers of a replay look for the adapter's weights; give the base model's folder"
+            )
+        found = {check_file_name(name): _read(path / name) for name in wanted if not (path / name).is_dir()}
+    except OSError as exc:
+        raise UsageError(f"files={str(folder)!r} cannot be read: {exc}") from exc
+    _config(found)
+    return found
+
+
+def _read(path: Path) -> bytes:
+    # Opening a pipe would wait for a writer.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise UsageError(f"{path} is not a regular file; remove it from the folder that files= names")
+    return path.read_bytes()
+
+
+def _config(files: dict[str, bytes]) -> dict[str, Any]:
+    """Return what a checkpoint's config says; nothing where there is none.
+
+    Raises:
+        UsageError: it is not a JSON object.
+    """
+    if CONFIG not in files:
+        return {}
+    try:
+        config = json.loads(files[CONFIG])
+    except ValueError as exc:
+        raise UsageError(f"the {CONFIG} in files= is not JSON: {exc}") from exc
+    if not isinstance(config, dict):
+        raise UsageError(f"the {CONFIG} in files= is not a JSON object, so it is no model's config")
+    return config
+
+
+def check_fits(files: dict[str, bytes], source: object, schema: Schema) -> None:
+    """Refuse the config of another model than the one that is published.
+
+    Args:
+        source: what is published; where it has a `config` as Transformers' models do, that is compared.
+
+    Raises:
+        UsageError: a server that loads a replay with this config would not serve what was trained.
+    """
+    config = _config(files)
+    if "quantization_config" in config and _WHOLE_VALUES.issuperset(spec.dtype for spec in schema.tensors):
+        raise UsageError(
+            f"the {CONFIG} in files= has a quantization_config, but none of the published tensors is "
+            "quantised, so a replay could not be loaded; give a folder with the unquantised model's config"
+        )
+    parts = (config, config.get("text_config"))
+    if any(isinstance(part, dict) and part.get("tie_word_embeddings") is False for part in parts):
+        for alias, name in schema.tied.items():
+            if "lm_head.weight" in {alias, name}:
+                raise UsageError(
+                    f"the {CONFIG} in files= says tie_word_embeddings false, but {alias!r} and {name!r} are "
+                    "one tensor in this model, so a replay would lack the weights of one; give a config that "
+                    "says true"
+                )
+    to_dict = getattr(getattr(source, "config", None), "to_dict", None)
+    if not config or to_dict is None:
+        return
+    trained = to_dict()
+    if not isinstance(trained, dict):
+        return
+    for key in _SHAPE_KEYS:
+        if key in config and key in trained and config[key] != trained[key]:
+            raise UsageError(
+                f"the {CONFIG} in files= is of another model: its {key} is {config[key]!r}, and that of the "
+                f"model to publish is {trained[key]!r}; its config.save_pretrained(folder) writes its own"
+            )

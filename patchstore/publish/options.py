@@ -1,0 +1,116 @@
+"""What a publisher is told: checks of its arguments, and of the process that it is in."""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from patchstore.encodings import CHOICES
+from patchstore.errors import RunExists, SchemaMismatch, UsageError, VersionConflict
+from patchstore.support.arguments import whole_number
+
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""As configs of trainers spell them."""
+
+
+def check_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises SchemaMismatch where a number would become infinite, or NaN, as it is converted to a dtype."""
+    # bfloat16 has the range of float32.
+    if tensor.dtype == dtype or torch.finfo(dtype).max > torch.finfo(torch.bfloat16).max / 2:
+        return
+    given = tensor.detach()
+    lost = given.to(dtype).float().isfinite() != given.isfinite()
+    if lost.any():
+        raise SchemaMismatch(
+            f"{name!r} has {int(lost.sum())} numbers beyond the range of {dtype}, such as "
+            f"{float(given[lost][0])}; publish as torch.bfloat16, or dtype=None to publish in its own dtype"
+        )
+
+
+def out_of_inference() -> AbstractContextManager[object]:
+    """The snapshot outlives the caller's inference mode, so it must not be made of inference tensors."""
+    # Not entered where it changes nothing: an interrupt while it is left would change the trainer's mode.
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+@contextmanager
+def threads_start() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as exc:
+        if "can't start new thread" not in str(exc):
+            raise
+        raise UsageError(
+            "this process cannot start the threads that a publisher needs; raise the limit of processes "
+            f"(ulimit -u, or the container's pids limit): {exc}"
+        ) from exc
+
+
+@contextmanager
+def on_one_rank() -> Iterator[None]:
+    """Say which rank should publish, where another has the run."""
+    try:
+        yield
+    except (RunExists, VersionConflict) as exc:
+        rank = _rank()
+        if rank is None:
+            raise
+        if rank.startswith("rank 0 "):
+            raise type(exc)(
+                f"{exc}. This is {rank}: if the others open a Publisher too, let only this one do so"
+            ) from exc
+        raise type(exc)(
+            f"this is {rank}, and a run is published from one rank: open the Publisher only where "
+            f"torch.distributed.get_rank() == 0, and let the other ranks go on without one. {exc}"
+        ) from exc
+
+
+def _rank() -> str | None:
+    """Return what this process is called among its ranks, as far as that is known without asking the others.
+
+    Returns:
+        Such as "rank 0 of 4"; None where there seems to be no other.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, num_ranks = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
+    else:
+        rank, num_ranks = (
+            os.environ.get("RANK", os.environ.get("LOCAL_RANK", "")),
+            os.environ.get("WORLD_SIZE", ""),
+        )
+    if not rank.isdecimal() or num_ranks == "1":
+        return None
+    if not num_ranks.isdecimal():
+        return None if rank == "0" else f"rank {rank}"
+    return f"rank {rank} of {num_ranks}"
+
+
+def dtype_of(value: Any) -> torch.dtype | None:
+    if isinstance(value, str):
+        name = value.removeprefix("torch.")
+        found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
+    else:
+        found = value
+    if found is None and value is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UsageError(
+            'dtype must be a floating-point dtype such as torch.bfloat16 or "bfloat16", or None to publish '
+            f"every tensor in its own, not {value!r}"
+        )
+    return found
+
+
+def resume_from(value: Any) -> bool | int | str:
+    if isinstance(value, bool) or (isinstance(value, str) and value in {"anchor", "auto"}):
+        return value
+    if not hasattr(value, "__index__"):
+        raise UsageError(f'resume must be True, False, a version, "anchor" or "auto", not {value!r}')
+    return whole_number("resume", value, least=0)
+
+
+def check_encoding(value: Any) -> None:
+    if value not in CHOICES:
+        raise UsageError(f"encoding must be one of {', '.join(CHOICES)}, not {value!r}")

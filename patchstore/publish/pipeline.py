@@ -1,0 +1,287 @@
+"""The stages of a publication: compare, then encode, then upload and commit.
+
+The trainer's thread compares. Two threads do the rest, each in the order of the calls. The first encodes the
+changes against the snapshot, and then applies them to it. The second uploads and commits. So the snapshot is
+the parent of what is being encoded.
+
+Every publication has a number. The snapshot has the weights of one of them, and so has the newest version in
+the store. As long as both are known, a delta leads from one to the next. After any failure one of them is not
+known, and the next publication stores the whole model.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from patchstore.encodings import Encoding
+from patchstore.errors import PatchstoreError, PublishFailed, VersionConflict
+from patchstore.format.records import Manifest, TensorSpec
+from patchstore.payloads.delta import EncodedDelta
+from patchstore.publish.committer import Committer
+from patchstore.publish.encode import encode
+from patchstore.publish.snapshot import Snapshot
+from patchstore.support.worker import Task, Worker
+from patchstore.tensors.changes import Changes
+
+logger = logging.getLogger(__name__)
+
+_UNCHANGED_CALLS = 3
+"""In a row, after which the log asks whether the source is the model that is trained."""
+
+
+class Publication:
+    """One call of `publish_patch` on its way into the store."""
+
+    def __init__(self, step: int, *, waited_s: float) -> None:
+        self.step = step
+        self.waited_s = waited_s
+        """Seconds that `publish_patch` blocked: waiting for earlier publications, then comparing."""
+        self.publish_s: float | None = None
+        """Seconds from the call to the commit; None until then."""
+        self.reported = False
+        """Whether the caller was given the result."""
+        self._task: Task[Manifest] | None = None
+
+    def done(self) -> bool:
+        """Whether the result is in, good or bad."""
+        return self._task is not None and self._task.is_done
+
+    def result(self, timeout_s: float | None = None) -> Manifest:
+        """Wait for the commit and return the version's manifest.
+
+        Raises:
+            PublishFailed: not stored; the next publication will be an anchor.
+            VersionConflict: another publisher has this run; this one must stop.
+            RunLost: the store no longer holds this run; this publisher must stop.
+            TimeoutError: not done within `timeout_s`.
+        """
+        assert self._task is not None
+        if not self._task.wait(timeout_s):
+            raise TimeoutError(
+                f"step {self.step} was not committed within {timeout_s} s; it is still under way"
+            )
+        self.reported = True
+        return self._task.result()
+
+
+class _Job:
+    """A publication between the stages."""
+
+    def __init__(
+        self, publication: Publication, number: int, *, began: float, changes: Changes | None, is_anchor: bool
+    ) -> None:
+        self.publication, self.number, self.began = publication, number, began
+        self.changes = changes
+        """None where the whole model is published, and the snapshot has it already."""
+        self.is_anchor = is_anchor
+        self.parent: int | None = None
+        """The publication that the delta leads from."""
+        self.delta: EncodedDelta | None = None
+        self.error: BaseException | None = None
+        """Why it could not be encoded."""
+
+
+class _Stage(Task[Manifest]):
+    """A job in the queue of one stage."""
+
+    def __init__(self, job: _Job, run: "partial[Manifest] | partial[None]") -> None:
+        super().__init__(run)  # type: ignore[arg-type]
+        self.job = job
+
+
+class Pipeline:
+    """The queue of publications, their snapshot, and the threads. Calls come from one thread."""
+
+    def __init__(
+        self,
+        schema: Sequence[TensorSpec],
+        snapshot: Snapshot,
+        encoding: Encoding,
+        committer: Committer,
+        threads: tuple[Worker, Worker],
+        *,
+        is_stored: bool,
+        anchor_every: int,
+        since_anchor: int,
+    ) -> None:
+        """Take over threads that do nothing yet: one encodes, one uploads and commits.
+
+        Args:
+            is_stored: whether the version to build on has the snapshot's weights.
+            since_anchor: versions since the newest anchor.
+        """
+        self._schema, self._snapshot, self._encoding, self._committer = schema, snapshot, encoding, committer
+        self._encoder, self._uploader = threads
+        self._anchor_every, self._since_anchor = anchor_every, since_anchor
+        self._last = 0
+        """The number of the newest publication."""
+        self._in_snapshot: int | None = 0
+        """The publication whose weights the snapshot has; None if it has parts of two."""
+        self._in_store: int | None = 0 if is_stored else None
+        """The publication whose weights the newest version has; None if that is none of this publisher's."""
+        self._unchanged_calls = 0
+        """Publications in a row in which no bit had changed."""
+        self.failed: deque[Publication] = deque()
+        """Publications that failed; those that the caller was told of may be among them."""
+        self.conflict: VersionConflict | None = None
+        """Why nothing can be published any more."""
+
+    def publish(
+        self, step: int, current: Mapping[str, torch.Tensor], *, began: float, max_pending: int
+    ) -> Publication:
+        """Compare, and hand the rest to the threads. If this raises, nothing is published.
+
+        Args:
+            current: the tensors of the schema; they may change once this returns.
+            began: when the call began, of `time.monotonic`.
+        """
+        self._wait_until_at_most(max_pending - 1)
+        self._encoder.wait_until_at_most(0)
+        changes = self._snapshot.compare(current) if self._can_follow() else None
+        number = self._last + 1
+        if changes is None:
+            # An anchor that is being uploaded reads the snapshot.
+            self._uploader.wait_until_at_most(0)
+            self._in_snapshot = None
+            self._snapshot.replace(current)
+            self._in_snapshot = number
+        is_anchor = changes is None or self._since_anchor + 1 >= self._anchor_every
+        publication = Publication(step, waited_s=time.monotonic() - began)
+        job = _Job(publication, number, began=began, changes=changes, is_anchor=is_anchor)
+        publication._task = _Stage(job, partial(self._commit, job))
+        self._last = number
+        self._encoder.hand_over(_Stage(job, partial(self._encode, job)))
+        self._since_anchor = 0 if is_anchor else self._since_anchor + 1
+        return publication
+
+    def _can_follow(self) -> bool:
+        """Whether a delta to the snapshot leads from the newest version, if nothing under way fails."""
+        # First, since an anchor that ends meanwhile sets `_in_store`.
+        anchors = any(isinstance(task, _Stage) and task.job.is_anchor for task in self._uploader.under_way())
+        return self._in_snapshot is not None and (anchors or self._in_store is not None)
+
+    def under_way(self) -> list[Publication]:
+        """Return the publications that are neither committed nor failed, oldest first."""
+        found: list[Publication] = []
+        for worker in (self._uploader, self._encoder):
+            for task in worker.under_way():
+                assert isinstance(task, _Stage)
+                if not task.job.publication.done() and task.job.publication not in found:
+                    found.append(task.job.publication)
+        return found
+
+    def _wait_until_at_most(self, count: int) -> None:
+        while len(found := self.under_way()) > count:
+            assert found[0]._task is not None
+            found[0]._task.wait()
+
+    def stop(self) -> None:
+        """Wait until everything is committed or has failed, and end both threads."""
+        self._encoder.stop()
+        self._uploader.stop()
+
+    def _encode(self, job: _Job) -> None:
+        """Encode a publication and bring the snapshot up to it, on the first thread."""
+        try:
+            if job.changes is not None:
+                job.parent = self._in_snapshot
+                job.delta = self._encoded(job, job.changes)
+                # An anchor that is being uploaded reads the snapshot.
+                for task in self._uploader.under_way():
+                    assert isinstance(task, _Stage)
+                    if task.job.is_anchor:
+                        task.wait()
+                self._in_snapshot = None
+                self._snapshot.apply(job.changes)
+                self._in_snapshot = job.number
+        except BaseException as exc:  # noqa: BLE001 -- the publication's result raises it
+            job.error = exc
+        finally:
+            # The changes may be the memory that the next comparison needs.
+            job.changes = None
+            assert job.publication._task is not None
+            self._uploader.hand_over(job.publication._task)
+
+    def _encoded(self, job: _Job, changes: Changes) -> EncodedDelta | None:
+        try:
+            return encode(self._schema, changes, self._snapshot, self._encoding)
+        except Exception as exc:
+            if not job.is_anchor:
+                raise
+            logger.warning("step %d will be an anchor without a delta: %s", job.publication.step, exc)
+            return None
+
+    def _commit(self, job: _Job) -> Manifest:
+        """Upload and commit a publication, on the second thread.
+
+        Raises:
+            As `Publication.result`.
+        """
+        publication = job.publication
+        try:
+            manifest = self._commit_or_fail(job)
+        except BaseException as exc:
+            self._in_store = None
+            # Before the task is done, so that the next call on the trainer's thread finds it.
+            self.failed.append(publication)
+            if isinstance(exc, VersionConflict):
+                self.conflict = exc
+            if isinstance(exc, PublishFailed | VersionConflict | AssertionError):
+                raise
+            # Such as a bucket that was deleted, rights that were taken away, or memory that is short.
+            raise PublishFailed(
+                f"step {publication.step} was not stored, and the next publication will be an anchor: "
+                f"{exc if isinstance(exc, PatchstoreError) else f'{type(exc).__name__}: {exc}'}"
+            ) from exc
+        finally:
+            job.delta = None
+        self._in_store = job.number
+        self._ask_whether_it_trains(manifest)
+        publication.publish_s = time.monotonic() - job.began
+        logger.info(
+            "published version %d: step %d, %d changed, %.1f MiB, waited %.2f s, published in %.2f s",
+            manifest.version,
+            manifest.step,
+            0 if manifest.delta is None else manifest.delta.num_changed,
+            manifest.num_bytes / 2**20,
+            publication.waited_s,
+            publication.publish_s,
+        )
+        return manifest
+
+    def _commit_or_fail(self, job: _Job) -> Manifest:
+        step = job.publication.step
+        if self.conflict is not None:
+            raise self.conflict
+        if job.error is not None:
+            raise PublishFailed(
+                f"step {step} could not be encoded, and the next publication will be an anchor: "
+                f"{type(job.error).__name__}: {job.error}"
+            ) from job.error
+        follows = job.parent is not None and job.parent == self._in_store
+        if job.is_anchor:
+            return self._committer.commit_anchor(step, self._snapshot.read, job.delta if follows else None)
+        if not follows:
+            raise PublishFailed(
+                f"step {step} builds on a publication that was not stored; "
+                "the next publication will be an anchor"
+            )
+        assert job.delta is not None
+        return self._committer.commit_delta(step, job.delta)
+
+    def _ask_whether_it_trains(self, manifest: Manifest) -> None:
+        """Warn once where many publications found nothing to publish."""
+        if manifest.delta is not None:
+            self._unchanged_calls = 0 if manifest.delta.num_changed else self._unchanged_calls + 1
+            if self._unchanged_calls == _UNCHANGED_CALLS:
+                logger.warning(
+                    "steps up to %d: no weight has changed in the last %d publications. Is the source a "
+                    "copy of the model that is trained, such as a state dict from before it was moved, or "
+                    "merged weights that were not merged again?",
+                    manifest.step,
+                    _UNCHANGED_CALLS,
+                )

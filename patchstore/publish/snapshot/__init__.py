@@ -1,0 +1,76 @@
+"""What was published last, to compare with: on the device, in host memory or in a file."""
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Protocol
+
+import torch
+
+from patchstore.format.records import TensorSpec
+from patchstore.kernels import are_usable
+from patchstore.publish.snapshot.device import DeviceSnapshot
+from patchstore.publish.snapshot.memory import Place, Served, check_place
+from patchstore.publish.snapshot.plain import PlainSnapshot
+from patchstore.tensors.changes import Changes
+from patchstore.tensors.state_digest import Sums
+
+__all__ = ["Place", "Served", "Snapshot", "check_place", "kernels_for", "take"]
+
+
+class Snapshot(Protocol):
+    """The tensors of a run as they were published last: memory, and a comparison with it.
+
+    `compare` leaves it as it is, so that changes can be encoded against it. `apply` then writes them to it.
+    """
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """By name, contiguous, where the snapshot is; views of its memory."""
+        ...
+
+    def compare(self, current: Mapping[str, torch.Tensor]) -> Changes:
+        """Return how the model's tensors differ from the snapshot, which stays as it is.
+
+        The tensors may change once this returns. What it returns is valid until the next call.
+        """
+        ...
+
+    def apply(self, changes: Changes) -> None:
+        """Bring the snapshot up to what the last comparison found. If this raises, parts of it are old."""
+        ...
+
+    def replace(self, current: Mapping[str, torch.Tensor]) -> None:
+        """Bring the snapshot up to the model's tensors. If this raises, parts of it are old."""
+        ...
+
+    def read(self, name: str) -> tuple[torch.Tensor, Sums]:
+        """Return a tensor in host memory, and its digest sums; for any one thread."""
+        ...
+
+
+def take(current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], place: Place) -> Snapshot:
+    """Copy tensors as they are served.
+
+    Args:
+        specs: of the schema, in its order.
+        place: that `check_place` admits.
+
+    Raises:
+        UsageError: not enough memory there.
+    """
+    devices = {tensor.device for tensor in current.values()}
+    kernels = kernels_for(devices)
+    if kernels is not None:
+        return DeviceSnapshot(current, specs, place, devices.pop(), kernels)
+    return PlainSnapshot(current, specs, place)
+
+
+def kernels_for(devices: set[torch.device]) -> ModuleType | None:
+    """Return `kernels.compare` where it can do the work: Triton is there, and all tensors on one GPU."""
+    if {device.type for device in devices} != {"cuda"} or len(devices) > 1:
+        return None
+    if not are_usable(next(iter(devices))):
+        return None
+    from patchstore.kernels import compare
+
+    return compare

@@ -1,0 +1,371 @@
+"""A snapshot of which kernels compare all tensors at once.
+
+It is one block of memory, whose layout is the kernels'. In host memory it passes through the device in parts
+while it is compared.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from patchstore.format.records import DTYPE_BYTES, TensorSpec
+from patchstore.kernels import new_stream
+from patchstore.publish.snapshot.memory import Place, allocating, in_file, pinned, served, views
+from patchstore.publish.snapshot.plain import write_patches
+from patchstore.tensors import state_digest
+from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, index_dtype
+from patchstore.tensors.changes import Changes, Patches
+from patchstore.tensors.state_digest import Sums
+
+CONVERTED_BYTES = 1 << 30
+"""Of tensors that are converted or made contiguous for a comparison, as many at a time."""
+BUCKET_BYTES = 256 << 20
+"""Of a snapshot in a file, two such parts are in memory at a time."""
+DIGEST_BYTES = 256 << 20
+"""Of a snapshot in host memory, so much at a time goes to the device to be digested."""
+FIRST_ROOM = 64
+"""A comparison begins with room for one changed word in so many; see `kernels.compare.Found`."""
+
+
+def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Launch what the block launches on a stream, where there is one."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+class Block:
+    """All changes as `kernels.compare.encode` writes them: a head, and the data of a payload."""
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        entries: Sequence[tuple[int, TensorSpec]],
+        memory: torch.Tensor,
+        data_start: int,
+    ) -> None:
+        """Take a block that is complete, on the device or in host memory; waits for the head.
+
+        Args:
+            specs: all tensors of the run, in the order of the head.
+            entries: in the order of the data, which of `specs` each is of, and its spec but for its length.
+            memory: uint8.
+            data_start: bytes of the head.
+        """
+        self._specs, self._entries, self._memory, self._data_start = specs, entries, memory, data_start
+        count = len(specs)
+        head = memory[:data_start].cpu().view(torch.int64).tolist()
+        self._nums = head[:count]
+        self._sums = head[count:]
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """The tensors with changes, ascending by name."""
+        found = (spec for spec, num in zip(self._specs, self._nums, strict=True) if num)
+        return sorted(found, key=lambda spec: spec.name)
+
+    def sum_growth(self) -> dict[str, Sums]:
+        """By how much the digest sums of the tensors with changes grow."""
+        return {
+            spec.name: Sums(self._sums[2 * i] % 2**64, self._sums[2 * i + 1] % 2**64)
+            for i, spec in enumerate(self._specs)
+            if self._nums[i]
+        }
+
+    def on_host(self) -> "Block":
+        """Return a copy in host memory, pinned where it comes from a GPU."""
+        memory = torch.empty_like(self._memory, device="cpu", pin_memory=self._memory.is_cuda)
+        memory.copy_(self._memory)
+        return Block(self._specs, self._entries, memory, self._data_start)
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The payload's tensors by name, which share the block: positions or gaps, and values."""
+        found = {}
+        start = self._data_start
+        for tensor, entry in self._entries:
+            end = start + self._nums[tensor] * DTYPE_BYTES[entry.dtype]
+            if end > start:
+                found[entry.name] = self._memory[start:end].view(TORCH_DTYPES[entry.dtype])
+            start = end
+        return found
+
+    def patches(self) -> list[tuple[TensorSpec, TensorPatch]]:
+        """The changes, of a block in encoding `raw`; ascending by name, and sharing the block."""
+        stored = self.stored()
+        return [
+            (
+                spec,
+                TensorPatch(
+                    name=spec.name, indices=stored[f"{spec.name}.idx"], values=stored[f"{spec.name}.val"]
+                ),
+            )
+            for spec in self.specs
+        ]
+
+
+class DeviceChanges(Changes):
+    """Changes that kernels found, as words on the device until somebody asks for more."""
+
+    def __init__(self, snapshot: "DeviceSnapshot", nums: Sequence[int]) -> None:
+        """Keep what the snapshot's last comparison found.
+
+        Args:
+            nums: changed elements of each element width.
+        """
+        self.num_changed = sum(nums)
+        self.snapshot = snapshot
+        self._nums = nums
+
+    def block(self, *, gaps: bool) -> Block:
+        """Encode in `gap`, or `raw`, on the device; on the current stream, and waits for it."""
+        return self.snapshot.block(self._nums, gaps=gaps)
+
+    def patches(self) -> Patches:
+        with self.snapshot.here(), on(self.snapshot.side):
+            return self.block(gaps=False).on_host().patches()
+
+
+class DeviceSnapshot:
+    """A snapshot that kernels compare, all tensors at once; see `kernels.compare`.
+
+    A comparison is on the caller's stream. Encoding and `apply` are on a stream of their own, `side`, and
+    overlap with what the caller does next; the caller waits for both before the next comparison.
+    """
+
+    def __init__(
+        self,
+        current: Mapping[str, torch.Tensor],
+        specs: Sequence[TensorSpec],
+        place: Place,
+        device: torch.device,
+        kernels: ModuleType,
+    ) -> None:
+        self._kernels, self.device = kernels, device
+        self._specs = sorted(specs, key=lambda spec: -DTYPE_BYTES[spec.dtype])
+        widths = [DTYPE_BYTES[spec.dtype] for spec in self._specs]
+        self._tiles = kernels.cut([spec.num_bytes for spec in self._specs], widths, device)
+        self.is_file = isinstance(place, os.PathLike)
+        num_bytes = self._tiles.first_bytes[-1]
+        with allocating(place, num_bytes):
+            self._stages: list[torch.Tensor] = []
+            if isinstance(place, os.PathLike):
+                self._memory = in_file(place, num_bytes)
+                room = max(min(num_bytes, BUCKET_BYTES), self._tiles.words * kernels.WORD)
+                # Of torch's pool, which survives a fork: the host writes to them.
+                is_cuda = device.type == "cuda"
+                self._stages = [
+                    torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=is_cuda) for _ in range(2)
+                ]
+            elif place == "host":
+                self._memory = pinned(num_bytes, device, self)
+            else:
+                self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            self._least_room = num_bytes // kernels.WORD // FIRST_ROOM
+            self._found = kernels.Found(self._tiles, self._least_room)
+        self._num_words = 0
+        """What the last comparison found."""
+        self.tensors = views(self._memory, self._specs, self._tiles.first_bytes[:-1])
+        self._orders = {gaps: self._entry_order(gaps) for gaps in (False, True)}
+        self._pointers: tuple[list[int], torch.Tensor, list[int], torch.Tensor] | None = None
+        # An anchor's reader is another thread, and must not queue behind the caller's work.
+        self.side, self._reader = new_stream(device), new_stream(device)
+        self.replace(current)
+        if not self.is_file:
+            self._compile(current)
+
+    def _compile(self, current: Mapping[str, torch.Tensor]) -> None:
+        """Do all that a trainer waits for once, with nothing to find: kernels are compiled here."""
+        found = self.compare(current)
+        with self.here():
+            DeviceChanges(self, [0] * len(self._tiles.by_width())).block(gaps=False)
+        self.apply(found)
+
+    def _entry_order(self, gaps: bool) -> tuple[list[tuple[int, TensorSpec]], Any]:
+        """Return a payload's entries in the order of `tensor_file.aligned`, and the kernels' table of it."""
+        wide = [index_dtype(spec.num_elements) == torch.int64 for spec in self._specs]
+        entries = []
+        for tensor in sorted(range(len(self._specs)), key=lambda tensor: self._specs[tensor].name):
+            spec = self._specs[tensor]
+            idx = "U16" if gaps else "I64" if wide[tensor] else "I32"
+            entries.append((tensor, TensorSpec(name=f"{spec.name}.idx", dtype=idx, shape=())))
+            entries.append((tensor, TensorSpec(name=f"{spec.name}.val", dtype=spec.dtype, shape=())))
+        entries.sort(key=lambda entry: -DTYPE_BYTES[entry[1].dtype])
+        places: list[list[int]] = [[0] * len(self._specs), [0] * len(self._specs)]
+        for place, (tensor, entry) in enumerate(entries):
+            places[entry.name.endswith(".val")][tensor] = place
+
+        def table(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device)
+
+        order = self._kernels.Order(
+            tensors=table([tensor for tensor, _ in entries]),
+            widths=table([DTYPE_BYTES[entry.dtype] for _, entry in entries]),
+            idx=table(places[0]),
+            val=table(places[1]),
+            wide=table(wide, torch.int32),
+        )
+        return entries, order
+
+    def compare(self, current: Mapping[str, torch.Tensor]) -> Changes:
+        found = self._found
+        with self.here():
+            # One step that changed everything must not cost its room for ever.
+            if found.capacity > 4 * max(self._num_words, self._least_room, 1):
+                found.resize(max(self._num_words + self._num_words // 4, self._least_room))
+            while True:
+                found.clear()
+                self._find(current)
+                # Counted also where room was short: asking twice would be waiting twice.
+                num_words, *nums = torch.cat([found.cursor, self._kernels.count(found)]).tolist()
+                if num_words <= found.capacity:
+                    break
+                found.resize(num_words + num_words // 4)
+            self._num_words = num_words
+            return DeviceChanges(self, nums)
+
+    def apply(self, changes: Changes) -> None:
+        if self.is_file:
+            write_patches(self.tensors, changes)
+            return
+        with self.here(), on(self.side):
+            self._kernels.apply(self._found, self._memory.data_ptr())
+            if self.side is not None:
+                self.side.synchronize()
+
+    def replace(self, current: Mapping[str, torch.Tensor]) -> None:
+        with self.here():
+            for spec in self._specs:
+                self.tensors[spec.name].copy_(served(current[spec.name], spec))
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+
+    def read(self, name: str) -> tuple[torch.Tensor, Sums]:
+        tensor = self.tensors[name]
+        if self._reader is None:
+            return tensor, state_digest.of_tensor(tensor)
+        with torch.cuda.stream(self._reader):
+            host = tensor
+            if tensor.device.type == "cuda":
+                # Not one buffer for all: an upload may still hold views of the tensor before.
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+                host.copy_(tensor, non_blocking=True)
+            try:
+                sums = self._digested(tensor)
+            except torch.OutOfMemoryError:
+                sums = None
+            self._reader.synchronize()
+            return host, state_digest.of_tensor(host) if sums is None else sums
+
+    def _digested(self, tensor: torch.Tensor) -> Sums:
+        """Digest a tensor on the device, in parts where it is not there."""
+        if tensor.device.type == "cuda":
+            return state_digest.of_tensor(tensor)
+        sums, flat = Sums(), tensor.view(-1)
+        step = DIGEST_BYTES // tensor.element_size()
+        for first in range(0, flat.numel(), step):
+            sums = sums.plus(state_digest.of_run(first, flat[first : first + step].to(self.device)))
+        return sums
+
+    def here(self) -> AbstractContextManager[object]:
+        """Kernels are launched on the current device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _find(self, current: Mapping[str, torch.Tensor]) -> None:
+        """Compare all tensors: at once, but for the memory that converted ones take."""
+        addresses, converted = [], []
+        for spec in self._specs:
+            tensor = current[spec.name]
+            as_is = (
+                tensor.device == self.device
+                and tensor.dtype == TORCH_DTYPES[spec.dtype]
+                and tensor.is_contiguous()
+            )
+            converted.append(not as_is)
+            addresses.append(tensor.data_ptr() if as_is else 0)
+            assert addresses[-1] or not as_is or not tensor.numel(), f"{spec.name} has no memory"
+        if not any(converted):
+            self._find_among(addresses, range(self._tiles.num_tiles))
+            return
+        first, num_bytes, held = 0, 0, []
+        for i, spec in enumerate(self._specs):
+            if converted[i]:
+                held.append(served(current[spec.name], spec, self.device))
+                addresses[i] = held[-1].data_ptr()
+                num_bytes += spec.num_bytes
+            if num_bytes >= CONVERTED_BYTES or i + 1 == len(self._specs):
+                tiles = range(self._tiles.first_tiles[first], self._tiles.first_tiles[i + 1])
+                self._find_among(addresses, tiles)
+                # Freed in the order of the stream, so that the next ones may take their memory.
+                first, num_bytes, held = i + 1, 0, []
+
+    def _find_among(self, addresses: list[int], tiles: range) -> None:
+        """Compare some tiles."""
+        if self._pointers is None or self._pointers[0] != addresses:
+            slow = self._tiles.slow(addresses)
+            self._pointers = (
+                addresses.copy(),
+                torch.tensor(addresses, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True),
+                slow,
+                torch.tensor(slow, dtype=torch.int32, device="cpu").to(self.device, non_blocking=True),
+            )
+        _, tensors, slow, picked = self._pointers
+
+        def launch(snapshot: int, chosen: range) -> None:
+            among = self._kernels.slow_among(slow, chosen)
+            self._kernels.compare(self._found, tensors, picked, snapshot, chosen, among)
+
+        if self.is_file:
+            self._find_in_file(launch, tiles)
+        else:
+            launch(self._memory.data_ptr(), tiles)
+
+    def _find_in_file(self, launch: Callable[[int, range], None], tiles: range) -> None:
+        """Compare tiles with parts of the snapshot in pinned memory."""
+        buckets = list(self._buckets(tiles, self._stages[0].numel()))
+        events: list[Any] = [None, None]
+        for k, (chosen, start, end) in enumerate(buckets):
+            stage = self._stages[k % 2][: end - start]
+            if k == 0:
+                stage.copy_(self._memory[start:end])
+            launch(stage.data_ptr() - start, chosen)
+            if self.device.type == "cuda":
+                events[k % 2] = torch.cuda.current_stream().record_event()
+            # Read ahead while the device compares, but not into a part that it still reads.
+            if k + 1 < len(buckets):
+                _, next_start, next_end = buckets[k + 1]
+                if events[(k + 1) % 2] is not None:
+                    events[(k + 1) % 2].synchronize()
+                self._stages[(k + 1) % 2][: next_end - next_start].copy_(self._memory[next_start:next_end])
+
+    def _buckets(self, tiles: range, num_bytes: int) -> Iterator[tuple[range, int, int]]:
+        """Yield runs of tiles whose part of the snapshot is no larger, and where that begins and ends."""
+        first_tiles, first_bytes = self._tiles.first_tiles, self._tiles.first_bytes
+        tile_bytes = self._tiles.words * self._kernels.WORD
+        begin, start, end = tiles.start, -1, 0
+        for tensor in range(len(self._specs)):
+            tile, stop = max(first_tiles[tensor], tiles.start), min(first_tiles[tensor + 1], tiles.stop)
+            while tile < stop:
+                at = first_bytes[tensor] + (tile - first_tiles[tensor]) * tile_bytes
+                if start < 0:
+                    begin, start = tile, at
+                room = (num_bytes - (at - start)) // tile_bytes
+                if room < 1:
+                    yield range(begin, tile), start, end
+                    start = -1
+                    continue
+                tile = min(stop, tile + room)
+                end = first_bytes[tensor] + (tile - first_tiles[tensor]) * tile_bytes
+                end = min(end, first_bytes[tensor + 1])
+        if start >= 0:
+            yield range(begin, tiles.stop), start, end
+
+    def block(self, nums: Sequence[int], *, gaps: bool) -> Block:
+        """See `DeviceChanges.block`."""
+        entries, order = self._orders[gaps]
+        head = self._kernels.head_bytes(len(self._specs))
+        size = head + self._tiles.max_data_bytes(nums, gaps=gaps)
+        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._kernels.encode(self._found, order, self._memory.data_ptr(), memory, gaps=gaps)
+        return Block(self._specs, entries, memory, head)

@@ -1,0 +1,108 @@
+"""Where a snapshot may lie, and tensors as they are served."""
+
+import errno
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from patchstore.errors import UsageError
+from patchstore.format.records import TensorSpec
+from patchstore.tensors.bits import TORCH_DTYPES
+
+Place = Literal["device", "host"] | os.PathLike[str]
+"""Where a snapshot is: on the tensors' device, in host memory, or in a file in this folder."""
+
+
+def check_place(place: object) -> None:
+    """Raises UsageError where no snapshot can be."""
+    if isinstance(place, os.PathLike):
+        if not Path(place).is_dir():
+            raise UsageError(f"snapshot={place!r} is not a folder")
+    elif not (isinstance(place, str) and place in {"device", "host"}):
+        raise UsageError(f'snapshot must be "device", "host" or the Path of a folder, not {place!r}')
+
+
+class Served(Mapping[str, torch.Tensor]):
+    """A model's tensors as they are served, each made when it is asked for."""
+
+    def __init__(self, current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+        self._current, self._specs = current, {spec.name: spec for spec in specs}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return served(self._current[name], self._specs[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+
+def served(tensor: torch.Tensor, spec: TensorSpec, device: torch.device | None = None) -> torch.Tensor:
+    """Return a tensor as it is served: the model's own memory where it is so already."""
+    # Also drops a requirement for gradients: what is published is never part of a graph.
+    return tensor.detach().to(device=device, dtype=TORCH_DTYPES[spec.dtype]).contiguous()
+
+
+@contextmanager
+def allocating(place: Place, num_bytes: int) -> Iterator[None]:
+    """Raises UsageError where memory is short."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as exc:
+        short = isinstance(exc, MemoryError | RuntimeError) or exc.errno in {errno.ENOSPC, errno.ENOMEM}
+        raise UsageError(
+            f"snapshot={place!r} needs {num_bytes:,} bytes there"
+            f"{', which are not free; try' if short else ', and that fails; try'} another place "
+            f'("device", "host" or the Path of a folder): {exc}'
+        ) from exc
+
+
+def in_file(folder: os.PathLike[str], num_bytes: int) -> torch.Tensor:
+    """Return zeros in a mapped file that has no name, and that is gone with the process."""
+    file, name = tempfile.mkstemp(prefix="patchstore-snapshot-", dir=folder)
+    try:
+        # Without room reserved a full disk would be a SIGBUS later.
+        os.posix_fallocate(file, 0, max(num_bytes, 1))
+        return torch.from_file(name, shared=True, size=max(num_bytes, 1), dtype=torch.uint8)[:num_bytes]
+    finally:
+        os.close(file)
+        Path(name).unlink()
+
+
+def pinned(num_bytes: int, device: torch.device, owner: object) -> torch.Tensor:
+    """Return zeros in host memory that the device can address for as long as `owner` lives.
+
+    Not of torch's pool, which rounds sizes up to a power of 2.
+
+    Raises:
+        MemoryError: so much cannot be pinned.
+    """
+    memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+    if device.type == "cuda" and num_bytes:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        if code:
+            raise MemoryError(f"host memory cannot be pinned: CUDA error {code}")
+        # Holds the memory until then. At exit the driver may be gone already.
+        weakref.finalize(owner, _unpin, memory).atexit = False
+    return memory
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+
+
+def views(
+    memory: torch.Tensor, specs: Sequence[TensorSpec], starts: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    return {
+        spec.name: memory[start : start + spec.num_bytes].view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+        for spec, start in zip(specs, starts, strict=True)
+    }

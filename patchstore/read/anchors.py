@@ -1,0 +1,114 @@
+"""Open the files of an anchor, verified: one tensor after the other, or mapped into memory."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, BinaryIO
+
+import torch
+
+from patchstore.errors import CorruptObject
+from patchstore.format.records import Manifest, TensorSpec
+from patchstore.payloads import anchor_file, tensor_file
+from patchstore.read.download import chunks, in_memory
+from patchstore.stores.base import PART_BYTES, Store
+
+if TYPE_CHECKING:
+    from patchstore.read.host_cache import HostCache
+
+
+def stream_anchor(
+    store: Store, manifest: Manifest, schema: Mapping[str, TensorSpec], cache: "HostCache | None" = None
+) -> Iterator[tuple[str, list[TensorSpec], Iterator[torch.Tensor]]]:
+    """Stream an anchor, file by file.
+
+    Args:
+        cache: where its files are streamed from, if given; in use there until this iterator ends.
+
+    Yields:
+        A file's name, what it holds, and its tensors in the same order, one in memory at a time. All
+        must be taken before the next file; they are proved only when their iterator ends.
+
+    Raises:
+        CorruptObject: not a file that the manifest names, or together they do not hold each tensor of
+            the run once.
+    """
+    assert manifest.anchor is not None
+    seen: set[str] = set()
+    with ExitStack() as files:
+        lend = None if cache is None else files.enter_context(cache.lease())
+        for wanted in manifest.anchor.payloads:
+            source = chunks(store, wanted) if lend is None else _read(lend(store, wanted))
+            stream = tensor_file.read_stream(wanted.key, wanted.size, source)
+            header = next(stream)
+            assert isinstance(header, tensor_file.FileHeader)
+            specs = _admitted(wanted.key, header, manifest, schema, seen)
+            tensors = (item[1] for item in stream if not isinstance(item, tensor_file.FileHeader))
+            yield wanted.key.rsplit("/", 1)[1], specs, tensors
+    _check_complete(manifest, schema, seen)
+
+
+def _read(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        yield from iter(partial(file.read, PART_BYTES), b"")
+
+
+@contextmanager
+def open_anchor(
+    store: Store, manifest: Manifest, schema: Mapping[str, TensorSpec], cache: "HostCache"
+) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Open an anchor's tensors by name, in any order, all of them proved.
+
+    They are private mappings of the cache's files: memory is the page cache, which all processes of the
+    host share. A tensor that is written to keeps its own copy of the pages, and the files stay as they
+    are. Tensors may outlive the block, which then keep their file's disk space.
+
+    Raises:
+        CorruptObject: as `stream_anchor`; nothing was yielded.
+    """
+    assert manifest.anchor is not None
+    seen: set[str] = set()
+    tensors: dict[str, torch.Tensor] = {}
+    with cache.lease() as lend:
+        for wanted in manifest.anchor.payloads:
+            with lend(store, wanted) as file:
+                buffer = in_memory(file)
+            header, found = tensor_file.open_buffer(wanted.key, buffer)
+            _admitted(wanted.key, header, manifest, schema, seen)
+            tensors |= found
+        _check_complete(manifest, schema, seen)
+        yield tensors
+
+
+def _admitted(
+    where: str,
+    header: tensor_file.FileHeader,
+    manifest: Manifest,
+    schema: Mapping[str, TensorSpec],
+    seen: set[str],
+) -> list[TensorSpec]:
+    """Return what a file of an anchor holds, and add it to `seen`, unless the anchor must not hold it.
+
+    Raises:
+        CorruptObject
+    """
+    tensor_file.check_metadata(
+        where, header, anchor_file.anchor_metadata(manifest.version, manifest.step, manifest.run_id)
+    )
+    specs = [entry.spec for entry in header.entries]
+    for spec in specs:
+        if schema.get(spec.name) != spec:
+            raise CorruptObject(
+                f"{where}: it holds {spec}, but the run has {schema.get(spec.name)} under that name"
+            )
+        if spec.name in seen:
+            raise CorruptObject(f"{where}: {spec.name!r} is in another file of this anchor too")
+        seen.add(spec.name)
+    return specs
+
+
+def _check_complete(manifest: Manifest, schema: Mapping[str, TensorSpec], seen: set[str]) -> None:
+    if missing := schema.keys() - seen:
+        raise CorruptObject(
+            f"the anchor of version {manifest.version} lacks {len(missing)} tensors, such as {min(missing)!r}"
+        )

@@ -1,0 +1,123 @@
+"""Bring payloads of a plan to this host, verified, in bounded memory.
+
+Given a host cache, processes of one host share what they fetch; without one each fetches for itself.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import torch
+
+from patchstore.errors import CorruptObject, HostError, NotFound
+from patchstore.format import hashing
+from patchstore.format.records import Payload
+from patchstore.stores.base import Store
+from patchstore.support import host
+
+if TYPE_CHECKING:
+    pass
+
+SMALL_BYTES = 1 << 16
+"""Files up to this size are read into memory: a process may map only 65,530 (`vm.max_map_count`)."""
+
+
+_UNASKED_BYTES = 64 << 20
+"""A payload of at most this size is fetched without asking the store for its size, which takes a request."""
+
+
+def chunks(store: Store, wanted: Payload) -> Iterator[bytes]:
+    """Stream a payload; what it yields is proved only when the iterator ends.
+
+    Raises:
+        CorruptObject: missing, or not the bytes that the manifest names.
+    """
+    try:
+        # One byte more than there should be, so that a longer object is noticed without asking for its size.
+        with host.reading(wanted.key):
+            yield from hashing.verified(store.read(wanted.key, end=wanted.size + 1), wanted)
+    except NotFound as exc:
+        raise _missing(store, wanted) from exc
+
+
+def check_size(store: Store, wanted: Payload) -> None:
+    """Ask the store for a payload's size, before more room is made for it than it takes.
+
+    Raises:
+        CorruptObject: missing, or not of the size that the manifest says.
+    """
+    try:
+        with host.reading(wanted.key):
+            size = store.size(wanted.key)
+    except NotFound as exc:
+        raise _missing(store, wanted) from exc
+    if size != wanted.size:
+        raise CorruptObject(f"{wanted.key} should have {wanted.size:,} bytes but has {size:,}")
+
+
+def _missing(store: Store, wanted: Payload) -> CorruptObject:
+    return CorruptObject(f"{wanted.key} is missing from {store.url}, though its version names it")
+
+
+def download(store: Store, wanted: Payload, path: Path) -> None:
+    """Copy a payload to a local file; on an error the file is incomplete and must not be used.
+
+    Raises:
+        CorruptObject: as `chunks`.
+        HostError: there is no room, which shows before anything is fetched, or the disk fails.
+    """
+    with room_for(store, wanted, path.parent), path.open("xb") as file:
+        fill(file, store, wanted)
+
+
+def fill(file: BinaryIO, store: Store, wanted: Payload) -> None:
+    """Write a payload to a new file; callers turn what goes wrong with that into `room_for`'s errors."""
+    if wanted.size > _UNASKED_BYTES:
+        # The room is taken at once, and for a false size that could be all the room that this host has.
+        check_size(store, wanted)
+    if wanted.size:
+        # Spares finding the room block by block (1 GB in 0.7 s instead of 3.2, ext4).
+        os.posix_fallocate(file.fileno(), 0, wanted.size)
+    file.writelines(chunks(store, wanted))
+
+
+def in_memory(file: BinaryIO) -> memoryview:
+    """Map a file, or read a small one. The file may be closed afterwards, and stays as it is.
+
+    Raises:
+        HostError: it cannot be mapped.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if size <= SMALL_BYTES:
+        file.seek(0)
+        return memoryview(bytearray(file.read()))
+    try:
+        # Python's own `mmap` keeps a descriptor for each mapping, and a chain may be of a thousand.
+        pages = torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=False, size=size, dtype=torch.uint8)
+    except RuntimeError as exc:
+        raise HostError(
+            f"a file of {size:,} bytes cannot be mapped on this host: {exc}; free some memory, raise "
+            "`ulimit -v`, or the sysctl vm.max_map_count"
+        ) from exc
+    # Writable, as torch wants its memory to be; what is written is a page's copy, and not the file.
+    return pages.numpy().data
+
+
+@contextmanager
+def room_for(store: Store, wanted: Payload, where: object) -> Iterator[None]:
+    """Say that there is no room for a payload, unless its manifest is wrong about how much that is.
+
+    Raises:
+        CorruptObject, HostError
+    """
+    try:
+        yield
+    except (OSError, MemoryError, OverflowError) as exc:
+        check_size(store, wanted)
+        number = exc.errno if isinstance(exc, OSError) else errno.ENOMEM
+        raise host.refused(
+            number, f"holding {wanted.size:,} bytes of {wanted.key} in {where}", reason=str(exc)
+        ) from exc

@@ -1,0 +1,88 @@
+"""Write a version's delta in another encoding."""
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from patchstore.encodings import ENCODINGS
+from patchstore.errors import UsageError
+from patchstore.format.records import Manifest, TensorSpec
+from patchstore.format.state_sums import read_sums
+from patchstore.payloads import delta_file
+from patchstore.payloads.delta import DeltaEncoder
+from patchstore.read.deltas import Wanted, open_deltas
+from patchstore.read.replay import route_to, tensors_of
+from patchstore.read.unfinished import unfinished, write_file
+from patchstore.stores.base import Store
+from patchstore.support.arguments import local_path, version_number
+from patchstore.tensors import state_digest
+from patchstore.tensors.bits import TensorPatch, bits
+
+
+def transcode(
+    store: Store, version: int, *, encoding: str, out: str | os.PathLike[str]
+) -> tuple[Manifest, int]:
+    """Write a version's delta in another encoding: a file as a publisher with that encoding stores it.
+
+    The parent is rebuilt, large tensors one at a time and small ones together, and the result proved by the
+    state digest. Memory: the changes, and one tensor or a few million elements of small ones.
+
+    Args:
+        encoding: "raw", "gap" or "context".
+        out: a file that does not exist yet.
+
+    Returns:
+        The version's manifest, and the bytes of the file.
+
+    Raises:
+        UsageError: no such encoding, the version has no delta, `out` exists, or nothing can be made there.
+        VersionNotFound: no such version.
+        WrongParent: its parent cannot be reached.
+        CorruptObject, StateMismatch: the bucket's bytes are wrong. Nothing exists under `out`.
+    """
+    target = local_path("out", out)
+    version = version_number(version)
+    if encoding not in ENCODINGS:
+        raise UsageError(f"encoding must be one of {', '.join(ENCODINGS)}, not {encoding!r}")
+    if os.path.lexists(target):
+        raise UsageError(f"{target} exists; name a file that does not")
+    header, route = route_to(store, version)
+    wanted = route.target
+    if wanted.delta is None or wanted.parent is None:
+        raise UsageError(f"version {version} has no delta: it can only be reached through its anchor")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise UsageError(f"{target} cannot be made: {exc}; name another place") from exc
+    _, before = route_to(store, wanted.parent)
+    schema = header.schema.by_name()
+    encoder = DeltaEncoder(header.schema.tensors, ENCODINGS[encoding])
+    with open_deltas(store, (wanted,), schema, None) as deltas:
+
+        def changes() -> Iterator[tuple[TensorSpec, TensorPatch, torch.Tensor]]:
+            stated = (pair for pair in tensors_of(store, header, before) if pair[0].name in deltas.names)
+            for (spec, parent, _), patch in deltas.merged_each(Wanted(*pair) for pair in stated):
+                assert parent is not None
+                exact = _exact(patch, parent)
+                if len(exact.indices):
+                    yield spec, exact, parent
+
+        encoder.add_all(changes())
+    found = encoder.delta()
+    sums = read_sums(store, header.schema, before.target)
+    sums |= {name: sums[name].plus(growth) for name, growth in found.sum_growth.items()}
+    state_digest.check_state(store, header.schema, sums, wanted)
+    metadata = delta_file.delta_metadata(
+        version, wanted.parent, wanted.step, wanted.run_id, encoding, found.listed
+    )
+    with unfinished(target, is_folder=False) as partial:
+        write_file(partial, found.file(metadata)())
+    return wanted, target.stat().st_size
+
+
+def _exact(patch: TensorPatch, parent: torch.Tensor) -> TensorPatch:
+    """Leave out what a patch states and does not change; a copy, as the patch may lie in a mapped file."""
+    indices, values = patch.indices, patch.values
+    differ = bits(parent)[indices] != bits(values)
+    return TensorPatch(name=patch.name, indices=indices[differ], values=values[differ])

@@ -1,0 +1,386 @@
+"""Keep many servers at one version: a thread asks the store for all of them, and each server has a thread.
+
+No server waits for another. A server that does not answer delays its own thread alone.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from patchstore.errors import InternalError, PatchstoreError, UsageError
+from patchstore.format.records import Manifest
+from patchstore.serve.desired import DesiredVersion, Pin
+from patchstore.serve.logs import utc
+from patchstore.serve.reconcile import Outcome, Reconciler, StepResult
+from patchstore.serve.settings import DEFAULTS
+from patchstore.serve.vllm_http import check_url
+from patchstore.serve.vllm_server import VllmServer
+
+logger = logging.getLogger(__name__)
+
+_RESCUE_S = 5.0
+"""For one call to a server that is to be left, when time is up."""
+
+Begin = Callable[[str, Callable[[], Manifest | None], threading.Event], Reconciler]
+"""Makes the steps for a server's URL, given what returns its desired version, and what is set when no switch
+may begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowEvent:
+    """What happened, where it is worth a line."""
+
+    server: str | None
+    """URL; None where it happened to the store."""
+    step: StepResult
+    num_times: int = 1
+    """How often this failure came in a row. Of many only the 1st, 2nd, 4th, 8th ... is told."""
+    time: str = field(default_factory=lambda: utc(time.time()))
+    """When the step ended: UTC, ISO 8601."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"time": self.time, "server": self.server, **self.step.to_dict()}
+
+    def __str__(self) -> str:
+        return f"{self.time} {self.server or 'store'}: {self.step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OngoingFailure:
+    """A failure that goes on."""
+
+    error: PatchstoreError
+    since: float
+    """Seconds of the monotonic clock."""
+    num_times: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerView:
+    """One server, as its last step found it. Times are seconds of the monotonic clock."""
+
+    url: str
+    is_alive: bool = True
+    """Whether its thread runs."""
+    is_up: bool = False
+    """Whether it answered."""
+    serving: int | None = None
+    num_engines: int = 1
+    engines_differ: bool = False
+    half_applied: bool = False
+    current: float | None = None
+    """When it last served what it should, or came a version nearer; None for never."""
+    failure: OngoingFailure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStatus:
+    """All that is known at one moment."""
+
+    store: str
+    head: Manifest | None
+    target: Manifest | None
+    """What servers should serve: the head, or the version that they are pinned to."""
+    pin: Pin | None
+    is_alive: bool
+    """Whether the thread that looks at the store runs."""
+    interval_s: float
+    """Longest wait between two looks at the store."""
+    looked: float | None
+    """When the store last answered, in seconds of the monotonic clock; None for never."""
+    failure: OngoingFailure | None
+    """Of the store, or of the file of servers."""
+    servers: tuple[ServerView, ...]
+
+
+class _Worker:
+    """The thread of one server."""
+
+    def __init__(self, url: str, fleet: "Fleet", begin: Begin) -> None:
+        self.view = ServerView(url=url)
+        self.stop = threading.Event()
+        self.wake = threading.Event()
+        self._fleet = fleet
+        self.reconciler = begin(url, lambda: fleet.target, self.stop)
+        # Not waited for at the end of the process: time may be up before a server answers.
+        self.thread = threading.Thread(target=self._run, name=f"follow-{url}", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            while not self.stop.is_set():
+                self.wake.clear()
+                target = self._fleet.target
+                done = self.reconciler.step()
+                self._see(done, target)
+                self.wake.wait(0 if self.stop.is_set() else self.reconciler.interval_s)
+        finally:
+            self.reconciler.server.close()
+
+    def _see(self, done: StepResult, target: Manifest | None) -> None:
+        failure = _ongoing(self.view.failure, done)
+        serving, status = done.version, done.before
+        if done.outcome == "failed":
+            serving = None if status is None else status.serving
+        if serving is None and status is None:
+            serving = self.view.serving
+        is_current = done.outcome == "applied" or (target is not None and serving == target.version)
+        self.view = ServerView(
+            url=self.view.url,
+            is_up=status is not None,
+            serving=serving,
+            num_engines=self.view.num_engines if status is None else status.num_engines,
+            engines_differ=status is not None and status.engines_differ and done.outcome != "applied",
+            half_applied=status is not None and status.half_applied and done.outcome != "applied",
+            current=time.monotonic() if is_current and failure is None else self.view.current,
+            failure=failure,
+        )
+        self._fleet.tell(self.view.url, done, failure)
+
+    def end(self) -> None:
+        """Begin no other step, and no switch in the one under way."""
+        self.stop.set()
+        self.wake.set()
+
+
+class Fleet:
+    """Brings servers to the version that they should serve, and says what it does."""
+
+    def __init__(
+        self,
+        desired: DesiredVersion,
+        begin: Begin,
+        servers: Sequence[str],
+        *,
+        servers_file: Path | None = None,
+        observe: Callable[[str | None, StepResult], None] | None = None,
+        min_poll_interval_s: float = DEFAULTS.min_poll_interval_s,
+        max_poll_interval_s: float = DEFAULTS.max_poll_interval_s,
+    ) -> None:
+        """Prepare; nothing is read but the file.
+
+        Args:
+            servers_file: a URL a line, after `#` a comment; read again when it changes, for servers that
+                come and go.
+            observe: told every step, on the thread that made it; None stands for the store.
+            min_poll_interval_s: wait after the store had something new, doubled by each look that found
+                nothing.
+            max_poll_interval_s: the longest wait between looks, also where the store calls when something
+                changes.
+
+        Raises:
+            UsageError: there is no server, or what a server is called is no URL.
+        """
+        self._desired = desired
+        self._begin = begin
+        self._named = tuple(check_url(url) for url in servers)
+        self._servers = tuple(dict.fromkeys(self._named))
+        self._file = servers_file
+        self._observe = observe
+        self._min_poll_interval_s = min_poll_interval_s
+        self._max_poll_interval_s = max_poll_interval_s
+        self._events: SimpleQueue[FollowEvent | None] = SimpleQueue()
+        self._wake = threading.Event()
+        self._workers: dict[str, _Worker] = {}
+        self._leaving: list[_Worker] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self.left: list[str] = []
+        """After `run`: servers that may be left paused, as they were being switched and did not answer. They
+        say so themselves, and the next process that follows them ends what was begun."""
+        self.target: Manifest | None = None
+        """What servers should serve; None while that is not known."""
+        self._looked: float | None = None
+        self._is_waiting = False
+        """Whether an event said that the store has no version yet."""
+        self._failure: OngoingFailure | None = None
+        self._poller = threading.Thread(target=self._poll, name="follow-store", daemon=True)
+        self._listed: str | None = None
+        if self._file is not None:
+            self._read_file(self._file)
+        elif not self._servers:
+            raise UsageError("name a server, or a file of them")
+
+    def run(self, stop: threading.Event, *, grace_s: float = 30.0) -> Iterator[FollowEvent]:
+        """Follow until `stop` is set, yielding what was done, and then what steps under way still do.
+
+        Args:
+            grace_s: how long they may take. What is only being fetched is left to the server at once.
+        """
+        closer = threading.Thread(target=self._close, args=(stop, grace_s), name="follow-stop", daemon=True)
+        closer.start()
+        unsubscribe = self._desired.watcher.store.subscribe(self._wake.set)
+        self._poller.start()
+        try:
+            while (told := self._events.get()) is not None:
+                yield told
+        finally:
+            if unsubscribe is not None:
+                unsubscribe()
+            # Also where the caller takes no more events.
+            stop.set()
+            closer.join()
+
+    def wake(self) -> None:
+        """Look at the store now, as another version may be desired."""
+        self._wake.set()
+
+    def tell(self, server: str | None, done: StepResult, failure: OngoingFailure | None) -> None:
+        if self._observe is not None:
+            self._observe(server, done)
+        num_times = 1 if failure is None else failure.num_times
+        is_power_of_two = num_times & (num_times - 1) == 0
+        if done.outcome == "nothing" or not is_power_of_two:
+            return
+        self._events.put(FollowEvent(server=server, step=done, num_times=num_times))
+
+    def status(self) -> FleetStatus:
+        """Say how things stand. For any thread."""
+        with self._lock:
+            workers = list(self._workers.values())
+        return FleetStatus(
+            store=self._desired.watcher.store.url,
+            head=self._desired.head,
+            target=self.target,
+            pin=self._desired.pinned,
+            is_alive=self._poller.is_alive(),
+            interval_s=self._max_poll_interval_s,
+            looked=self._looked,
+            failure=self._failure,
+            servers=tuple(replace(each.view, is_alive=each.thread.is_alive()) for each in workers),
+        )
+
+    # The store, and which servers there are.
+
+    def _poll(self) -> None:
+        interval_s = self._min_poll_interval_s
+        while not self._stop.is_set():
+            self._wake.clear()
+            began, before = time.monotonic(), self.target
+            # A failure of one must not keep the other from being done.
+            errors = [
+                error for error in (_tried(self._sync_workers), _tried(self._refresh)) if error is not None
+            ]
+            error = errors[-1] if errors else None
+            seconds = time.monotonic() - began
+            is_empty = error is None and self._desired.head is None
+            news: Outcome = "waiting" if is_empty and not self._is_waiting else "nothing"
+            self._is_waiting = is_empty
+            done = StepResult(outcome="failed" if error else news, error=error, seconds=seconds)
+            self._failure = _ongoing(self._failure, done)
+            self.tell(None, done, self._failure)
+            is_new = self.target != before
+            interval_s = (
+                self._min_poll_interval_s if is_new else min(2 * interval_s, self._max_poll_interval_s)
+            )
+            self._wake.wait(0 if self._stop.is_set() else interval_s)
+
+    def _refresh(self) -> None:
+        """Find out the target, and wake all workers if it is another."""
+        try:
+            target = self._desired.refresh()
+        except PatchstoreError:
+            head = self._desired.head
+            if head is not None and self.target is not None and head.run_id != self.target.run_id:
+                # No server can come to a version of a run that is gone.
+                self.target = None
+            raise
+        self._looked = time.monotonic()
+        if target != self.target:
+            self.target = target
+            with self._lock:
+                for worker in self._workers.values():
+                    worker.wake.set()
+
+    def _sync_workers(self) -> None:
+        """Have a worker for each server that is named, and none for those that are not any more."""
+        try:
+            if self._file is not None:
+                self._read_file(self._file)
+        finally:
+            self._leaving = [worker for worker in self._leaving if worker.thread.is_alive()]
+            busy = {worker.view.url for worker in self._leaving}
+            with self._lock:
+                for url in self._workers.keys() - set(self._servers):
+                    worker = self._workers.pop(url)
+                    worker.end()
+                    self._leaving.append(worker)
+                for url in self._servers:
+                    if url not in self._workers and url not in busy and not self._stop.is_set():
+                        self._workers[url] = worker = _Worker(url, self, self._begin)
+                        worker.thread.start()
+
+    def _read_file(self, path: Path) -> None:
+        try:
+            listed = path.read_text()
+        except (OSError, ValueError) as exc:
+            raise UsageError(f"{path} cannot be read, so the servers stay those they were: {exc}") from exc
+        if listed != self._listed:
+            lines = [line.partition("#")[0].strip() for line in listed.splitlines()]
+            try:
+                urls = [check_url(line) for line in lines if line]
+            except UsageError as exc:
+                raise UsageError(f"{path}: {exc}") from exc
+            self._servers, self._listed = tuple(dict.fromkeys([*self._named, *urls])), listed
+
+    # The end.
+
+    def _close(self, stop: threading.Event, grace_s: float) -> None:
+        stop.wait()
+        deadline = time.monotonic() + grace_s
+        self._stop.set()
+        self._wake.set()
+        with self._lock:
+            workers = [*self._workers.values(), *self._leaving]
+            for worker in workers:
+                worker.end()
+        logger.info("stopping within %.0f s", grace_s, extra={"event": "stopping"})
+        for worker in workers:
+            worker.thread.join(max(0.0, deadline - time.monotonic()))
+        self.left = [
+            worker.view.url for worker in workers if worker.thread.is_alive() and not _release(worker)
+        ]
+        self._events.put(None)
+
+
+def _release(worker: _Worker) -> bool:
+    """Let a server go on whose step does not end. False where it may be left paused."""
+    # First, so that whatever it still waits for, it writes nothing once the server goes on.
+    worker.reconciler.server.abandoned.set()
+    switch = worker.reconciler.server.switching
+    if switch is None:
+        return True
+    with suppress(PatchstoreError), VllmServer(worker.view.url, timeout_s=_RESCUE_S) as server:
+        status = server.status()
+        if not status.may_answer:
+            # Parts of two versions must not answer.
+            return False
+        server.end_switch(switch)
+        return True
+    return False
+
+
+def _tried(what: Callable[[], None]) -> PatchstoreError | None:
+    try:
+        what()
+    except PatchstoreError as exc:
+        return exc
+    except Exception as exc:
+        logger.exception("following the store failed")
+        return InternalError(f"{type(exc).__name__}: {exc}")
+    return None
+
+
+def _ongoing(before: OngoingFailure | None, done: StepResult) -> OngoingFailure | None:
+    if done.error is None:
+        return None
+    if before is None:
+        return OngoingFailure(error=done.error, since=time.monotonic(), num_times=1)
+    is_same = before.error.kind == done.error.kind
+    return replace(before, error=done.error, num_times=before.num_times + 1 if is_same else 1)

@@ -1,0 +1,310 @@
+"""Keep one server at the version that it should serve: the steps behind `patchstore follow`.
+
+They remember nothing that they could not ask again: both this process and the server may be restarted at
+any moment, so each step begins with what the server says about itself.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from patchstore.errors import (
+    DriverConflict,
+    InternalError,
+    NotFound,
+    PatchstoreError,
+    SchemaMismatch,
+    StateMismatch,
+    StoreReplaced,
+    StoreUnavailable,
+    UnsupportedStore,
+    UsageError,
+    VersionNotFound,
+)
+from patchstore.format import history, mismatch
+from patchstore.format.records import Manifest
+from patchstore.serve.desired import HeadWatcher
+from patchstore.serve.settings import DEFAULTS
+from patchstore.serve.vllm_protocol import ServerStatus
+from patchstore.serve.vllm_server import UpdateTimings, VllmServer
+from patchstore.stores.base import Store
+
+logger = logging.getLogger(__name__)
+
+Outcome = Literal[
+    "initialised", "applied", "resumed", "labelled", "verified", "diverged", "waiting", "nothing", "failed"
+]
+
+_OUTDATED = {
+    each.kind
+    for each in (UsageError, UnsupportedStore, StoreUnavailable, StoreReplaced, NotFound, VersionNotFound)
+}
+"""Failures of updates that may come from how the server opened the store: with credentials that are not valid
+any more, at an endpoint that is another now, or when another run was in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step came to."""
+
+    outcome: Outcome
+    """`resumed`: ended what a killed process had begun. `labelled`: answers had another version's number,
+    which was corrected. `verified`: the weights are those of the version. `diverged`: they are not, so the
+    store was opened again, and the next step loads an anchor. `waiting`: the store has no version yet, which
+    only a look at the store says. `nothing`: the server serves what it should, or must wait, or the store has
+    no version yet."""
+    version: int | None = None
+    """What the server serves after the step; for `failed`, the version that was tried, if any."""
+    error: PatchstoreError | None = None
+    """Why it failed, or what showed that it diverged."""
+    seconds: float = 0.0
+    """How long the step took."""
+    timings: UpdateTimings | None = None
+    """How long an update took."""
+    before: ServerStatus | None = None
+    """What the server said before the step; None where it did not answer."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; what does not apply is left out."""
+        record: dict[str, Any] = {"event": self.outcome, "version": self.version, "seconds": self.seconds}
+        if self.timings is not None:
+            record["timings"] = asdict(self.timings)
+        if self.error is not None:
+            record["error"] = {"kind": self.error.kind, "message": str(self.error)}
+        return record
+
+    def __str__(self) -> str:
+        version = "no version" if self.version is None else f"version {self.version}"
+        if self.outcome == "failed":
+            assert self.error is not None
+            what = "step" if self.version is None else version
+            return f"{what} failed: [{self.error.kind}] {self.error}"
+        return {
+            "initialised": f"initialised the server, which serves {version}",
+            "applied": f"applied {version}",
+            "resumed": f"ended an interrupted switch to {version}",
+            "labelled": f"corrected the label of answers to {version}",
+            "verified": f"verified {version}",
+            "diverged": f"opened the store again: [{StateMismatch.kind}] {self.error}",
+            "waiting": "holds no version yet; servers wait for the first one",
+            "nothing": "nothing new",
+        }[self.outcome]
+
+
+class Reconciler:
+    """Brings one server to each version that it should serve, directly: those in between are not served."""
+
+    def __init__(
+        self,
+        store: Store,
+        server: VllmServer,
+        *,
+        desired: Callable[[], Manifest | None] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        update_interval_s: float = DEFAULTS.update_interval_s,
+        verify_every_s: float | None = DEFAULTS.verify_every_s,
+        min_poll_interval_s: float = DEFAULTS.min_poll_interval_s,
+        max_poll_interval_s: float = DEFAULTS.max_poll_interval_s,
+    ) -> None:
+        """Prepare to follow; nothing is read yet.
+
+        Args:
+            store: must have the same URL for the server as here.
+            desired: returns the version that the server should serve. Its owner also calls for a step when
+                that changes. By default the store's newest, read each time.
+            storage_options: what the server needs to open the store.
+            update_interval_s: least time between two updates; a server that serves no version does not wait.
+            verify_every_s: how often the weights of an idle server are verified; None for never.
+            min_poll_interval_s: wait after a step that changed something; doubled by each that did not, or
+                failed.
+            max_poll_interval_s: the longest wait, also between attempts that fail.
+        """
+        self.store = store
+        self.server = server
+        self._desired = desired or HeadWatcher(store).refresh
+        self._is_called = desired is not None
+        self._storage_options = storage_options
+        self._update_interval_s, self._verify_every_s = update_interval_s, verify_every_s
+        self._min_poll_interval_s, self._max_poll_interval_s = min_poll_interval_s, max_poll_interval_s
+        self.interval_s = min_poll_interval_s
+        """Seconds until the next step is due."""
+        self._num_failures = 0
+        """In a row."""
+        self._opened_as: str | None = None
+        """What the server calls the store that it was told to open; a path may be a link there."""
+        self._is_fresh = False
+        """Whether the server opened the store when it was told so here, and applied nothing since."""
+        self._is_outdated = False
+        """Whether the server is to open the store again next."""
+        self._known: set[int | None] = set()
+        """What the server served at the last look, and was given since; empty before the first look."""
+        self._applied_at: float | None = None
+        self._verified_at = time.monotonic()
+
+    def step(self) -> StepResult:
+        """Do the one thing that is needed next, and say what it was.
+
+        Returns:
+            A failure is returned too: it is tried again in the next step, never skipped.
+        """
+        began = time.monotonic()
+        done = replace(self._try(), seconds=time.monotonic() - began)
+        self._num_failures = self._num_failures + 1 if done.outcome == "failed" else 0
+        if done.outcome == "failed":
+            # Bounded before it is multiplied, as a night of failures would be too large a number.
+            self._wait_for(self._min_poll_interval_s * 2 ** min(self._num_failures, 20))
+        elif self._is_called and done.outcome in {"nothing", "applied", "verified"}:
+            # Only the server itself may have something new.
+            self._wait_for(self._max_poll_interval_s)
+        else:
+            self._wait_for(2 * self.interval_s if done.outcome == "nothing" else self._min_poll_interval_s)
+        if done.outcome == "nothing" and (left_s := self._throttled_s()) > 0:
+            self.interval_s = min(self.interval_s, left_s)
+        return done
+
+    def _wait_for(self, seconds: float) -> None:
+        self.interval_s = min(seconds, self._max_poll_interval_s)
+
+    def _try(self) -> StepResult:
+        wanted: int | None = None
+        status: ServerStatus | None = None
+        try:
+            status = self.server.status()
+            is_whole = status.serving is not None and status.may_answer
+            if status.switch is not None and is_whole:
+                # Whatever it should serve, and also while that is unknown: it serves nothing until then.
+                self.server.end_switch(status.switch)
+                return StepResult(outcome="resumed", version=status.serving, before=status)
+            desired = self._desired()
+            if desired is None:
+                if status.serving is not None and status.store in {self.store.url, self._opened_as}:
+                    raise StoreReplaced(
+                        f"{self.store.url} has no version, but {self.server.url} serves version "
+                        f"{status.serving} of run {status.run_id} from there: its objects were removed. The "
+                        "server was left as it is"
+                    )
+                return StepResult(outcome="nothing", version=status.serving, before=status)
+            self._check_alone(status, desired)
+            if not self._is_open(status, desired):
+                return self._initialise(status, desired)
+            if status.serving == desired.version:
+                return self._keep(status)
+            if status.serving is not None and self._throttled_s() > 0:
+                return StepResult(outcome="nothing", version=status.serving, before=status)
+            wanted = desired.version
+            return self._apply(wanted, status)
+        except PatchstoreError as exc:
+            return StepResult(outcome="failed", version=wanted, error=exc, before=status)
+        except Exception as exc:
+            logger.exception("%s: a step failed", self.server.url)
+            error = InternalError(f"{type(exc).__name__}: {exc}")
+            return StepResult(outcome="failed", version=wanted, error=error, before=status)
+
+    def _check_alone(self, status: ServerStatus, desired: Manifest) -> None:
+        """Notice that another process drives this server too, once for each of its changes.
+
+        Raises:
+            DriverConflict: the server has another store open, or another version, than it was given here.
+        """
+        known, self._known = self._known, {status.serving}
+        opened = self._opened_as
+        if opened is not None and status.initialised and status.store not in {None, opened, self.store.url}:
+            self._opened_as = None
+            what = f"follows {status.store}, though it was told to follow {self.store.url}"
+        elif known and status.serving not in {None, desired.version, *known}:
+            what = f"serves version {status.serving}, which it was not given here"
+        else:
+            return
+        raise DriverConflict(
+            f"{self.server.url} {what}: is another `patchstore follow`, or a script, at work on this server? "
+            "Stop one of them"
+        )
+
+    def _is_open(self, status: ServerStatus, desired: Manifest) -> bool:
+        """Whether the server has this store open, in a way that nothing speaks against."""
+        if not status.initialised or status.run_id != desired.run_id or self._is_outdated:
+            return False
+        # Ranks of several hosts may each call it otherwise; the server then names none.
+        return status.store in {None, self.store.url, self._opened_as}
+
+    def _initialise(self, status: ServerStatus, desired: Manifest) -> StepResult:
+        # If it cannot, the next step updates as before: the server may know the better way.
+        self._is_outdated = False
+        try:
+            if not self.server.init_weight_transfer(self.store.url, self._storage_options):
+                return StepResult(outcome="nothing", version=status.serving, before=status)
+        except (SchemaMismatch, NotFound) as exc:
+            raise self._explained(exc, self.store.url) from exc
+        opened = self.server.status()
+        if opened.run_id != desired.run_id:
+            raise UsageError(
+                f"{self.server.url} finds run {opened.run_id} at {self.store.url}, but here it holds run "
+                f"{desired.run_id}: is that the same place for both, and was it emptied just now?"
+            )
+        self._opened_as, self._is_fresh, self._known = opened.store, True, {opened.serving}
+        if opened.serving is not None:
+            # A server that was started from an anchor does not know the number yet.
+            self.server.set_weight_version(str(opened.serving))
+        return StepResult(outcome="initialised", version=opened.serving, before=status)
+
+    def _keep(self, status: ServerStatus) -> StepResult:
+        label = self.server.weight_version()
+        if label is not None and label != str(status.serving):
+            self.server.set_weight_version(str(status.serving))
+            return StepResult(outcome="labelled", version=status.serving, before=status)
+        if self._verify_every_s is None or time.monotonic() - self._verified_at < self._verify_every_s:
+            return StepResult(outcome="nothing", version=status.serving, before=status)
+        # Imports torch, which takes seconds and memory.
+        from patchstore.serve.verify import verify_server
+
+        try:
+            verify_server(self.store, self.server)
+        except StateMismatch as exc:
+            self.server.init_weight_transfer(self.store.url, self._storage_options)
+            return StepResult(
+                outcome="diverged", version=self.server.status().serving, error=exc, before=status
+            )
+        finally:
+            self._verified_at = time.monotonic()
+        return StepResult(outcome="verified", version=status.serving, before=status)
+
+    def _apply(self, wanted: int, status: ServerStatus) -> StepResult:
+        # Before it is known to have succeeded, as the answer may be lost.
+        self._known.add(wanted)
+        try:
+            timings = self.server.apply(wanted, status)
+        except PatchstoreError as exc:
+            self._is_outdated = exc.kind in _OUTDATED and not self._is_fresh
+            if isinstance(exc, SchemaMismatch | NotFound):
+                raise self._explained(exc, status.store) from exc
+            raise
+        if timings is None:
+            return StepResult(outcome="nothing", version=status.serving, before=status)
+        self._is_fresh = False
+        self._applied_at = time.monotonic()
+        return StepResult(outcome="applied", version=wanted, timings=timings, before=status)
+
+    def _explained(self, exc: PatchstoreError, opened: str | None) -> PatchstoreError:
+        """Add what only this process knows to what the server refuses.
+
+        Args:
+            opened: the store that the server has open, as it calls it; None where its ranks differ.
+        """
+        said = mismatch.brief(str(exc))
+        if isinstance(exc, SchemaMismatch):
+            header = history.read_header(self.store)
+            return SchemaMismatch(said if header is None else mismatch.explain(header.schema, said))
+        if opened == self.store.url:
+            where = f"this process reads {opened} too: is that the same place on the server's machine?"
+        else:
+            theirs = opened or "stores that its ranks call differently"
+            where = f"the server has {theirs} open, and this process reads {self.store.url}"
+        return type(exc)(f"{said}; {where}")
+
+    def _throttled_s(self) -> float:
+        """Seconds until another version may be applied."""
+        if self._applied_at is None:
+            return 0.0
+        return self._applied_at + self._update_interval_s - time.monotonic()

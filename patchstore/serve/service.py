@@ -1,0 +1,116 @@
+"""`patchstore follow` as a whole: the parts put together, and what each event becomes."""
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+
+from patchstore.errors import ServerUnavailable, UsageError
+from patchstore.format.records import Manifest
+from patchstore.serve.desired import DesiredVersion, HeadWatcher
+from patchstore.serve.fleet import Fleet, FollowEvent
+from patchstore.serve.http_api import Control
+from patchstore.serve.metrics import Metrics
+from patchstore.serve.reconcile import Reconciler
+from patchstore.serve.settings import Settings
+from patchstore.serve.vllm_server import VllmServer
+from patchstore.stores.base import Store
+
+logger = logging.getLogger(__name__)
+
+
+def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator[FollowEvent]:
+    """Follow until `stop` is set, yielding and logging what was done.
+
+    Raises:
+        UsageError: something in the settings cannot be; nothing was done.
+        ServerUnavailable: at the end, a switch of a server did not end, so that it may be paused.
+    """
+    watcher = HeadWatcher(store)
+    desired = DesiredVersion(watcher, at=settings.at, pin_file=settings.pin_file)
+    metrics = Metrics(watcher)
+
+    def begin(url: str, target: Callable[[], Manifest | None], stop: threading.Event) -> Reconciler:
+        return Reconciler(
+            store,
+            VllmServer(
+                url,
+                timeout_s=settings.timeout_s,
+                pause_mode=settings.pause_mode,
+                prefix_cache=settings.prefix_cache,
+                stop=stop,
+            ),
+            desired=target,
+            storage_options=settings.storage_options,
+            update_interval_s=settings.update_interval_s,
+            verify_every_s=settings.verify_every_s,
+            min_poll_interval_s=settings.min_poll_interval_s,
+            max_poll_interval_s=settings.max_poll_interval_s,
+        )
+
+    fleet = Fleet(
+        desired,
+        begin,
+        settings.servers,
+        servers_file=settings.servers_file,
+        observe=metrics.observe,
+        min_poll_interval_s=settings.min_poll_interval_s,
+        max_poll_interval_s=settings.max_poll_interval_s,
+    )
+    metrics.watch(fleet.status)
+    with ExitStack() as stack:
+        if settings.listen is not None:
+            # What waits for its turn is not late.
+            unhealthy_after_s = settings.unhealthy_after_s + settings.update_interval_s
+            address = _address(settings.listen)
+            control = Control(address, fleet, desired, metrics, unhealthy_after_s=unhealthy_after_s)
+            stack.enter_context(control)
+            logger.info("listening at %s", control.url, extra={"event": "listening", "url": control.url})
+        if desired.pinned is not None:
+            version = desired.pinned.version
+            fields = {"event": "pinned", "version": version}
+            logger.info("servers are pinned to version %d", version, extra=fields)
+        for event in fleet.run(stop, grace_s=settings.grace_s):
+            _log(event, store.url)
+            yield event
+    if fleet.left:
+        raise ServerUnavailable(
+            f"{', '.join(fleet.left)}: a switch did not end in time, so generation may be paused; follow "
+            "again to end it"
+        )
+
+
+def _log(event: FollowEvent, store: str) -> None:
+    done = event.step
+    fields = {
+        "event": done.outcome,
+        "server": event.server,
+        "store": store if event.server is None else None,
+        "version": done.version,
+        "seconds": round(done.seconds, 3),
+        "kind": None if done.error is None else done.error.kind,
+        "num_times": event.num_times if done.outcome == "failed" else None,
+    }
+    level = logging.INFO if done.error is None else logging.WARNING
+    logger.log(level, "%s: %s", event.server or store, done, extra=fields)
+
+
+def _address(listen: str) -> tuple[str, int]:
+    host, _, port = listen.rpartition(":")
+    if not port.isascii() or not port.isdigit() or int(port) > 65_535:
+        raise UsageError(f"{listen!r} is no place to listen at: give PORT, or HOST:PORT")
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
+def stop_on_signals() -> threading.Event:
+    """Return an event that SIGTERM and SIGINT set; a second one ends the process. For the main thread."""
+    stop = threading.Event()
+
+    def set_once(number: int, _frame: object) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, set_once)
+    return stop

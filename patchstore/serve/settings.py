@@ -1,0 +1,70 @@
+"""What can be set about `patchstore follow`, with the default of each setting.
+
+Defaults are written here and nowhere else: the command line and the classes of this package take them from
+`DEFAULTS`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+
+class PauseMode(StrEnum):
+    """What happens to requests under way while a server's weights are written."""
+
+    KEEP = "keep"
+    """Generation is paused. Requests wait, and go on with the new weights."""
+    WAIT = "wait"
+    """Generation is paused once the requests have ended with the old weights."""
+    ABORT = "abort"
+    """Generation is paused, and the requests are aborted."""
+    NONE = "none"
+    """Generation is not paused: weights are written between two tokens. An answer may come from two versions,
+    and so may the keys and values behind it."""
+
+
+class PrefixCache(StrEnum):
+    """What happens to keys and values that older weights computed."""
+
+    RESET = "reset"
+    KEEP = "keep"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How to follow; times are seconds."""
+
+    servers: Sequence[str] = ()
+    """URLs."""
+    servers_file: Path | None = None
+    """A file with a URL a line; see `Fleet`."""
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    """What servers need to open the store."""
+    at: int | None = None
+    """The version to pin servers to at the start; None to follow the newest. See `DesiredVersion`."""
+    pin_file: Path | None = None
+    """Keeps the pin for the next process."""
+    pause_mode: PauseMode = PauseMode.KEEP
+    prefix_cache: PrefixCache = PrefixCache.RESET
+    update_interval_s: float = 0.0
+    """Least time between two updates of one server."""
+    verify_every_s: float | None = None
+    """How often a server's weights are verified; None for never."""
+    listen: str | None = None
+    """`HOST:PORT` or `PORT` for metrics, health and pins; None for no listener."""
+    unhealthy_after_s: float = 60.0
+    """How long something may go wrong until `/healthz` says so."""
+    grace_s: float = 30.0
+    """How long steps under way may take at the end."""
+    timeout_s: float = 600.0
+    """How long one call to a server may take."""
+    min_poll_interval_s: float = 0.1
+    """Wait between looks at the store, and at a server, after something changed; doubled by each look that
+    finds nothing new, and by each failure."""
+    max_poll_interval_s: float = 2.0
+    """Longest wait between looks at the store, and at a server."""
+
+
+DEFAULTS = Settings()

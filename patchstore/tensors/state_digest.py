@@ -1,0 +1,120 @@
+"""State digests: what the weights of a version are, however they are stored or split.
+
+Two 64-bit sums a tensor (see `kernels.reference.sum_all`). Being sums they can be updated with the
+changed elements alone, do not depend on order, and add up over parts. They guard against loss and
+mix-ups; against forgery stand the cryptographic digests of the payloads.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from patchstore.errors import SchemaMismatch, StateMismatch
+from patchstore.format.records import Manifest, Schema
+from patchstore.format.state_sums import Sums, read_sums, state_total
+from patchstore.stores.base import Store
+from patchstore.tensors import elements
+from patchstore.tensors.bits import TOGETHER, TensorPatch, bits, grouped, joined, spec_of
+
+Array = npt.NDArray[Any]
+
+__all__ = ["Sums", "check_state", "of_elements", "of_run", "of_tensor", "of_tensors"]
+"""`Sums` too, for those who use what is computed here; it needs no torch."""
+
+
+def of_tensor(tensor: torch.Tensor) -> Sums:
+    """Sum over all elements; reads the tensor once."""
+    return Sums(*elements.sum_all(bits(tensor)))
+
+
+def of_run(first: int, values: torch.Tensor) -> Sums:
+    """Sum over elements that follow each other from position `first` on."""
+    return Sums(*elements.sum_all(bits(values), first))
+
+
+def of_elements(indices: torch.Tensor, values: torch.Tensor) -> Sums:
+    """Sum over the elements with these positions and values; both [num]."""
+    return Sums(*elements.sum_at(indices, bits(values)))
+
+
+def of_each(bits: Array, counts: Array, indices: Array | None = None) -> list[Sums]:
+    """Sum over elements of each of some tensors; see `kernels.reference.sum_each`."""
+    first, second = elements.sum_each(bits, counts, indices)
+    return [Sums(*each) for each in zip(first.tolist(), second.tolist(), strict=True)]
+
+
+def of_named(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sums]:
+    """Sum over all elements of named tensors; reads each once, small ones many at a time."""
+    found: dict[str, Sums] = {}
+    here: list[str] = []
+    for name, tensor in tensors.items():
+        if tensor.device.type == "cpu":
+            here.append(name)
+        else:
+            found[name] = of_tensor(tensor)
+    for group in grouped(here, lambda name: tensors[name].element_size(), lambda name: tensors[name].numel()):
+        counts = np.array([tensors[name].numel() for name in group])
+        found |= zip(group, of_each(joined([tensors[name] for name in group]), counts), strict=True)
+    return found
+
+
+def of_patches(patches: Iterable[TensorPatch]) -> dict[str, Sums]:
+    """Sum over the elements that patches of different tensors state, by name; they are on the CPU."""
+    found: dict[str, Sums] = {}
+    for group in grouped(patches, lambda each: each.values.element_size(), lambda each: len(each.indices)):
+        indices = torch.cat([each.indices.to(torch.int64) for each in group])
+        counts = np.array([len(each.indices) for each in group])
+        sums = of_each(joined([each.values for each in group]), counts, indices.numpy())
+        found |= zip((each.name for each in group), sums, strict=True)
+    return found
+
+
+def of_tensors(schema: Schema, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Sums]:
+    """Digest named tensors that follow a schema; each is read once, small ones many at a time.
+
+    Raises:
+        SchemaMismatch: a tensor is unknown, missing, or of another shape or dtype.
+    """
+    specs, sums = schema.by_name(), dict[str, Sums]()
+    batch, num = dict[str, torch.Tensor](), 0
+    for name, tensor in tensors:
+        if specs.get(name) != spec_of(name, tensor):
+            raise SchemaMismatch(
+                f"tensor {spec_of(name, tensor)} does not follow the schema: {specs.get(name)}"
+            )
+        batch[name] = tensor
+        num += tensor.numel()
+        if num >= TOGETHER // 4:
+            sums |= of_named(batch)
+            batch, num = {}, 0
+    sums |= of_named(batch)
+    if missing := specs.keys() - sums.keys():
+        raise SchemaMismatch(f"{len(missing)} tensors are missing, such as {min(missing)!r}")
+    return sums
+
+
+def check_state(store: Store, schema: Schema, sums: Mapping[str, Sums], manifest: Manifest) -> None:
+    """Check that weights with these sums are the manifest's version.
+
+    Args:
+        store: where the version's own sums are read if they are not, to name the tensors that differ.
+
+    Raises:
+        StateMismatch: they are not.
+    """
+    found = state_total(schema, sums)
+    if found == manifest.state.total:
+        return
+    try:
+        recorded = read_sums(store, schema, manifest)
+        wrong = [spec.name for spec in schema.tensors if sums[spec.name] != recorded[spec.name]]
+        which = f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}"
+    except Exception as exc:  # noqa: BLE001 -- no failure to say which tensors differ may hide that some do
+        which = f"which tensors differ cannot be told: {exc}"
+    raise StateMismatch(
+        f"version {manifest.version} should have state digest {manifest.state.total} but these weights have "
+        f"{found}; {which}"
+    )

@@ -1,0 +1,402 @@
+"""Followers: proved before a write, whole afterwards, and undone when something fails."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from patchstore import Publisher, Replica, replay
+from patchstore.errors import (
+    CorruptObject,
+    SchemaMismatch,
+    StateMismatch,
+    StoreReplaced,
+    UsageError,
+    VersionNotFound,
+    WrongParent,
+)
+from patchstore.format import history, layout
+from patchstore.stores.memory import MemoryStore
+from patchstore.testing.faults import Fault, FaultyStore
+from tests.support.weights import Run, State, assert_same_bits, lie, small_model
+
+
+def copies(state: State) -> State:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def test_a_replica_reaches_any_version_from_any_other(run: Run) -> None:
+    run.publish_versions(9)
+    replica = Replica(run.store, {})
+    for version in (3, 8, 0, 5, 4, 8, 7):
+        replica.update(version)
+        assert replica.held == version
+        assert_same_bits(dict(replica.tensors), run.history[version])
+
+
+def test_staging_writes_nothing(run: Run) -> None:
+    run.publish_versions(3)
+    replica = Replica(run.store, copies(run.history[0]), held=0)
+    staged = replica.stage(2)
+    assert_same_bits(dict(replica.tensors), run.history[0])
+    assert (replica.held, staged.manifest.version) == (0, 2)
+
+
+def test_tensors_keep_their_memory_through_updates_and_anchors(run: Run) -> None:
+    run.publish_versions(6)
+    replica = Replica(run.store, copies(run.history[0]), held=0)
+    places = {name: tensor.data_ptr() for name, tensor in replica.tensors.items()}
+    replica.update(2)
+    replica.update(0)
+    replica.update()
+    assert {name: tensor.data_ptr() for name, tensor in replica.tensors.items()} == places
+    assert_same_bits(dict(replica.tensors), run.history[5])
+
+
+def test_rolling_back_restores_bits_and_version(run: Run) -> None:
+    run.publish_versions(6)
+    replica = Replica(run.store, copies(run.history[1]), held=1)
+    for version in (3, 5, 0):
+        undo = replica.apply(replica.stage(version))
+        assert_same_bits(dict(replica.tensors), run.history[version])
+        undo.rollback()
+        assert replica.held == 1
+        assert_same_bits(dict(replica.tensors), run.history[1])
+    replica.update(2)
+    assert_same_bits(dict(replica.tensors), run.history[2])
+
+
+def test_rolling_back_a_first_anchor_leaves_no_tensors(run: Run) -> None:
+    run.publish()
+    replica = Replica(run.store, {})
+    replica.apply(replica.stage(0)).rollback()
+    assert (replica.held, dict(replica.tensors)) == (None, {})
+
+
+def test_a_write_that_fails_midway_is_undone(run: Run) -> None:
+    run.publish_versions(2)
+    tensors = copies(run.history[0])
+    replica = Replica(run.store, tensors, held=0)
+    staged = replica.stage(1)
+    last = max(staged.patches)
+    broken = tensors.pop(last)
+    with pytest.raises(KeyError):
+        replica.apply(staged)
+    tensors[last] = broken
+    assert replica.held == 0
+    assert_same_bits(tensors, run.history[0])
+
+
+def test_an_update_staged_on_another_version_is_refused(run: Run) -> None:
+    run.publish_versions(3)
+    replica = Replica(run.store, copies(run.history[0]), held=0)
+    stale = replica.stage(1)
+    replica.update(2)
+    with pytest.raises(UsageError):
+        replica.apply(stale)
+    assert_same_bits(dict(replica.tensors), run.history[2])
+
+
+def test_claiming_a_version_that_the_tensors_do_not_have_is_refused(run: Run) -> None:
+    run.publish_versions(2)
+    with pytest.raises(StateMismatch):
+        Replica(run.store, copies(run.history[0]), held=1)
+    with pytest.raises(StateMismatch):
+        Replica(run.store, {}, held=1)
+
+
+def test_weights_changed_behind_the_replicas_back_are_noticed_before_a_write(run: Run) -> None:
+    run.publish_versions(2)
+    tensors = copies(run.history[0])
+    replica = Replica(run.store, tensors, held=0)
+    changed = int(replica.stage(1).patches["embed.weight"].indices[0])
+    tensors["embed.weight"].view(-1)[changed] = 5.0
+    with pytest.raises(StateMismatch):
+        replica.stage(1)
+
+
+def test_other_tensors_than_the_runs_are_refused(run: Run) -> None:
+    run.publish()
+    with pytest.raises(SchemaMismatch):
+        Replica(run.store, small_model())
+    with pytest.raises(SchemaMismatch):
+        Replica(run.store, {"embed.weight": torch.zeros(3)})
+    strided = copies(run.history[0])
+    strided["embed.weight"] = strided["embed.weight"].T.contiguous().T
+    with pytest.raises(SchemaMismatch):
+        Replica(run.store, strided)
+
+
+def test_tensors_that_share_memory_are_refused_unless_they_are_tied(run: Run, store: MemoryStore) -> None:
+    run.publish()
+    tied = copies(run.history[0])
+    tied["head.weight"] = tied["embed.weight"]
+    Replica(run.store, tied).update()
+    assert_same_bits({n: t for n, t in tied.items() if n != "head.weight"}, run.history[0])
+    untied = copies(run.history[0])
+    untied["head.weight"] = untied["embed.weight"].clone()
+    with pytest.raises(SchemaMismatch):
+        Replica(run.store, untied)
+
+
+def test_two_tensors_in_one_memory_are_refused(store: MemoryStore) -> None:
+    with Publisher(store, {"a": torch.zeros(8), "b": torch.ones(8)}) as publisher:
+        publisher.publish_patch(0).result()
+    memory = torch.zeros(12, dtype=torch.bfloat16)
+    for start in (0, 4):
+        with pytest.raises(SchemaMismatch):
+            Replica(store, {"a": memory[:8], "b": memory[start : start + 8]})
+
+
+def test_an_undo_that_is_no_longer_the_last_is_refused(run: Run) -> None:
+    run.publish_versions(3)
+    replica = Replica(run.store, copies(run.history[0]), held=0)
+    first = replica.apply(replica.stage(1))
+    second = replica.apply(replica.stage(2))
+    with pytest.raises(UsageError):
+        first.rollback()
+    assert_same_bits(dict(replica.tensors), run.history[2])
+    second.rollback()
+    first.rollback()
+    assert_same_bits(dict(replica.tensors), run.history[0])
+
+
+def test_catching_up_reads_no_further_back_than_it_can_gain(run: Run) -> None:
+    run.open(anchor_every=8)
+    for step in range(40):
+        run.publish(step)
+        run.model["layers.0.proj.weight"].mul_(1.01)
+    reads = FaultyStore(run.store)
+    replica = Replica(reads, copies(run.history[0]), held=0)
+    reads.calls.clear()
+    replica.update(39)
+    assert_same_bits(dict(replica.tensors), run.history[39])
+    manifests = [key for verb, key in reads.calls if verb == "get" and key.startswith("versions/")]
+    assert len(manifests) < 25
+
+
+def test_a_store_without_a_run_or_a_version_is_named(store: MemoryStore, run: Run) -> None:
+    with pytest.raises(VersionNotFound):
+        Replica(store, {})
+    run.open()
+    replica = Replica(store, {})
+    assert replica.head() is None
+    with pytest.raises(VersionNotFound):
+        replica.update()
+
+
+def test_an_unknown_version_changes_nothing(run: Run) -> None:
+    run.publish()
+    replica = Replica(run.store, copies(run.history[0]), held=0)
+    with pytest.raises(VersionNotFound):
+        replica.update(5)
+    assert_same_bits(dict(replica.tensors), run.history[0])
+
+
+def test_a_delta_is_never_applied_to_another_base_than_its_parent(run: Run) -> None:
+    run.publish_versions(3)
+    # A bucket that lost its anchor: version 2 is reachable from 1 alone.
+    manifest = run.store.get(layout.manifest_key(0))
+    run.store.delete(layout.manifest_key(0))
+    replica = Replica(run.store, copies(run.history[1]), held=1)
+    replica.update(2)
+    assert_same_bits(dict(replica.tensors), run.history[2])
+    stranger = Replica(run.store, {})
+    with pytest.raises((WrongParent, VersionNotFound)):
+        stranger.update(2)
+    run.store.put(layout.manifest_key(0), manifest)
+    stranger.update(2)
+    assert_same_bits(dict(stranger.tensors), run.history[2])
+
+
+def test_a_corrupt_delta_is_healed_from_nothing_but_a_good_one(run: Run) -> None:
+    run.publish_versions(2)
+    key = next(run.store.list("deltas/"))
+    good = run.store.get(key)
+    run.store.put(key, good[:-1] + bytes([good[-1] ^ 1]))
+    replica = Replica(run.store, copies(run.history[0]), held=0)
+    with pytest.raises(CorruptObject):
+        replica.update()
+    assert_same_bits(dict(replica.tensors), run.history[0])
+    run.store.put(key, good)
+    replica.update()
+    assert_same_bits(dict(replica.tensors), run.history[1])
+
+
+def test_a_manifest_that_promises_other_weights_is_refused_before_a_write(run: Run) -> None:
+    run.publish_versions(2)
+    lie(run.store, 1, "scale")
+    replica = Replica(run.store, copies(run.history[0]), held=0)
+    with pytest.raises(StateMismatch, match="1 tensors differ: scale"):
+        replica.update(1)
+    assert_same_bits(dict(replica.tensors), run.history[0])
+
+
+@pytest.mark.parametrize("how", ["missing", "spoiled", "unreachable"])
+def test_a_mismatch_is_one_also_where_the_sums_that_would_name_tensors_cannot_be_read(
+    run: Run, how: str
+) -> None:
+    run.publish_versions(2)
+    lie(run.store, 1, "scale")
+    sums = history.read_manifest(run.store, 1).state.sums
+    faults = []
+    if how == "missing":
+        run.store.delete(sums.key)
+    elif how == "spoiled":
+        run.store.put(sums.key, bytes(sums.size))
+    else:
+        faults.append(Fault(verb="get", key=sums.key, effect="fail-before", times=None))
+    replica = Replica(FaultyStore(run.store, *faults), copies(run.history[0]), held=0)
+    with pytest.raises(StateMismatch, match="cannot be told"):
+        replica.update(1)
+    assert_same_bits(dict(replica.tensors), run.history[0])
+
+
+def test_replicas_and_replays_need_no_digest_sums(run: Run, tmp_path) -> None:
+    run.publish_versions(3)
+    store = FaultyStore(run.store)
+    Replica(store, {}).update()
+    Replica(store, copies(run.history[0]), held=0).update()
+    replay(store, out=tmp_path / "out")
+    assert not [key for _, key in store.calls if key.startswith("states/")]
+
+
+def test_temporary_files_are_gone_after_success_and_failure(run: Run, tmp_path) -> None:
+    run.publish_versions(2)
+    replica = Replica(run.store, copies(run.history[0]), held=0, scratch=tmp_path)
+    replica.update()
+    assert list(tmp_path.iterdir()) == []
+    key = next(run.store.list("deltas/"))
+    run.store.put(key, b"short")
+    replica = Replica(run.store, copies(run.history[0]), held=0, scratch=tmp_path)
+    with pytest.raises(CorruptObject):
+        replica.update()
+    assert list(tmp_path.iterdir()) == []
+
+
+# A store that is not what it was.
+
+
+def emptied(store: MemoryStore) -> None:
+    for key in list(store.list()):
+        store.delete(key)
+
+
+def assert_refused(replica: Replica, version: int | None, match: str) -> None:
+    """Fail unless an update is refused because of the store, with the replica as it was."""
+    before, held = copies(dict(replica.tensors)), replica.held
+    with pytest.raises(StoreReplaced, match=match):
+        replica.update(version)
+    assert replica.held == held
+    assert_same_bits(dict(replica.tensors), before)
+
+
+@pytest.mark.parametrize("num_versions", [1, 3, 5])
+@pytest.mark.parametrize("is_asked_by_number", [False, True])
+def test_another_run_in_the_buckets_place_is_noticed_at_any_version_number(
+    run: Run, store: MemoryStore, num_versions: int, is_asked_by_number: bool
+) -> None:
+    run.publish_versions(3)
+    replica = Replica(store, copies(run.history[2]), held=2)
+    run.close()
+    emptied(store)
+    other = Run(store)
+    other.publish_versions(num_versions)
+    other.close()
+    assert_refused(replica, num_versions - 1 if is_asked_by_number else None, "run")
+    # Also where the number that is asked for is one that the other run does not have.
+    assert_refused(replica, 2, "run")
+    replica = Replica(store, replica.tensors)
+    replica.update()
+    assert_same_bits(dict(replica.tensors), other.history[num_versions - 1])
+
+
+@pytest.mark.parametrize("version", [None, 1, 2])
+@pytest.mark.parametrize("held", [None, 1])
+def test_a_bucket_that_was_emptied_is_noticed(
+    run: Run, store: MemoryStore, version: int | None, held: int | None
+) -> None:
+    run.publish_versions(2)
+    replica = Replica(store, copies(run.history[1]), held=held)
+    emptied(store)
+    assert_refused(replica, version, "no version|no run|no longer has version 1")
+
+
+def test_versions_that_end_before_the_held_one_are_noticed_but_going_back_is_allowed(
+    run: Run, store: MemoryStore
+) -> None:
+    run.publish_versions(4)
+    replica = Replica(store, copies(run.history[3]), held=3)
+    store.delete(layout.manifest_key(3))
+    assert_refused(replica, None, "ends with version 2, but version 3")
+    assert_refused(replica, 3, "no longer has version 3")
+    with pytest.raises(StoreReplaced):
+        replica.head()
+    replica.update(2)
+    assert_same_bits(dict(replica.tensors), run.history[2])
+
+
+@pytest.mark.parametrize("version", [None, 1])
+def test_another_manifest_of_the_held_number_is_noticed(
+    run: Run, store: MemoryStore, version: int | None
+) -> None:
+    run.publish_versions(2)
+    replica = Replica(store, copies(run.history[1]), held=1)
+    key = layout.manifest_key(1)
+    store.put(key, store.get(key).replace(b'"step": 1', b'"step": 7'))
+    assert_refused(replica, version, "another version 1")
+
+
+def test_another_history_is_noticed_before_its_deltas_are_applied(run: Run, store: MemoryStore) -> None:
+    """Version 1 was published twice: by the run that is held, and again after the bucket was set back."""
+    run.publish_versions(1)
+    run.close()
+    saved = {key: store.get(key) for key in store.list()}
+    run.open(resume="anchor")
+    run.publish_versions(2)
+    run.close()
+    replica = Replica(store, copies(run.history[2]), held=2)
+    emptied(store)
+    for key, data in saved.items():
+        store.put(key, data)
+    run.open(resume="anchor")
+    run.publish_versions(4)
+    header = history.read_header(store)
+    assert header is not None
+    assert header.run_id == replica.header.run_id
+    assert_refused(replica, None, "another version 2")
+
+
+def test_a_version_of_another_run_cannot_be_claimed(run: Run, store: MemoryStore) -> None:
+    run.publish()
+    key = layout.manifest_key(0)
+    manifest = store.get(key)
+    emptied(store)
+    other = Run(store)
+    other.publish()
+    other.close()
+    store.put(key, manifest)
+    with pytest.raises(StoreReplaced):
+        Replica(store, copies(run.history[0]), held=0)
+
+
+@pytest.mark.parametrize("tensors", [None, torch.nn.Linear(2, 2), [torch.zeros(2)], {"embed.weight": [1.0]}])
+def test_what_is_no_dict_of_tensors_is_refused(run: Run, tensors: Any) -> None:
+    run.publish()
+    with pytest.raises(UsageError, match="dict of names to tensors"):
+        Replica(run.store, tensors)
+
+
+@pytest.mark.parametrize("held", ["0", -1, 1.0, True])
+def test_a_held_version_that_is_no_number_is_refused(run: Run, held: Any) -> None:
+    run.publish()
+    with pytest.raises(UsageError, match="version"):
+        Replica(run.store, copies(run.history[0]), held=held)
+
+
+def test_a_tensor_that_was_taken_out_is_named(run: Run) -> None:
+    run.publish_versions(2)
+    replica = Replica(run.store, copies(run.history[0]), held=0)
+    del replica.tensors["embed.weight"]
+    with pytest.raises(SchemaMismatch, match=r"'embed\.weight' was taken out"):
+        replica.update()

@@ -1,0 +1,128 @@
+"""What `examples/deploy/` shows: files that parse, and command lines that the programs accept."""
+
+import configparser
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from patchstore.cli import main
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "examples" / "deploy"
+
+
+def follow_options(args: list[str]) -> dict[str, Any]:
+    """What the command line makes of arguments of `patchstore follow`. Raises where it refuses them."""
+    group = typer.main.get_command(main.app)
+    command = group.commands["follow"]  # type: ignore[attr-defined]
+    return command.make_context("follow", list(args)).params
+
+
+@pytest.fixture
+def unit() -> configparser.ConfigParser:
+    parsed = configparser.ConfigParser(strict=True, interpolation=None)
+    parsed.optionxform = str  # type: ignore[assignment,method-assign]
+    parsed.read_string((DEPLOY / "patchstore-follow.service").read_text())
+    return parsed
+
+
+@pytest.fixture
+def manifests() -> dict[str, dict[str, Any]]:
+    return {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
+
+
+@pytest.fixture
+def pod(manifests: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return manifests["Deployment"]["spec"]["template"]["spec"]
+
+
+def instructions() -> list[tuple[str, str]]:
+    text = re.sub(r"\\\n", " ", (DEPLOY / "Dockerfile").read_text())
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in lines]
+
+
+def test_a_command_line_that_is_wrong_would_be_noticed():
+    with pytest.raises(Exception, match="No such option"):
+        follow_options(["store", "--nonsense"])
+
+
+def test_the_unit_runs_a_command_that_exists_with_options_that_it_takes(unit):
+    program, command, *args = shlex.split(unit["Service"]["ExecStart"])
+    assert (Path(program).name, command) == ("patchstore", "follow")
+    options = follow_options(args)
+    assert options["listen"] == "127.0.0.1:9464"
+    assert float(unit["Service"]["TimeoutStopSec"]) > options["grace"]
+    assert str(options["pin_file"]).startswith(f"%S/{unit['Service']['StateDirectory']}/")
+
+
+def test_the_sidecar_takes_its_options_and_looks_after_the_server_beside_it(pod):
+    containers = {each["name"]: each for each in pod["containers"]}
+    options = follow_options(containers["follow"]["args"])
+    served = dict(arg.lstrip("-").split("=", 1) for arg in containers["vllm"]["args"][1:])
+    assert list(options["server"]) == [f"http://{served['host']}:{served['port']}"]
+    assert served["worker-extension-cls"] == "vllm_plugin.DeltaWorkerExtension"
+    assert pod["terminationGracePeriodSeconds"] > options["grace"]
+    mounts = {mount["mountPath"] for mount in containers["follow"]["volumeMounts"]}
+    assert str(Path(options["pin_file"]).parent) in mounts
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for each in pod["containers"] for mount in each.get("volumeMounts", [])} <= volumes
+
+
+def test_the_sidecars_probes_ask_for_routes_that_exist(pod):
+    follow = next(each for each in pod["containers"] if each["name"] == "follow")
+    listen = follow_options(follow["args"])["listen"]
+    routes = set(re.findall(r'"GET", "(/\w+)"', (ROOT / "patchstore/serve/http_api.py").read_text()))
+    for probe, path in (("readinessProbe", "/healthz"), ("livenessProbe", "/livez")):
+        program, flag, code = follow[probe]["exec"]["command"]
+        assert (program, flag) == ("python", "-c")
+        compile(code, probe, "exec")
+        assert f'"http://{listen}{path}"' in code
+        assert path in routes
+
+
+def test_the_gate_lets_nobody_at_the_routes_that_update_weights(pod, manifests):
+    gate = manifests["ConfigMap"]["data"]["default.conf"]
+    assert gate.count("{") == gate.count("}")
+    forwarded = dict(re.findall(r"location (?:= )?(\S+) \{ proxy_pass (\S+);", gate))
+    assert set(forwarded) == {"/v1/", "/health", "/metrics", "/follow/metrics"}
+    assert forwarded["/follow/metrics"].endswith(":9464/metrics")
+    # Nothing else is reachable from other pods.
+    ports = {port["containerPort"] for each in pod["containers"] for port in each.get("ports", [])}
+    assert ports == {8080}
+    assert all("--host=127.0.0.1" in each["args"] for each in pod["containers"] if each["name"] == "vllm")
+
+
+def test_the_images_run_commands_that_exist_on_files_that_exist():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    entries = [yaml.safe_load(rest) for word, rest in instructions() if word == "ENTRYPOINT"]
+    assert entries == [["patchstore", "follow"], ["vllm", "serve"]]
+    assert "patchstore" in scripts
+    assert "follow" in typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
+    known = {"FROM", "RUN", "COPY", "USER", "STOPSIGNAL", "ENTRYPOINT", "CMD", "ENV"}
+    assert {word for word, _ in instructions()} <= known
+    for word, rest in instructions():
+        if word == "COPY":
+            *sources, _ = rest.split()
+            assert all((ROOT / source).exists() for source in sources), rest
+        if word == "RUN":
+            assert shlex.split(rest)[0] in {"pip", "useradd"}
+    targets = re.findall(r"FROM \S+ AS (\w+)", (DEPLOY / "Dockerfile").read_text())
+    assert targets == re.findall(r"--target (\w+)", (DEPLOY / "Dockerfile").read_text())
+
+
+def test_the_page_names_every_option_and_every_figure():
+    page = (ROOT / "docs" / "follow.md").read_text()
+    group = typer.main.get_command(main.app)
+    options = {opt for each in group.commands["follow"].params for opt in each.opts if opt.startswith("--")}  # type: ignore[attr-defined]
+    assert {each for each in options if f"`{each}" not in page} == set()
+    source = (ROOT / "patchstore" / "serve" / "metrics.py").read_text()
+    figures = set(re.findall(r'"(patchstore_\w+)"', source))
+    assert len(figures) > 15
+    assert {each for each in figures if f"`{each}" not in page} == set()

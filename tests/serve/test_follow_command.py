@@ -1,0 +1,268 @@
+"""`patchstore follow` as a process: what it prints and says, and how it ends."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from patchstore import Publisher, open_store
+from patchstore.testing.vllm_stub import StubServer, serving
+
+NOBODY = "http://127.0.0.1:9"
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, stub: StubServer) -> Path:
+    publish(tmp_path / "bucket", 1, stub)
+    return tmp_path / "bucket"
+
+
+def publish(bucket: Path, num_versions: int, *stubs: StubServer) -> None:
+    """Begin a run that the stubs will know."""
+    with Publisher(open_store(bucket), {"w": torch.zeros(10)}) as publisher:
+        for step in range(num_versions):
+            publisher.publish_patch(step).result()
+        for stub in stubs:
+            stub.run_id = publisher.run_id
+
+
+class Following:
+    """The process, and what it says."""
+
+    def __init__(self, bucket: Path, *options: object) -> None:
+        command = [sys.executable, "-m", "patchstore", "follow", str(bucket), *map(str, options)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def event(self) -> dict:
+        """The next object on standard output."""
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def logged(self, is_wanted: Callable[[dict], bool]) -> dict:
+        """The next object on standard error that is wanted."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if is_wanted(found := json.loads(line)):
+                return found
+        raise AssertionError("it ended")
+
+    def end(self, how: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
+        self.process.send_signal(how)
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def follow(bucket: Path) -> Iterator[Callable[..., Following]]:
+    started: list[Following] = []
+
+    def start(*options: object) -> Following:
+        started.append(Following(bucket, *options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.communicate()
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+def test_each_change_is_one_json_object_and_a_signal_ends_it_well(
+    bucket: Path, stub: StubServer, follow: Callable[..., Following], ending: signal.Signals
+) -> None:
+    following = follow("--server", stub.url, "--json")
+    events = [following.event() for _ in range(2)]
+    code, _, complaints = following.end(ending)
+    assert [(event["event"], event["version"]) for event in events] == [("initialised", None), ("applied", 0)]
+    assert events[1]["server"] == stub.url
+    assert all(re.fullmatch(TIME, event["time"]) for event in events)
+    assert events[1]["timings"].keys() == {"stage_s", "apply_s"}
+    assert stub.opened == {"store": str(bucket)}
+    assert code == 0, complaints
+
+
+def test_a_server_that_is_down_is_said_and_waited_for(follow: Callable[..., Following]) -> None:
+    following = follow("--server", NOBODY, "--json")
+    event = following.event()
+    code, _, _ = following.end()
+    assert (event["event"], event["error"]["kind"], event["server"]) == (
+        "failed",
+        "server-unavailable",
+        NOBODY,
+    )
+    assert code == 0
+
+
+def test_several_servers_are_followed_by_one_process(
+    bucket: Path, stub: StubServer, follow: Callable[..., Following]
+) -> None:
+    with ExitStack() as stack:
+        others = [stack.enter_context(serving(StubServer())) for _ in range(2)]
+        for other in others:
+            other.run_id = stub.run_id
+        listed = bucket.parent / "servers"
+        listed.write_text(others[1].url)
+        following = follow(
+            *("--server", stub.url, "--server", others[0].url, "--server", NOBODY),
+            *("--servers-file", listed, "--json"),
+        )
+        applied = set()
+        while len(applied) < 3:
+            if (event := following.event())["event"] == "applied":
+                applied.add(event["server"])
+        assert following.end()[0] == 0
+        assert applied == {stub.url, *(other.url for other in others)}
+
+
+def test_the_log_is_json_with_what_machines_ask_for(
+    stub: StubServer, follow: Callable[..., Following]
+) -> None:
+    following = follow("--server", stub.url, "--server", NOBODY, "--log-format", "json")
+    applied = following.logged(lambda line: line.get("event") == "applied")
+    assert (applied["server"], applied["version"], applied["level"]) == (stub.url, 0, "info")
+    assert applied["seconds"] >= 0
+    failed = following.logged(lambda line: line.get("event") == "failed")
+    assert (failed["server"], failed["kind"], failed["level"]) == (NOBODY, "server-unavailable", "warning")
+    code, out, rest = following.end()
+    assert (code, out) == (0, "")
+    assert all(json.loads(line)["time"] for line in rest.splitlines())
+
+
+def test_people_read_lines(stub: StubServer, follow: Callable[..., Following]) -> None:
+    following = follow("--server", stub.url)
+    assert following.process.stdout is not None
+    lines = [following.process.stdout.readline() for _ in range(2)]
+    following.end()
+    assert re.fullmatch(rf"{TIME} {re.escape(stub.url)}: applied version 0\n", lines[1])
+
+
+def test_a_failure_is_one_line_and_told_once(follow: Callable[..., Following]) -> None:
+    following = follow("--server", NOBODY)
+    assert following.process.stdout is not None
+    line = following.process.stdout.readline()
+    _, _, complaints = following.end()
+    assert re.match(rf"{TIME} {re.escape(NOBODY)}: step failed: \[server-unavailable\] ", line)
+    assert "refused" in line
+    assert "step failed" not in complaints
+
+
+def test_servers_are_held_over_http_and_still_are_after_a_restart(
+    bucket: Path, stub: StubServer, follow: Callable[..., Following]
+) -> None:
+    with Publisher(open_store(bucket), {"w": torch.zeros(10)}, resume=True) as publisher:
+        publisher.publish_patch(1).result()
+    options = ("--listen", "0", "--pin-file", bucket.parent / "pin.json", "--log-format", "json")
+    following = follow("--server", stub.url, *options)
+    listening = following.logged(lambda line: line.get("event") == "listening")["url"]
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+", listening)
+    head = following.logged(lambda line: line.get("event") == "applied")["version"]
+    assert head > 0
+
+    assert httpx.post(f"{listening}/pin", json={"version": 0}).status_code == 200
+    assert following.logged(lambda line: line.get("event") == "applied")["version"] == 0
+    assert following.end()[0] == 0
+
+    stub.restart()
+    following = follow("--server", stub.url, *options)
+    assert following.logged(lambda line: line.get("event") == "applied")["version"] == 0
+    assert following.end()[0] == 0
+
+
+def test_the_command_line_can_name_the_version(stub: StubServer, follow: Callable[..., Following]) -> None:
+    following = follow("--server", stub.url, "--at", 0, "--pause-mode", "abort", "--json")
+    while following.event()["event"] != "applied":
+        pass
+    following.end()
+    assert (stub.held, [pause["mode"] for pause in stub.pauses]) == (0, ["abort"])
+
+
+def test_a_switch_under_way_is_ended_before_the_process_ends(
+    stub: StubServer, follow: Callable[..., Following]
+) -> None:
+    go_on = stub.block("/finish_weight_update")
+    following = follow("--server", stub.url, "--json", "--log-format", "json")
+    try:
+        assert stub.entered["/finish_weight_update"].wait(60)
+        following.process.send_signal(signal.SIGTERM)
+        following.logged(lambda line: line.get("event") == "stopping")
+        go_on.set()
+        out, _ = following.process.communicate(timeout=60)
+    finally:
+        go_on.set()
+    assert following.process.returncode == 0
+    assert json.loads(out.splitlines()[-1])["event"] == "applied"
+    assert (stub.held, stub.paused, stub.switch) == (0, False, None)
+
+
+def test_a_server_that_hangs_in_a_switch_is_left_running_when_time_is_up(
+    stub: StubServer, follow: Callable[..., Following]
+) -> None:
+    go_on = stub.block("/pause")
+    following = follow("--server", stub.url, "--grace", "0", "--json")
+    try:
+        assert stub.entered["/pause"].wait(60)
+        code, _, _ = following.end()
+        assert (code, stub.paused, stub.switch) == (0, False, None)
+        assert stub.calls[-3:] == ["/reset_prefix_cache", "/resume", "delta_switch"]
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--server", "localhost:8000"),
+        ("--server", "http://127.0.0.1:80o0"),
+        ("--server", "http://"),
+        ("--server", f"{NOBODY}/v1"),
+        ("--server", f"{NOBODY}/v1/"),
+        ("--server", f"{NOBODY}?key=value"),
+        ("--server", "http://user:secret@127.0.0.1:9"),
+        ("--server", NOBODY, "--pin-file", "/none/pin.json"),
+        ("--server", NOBODY, "--listen", "here"),
+        ("--servers-file", "/none"),
+    ],
+)
+def test_a_wrong_call_ends_at_once(follow: Callable[..., Following], options: tuple[str, ...]) -> None:
+    following = follow(*options, "--json")
+    out, _ = following.process.communicate(timeout=60)
+    assert (following.process.returncode, json.loads(out)["error"]["kind"]) == (2, "usage")
+    assert "secret" not in out
+
+
+def test_a_store_without_a_version_is_said_so(stub: StubServer, tmp_path: Path) -> None:
+    following = Following(tmp_path / "typo", "--server", stub.url)
+    assert following.process.stdout is not None
+    line = following.process.stdout.readline()
+    assert following.end()[0] == 0
+    assert re.match(rf"{TIME} store: holds no version yet", line)
+
+
+def test_the_text_log_begins_with_the_time_in_utc(follow: Callable[..., Following]) -> None:
+    following = follow("--server", NOBODY, "--log-format", "text")
+    assert following.process.stderr is not None
+    line = following.process.stderr.readline()
+    following.end()
+    assert re.match(rf"{TIME} WARNING patchstore\.", line)
+
+
+@pytest.mark.parametrize("page", [b"<html>\n<body>hello\n</body>", b'{"detail": "Not Found"}', b"[]"])
+def test_a_server_that_is_not_vllm_is_said_so_on_one_line(
+    stub: StubServer, follow: Callable[..., Following], page: bytes
+) -> None:
+    stub.page, stub.is_dev = page, False
+    following = follow("--server", stub.url)
+    assert following.process.stdout is not None
+    line = following.process.stdout.readline()
+    assert "unlike vLLM" in line
+    assert line.endswith("\n") and "VLLM_SERVER_DEV_MODE" not in line

@@ -1,0 +1,324 @@
+"""What the service says of itself over HTTP, and how it is told to hold servers at a version."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fleet_thread import FleetThread, running
+from prometheus_client.parser import text_string_to_metric_families
+
+from patchstore import Publisher
+from patchstore.errors import StateMismatch, StoreUnavailable, UsageError
+from patchstore.serve.desired import HeadWatcher
+from patchstore.serve.http_api import Control
+from patchstore.serve.metrics import Metrics
+from patchstore.serve.reconcile import StepResult
+from patchstore.serve.service import _address
+from patchstore.stores.memory import MemoryStore
+from patchstore.testing.vllm_stub import StubServer
+from tests.support.manifests import begin_run, commit, commit_at_no_time
+
+NOBODY = "http://127.0.0.1:9"
+
+
+class Service:
+    """A fleet with its listener."""
+
+    def __init__(self, fleet: FleetThread, control: Control, metrics: Metrics) -> None:
+        self.fleet, self.control, self.metrics = fleet, control, metrics
+        self._http = httpx.Client(base_url=control.url, timeout=60, verify=False)
+
+    def get(self, path: str) -> httpx.Response:
+        return self._http.get(path)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return self._http.post(path, json=body, **options)
+
+    def figures(self) -> dict[tuple[str, ...], float]:
+        """Name and labels' values -> value."""
+        return {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(self.get("/metrics").text)
+            for sample in family.samples
+        }
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    store = MemoryStore("memory://control")
+    begin_run(store)
+    commit(store, 0)
+    return store
+
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture
+def serve(store: MemoryStore) -> Serve:
+    @contextmanager
+    def serve(urls: list[str], *, unhealthy_after_s: float = 0.0, **options: Any) -> Iterator[Service]:
+        metrics = Metrics(HeadWatcher(store))
+        with running(store, urls, observe=metrics.observe, **options) as fleet:
+            metrics = metrics_of(fleet, metrics)
+            with Control(
+                ("127.0.0.1", 0), fleet.fleet, fleet.desired, metrics, unhealthy_after_s=unhealthy_after_s
+            ) as control:
+                yield Service(fleet, control, metrics)
+
+    return serve
+
+
+def metrics_of(fleet: FleetThread, metrics: Metrics) -> Metrics:
+    metrics._watcher = fleet.desired.watcher
+    metrics.watch(fleet.fleet.status)
+    return metrics
+
+
+def problems(answer: httpx.Response) -> set[tuple[str, str]]:
+    return {(each["problem"], each["of"]) for each in answer.json()["problems"]}
+
+
+def test_a_fleet_at_its_version_is_well_and_says_what_it_serves(serve, stub):
+    with serve([stub.url]) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
+        # The step after an update is the one that finds nothing to do.
+        while (answer := service.get("/healthz")).status_code != 200:
+            pass
+    found = answer.json()
+    assert (found["problems"], found["head"], found["target"], found["pinned"]) == ([], 0, 0, None)
+    assert found["servers"][stub.url] == {
+        "up": True,
+        "serving": 0,
+        "num_engines": 1,
+        "engines_differ": False,
+        "half_applied": False,
+        "error": None,
+    }
+
+
+def test_a_server_that_is_gone_is_named_and_the_others_are_not(serve, stub):
+    with serve([stub.url, NOBODY]) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(NOBODY))
+        while (answer := service.get("/healthz")) and len(found := problems(answer)) != 2:
+            pass
+        assert answer.status_code == 503
+        assert found == {("failing", NOBODY), ("behind", NOBODY)}
+        assert answer.json()["servers"][NOBODY]["error"]["kind"] == "server-unavailable"
+        assert service.get("/livez").status_code == 200
+
+
+def test_patience_is_for_those_who_were_well_before(serve, stub):
+    with serve([stub.url, NOBODY], unhealthy_after_s=10_000) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(NOBODY))
+        stub.down = True
+        service.fleet.until(lambda: "failed" in service.fleet.did(stub.url))
+        # One never came to its version, and the other may come back.
+        assert problems(service.get("/healthz")) == {("behind", NOBODY)}
+
+
+def test_a_store_that_does_not_answer_is_a_problem(serve, store, stub, monkeypatch):
+    with serve([stub.url]) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
+
+        def unreachable(key, start=0, end=None):
+            raise StoreUnavailable("no route")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "get", unreachable)
+            service.fleet.until(lambda: "failed" in service.fleet.did(None))
+            assert ("failing", "store") in problems(service.get("/healthz"))
+            assert service.figures()["patchstore_store_up",] == 0
+            assert service.figures()["patchstore_store_failures_total", "store-unavailable"] >= 1
+
+
+def test_a_thread_that_died_is_a_problem(serve, stub, monkeypatch):
+    with serve([stub.url], unhealthy_after_s=10_000) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
+        (worker,) = service.fleet.fleet._workers.values()
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        monkeypatch.setattr(worker, "_see", None)
+        worker.thread.join()
+        assert problems(service.get("/healthz")) == {("stopped", stub.url)}
+
+
+def test_servers_are_pinned_and_unpinned_by_request(serve, store, stub):
+    commit(store, 1)
+    with serve([stub.url]) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 1))
+        answer = service.post("/pin", {"version": 0})
+        assert (answer.status_code, answer.json()) == (200, {"pinned": 0})
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
+        figures = service.figures()
+        assert (figures["patchstore_pinned",], figures["patchstore_target_version",]) == (1, 0)
+        assert (figures["patchstore_head_version",], figures["patchstore_lag_versions", stub.url]) == (1, 1)
+
+        assert service.post("/unpin").json() == {"pinned": None}
+        service.fleet.until(lambda: service.fleet.did(stub.url).count("applied") == 3)
+    assert stub.history == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind"),
+    [
+        ({"version": 12}, 404, "version-not-found"),
+        ({"version": -1}, 400, "usage"),
+        ({"version": "1"}, 400, "usage"),
+        ({"version": True}, 400, "usage"),
+        ({}, 400, "usage"),
+        ([1], 400, "usage"),
+        (None, 400, "usage"),
+    ],
+)
+def test_what_cannot_be_held_is_refused_and_nothing_changes(serve, stub, body, status, kind):
+    with serve([stub.url]) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
+        answer = service.post("/pin", body)
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (status, kind)
+        assert service.get("/healthz").json()["pinned"] is None
+
+
+def test_a_page_in_a_browser_cannot_hold_servers(serve, stub):
+    with serve([stub.url]) as service:
+        answer = service.post("/pin", {"version": 0}, headers={"Origin": "http://example.org"})
+        assert answer.status_code == 403
+        assert service.fleet.desired.pinned is None
+        assert service.get("/nothing").status_code == 404
+        assert httpx.post(f"{service.control.url}/pin", content=b"x" * 70_000).status_code == 400
+        assert httpx.post(f"{service.control.url}/pin", content=b"[" * 60_000).status_code == 400
+
+
+def test_a_state_that_cannot_be_written_is_said(serve, stub, tmp_path: Path):
+    with serve([stub.url]) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
+        service.fleet.desired._pin_file = tmp_path / "missing" / "pin.json"
+        answer = service.post("/pin", {"version": 0})
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "os")
+        assert service.fleet.desired.pinned is None
+
+
+def test_every_figure_is_there(serve, stub):
+    with serve([stub.url, NOBODY]) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(NOBODY))
+        figures = service.figures()
+        assert figures["patchstore_store_up",] == 1
+        assert (figures["patchstore_up", stub.url], figures["patchstore_up", NOBODY]) == (1, 0)
+        assert figures["patchstore_serving_version", stub.url] == 0
+        assert ("patchstore_serving_version", NOBODY) not in figures
+        assert (figures["patchstore_lag_versions", stub.url], figures["patchstore_lag_versions", NOBODY]) == (
+            0,
+            1,
+        )
+        assert figures["patchstore_lag_seconds", stub.url] == 0
+        assert figures["patchstore_lag_seconds", NOBODY] > 0
+        assert figures["patchstore_updates_total", stub.url] == 1
+        assert figures["patchstore_stage_seconds_count", stub.url] == 1
+        assert figures["patchstore_apply_seconds_count", stub.url] == 1
+        assert figures["patchstore_failures_total", "server-unavailable", NOBODY] >= 1
+        assert figures["patchstore_engines", stub.url] == 1
+        openmetrics = {"Accept": "application/openmetrics-text; version=1.0.0"}
+        answer = httpx.get(f"{service.control.url}/metrics", headers=openmetrics)
+        assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+        assert answer.text.endswith("# EOF\n")
+
+
+def test_a_head_without_a_time_in_utc_is_a_problem_and_the_figures_are_still_served(serve, store, stub):
+    with serve([stub.url]) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
+        commit_at_no_time(store, 1, "2026-01-31T12:00:00")
+        service.fleet.until(lambda: "failed" in service.fleet.did(None))
+        figures = service.figures()
+    assert figures["patchstore_store_up",] == 0
+    assert figures["patchstore_store_failures_total", "corrupt-object"] >= 1
+    assert figures["patchstore_head_version",] == 0
+
+
+def test_a_server_that_is_followed_no_more_leaves_the_figures(serve, stub, tmp_path: Path):
+    listed = tmp_path / "servers"
+    listed.write_text(f"{stub.url}\n{NOBODY}")
+    with serve([], servers_file=listed) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(NOBODY))
+        assert any(NOBODY in key for key in service.figures())
+        listed.write_text(stub.url)
+        while any(NOBODY in key for key in service.figures()):
+            pass
+        assert service.figures()["patchstore_updates_total", stub.url] == 1
+
+
+def test_how_late_servers_are_is_counted_from_the_version_that_they_lack(store):
+    created = datetime.now(UTC) - timedelta(hours=1)
+    late = MemoryStore("memory://late")
+    begin_run(late)
+    commit(late, 0, created_at=created.isoformat().replace("+00:00", "Z"))
+    watcher = HeadWatcher(late)
+    watcher.refresh()
+    assert watcher.first_missing_at(-1) == created
+
+
+def test_bytes_are_those_of_the_payloads_on_the_way():
+    import torch
+
+    store, weights = MemoryStore("memory://bytes"), {"w": torch.zeros(1000)}
+    with Publisher(store, weights) as publisher:
+        first = publisher.publish_patch(0).result(timeout_s=60)
+        weights["w"][:7] = 1.0
+        second = publisher.publish_patch(1).result(timeout_s=60)
+    metrics = Metrics(HeadWatcher(store))
+    assert metrics._num_bytes("run", None, 0) == first.anchor.num_bytes
+    assert metrics._num_bytes("run", 0, 1) == second.delta.num_bytes
+    assert metrics._num_bytes("run", None, 1) == first.anchor.num_bytes + second.delta.num_bytes
+    assert metrics._num_bytes("run", None, 99) == 0
+
+
+def test_a_proof_that_fails_is_counted_by_its_kind(store):
+    metrics = Metrics(HeadWatcher(store))
+    metrics.observe("http://a", StepResult(outcome="diverged", error=StateMismatch("1 tensors differ")))
+    metrics.observe("http://a", StepResult(outcome="verified", version=1))
+    text = metrics.expose()[0].decode()
+    assert 'patchstore_failures_total{kind="state-mismatch",server="http://a"} 1.0' in text
+    assert 'patchstore_verifications_total{server="http://a"} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    ("said", "address"),
+    [
+        ("9464", ("127.0.0.1", 9464)),
+        (":9464", ("127.0.0.1", 9464)),
+        ("0.0.0.0:80", ("0.0.0.0", 80)),
+        ("[::1]:80", ("::1", 80)),
+    ],
+)
+def test_only_this_host_is_listened_to_unless_another_is_named(said, address):
+    assert _address(said) == address
+
+
+@pytest.mark.parametrize("said", ["", "localhost", "host:", "1:99999", "1:-1"])
+def test_a_place_that_is_none_is_refused(said):
+    with pytest.raises(UsageError):
+        _address(said)
+
+
+def test_a_port_that_is_taken_is_refused(serve, stub):
+    with serve([stub.url]) as service:
+        port = int(service.control.url.rpartition(":")[2])
+        with pytest.raises(UsageError, match="cannot listen"):
+            Control(
+                ("127.0.0.1", port),
+                service.fleet.fleet,
+                service.fleet.desired,
+                service.metrics,
+                unhealthy_after_s=0,
+            )
+
+
+def test_health_is_json_on_one_line(serve, stub: StubServer):
+    with serve([stub.url]) as service:
+        text = service.get("/healthz").text
+        assert text.count("\n") == 1
+        json.loads(text)

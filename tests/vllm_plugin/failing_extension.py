@@ -1,0 +1,160 @@
+"""The extension under test, and ways to make its updates fail where a real machine would."""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from halves import half_of
+
+from patchstore.errors import LoadFailed
+from patchstore.read import download, host_cache
+from vllm_plugin import DeltaWorkerExtension
+from vllm_plugin.weights import Change
+
+
+class FailingExtension(DeltaWorkerExtension):
+    """Adds methods that break things; changes nothing else."""
+
+    def delta_fail(self, rank: int) -> None:
+        """Raise in one rank only."""
+        if rank == self.rank:
+            raise LoadFailed("made to fail by the test")
+
+    def delta_fail_writes(self, num_failures: int, rank: int | None = None) -> None:
+        """Let the next writes of changes fail after half of them.
+
+        Args:
+            num_failures: 1 fails the commit of a version, 2 its undoing too.
+            rank: the only rank to fail in; None for all.
+        """
+        if rank not in (None, self.rank):
+            return
+        live = self.weight_transfer_engine.live
+        scatter = live.scatter
+        left = num_failures
+
+        def failing(change: Change) -> None:
+            nonlocal left
+            if left == 0:
+                del live.scatter
+                return scatter(change)
+            left -= 1
+            scatter(half_of(change))
+            raise LoadFailed("made to fail by the test")
+
+        live.scatter = failing
+
+    def delta_fail_anchors(self, after: int) -> None:
+        """Let the next load of an anchor fail when `after` tensors are written, whoever writes them."""
+        live = self.weight_transfer_engine.live
+        write, load = live.write, live.load
+        written = 0
+
+        def restore() -> None:
+            del live.write, live.load
+
+        def failing_write(name: str, tensor: Any) -> None:
+            nonlocal written
+            write(name, tensor)
+            written += 1
+            if written == after:
+                restore()
+                raise LoadFailed("made to fail by the test")
+
+        def failing_load(tensors: dict[str, Any]) -> None:
+            load(dict(list(tensors.items())[:after]))
+            restore()
+            raise LoadFailed("made to fail by the test")
+
+        live.write, live.load = failing_write, failing_load
+
+    def delta_fail_loads(self) -> None:
+        """Let the next call of vLLM's loader fail when it has had half of the tensors."""
+        model = self.model_runner.get_model()
+        load = model.load_weights
+
+        def failing(weights: Any) -> None:
+            del model.load_weights
+            every = list(weights)
+            load(every[: len(every) // 2])
+            raise LoadFailed("made to fail by the test")
+
+        model.load_weights = failing
+
+    def delta_write_behind(self, name: str, rank: int = 0) -> None:
+        """Change one element of a parameter, as something that is not the engine might."""
+        if rank != self.rank:
+            return
+        parameter = dict(self.model_runner.get_model().named_parameters())[name]
+        parameter.data.view(-1)[:1].neg_()
+
+    def delta_lose_weights(self) -> None:
+        """Leave nothing of the weights, as sleep at level 2 does on a GPU."""
+        for parameter in self.model_runner.get_model().parameters():
+            parameter.data.fill_(float("nan"))
+
+    def delta_move(self, name: str) -> None:
+        """Give a parameter other memory with the same contents."""
+        parameter = dict(self.model_runner.get_model().named_parameters())[name]
+        parameter.data = parameter.data.clone()
+
+    def delta_addresses(self) -> dict[str, int]:
+        """Where each parameter lies."""
+        return {n: p.data_ptr() for n, p in self.model_runner.get_model().named_parameters()}
+
+    def delta_count_downloads(self) -> list[str]:
+        """Return the keys of the payloads that this worker downloaded since the last call."""
+        if not hasattr(host_cache.download, "keys"):
+            download, keys = host_cache.download, []
+
+            def counting(store: Any, wanted: Any, path: Any) -> None:
+                keys.append(wanted.key)
+                download(store, wanted, path)
+
+            counting.keys = keys
+            host_cache.download = counting
+        counted = list(host_cache.download.keys)
+        host_cache.download.keys.clear()
+        return counted
+
+    def delta_fill_disk(self) -> None:
+        """Let the next download find the disk full, after a part of it."""
+        chunks = download.chunks
+
+        def failing(*args: Any) -> Any:
+            download.chunks = chunks
+            yield next(chunks(*args))[:100]
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        download.chunks = failing
+
+    def delta_die_while_staging(self, rank: int) -> None:
+        """Kill this worker when it next stages, once it has fetched."""
+        if rank != self.rank:
+            return
+        live = self.weight_transfer_engine.live
+        stage: Callable[..., Change] = live.stage_deltas
+
+        def dying(*args: Any, **kwargs: Any) -> Change:
+            stage(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError
+
+        live.stage_deltas = dying
+
+    def delta_hold_staging(self, until: str) -> None:
+        """Let the next staging wait until a file exists."""
+        live = self.weight_transfer_engine.live
+        stage: Callable[..., Change] = live.stage_deltas
+
+        def waiting(*args: Any, **kwargs: Any) -> Change:
+            del live.stage_deltas
+            while not Path(until).exists():
+                time.sleep(0.01)
+            return stage(*args, **kwargs)
+
+        live.stage_deltas = waiting

@@ -1,0 +1,17 @@
+"""Half of a staged change, for tests of writes that fail on the way."""
+
+from dataclasses import replace
+
+from vllm_plugin.weights import Change
+
+
+def half_of(change: Change) -> Change:
+    """A change that writes a part of what another one writes, and shares its memory."""
+    if change.scatters:
+        return Change(scatters=dict(list(change.scatters.items())[: (len(change.scatters) + 1) // 2]))
+    halves = []
+    for segments, exchange in change.parts:  # type: ignore[attr-defined]  # One of `vllm_plugin.weights_gpu`.
+        counts = exchange.counts.clone()
+        counts[(len(counts) + 1) // 2 :] = 0
+        halves.append((segments, replace(exchange, counts=counts)))
+    return replace(change, parts=halves)

@@ -1,0 +1,179 @@
+"""What engines of tiny models, each started with other options, hold after updates, as one file.
+
+Run as a program: engines are forks of a process that imports vLLM in a way of its own, see `engines` of the
+conformance suite, which must be on the path.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tiny_qwen
+import torch
+import zoo
+from engines import Engine, EngineFailed, answers
+from safetensors.torch import load_file, save_file
+from trainer import Trainer
+from transformers import AutoModelForCausalLM, Zamba2Config
+from vllm import LLM
+
+from patchstore.read.replay import replay
+from patchstore.stores import open_store
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+INT8 = {"quantization": "int8_per_channel_weight_only"}
+LORA = {"enable_lora": True, "max_lora_rank": 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One model and the options that its engine is started with."""
+
+    base: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+    steps: tuple[Callable[[Trainer], Any], ...] = (Trainer.step, Trainer.step)
+    """What makes each version from the one before it."""
+    answers: bool = False
+    """Whether vLLM's CPU build can answer with these options, and not only load."""
+    fresh: bool = True
+    """Whether to start another engine from the last version."""
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        """Bring an engine to each version in turn."""
+        folder.mkdir()
+        tensors = load_file(self.base / "model.safetensors")
+        with closing(Trainer(folder / "store", tensors, dtype=None)) as trainer:
+            trainer.publish()
+            for step in self.steps:
+                step(trainer)
+
+        def follow(llm: LLM) -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            init = {"init_info": {"store": str(folder / "store")}}
+            if refusal := _refusal(llm, ("init_weight_transfer_engine", init)):
+                return {"refused": refusal}
+            found["held"] = llm.collective_rpc("delta_status")[0]["held"]
+            for version in range(len(self.steps) + 1):
+                refusal = _refusal(
+                    llm,
+                    ("start_weight_update", {}),
+                    ("update_weights", {"update_info": {"version": version}}),
+                    ("finish_weight_update", {}),
+                )
+                found[str(version)] = {"refused": refusal, **self._state(llm)}
+            return found
+
+        found = self._engine(self.base, folder / "followed.log").run(follow)
+        if self.fresh and "refused" not in found:
+            out = folder / "replayed"
+            with closing(open_store(folder / "store")) as store:
+                replay(store, len(self.steps), out=out)
+            for path in self.base.glob("*.json"):
+                if not (out / path.name).exists():
+                    (out / path.name).write_bytes(path.read_bytes())
+            found["fresh"] = self._engine(out, folder / "fresh.log").run(self._state)
+        return found
+
+    def _engine(self, model: Path, log: Path) -> Engine:
+        return Engine(model=model, arguments=self.options, log=log)
+
+    def _state(self, llm: LLM) -> dict[str, Any]:
+        # The first answer may convert buffers, so this comes first.
+        said = answers(llm) if self.answers else None
+        (status,), (fingerprint,) = (
+            llm.collective_rpc("delta_status"),
+            llm.collective_rpc("delta_fingerprint"),
+        )
+        return {"answers": said, "held": status["held"], "map": status["map"], "fingerprint": fingerprint}
+
+
+def _refusal(llm: LLM, *calls: tuple[str, dict[str, Any]]) -> str | None:
+    try:
+        for method, arguments in calls:
+            llm.collective_rpc(method, kwargs=arguments)
+    except Exception as exc:  # noqa: BLE001  # Told to the test.
+        return str(exc)
+    return None
+
+
+def change_head(trainer: Trainer) -> None:
+    trainer.tensors[HEAD][:4] += 1
+    trainer.publish()
+
+
+def overflow(trainer: Trainer) -> None:
+    """Let one number become too large for float16, and others too small."""
+    trainer.tensors["model.norm.weight"][:3] = torch.tensor([1e38, -1e-30, 3e-7])
+    trainer.publish()
+
+
+def with_both(folder: Path) -> Path:
+    """A checkpoint whose config says tied, and that has an output layer too, equal to the embedding."""
+    tiny_qwen.save(tiny_qwen.build(tied=True), folder)
+    tensors = load_file(folder / "model.safetensors")
+    both = {**tensors, HEAD: tensors[EMBEDDING].clone()}
+    save_file(both, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def zamba(folder: Path) -> Path:
+    """A checkpoint of an architecture that vLLM always ties, whose config says that it is not."""
+    config = Zamba2Config(
+        vocab_size=zoo.VOCABULARY,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        layers_block_type=["linear_attention", "hybrid"],
+        hybrid_layer_ids=[1],
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        attention_head_dim=64,
+        n_mamba_heads=8,
+        mamba_headdim=32,
+        mamba_d_state=16,
+        adapter_rank=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        dtype=torch.bfloat16,
+    )
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def main(folder: Path) -> None:
+    plain = tiny_qwen.save(tiny_qwen.build(), folder / "plain")
+    tied = with_both(folder / "tied")
+    experts = zoo.save(zoo.ARCHITECTURES["mixtral"], folder / "experts")
+    beside_experts = LORA | {"lora_target_modules": ["qkv_proj", "o_proj"]}
+    changed_head: dict[str, Any] = {"base": tied, "steps": (Trainer.publish, change_head), "fresh": False}
+    cases = {
+        "float16": Case(
+            base=plain, options={"dtype": "float16"}, steps=(Trainer.step, overflow), answers=True
+        ),
+        "float32": Case(
+            base=plain, options={"dtype": "float32"}, steps=(Trainer.step, overflow), answers=True
+        ),
+        "tied": Case(**changed_head),
+        "tied-float16": Case(**changed_head, options={"dtype": "float16"}),
+        "tied-int8": Case(**changed_head, options=INT8),
+        "untied-int8": Case(base=plain, steps=(Trainer.publish, change_head), options=INT8),
+        "zamba": Case(base=zamba(folder / "zamba"), fresh=False),
+        "lora-experts": Case(base=experts, options=LORA),
+        "lora-beside-experts": Case(base=experts, options=beside_experts),
+    }
+    found = {}
+    for name, case in cases.items():
+        try:
+            found[name] = case.run(folder / f"run-{name}")
+        except EngineFailed as exc:
+            # The other cases are not this one's fault.
+            found[name] = {"failed": str(exc)}
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,326 @@
+"""Tensors that modules make from weights are made again, and stay where they were."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from patchstore.errors import LoadFailed, UsageError
+from patchstore.tensors.bits import bits
+from vllm_plugin.post_load import Derived, constructed, loaded
+from vllm_plugin.reachable import slots
+
+pytestmark = pytest.mark.vllm
+
+
+class Attention(torch.nn.Module):
+    """Makes two matrices from the weight below it: one a parameter, one a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = torch.nn.Linear(4, 6, bias=False)
+        self.num_calls = 0
+        self.transposes = False
+        self.fails = False
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        self.num_calls += 1
+        weight = self.projection.weight.detach()
+        self.plain = (weight[:3].T if self.transposes else weight[:3]).to(dtype, copy=True)
+        if self.fails:
+            raise RuntimeError("made to fail")
+        self.made = torch.nn.Parameter((weight[3:] * 2).to(dtype), requires_grad=False)
+        self.scale = torch.ones(2)
+
+
+class Views(Attention):
+    """Needs no memory of its own: what it makes are views of the weight."""
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        self.num_calls += 1
+        self.plain = self.projection.weight.data[:3]
+        self.made = torch.nn.Parameter(self.projection.weight.data[3:].T, requires_grad=False)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, kind: type[Attention] = Attention) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([kind(), torch.nn.Linear(4, 4), kind()])
+        constructed(self)
+        for each in self.attentions:
+            refresh(each)
+        loaded(self)
+
+    @property
+    def attentions(self) -> list[Attention]:
+        return [self.layers[0], self.layers[2]]
+
+
+def refresh(module: torch.nn.Module) -> None:
+    module.process_weights_after_loading(torch.bfloat16)
+
+
+def tensors(model: Model) -> list[torch.Tensor]:
+    return [tensor for each in model.attentions for tensor in (each.plain, each.made)]
+
+
+def follow(model: torch.nn.Module) -> Derived:
+    """What is made of a model's weights, proved once."""
+    derived = Derived([model], refresh)
+    derived.prove(set())
+    return derived
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+def change(model: Model) -> None:
+    with torch.no_grad():
+        for each in model.attentions:
+            each.projection.weight.mul_(3)
+
+
+def test_they_are_known_by_name(model):
+    names = {f"layers.{layer}.{name}" for layer in (0, 2) for name in ("plain", "made", "scale")}
+    assert Derived([model], refresh).names == names
+    # Of several models, and of a module that is a model itself.
+    other = Model()
+    assert Derived([model, other], refresh).names == names
+
+
+@pytest.mark.parametrize("kind", [Attention, Views])
+def test_they_follow_their_weights_without_moving(kind):
+    model = Model(kind)
+    derived = follow(model)
+    objects, places = tensors(model), [each.data_ptr() for each in tensors(model)]
+    change(model)
+    expected = Model(kind)
+    expected.load_state_dict(model.state_dict(), strict=False)
+    for each in expected.attentions:
+        refresh(each)
+
+    derived.refresh()
+
+    for now, before, place, goal in zip(tensors(model), objects, places, tensors(expected), strict=True):
+        assert now.data_ptr() == place
+        assert torch.equal(bits(before), bits(goal))
+        assert torch.equal(bits(now), bits(goal))
+
+
+def test_modules_that_made_nothing_are_left_alone():
+    bare = Attention()
+    constructed(bare)
+    loaded(bare)
+    assert follow(bare).names == frozenset()
+    Derived([bare], refresh).refresh()
+    assert bare.num_calls == 0
+
+
+def test_another_shape_is_refused_and_nothing_has_moved(model):
+    derived = follow(model)
+    objects = tensors(model)
+    change(model)
+    model.attentions[1].transposes = True
+    with pytest.raises(LoadFailed, match=r"layers\.2\.plain was \(3, 4\) .* and is \(4, 3\)"):
+        derived.refresh()
+    assert all(now is then for now, then in zip(tensors(model), objects, strict=True))
+
+    model.attentions[1].transposes = False
+    derived.refresh()
+    assert all(now is then for now, then in zip(tensors(model), objects, strict=True))
+    assert torch.equal(objects[2], model.attentions[1].projection.weight[:3].bfloat16())
+
+
+def test_a_failure_halfway_moves_nothing(model):
+    derived = follow(model)
+    objects = tensors(model)
+    model.attentions[0].fails = True
+    with pytest.raises(RuntimeError, match="made to fail"):
+        derived.refresh()
+    assert all(now is then for now, then in zip(tensors(model), objects, strict=True))
+
+
+class Cached(torch.nn.Module):
+    """Makes nothing from weights, but has what vLLM gives it once it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.kv_cache = torch.zeros(2, 3, 4)
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        self.num_calls += 1
+
+
+def test_a_layer_that_only_has_its_cache_is_left_alone():
+    layer = Cached()
+    derived = Derived([torch.nn.Sequential(layer)], refresh)
+    derived.refresh()
+    assert (derived.names, layer.num_calls) == (frozenset(), 0)
+
+
+class Kernel:
+    """What a layer calls, and where it keeps tensors: no module."""
+
+    def __init__(self, sinks: torch.nn.Parameter) -> None:
+        self.sinks: torch.Tensor = sinks
+        self.slopes = torch.arange(4.0)
+        self.combined: list[torch.Tensor] = []
+
+
+class Sinks(torch.nn.Module):
+    """Has a kernel that keeps copies of its weights in an object, a list, a closure or not at all."""
+
+    def __init__(self, keeps: str = "") -> None:
+        super().__init__()
+        self.sinks = torch.nn.Parameter(torch.randn(4, dtype=torch.bfloat16), requires_grad=False)
+        self.kernel = Kernel(self.sinks)
+        self.register_buffer("_k_scale", torch.tensor(1.0))
+        self._k_scale_float = 1.0
+        self.keeps = keeps
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        self._k_scale.fill_(1.0)
+        self._k_scale_float = 1.0
+        if self.keeps == "in place" and self.kernel.sinks.dtype == torch.float32:
+            self.kernel.sinks.copy_(self.sinks)
+            self.kernel.combined[0].copy_(self.sinks.float() * 2)
+        elif self.keeps:
+            self.kernel.sinks = self.sinks.float()
+            self.kernel.combined = [self.sinks.float() * 2]
+
+    def forward(self) -> torch.Tensor:
+        if self.kernel.sinks.dtype != torch.float32:
+            with torch.inference_mode():
+                self.kernel.sinks = self.kernel.sinks.float()
+        return self.kernel.sinks * 1
+
+
+def started(model: torch.nn.Module, load: Callable[[], object] = lambda: None) -> torch.nn.Module:
+    """Do what vLLM does when it starts."""
+    constructed(model)
+    load()
+    for module in model.modules():
+        if hasattr(module, "process_weights_after_loading"):
+            refresh(module)
+    loaded(model)
+    return model
+
+
+@pytest.mark.parametrize("keeps", ["anew", "in place"])
+def test_vectors_in_objects_and_lists_follow_their_weights(keeps):
+    layer = Sinks(keeps)
+    derived = follow(started(torch.nn.Sequential(layer)))
+    assert derived.names == {"0.kernel.sinks", "0.kernel.combined[0]"}
+    copies = [layer.kernel.sinks, *layer.kernel.combined]
+    layer.sinks.copy_(torch.randn(4))
+    derived.refresh()
+    assert [layer.kernel.sinks, *layer.kernel.combined] == copies
+    assert torch.equal(copies[0], layer.sinks.float())
+    assert torch.equal(copies[1], layer.sinks.float() * 2)
+
+
+class Guarded:
+    """Refuses to name what it holds, as configs of transformers do of what differs between layers."""
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "held":
+            raise ValueError("ambiguous")
+        return super().__getattribute__(name)
+
+
+def test_what_an_object_does_not_name_itself_is_found_too():
+    layer = Sinks("anew")
+    layer.config = Guarded(torch.ones(2))
+    model = torch.nn.Sequential(layer)
+    assert "0.config.held" in {slot.path for slot in slots(model)}
+    assert follow(started(model)).names == {"0.kernel.sinks", "0.kernel.combined[0]"}
+
+
+@pytest.mark.parametrize("when", ["before it is followed", "after it is followed"])
+def test_a_copy_that_the_first_forward_pass_makes_follows_its_weight(when):
+    layer = Sinks()
+    model = started(torch.nn.Sequential(layer))
+    if when == "before it is followed":
+        layer()
+    derived = follow(model)
+    layer()
+    derived.notice()
+    layer.sinks.copy_(torch.randn(4))
+    derived.refresh()
+    assert torch.equal(layer(), layer.sinks.float())
+
+
+def test_what_a_forward_pass_made_of_a_weight_otherwise_is_refused():
+    layer = Sinks()
+    derived = follow(started(torch.nn.Sequential(layer)))
+    layer.kernel.sinks = layer.sinks.float() * 2
+    with pytest.raises(
+        UsageError, match=r"'0\.kernel\.sinks' \(\(4,\) torch\.float32\), which it made of a weight"
+    ):
+        derived.notice()
+
+
+def test_what_loading_made_where_nothing_makes_it_again_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    model[0].packed = None
+
+    def load() -> None:
+        packed = model[0].weight.detach().T.contiguous()
+        model[0].packed = lambda x: x @ packed
+
+    with pytest.raises(
+        UsageError, match=r"keeps 1 tensors that loading made .* '0\.packed\.packed' \(\(3, 3\)"
+    ):
+        follow(started(model, load))
+
+
+def test_what_comes_out_otherwise_from_the_same_weights_is_refused_and_stays(model):
+    before = [each.clone() for each in tensors(model)]
+    model.attentions[1].made.mul_(2)
+    expected = [*before[:3], before[3] * 2]
+    with pytest.raises(UsageError, match=r"'layers\.2\.made'"):
+        follow(model)
+    assert all(torch.equal(bits(now), bits(then)) for now, then in zip(tensors(model), expected, strict=True))
+
+
+def test_constants_and_buffers_that_are_loaded_are_not_made_of_weights():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
+    derived = Derived([started(model, lambda: model[0].running_mean.fill_(3))], refresh)
+    derived.prove({model[0].running_mean.untyped_storage().data_ptr()})
+    derived = Derived([model], refresh)
+    with pytest.raises(UsageError, match=r"'0\.running_mean'"):
+        derived.prove(set())
+
+
+def test_scales_of_the_cache_stay_as_requests_calibrated_them():
+    layer = Sinks("anew")
+    derived = follow(started(torch.nn.Sequential(layer)))
+    layer._k_scale.fill_(0.25)
+    layer._k_scale_float = 0.25
+    derived.refresh()
+    assert (layer._k_scale.item(), layer._k_scale_float) == (0.25, 0.25)
+
+
+def test_a_model_whose_loading_was_not_seen_is_not_refused_for_its_constants():
+    layer = Sinks("anew")
+    model = torch.nn.Sequential(layer)
+    layer.constant = torch.ones(3)
+    refresh(layer)
+    derived = follow(model)
+    layer.sinks.copy_(torch.randn(4))
+    derived.refresh()
+    assert torch.equal(layer.kernel.sinks, layer.sinks.float())
+    assert "0.constant" not in {slot.path for made in derived._made.values() for slot in made}
+
+
+def test_reloading_leaves_hooks_to_vllm():
+    layer = Sinks("anew")
+    derived = Derived([started(torch.nn.Sequential(layer))], refresh, hooks=False)
+    derived.prove(set())
+    assert derived.names == frozenset()

@@ -1,0 +1,315 @@
+"""Kernels and plain torch do the same to the same weights, on a GPU or in Triton's interpreter."""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from patchstore.encodings import EncodedTensor, encoding
+from patchstore.errors import CorruptObject, LoadFailed, StateMismatch
+from patchstore.format.records import Schema, TensorSpec
+from patchstore.read.deltas import Deltas
+from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, index_dtype
+from tests.support.interpreted import DEVICE, kernels
+from vllm_plugin.mapping import WeightMap
+from vllm_plugin.post_load import Derived
+from vllm_plugin.weights import Change, LiveWeights
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+SPECS = {
+    "blocks": ("BF16", (6, 5, 8)),
+    "bytes": ("F8_E4M3", (1300,)),
+    "cols": ("BF16", (37, 64)),
+    "empty": ("BF16", (0, 4)),
+    "fused": ("BF16", (4097,)),
+    "long": ("BF16", (70_000,)),
+    "numbers": ("I64", (70,)),
+    "scalar": ("BF16", ()),
+    "single": ("F32", (600,)),
+    "transposed": ("BF16", (40, 50)),
+    "twice": ("F16", (530,)),
+    "widened": ("BF16", (513, 3)),
+}
+"""Every width, fewer and more elements than a program takes, and `fused` at an odd address."""
+SCHEMA = Schema(
+    tensors=tuple(TensorSpec(name=name, dtype=dtype, shape=shape) for name, (dtype, shape) in SPECS.items()),
+    tied={},
+)
+
+
+class Model(torch.nn.Module):
+    """Weights that are slices, transpositions and copies of a checkpoint's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {name: shape for name, (_, shape) in SPECS.items()} | {
+            "blocks": (5, 6, 8),
+            "cols": (37, 20),
+            "fused": (4104,),
+            "transposed": (50, 40),
+        }
+        for name, shape in shapes.items():
+            dtype = TORCH_DTYPES[SPECS[name][0]]
+            self._add(name, torch.zeros(shape, dtype=torch.float32 if name == "widened" else dtype))
+        self._add("again", torch.zeros(530, dtype=torch.float16))
+
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        self.register_parameter(name, torch.nn.Parameter(value.to(DEVICE), requires_grad=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            target = getattr(self, name).data
+            if name == "blocks":
+                target.copy_(tensor.permute(1, 0, 2))
+            elif name == "cols":
+                target.copy_(tensor[:, 17:57:2])
+            elif name == "fused":
+                target[:7].fill_(0)
+                target[7:].copy_(tensor)
+            elif name == "transposed":
+                target.copy_(tensor.t())
+            else:
+                target.copy_(tensor)
+            if name == "twice":
+                self.again.data.copy_(tensor)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: bits(each).clone() for name, each in self.named_parameters()}
+
+
+class Stored(Deltas):
+    """Patches of versions as a store has them, each in one buffer."""
+
+    def __init__(self, *versions: Iterable[TensorPatch]) -> None:
+        super().__init__([(manifest(i), "a/key", stored(each)) for i, each in enumerate(versions)])
+
+
+def manifest(version: int) -> Any:
+    return SimpleNamespace(version=version, delta=SimpleNamespace(encoding="gap"))
+
+
+def stored(patches: Iterable[TensorPatch]) -> dict[str, EncodedTensor]:
+    gap, specs = encoding("gap").index, SCHEMA.by_name()
+    encoded = {each.name: gap.encode(each, specs[each.name]) for each in patches}
+    parts = sorted(
+        ((name, field, getattr(each, field)) for name, each in encoded.items() for field in ("idx", "val")),
+        key=lambda part: -part[2].element_size(),
+    )
+    # As in a mapped file, the first element is anywhere that 8 divides.
+    buffer = torch.zeros(8 + sum(part.nbytes for _, _, part in parts), dtype=torch.uint8)
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    at = 8
+    for name, field, part in parts:
+        place = buffer[at : at + part.nbytes]
+        place.copy_(part.view(torch.uint8))
+        found.setdefault(name, {})[field] = place.view(part.dtype)
+        at += part.nbytes
+    return {name: EncodedTensor(**each) for name, each in found.items()}
+
+
+def random_bits(spec: TensorSpec, num: int) -> torch.Tensor:
+    dtype = TORCH_DTYPES[spec.dtype]
+    return torch.randint(0, 256, (num * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+
+
+def patches(share: float) -> list[TensorPatch]:
+    """New bits for a share of every tensor's elements, NaN among them."""
+    found = []
+    for spec in SCHEMA.tensors:
+        at = (torch.rand(spec.num_elements) < share).nonzero()[:, 0]
+        values = random_bits(spec, len(at))
+        found.append(
+            TensorPatch(name=spec.name, indices=at.to(index_dtype(spec.num_elements)), values=values)
+        )
+    return found
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def plain(model: Model) -> LiveWeights:
+    return followed(LiveWeights, model)
+
+
+@pytest.fixture
+def fast(model: Model, plain: LiveWeights) -> LiveWeights:
+    return followed(kernels("vllm_plugin.weights_gpu").DeviceWeights, model)
+
+
+def followed(kind: type[LiveWeights], model: Model) -> LiveWeights:
+    live = kind([model], lambda module, weights: module.load_weights(weights), Derived([], print))
+    traced = live.trace(SCHEMA)
+    live.follow(WeightMap(SCHEMA, traced, [live.share(traced)]))
+    live.load({each.name: random_bits(each, each.num_elements).view(each.shape) for each in SCHEMA.tensors})
+    assert set(live.map.regions) == SPECS.keys() - {"empty"}
+    return live
+
+
+def grown(change: Change) -> list[list[int]]:
+    """Slices and their sums, in an order of their own."""
+    growth = change.growth
+    rows = zip(growth.slices.tolist(), growth.before.tolist(), growth.after.tolist(), strict=True)
+    return sorted([number, *before, *after] for number, before, after in rows)
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_all_that_is_served_has_the_digests_of_plain_torch(plain, fast, model):
+    names = sorted(plain.map.regions)
+    assert fast.claims(names) == plain.claims(names)
+    assert fast.claims(names[::3]) == plain.claims(names[::3])
+    # What a wider element has beside the checkpoint's bits is nobody's.
+    bits(model.widened)[1000] |= 1
+    assert fast.claims(names) == plain.claims(names)
+    assert fast.claims(["widened"]) == plain.claims(["widened"])
+
+
+def test_a_part_of_the_schema_is_not_taken_for_all_that_is_served(fast):
+    every = fast.claims(sorted(fast.map.regions))
+    # As many as are served, one of which is not.
+    some = sorted({*fast.map.regions, "empty"} - {"bytes"})
+    assert fast.claims(some).keys() == every.keys() - {"bytes"}
+    assert fast.claims(sorted(fast.map.regions)) == every
+
+
+def test_a_parameter_that_is_wrapped_anew_has_not_moved(fast, model):
+    model.long = torch.nn.Parameter(model.long.data, requires_grad=False)
+    assert (fast.moved(), fast.has_moved()) == ([], False)
+    model.long = torch.nn.Parameter(model.long.data.clone(), requires_grad=False)
+    assert (fast.moved(), fast.has_moved()) == (["0.long"], True)
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+@pytest.mark.parametrize("share", [0.0, 0.03, 0.6, 1.0])
+def test_a_change_is_proved_written_and_undone_as_by_plain_torch(plain, fast, model, share, is_stored):
+    found, before = patches(share), model.state()
+    expected = plain.stage(found, keep_old=True)
+    names = sorted(plain.map.regions)
+    staged = (
+        fast.stage_deltas(Stored(found), names, {}, keep_old=True)
+        if is_stored
+        else fast.stage(found, keep_old=True)
+    )
+    assert equal(model.state(), before)
+    assert grown(staged) == grown(expected)
+
+    plain.scatter(expected)
+    after = model.state()
+    plain.gather_back(expected)
+    fast.scatter(staged)
+
+    assert equal(model.state(), after)
+    assert equal(after, before) is (share == 0.0)
+    fast.gather_back(staged)
+    assert equal(model.state(), before)
+
+
+@pytest.mark.parametrize("at_a_time", [1 << 25, 2000])
+def test_of_several_versions_the_last_value_of_an_element_counts(plain, fast, model, monkeypatch, at_a_time):
+    monkeypatch.setattr(kernels("vllm_plugin.weights_gpu"), "MERGED", at_a_time)
+    before, names = model.state(), sorted(plain.map.regions)
+    versions = [patches(share) for share in (0.3, 0.0, 0.5)]
+    # Not every version states every tensor.
+    versions[2] = [each for each in versions[2] if each.name not in {"cols", "single"}]
+    deltas = Stored(*versions)
+    expected = plain.stage_deltas(deltas, names, {}, keep_old=True)
+    staged = fast.stage_deltas(deltas, names, {}, keep_old=True)
+    assert grown(staged) == grown(expected)
+    plain.scatter(expected)
+    after = model.state()
+    plain.gather_back(expected)
+    fast.scatter(staged)
+    assert equal(model.state(), after)
+    fast.gather_back(staged)
+    assert equal(model.state(), before)
+
+
+def test_a_bridge_states_an_unchanged_element(fast, plain, model):
+    at = encoding("gap").index.with_bridges(torch.tensor([69_990], dtype=torch.int32))
+    values = model.long.data.cpu()[at.long()].clone()
+    bits(values)[-1] ^= 1
+    patch = TensorPatch(name="long", indices=at, values=values)
+    staged = fast.stage_deltas(Stored([patch]), ["long"], {}, keep_old=True)
+    assert grown(staged) == grown(plain.stage([patch], keep_old=True))
+    fast.scatter(staged)
+    assert len(at) == 2
+    assert torch.equal(bits(model.long.cpu())[at.long()], bits(values))
+
+
+def test_gaps_beyond_a_tensor_are_refused_before_anything_is_written(fast, model):
+    before = model.state()
+    spec = next(each for each in SCHEMA.tensors if each.name == "fused")
+    patch = TensorPatch(
+        name="fused", indices=torch.arange(4090, 4098, dtype=torch.int32), values=random_bits(spec, 8)
+    )
+    with pytest.raises(CorruptObject, match=r"a/key: gaps of 'fused' reach position 4097, beyond its 4097"):
+        fast.stage_deltas(Stored([patch]), ["fused"], {}, keep_old=True)
+    # Nor would the kernels have followed them.
+    fast.scatter(fast.stage([patch], keep_old=False))
+    assert torch.equal(bits(model.fused)[:4097], before["fused"][:4097])
+    assert torch.equal(bits(model.again), before["again"])
+
+
+def test_what_somebody_else_wrote_is_noticed_and_put_back(fast, model):
+    staged = fast.stage(patches(0.5), keep_old=True)
+    bits(model.transposed)[:] ^= 1
+    before = model.state()
+    with pytest.raises(StateMismatch, match="something wrote to 'transposed'"):
+        fast.scatter(staged)
+    fast.gather_back(staged)
+    assert equal(model.state(), before)
+
+
+def test_an_undo_that_does_not_hold_is_noticed(fast, monkeypatch):
+    staged = fast.stage(patches(0.5), keep_old=True)
+    fast.scatter(staged)
+
+    def forgetful(change: Change) -> None:
+        """Writes nothing."""
+
+    monkeypatch.setattr(fast, "scatter", forgetful)
+    with pytest.raises(LoadFailed, match="did not keep"):
+        fast.gather_back(staged)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU, and 13 GB of its memory")
+def test_elements_past_two_to_the_31_are_reached():
+    num = 2**31 + 70_000
+    schema = Schema(tensors=(TensorSpec(name="huge", dtype="BF16", shape=(num // 8, 8)),), tied={})
+
+    class Huge(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            random = torch.randint(-(2**62), 2**62, (num // 4,), device=DEVICE).view(torch.bfloat16)
+            self.huge = torch.nn.Parameter(random.view(num // 8, 8), requires_grad=False)
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for _, tensor in weights:
+                self.huge.data.copy_(tensor)
+
+    model = Huge()
+    lives = []
+    for kind in (LiveWeights, kernels("vllm_plugin.weights_gpu").DeviceWeights):
+        live = kind([model], lambda module, weights: module.load_weights(weights), Derived([], print))
+        traced = live.trace(schema)
+        live.follow(WeightMap(schema, traced, [live.share(traced)]))
+        lives.append(live)
+    plain, fast = lives
+    assert fast.claims(["huge"]) == plain.claims(["huge"])
+    at = torch.tensor([0, 5, 2**31 - 1, 2**31, 2**31 + 1, num - 1], device=DEVICE)
+    before = bits(model.huge)[at].clone()
+    patch = TensorPatch(name="huge", indices=at, values=(before ^ 1).view(torch.bfloat16))
+    expected, staged = plain.stage([patch], keep_old=True), fast.stage([patch], keep_old=True)
+    assert grown(staged) == grown(expected)
+    fast.scatter(staged)
+    assert torch.equal(bits(model.huge)[at], before ^ 1)
+    fast.gather_back(staged)
+    assert torch.equal(bits(model.huge)[at], before)

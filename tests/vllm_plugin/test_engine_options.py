@@ -1,0 +1,84 @@
+"""Options that need no requests to be shown: dtypes, tied weights that are not, adapters beside experts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+HERE = Path(__file__).parent
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the engines held: see `option_engines`."""
+    folder = tmp_path_factory.mktemp("options")
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent / "conformance")])
+    done = subprocess.run(
+        [sys.executable, str(HERE / "option_engines.py"), str(folder)],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["float16", "float32", "untied-int8", "lora-beside-experts"])
+def test_weights_and_answers_are_those_of_a_fresh_start(found, name):
+    case = found[name]
+    newest = case["2"]
+    assert [case[version]["refused"] for version in "012"] == [None] * 3
+    assert newest["held"] == 2
+    assert newest["fingerprint"] == case["fresh"]["fingerprint"] != case["0"]["fingerprint"]
+    # As text, since a number that is none differs from itself.
+    assert str(newest["answers"]) == str(case["fresh"]["answers"])
+
+
+def test_the_status_tells_weights_that_another_dtype_widens_from_those_that_it_rounds(found):
+    widened, rounded = found["float32"], found["float16"]
+    assert (widened["2"]["map"]["mapped"], widened["2"]["map"]["num_computed"]) == (25, 0)
+    assert (rounded["2"]["map"]["mapped"], rounded["2"]["map"]["num_computed"]) == (0, 25)
+    # Rounded bits cannot say which version they are, so the first update loads an anchor.
+    assert (widened["held"], rounded["held"]) == (0, None)
+
+
+@pytest.mark.parametrize("name", ["tied", "tied-float16", "tied-int8"])
+def test_an_output_layer_that_is_no_longer_the_embedding_is_refused_by_name(found, name):
+    case = found[name]
+    followed, refused = case["1"], case["2"]
+    assert (followed["refused"], followed["held"]) == (None, 1)
+    assert "[schema-mismatch]" in refused["refused"]
+    assert f"{HEAD!r} than as {EMBEDDING!r}" in refused["refused"]
+    assert refused["held"] == 1
+    assert refused["fingerprint"] == followed["fingerprint"]
+
+
+def test_a_server_that_has_one_tensor_for_two_knows_the_version_in_which_they_were_equal(found):
+    # The store's newest version differs from it only in the tensor that this server does not have.
+    assert found["tied"]["held"] == 1
+
+
+def test_an_architecture_that_vllm_always_ties_is_refused_by_name_whatever_its_config_says(found):
+    case = found["zamba"]
+    assert case["held"] is None
+    for version in "012":
+        assert "[schema-mismatch]" in case[version]["refused"]
+        assert f"{HEAD!r} than as {EMBEDDING!r}" in case[version]["refused"]
+        assert "vLLM has no second tensor for this architecture" in case[version]["refused"]
+        assert (case[version]["held"], case[version]["fingerprint"]) == (None, case["0"]["fingerprint"])
+
+
+def test_experts_that_adapters_wrap_are_refused_with_options_that_help(found):
+    refused = found["lora-experts"]["refused"]
+    assert "[usage]" in refused
+    assert "experts.base_layer" in refused
+    # That this helps is shown by `lora-beside-experts`.
+    assert "--lora-target-modules" in refused

@@ -1,0 +1,201 @@
+"""What only a GPU can show: captured graphs, sleep, and experts spread over two devices."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny_qwen
+import torch
+from server_process import MODEL_NAME, ServerProcess
+from trainer import Trainer
+
+from patchstore import PatchstoreError, replay
+from patchstore.serve.verify import verify_server
+from patchstore.serve.vllm_server import VllmServer
+
+sys.path.append(str(Path(__file__).parents[1] / "conformance"))
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+PROMPT = [1 + (7 * i) % (tiny_qwen.VOCABULARY - 1) for i in range(40)]
+
+
+def answer(server: VllmServer, max_tokens: int = 32) -> list[int]:
+    question = {
+        "model": MODEL_NAME,
+        "prompt": PROMPT,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    response = httpx.post(f"{server.url}/v1/completions", json=question, timeout=120).raise_for_status()
+    return response.json()["choices"][0]["token_ids"]
+
+
+def call(server: VllmServer, method: str, *args: object) -> list:
+    return server._http.post("/collective_rpc", {"method": method, "args": list(args)})["results"]
+
+
+class Serving:
+    """A server, its client, and a way to start it anew."""
+
+    def __init__(self, folder: Path, *arguments: str, eager: bool = True) -> None:
+        self.process = ServerProcess(folder / "vllm.log", *arguments, eager=eager)
+        self.client = VllmServer(self.process.url, timeout_s=240)
+
+    def fresh(self, model: Path) -> VllmServer:
+        self.process.stop()
+        self.process.start(model)
+        return self.client
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
+    made: list[Serving] = []
+
+    def begin(model: Path, *arguments: str, eager: bool = True) -> Serving:
+        made.append(Serving(tmp_path, *arguments, eager=eager))
+        made[-1].fresh(model)
+        return made[-1]
+
+    yield begin
+    for each in made:
+        each.client.close()
+        each.process.stop()
+
+
+def replayed(trainer: Trainer, version: int, model: Path, out: Path) -> Path:
+    replay(trainer.store, version, out=out)
+    for path in model.iterdir():
+        if not (out / path.name).exists() and path.suffix != ".safetensors":
+            (out / path.name).write_bytes(path.read_bytes())
+    return out
+
+
+def test_captured_graphs_answer_with_the_new_weights(start, new_trainer, model, tmp_path):
+    trainer = new_trainer(anchor_every=2)
+    for _ in range(4):
+        trainer.step(density=0.3)
+    serving = start(model, eager=False)
+    server = serving.client
+    server.init_weight_transfer(trainer.url)
+    addresses = call(server, "delta_addresses")
+    answers = {}
+    for version in (0, 1, 3, 0, 2, 3):
+        server.apply(version)
+        found = answer(server)
+        assert answers.setdefault(version, found) == found
+    assert len({tuple(each) for each in answers.values()}) == 4
+    assert call(server, "delta_addresses") == addresses
+    before = server.fingerprint()
+    assert verify_server(trainer.store, server).num_verified == len(trainer.tensors)
+
+    server = serving.fresh(replayed(trainer, 3, model, tmp_path / "replayed"))
+
+    assert server.fingerprint() == before
+    assert answer(server) == answers[3]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_server_that_slept_serves_whole_versions_again(start, new_trainer, model, level):
+    trainer = new_trainer()
+    trainer.publish()
+    server = start(model, "--enable-sleep-mode").client
+    server.init_weight_transfer(trainer.url)
+    server.apply(0)
+    trainer.step(density=0.3)
+    httpx.post(f"{server.url}/sleep", params={"level": level}, timeout=60).raise_for_status()
+    assert server.status().ranks[0]["asleep"]
+    with pytest.raises(Exception, match="sleeps"):
+        server.apply(1)
+    httpx.post(f"{server.url}/wake_up", timeout=60).raise_for_status()
+
+    # Level 2 keeps no weights, and the server must not claim to.
+    assert server.status().serving == (0 if level == 1 else None)
+    server.apply(1)
+
+    assert verify_server(trainer.store, server).manifest.version == 1
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_quantised_server_equals_a_fresh_start(start, new_trainer, model, tmp_path, eager):
+    trainer = new_trainer(anchor_every=2)
+    for _ in range(4):
+        trainer.step(density=0.3)
+    serving = start(model, "--quantization", "fp8", eager=eager)
+    server = serving.client
+    server.init_weight_transfer(trainer.url)
+    addresses = call(server, "delta_addresses")
+    for version in (0, 1, 3):
+        server.apply(version)
+    before, words = server.fingerprint(), answer(server)
+    assert call(server, "delta_addresses") == addresses
+    assert server.status().ranks[0]["map"]["num_computed"] == len(trainer.tensors)
+    # Half an update is undone, quantised weights too.
+    trainer.step(density=0.3)
+    call(server, "delta_fail_loads")
+    with pytest.raises(PatchstoreError, match="made to fail"):
+        server.apply(4)
+    assert (server.fingerprint(), answer(server)) == (before, words)
+
+    server = serving.fresh(replayed(trainer, 3, model, tmp_path / "replayed"))
+
+    assert server.fingerprint() == before
+    assert answer(server) == words
+
+
+EXPERTS = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("qwen3-moe", EXPERTS),
+        ("gpt-oss", EXPERTS),
+        ("llama4", EXPERTS),
+        ("deepseek-v3", EXPERTS),
+        ("qwen3-next", ("--tensor-parallel-size", "2")),
+        ("mamba2", ("--tensor-parallel-size", "2")),
+    ],
+)
+def test_a_model_over_two_devices_equals_a_fresh_start(start, new_trainer, tmp_path, name, arguments):
+    zoo = pytest.importorskip("zoo")
+    from safetensors.torch import load_file
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    architecture = zoo.ARCHITECTURES[name]
+    model = zoo.save(architecture, tmp_path / "model")
+    trainer = new_trainer(load_file(model / "model.safetensors"), anchor_every=2, dtype=None)
+    for _ in range(4):
+        trainer.step()
+    serving = start(
+        model, *arguments, "--skip-tokenizer-init", "--load-format", "dummy", *GPU_ARGUMENTS.get(name, ())
+    )
+    server = serving.client
+    server.init_weight_transfer(trainer.url)
+    for version in range(4):
+        server.apply(version)
+    before, proof = server.fingerprint(), verify_server(trainer.store, server)
+    assert proof.manifest.version == 3
+
+    serving.process.arguments = tuple(
+        a for a in serving.process.arguments if a not in ("--load-format", "dummy")
+    )
+    server = serving.fresh(replayed(trainer, 3, model, tmp_path / "replayed"))
+
+    after = server.fingerprint()
+    assert [rank.keys() for rank in after] == [rank.keys() for rank in before]
+    for rank, fresh in zip(before, after, strict=True):
+        assert {n for n in rank if rank[n] != fresh[n]} == set()
+
+
+# Other backends rearrange experts, and the engine says so at the start.
+GPU_ARGUMENTS = dict.fromkeys(("qwen3-moe", "llama4", "deepseek-v3"), ("--moe-backend", "triton"))

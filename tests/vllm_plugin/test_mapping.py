@@ -1,0 +1,128 @@
+"""What ranks conclude from each other's shares: the same in all of them."""
+
+from collections.abc import Mapping
+from itertools import permutations
+
+import pytest
+import torch
+
+from patchstore.errors import StateMismatch
+from patchstore.format.records import Schema, TensorSpec
+from patchstore.tensors.state_digest import Sums
+from vllm_plugin.mapping import Share, WeightMap, share
+from vllm_plugin.regions import Region, View
+from vllm_plugin.trace import Runtime, Trace
+
+pytestmark = pytest.mark.vllm
+
+SCHEMA = Schema(
+    tensors=tuple(TensorSpec(name=name, dtype="BF16", shape=(4, 6)) for name in ("u", "v", "w", "x")), tied={}
+)
+WHOLE = View(offset=0, shape=(24,), strides=(1,))
+UPPER = View(offset=0, shape=(12,), strides=(1,))
+LOWER = View(offset=12, shape=(12,), strides=(1,))
+LEFT = View(offset=0, shape=(4, 3), strides=(6, 1))
+RIGHT = View(offset=3, shape=(4, 3), strides=(6, 1))
+MIDDLE = View(offset=6, shape=(12,), strides=(1,))
+
+
+def traced(
+    copied: Mapping[str, tuple[int, View]],
+    computed: Mapping[frozenset[str], set[int]] | None = None,
+) -> Trace:
+    """A trace of one rank: name -> runtime and slice; names that are calculated -> the runtimes written."""
+    memory = torch.zeros(24, dtype=torch.bfloat16).untyped_storage()
+    return Trace(
+        runtimes=tuple(Runtime(names=(f"p{i}",), storage=memory, dtype=torch.bfloat16) for i in range(4)),
+        regions={
+            name: ((index, Region(source=view, target=View.contiguous(view.shape))),)
+            for name, (index, view) in copied.items()
+        },
+        computed=tuple((names, frozenset(written)) for names, written in (computed or {}).items()),
+        unread=frozenset(),
+        uncovered={},
+    )
+
+
+def agreed(*traces: Trace) -> list[WeightMap]:
+    """Every rank's map."""
+    shares = [share(each) for each in traces]
+    return [WeightMap(SCHEMA, each, shares) for each in traces]
+
+
+@pytest.mark.parametrize("views", [(WHOLE,), (UPPER, LOWER), (LEFT, RIGHT), (WHOLE, WHOLE)])
+def test_slices_that_make_up_a_tensor_prove_it(views):
+    for mapped in agreed(*(traced({"u": (0, view)}) for view in views)):
+        assert (mapped.proved, mapped.partial, mapped.absent) == ({"u"}, frozenset(), {"v", "w", "x"})
+
+
+@pytest.mark.parametrize(
+    "views", [(UPPER,), (LEFT, LEFT), (UPPER, MIDDLE), (UPPER, RIGHT), (WHOLE, LEFT), (UPPER, LOWER, LEFT)]
+)
+def test_slices_that_leave_out_a_part_or_overlap_prove_nothing(views):
+    for mapped in agreed(*(traced({"u": (0, view)}) for view in views)):
+        assert (mapped.proved, mapped.partial) == (frozenset(), {"u"})
+
+
+def test_a_slice_that_one_rank_holds_twice_is_told_once():
+    twice = tuple((i, Region(source=WHOLE, target=WHOLE)) for i in (0, 1))
+    trace = traced({})
+    trace = Trace(
+        runtimes=trace.runtimes, regions={"u": twice}, computed=(), unread=frozenset(), uncovered={}
+    )
+    assert share(trace) == Share(slices={"u": (WHOLE,)}, computed=())
+    (mapped,) = agreed(trace)
+    assert (mapped.proved, mapped.regions["u"]) == ({"u"}, twice)
+
+
+def test_what_one_rank_calculates_no_rank_copies():
+    first, second = agreed(
+        traced({"u": (0, WHOLE), "v": (1, UPPER)}),
+        traced({"u": (0, WHOLE)}, {frozenset({"v"}): {2}}),
+    )
+    for mapped in (first, second):
+        assert mapped.computed == {"v"}
+        assert mapped.proved == {"u"}
+        assert mapped.regions.keys() == {"u"}
+    # Each knows which of its own memory the loader writes.
+    assert first.groups == ((frozenset({"v"}), frozenset({1})),)
+    assert second.groups == ((frozenset({"v"}), frozenset({2})),)
+
+
+def test_names_that_are_calculated_together_anywhere_are_loaded_together_everywhere():
+    ranks = [
+        traced({}, {frozenset({"u", "v"}): {0}}),
+        traced({}, {frozenset({"x"}): {1}, frozenset({"v", "w"}): {2}}),
+        traced({"w": (3, WHOLE)}),
+    ]
+    together = frozenset({"u", "v", "w"})
+    for order in permutations(range(3)):
+        maps = agreed(*(ranks[i] for i in order))
+        for i, mapped in zip(order, maps, strict=True):
+            # In one order, since the loader writes while it goes.
+            assert [names for names, _ in mapped.groups] == [together, frozenset({"x"})]
+            written = {0: [{0}, set()], 1: [{2}, {1}], 2: [{3}, set()]}[i]
+            assert [set(indices) for _, indices in mapped.groups] == written
+
+
+def test_each_slice_is_added_once_however_many_ranks_hold_it():
+    mapped = agreed(*(traced({"u": (0, view), "v": (1, WHOLE)}) for view in (UPPER, LOWER)))[0]
+    claims = [
+        {"u": [(UPPER, Sums(1, 10))], "v": [(WHOLE, Sums(5, 50))]},
+        {"u": [(LOWER, Sums(2**64 - 1, 20))], "v": [(WHOLE, Sums(5, 50))]},
+    ]
+    assert mapped.total(claims) == {"u": Sums(0, 30), "v": Sums(5, 50)}
+    assert mapped.total(claims) == mapped.total(claims[::-1])
+
+
+def test_copies_that_differ_are_refused_within_a_rank_and_between_ranks():
+    mapped = agreed(traced({"u": (0, WHOLE)}), traced({"u": (0, WHOLE)}))[0]
+    one, other = (WHOLE, Sums(1, 10)), (WHOLE, Sums(1, 11))
+    for claims in ([{"u": [one]}, {"u": [other]}], [{"u": [one, other]}, {}]):
+        with pytest.raises(StateMismatch, match="'u'"):
+            mapped.total(claims)
+
+
+def test_names_of_which_a_part_is_missing_are_not_added_up():
+    mapped = agreed(traced({"u": (0, UPPER), "v": (1, WHOLE)}))[0]
+    assert mapped.total([{"u": [(UPPER, Sums(1, 1))], "v": [(WHOLE, Sums(2, 2))]}]) == {"v": Sums(2, 2)}

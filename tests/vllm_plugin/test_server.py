@@ -1,0 +1,553 @@
+"""One real server through all that an update can do to it."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+
+import httpx
+import pytest
+import tiny_qwen
+import torch
+import vllm
+from server_process import MODEL_NAME, ServerProcess
+from trainer import served
+
+from examples.demo import report
+from patchstore import PatchstoreError, replay
+from patchstore.doctor import examine
+from patchstore.errors import StateMismatch, UsageError
+from patchstore.format import layout
+from patchstore.format import manifest_json as manifests
+from patchstore.serve.reconcile import Reconciler
+from patchstore.serve.verify import verify_server
+from patchstore.serve.vllm_server import VllmServer
+from tests.support.weights import lie
+
+# A server may take minutes to start on a busy machine.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+# After the first token nothing is sent before the end, so that a call is not behind what it shall interrupt.
+SERVER_ARGUMENTS = ("--stream-interval", "1000")
+
+PROMPT = [1 + (7 * i) % (tiny_qwen.VOCABULARY - 1) for i in range(100)]
+
+
+def ask(server: VllmServer) -> dict:
+    question = {
+        "model": MODEL_NAME,
+        "prompt": PROMPT,
+        "max_tokens": 16,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    return httpx.post(f"{server.url}/v1/completions", json=question, timeout=60).raise_for_status().json()
+
+
+def answer(server: VllmServer) -> list[int]:
+    return ask(server)["choices"][0]["token_ids"]
+
+
+def stream(server: VllmServer, begun: Event) -> tuple[list[int], str | None]:
+    """Return a long answer and why it ended; says when the first tokens are there."""
+    question = {
+        "model": MODEL_NAME,
+        "prompt": PROMPT[:8],
+        "max_tokens": 240,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+    }
+    tokens, ended = [], None
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=question, timeout=120) as response:
+        for line in response.raise_for_status().iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                tokens += choice["token_ids"] or []
+                ended = choice["finish_reason"]
+                begun.set()
+    return tokens, ended
+
+
+UNLABELLED = None if vllm.__version__.startswith("0.26.") else object()
+"""What a vLLM that does not label answers yet says of its weight version."""
+
+
+def live(server: VllmServer) -> dict[str, str]:
+    """Fingerprint of what versions change: weights, not the buffers that vLLM makes for itself."""
+    (fingerprint,) = server.fingerprint()
+    return {name: digest for name, digest in fingerprint.items() if name.endswith(".weight")}
+
+
+def call(server: VllmServer, method: str, *args: object) -> list:
+    return server._http.post("/collective_rpc", {"method": method, "args": list(args)})["results"]
+
+
+def fail_writes(server: VllmServer, num_failures: int) -> None:
+    call(server, "delta_fail_writes", num_failures)
+
+
+@pytest.fixture
+def refused(server: VllmServer):
+    """Run a call that must be refused with a kind, and see that the server stays as it was."""
+
+    def check(kind: str, call: Callable[[], object]) -> PatchstoreError:
+        before, held, words = live(server), server.status().serving, answer(server)
+        with pytest.raises(PatchstoreError) as caught:
+            call()
+        assert caught.value.kind == kind
+        status = server.status()
+        assert (status.serving, status.half_applied, status.update_open) == (held, False, False)
+        assert not server.is_paused()
+        assert live(server) == before
+        assert answer(server) == words
+        return caught.value
+
+    return check
+
+
+def test_a_server_knows_the_version_of_the_folder_it_was_started_from(server, new_trainer):
+    # First in this module: no other version was applied yet.
+    trainer = new_trainer()
+    state = trainer.publish().state
+    trainer.step()
+    stranger = new_trainer()
+    stranger.step()
+
+    # Opening another run's store first must not make it forget.
+    server.init_weight_transfer(stranger.url)
+    assert server.status().serving is None
+    server.init_weight_transfer(trainer.url)
+
+    status = server.status()
+    assert (status.serving, status.state_digest) == (0, state.total)
+
+
+def test_a_server_reaches_any_version_bit_for_bit(server, new_trainer):
+    trainer = new_trainer(anchor_every=3)
+    trainer.publish()
+    server.init_weight_transfer(trainer.url)
+    for _ in range(6):
+        trainer.step()
+
+    # Each delta, one back through an anchor, several deltas at once, and across an anchor.
+    for version in (0, 1, 2, 1, 6, 3, 5):
+        server.apply(version)
+        assert live(server) == served(trainer.history[version])
+        assert server.status().serving == version
+        assert server.weight_version() in {str(version), UNLABELLED}
+
+
+def test_answers_follow_the_version(server, trainer):
+    trainer.step(density=0.5)
+    first = answer(server)
+
+    server.apply(1)
+    second = answer(server)
+    server.apply(0)
+
+    assert second != first
+    assert answer(server) == first
+
+
+def test_nan_and_negative_zero_arrive(server, trainer):
+    norm, embedding = trainer.tensors["model.norm.weight"], trainer.tensors["model.embed_tokens.weight"]
+    embedding[3, :4] = 0.0
+    trainer.publish()
+    server.apply(1)
+
+    norm[5] = float("nan")
+    norm[6:8] = torch.tensor([0x7FC1, -0x0040], dtype=torch.int16).view(torch.bfloat16)  # NaNs with payloads
+    embedding[3, :4] = -0.0
+    trainer.publish()
+    server.apply(2)
+
+    assert live(server) == served(trainer.history[2])
+
+
+def test_a_version_in_which_nothing_changed_is_held_too(server, trainer):
+    trainer.publish()
+    server.apply(1)
+    assert server.status().serving == 1
+
+
+def test_the_prefix_cache_does_not_answer_for_old_weights(server, trainer):
+    trainer.step()
+    ask(server)
+    assert ask(server)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+    server.apply(1)
+
+    assert not (ask(server)["usage"]["prompt_tokens_details"] or {}).get("cached_tokens")
+
+
+def test_an_unknown_version_is_refused(server, trainer, refused):
+    assert "77" in str(refused("version-not-found", lambda: server.apply(77)))
+    assert "[version-not-found]" in server.status().last_error
+
+
+def test_a_store_without_a_run_is_refused(server, trainer, refused, tmp_path):
+    refused("version-not-found", lambda: server.init_weight_transfer(str(tmp_path / "empty")))
+    trainer.step()
+    server.apply(1)
+
+
+def test_answers_go_on_while_a_store_does_not_answer(server, trainer):
+    trainer.step()
+    server.apply(1)
+    before = answer(server)
+    options = {"key": "k", "secret": "s"}
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
+        # It takes connections, and never says a word.
+        options["endpoint_url"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        stop = Event()
+        with VllmServer(server.url, stop=stop) as other:
+            opening = pool.submit(other.init_weight_transfer, "s3://bucket/lost", options)
+            with silent.accept()[0]:
+                assert [answer(server) for _ in range(5)] == [before] * 5
+                trainer.step()
+                server.apply(2)
+                assert not opening.done()
+                stop.set()
+            assert opening.result() is False
+    assert live(server) == served(trainer.history[2])
+    # The store that is lost does not keep another from being opened.
+    server.init_weight_transfer(trainer.url)
+    assert server.status().serving == 2
+
+
+def test_unknown_keys_are_refused_with_the_known_ones(server, trainer, refused):
+    init = {"init_info": {"store": trainer.url, "stroage_options": {}}}
+    error = refused("usage", lambda: server._http.post("/init_weight_transfer_engine", init))
+    assert "storage_options" in str(error)
+
+    server.start_weight_update()
+    update = {"update_info": {"step": 1}}
+    assert "version" in str(refused("usage", lambda: server._http.post("/update_weights", update)))
+
+
+def test_a_corrupt_payload_is_refused_and_a_repaired_one_applies(server, trainer, refused):
+    (payload,) = trainer.step().delta.payloads
+    path = Path(trainer.url) / payload.key
+    data = path.read_bytes()
+    path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+
+    refused("corrupt-object", lambda: server.apply(1))
+
+    path.write_bytes(data)
+    server.apply(1)
+    assert live(server) == served(trainer.history[1])
+
+
+def test_a_manifest_on_another_parent_is_refused(server, trainer, refused):
+    trainer.step()
+    last = trainer.step()
+    key = layout.manifest_key(last.version)
+    trainer.store.put(key, manifests.to_json(replace(last, parent=0)))
+    refused("corrupt-object", lambda: server.apply(2))
+
+
+def test_weights_that_are_not_what_the_manifest_says_are_refused(server, trainer, refused):
+    trainer.step()
+    lie(trainer.store, 1, "model.norm.weight")
+    refused("state-mismatch", lambda: server.apply(1))
+
+
+def test_a_run_with_a_tensor_that_the_model_lacks_is_refused(server, new_trainer, trainer, weights, refused):
+    other = new_trainer({**weights, "model.layers.0.mlp.more.weight": torch.zeros(8)})
+    other.publish()
+    trainer.step()
+
+    refusal = refused("schema-mismatch", lambda: server.init_weight_transfer(other.url))
+    assert "mlp.more.weight" in str(refusal)
+    server.apply(1)
+    assert live(server) == served(trainer.history[1])
+
+
+def test_a_run_that_leaves_a_parameter_alone_is_refused(server, new_trainer, trainer, weights, refused):
+    name = "model.layers.1.input_layernorm.weight"
+    other = new_trainer({each: tensor for each, tensor in weights.items() if each != name})
+    other.publish()
+    assert name in str(refused("schema-mismatch", lambda: server.init_weight_transfer(other.url)))
+
+
+def test_tensors_that_are_not_served_are_listed_and_no_obstacle(server, new_trainer, weights):
+    # vLLM's loaders skip such names, which old checkpoints have.
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    other = new_trainer({**weights, name: torch.ones(8)})
+    other.publish()
+    server.init_weight_transfer(other.url)
+    other.step()
+    server.apply(1)
+
+    (rank,) = server.status().ranks
+    assert rank["map"]["absent"] == [name]
+    assert live(server) == served({n: t for n, t in other.history[1].items() if n != name})
+
+
+def test_calls_out_of_order_are_refused(server, trainer):
+    trainer.step()
+    with pytest.raises(UsageError, match="start_weight_update must be called"):
+        server.update_weights(1)
+    with pytest.raises(UsageError, match="no version is staged"):
+        server.finish_weight_update("1")
+
+    # Whoever began an update may be gone, so another may begin anew.
+    server.start_weight_update()
+    server.start_weight_update()
+    with pytest.raises(UsageError, match="no version is staged"):
+        server.finish_weight_update("1")
+    server.start_weight_update()
+    with pytest.raises(UsageError, match="unknown keys"):
+        # One for each rank, which vLLM would hand out.
+        server._http.post("/update_weights", {"update_info": [{"version": 1}]})
+
+    assert server.weight_version() in {"0", UNLABELLED}
+    server.apply(1)
+    assert server.status().serving == 1
+
+
+def test_a_load_that_fails_halfway_is_rolled_back(server, trainer, refused):
+    trainer.step(density=0.5)
+    fail_writes(server, 1)
+    assert "made to fail" in str(refused("load-failed", lambda: server.apply(1)))
+    assert server.status().last_error.startswith("[load-failed]")
+
+    server.apply(1)
+    assert live(server) == served(trainer.history[1])
+
+
+def test_a_full_disk_is_said_and_a_later_try_succeeds(server, trainer, refused):
+    trainer.step()
+    call(server, "delta_fill_disk")
+    assert "No space left" in str(refused("os", lambda: server.apply(1)))
+    server.apply(1)
+    assert live(server) == served(trainer.history[1])
+
+
+@pytest.mark.parametrize("after", [1, 9])
+def test_an_anchor_that_fails_halfway_leaves_the_version_before(server, new_trainer, refused, after):
+    trainer = new_trainer(anchor_every=2)
+    for _ in range(3):
+        trainer.step(density=0.5)
+    server.init_weight_transfer(trainer.url)
+    server.apply(1)
+    call(server, "delta_fail_anchors", after)
+    # Back from 1 to 0 there is no delta.
+    refused("load-failed", lambda: server.apply(0))
+
+    server.apply(0)
+    assert live(server) == served(trainer.history[0])
+
+
+def test_weights_that_something_else_wrote_to_are_noticed_and_mended(server, trainer):
+    call(server, "delta_write_behind", "model.norm.weight")
+    trainer.step(density=1.0)
+
+    with pytest.raises(StateMismatch, match=r"model\.norm\.weight.*something else wrote"):
+        server.apply(1)
+
+    assert (server.status().half_applied, server.status().serving) == (True, None)
+    server.apply(1)
+    assert live(server) == served(trainer.history[1])
+
+
+@pytest.mark.parametrize("route", ["/weight_checker", "/collective_rpc"])
+def test_a_server_whose_weights_vllm_reset_serves_no_version_until_an_update(server, trainer, route):
+    body = {"action": "reset"} if route == "/weight_checker" else {"method": "reset_weights", "args": []}
+    server._http.post(route, body)
+    assert server.status().serving is None
+
+    server.apply(0)
+
+    assert verify_server(trainer.store, server).manifest.version == 0
+
+
+def test_a_parameter_that_moved_is_refused_until_the_store_is_opened_again(server, trainer):
+    trainer.step()
+    call(server, "delta_move", "model.layers.0.mlp.down_proj.weight")
+    with pytest.raises(PatchstoreError, match="open it again"):
+        server.apply(1)
+
+    server.init_weight_transfer(trainer.url)
+    assert server.status().serving == 0
+    server.apply(1)
+    assert live(server) == served(trainer.history[1])
+
+
+def test_parameters_keep_their_addresses(server, new_trainer):
+    trainer = new_trainer(anchor_every=2)
+    trainer.publish()
+    server.init_weight_transfer(trainer.url)
+    for _ in range(3):
+        trainer.step()
+    server.apply(0)
+    before = call(server, "delta_addresses")
+    for version in (1, 3, 0, 2):
+        server.apply(version)
+    assert call(server, "delta_addresses") == before
+
+
+def test_generation_goes_on_while_a_version_is_staged_and_the_update_waits_for_it(server, trainer, tmp_path):
+    trainer.step(density=0.5)
+    old, marker = answer(server), tmp_path / "go"
+    server._http.post("/collective_rpc", {"method": "delta_hold_staging", "args": [str(marker)]})
+    with VllmServer(server.url, timeout_s=120) as driver, ThreadPoolExecutor(1) as pool:
+        updated = pool.submit(driver.apply, 1)
+        try:
+            # Answers, while the driver asks again and again whether staging is done.
+            while server._every_rank("delta_prefetch", 1) != [{"is_done": False}]:
+                pass
+            answers = [answer(server) for _ in range(3)]
+            held, is_staging = server.status().serving, not updated.done()
+        finally:
+            marker.touch()
+        updated.result()
+
+    assert (answers, held, is_staging) == ([old] * 3, 0, True)
+    assert server.status().serving == 1
+    assert live(server) == served(trainer.history[1])
+
+
+def test_a_request_under_way_survives_an_update(server, trainer):
+    trainer.step()
+    question = {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": 120, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=question, timeout=120)
+        server.apply(1)
+        answered = asked.result().raise_for_status().json()
+    assert answered["usage"]["completion_tokens"] == 120
+    assert live(server) == served(trainer.history[1])
+
+
+@pytest.mark.parametrize(("mode", "ended"), [("wait", "length"), ("abort", "abort"), ("keep", "length")])
+def test_a_server_is_updated_in_each_pause_mode_of_vllm(server, trainer, mode, ended):
+    trainer.step(density=0.5)
+    old, _ = stream(server, Event())
+    with ThreadPoolExecutor(1) as pool:
+        # An answer that ends before the pause arrives proves nothing, so it is asked for again.
+        for _ in range(20):
+            begun = Event()
+            asked = pool.submit(stream, server, begun)
+            begun.wait(60)
+            server._http.post("/pause", {}, mode=mode)
+            # Only what is kept is still to come; the others end before the update begins.
+            is_caught = not asked.done() if mode == "keep" else asked.result()[1] == ended
+            if is_caught:
+                break
+            server.resume()
+        server.apply(1)
+        stayed_paused = server.is_paused()
+        server.resume()
+        tokens, reason = asked.result()
+
+    assert (is_caught, stayed_paused, reason) == (True, True, ended)
+    if mode == "wait":
+        assert tokens == old
+    elif mode == "abort":
+        assert 0 < len(tokens) < len(old)
+        assert tokens == old[: len(tokens)]
+    else:
+        assert (len(tokens), tokens[0]) == (len(old), old[0])
+    assert server.status().serving == 1
+    assert verify_server(trainer.store, server, 1).num_verified == len(trainer.tensors)
+    assert stream(server, Event())[0] != old
+
+
+def test_status_tells_what_is_served_and_how(server, trainer):
+    manifest = trainer.step()
+    server.apply(1)
+    (rank,) = server.status().ranks
+    assert (rank["held"], rank["parent"], rank["step"], rank["half_applied"]) == (1, 0, 2, False)
+    mapped = rank["map"]
+    assert (mapped["mapped"], mapped["is_proved"]) == (len(trainer.tensors), True)
+    assert (mapped["num_computed"], mapped["num_partial"], mapped["num_absent"]) == (0, 0, 0)
+    # What the demo shows of an update.
+    table = report.versions_table()
+    report.add_version(
+        table, manifest, loss=1.0, share=0.02, publish_s=0.1, timings=rank["timings"], equal=True
+    )
+    assert table.row_count == 1
+
+
+def test_the_command_verifies_what_a_server_serves(server, trainer):
+    trainer.step()
+    server.apply(1)
+    command = [sys.executable, "-m", "patchstore", "verify", "--server", server.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"serves version 1, state {server.status().state_digest[7:19]}" in done.stdout
+
+    call(server, "delta_write_behind", "model.norm.weight")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = " ".join(done.stderr.split())
+    assert (done.returncode, "1 tensors differ, such as model.norm.weight" in said) == (3, True)
+
+
+def test_a_torn_model_says_so_and_is_mended_by_an_anchor(server, trainer):
+    trainer.step(density=0.5)
+    fail_writes(server, 2)
+
+    with pytest.raises(PatchstoreError) as caught:
+        server.apply(1)
+
+    assert caught.value.kind == "half-applied"
+    status = server.status()
+    assert (status.half_applied, status.serving) == (True, None)
+    server.apply(1)
+    assert not server.status().half_applied
+    assert live(server) == served(trainer.history[1])
+
+
+def test_a_killed_server_is_healed_by_follow(server, process: ServerProcess, model, trainer, tmp_path):
+    follow = Reconciler(trainer.store, server)
+    trainer.step()
+    trainer.step()
+    assert [follow.step().outcome for _ in range(2)] == ["applied", "nothing"]
+    before, words = server.fingerprint(), answer(server)
+
+    process.stop()
+    assert follow.step().outcome == "failed"
+    # Started from the replayed version, so this also is a fresh server to compare with.
+    replay(trainer.store, 2, out=tmp_path / "replayed")
+    for path in model.iterdir():
+        if path.suffix == ".json" and not (tmp_path / "replayed" / path.name).exists():
+            (tmp_path / "replayed" / path.name).write_bytes(path.read_bytes())
+    process.start(tmp_path / "replayed")
+
+    assert server.fingerprint() == before
+    assert answer(server) == words
+    done = follow.step()
+    assert (done.outcome, done.version) == ("initialised", 2)
+    assert server.weight_version() in {"2", UNLABELLED}
+    assert follow.step().outcome == "nothing"
+    trainer.step()
+    assert (follow.step().version, server.status().serving) == (3, 3)
+    assert live(server) == served(trainer.history[3])
+
+
+def test_the_doctor_finds_a_server_well_and_a_model_of_another_shape_unfit(
+    server, trainer, new_trainer, weights
+):
+    def look(store: str) -> dict[str, str]:
+        before = (live(server), server.status())
+        found = {each.kind: each.found for each in examine(store, [server.url], read_only=True)}
+        assert (live(server), server.status()) == before
+        return found
+
+    assert {"server", "delta", "following", "tensors"} <= look(trainer.url).keys()
+
+    other = new_trainer({**weights, "model.norm.weight": torch.zeros(8, dtype=torch.bfloat16)})
+    other.publish()
+    found = look(other.url)
+    assert {"other-run", "tensors-unfit"} <= found.keys()
+    assert "model.norm.weight" in found["tensors-unfit"]
+    same = new_trainer()
+    same.publish()
+    assert {"other-run", "tensors"} <= look(same.url).keys()

@@ -1,0 +1,147 @@
+"""Coded deltas in slices: what each rank of a server decodes from the part of a tensor that it holds."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+
+from patchstore import Publisher
+from patchstore.encodings.context import tiling
+from patchstore.format import history
+from patchstore.format.records import Schema, TensorSpec
+from patchstore.read.deltas import open_deltas
+from patchstore.read.host_cache import HostCache
+from patchstore.stores.memory import MemoryStore
+from patchstore.tensors.bits import bits
+from tests.support.interpreted import DEVICE, kernels
+from vllm_plugin.mapping import WeightMap
+from vllm_plugin.post_load import Derived
+from vllm_plugin.tiles import boxes
+from vllm_plugin.weights import LiveWeights
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+SHAPES = {"column": (64, 48), "experts": (2, 32, 64), "fused": (96, 32), "odd": (50, 48), "row": (48, 64)}
+
+
+class Slices(torch.nn.Module):
+    """Holds its part of each tensor: rows, columns, of a fused pair, and rows that cut through tiles."""
+
+    def __init__(self, rank: int, num_ranks: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rank, self.num_ranks = rank, num_ranks
+        for name, shape in SHAPES.items():
+            part = self.part(name, torch.zeros(shape, dtype=dtype, device=DEVICE))
+            setattr(self, name, torch.nn.Parameter(torch.zeros_like(part), requires_grad=False))
+
+    def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == "fused":
+            return torch.cat([each.tensor_split(self.num_ranks)[self.rank] for each in tensor.chunk(2)])
+        dim = {"row": 1, "experts": 1}.get(name, 0)
+        return tensor.tensor_split(self.num_ranks, dim)[self.rank].contiguous()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "fused":
+                halves = getattr(self, name).data.chunk(2)
+                for half, each in zip(halves, tensor.chunk(2), strict=True):
+                    half.copy_(each.tensor_split(self.num_ranks)[self.rank])
+            else:
+                dim = {"row": 1, "experts": 1}.get(name, 0)
+                getattr(self, name).data.copy_(tensor.tensor_split(self.num_ranks, dim)[self.rank])
+
+
+def live_weights(kind: type[LiveWeights], num_ranks: int, dtype: torch.dtype, schema: Schema):
+    """Each rank's module and live weights."""
+    modules = [Slices(rank, num_ranks, dtype) for rank in range(num_ranks)]
+    live = [kind([each], lambda model, w: model.load_weights(w), Derived([], print)) for each in modules]
+    traces = [each.trace(schema) for each in live]
+    shares = [each.share(traced) for each, traced in zip(live, traces, strict=True)]
+    for each, traced in zip(live, traces, strict=True):
+        each.follow(WeightMap(schema, traced, shares))
+    return list(zip(modules, live, strict=True))
+
+
+PLAIN = [
+    (1, torch.bfloat16),
+    (2, torch.bfloat16),
+    (4, torch.float8_e4m3fn),
+    (8, torch.float16),
+    (16, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "dtype", "num_versions", "is_partial"),
+    [
+        *(("plain", *each, 1, True) for each in PLAIN),
+        *(("plain", *each, 3, False) for each in PLAIN),
+        # Triton's interpreter takes a minute for each of these versions and ranks.
+        pytest.param("kernels", 4, torch.float8_e4m3fn, 1, True, marks=pytest.mark.slow),
+        pytest.param("kernels", 2, torch.bfloat16, 2, False, marks=pytest.mark.slow),
+    ],
+)
+def test_every_rank_decodes_its_own_part(
+    tmp_path, monkeypatch, kind, num_ranks, dtype, num_versions, is_partial
+):
+    if kind == "kernels":
+        # Two versions state more than that of some tensors, and less of others.
+        monkeypatch.setattr(kernels("vllm_plugin.weights_gpu"), "MERGED", 1100)
+    random = torch.Generator().manual_seed(1)
+    model = {n: (0.02 * torch.randn(s, generator=random)).to(dtype) for n, s in SHAPES.items()}
+    started = {name: tensor.clone() for name, tensor in model.items()}
+    store = MemoryStore()
+    with Publisher(store, model, dtype=None, encoding="context", anchor_every=100) as publisher:
+        publisher.publish_patch(0).result()
+        for step in range(num_versions):
+            for tensor in model.values():
+                # Not everywhere: some ranks have nothing to decode of a version.
+                chosen = (torch.rand(tensor.shape, generator=random) < 0.1) & (
+                    torch.arange(tensor.shape[-1]) < 30
+                )
+                values = tensor[chosen].float() * 1.01 + 1e-3
+                bits(tensor)[chosen.view(-1)] = bits(values.to(dtype))
+            publisher.publish_patch(step + 1).result()
+    header = history.read_header(store)
+    which = LiveWeights if kind == "plain" else kernels("vllm_plugin.weights_gpu").DeviceWeights
+    manifests = tuple(history.read_manifest(store, version + 1) for version in range(num_versions))
+    for module, live in live_weights(which, num_ranks, dtype, header.schema):
+        live.load(started)
+        # Nothing else would tell the parent's bits of a tile that is held in part.
+        base = {name: started[name] for name in live.cut}
+        specs, needs = header.schema.by_name(), live.needs if is_partial else None
+        with open_deltas(store, manifests, specs, None, HostCache(tmp_path), needs) as deltas:
+            change = live.stage_deltas(deltas, sorted(deltas.names), base, keep_old=True)
+        live.scatter(change)
+        for name, tensor in model.items():
+            held, expected = getattr(module, name), module.part(name, tensor.to(DEVICE))
+            assert torch.equal(bits(held), bits(expected)), name
+        assert ("odd" in live.cut) == (num_ranks > 1)
+        assert live.cut <= {"odd", "fused"}
+        live.gather_back(change)
+        for name, tensor in started.items():
+            assert torch.equal(bits(getattr(module, name)), bits(module.part(name, tensor.to(DEVICE)))), name
+
+
+def test_a_rank_holds_whole_tiles_in_boxes_of_its_memory():
+    schema = Schema(tensors=(TensorSpec(name="row", dtype="BF16", shape=(48, 64)),))
+    model = torch.nn.Module()
+    model.row = torch.nn.Parameter(torch.zeros(48, 16, dtype=torch.bfloat16), requires_grad=False)
+
+    def load(model, weights) -> None:
+        for _, tensor in weights:
+            model.row.data.copy_(tensor[:, 32:48])
+
+    live = LiveWeights([model], load, Derived([], print))
+    traced = live.trace(schema)
+    live.follow(WeightMap(schema, traced, [live.share(traced)]))
+    (box,) = boxes(schema.tensors[0], live.map.regions["row"])
+    tiles = tiling((48, 64))
+    assert (tiles.tile_rows, tiles.tile_cols) == (3, 4)
+    assert (box.levels, box.row_tiles, box.col_tiles) == (range(1), range(16), range(8, 12))
+    assert (box.origin, box.strides[1:]) == (-32, (16, 1))
+    levels, rows, cols, _, _ = tiles.box(box.numbers(tiles))
+    assert set(cols.tolist()) == {32, 36, 40, 44}
+    assert np.unique(rows).tolist() == list(range(0, 48, 3))
+    assert levels.max() == 0

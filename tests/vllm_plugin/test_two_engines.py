@@ -1,0 +1,108 @@
+"""Two data-parallel engines: one of them answers questions, both are asked whether that is true of them, and
+both are updated.
+"""
+
+import httpx
+import pytest
+from server_process import MODEL_NAME
+from trainer import served
+
+from patchstore.errors import LoadFailed, StateMismatch
+from patchstore.format import history
+from patchstore.serve.reconcile import Reconciler
+from patchstore.serve.verify import verify_server
+
+# A server may take minutes to start on a busy machine.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+SERVER_ARGUMENTS = (
+    *("--data-parallel-size", "2"),
+    *("--worker-extension-cls", "one_engine_extension.OneEngineExtension"),
+)
+
+
+def answers(server) -> set[tuple[int, ...]]:
+    """What enough requests to reach both engines are answered."""
+    question = {"model": MODEL_NAME, "prompt": [5, 6, 7, 8], "max_tokens": 12, "temperature": 0}
+    question |= {"ignore_eos": True, "return_token_ids": True}
+    found = set()
+    for _ in range(6):
+        response = httpx.post(f"{server.url}/v1/completions", json=question, timeout=60).raise_for_status()
+        found.add(tuple(response.json()["choices"][0]["token_ids"]))
+    return found
+
+
+def in_engine(server, index: int, method: str, *args: object) -> None:
+    body = {"method": "delta_in_engine", "args": [index, method, list(args)]}
+    server._http.post("/collective_rpc", body)
+
+
+def test_both_engines_serve_each_version(server, trainer):
+    first = answers(server)
+    trainer.step(density=0.5)
+    server.apply(1)
+
+    assert server.status().num_engines == 2
+    assert verify_server(trainer.store, server, 1).num_engines == 2
+    assert len(answers(server)) == 1
+    assert answers(server) != first
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_engines_of_which_one_failed_wait_until_follow_has_mended_them(server, trainer, failing):
+    follow = Reconciler(trainer.store, server)
+    trainer.step(density=0.5)
+    in_engine(server, failing, "delta_fail_writes", 1)
+
+    failed = follow.step()
+
+    assert failed.error is not None and failed.error.kind == LoadFailed.kind
+    status = server.status()
+    assert (status.engines_differ, status.serving, status.half_applied) == (True, None, False)
+    # The one that answers failed, or the other one did.
+    assert status.ranks[0]["held"] == (0 if failing == 0 else 1)
+    assert server.is_paused()
+
+    assert [follow.step().outcome for _ in range(2)] == ["applied", "nothing"]
+
+    status = server.status()
+    assert (status.engines_differ, status.serving, server.is_paused()) == (False, 1, False)
+    assert len(answers(server)) == 1
+    (fingerprint,) = server.fingerprint()
+    expected = served(trainer.history[1])
+    assert {name: fingerprint[name] for name in expected} == expected
+    assert verify_server(trainer.store, server, 1).num_engines == 2
+
+
+def test_engines_that_both_failed_go_on_with_what_they_had(server, trainer):
+    trainer.step(density=0.5)
+    before = answers(server)
+    server._http.post("/collective_rpc", {"method": "delta_fail_writes", "args": [1]})
+    with pytest.raises(LoadFailed, match="made to fail"):
+        server.apply(1)
+    assert (server.status().serving, server.is_paused()) == (0, False)
+    assert answers(server) == before
+
+
+def test_the_engine_that_never_answers_is_proved_too(server, trainer):
+    verify_server(trainer.store, server, 0)
+    in_engine(server, 1, "delta_write_behind", "model.norm.weight")
+
+    with pytest.raises(StateMismatch, match="2 engines"):
+        verify_server(trainer.store, server, 0)
+
+    follow = Reconciler(trainer.store, server, verify_every_s=1e-9)
+    assert [follow.step().outcome for _ in range(3)] == ["diverged", "applied", "verified"]
+
+
+def test_servers_are_held_at_an_older_version_bit_for_bit(server, trainer):
+    trainer.step(density=0.5)
+    trainer.step(density=0.5)
+    wanted = 2
+    follow = Reconciler(trainer.store, server, desired=lambda: history.read_manifest(trainer.store, wanted))
+    for wanted in (2, 1, 2, 0):
+        assert [follow.step().outcome for _ in range(2)] == ["applied", "nothing"]
+        (fingerprint,) = server.fingerprint()
+        expected = served(trainer.history[wanted])
+        assert {name: fingerprint[name] for name in expected} == expected
+        assert verify_server(trainer.store, server, wanted).num_engines == 2

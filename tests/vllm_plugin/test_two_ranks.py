@@ -1,0 +1,185 @@
+"""Two tensor-parallel ranks fail as one, and their replies stay in step with the calls."""
+
+import pytest
+
+from patchstore import PatchstoreError
+from patchstore.errors import ServerUnavailable, StateMismatch, UsageError
+from patchstore.serve.verify import verify_server
+
+# A server may take minutes to start on a busy machine.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+SERVER_ARGUMENTS = ("--tensor-parallel-size", "2")
+
+
+def call(server, method: str, *args: object) -> list:
+    return server._http.post("/collective_rpc", {"method": method, "args": list(args)})["results"]
+
+
+def fail_writes(server, num_failures: int, rank: int) -> None:
+    call(server, "delta_fail_writes", num_failures, rank)
+
+
+def ranks(server, key: str) -> list:
+    """Each rank's own answer, which shows that the replies are in step."""
+    status = server.status()
+    assert [rank["rank"] for rank in status.ranks] == [0, 1]
+    return [rank[key] for rank in status.ranks]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_in_one_rank_leaves_both_as_they_were(server, trainer, rank):
+    trainer.step(density=0.5)
+    before = server.fingerprint()
+    fail_writes(server, 1, rank)
+
+    with pytest.raises(PatchstoreError, match="made to fail"):
+        server.apply(1)
+
+    assert ranks(server, "held") == [0, 0]
+    assert ranks(server, "update_open") == [False, False]
+    assert server.fingerprint() == before
+    server.apply(1)
+    assert ranks(server, "held") == [1, 1]
+    assert server.fingerprint() != before
+
+
+def test_a_refusal_by_all_ranks_is_one_error(server, trainer):
+    with pytest.raises(PatchstoreError) as caught:
+        server.apply(77)
+    assert caught.value.kind == "version-not-found"
+    assert ranks(server, "held") == [0, 0]
+    with pytest.raises(PatchstoreError) as caught:
+        server.init_weight_transfer(trainer.url + "-of-nobody")
+    assert caught.value.kind == "version-not-found"
+    assert ranks(server, "held") == [0, 0]
+
+
+def test_calls_out_of_order_are_one_error_and_later_answers_stay_in_step(server, trainer):
+    trainer.step()
+    for call_out_of_order in (lambda: server.update_weights(1), lambda: server.finish_weight_update("1")):
+        with pytest.raises(UsageError):
+            call_out_of_order()
+        assert ranks(server, "held") == [0, 0]
+    server.start_weight_update()
+    with pytest.raises(UsageError):
+        server._http.post("/update_weights", {"update_info": [{"version": 1}]})
+    assert ranks(server, "held") == [0, 0]
+    server.apply(1)
+    assert ranks(server, "held") == [1, 1]
+
+
+def test_a_torn_rank_makes_a_torn_server_and_an_anchor_mends_it(server, trainer):
+    trainer.step(density=0.5)
+    fail_writes(server, 2, 0)
+    with pytest.raises(PatchstoreError) as caught:
+        server.apply(1)
+    assert caught.value.kind == "half-applied"
+    # Rank 1 put its weights back, but must not go on from there alone.
+    assert ranks(server, "half_applied") == [True, True]
+    assert ranks(server, "held") == [None, None]
+
+    server.apply(1)
+
+    assert ranks(server, "half_applied") == [False, False]
+    assert ranks(server, "held") == [1, 1]
+    assert verify_server(trainer.store, server).num_verified == len(trainer.tensors)
+
+
+def test_live_weights_are_proved_over_both_ranks(server, trainer):
+    trainer.step()
+    server.apply(1)
+
+    proof = verify_server(trainer.store, server, 1, num_elements=5000)
+
+    assert (proof.manifest.version, proof.num_verified) == (1, len(trainer.tensors))
+    assert (proof.computed, proof.unverified) == ((), ())
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.gate_up_proj.weight"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bit_that_changed_in_one_rank_is_noticed_and_mended(server, trainer, name, rank):
+    # The one is a copy of what the other rank has too, the other a slice that only this rank has.
+    call(server, "delta_write_behind", name, rank)
+
+    with pytest.raises(StateMismatch):
+        verify_server(trainer.store, server)
+    trainer.step(density=1.0)
+    with pytest.raises(StateMismatch):
+        server.apply(1)
+    assert ranks(server, "half_applied") == [True, True]
+    server.apply(1)
+    assert verify_server(trainer.store, server).manifest.version == 1
+
+
+def test_each_payload_is_downloaded_once_for_both_ranks(server, trainer):
+    manifest = trainer.step()
+    call(server, "delta_count_downloads")
+
+    server.apply(1)
+
+    each_rank = call(server, "delta_count_downloads")
+    assert [key for keys in each_rank for key in keys] == [payload.key for payload in manifest.delta.payloads]
+    assert ranks(server, "held") == [1, 1]
+
+
+def test_a_worker_killed_while_staging_leaves_whole_versions_behind(
+    server, trainer, process, model, tmp_path
+):
+    trainer.step()
+    call(server, "delta_die_while_staging", 1)
+    with pytest.raises(ServerUnavailable):
+        server.apply(1)
+
+    process.stop()
+    process.start(model)
+    server.init_weight_transfer(trainer.url, scratch=str(tmp_path / "scratch"))
+    assert ranks(server, "held") == [0, 0]
+    server.apply(1)
+    assert verify_server(trainer.store, server).manifest.version == 1
+
+
+def refused(server, path: str, body: dict) -> str:
+    """Make a call that must fail, and return what the server says."""
+    response = server._request("POST", path, json=body)
+    assert response.status_code >= 400, f"{path} {body} was answered with {response.status_code}"
+    return response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/collective_rpc", {"method": "delta_sums", "args": ["a", 1]}),
+        ("/collective_rpc", {"method": "delta_prefetch", "args": []}),
+        ("/collective_rpc", {"method": "delta_status", "args": [1, 2, 3]}),
+        ("/collective_rpc", {"method": "delta_switch", "args": [5]}),
+        ("/collective_rpc", {"method": "no_such_method"}),
+        # Each worker answers with something that cannot be unpickled.
+        ("/collective_rpc", {"method": "__class__", "args": [0, 10]}),
+        ("/collective_rpc", {"method": "delta_fingerprint", "timeout": 0.0}),
+        ("/collective_rpc", {"method": "delta_fail", "args": [0]}),
+        ("/collective_rpc", {"method": "delta_fail", "args": [1]}),
+        ("/start_draft_weight_update", {}),
+        ("/update_weights", {"update_info": {"version": 99}}),
+    ],
+)
+def test_a_call_that_fails_in_any_rank_leaves_later_answers_in_step(server, trainer, path, body):
+    refused(server, path, body)
+
+    server.start_weight_update()
+    assert "version-not-found" in refused(server, "/update_weights", {"update_info": {"version": 99}})
+    assert ranks(server, "held") == [0, 0]
+
+
+def test_the_store_can_be_closed_and_opened_again_after_an_update_that_failed(server, trainer):
+    trainer.step()
+    server.start_weight_update()
+    with pytest.raises(PatchstoreError):
+        server.update_weights(99)
+    response = server._request("POST", "/shutdown_weight_transfer_engine", json={})
+    assert response.status_code == 200, response.text
+    assert ranks(server, "initialised") == [False, False]
+    assert ranks(server, "held") == [0, 0]
+    server.init_weight_transfer(trainer.url)
+    server.apply(1)
+    assert ranks(server, "held") == [1, 1]

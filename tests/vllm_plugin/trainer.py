@@ -1,0 +1,70 @@
+"""A trainer without a model to train: named tensors that change a little at each step."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from patchstore import Publisher
+from patchstore.format.hashing import digest
+from patchstore.format.records import Manifest
+from patchstore.stores import open_store
+from patchstore.tensors.bits import raw_bytes
+
+
+class Trainer:
+    """Publishes to a store of its own, and remembers the weights of each version."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        anchor_every: int = 100,
+        dtype: torch.dtype | None = torch.bfloat16,
+        encoding: str = "auto",
+    ) -> None:
+        self.url = str(folder)
+        self.store = open_store(self.url)
+        # One clone for all names of a tensor, so that tied ones stay tied.
+        clones = {id(tensor): tensor.clone() for tensor in tensors.values()}
+        self.tensors = {name: clones[id(tensor)] for name, tensor in tensors.items()}
+        self._publisher = Publisher(
+            self.store, self.tensors, dtype=dtype, encoding=encoding, anchor_every=anchor_every
+        )
+        self._random = torch.Generator().manual_seed(11)
+        self.history: list[dict[str, torch.Tensor]] = []
+
+    def publish(self) -> Manifest:
+        """Publish the tensors as they are now."""
+        self.history.append({name: tensor.clone() for name, tensor in self.tensors.items()})
+        return self._publisher.publish_patch(len(self.history)).result(timeout_s=60)
+
+    def step(self, density: float = 0.02) -> Manifest:
+        """Change some elements of every tensor, and publish."""
+        for tensor in self.tensors.values():
+            chosen = torch.rand(tensor.shape, generator=self._random) < density
+            noise = torch.randn(tensor.shape, generator=self._random)
+            tensor[chosen] = (tensor[chosen].float() + noise[chosen]).to(tensor.dtype)
+        return self.publish()
+
+    def close(self) -> None:
+        self._publisher.close()
+        self.store.close()
+
+
+def served(tensors: Mapping[str, torch.Tensor], layers: int = 2) -> dict[str, str]:
+    """The fingerprint that a server of the tiny Qwen3 has for these tensors, on one rank.
+
+    Says by itself how vLLM fuses them; buffers are not part of it.
+    """
+    live = dict(tensors)
+    for layer in range(layers):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        live[f"{attention}.qkv_proj.weight"] = torch.cat(
+            [live.pop(f"{attention}.{part}_proj.weight") for part in "qkv"]
+        )
+        live[f"{mlp}.gate_up_proj.weight"] = torch.cat(
+            [live.pop(f"{mlp}.{part}_proj.weight") for part in ("gate", "up")]
+        )
+    return {name: digest(raw_bytes(tensor)) for name, tensor in live.items()}

@@ -1,0 +1,151 @@
+"""Find out which version of a run some weights are: by their bits, since names and times prove nothing."""
+
+import json
+import mmap
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+
+import torch
+
+from patchstore.errors import CorruptObject, StateMismatch, VersionNotFound
+from patchstore.format import history, planning
+from patchstore.format.records import Manifest, Schema, TensorSpec
+from patchstore.format.state_sums import state_total
+from patchstore.payloads import tensor_file
+from patchstore.read import host_cache
+from patchstore.read.deltas import open_deltas
+from patchstore.read.host_cache import HostCache
+from patchstore.stores.base import Store
+from patchstore.support import host
+from patchstore.tensors.bits import spec_of
+from patchstore.tensors.state_digest import Sums, of_tensor
+
+
+def find_version(store: Store, schema: Schema, sums: Mapping[str, Sums], cache: HostCache) -> int | None:
+    """Return the version whose tensors have these digest sums, or None.
+
+    Looks from the head back for as long as the deltas from there cost no more than the nearest anchor, as
+    `lineage.plan` counts: knowing an older version would not make the next update cheaper.
+
+    Args:
+        sums: of as many of the schema's tensors as are known; without any, nothing is found.
+    """
+    if not sums:
+        return None
+    is_all = len(sums) == len(schema.tensors)
+    total = state_total(schema, sums) if is_all else None
+    with closing(_worth_knowing(store)) as versions:
+        for manifest in versions:
+            if is_all:
+                found = manifest.state.total == total
+            else:
+                recorded = host_cache.cached_sums(store, schema, manifest, cache)
+                found = all(recorded[name] == each for name, each in sums.items())
+            if found:
+                return manifest.version
+    return None
+
+
+def _worth_knowing(store: Store) -> Generator[Manifest, None, None]:
+    head = history.head(store)
+    if head is None:
+        return
+    spent, anchor = 0, None
+    with closing(history.ancestry(store, head.version)) as versions, suppress(VersionNotFound):
+        for manifest in versions:
+            yield manifest
+            if anchor is None and manifest.anchor is not None:
+                anchor = spent + planning.anchor_cost(manifest)
+            if manifest.delta is None:
+                return
+            spent += planning.delta_cost(manifest)
+            if anchor is not None and spent > anchor:
+                return
+
+
+def read_tensors(
+    store: Store,
+    schema: Schema,
+    version: int,
+    names: Iterable[str],
+    recorded: Mapping[str, Sums],
+    cache: HostCache,
+) -> dict[str, torch.Tensor]:
+    """Rebuild some tensors of a version, reading no more of its anchor than they need.
+
+    Args:
+        recorded: the version's digest sums.
+
+    Raises:
+        VersionNotFound, WrongParent: the store has no way to that version.
+        CorruptObject, StateMismatch: what it has is wrong.
+    """
+    specs = schema.by_name()
+    wanted = {name: specs[name] for name in names}
+    if not wanted:
+        return {}
+    route = planning.plan(history.read_lineage(store, version), None, version)
+    assert route.anchor is not None
+    found = dict(_of_anchor(store, route.anchor, wanted))
+    with open_deltas(store, route.deltas, specs, None, cache) as deltas:
+        deltas.apply((wanted[name], found[name]) for name in wanted.keys() & deltas.names)
+    for name in wanted:
+        if name not in found or of_tensor(found[name]) != recorded[name]:
+            raise StateMismatch(f"{name!r} as rebuilt from the store is not what version {version} has")
+    return found
+
+
+def _of_anchor(
+    store: Store, manifest: Manifest, wanted: Mapping[str, TensorSpec]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read single tensors by range. They are not proved: no digest of the file can be checked."""
+    assert manifest.anchor is not None
+    for each in manifest.anchor.payloads:
+        header = tensor_file.read_header(
+            each.key, each.size, _range(store, each.key, 0, min(each.size, 1 << 16))
+        )
+        if isinstance(header, int):
+            header = tensor_file.read_header(each.key, each.size, _range(store, each.key, 0, header))
+        assert isinstance(header, tensor_file.FileHeader)
+        for entry in header.entries:
+            if wanted.get(entry.spec.name) == entry.spec:
+                start = header.data_start + entry.start
+                data = _range(store, each.key, start, start + entry.spec.num_bytes)
+                if len(data) != entry.spec.num_bytes:
+                    raise CorruptObject(f"{each.key}: it ends before {entry.spec.name!r} does")
+                yield entry.spec.name, tensor_file.tensor_of(each.key, entry.spec, data)
+
+
+def _range(store: Store, key: str, start: int, end: int) -> bytearray:
+    with host.reading(key):
+        return bytearray(b"".join(store.read(key, start=start, end=end)))
+
+
+def read_folder(folder: Path, schema: Schema) -> dict[str, torch.Tensor]:
+    """Map those of the schema's tensors that a checkpoint folder has; reads nothing before they are.
+
+    Raises:
+        CorruptObject: a file is not a safetensors file.
+    """
+    wanted = schema.by_name()
+    found: dict[str, torch.Tensor] = {}
+    for path in _files(folder):
+        if path.stat().st_size == 0:
+            continue
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        # Unmapped with the last tensor over it.
+        _, tensors = tensor_file.open_buffer(path.name, memoryview(mapped))
+        found |= {name: each for name, each in tensors.items() if wanted.get(name) == spec_of(name, each)}
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that make up the checkpoint; folders may hold further copies in other layouts."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    single = folder / "model.safetensors"
+    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))

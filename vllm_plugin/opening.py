@@ -1,0 +1,177 @@
+"""Open a store while generation goes on.
+
+The network, the disk and the compiler of kernels may keep a worker waiting. What needs them runs on a thread;
+only tracing the model and proving single weights run on the worker's own thread, between two batches.
+"""
+
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from patchstore.read.host_cache import MAX_BYTES, HostCache
+from patchstore.stores import open_store
+from vllm_plugin.arguments import keywords
+from vllm_plugin.identify import read_folder
+from vllm_plugin.mapping import Claims, Share
+from vllm_plugin.permission import check_scratch, check_store, unquoted
+from vllm_plugin.ranks import Failure, RanksFailed
+from vllm_plugin.trace import Trace
+from vllm_plugin.update import Contents, Updater, use_device
+from vllm_plugin.weights import LiveWeights
+
+T = TypeVar("T")
+
+Together: TypeAlias = Callable[[Callable[[], Any]], list[Any]]
+"""Runs a step in every rank and returns all results; raises `RanksFailed` in all if it failed in any."""
+
+_TYPES = {"store": str, "storage_options": dict, "scratch": str, "cache_bytes": int, "partial": bool}
+
+
+class Opening:
+    """One store that is being opened, in one rank. All ranks call the same methods in the same order.
+
+    `advance` until it returns True; then either `failures` says why the store cannot be opened, or call
+    `adopt` and take the `updater`. Nothing that is served changes before `adopt`.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        together: Together,
+        prepare: Callable[[], LiveWeights],
+        folder: Path | None,
+    ) -> None:
+        """Begin with nothing.
+
+        Args:
+            given: as `DeltaWeightTransferEngine.init_transfer_engine` describes, unchecked.
+            prepare: checks that the server can be updated, and returns its weights.
+            folder: the checkpoint that the weights were loaded from; None if they are no longer those.
+        """
+        self.given = given
+        self.failures: list[Failure] = []
+        """Of all ranks, once `advance` returned True."""
+        self.updater: Updater | None = None
+        self.live: LiveWeights | None = None
+        self._together = together
+        self._prepare = prepare
+        self._folder = folder
+        self._traced: Trace
+        self._contents: Contents | None = None
+        self._steps = self._run()
+        self._waits: Future[Any] | None = None
+        self._is_done = False
+        self._thread: ThreadPoolExecutor | None = None
+
+    def advance(self, all_done: Callable[[bool], bool] | None = None) -> bool:
+        """Run the steps that are due on this thread, and begin those that run beside it.
+
+        Args:
+            all_done: tells whether something is true of all ranks; None to wait for what runs on the thread.
+
+        Returns:
+            Whether no step is left, so that `failures` and `updater` are final.
+        """
+        result: list[Any] | None = None
+        while not self._is_done:
+            try:
+                if self._waits is not None:
+                    if all_done is not None and not all_done(self._waits.done()):
+                        return False
+                    waits, self._waits = self._waits, None
+                    result = self._together(waits.result)
+                step = self._steps.send(result)
+            except StopIteration:
+                self._is_done = True
+            except RanksFailed as failed:
+                self.failures, self._is_done = failed.failures, True
+            else:
+                self._waits = self._on_thread(step)
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+        return True
+
+    def adopt(self) -> bool:
+        """See `Updater.adopt`; the updater then says which version is served."""
+        return self._opened().adopt(self._contents)
+
+    def close(self) -> None:
+        """Give up, and let go of the store when what still runs on the thread has ended."""
+        self._steps.close()
+        self._is_done = True
+        if self._waits is None:
+            self._let_go()
+        else:
+            self._waits.add_done_callback(lambda _: self._let_go())
+
+    def _let_go(self) -> None:
+        if self.updater is not None:
+            self.updater.close()
+
+    def _run(self) -> Generator[Callable[[], Any], list[Any] | None, None]:
+        """Yield each step that may have to wait, and be sent its results in all ranks."""
+        self._together(self._begin)
+        yield self._open
+        shares = self._together(self._share)
+        claims = yield lambda: self._survey(shares)
+        assert claims is not None
+        found = yield lambda: self._opened().find(claims)
+        assert found is not None
+        version = found[0]
+        yield lambda: self._read(version)
+
+    def _begin(self) -> None:
+        keywords("init_info", self.given, _TYPES, required={"store"})
+        self.live = self._prepare()
+        check_store(self.given["store"], self.given.get("storage_options", {}))
+
+    def _open(self) -> None:
+        url, folder = self.given["store"], self.given.get("scratch")
+        scratch = Path(folder or Path(gettempdir()) / f"patchstore-{os.geteuid()}")
+        check_scratch(scratch)
+        cache = HostCache(scratch, max_bytes=self.given.get("cache_bytes", MAX_BYTES))
+        store = open_store(url, **self.given.get("storage_options", {}))
+        try:
+            with unquoted(url):
+                self.updater = Updater(
+                    store, self._weights(), cache, is_partial=self.given.get("partial", False)
+                )
+        except BaseException:
+            store.close()
+            raise
+
+    def _share(self) -> Share:
+        self._traced = self._opened().trace()
+        return self._weights().share(self._traced)
+
+    def _survey(self, shares: Sequence[Share]) -> Claims:
+        """Use the map that comes of all ranks' shares, and digest what is served."""
+        updater = self._opened()
+        with torch.no_grad():
+            updater.follow(self._traced, shares)
+            if self._folder is not None:
+                updater.check_map(read_folder(self._folder, updater.schema))
+            return updater.claims()
+
+    def _read(self, version: int | None) -> None:
+        self._contents = self._opened().read(version)
+
+    def _opened(self) -> Updater:
+        assert self.updater is not None
+        return self.updater
+
+    def _weights(self) -> LiveWeights:
+        assert self.live is not None
+        return self.live
+
+    def _on_thread(self, step: Callable[[], T]) -> Future[T]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(
+                1, "patchstore-open", initializer=use_device, initargs=(self._weights().device,)
+            )
+        return self._thread.submit(step)
