@@ -254,13 +254,23 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if opening is not None:
             opening.close()
 
-    def prefetch(self, version: int) -> bool:
+    def prefetch(self, version: int, run_id: str | None = None) -> bool:
         """Begin to stage a version while generation goes on; see `Updater.prefetch`.
+
+        Args:
+            run_id: as of `DeltaWorkerExtension.delta_prefetch`.
 
         Returns:
             Whether `update_weights` is due: it need not fetch, or it will say what is wrong.
         """
-        return self.updater is None or not self._can_stage() or self.updater.prefetch(version)
+        updater = self.updater
+        if updater is None or not self._can_stage():
+            return True
+        is_served = updater.held is not None and updater.held.version == version
+        is_other = updater.header.run_id != run_id or self.update_open or updater.staged is not None
+        if run_id is not None and (is_served or is_other):
+            return False
+        return updater.prefetch(version)
 
     def start_weight_update(self) -> None:
         """Begin an update. The weights stay as they are until `finish_weight_update`."""
@@ -270,7 +280,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Stage a version: fetch and prove it while the live weights stay as they are.
 
         Args:
-            update_info: `version`, a number.
+            update_info: `version`, a number; optionally `switch`, a mark to keep from here on, as by
+                `DeltaWorkerExtension.delta_switch`.
 
         Raises:
             RuntimeError: any rank could not; nothing is staged in any and the update is closed.
@@ -279,6 +290,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             changes = self._together(lambda: self._stage(update_info))
             self._together(lambda: self._opened().prove(changes))
+            self.switch = update_info.get("switch", self.switch)
         except RanksFailed as failed:
             failures = failed.failures
             # What is coded against other weights than these may also make no sense at all.
@@ -289,7 +301,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._fail(failures)
 
     def _stage(self, given: Mapping[str, Any]) -> Growth:
-        known = keywords("update_info", given, {"version": int}, required={"version"})
+        known = keywords("update_info", given, {"version": int, "switch": str}, required={"version"})
         if not self.update_open:
             raise UsageError("start_weight_update must be called before update_weights")
         self._check_awake()

@@ -100,14 +100,21 @@ class DeltaWorkerExtension:
         return {"is_done": self._delta_engine().open_ahead(init_info)}
 
     @_with_engine
-    def delta_prefetch(self, version: int) -> dict[str, bool]:
-        """Begin to fetch and prove a version while generation goes on; call again until `is_done`.
+    def delta_prefetch(self, version: int, run_id: str | None = None) -> dict[str, Any]:
+        """Begin to fetch and verify a version while generation goes on; call again until `is_done`.
 
         `update_weights` with that version is quick then. It also says what went wrong, if anything did:
         this never raises, since an exception in one rank would confuse vLLM's replies.
+
+        Args:
+            run_id: begin only if the open store holds this run, and nothing else is being staged. Without it
+                what another driver had begun is dropped.
+
+        Returns:
+            `is_done`, and all keys of `delta_status`.
         """
-        # Not the bare value, of which vLLM's route makes a string: "False" is true.
-        return {"is_done": self._delta_engine().prefetch(version)}
+        is_done = self._delta_engine().prefetch(version, run_id)
+        return self.delta_status() | {"is_done": is_done}
 
     @_with_engine
     def delta_switch(self, switch: str | None) -> None:

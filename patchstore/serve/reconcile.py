@@ -171,13 +171,16 @@ class Reconciler:
         wanted: int | None = None
         status: ServerStatus | None = None
         try:
-            status = self.server.status()
+            desired, unknown = self._find_desired()
+            is_due = unknown is None and self._throttled_s() <= 0
+            status = self.server.status(desired=desired if is_due else None)
             is_whole = status.serving is not None and status.may_answer
             if status.switch is not None and is_whole:
                 # Whatever it should serve, and also while that is unknown: it serves nothing until then.
                 self.server.end_switch(status.switch)
                 return StepResult(outcome="resumed", version=status.serving, before=status)
-            desired = self._desired()
+            if unknown is not None:
+                raise unknown
             if desired is None:
                 if status.serving is not None and status.store in {self.store.url, self._opened_as}:
                     raise StoreReplaced(
@@ -201,6 +204,13 @@ class Reconciler:
             logger.exception("%s: a step failed", self.server.url)
             error = InternalError(f"{type(exc).__name__}: {exc}")
             return StepResult(outcome="failed", version=wanted, error=error, before=status)
+
+    def _find_desired(self) -> tuple[Manifest | None, Exception | None]:
+        """Return the version that the server should serve, or why that is unknown."""
+        try:
+            return self._desired(), None
+        except Exception as exc:  # noqa: BLE001  (raised by the caller, when it has looked at the server)
+            return None, exc
 
     def _check_alone(self, status: ServerStatus, desired: Manifest) -> None:
         """Notice that another process drives this server too, once for each of its changes.

@@ -51,6 +51,8 @@ class ServerStatus:
     """Some rank serves parts of two versions."""
     last_error: str | None
     """`[kind] message` of the last call, where it failed."""
+    prefetched: int | None = None
+    """The version that every rank has fetched and verified, or failed to, of those that were asked for."""
     ranks: tuple[Mapping[str, Any], ...]
     """Each rank's own status, as `DeltaWorkerExtension.delta_status` returns it."""
 

@@ -8,12 +8,13 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Event
 from types import TracebackType
 from typing import Any, Self
 
 from patchstore.errors import DeviceMemoryShort, EnginesDiffer, PatchstoreError, ServerUnavailable
+from patchstore.format.records import Manifest
 from patchstore.serve.settings import DEFAULTS, PauseMode, PrefixCache
 from patchstore.serve.vllm_configuration import Configuration, parsed
 from patchstore.serve.vllm_http import Connection
@@ -114,17 +115,24 @@ class VllmServer:
                 "unlike vLLM; give vLLM's own address, such as http://127.0.0.1:8000"
             )
 
-    def status(self) -> ServerStatus:
+    def status(self, *, desired: Manifest | None = None) -> ServerStatus:
         """Ask every rank what it serves, and all data-parallel engines whether that is true of them too.
 
         The first time, and whenever it failed before, the server is asked first how it was started; see
         `check_backend`.
+
+        Args:
+            desired: a version that the server should serve next. If the server has a store of that run open,
+                and no update is under way there, each rank begins to fetch the version in the same call.
         """
         if not self._has_backend:
             self.check_backend()
         # What fails may come back as another server, at the same address.
         self._has_backend = False
-        ranks = self._http.every_rank("delta_status")
+        if desired is None:
+            ranks = self._http.every_rank("delta_status")
+        else:
+            ranks = self._http.every_rank("delta_prefetch", desired.version, desired.run_id)
         self._has_backend = True
         if not all(rank["initialised"] for rank in ranks):
             # As after a restart that no call noticed.
@@ -138,7 +146,9 @@ class VllmServer:
         if differ:
             run = [only(rank, ("initialised", "run_id")) for rank in ranks]
             is_other_run = not self._engines_agree("delta_status", (), run)
-        return fold(ranks, num_engines=num_engines, engines_differ=differ, is_other_run=is_other_run)
+        found = fold(ranks, num_engines=num_engines, engines_differ=differ, is_other_run=is_other_run)
+        is_done = desired is not None and num_engines == 1 and all(rank["is_done"] for rank in ranks)
+        return replace(found, prefetched=desired.version) if desired is not None and is_done else found
 
     def fingerprint(self) -> list[dict[str, str]]:
         """Return each rank's digests of its live parameters and buffers; reads all of them."""
@@ -241,13 +251,17 @@ class VllmServer:
         """Begin an update; one that is open begins anew."""
         self._http.post("/start_weight_update", {})
 
-    def update_weights(self, version: int) -> None:
+    def update_weights(self, version: int, switch: Switch | None = None) -> None:
         """Have every rank fetch and verify a version, unless `prefetch` did; what is served stays as it is.
 
         Generation waits meanwhile, as it does during every call of this kind.
         If this raises, the update is closed and nothing changed.
+
+        Args:
+            switch: the mark that the server is to keep from here on; None to leave it as it is.
         """
-        self._http.post("/update_weights", {"update_info": {"version": version}})
+        info: dict[str, Any] = {"version": version} | ({} if switch is None else {"switch": switch})
+        self._http.post("/update_weights", {"update_info": info})
 
     def finish_weight_update(self, weight_version: str) -> None:
         """Have every rank serve what it fetched, and label answers with `weight_version` from here on.
@@ -321,15 +335,24 @@ class VllmServer:
             self.end_switch(begun)
             begun = None
         began = time.monotonic()
-        self.prefetch(version)
+        if status.prefetched != version:
+            self.prefetch(version)
         if self._stop.is_set():
             return None
+        switch = begun
+        if switch is None:
+            is_left = self._pause_mode is PauseMode.NONE or self.is_paused()
+            switch = "stay-paused" if is_left else "resume"
         self.start_weight_update()
+        self.switching = switch
         try:
-            self.update_weights(version)
-        except DeviceMemoryShort:
-            if status.serving is None or version - status.serving < 2:
+            self.update_weights(version, switch)
+        except PatchstoreError as exc:
+            self.switching = begun
+            is_far = status.serving is not None and version - status.serving > 1
+            if not isinstance(exc, DeviceMemoryShort) or not is_far:
                 raise
+            assert status.serving is not None
             # Half of the way has half of the changes, and is a whole version too.
             between = (status.serving + version) // 2
             logger.warning(
@@ -337,17 +360,15 @@ class VllmServer:
             )
             return None if self.apply(between) is None else self.apply(version)
         staged = time.monotonic()
-        switch = begun
-        if switch is None:
-            is_left = self._pause_mode is PauseMode.NONE or self.is_paused()
-            switch = "stay-paused" if is_left else "resume"
-        if self._stop.is_set() or not self._switch(switch, version):
+        if self._stop.is_set():
+            self._mark(begun)
+            return None
+        if not self._switch(switch, version):
             return None
         return UpdateTimings(stage_s=staged - began, apply_s=time.monotonic() - staged)
 
     def _switch(self, switch: Switch, version: int) -> bool:
         """Serve what was staged; False if it was abandoned before it wrote."""
-        self._mark(switch)
         try:
             if switch == "resume":
                 self.pause()
@@ -360,7 +381,8 @@ class VllmServer:
             with suppress(PatchstoreError):
                 self._settle(switch)
             raise
-        self.end_switch(switch)
+        # A pause of ours has reset the cache, and nothing was computed since.
+        self.end_switch(switch, is_reset=switch == "resume")
         return True
 
     def _settle(self, switch: Switch) -> None:
@@ -372,12 +394,15 @@ class VllmServer:
             self._mark("resume")
             self.pause()
 
-    def end_switch(self, switch: Switch) -> None:
+    def end_switch(self, switch: Switch, *, is_reset: bool = False) -> None:
         """End a switch that any client began: reset the prefix cache, and let generation go on.
 
         Repeating it is harmless.
+
+        Args:
+            is_reset: the prefix cache was reset, with the server paused, and it was not resumed since.
         """
-        if self._prefix_cache is PrefixCache.RESET:
+        if self._prefix_cache is PrefixCache.RESET and not is_reset:
             self.reset_prefix_cache()
         if switch == "resume":
             self.resume()

@@ -110,6 +110,9 @@ class StubServer:
         self.paused = False
         self.weight_version = "default"
         self.stale_prefixes = False
+        """What it remembers of prefixes was computed with weights that it serves no more."""
+        self.has_no_prefixes = False
+        """It was paused and has forgotten all prefixes, and was not resumed since."""
         self.held_by_rank: dict[int, int] = {}
 
     def status(self, rank: int, engine: Engine) -> dict[str, Any]:
@@ -137,8 +140,12 @@ class StubServer:
             case "delta_open":
                 return [{"is_done": True}] * self.num_ranks
             case "delta_prefetch":
-                engine.prefetches.update(args)
-                return [{"is_done": engine.prefetches[args[0]] >= 3}] * self.num_ranks
+                version, *run_id = args
+                if not run_id:
+                    engine.prefetches[version] += 1
+                is_done = engine.prefetches[version] >= 3
+                ranks = self.collective("delta_status", [], engine)
+                return [rank | {"is_done": is_done} for rank in ranks]
             case "delta_switch":
                 (engine.switch,) = args
                 return [None] * self.num_ranks
@@ -162,6 +169,7 @@ class StubServer:
                 if not engine.update_open:
                     raise ValueError("start_weight_update must be called before update_weights.")
                 engine.staged = body["update_info"]["version"]
+                engine.switch = body["update_info"].get("switch", engine.switch)
             case "/finish_weight_update" if self.tears:
                 engine.half_applied, engine.update_open, engine.held = True, False, None
                 raise ValueError("[half-applied] parts of two versions")
@@ -210,7 +218,8 @@ class StubServer:
             case "/is_paused":
                 return {"is_paused": self.paused}
         method = body.get("method", "") if path == "/collective_rpc" else path
-        if method not in {"delta_status", "delta_expect", "delta_open", "delta_sums"}:
+        is_look = method == "delta_prefetch" and len(body["args"]) > 1
+        if not is_look and method not in {"delta_status", "delta_expect", "delta_open", "delta_sums"}:
             self.calls.append(method)
         if path in self.blocks:
             self.entered[path].set()
@@ -227,18 +236,20 @@ class StubServer:
             case "/init_weight_transfer_engine":
                 self.opened = body["init_info"]
             case "/finish_weight_update":
-                self.weight_version, self.stale_prefixes = body["weight_version"], True
+                self.weight_version, self.stale_prefixes = body["weight_version"], not self.has_no_prefixes
                 self.history.append(self.held)
             case "/update_weight_version":
                 self.weight_version = body["new_version"]
             case "/pause":
                 self.paused = True
                 self.pauses.append(query)
+                if query["clear_cache"] == "true":
+                    self.stale_prefixes, self.has_no_prefixes = False, True
             case "/resume":
-                self.paused = False
+                self.paused = self.has_no_prefixes = False
             case "/reset_prefix_cache":
                 assert query == {"reset_running_requests": "true"}
-                self.stale_prefixes = False
+                self.stale_prefixes, self.has_no_prefixes = False, self.paused
                 return {"success": True}
             case _:
                 raise KeyError(path)

@@ -21,10 +21,8 @@ APPLY = [
     *["delta_prefetch"] * 3,
     "/start_weight_update",
     "/update_weights",
-    "delta_switch",
     "/pause",
     "/finish_weight_update",
-    "/reset_prefix_cache",
     "/resume",
     "delta_switch",
 ]
@@ -54,7 +52,7 @@ def test_an_update_that_a_killed_driver_left_open_is_begun_anew(stub, server):
 def test_a_switch_that_a_killed_driver_left_is_ended_first(stub, server):
     stub.switch, stub.paused, stub.stale_prefixes = "resume", True, True
     server.apply(12)
-    assert stub.calls == [*APPLY[-3:], *APPLY]
+    assert stub.calls == ["/reset_prefix_cache", *APPLY[-2:], *APPLY]
     assert not stub.paused
 
 
@@ -111,11 +109,14 @@ def test_memory_that_is_short_for_one_version_is_an_error(stub, server, held):
     assert stub.held == held
 
 
-def test_a_failed_reset_leaves_a_mark_and_is_made_good_by_the_next_apply(stub, server):
-    stub.failures["/reset_prefix_cache"] = ["blocks are busy"]
-    with pytest.raises(ServerUnavailable, match="blocks are busy"):
+@pytest.mark.parametrize(("path", "held"), [("/pause", None), ("/resume", 12)])
+def test_a_switch_that_failed_leaves_a_mark_and_is_ended_by_the_next_apply(stub, server, path, held):
+    # Also where ending it at once fails.
+    stub.failures |= {path: ["engine is busy"], "/reset_prefix_cache": ["blocks are busy"]}
+    with pytest.raises(ServerUnavailable, match="engine is busy"):
         server.apply(12)
-    assert (stub.held, stub.paused, server.status().switch) == (12, True, "resume")
+    assert (stub.held, stub.paused, server.status().switch) == (held, held is not None, "resume")
+    stub.failures.clear()
 
     server.apply(13)
 
@@ -355,7 +356,8 @@ def test_no_switch_begins_once_we_are_to_stop_and_what_was_fetched_stays(stub):
         stop.clear()
         stub.on_call = lambda path: stop.set() if path == "/update_weights" else None
         assert server.apply(12) is None
-        assert not {"delta_switch", "/pause"} & set(stub.calls)
+        assert "/pause" not in stub.calls
+        assert (stub.switch, server.switching) == (None, None)
         stop.clear()
         stub.on_call = lambda path: stop.set() if path == "/pause" else None
         assert server.apply(12) is not None
@@ -375,3 +377,17 @@ def test_what_is_half_applied_stays_paused_also_when_its_fix_is_abandoned(stub, 
     server.abandoned.set()
     assert server.apply(12) is None
     assert (stub.half_applied, stub.paused, stub.switch) == (True, True, "resume")
+
+
+def test_a_pause_that_forgets_prefixes_needs_no_second_reset(stub, server):
+    stub.stale_prefixes = True
+    server.apply(12)
+    assert "/reset_prefix_cache" not in stub.calls
+    assert not stub.stale_prefixes
+
+
+def test_prefixes_that_a_pause_of_somebody_else_kept_are_forgotten(stub, server):
+    stub.paused, stub.has_no_prefixes = True, False
+    server.apply(12)
+    assert "/reset_prefix_cache" in stub.calls
+    assert not stub.stale_prefixes

@@ -15,6 +15,7 @@ from typing import Any
 import tiny_qwen
 import torch
 import zoo
+from architecture import VOCABULARY
 from engines import Engine, EngineFailed, answers
 from safetensors.torch import load_file, save_file
 from trainer import Trainer
@@ -123,7 +124,7 @@ def with_both(folder: Path) -> Path:
 def zamba(folder: Path) -> Path:
     """A checkpoint of an architecture that vLLM always ties, whose config says that it is not."""
     config = Zamba2Config(
-        vocab_size=zoo.VOCABULARY,
+        vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=128,
         num_hidden_layers=2,

@@ -141,7 +141,7 @@ def test_a_worker_killed_while_staging_leaves_whole_versions_behind(
 
 def refused(server, path: str, body: dict) -> str:
     """Make a call that must fail, and return what the server says."""
-    response = server._request("POST", path, json=body)
+    response = server._http.request("POST", path, json=body)
     assert response.status_code >= 400, f"{path} {body} was answered with {response.status_code}"
     return response.text
 
@@ -176,7 +176,7 @@ def test_the_store_can_be_closed_and_opened_again_after_an_update_that_failed(se
     server.start_weight_update()
     with pytest.raises(PatchstoreError):
         server.update_weights(99)
-    response = server._request("POST", "/shutdown_weight_transfer_engine", json={})
+    response = server._http.request("POST", "/shutdown_weight_transfer_engine", json={})
     assert response.status_code == 200, response.text
     assert ranks(server, "initialised") == [False, False]
     assert ranks(server, "held") == [0, 0]
