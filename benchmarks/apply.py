@@ -363,9 +363,9 @@ class Server:
         self._updater.stage(prepared.step.manifest.version)
         changes = self._updater.changes()
         staged = self._now()
-        self._updater.prove([changes])
+        self._updater.verify([changes])
         proved = self._now()
-        self._updater.commit()
+        self._updater.apply()
         return Spent(stage_s=staged - began, prove_s=proved - staged, pause_s=self._now() - proved)
 
     @torch.no_grad()

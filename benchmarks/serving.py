@@ -360,7 +360,7 @@ def path(updates: Sequence[Update]) -> dict[str, Any]:
         "pause_max_s": max(pauses),
         **{
             f"engine_{part}_s": statistics.median(update.timings[part] for update in updates)
-            for part in ("fetch", "stage", "commit")
+            for part in ("fetch", "stage", "apply")
         },
         **{f"{call}_s": statistics.median(update.calls[call] for update in updates) for call in _CALLS},
         "repeats": len(updates),
@@ -438,7 +438,7 @@ def analyse(episode: Episode, requests: Sequence[Request]) -> tuple[list[Gap], d
         "stall_min_s": min(stalls, default=None),
         "stall_max_s": max(stalls, default=None),
         "pause_s": statistics.median(pauses),
-        "engine_commit_s": statistics.median(update.timings["commit"] for update in episode.updates),
+        "engine_apply_s": statistics.median(update.timings["apply"] for update in episode.updates),
     }
     for window in get_args(Window):
         row[f"{window}_gaps"] = len(windows[window])

@@ -40,7 +40,7 @@ def update(called: float, *, pause_s: float = 0.25) -> Update:
         applied=pausing + pause_s + 1,
         answered=pausing + pause_s + 2,
         calls={"hold": 0.0625, "finish": 0.125, "reset": 0.03125, "resume": 0.03125},
-        timings={"fetch": 0.5, "stage": 0.25, "commit": 0.125},
+        timings={"fetch": 0.5, "stage": 0.25, "apply": 0.125},
     )
 
 
@@ -119,7 +119,7 @@ def test_a_path_row_has_medians_and_what_they_lie_between():
 
     assert (row["total_min_s"], row["total_s"], row["total_max_s"]) == (7.25, 7.5, 8)
     assert (row["pause_min_s"], row["pause_s"], row["pause_max_s"]) == (0.25, 0.5, 1)
-    assert row.keys() >= PARTS.keys() | {"num_changed", "payload_bytes", "engine_commit_s", "repeats"}
+    assert row.keys() >= PARTS.keys() | {"num_changed", "payload_bytes", "engine_apply_s", "repeats"}
     json.dumps(row)
 
 

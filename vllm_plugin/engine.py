@@ -173,8 +173,8 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 own part of coded deltas instead.
 
         Raises:
-            RuntimeError: any rank could not; all are as before, or say that they are torn, and an update that
-                was open is closed. Begins with the error's `[kind]`.
+            RuntimeError: any rank could not; all are as before, or say that they are half-applied, and an
+                update that was open is closed. Begins with the error's `[kind]`.
         """
         opening = self._opening
         if opening is None or opening.given != init_info.given:
@@ -193,10 +193,10 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         except RanksFailed as failed:
             opening.close()
             if self.updater is not None and any(each.kind == HalfApplied.kind for each in failed.failures):
-                self.updater.tear()
+                self.updater.mark_half_applied()
             self._fail(failed.failures)
             return
-        updater.torn = self.updater is not None and self.updater.torn and updater.held is None
+        updater.half_applied = self.updater is not None and self.updater.half_applied and updater.held is None
         self.shutdown()
         self.updater, self.live, self.is_open = updater, live, True
         held = updater.held
@@ -289,7 +289,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         try:
             changes = self._together(lambda: self._stage(update_info))
-            self._together(lambda: self._opened().prove(changes))
+            self._together(lambda: self._opened().verify(changes))
             self.switch = update_info.get("switch", self.switch)
         except RanksFailed as failed:
             failures = failed.failures
@@ -316,10 +316,10 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return failures
         try:
             claims = self._together(updater.claims)
-            self._together(lambda: updater.check_held(claims))
+            self._together(lambda: updater.check_served(claims))
         except RanksFailed as failed:
             if any(each.kind == StateMismatch.kind for each in failed.failures):
-                updater.tear()
+                updater.mark_half_applied()
             return failed.failures
         return failures
 
@@ -331,14 +331,14 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         Raises:
             RuntimeError: any rank could not; all have the version they had, or say that they are
-                torn, and the update is closed. Begins with the error's `[kind]`.
+                half-applied, and the update is closed. Begins with the error's `[kind]`.
         """
         try:
-            self._together(self._commit)
+            self._together(self._apply)
             updater = self._opened()
             if updater.replaces_all:
                 claims = self._together(updater.claims)
-                self._together(lambda: updater.check(claims))
+                self._together(lambda: updater.verify_written(claims))
         except RanksFailed as failed:
             failures = failed.failures
             if self.updater is not None:
@@ -347,7 +347,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     self._together(undo.roll_back)
                 except RanksFailed as worse:
                     # In all ranks, also where the undo succeeded: they must never differ.
-                    undo.tear()
+                    undo.mark_half_applied()
                     failures = failures + worse.failures
                 if any(each.kind == StateMismatch.kind for each in failures):
                     failures = self._blame(failures)
@@ -356,20 +356,20 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         except BaseException:
             # An interrupt may have come between any two writes.
             if self.updater is not None:
-                self.updater.tear()
+                self.updater.mark_half_applied()
             raise
         updater.accept()
         self.update_open = False
         assert updater.held is not None
         logger.info("serving version %d: %s", updater.held.version, _spent(updater.timings))
 
-    def _commit(self) -> None:
+    def _apply(self) -> None:
         self._check_awake()
         updater = self._opened()
         self._drop_opening()
         if updater.staged is not None:
             self._is_as_started = False
-        updater.commit()
+        updater.apply()
 
     def sleeping(self, level: int | None) -> None:
         """Hear that the weights' memory is about to be given away, or is back.
@@ -413,7 +413,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """See `DeltaWorkerExtension.delta_sums`. Never raises: other ranks would be misunderstood."""
         updater = self.updater
         if updater is None or self.is_asleep:
-            return {"held": None, "num_commits": 0, "next": None, "sums": {}, "computed": [], "unproved": []}
+            return {"held": None, "num_applied": 0, "next": None, "sums": {}, "computed": [], "unproved": []}
         return updater.sums(first, num_elements)
 
     def _can_stage(self) -> bool:

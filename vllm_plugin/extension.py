@@ -66,7 +66,8 @@ class DeltaWorkerExtension:
         updater = engine.updater
         held = staged = None
         if updater is not None:
-            held, staged = updater.held, updater.staged
+            held = updater.held
+            staged = None if updater.staged is None else updater.staged.manifest
         return {
             "rank": engine.rank,
             "release": patchstore.__version__,
@@ -83,7 +84,7 @@ class DeltaWorkerExtension:
             "staged": None if staged is None else staged.version,
             "update_open": engine.update_open,
             "switch": engine.switch,
-            "half_applied": updater is not None and updater.torn,
+            "half_applied": updater is not None and updater.half_applied,
             "last_error": None if engine.last_error is None else asdict(engine.last_error),
             "timings": {} if updater is None else updater.timings,
             "staging_bytes": engine.live.staging_bytes,
@@ -140,7 +141,7 @@ class DeltaWorkerExtension:
             num_elements: stop with the tensor that brings this rank's part to so many.
 
         Returns:
-            `held`, `num_commits` (grows with every update: parts with different ones do not belong together),
+            `held`, `num_applied` (grows with every update: parts with different ones do not belong together),
             `next` (where to go on, None at the end), and `sums`: per name, `[slice, 32 hex digits]` for each
             slice that this rank holds. Equal slices are equal lists. Names that vLLM calculates from are in
             `computed`, those that no rank holds in full in `unproved`; neither has sums.
@@ -229,5 +230,5 @@ def _map(updater: Updater) -> dict[str, Any]:
         "mapped": len(mapped.proved),
         **{f"num_{kind}": len(names) for kind, names in kinds.items()},
         **{kind: sorted(names)[:20] for kind, names in kinds.items()},
-        "is_proved": updater.is_map_proved,
+        "is_proved": updater.weights.is_map_proved,
     }

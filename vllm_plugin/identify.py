@@ -4,8 +4,10 @@ import json
 import mmap
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from patchstore.errors import CorruptObject, StateMismatch, VersionNotFound
@@ -20,13 +22,25 @@ from patchstore.stores.base import Store
 from patchstore.support import host
 from patchstore.tensors.bits import spec_of
 from patchstore.tensors.state_digest import Sums, of_tensor
+from vllm_plugin.mapping import SumsArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What the store says of a version that seems to be served already."""
+
+    manifest: Manifest
+    recorded: Mapping[str, Sums]
+    """Its digest sums."""
+    tensors: Mapping[str, torch.Tensor]
+    """Some of its tensors, in full."""
 
 
 def find_version(store: Store, schema: Schema, sums: Mapping[str, Sums], cache: HostCache) -> int | None:
     """Return the version whose tensors have these digest sums, or None.
 
     Looks from the head back for as long as the deltas from there cost no more than the nearest anchor, as
-    `lineage.plan` counts: knowing an older version would not make the next update cheaper.
+    `planning.plan` counts: knowing an older version would not make the next update cheaper.
 
     Args:
         sums: of as many of the schema's tensors as are known; without any, nothing is found.
@@ -62,6 +76,21 @@ def _worth_knowing(store: Store) -> Generator[Manifest, None, None]:
             spent += planning.delta_cost(manifest)
             if anchor is not None and spent > anchor:
                 return
+
+
+def read_contents(
+    store: Store, schema: Schema, version: int, names: Iterable[str], cache: HostCache
+) -> Contents:
+    """Read a version's manifest and digest sums, and some of its tensors. Raises as `read_tensors`."""
+    manifest = history.read_manifest(store, version)
+    recorded = host_cache.cached_sums(store, schema, manifest, cache)
+    found = read_tensors(store, schema, version, names, recorded, cache)
+    return Contents(manifest=manifest, recorded=recorded, tensors=found)
+
+
+def sums_array(schema: Schema, sums: Mapping[str, Sums]) -> SumsArray:
+    """Both digest sums of each tensor of the schema, in its order."""
+    return np.array([sums[spec.name] for spec in schema.tensors], dtype=np.uint64).reshape(-1, 2)
 
 
 def read_tensors(

@@ -16,12 +16,12 @@ import torch
 from patchstore.read.host_cache import MAX_BYTES, HostCache
 from patchstore.stores import open_store
 from vllm_plugin.arguments import keywords
-from vllm_plugin.identify import read_folder
+from vllm_plugin.identify import Contents, read_folder
 from vllm_plugin.mapping import Claims, Share
 from vllm_plugin.permission import check_scratch, check_store, unquoted
 from vllm_plugin.ranks import Failure, RanksFailed
 from vllm_plugin.trace import Trace
-from vllm_plugin.update import Contents, Updater, use_device
+from vllm_plugin.update import Updater, use_device
 from vllm_plugin.weights import LiveWeights
 
 T = TypeVar("T")

@@ -49,7 +49,7 @@ def versions_table() -> Table:
         "publish",
         "fetch",
         "stage",
-        "commit",
+        "apply",
         "state",
     ):
         table.add_column(name, justify="right", no_wrap=True)
@@ -84,7 +84,7 @@ def add_version(
         f"{publish_s:.2f} s",
         f"{timings['fetch']:.3f} s",
         f"{timings['stage']:.3f} s",
-        f"{timings['commit']:.3f} s",
+        f"{timings['apply']:.3f} s",
         "[green]equal[/]" if equal else "[red]differs[/]",
     )
 

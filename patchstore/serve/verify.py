@@ -104,8 +104,8 @@ def _ask(server: VllmServer, num_elements: int, num_engines: int) -> _RankSums |
                 f"{server.url} serves no version: it sleeps, or one is half applied; see its status"
             )
         for rank in ranks:
-            said = said or _RankSums(serving=rank["held"], num_updates=rank["num_commits"])
-            if (rank["held"], rank["num_commits"]) != (said.serving, said.num_updates):
+            said = said or _RankSums(serving=rank["held"], num_updates=rank["num_applied"])
+            if (rank["held"], rank["num_applied"]) != (said.serving, said.num_updates):
                 return None
             said.computed.update(rank["computed"])
             said.unverified.update(rank["unproved"])

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.fleet import Fleet, Measured, measure, quantiles
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_server_comes_to_the_head_however_unwell_it_is():
     found = measure(12, num_unwell=2, versions=6, every_s=0.5)
 

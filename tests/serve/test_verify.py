@@ -66,7 +66,7 @@ class Ranks:
         return [
             {
                 "held": self.held,
-                "num_commits": commits,
+                "num_applied": commits,
                 "next": first + 1 if first + 1 < len(WEIGHTS) else None,
                 "sums": {name: rank[name]} if name in rank else {},
                 "computed": [],

@@ -72,7 +72,7 @@ def _engine(tmp_path, monkeypatch, trainer) -> DeltaWeightTransferEngine:
     traced = updater.trace()
     updater.follow(traced, [engine.live.share(traced)])
     engine.is_open, engine.update_open, engine._sleep_level, engine._is_as_started = True, False, None, True
-    engine._opening = engine.last_error = None
+    engine._opening = engine.last_error = engine.switch = None
     engine.model_config = SimpleNamespace(model=str(tmp_path / "no checkpoint"))
     engine.vllm_config = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
     engine._serving = SimpleNamespace(
@@ -103,13 +103,13 @@ def test_an_interrupt_between_two_writes_leaves_no_version_behind(engine, monkey
     monkeypatch.setattr(engine.live, "scatter", interrupted)
     with pytest.raises(interrupt):
         update(engine, 1)
-    assert (engine.updater.held, engine.updater.torn) == (None, True)
+    assert (engine.updater.held, engine.updater.half_applied) == (None, True)
 
     monkeypatch.undo()
     monkeypatch.setattr(module, "groups", list)
     monkeypatch.setattr(DeltaWeightTransferEngine, "rank", 0)
     update(engine, 1)
-    assert (engine.updater.held.version, engine.updater.torn) == (1, False)
+    assert (engine.updater.held.version, engine.updater.half_applied) == (1, False)
 
 
 def test_weights_that_vllm_reloads_are_nobodys(engine):
@@ -130,7 +130,7 @@ def test_files_that_are_gone_already_fail_no_update(engine, tmp_path):
 def test_a_version_that_is_staged_is_not_staged_again(engine, monkeypatch):
     engine.start_weight_update()
     engine.update_weights({"version": 1})
-    monkeypatch.setattr(engine.updater, "_stage", lambda *args: pytest.fail("staged again"))
+    monkeypatch.setattr(engine.updater, "_prepare", lambda *args: pytest.fail("staged again"))
     update(engine, 1)
     assert engine.updater.held.version == 1
 
@@ -145,10 +145,10 @@ def test_weights_that_something_else_wrote_to_are_found_out_and_mended(new_train
     engine.live._models[0].a.data.mul_(1.3)
     with pytest.raises(RuntimeError, match="something else wrote to them"):
         update(engine, 2)
-    assert engine.updater.torn
+    assert engine.updater.half_applied
     update(engine, 3)
     assert torch.equal(bits(engine.live._models[0].a), bits(trainer.history[3]["a"]))
-    assert not engine.updater.torn
+    assert not engine.updater.half_applied
 
 
 class Worker:

@@ -147,19 +147,19 @@ class Ranks:
             each.stage(version)
         changes = [each.changes() for each in self.updaters]
         for each in self.updaters:
-            each.prove(changes)
+            each.verify(changes)
 
-    def commit(self) -> None:
+    def write(self) -> None:
         for each in self.updaters:
-            each.commit()
+            each.apply()
         if self.updaters[0].replaces_all:
             claims = [each.claims() for each in self.updaters]
             for each in self.updaters:
-                each.check(claims)
+                each.verify_written(claims)
 
     def apply(self, version: int) -> None:
         self.stage(version)
-        self.commit()
+        self.write()
         for each in self.updaters:
             each.accept()
 
@@ -167,16 +167,18 @@ class Ranks:
         for each in self.updaters:
             each.roll_back()
 
-    def check_held(self) -> None:
+    def check_served(self) -> None:
         claims = [each.claims() for each in self.updaters]
         for each in self.updaters:
-            each.check_held(claims)
+            each.check_served(claims)
 
     def spooled(self) -> list[Path]:
         # What an accepted update needed is removed behind its back.
         for each in self.updaters:
-            with suppress(RuntimeError):  # Closed: nothing is left to do.
+            try:
                 each._background.submit(int).result()
+            except RuntimeError:  # Closed.
+                each._background.shutdown()
         return list(self.scratch.iterdir())
 
     def close(self) -> None:
@@ -284,7 +286,7 @@ def fail_scatters(live: LiveWeights, num_failures: int) -> None:
     live.scatter = failing
 
 
-@pytest.fixture(params=["plain", "kernels"], autouse=True)
+@pytest.fixture(params=["plain", pytest.param("kernels", marks=pytest.mark.exhaustive)], autouse=True)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything here holds for plain torch, and for kernels."""
     if request.param == "plain":
@@ -347,7 +349,7 @@ def test_every_version_is_reached_bit_for_bit(new_trainer, tensors, open_ranks, 
     for version in (0, 1, 2, 1, 6, 3, 5):
         ranks.apply(version)
         assert serves(ranks, trainer.history[version])
-        ranks.check_held()
+        ranks.check_served()
 
 
 def test_nan_payloads_and_negative_zeros_arrive_and_are_undone(ranks, module, trainer):
@@ -362,7 +364,7 @@ def test_nan_payloads_and_negative_zeros_arrive_and_are_undone(ranks, module, tr
     before = module.state()
     assert equal(before, loaded(trainer.history[4], module))
     ranks.stage(5)
-    ranks.commit()
+    ranks.write()
     assert not equal(module.state(), before)
     ranks.roll_back()
     assert equal(module.state(), before)
@@ -375,10 +377,10 @@ def test_an_anchor_can_be_undone_too(new_trainer, tensors, module, open_ranks):
     # Back to an anchor and, with the map proved by now, through the map.
     ranks.stage(0)
     assert ranks.one.replaces_all
-    ranks.commit()
+    ranks.write()
     assert serves(ranks, trainer.history[0])
     ranks.roll_back()
-    assert (ranks.held, ranks.one.torn) == (1, False)
+    assert (ranks.held, ranks.one.half_applied) == (1, False)
     assert serves(ranks, trainer.history[1])
 
 
@@ -402,7 +404,7 @@ def test_memory_stays_where_it_was(ranks, module):
 def test_staging_touches_nothing(ranks, module, trainer):
     before = module.state()
     ranks.stage(2)
-    assert ranks.one.staged.version == 2
+    assert ranks.one.staged.manifest.version == 2
     assert ranks.held == 0
     assert equal(module.state(), before)
     ranks.one.forget()
@@ -416,7 +418,7 @@ def test_an_anchor_is_staged_as_a_mapping_of_its_file_not_as_a_copy(trainer, mod
     monkeypatch.setattr("patchstore.read.download.SMALL_BYTES", 0)
     ranks = open_ranks(trainer, module)
     ranks.stage(0)
-    staged = ranks.one._staged
+    staged = ranks.one.staged
     places = [tensor.data_ptr() for tensor in staged.anchor.values()]
     mapped = []
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -434,8 +436,8 @@ def wait_for_prefetch(updater: Updater, version: int) -> None:
 
 
 def test_prefetching_returns_while_the_version_is_being_fetched(ranks, updater, trainer, monkeypatch):
-    gate, stage = threading.Event(), updater._stage
-    monkeypatch.setattr(updater, "_stage", lambda *args: gate.wait(60) and stage(*args))
+    gate, stage = threading.Event(), updater._prepare
+    monkeypatch.setattr(updater, "_prepare", lambda *args: gate.wait(60) and stage(*args))
     assert not updater.prefetch(2)
     assert not updater.prefetch(2)
     # Another one has to wait its turn.
@@ -449,7 +451,7 @@ def test_prefetching_returns_while_the_version_is_being_fetched(ranks, updater, 
 def test_a_prefetched_version_is_not_fetched_again(ranks, updater, trainer, monkeypatch):
     wait_for_prefetch(updater, 2)
     assert updater.staged is None
-    monkeypatch.setattr(updater, "_stage", lambda *args: pytest.fail("fetched again"))
+    monkeypatch.setattr(updater, "_prepare", lambda *args: pytest.fail("fetched again"))
     ranks.apply(2)
     assert serves(ranks, trainer.history[2])
 
@@ -468,11 +470,11 @@ def test_another_version_than_was_prefetched_can_be_staged(ranks, updater, train
 def test_what_was_prefetched_for_other_weights_is_staged_anew(ranks, updater, module, trainer):
     wait_for_prefetch(updater, 3)
     kept = updater._ahead
-    updater.tear()
+    updater.mark_half_applied()
     module.norm.data.zero_()
     ranks.apply(3)
     assert serves(ranks, trainer.history[3])
-    assert not updater.torn
+    assert not updater.half_applied
     assert (kept[0], ranks.spooled()) == (3, [])
 
 
@@ -522,31 +524,33 @@ def test_another_version_of_the_held_number_is_refused(updater, trainer, module,
     assert all(torch.equal(before[name], now) for name, now in module.state().items())
     trainer.store.put(key, stored)
     updater.stage(2)
-    assert updater.staged.version == 2
+    assert updater.staged.manifest.version == 2
 
 
 def test_parameters_that_moved_are_refused_before_and_after_staging(ranks, updater, module, trainer):
     ranks.stage(1)
     module.norm.data = module.norm.data.clone()
     with pytest.raises(UsageError, match=r"0\.norm"):
-        updater.commit()
+        updater.apply()
     updater.roll_back()
     with pytest.raises(UsageError, match=r"0\.norm"):
         updater.stage(1)
     assert serves(ranks, trainer.history[0])
 
 
-@pytest.mark.parametrize("end", ["accept", "drop", "roll_back", "close", "tear", "prefetch of another"])
+@pytest.mark.parametrize(
+    "end", ["accept", "drop", "roll_back", "close", "mark_half_applied", "prefetch of another"]
+)
 @pytest.mark.parametrize("version", [0, 2])
 def test_payloads_are_on_disk_while_staged_and_no_longer(ranks, updater, version, end):
     if version == 0:
         updater.forget()
     ranks.stage(version)
     # A reference, so that it is not its end that frees the files.
-    kept = updater._staged
+    kept = updater.staged
     assert (kept.manifest.version, len(ranks.spooled()) > 0) == (version, True)
     if end in {"accept", "roll_back"}:
-        ranks.commit()
+        ranks.write()
     if end == "prefetch of another":
         wait_for_prefetch(updater, 9)
     else:
@@ -566,7 +570,7 @@ def test_two_servers_of_a_host_download_each_payload_once(trainer, open_ranks, t
     servers = [open_ranks(trainer, Fused(0, 2), Fused(1, 2)) for _ in range(2)]
     for each in servers:
         for updater in each.updaters:
-            updater._cache = HostCache(tmp_path / "shared")
+            updater._cache = updater.weights._cache = HostCache(tmp_path / "shared")
             updater.forget()
     # What they read to find out which version they serve.
     keys.clear()
@@ -593,7 +597,7 @@ def test_what_was_prefetched_is_gone_from_disk_when_the_store_is_closed(ranks, u
 
 def test_a_commit_with_nothing_staged_is_a_mistake(ranks, updater, trainer):
     with pytest.raises(UsageError):
-        updater.commit()
+        updater.apply()
     updater.roll_back()
     assert serves(ranks, trainer.history[0])
 
@@ -602,12 +606,12 @@ def test_a_failed_write_is_rolled_back(ranks, updater, trainer):
     fail_scatters(ranks.live[0], 1)
     ranks.stage(1)
     with pytest.raises(LoadFailed):
-        updater.commit()
+        updater.apply()
     assert not serves(ranks, trainer.history[0])
 
     updater.roll_back()
 
-    assert (ranks.held, updater.torn, updater.staged) == (0, False, None)
+    assert (ranks.held, updater.half_applied, updater.staged) == (0, False, None)
     assert serves(ranks, trainer.history[0])
     ranks.apply(2)
     assert serves(ranks, trainer.history[2])
@@ -617,7 +621,7 @@ def test_calculated_weights_are_rolled_back_when_their_loader_fails(ranks, updat
     module.fails_after = "log_rate"
     ranks.stage(1)
     with pytest.raises(LoadFailed, match=r"log_rate.*made to fail"):
-        updater.commit()
+        updater.apply()
     assert not torch.equal(module.state()["rate"], loaded(trainer.history[0], module)["rate"])
     updater.roll_back()
     assert serves(ranks, trainer.history[0])
@@ -635,32 +639,32 @@ def test_a_first_load_that_fails_leaves_the_weights_of_the_start(trainer, module
     module.fails_after = name
     ranks.stage(0)
     with pytest.raises(LoadFailed):
-        ranks.commit()
+        ranks.write()
     ranks.roll_back()
-    assert (ranks.held, ranks.one.torn) == (None, False)
+    assert (ranks.held, ranks.one.half_applied) == (None, False)
     assert equal(module.state(), before)
 
 
-def test_a_failed_undo_is_torn_until_an_anchor_is_loaded(ranks, updater, module, trainer):
+def test_a_failed_undo_is_half_applied_until_an_anchor_is_loaded(ranks, updater, module, trainer):
     fail_scatters(ranks.live[0], 2)
     ranks.stage(1)
     with pytest.raises(LoadFailed):
-        updater.commit()
+        updater.apply()
     with pytest.raises(HalfApplied):
         updater.roll_back()
-    updater.tear()
-    assert (ranks.held, updater.torn) == (None, True)
+    updater.mark_half_applied()
+    assert (ranks.held, updater.half_applied) == (None, True)
 
     # Failing again does not mend it.
     fail_scatters(ranks.live[0], 1)
     ranks.stage(1)
     with pytest.raises(LoadFailed):
-        updater.commit()
+        updater.apply()
     updater.roll_back()
-    assert (ranks.held, updater.torn) == (None, True)
+    assert (ranks.held, updater.half_applied) == (None, True)
 
     ranks.apply(2)
-    assert (ranks.held, updater.torn) == (2, False)
+    assert (ranks.held, updater.half_applied) == (2, False)
     assert serves(ranks, trainer.history[2])
 
 
@@ -719,12 +723,12 @@ def test_a_map_that_is_wrong_is_noticed_by_the_first_anchor(trainer, open_ranks)
     before = module.state()
     ranks.stage(0)
     with pytest.raises(StateMismatch, match="a, b"):
-        ranks.commit()
+        ranks.write()
     assert not equal(module.state(), before)
     ranks.roll_back()
     # Also where no name of the map leads.
     assert equal(module.state(), before)
-    assert (ranks.held, ranks.one.is_map_proved) == (None, False)
+    assert (ranks.held, ranks.one.weights.is_map_proved) == (None, False)
 
 
 def test_weights_that_are_not_where_the_loader_puts_them_are_refused(ranks, updater, module, trainer):
@@ -777,7 +781,7 @@ def test_what_is_served_in_part_tells_versions_apart_too(trainer, open_ranks):
 def test_what_is_served_already_is_recognised_by_its_bits(trainer, module, open_ranks):
     module.load_weights((n, t.clone()) for n, t in trainer.history[1].items())
     ranks = open_ranks(trainer, module)
-    assert (ranks.held, ranks.one.is_map_proved) == (1, True)
+    assert (ranks.held, ranks.one.weights.is_map_proved) == (1, True)
     assert serves(ranks, trainer.history[1])
     # Also what is calculated, of which the live weights do not say from what.
     ranks.apply(3)
@@ -791,7 +795,7 @@ def test_one_other_bit_is_not_the_version_and_is_left_alone(trainer, module, ope
     bits(module.state_dict()[name])[2] ^= 1
     before = module.state()
     ranks = open_ranks(trainer, module)
-    assert (ranks.held, ranks.one.is_map_proved) == (None, False)
+    assert (ranks.held, ranks.one.weights.is_map_proved) == (None, False)
     assert equal(module.state(), before)
     ranks.apply(2)
     assert serves(ranks, trainer.history[2])
@@ -861,7 +865,7 @@ def test_what_no_rank_serves_cannot_be_proved_and_is_no_obstacle(ranks, trainer)
 
 
 def test_weights_that_something_else_wrote_to_are_noticed(ranks, module, trainer):
-    ranks.check_held()
+    ranks.check_served()
     for tensor in trainer.tensors.values():
         tensor.neg_()
     trainer.publish()
@@ -870,9 +874,9 @@ def test_weights_that_something_else_wrote_to_are_noticed(ranks, module, trainer
     with pytest.raises(StateMismatch, match="cols"):
         ranks.stage(4)
     with pytest.raises(StateMismatch, match=r"version 0, such as 'cols'"):
-        ranks.check_held()
+        ranks.check_served()
 
-    ranks.one.tear()
+    ranks.one.mark_half_applied()
     ranks.apply(4)
     assert serves(ranks, trainer.history[4])
 
@@ -886,7 +890,7 @@ def test_a_write_after_staging_is_noticed_before_anything_is_written(ranks, upda
     before = module.state()
 
     with pytest.raises(StateMismatch, match="'cols' after this version was staged"):
-        updater.commit()
+        updater.apply()
     updater.roll_back()
 
     assert equal(module.state(), before)
@@ -897,7 +901,7 @@ def test_sums_come_in_parts_that_make_up_the_whole(pair, trainer):
     recorded = read_sums(trainer.store, _schema(trainer), history.read_manifest(trainer.store, 1))
     for updater in pair.updaters:
         whole = updater.sums(0, 10_000)
-        assert (whole["held"], whole["num_commits"], whole["next"]) == (1, 2, None)
+        assert (whole["held"], whole["num_applied"], whole["next"]) == (1, 2, None)
         assert (whole["computed"], whole["unproved"]) == (["log_rate"], ["rotary"])
         found, at, num_parts = {}, 0, 0
         while at is not None:
@@ -918,14 +922,14 @@ def test_sums_come_in_parts_that_make_up_the_whole(pair, trainer):
 def test_nothing_is_read_from_the_store_while_generation_waits(ranks, updater, trainer):
     watched = FaultyStore(updater.store)
     for version in (1, 0):
-        updater.store = watched
+        updater.store = updater.weights._store = watched
         updater.stage(version)
         assert any(key.startswith("states/") for _, key in watched.calls)
         watched.calls.clear()
-        updater.prove([updater.changes()])
-        ranks.commit()
+        updater.verify([updater.changes()])
+        ranks.write()
         updater.accept()
-        ranks.check_held()
+        ranks.check_served()
         assert watched.calls == []
         # The next one starts from an anchor.
         updater.forget()
@@ -981,14 +985,14 @@ def test_a_draft_model_is_updated_with_its_target_and_leaves_what_they_share_to_
         ranks.apply(version)
         assert serves(ranks, trainer.history[version])
         assert torch.equal(bits(draft.own), bits(trainer.history[version]["layer.own"]))
-        ranks.check_held()
+        ranks.check_served()
     assert ranks.one.map.absent == {"layer.embed", "rotary"}
     fingerprint = ranks.live[0].fingerprint()
     assert fingerprint["draft.embed"] == fingerprint["embed"]
     assert fingerprint.keys() >= {"draft.own", "norm"}
 
     ranks.stage(1)
-    ranks.commit()
+    ranks.write()
     ranks.roll_back()
     assert serves(ranks, trainer.history[3])
     assert torch.equal(bits(draft.own), bits(trainer.history[3]["layer.own"]))
@@ -1020,11 +1024,11 @@ def test_one_rank_that_differs_is_noticed_by_both(pair, trainer, open_ranks, ran
     claims = [each.claims() for each in pair.updaters]
     for each in pair.updaters:
         with pytest.raises(StateMismatch, match=name):
-            each.prove(changes)
+            each.verify(changes)
         with pytest.raises(StateMismatch, match=name):
-            each.check_held(claims)
+            each.check_served(claims)
         assert each.find(claims) is None
-        each.tear()
+        each.mark_half_applied()
     assert open_ranks(trainer, *pair.modules).held is None
     pair.apply(4)
     assert serves(pair, trainer.history[4])
@@ -1035,9 +1039,9 @@ def test_a_failure_in_one_rank_is_undone_in_both(pair, trainer, rank):
     pair.stage(1)
     fail_scatters(pair.live[rank], 1)
     with suppress(LoadFailed):
-        pair.updaters[0].commit()
+        pair.updaters[0].apply()
     with suppress(LoadFailed):
-        pair.updaters[1].commit()
+        pair.updaters[1].apply()
     assert not any(equal(each.state(), loaded(trainer.history[0], each)) for each in pair.modules)
     pair.roll_back()
     assert (pair.held, pair.spooled()) == (0, [])
@@ -1062,7 +1066,7 @@ def test_names_that_one_rank_calculates_are_updated_and_proved_in_all(trainer, o
     for version in (0, 1, 3):
         ranks.apply(version)
         assert serves(ranks, trainer.history[version])
-        ranks.check_held()
+        ranks.check_served()
     assert [each.map.computed for each in ranks.updaters] == [{"log_rate", "norm"}] * 2
     assert open_ranks(trainer, *ranks.modules).held == 3
 
@@ -1073,13 +1077,13 @@ def test_names_that_one_rank_calculates_are_updated_and_proved_in_all(trainer, o
     changes = [each.changes() for each in ranks.updaters]
     for each in ranks.updaters:
         with pytest.raises(StateMismatch, match="log_rate"):
-            each.prove(changes)
+            each.verify(changes)
 
 
 def test_ranks_that_fetched_other_values_of_a_calculated_name_are_refused(pair):
     for each in pair.updaters:
         each.stage(1)
     changes = [each.changes() for each in pair.updaters]
-    pair.updaters[1]._staged.after["log_rate"] = pair.updaters[1]._staged.before["log_rate"]
+    pair.updaters[1].staged.after["log_rate"] = pair.updaters[1].staged.before["log_rate"]
     with pytest.raises(StateMismatch, match=r"copies of 'log_rate'"):
-        pair.updaters[0].prove([changes[0], pair.updaters[1].changes()])
+        pair.updaters[0].verify([changes[0], pair.updaters[1].changes()])

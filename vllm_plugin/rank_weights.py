@@ -1,0 +1,398 @@
+"""One rank's weights, as `patchstore.apply.update` brings them from one version to another.
+
+Staging reads the live weights and writes nothing. `write` writes in place, and keeps what undoes it. No
+method here waits for another rank. Whether all ranks together have what the manifest says takes the word of
+all: each rank returns what it found, the engine gathers that, and `verify` hears it.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from patchstore.errors import HalfApplied, HostError, SchemaMismatch, StateMismatch, UsageError
+from patchstore.format.records import Manifest, Plan, Schema, TensorSpec
+from patchstore.read import host_cache
+from patchstore.read.anchors import open_anchor
+from patchstore.read.deltas import Deltas, open_deltas
+from patchstore.read.host_cache import HostCache
+from patchstore.stores.base import Store
+from patchstore.tensors import state_digest
+from patchstore.tensors.bits import TensorPatch, bits
+from patchstore.tensors.state_digest import Sums
+from vllm_plugin.identify import Contents, sums_array
+from vllm_plugin.mapping import Claims, Growth, SumsArray, WeightMap
+from vllm_plugin.regions import View
+from vllm_plugin.weights import Change, LiveWeights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Staged:
+    """An update that is ready to be written."""
+
+    plan: Plan
+    anchor: Mapping[str, torch.Tensor]
+    """Every tensor of the anchor that it starts from; empty where it starts from the held version."""
+    change: Change
+    """What the deltas change, of the names that are copied."""
+    computed: dict[str, torch.Tensor]
+    """Every calculated name that changes, and those loaded with it, in full."""
+    cut: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Every name of `LiveWeights.cut` that changes, in full."""
+    before: Mapping[str, Sums] = field(default_factory=dict)
+    after: Mapping[str, Sums] = field(default_factory=dict)
+    """Digest sums of the elements of calculated names that change."""
+    recorded: SumsArray
+    """The target's digest sums, as the store has them."""
+    partial: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Every name of which only a part is served, in full, where the update starts from an anchor."""
+    saved: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The runtimes that are written as a whole, as they are now."""
+    leases: ExitStack = field(default_factory=ExitStack)
+    """Holds the payloads' files, which the host's other ranks use too."""
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.plan.target
+
+
+class RankWeights:
+    """The live weights of one rank, with what the held version has of names that they do not show."""
+
+    def __init__(
+        self,
+        store: Store,
+        schema: Schema,
+        live: LiveWeights,
+        cache: HostCache,
+        background: Executor,
+        *,
+        is_partial: bool,
+    ) -> None:
+        """Take over weights of which no version is known.
+
+        Args:
+            background: removes files, which takes longer than writing weights does.
+            is_partial: whether to read only what this rank needs of coded deltas.
+        """
+        self.live = live
+        self.is_map_proved = False
+        """The map agreed, in every element that is copied, with weights that vLLM's own loader had loaded."""
+        self._store, self._schema, self._cache = store, schema, cache
+        self._background, self._is_partial = background, is_partial
+        self._recorded: SumsArray | None = None
+        """The held version's digest sums, as the store has them."""
+        self._mirror: dict[str, torch.Tensor] = {}
+        """Names that are calculated, or `cut`, in full, as they are in the held version."""
+
+    @property
+    def _map(self) -> WeightMap:
+        return self.live.map
+
+    # The held version.
+
+    def adopt(self, contents: Contents | None) -> bool:
+        """Take it that a version is served. What is calculated is verified by calculating it again.
+
+        Returns:
+            Whether it is; if not, the live weights are as before.
+
+        Raises:
+            HalfApplied: the live weights could not be put back.
+        """
+        self._recorded, self._mirror = None, {}
+        if contents is None:
+            return False
+        mapped, found = self._map, contents.tensors
+        mirror = {name: found[name] for name in mapped.computed}
+        cut = {name: found[name] for name in self.live.cut}
+        same = all(self.live.serves(name, found[name]) for name in sorted(mapped.partial))
+        if mirror and same:
+            written = {index for _, indices in mapped.groups for index in indices}
+            saved = self.live.save(written)
+            try:
+                self.live.load(self._named(mirror))
+                same = all(torch.equal(saved[index], now) for index, now in self.live.save(written).items())
+            finally:
+                try:
+                    self.live.restore(saved)
+                except Exception as exc:
+                    raise HalfApplied(
+                        f"weights that were loaded to be compared could not be put back: {exc}"
+                    ) from exc
+        if same:
+            # Also if an undo failed between the weights and what is made from them.
+            self.live.derive()
+            self._mirror = mirror | cut
+            self._recorded = sums_array(self._schema, contents.recorded)
+            self.is_map_proved = True
+        return same
+
+    def check_served(self, claims: Sequence[Claims], version: int) -> None:
+        """Check that all ranks together still serve the held version.
+
+        Raises:
+            StateMismatch: they do not: something else wrote to the weights.
+        """
+        assert self._recorded is not None
+        if wrong := self._differing(self._map.total(claims), self._recorded):
+            raise StateMismatch(
+                f"{len(wrong)} tensors of the live weights are no longer those of version {version}, "
+                f"such as {wrong[0]!r}: something else wrote to them; the next update starts from an anchor"
+            )
+
+    def check_dropped(self, manifest: Manifest, recorded: SumsArray) -> None:
+        """Refuse a version of which this server would silently leave out a tensor.
+
+        Raises:
+            SchemaMismatch: the version has two tensors, with other bits, where this server has one.
+        """
+        if not (dropped := self.live.dropped):
+            return
+        positions = {spec.name: i for i, spec in enumerate(self._schema.tensors)}
+        for absent, name in dropped.items():
+            if (recorded[positions[absent]] != recorded[positions[name]]).any():
+                raise SchemaMismatch(
+                    f"version {manifest.version} has other weights as {absent!r} than as {name!r}, but this "
+                    "server has one tensor for both. If the config says tie_word_embeddings, they were equal "
+                    "when vLLM started: start it from a checkpoint in which they differ, such as a replay of "
+                    f"version {manifest.version}. Otherwise vLLM has no second tensor for this architecture, "
+                    "and what it serves would not be what was trained: train with both tied"
+                )
+
+    # An update: see `patchstore.apply.update.Weights`.
+
+    def stage(self, plan: Plan, reading: AbstractContextManager[None]) -> Staged:
+        """Fetch and decode a plan, and translate it to writes to this rank's memory.
+
+        Raises:
+            CorruptObject: what the store has is wrong.
+            SchemaMismatch: the version has two tensors where this server has one.
+            UsageError: parameters have moved in memory since they were traced.
+        """
+        if moved := self.live.moved():
+            raise UsageError(
+                f"{len(moved)} parameters have other memory than when the store was opened, such as "
+                f"{moved[0]!r}; open it again"
+            )
+        began = time.monotonic()
+        # Checked against the total here: `verify` looks at them alone, as generation waits for it.
+        recorded = sums_array(
+            self._schema, host_cache.cached_sums(self._store, self._schema, plan.target, self._cache)
+        )
+        self.check_dropped(plan.target, recorded)
+        specs = self._schema.by_name()
+        with ExitStack() as leases, torch.no_grad():
+            anchor: Mapping[str, torch.Tensor] = {}
+            if plan.anchor is not None:
+                anchor = leases.enter_context(open_anchor(self._store, plan.anchor, specs, self._cache))
+            needs = self.live.needs if self._is_partial and plan.anchor is None else None
+            deltas = leases.enter_context(
+                open_deltas(self._store, plan.deltas, specs, None, self._cache, needs)
+            )
+            fetched = time.monotonic()
+            with reading, self.live.aside():
+                staged = self._translate(plan, anchor, deltas, recorded)
+            staged.timings = {"fetch": fetched - began, "stage": time.monotonic() - fetched}
+            staged.leases = leases.pop_all()
+            return staged
+
+    def _translate(
+        self, plan: Plan, anchor: Mapping[str, torch.Tensor], deltas: Deltas, recorded: SumsArray
+    ) -> Staged:
+        """Turn what was fetched into writes to this rank's memory; reads the live weights."""
+        specs, mapped = self._schema.by_name(), self._map
+        copied = sorted(deltas.names - mapped.computed)
+        base = anchor if plan.anchor is not None else self._mirror
+        change = self.live.stage_deltas(deltas, copied, base, keep_old=plan.anchor is None)
+        patches = {
+            name: deltas.merged(specs[name], base[name]) for name in sorted(deltas.names & mapped.computed)
+        }
+        wanted = mapped.computed if anchor else patches.keys()
+        groups = [(names, indices) for names, indices in mapped.groups if names & wanted]
+        computed = {name: base[name].clone() for names, _ in groups for name in sorted(names)}
+        before, after = _patched(computed, patches)
+        changed = self.live.cut if anchor else self.live.cut & deltas.names
+        cut = {name: _after(deltas, specs[name], base[name]) for name in sorted(changed)}
+        partial = {
+            name: _after(deltas, specs[name], anchor[name]) for name in sorted(mapped.partial) if anchor
+        }
+        written = {index for _, indices in groups for index in indices}
+        if anchor:
+            written = self.live.written()
+            if not self.is_map_proved:
+                # Nor is it proved then that the loader writes nowhere else.
+                written |= self.live.registered()
+        return Staged(
+            plan=plan,
+            anchor=anchor,
+            change=change,
+            computed=computed,
+            cut=cut,
+            before=before,
+            after=after,
+            recorded=recorded,
+            partial=partial,
+            saved=self.live.save(written),
+        )
+
+    def changes(self, staged: Staged) -> Growth:
+        """Digest the elements that are staged, as they are on this rank and as they would be."""
+        specs = self._schema.by_name()
+        computed = [
+            (self._map.number(name, View.contiguous(specs[name].shape)), sums, staged.after[name])
+            for name, sums in staged.before.items()
+        ]
+        return staged.change.growth.joined(Growth.of(computed))
+
+    def verify(self, staged: Staged, told: Sequence[Growth]) -> None:
+        """Check that what is staged leads from the held version to its target.
+
+        An update from an anchor is verified when it is written, by `verify_written`.
+
+        Args:
+            told: the `changes` of all ranks.
+
+        Raises:
+            StateMismatch: it does not: the payloads are wrong, or the live weights are not the held version.
+        """
+        if staged.plan.anchor is not None:
+            return
+        assert self._recorded is not None
+        sums = self._recorded + self._map.grown(told)
+        wrong = (sums != staged.recorded).any(axis=1) & self._map.is_proved
+        if wrong.any():
+            names = [self._schema.tensors[i].name for i in wrong.nonzero()[0][:3]]
+            raise StateMismatch(
+                f"these weights and what was published do not come to version {staged.manifest.version}: "
+                f"{int(wrong.sum())} tensors differ: {', '.join(names)}"
+            )
+
+    def check(self, staged: Staged) -> None:
+        """Check that the weights have the memory, and the bits, that the update was staged on.
+
+        Raises:
+            UsageError: parameters have moved in memory, or hold what cannot be made again.
+            StateMismatch: something wrote to the weights meanwhile.
+        """
+        if self.live.has_moved():
+            moved = ", ".join(self.live.moved()[:3])
+            raise UsageError(
+                f"parameters have other memory than when it was staged ({moved}); open the store again"
+            )
+        if staged.plan.anchor is None and (name := self.live.overwritten(staged.change)):
+            raise StateMismatch(f"something wrote to {name!r} after this version was staged")
+        self.live.notice_derived()
+
+    def write(self, staged: Staged) -> None:
+        """Write what is staged into the live weights.
+
+        Raises:
+            StateMismatch: the weights are not what they were when it was staged; `undo` puts back what
+                really was there.
+            SchemaMismatch, LoadFailed: writing failed.
+        """
+        computed = self._named(staged.computed)
+        if staged.anchor and not self.is_map_proved:
+            # vLLM's loader writes, the map reads: if they agree in every bit, the map is right.
+            rest = {name: each for name, each in self._named(staged.anchor).items() if name not in computed}
+            self.live.load(rest | computed)
+        else:
+            for name in sorted(staged.anchor.keys() - staged.computed.keys()):
+                self.live.write(name, staged.anchor[name])
+            if computed:
+                self.live.load(computed)
+        self.live.scatter(staged.change)
+        self.live.derive()
+        _wait_for(self.live.device)
+
+    def verify_written(self, staged: Staged, claims: Sequence[Claims]) -> None:
+        """Check that all ranks together serve the version that was written.
+
+        Raises:
+            StateMismatch: they do not.
+        """
+        mapped = self._map
+        sums = mapped.total(claims) | {
+            name: state_digest.of_tensor(each) for name, each in staged.computed.items()
+        }
+        unknown = {spec.name for spec in self._schema.tensors} - mapped.partial - mapped.absent - sums.keys()
+        if wrong := sorted(unknown) + self._differing(sums, staged.recorded):
+            raise StateMismatch(
+                f"the live weights are not version {staged.manifest.version}, which was written: "
+                f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}"
+            )
+        for name, tensor in staged.partial.items():
+            if not self.live.serves(name, tensor):
+                raise StateMismatch(f"what is served of {name!r} is not version {staged.manifest.version}'s")
+
+    def undo(self, staged: Staged) -> None:
+        """Put back the weights from before `write`."""
+        if not staged.anchor:
+            self.live.gather_back(staged.change)
+        self.live.restore(staged.saved)
+        self.live.derive()
+        _wait_for(self.live.device)
+
+    def accept(self, staged: Staged) -> None:
+        self._recorded = staged.recorded
+        self._mirror |= staged.computed | staged.cut
+        self.is_map_proved |= bool(staged.anchor)
+
+    def release(self, staged: Staged) -> None:
+        """Close the payloads' files, on a thread: generation may be waiting."""
+        try:
+            self._background.submit(_release, staged)
+        except RuntimeError:  # The thread was shut down.
+            _release(staged)
+
+    def _differing(self, sums: Mapping[str, Sums], recorded: SumsArray) -> list[str]:
+        """Return the names whose sums are not those recorded, in the schema's order."""
+        each = zip(self._schema.tensors, recorded.tolist(), strict=True)
+        return [spec.name for spec, row in each if spec.name in sums and [*sums[spec.name]] != row]
+
+    def _named(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same tensors under all their names, tied ones too."""
+        tied = {alias: name for alias, name in self._schema.tied.items() if name in tensors}
+        return {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
+
+
+def _after(deltas: Deltas, spec: TensorSpec, before: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor with deltas applied."""
+    tensor = before.clone()
+    deltas.apply([(spec, tensor)])
+    return tensor
+
+
+def _patched(
+    tensors: Mapping[str, torch.Tensor], patches: Mapping[str, TensorPatch]
+) -> tuple[dict[str, Sums], dict[str, Sums]]:
+    """Apply patches to tensors of their names; return the digest sums of the elements before and after."""
+    before, after = {}, {}
+    for name, patch in patches.items():
+        old = bits(tensors[name])[patch.indices].view(patch.values.dtype)
+        before[name] = state_digest.of_elements(patch.indices, old)
+        after[name] = state_digest.of_elements(patch.indices, patch.values)
+        bits(tensors[name])[patch.indices] = bits(patch.values)
+    return before, after
+
+
+def _release(staged: Staged) -> None:
+    """Close the payloads' files. The update does not fail where they cannot be removed."""
+    try:
+        staged.leases.close()
+    except HostError as exc:
+        logger.warning("files of version %d could not be removed: %s", staged.manifest.version, exc)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Let copies end, or raise what went wrong in them, while it can still be undone."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
