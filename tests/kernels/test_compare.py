@@ -18,7 +18,7 @@ from tests.support.interpreted import DEVICE, kernels
 from tests.support.weights import assert_same_bits, served, small_model
 
 # A minute, where they are interpreted.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 compare = kernels("patchstore.kernels.compare")
 kernels("patchstore.publish.encode_gpu")
@@ -146,6 +146,7 @@ def awkward(width: int) -> list[Shape]:
     return [(numel, width) for numel in (0, 1, tile - 1, tile, tile + 1, 5 * tile + 3, 2, 3 * tile, 0)]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("gaps", [True, False])
 @pytest.mark.parametrize("fraction", [0.0, 0.02, 1.0])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -216,6 +217,7 @@ def test_bits_are_compared_and_not_values() -> None:
     assert comparison.check(gaps=True) == 2
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "positions",
     [
@@ -338,6 +340,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot.device, "CONVERTED_BYTES", 4 << 10)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 @pytest.mark.parametrize("encoding", ["gap", "raw", "context"])

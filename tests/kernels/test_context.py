@@ -15,7 +15,7 @@ from patchstore.format.records import TensorSpec
 from tests.support.interpreted import DEVICE, kernels
 
 # Some minutes, where they are interpreted: a tile takes a tenth of a second, and so do a few changes.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 tables = kernels("patchstore.kernels.context_tables")
 decoding = kernels("patchstore.kernels.context_decode")
@@ -144,11 +144,13 @@ CASES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_change_is_decoded_as_on_the_cpu(case: str) -> None:
     assert_decoded(CASES[case]())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_change_is_encoded_as_on_the_cpu(case: str) -> None:
     assert_encoded(CASES[case]())
@@ -204,6 +206,7 @@ def test_elements_may_lie_anywhere() -> None:
         assert np.array_equal(values, tensor.new[mine])
 
 
+@pytest.mark.exhaustive
 def test_streams_that_mean_nothing_are_refused_as_on_the_cpu() -> None:
     rng = np.random.default_rng(1)
     tensor = change("BF16", (40, 33), 30)

@@ -335,7 +335,7 @@ class Interrupter:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("encoding", ["gap", "context"])
 @pytest.mark.parametrize("anchor_every", [1, 3])
 def test_an_interrupt_at_any_point_loses_nothing_and_stops_nothing(encoding: str, anchor_every: int) -> None:

@@ -65,6 +65,7 @@ def assert_stored(bucket: Path, num_steps: int) -> None:
     assert_same_bits(tensors, {"w": expected})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("end", "status"),
     [
@@ -121,6 +122,7 @@ def test_a_thread_that_has_not_published_yet_is_waited_for_too(trainer: Trainer)
 DOWN = "publisher = Publisher(store, model)\ntrain(publisher, [7])\nstore.is_down = True\n"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("end", "status"),
     [("", 1), ("sys.exit(0)", 1), ("raise ValueError('of the trainer')", 1), ("sys.exit(3)", 1)],
@@ -209,6 +211,7 @@ CHILDREN = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", CHILDREN)
 def test_a_fork_of_a_trainer_leaves_the_publisher_to_its_parent(trainer: Trainer, way: str) -> None:
     done = trainer(

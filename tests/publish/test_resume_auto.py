@@ -114,7 +114,7 @@ def test_a_kill_at_each_write_leaves_a_run_that_goes_on(trainer: Trainer) -> Non
         assert history.read_manifest(FolderStore(trainer.bucket), version).step == step
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kills_at_random_moments_leave_a_run_that_goes_on(trainer: Trainer) -> None:
     moments, stored = random.Random(0), dict[int, int]()
     for _ in range(15):

@@ -527,7 +527,7 @@ def test_the_name_that_a_tied_tensor_is_stored_under_does_not_depend_on_order(
         assert ties == dict.fromkeys(set(names) - {kept}, kept)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_hugging_face_models_store_the_name_that_their_checkpoints_keep(
     store: MemoryStore, tmp_path: Path
 ) -> None:

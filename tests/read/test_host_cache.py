@@ -137,6 +137,7 @@ def fetched(store: Store, folder: Path, wanted: Payload, everybody: Any = None) 
     return found
 
 
+@pytest.mark.exhaustive
 def test_four_processes_read_an_object_from_the_store_once(host: Host) -> None:
     found = results(4, fetched, host.store, host.folder, host.payload, WORKERS.Barrier(4))
     assert found == [host.payload.digest] * 4
@@ -494,6 +495,7 @@ def three(host: Host) -> list[Payload]:
     return [host.stored(f"deltas/{number}", bytes([number]) * 1000) for number in range(3)]
 
 
+@pytest.mark.exhaustive
 def test_processes_that_come_one_after_the_other_download_once(host: Host) -> None:
     found = [results(1, _fetched_and_kept, host.store, host.folder, host.payload) for _ in range(3)]
     assert found == [[host.payload.digest]] * 3
@@ -873,6 +875,8 @@ def _download_use_and_evict(number: int, store: Store, folder: Path, payloads: l
             file.read()
 
 
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
 def test_a_process_killed_at_any_call_to_the_system_leaves_a_cache_to_go_on_with(host: Host) -> None:
     a, b, c = payloads = three(host)
     # In-memory, so that only the cache's own calls count.
@@ -948,6 +952,7 @@ def _hammer(number: int | None, seed: int, host: "Host", payloads: list[Payload]
     return spoiled
 
 
+@pytest.mark.exhaustive
 def test_many_who_come_go_spoil_and_are_killed_always_get_the_right_bytes(host: Host) -> None:
     payloads = [host.stored(f"deltas/{n}", Random(n).randbytes(1000)) for n in range(6)]
     random = Random(1)

@@ -106,6 +106,7 @@ def _followed(bucket: Path, cache: Path | None) -> tuple[Numbers, int, int]:
     return numbers(dict(follower.tensors)), before, num_open()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("has_cache", [False, True])
 def test_a_follower_catches_up_over_more_deltas_than_it_may_have_files_open(
     chain: Chain, tmp_path: Path, has_cache: bool
@@ -115,6 +116,7 @@ def test_a_follower_catches_up_over_more_deltas_than_it_may_have_files_open(
     assert before == after
 
 
+@pytest.mark.sample(1)
 def test_replaying_verifying_and_transcoding_a_long_chain_have_few_files_open(
     chain: Chain, tmp_path: Path
 ) -> None:
@@ -130,6 +132,7 @@ def _rebuilt(bucket: Path, tmp_path: Path) -> None:
     transcode(store, NUM_DELTAS, encoding="raw", out=tmp_path / "delta")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_partial", [False, True])
 def test_a_server_stages_a_long_chain_with_few_files_open(
     chain: Chain, tmp_path: Path, is_partial: bool
@@ -161,6 +164,7 @@ def _staged(bucket: Path, cache: Path, is_partial: bool) -> Numbers:
         return numbers(dict(tensors))
 
 
+@pytest.mark.exhaustive
 def test_two_followers_of_a_host_share_a_long_chain(chain: Chain, tmp_path: Path) -> None:
     """What one has in use, however much, the other finds, and does not remove."""
     store, cache = FolderStore(chain.folder), tmp_path / "cache"
@@ -179,6 +183,7 @@ def test_two_followers_of_a_host_share_a_long_chain(chain: Chain, tmp_path: Path
 # What a host is short of.
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("has_cache", [False, True])
 def test_too_few_descriptors_are_said_to_be_that_and_not_a_store_that_fails(
     chain: Chain, tmp_path: Path, has_cache: bool
@@ -217,6 +222,7 @@ def _large(bucket: Path) -> tuple[FolderStore, Manifest]:
         return store, publisher.publish_patch(1).result()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("has_cache", [False, True])
 def test_a_file_that_may_not_grow_so_far_is_named_with_the_folder_it_is_in(
     tmp_path: Path, has_cache: bool
@@ -239,6 +245,7 @@ def _updated(bucket: Path, scratch: Path, has_cache: bool) -> int:
     return Replica(store, model, held=0, scratch=scratch, cache=cache).update(1).version
 
 
+@pytest.mark.exhaustive
 def test_a_replay_that_runs_out_of_room_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     _large(tmp_path / "bucket")
     limit = (resource.RLIMIT_FSIZE, 1_000_000)
@@ -251,6 +258,7 @@ def _replayed(bucket: Path, out: Path, version: int) -> None:
     replay(FolderStore(bucket), version, out=out)
 
 
+@pytest.mark.exhaustive
 def test_too_little_memory_is_said_to_be_that(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "bucket")
     with Publisher(store, {"a": torch.zeros(30_000_000, dtype=torch.bfloat16)}) as publisher:

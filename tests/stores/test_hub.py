@@ -380,7 +380,7 @@ def test_processes_that_write_different_keys_at_once_all_succeed(
     assert list(store.list()) == [f"deltas/{me}-{number}" for me in "ab" for number in range(5)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_stays_bounded_while_a_large_object_passes_each_way(native: dict[str, Any], url: str) -> None:
     size, grown_mib = 448 << 20, {}
     for way in ("upload", "read", "read_into"):

@@ -22,7 +22,7 @@ from patchstore.serve.verify import verify_server
 from patchstore.serve.vllm_server import VllmServer
 
 # A server may take minutes to start on a busy machine.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 
 ADAPTER = "adapter"
 PROMPT = [1 + (7 * i) % (tiny_qwen.VOCABULARY - 1) for i in range(100)]

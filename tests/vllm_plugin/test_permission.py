@@ -127,6 +127,7 @@ def test_what_a_folders_files_hold_is_not_told_unless_it_was_allowed(monkeypatch
         read()
 
 
+@pytest.mark.exhaustive
 def test_a_real_server_sends_its_credentials_nowhere(process, tmp_path):
     with VllmServer(process.url) as server:
         for store, options, named in (

@@ -504,6 +504,7 @@ def test_a_torn_model_says_so_and_is_mended_by_an_anchor(server, trainer):
     assert live(server) == served(trainer.history[1])
 
 
+@pytest.mark.exhaustive
 def test_a_killed_server_is_healed_by_follow(server, process: ServerProcess, model, trainer, tmp_path):
     follow = Reconciler(trainer.store, server)
     trainer.step()

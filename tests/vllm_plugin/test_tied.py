@@ -9,7 +9,7 @@ import torch
 from patchstore.errors import PatchstoreError
 
 # A server may take minutes to start on a busy machine.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 

@@ -78,8 +78,8 @@ PLAIN = [
         *(("plain", *each, 1, True) for each in PLAIN),
         *(("plain", *each, 3, False) for each in PLAIN),
         # Triton's interpreter takes a minute for each of these versions and ranks.
-        pytest.param("kernels", 4, torch.float8_e4m3fn, 1, True, marks=pytest.mark.slow),
-        pytest.param("kernels", 2, torch.bfloat16, 2, False, marks=pytest.mark.slow),
+        pytest.param("kernels", 4, torch.float8_e4m3fn, 1, True, marks=pytest.mark.exhaustive),
+        pytest.param("kernels", 2, torch.bfloat16, 2, False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_rank_decodes_its_own_part(

@@ -13,7 +13,7 @@ from patchstore.serve.reconcile import Reconciler
 from patchstore.serve.verify import verify_server
 
 # A server may take minutes to start on a busy machine.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 
 SERVER_ARGUMENTS = (
     *("--data-parallel-size", "2"),

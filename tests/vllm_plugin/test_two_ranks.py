@@ -123,6 +123,7 @@ def test_each_payload_is_downloaded_once_for_both_ranks(server, trainer):
     assert ranks(server, "held") == [1, 1]
 
 
+@pytest.mark.exhaustive
 def test_a_worker_killed_while_staging_leaves_whole_versions_behind(
     server, trainer, process, model, tmp_path
 ):
