@@ -11,7 +11,8 @@ from benchmarks.bench import WIDTH, Bench, Row, Short, must_agree, sample_of
 from patchstore.tensors import elements
 
 if TYPE_CHECKING:
-    from patchstore.kernels.compare import Order, Tiles
+    from patchstore.kernels.compare import Tiles
+    from patchstore.kernels.index_encode import Order
 
 
 FLIP_ELEMENTS = 1 << 26
@@ -22,7 +23,7 @@ class Trained:
     """Weights of a trainer, side by side in one block, and their snapshot in another."""
 
     def __init__(self, bench: Bench) -> None:
-        from patchstore.kernels import compare
+        from patchstore.kernels import compare, index_encode
 
         self.bench = bench
         self.sizes = [spec.num_bytes for spec in bench.specs]
@@ -32,7 +33,7 @@ class Trained:
         self.snapshot = torch.empty_like(self.weights)
         self._random = torch.Generator(bench.device)
         places = torch.arange(2 * num, device=bench.device)
-        self.order: Order = compare.Order(
+        self.order: Order = index_encode.Order(
             tensors=places // 2,
             widths=torch.full_like(places, WIDTH),
             idx=places[::2].contiguous(),
@@ -82,9 +83,11 @@ class Comparison:
         Raises:
             SystemExit: room was short, and what came of it would be no comparison.
         """
+        from patchstore.kernels import index_encode
+
         if int(self.found.cursor) > self.found.capacity:
             raise SystemExit(f"{int(self.found.cursor)} changed words, with room for {self.found.capacity}")
-        nums: list[int] = self._kernels.count(self.found).tolist()
+        nums: list[int] = index_encode.count(self.found).tolist()
         return nums
 
     def again(self) -> int:
@@ -135,7 +138,7 @@ def _host_snapshot(trained: Trained, host_bytes: int) -> torch.Tensor | None:
 
 def _publication(trained: Trained, density: float, *, is_first: bool) -> Iterator[Row]:
     """Measure one version."""
-    from patchstore.kernels import compare
+    from patchstore.kernels import compare, index_encode
 
     bench, tiles = trained.bench, trained.tiles
     capacity = _room(tiles, density)
@@ -170,14 +173,16 @@ def _publication(trained: Trained, density: float, *, is_first: bool) -> Iterato
     for name, peer in peers:
         yield row(name, peer, num_bytes=2 * bench.num_bytes)
     yield row("compare", spent, num_bytes=2 * bench.num_bytes)
-    yield row("count", bench.time(lambda: compare.count(comparison.found)))
+    yield row("count", bench.time(lambda: index_encode.count(comparison.found)))
     must_agree([num_changed] == comparison.count(), "changed elements, compared again")
     if changed:
         spent = bench.time(lambda: _torch_gaps(trained, changed), is_slow=True)
         yield row("torch_gaps", spent, num_bytes=block.numel())
         changed.clear()
     address = trained.snapshot.data_ptr()
-    spent = bench.time(lambda: compare.encode(comparison.found, trained.order, address, block, gaps=True))
+    spent = bench.time(
+        lambda: index_encode.encode(comparison.found, trained.order, address, block, gaps=True)
+    )
     yield row("encode", spent, num_bytes=block.numel())
     yield row("apply", bench.time(lambda: compare.apply(comparison.found, address)))
     yield row("copy_payload", bench.copy(block.numel()), num_bytes=block.numel())
@@ -200,13 +205,13 @@ def _expected(trained: Trained) -> dict[int, tuple[torch.Tensor, torch.Tensor, l
 
 
 def _encoded(trained: Trained, comparison: Comparison) -> torch.Tensor:
-    from patchstore.kernels import compare
+    from patchstore.kernels import index_encode
 
     room = comparison.tiles.max_data_bytes(comparison.count(), gaps=True)
     block = torch.empty(
-        compare.head_bytes(len(trained.sizes)) + room, dtype=torch.uint8, device=trained.bench.device
+        index_encode.head_bytes(len(trained.sizes)) + room, dtype=torch.uint8, device=trained.bench.device
     )
-    compare.encode(comparison.found, trained.order, trained.snapshot.data_ptr(), block, gaps=True)
+    index_encode.encode(comparison.found, trained.order, trained.snapshot.data_ptr(), block, gaps=True)
     return block
 
 
