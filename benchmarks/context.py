@@ -40,8 +40,11 @@ RANKS = 8
 INTERPRETED_TILES = 300
 """In all, where a tile takes long."""
 KERNELS = {
-    "patchstore.kernels.context_encode": ("_locate", "_fill", "_measure", "_order", "_write"),
-    "patchstore.kernels.context_decode": ("_count", "_parse", "_place"),
+    "patchstore.kernels.context_encode": ("_locate", "_fill", "_measure", "_order"),
+    "patchstore.kernels.context_write": ("_write",),
+    "patchstore.kernels.context_classes": ("_count",),
+    "patchstore.kernels.context_read": ("_parse",),
+    "patchstore.kernels.context_decode": ("_place",),
 }
 """By module, those whose launches are timed apart."""
 

@@ -399,7 +399,7 @@ def test_a_comparison_that_fails_loses_no_change(
         publisher.publish_patch(0).result()
         tensors["w"][:100] += 1
         with monkeypatch.context() as patched:
-            patched.setattr(compare, "count", broken)
+            patched.setattr(index_encode, "count", broken)
             with pytest.raises(RuntimeError, match="out of memory"):
                 publisher.publish_patch(1)
         manifest = publisher.publish_patch(2).result()
