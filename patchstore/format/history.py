@@ -221,7 +221,7 @@ def write_hint(store: Store, version: int) -> None:
 
 
 def read_lineage(store: Store, target: int, held: int | None = None) -> dict[int, Manifest]:
-    """Return what `lineage.plan` needs: the target and its ancestors.
+    """Return what `planning.plan` needs: the target and its ancestors.
 
     Goes back to the nearest anchor, and on to `held` where that is older and the way from there may still
     cost less, checking that every manifest is the one that its child names.

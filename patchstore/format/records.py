@@ -184,7 +184,7 @@ ways to read are compared: otherwise a thousand versions that change nothing wou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to come from a held version to a target; see `lineage.plan`."""
+    """How to come from a held version to a target; see `planning.plan`."""
 
     held: int | None
     target: Manifest
