@@ -200,12 +200,12 @@ def engine(bench: Bench, densities: Sequence[float]) -> Iterator[Row]:
 
 
 def _digest(live: "DeviceWeights") -> None:
-    from patchstore.kernels import patch
+    from patchstore.kernels import digest
 
     # Made by `claims`.
     assert live._all is not None
     for _, kind, table, jobs in live._all:
-        patch.digest(kind, table, jobs)
+        digest.digest(kind, table, jobs)
 
 
 def _staging(bench: Bench, live: "DeviceWeights", drawn: Drawn, density: float) -> Iterator[Row]:
@@ -228,20 +228,20 @@ def _staging(bench: Bench, live: "DeviceWeights", drawn: Drawn, density: float) 
 
 def _device_part(bench: Bench, drawn: Drawn, change: "Exchanges", density: float) -> Iterator[Row]:
     """Measure the kernels of staging, one by one and together. `change` was staged from the drawn block."""
-    from patchstore.kernels import patch
+    from patchstore.kernels import gap_decode, patch
 
     row = partial(bench.row, density=density, num_changed=drawn.num_changed)
     gaps = drawn.pieces(drawn.block)[::2]
     unsigned = [each.view(torch.uint16) for each in gaps]
     spent = bench.time(lambda: [elements.from_gaps(each) for each in unsigned], is_slow=True)
     yield row("torch_from_gaps", spent)
-    others = [0] * (len(patch.Stream) - 2)
+    others = [0] * (len(gap_decode.Stream) - 2)
     streams = torch.tensor([[each.data_ptr(), len(each), *others] for each in gaps], device=bench.device)
-    jobs = _jobs([len(each) for each in gaps], patch.TILE).to(bench.device)
+    jobs = _jobs([len(each) for each in gaps], gap_decode.TILE).to(bench.device)
     exchanges = [exchange for _, exchange in change.parts]
 
     def sum_gaps() -> None:
-        sums = patch.sum_gaps(streams, jobs)
+        sums = gap_decode.sum_gaps(streams, jobs)
         torch.cat([sums.new_zeros(1), sums.cumsum(0)])
 
     def count() -> None:

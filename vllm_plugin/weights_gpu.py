@@ -17,9 +17,12 @@ from patchstore.encodings.base import EncodedTensor, check_stored
 from patchstore.encodings.context import Coded, encode
 from patchstore.errors import CorruptObject, DeviceMemoryShort, LoadFailed, StateMismatch, UsageError
 from patchstore.format.records import TensorSpec
-from patchstore.kernels import new_stream
+from patchstore.kernels import digest, gap_decode, new_stream
 from patchstore.kernels import patch as kernels
-from patchstore.kernels.patch import BLOCK, TILE, Exchange, Kind, Stated
+from patchstore.kernels.digest import BLOCK
+from patchstore.kernels.gap_decode import TILE
+from patchstore.kernels.patch import Exchange, Stated
+from patchstore.kernels.segments import Column, Kind
 from patchstore.read.deltas import Deltas
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, index_dtype, unsigned
 from patchstore.tensors.state_digest import Sums
@@ -124,11 +127,12 @@ class DeviceWeights(LiveWeights):
         """Run every kernel on nothing: compiled now, and not when generation waits for the first update."""
         nothing = torch.zeros(0, dtype=torch.int32, device=self.device)
         jobs = torch.zeros(1, 2, dtype=torch.int32, device=self.device)
-        kernels.sum_gaps(torch.zeros(1, len(kernels.Stream), dtype=torch.int64, device=self.device), jobs)
+        stream = torch.zeros(1, len(gap_decode.Stream), dtype=torch.int64, device=self.device)
+        gap_decode.sum_gaps(stream, jobs)
         for kind in {replace(kind, is_aligned=False) for kind in self._by_kind(self._segments)}:
             table = torch.zeros(1, kind.num_columns, dtype=torch.int64, device=self.device)
             # Strides to divide by.
-            table[:, kernels.Column.DIMS :] = 1
+            table[:, Column.DIMS :] = 1
             stated = Stated(
                 kind=kind,
                 table=table,
@@ -185,7 +189,7 @@ class DeviceWeights(LiveWeights):
             tables = [self._blocks(kind, found) for kind, found in self._by_kind(names).items()]
         if is_all:
             self._all = tables
-        results = [kernels.digest(kind, table, jobs) for _, kind, table, jobs in tables]
+        results = [digest.digest(kind, table, jobs) for _, kind, table, jobs in tables]
         claims: dict[str, list[tuple[View, Sums]]] = {}
         for (segments, _, _, _), sums in zip(tables, results, strict=True):
             for each, (first, second, strange) in zip(segments, sums.tolist(), strict=True):
@@ -290,7 +294,7 @@ class DeviceWeights(LiveWeights):
             for gaps, values in zip(lists[::2], lists[1::2], strict=True)
         ]
         jobs = self._table(_jobs(np.array([each.num for each in patches]), TILE))
-        sums = kernels.sum_gaps(self._table([(each.positions, each.num, 0, 0) for each in patches]), jobs)
+        sums = gap_decode.sum_gaps(self._table([(each.positions, each.num, 0, 0) for each in patches]), jobs)
         ends = torch.cat([sums.new_zeros(1), sums.cumsum(0)])
         bounds = ends[self._table([0, *accumulate(_num_tiles(each.num) for each in patches)])]
         reach = bounds[1:] - bounds[:-1]
@@ -389,7 +393,7 @@ class DeviceWeights(LiveWeights):
         ]
         num = sum(each.num for each in gaps.patches.values())
         if num:
-            positions = kernels.list_positions(self._table(streams), gaps.jobs, gaps.starts, num)
+            positions = gap_decode.list_positions(self._table(streams), gaps.jobs, gaps.starts, num)
             yield positions, torch.cat(gaps.lists[1::2])
         coded = [name for name in names if isinstance(stored[name][1], Coded)]
         if coded:

@@ -1,6 +1,6 @@
 """State digests: what the weights of a version are, however they are stored or split.
 
-Two 64-bit sums a tensor (see `kernels.reference.sum_all`). Being sums they can be updated with the
+Two 64-bit sums a tensor (see `elements.sum_all`). Being sums they can be updated with the
 changed elements alone, do not depend on order, and add up over parts. They guard against loss and
 mix-ups; against forgery stand the cryptographic digests of the payloads.
 """
@@ -41,7 +41,7 @@ def of_elements(indices: torch.Tensor, values: torch.Tensor) -> Sums:
 
 
 def of_each(bits: Array, counts: Array, indices: Array | None = None) -> list[Sums]:
-    """Sum over elements of each of some tensors; see `kernels.reference.sum_each`."""
+    """Sum over elements of each of some tensors; see `elements.sum_each`."""
     first, second = elements.sum_each(bits, counts, indices)
     return [Sums(*each) for each in zip(first.tolist(), second.tolist(), strict=True)]
 
