@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from patchstore.errors import CorruptObject
-from patchstore.format.manifest_json import json_object, tensor_spec
+from patchstore.format.json_fields import json_object, tensor_spec
 from patchstore.format.records import DTYPE_BYTES, TensorSpec
 from patchstore.stores.base import Chunk
 from patchstore.tensors.bits import bits, from_bytes, raw_bytes, spec_of
