@@ -121,7 +121,7 @@ def digest(kind: Kind, table: torch.Tensor, jobs: torch.Tensor) -> torch.Tensor:
         jobs: int32 [num_jobs, 2]: a segment, and which of its blocks.
 
     Returns:
-        int64 [num_segments, 3]: both digest sums, and how many elements were nobody's.
+        int64 [num_segments, 3]: both digest sums, and how many elements no checkpoint holds.
     """
     sums = torch.zeros(len(table), 3, dtype=torch.int64, device=table.device)
     if len(jobs):

@@ -1,4 +1,4 @@
-"""The kernels of a publication against what `reference` says, and payloads against those made on the CPU."""
+"""The kernels of a publication against `tensors.elements`, and payloads against those made on the CPU."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -115,7 +115,7 @@ class Block:
 
 
 class DeviceChanges(Changes):
-    """Changes that kernels found, as words on the device until somebody asks for more."""
+    """Changes that kernels found, kept as words on the device until they are encoded."""
 
     def __init__(self, snapshot: "DeviceSnapshot", nums: Sequence[int]) -> None:
         """Keep what the snapshot's last comparison found.
