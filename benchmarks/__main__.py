@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cases import CASES
+from benchmarks.registry import CASES
 from patchstore import __version__
 
 _MAX_COLUMNS = 14

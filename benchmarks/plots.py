@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench import MEASURES
-from benchmarks.serving import PARTS
+from benchmarks.cases.serving import PARTS
+from benchmarks.support.kernel_bench import MEASURES
 
 Row = Mapping[str, Any]
 

@@ -9,14 +9,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import encodings, latency, plots, serving
-from benchmarks.cases import CASES
-from benchmarks.entropy import apply_difference, difference, entropy
-from benchmarks.latency import Gap, Request, Span
-from benchmarks.peers import PEERS
-from benchmarks.rice import BitReader, BitWriter
-from benchmarks.serving import PARTS, Episode, Update
-from benchmarks.trace import Trace
+from benchmarks import plots
+from benchmarks.cases import encodings, serving
+from benchmarks.cases.serving import PARTS, Episode, Update
+from benchmarks.encodings.entropy import apply_difference, difference, entropy
+from benchmarks.encodings.peers import PEERS
+from benchmarks.encodings.rice import BitReader, BitWriter
+from benchmarks.encodings.trace import Trace
+from benchmarks.registry import CASES
+from benchmarks.serving import latency
+from benchmarks.serving.latency import Gap, Request, Span
 from patchstore.encodings import ENCODINGS
 from patchstore.tensors.bits import bits
 

@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 import torch
 
-from benchmarks.server import TimedServer, question, serve
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.support.shapes import SHAPES, Shape
+from benchmarks.support.vllm_server import TimedServer, question, serve
 from patchstore import Publisher
 from patchstore.format import history
 from patchstore.stores import open_store

@@ -27,9 +27,10 @@ from typing import Any
 import httpx
 from safetensors.torch import load_file
 
-from benchmarks.chaos_parts import Part
-from benchmarks.chaos_trainer import FINAL
-from benchmarks.places import KINDS, Place, place, versions, work_folder
+from benchmarks.chaos.trainer import FINAL
+from benchmarks.support.killable_program import Part
+from benchmarks.support.paths import ROOT
+from benchmarks.support.store_kinds import KINDS, Place, place, versions, work_folder
 from examples.demo.processes import free_port
 from patchstore import PatchstoreError, Store, open_store
 from patchstore.errors import ServerUnavailable
@@ -37,7 +38,6 @@ from patchstore.format import hashing, history, layout
 from patchstore.serve.vllm_server import VllmServer
 from patchstore.tensors.bits import raw_bytes
 
-_ROOT = Path(__file__).parents[1]
 _MODEL = "tiny"
 _ARRIVE_S = 300.0
 """How long a part may take to come back, vLLM's first start included."""
@@ -174,7 +174,7 @@ class Chaos:
             # What a killed process leaves behind goes with our folder.
             "TMPDIR": str(folder),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
         port = free_port()
         self._url = f"http://127.0.0.1:{port}"
@@ -203,7 +203,7 @@ class Chaos:
             "checkpoint": None if self._args.stub else str(self._checkpoint),
             "pace_s": self._args.publish_s,
         }
-        return [sys.executable, "-m", "benchmarks.chaos_trainer", json.dumps(job)]
+        return [sys.executable, "-m", "benchmarks.chaos.trainer", json.dumps(job)]
 
     @property
     def _checkpoint(self) -> Path:
@@ -211,7 +211,7 @@ class Chaos:
 
     def _server_command(self, port: int) -> list[str]:
         if self._args.stub:
-            return [sys.executable, "-m", "benchmarks.chaos_stub", str(port)]
+            return [sys.executable, "-m", "benchmarks.chaos.stub", str(port)]
         return [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(self._checkpoint)),
             *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", _MODEL),
@@ -394,7 +394,7 @@ def save_checkpoint(folder: Path) -> None:
     # In a process of its own: transformers would stay in ours.
     code = "import sys, pathlib; from tests.vllm_plugin import tiny_qwen; "
     code += "tiny_qwen.save(tiny_qwen.build(), pathlib.Path(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=_ROOT, check=True)
+    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, check=True)
 
 
 def is_one_chain(store: Store, head: int) -> bool:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.bench import WIDTH, Bench, Row, Short, must_agree, sample_of
-from benchmarks.shapes import Shape
+from benchmarks.support.kernel_bench import WIDTH, Bench, Row, Short, must_agree, sample_of
+from benchmarks.support.shapes import Shape
 from patchstore.encodings import EncodedTensor
 from patchstore.encodings.context import Coded
 from patchstore.format.records import Schema, TensorSpec

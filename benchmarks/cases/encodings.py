@@ -1,10 +1,11 @@
-"""Publish optimiser steps with every encoding, write them as peers do, and count what is stored.
+"""Publish optimiser steps with every encoding, encode them as peers do, and count the stored bytes.
 
-The bytes of an encoding are those of the real payloads, headers and all, and beside them with each
-version's manifest. After each step a follower has applied the payload, and its weights are compared with
-the trace's, bit for bit; every file of a peer is decoded and compared too. `benchmarks.peers` says what
-is in such a file. The first row of each source, `entropy`, is what positions and values of the same changes
-cost at least (`benchmarks.entropy`); `over_entropy` is bytes a change over that, given the old exponent.
+The bytes of an encoding are those of the real payloads with their headers; a second figure adds each
+version's manifest. After each step a follower applies the payload, and its weights are compared with the
+trace's, bit for bit. Every file of a peer is decoded and compared too; `benchmarks.encodings.peers`
+describes such a file. The first row of each source, `entropy`, is the lower bound of positions and values
+of the same changes (`benchmarks.encodings.entropy`). `over_entropy` is bytes per change divided by that
+bound, given the old exponent.
 """
 
 import argparse
@@ -16,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.entropy import Entropy, Step, entropy
-from benchmarks.peers import PEERS, Peer
-from benchmarks.trace import Trace
+from benchmarks.encodings.entropy import Entropy, Step, entropy
+from benchmarks.encodings.peers import PEERS, Peer
+from benchmarks.encodings.trace import Trace
 from patchstore import Publisher, Replica
 from patchstore.encodings import ENCODINGS
 from patchstore.format import layout

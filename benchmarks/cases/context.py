@@ -22,9 +22,9 @@ from unittest import mock
 import numpy as np
 import torch
 
-from benchmarks.bench import WIDTH, Bench, Row, Short, Spent, device
-from benchmarks.context_version import STEP_ELEMENTS, Version, Weights
-from benchmarks.shapes import SHAPES
+from benchmarks.context.versions import STEP_ELEMENTS, Version, Weights
+from benchmarks.support.kernel_bench import WIDTH, Bench, Row, Short, Spent, device
+from benchmarks.support.shapes import SHAPES
 from patchstore.encodings.context import Coded, packed_table, tiling
 from patchstore.format.records import TensorSpec
 

@@ -22,17 +22,17 @@ import httpx
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.chaos import VLLM, save_checkpoint
-from benchmarks.chaos_parts import Part
-from benchmarks.fuzz_calls import Call, Calls
-from benchmarks.places import work_folder
+from benchmarks.cases.chaos import VLLM, save_checkpoint
+from benchmarks.fuzz_server.calls import Call, Calls
+from benchmarks.support.killable_program import Part
+from benchmarks.support.paths import ROOT
+from benchmarks.support.store_kinds import work_folder
 from examples.demo.processes import free_port
 from patchstore import PatchstoreError, Publisher, open_store
 from patchstore.format import layout
 from patchstore.serve.verify import verify_server
 from patchstore.serve.vllm_server import VllmServer
 
-_ROOT = Path(__file__).parents[1]
 _NUM_VERSIONS = 8
 _START_S = 600.0
 _CALL_S = 180.0
@@ -106,7 +106,7 @@ class Fuzz:
         environment = VLLM | {
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(folder),
-            "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
         life_s = 60 * args.minutes + 2 * _START_S
         self.server = Part("server", command, folder, life_s=life_s, environment=environment)

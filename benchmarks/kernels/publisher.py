@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.bench import WIDTH, Bench, Row, Short, must_agree, sample_of
+from benchmarks.support.kernel_bench import WIDTH, Bench, Row, Short, must_agree, sample_of
 from patchstore.tensors import elements
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.shapes import Shape
+from benchmarks.support.shapes import Shape
 from patchstore.format.records import TensorSpec
 
 try:

@@ -11,10 +11,10 @@ import argparse
 import gc
 from collections.abc import Iterator
 
-from benchmarks.bench import Bench, Row, Short, device
-from benchmarks.kernels_engine import MIN_DENSITY, engine
-from benchmarks.kernels_publisher import publisher
-from benchmarks.shapes import SHAPES
+from benchmarks.kernels.engine import MIN_DENSITY, engine
+from benchmarks.kernels.publisher import publisher
+from benchmarks.support.kernel_bench import Bench, Row, Short, device
+from benchmarks.support.shapes import SHAPES
 
 PARTS = ["publisher", "engine"]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import (
+from benchmarks.cases import (
     anchor_memory,
     apply,
     chaos,

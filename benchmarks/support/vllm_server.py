@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.shapes import Shape
+from benchmarks.support.paths import ROOT
+from benchmarks.support.shapes import Shape
 from examples.demo.processes import Program, free_port
 from patchstore.serve.vllm_server import VllmServer
 
@@ -20,7 +21,6 @@ _MODEL = "served"
 _START_S = 420.0
 _LIFE_S = 1800
 """A server that nobody ended, because this process was killed, ends itself."""
-_ROOT = Path(__file__).parents[1]
 _BLOCK = 128
 """Tokens: KV memory is given out in blocks, of at most so many."""
 
@@ -88,7 +88,7 @@ def serve(shape: Shape, args: argparse.Namespace, folder: Path) -> Iterator[Time
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     log_file = args.log or folder / "vllm.log"
     with Program(command, log=log_file, environment=environment) as process:

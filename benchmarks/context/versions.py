@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.bench import Bench
+from benchmarks.support.kernel_bench import Bench
 
 STEP_ELEMENTS = 1 << 26
 """Changed at a time."""

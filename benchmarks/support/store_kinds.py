@@ -20,10 +20,11 @@ from typing import Any
 
 import s3fs
 
+from benchmarks.support.paths import ROOT
+
 KINDS = ("folder", "s3fs", "obstore", "hub")
 """`s3fs` and `obstore` are S3 by these clients."""
 
-_ROOT = Path(__file__).parents[1]
 _BUCKET = "bench/bucket"
 _START_S = 60.0
 
@@ -105,7 +106,7 @@ def _hub(folder: Path) -> Iterator[Place]:
     with log.open("wb") as output:
         # It ends with its standard input.
         server = _start(
-            command, {"TMPDIR": str(folder)}, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=_ROOT
+            command, {"TMPDIR": str(folder)}, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=ROOT
         )
     with _ending(server):
         url = _address(server, log)

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.support.paths import ROOT
 from patchstore import Publisher, open_store
 
-_ROOT = Path(__file__).parents[1]
-_STUBS = _ROOT / "tests" / "serve" / "stub_fleet.py"
+_STUBS = ROOT / "tests" / "serve" / "stub_fleet.py"
 _KINDS = ("slow", "failing", "restarting")
 _PER_PROCESS = 25
 _ARRIVE_S = 300.0
@@ -206,9 +206,7 @@ def _stubs(fleet: Fleet, run_id: str, kinds: Sequence[str]) -> Iterator[None]:
 def _follower(bucket: Path, servers: Path, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     command = [sys.executable, "-m", "patchstore", "follow", str(bucket), "--servers-file", str(servers)]
     with log.open("wb") as errors:
-        process = subprocess.Popen(
-            [*command, "--log-format", "json"], cwd=_ROOT, stdout=errors, stderr=errors
-        )
+        process = subprocess.Popen([*command, "--log-format", "json"], cwd=ROOT, stdout=errors, stderr=errors)
         try:
             yield process
             process.terminate()

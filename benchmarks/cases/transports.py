@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import child
-from benchmarks.child import Child
-from benchmarks.places import KINDS, Place, place, versions, work_folder
+from benchmarks.support import child_process
+from benchmarks.support.child_process import Child
+from benchmarks.support.store_kinds import KINDS, Place, place, versions, work_folder
 from patchstore import Publisher, Replica, Store, open_store
 from patchstore.format import history, layout
 from patchstore.format.state_sums import state_total
@@ -101,7 +101,7 @@ def measure(where: Place, folder: Path, mb: int, args: argparse.Namespace) -> di
     pause = random.Random(mb)
     updates = []
     publish, follow = (
-        partial(Child, "benchmarks.transports", role, job, where.environment(folder / role))
+        partial(Child, "benchmarks.cases.transports", role, job, where.environment(folder / role))
         for role in ("publish", "follow")
     )
     with publish() as publisher:
@@ -220,9 +220,9 @@ def _publish(job: Mapping[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = _weights(job["num_elements"], generator)
     with Publisher(store, weights, encoding=job["encoding"], anchor_every=1_000_000) as publisher:
-        child.say(ready=True)
+        child_process.say(ready=True)
         manifest = None
-        for message in child.messages():
+        for message in child_process.messages():
             if message["do"] == "publish":
                 if manifest is not None:
                     _step(weights, job["share"], generator)
@@ -232,7 +232,7 @@ def _publish(job: Mapping[str, Any]) -> None:
                 manifest = publication.result()
                 size = manifest.num_bytes if manifest.delta is None else manifest.delta.num_bytes
                 changed = 0 if manifest.delta is None else manifest.delta.num_changed
-                child.say(
+                child_process.say(
                     version=manifest.version,
                     payload_bytes=size,
                     num_changed=changed,
@@ -245,9 +245,9 @@ def _publish(job: Mapping[str, Any]) -> None:
                 for part in (manifest.delta, manifest.anchor):
                     for payload in () if part is None else part.payloads:
                         store.delete(payload.key)
-                child.say(forgot=True)
+                child_process.say(forgot=True)
             else:
-                child.say(state=_state(store, weights))
+                child_process.say(state=_state(store, weights))
 
 
 def _weights(num_elements: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -283,13 +283,13 @@ def _follow(job: Mapping[str, Any]) -> None:
     follower = Replica(store, tensors, scratch=Path(job["scratch"]))
     watcher, woken, asked = HeadWatcher(store), threading.Event(), threading.Event()
     threading.Thread(target=_listen, args=(woken, asked), daemon=True).start()
-    child.say(feed=store.subscribe(woken.set) is not None)
+    child_process.say(feed=store.subscribe(woken.set) is not None)
     interval_s = _MIN_INTERVAL_S
     while True:
         woken.clear()
         if asked.is_set():
             asked.clear()
-            child.say(state=_state(store, tensors))
+            child_process.say(state=_state(store, tensors))
         found = watcher.refresh()
         if found is None or found.version == follower.held:
             woken.wait(interval_s)
@@ -300,7 +300,7 @@ def _follow(job: Mapping[str, Any]) -> None:
         ready = time.monotonic()
         follower.apply(staged)
         written = time.monotonic()
-        child.say(
+        child_process.say(
             version=found.version,
             noticed=noticed,
             fetched_s=staged.timings["fetch"],
@@ -312,12 +312,12 @@ def _follow(job: Mapping[str, Any]) -> None:
 
 
 def _listen(woken: threading.Event, asked: threading.Event) -> None:
-    for _ in child.messages():
+    for _ in child_process.messages():
         asked.set()
         woken.set()
     os._exit(1)
 
 
 if __name__ == "__main__":
-    role, given = child.arguments()
+    role, given = child_process.arguments()
     {"publish": _publish, "follow": _follow}[role](given)

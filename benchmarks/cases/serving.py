@@ -26,11 +26,11 @@ from typing import Any, get_args
 import httpx
 import torch
 
-from benchmarks import latency
-from benchmarks.apply import Trainer, _software
-from benchmarks.latency import Gap, Load, Request, Span, Window
-from benchmarks.server import TimedServer, question, serve
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.cases.apply import Trainer, _software
+from benchmarks.serving import latency
+from benchmarks.serving.latency import Gap, Load, Request, Span, Window
+from benchmarks.support.shapes import SHAPES, Shape
+from benchmarks.support.vllm_server import TimedServer, question, serve
 from patchstore import Manifest, Publisher, Store, open_store
 from patchstore.format import history
 
@@ -190,7 +190,7 @@ class Update:
     calls: Mapping[str, float]
     """Seconds of each call within the pause: `hold` (`/pause`), `finish`, `reset`, `resume`."""
     timings: Mapping[str, float]
-    """What the server's first rank measured: `fetch`, `stage`, `commit`."""
+    """What the server's first rank measured: `fetch`, `stage`, `apply`."""
 
     @property
     def pause(self) -> Span:

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.entropy import Bits, Numbers, Step, apply_difference, difference, exponents
-from benchmarks.rice import BitReader, BitWriter, from_zigzag, zigzag
+from benchmarks.encodings.entropy import Bits, Numbers, Step, apply_difference, difference, exponents
+from benchmarks.encodings.rice import BitReader, BitWriter, from_zigzag, zigzag
 from patchstore.tensors import elements
 
 Weights = Mapping[str, Bits]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.entropy import Numbers
+from benchmarks.encodings.entropy import Numbers
 
 _MAX_ONES = 24
 _ESCAPED_BITS = 32

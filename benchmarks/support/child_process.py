@@ -8,11 +8,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-_ROOT = Path(__file__).parents[1]
+from benchmarks.support.paths import ROOT
 
 
 class Child:
@@ -30,7 +29,7 @@ class Child:
         self._name = f"{module} {role}"
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, role, json.dumps(job)],
-            cwd=_ROOT,
+            cwd=ROOT,
             env={**os.environ, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

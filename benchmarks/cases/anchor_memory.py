@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from benchmarks import child, places
-from benchmarks.child import Child
-from benchmarks.places import KINDS, place, versions, work_folder
+from benchmarks.support import child_process, store_kinds
+from benchmarks.support.child_process import Child
+from benchmarks.support.store_kinds import KINDS, place, versions, work_folder
 from patchstore import Publisher, Replica, Store, open_store, replay
 from patchstore.format import history
 from patchstore.format.state_sums import state_total
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield from measure(where, folder, args)
 
 
-def _short(where: places.Place, folder: Path, args: argparse.Namespace) -> str:
+def _short(where: store_kinds.Place, folder: Path, args: argparse.Namespace) -> str:
     """What there is not enough of; empty where there is."""
     # The model and its snapshot; ministack, which has all parts, and then joins them.
     copies = 1 + (args.snapshot == "host") + 2 * (where.server == "ministack")
@@ -60,7 +60,7 @@ def _short(where: places.Place, folder: Path, args: argparse.Namespace) -> str:
     return f"needs {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} are free" if free < needed else ""
 
 
-def measure(where: places.Place, folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(where: store_kinds.Place, folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of one kind.
 
     Raises:
@@ -79,7 +79,7 @@ def measure(where: places.Place, folder: Path, args: argparse.Namespace) -> Iter
     for side in ("publisher", "follower", "replay"):
         if where.process is not None:
             _reset(where.process)
-        with Child("benchmarks.anchor_memory", side, job, where.environment(folder / side)) as process:
+        with Child("benchmarks.cases.anchor_memory", side, job, where.environment(folder / side)) as process:
             said = process.hear()
         state = said["state"] if state is None else state
         if said["state"] != state:
@@ -176,6 +176,6 @@ def _state(store: Store, tensors: Any) -> str:
 
 
 if __name__ == "__main__":
-    role, given = child.arguments()
+    role, given = child_process.arguments()
     opened = open_store(given["url"], **given["options"])
-    child.say(**{"publisher": _publish, "follower": _follow, "replay": _replay}[role](opened, given))
+    child_process.say(**{"publisher": _publish, "follower": _follow, "replay": _replay}[role](opened, given))

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.support.shapes import SHAPES, Shape
 from patchstore import Publisher, open_store
 from patchstore.format.records import Manifest, Schema
 from patchstore.tensors.bits import TensorPatch, bits, index_dtype, spec_of
