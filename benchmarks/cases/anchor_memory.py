@@ -18,7 +18,8 @@ from safetensors import safe_open
 
 from benchmarks.support import child_process, store_kinds
 from benchmarks.support.child_process import Child
-from benchmarks.support.store_kinds import KINDS, place, versions, work_folder
+from benchmarks.support.store_kinds import KINDS, place, versions
+from benchmarks.support.work_folder import work_folder
 from patchstore import Publisher, Replica, Store, open_store, replay
 from patchstore.format import history
 from patchstore.format.state_sums import state_total

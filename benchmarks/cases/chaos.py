@@ -30,7 +30,10 @@ from safetensors.torch import load_file
 from benchmarks.chaos.trainer import FINAL
 from benchmarks.support.killable_program import Part
 from benchmarks.support.paths import ROOT
-from benchmarks.support.store_kinds import KINDS, Place, place, versions, work_folder
+from benchmarks.support.store_kinds import KINDS, Place, place, versions
+from benchmarks.support.tiny_checkpoint import save_checkpoint
+from benchmarks.support.vllm_server import VLLM_ENVIRONMENT
+from benchmarks.support.work_folder import keep_logs, work_folder
 from examples.demo.processes import free_port
 from patchstore import PatchstoreError, Store, open_store
 from patchstore.errors import ServerUnavailable
@@ -68,18 +71,12 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with work_folder(args.folder, "chaos") as folder, ExitStack() as stack:
         where = stack.enter_context(place(args.store, folder / "place"))
         if args.keep_logs is not None:
-            stack.callback(_keep, folder, args.keep_logs)
+            stack.callback(keep_logs, folder, args.keep_logs)
         chaos = stack.enter_context(Chaos(args, where, folder).running())
         row, failed = chaos.tell()
     yield row
     if failed:
         raise SystemExit("not so: " + "; ".join(failed))
-
-
-def _keep(folder: Path, where: Path) -> None:
-    where.mkdir(parents=True)
-    for log_file in folder.glob("*.log"):
-        (where / log_file.name).write_bytes(log_file.read_bytes())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -191,7 +188,7 @@ class Chaos:
             command,
             self._folder,
             life_s=60 * self._args.minutes + 4 * _ARRIVE_S,
-            environment=self._environment | (VLLM if name == "server" else {}),
+            environment=self._environment | (VLLM_ENVIRONMENT if name == "server" else {}),
             hear=hear,
         )
 
@@ -380,21 +377,6 @@ class Chaos:
         if not self._args.stub:
             row["vllm"] = importlib.metadata.version("vllm")
         return row
-
-
-VLLM = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-
-
-def save_checkpoint(folder: Path) -> None:
-    # In a process of its own: transformers would stay in ours.
-    code = "import sys, pathlib; from tests.vllm_plugin import tiny_qwen; "
-    code += "tiny_qwen.save(tiny_qwen.build(), pathlib.Path(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, check=True)
 
 
 def is_one_chain(store: Store, head: int) -> bool:

@@ -22,11 +22,12 @@ import httpx
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.cases.chaos import VLLM, save_checkpoint
 from benchmarks.fuzz_server.calls import Call, Calls
 from benchmarks.support.killable_program import Part
 from benchmarks.support.paths import ROOT
-from benchmarks.support.store_kinds import work_folder
+from benchmarks.support.tiny_checkpoint import save_checkpoint
+from benchmarks.support.vllm_server import VLLM_ENVIRONMENT
+from benchmarks.support.work_folder import keep_logs, work_folder
 from examples.demo.processes import free_port
 from patchstore import PatchstoreError, Publisher, open_store
 from patchstore.format import layout
@@ -63,19 +64,13 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         raise SystemExit("this benchmark runs vLLM, and it is not installed here")
     with work_folder(args.folder, "fuzz") as folder, ExitStack() as stack:
         if args.keep_logs is not None:
-            stack.callback(_keep, folder, args.keep_logs)
+            stack.callback(keep_logs, folder, args.keep_logs)
         fuzz = Fuzz(args, folder)
         stack.callback(fuzz.server.kill)
         row = fuzz.tell()
     yield row
     if row["failed"]:
         raise SystemExit("not so: " + "; ".join(row["failed"]))
-
-
-def _keep(folder: Path, where: Path) -> None:
-    where.mkdir(parents=True)
-    for log_file in folder.glob("*.log"):
-        (where / log_file.name).write_bytes(log_file.read_bytes())
 
 
 class Fuzz:
@@ -103,7 +98,7 @@ class Fuzz:
             *("--worker-extension-cls", "vllm_plugin.DeltaWorkerExtension"),
             *("--weight-transfer-config", '{"backend": "delta"}'),
         ]
-        environment = VLLM | {
+        environment = VLLM_ENVIRONMENT | {
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(folder),
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),

@@ -21,7 +21,8 @@ import torch
 
 from benchmarks.support import child_process
 from benchmarks.support.child_process import Child
-from benchmarks.support.store_kinds import KINDS, Place, place, versions, work_folder
+from benchmarks.support.store_kinds import KINDS, Place, place, versions
+from benchmarks.support.work_folder import work_folder
 from patchstore import Publisher, Replica, Store, open_store
 from patchstore.format import history, layout
 from patchstore.format.state_sums import state_total

@@ -6,10 +6,8 @@ of it. The Hub is the tests' own, and keeps contents on disk.
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -147,16 +145,3 @@ def _address(server: "subprocess.Popen[bytes]", log: Path) -> str:
             return found[0]
         time.sleep(0.05)
     raise SystemExit(f"{log.stem} did not start: {log.read_text()}")
-
-
-@contextmanager
-def work_folder(where: Path | None, name: str) -> Iterator[Path]:
-    """Yield a folder for all that a benchmark writes, which is removed afterwards, by SIGTERM too.
-
-    Args:
-        where: folder to make it in; None for the system's for temporary files.
-    """
-    # Else what is underneath would be neither ended nor removed.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    with tempfile.TemporaryDirectory(prefix=f"patchstore-{name}-", dir=where) as folder:
-        yield Path(folder)

@@ -24,6 +24,14 @@ _LIFE_S = 1800
 _BLOCK = 128
 """Tokens: KV memory is given out in blocks, of at most so many."""
 
+VLLM_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""The environment of every `vllm serve` of a benchmark."""
+
 
 class TimedServer(VllmServer):
     """Remembers when each step of the last `apply` began and ended."""
@@ -84,10 +92,7 @@ def serve(shape: Shape, args: argparse.Namespace, folder: Path) -> Iterator[Time
         *args.engine_args,
     ]
     environment = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
+        **VLLM_ENVIRONMENT,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     log_file = args.log or folder / "vllm.log"
