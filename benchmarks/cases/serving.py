@@ -26,10 +26,11 @@ from typing import Any, get_args
 import httpx
 import torch
 
-from benchmarks.cases.apply import Trainer, _software
 from benchmarks.serving import latency
 from benchmarks.serving.latency import Gap, Load, Request, Span, Window
 from benchmarks.support.shapes import SHAPES, Shape
+from benchmarks.support.software import software
+from benchmarks.support.trainer import Trainer
 from benchmarks.support.vllm_server import TimedServer, question, serve
 from patchstore import Manifest, Publisher, Store, open_store
 from patchstore.format import history
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         start_s = time.monotonic() - began
         about = {
             "shape": shape.name,
-            **_software(torch.device("cuda:0" if torch.cuda.is_available() else "cpu")),
+            **software(torch.device("cuda:0" if torch.cuda.is_available() else "cpu")),
             "trainer_on": str(trains_on),
             "store": store.url.partition("://")[0] if is_url else str(folder.parent),
             "is_eager": args.eager,
