@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases.serving import PARTS
+from benchmarks.serving.updates import PARTS
 from benchmarks.support.kernel_bench import MEASURES
 
 Row = Mapping[str, Any]
