@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from benchmarks.cases import chaos
-from benchmarks.cases.chaos import Chaos, Journal, is_one_chain
+from benchmarks.cases.chaos import Chaos
+from benchmarks.chaos.journal import Journal
+from benchmarks.chaos.log_chain import is_one_chain
 from benchmarks.support.killable_program import Part
 from patchstore import Publisher, open_store
 from patchstore.format import layout

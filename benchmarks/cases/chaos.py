@@ -14,19 +14,18 @@ import random
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 from safetensors.torch import load_file
 
+from benchmarks.chaos.journal import Journal
+from benchmarks.chaos.log_chain import is_one_chain
 from benchmarks.chaos.trainer import FINAL
 from benchmarks.support.killable_program import Part
 from benchmarks.support.paths import ROOT
@@ -35,9 +34,9 @@ from benchmarks.support.tiny_checkpoint import save_checkpoint
 from benchmarks.support.vllm_server import VLLM_ENVIRONMENT
 from benchmarks.support.work_folder import keep_logs, work_folder
 from examples.demo.processes import free_port
-from patchstore import PatchstoreError, Store, open_store
+from patchstore import Store, open_store
 from patchstore.errors import ServerUnavailable
-from patchstore.format import hashing, history, layout
+from patchstore.format import hashing, history
 from patchstore.serve.vllm_server import VllmServer
 from patchstore.tensors.bits import raw_bytes
 
@@ -77,79 +76,6 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield row
     if failed:
         raise SystemExit("not so: " + "; ".join(failed))
-
-
-@dataclass(slots=True, kw_only=True)
-class Kill:
-    """A process that was killed, by the monotonic clock."""
-
-    victim: str
-    number: int
-    """Which process of that name."""
-    at: float
-    head: int
-    """The newest version in the store just afterwards."""
-    alone: bool
-    """No other one was to be recovered from, nor came one until this was."""
-    recovered: float | None = None
-
-
-@dataclass(slots=True)
-class Journal:
-    """What the processes say, and what became of each kill; for any thread, under `changed`."""
-
-    stored: dict[int, str] = field(default_factory=dict)
-    """Version that the trainer was told is stored -> state digest of the weights it had then."""
-    applied: list[int] = field(default_factory=list)
-    """Versions that the server was brought to, as `patchstore follow` said."""
-    kills: list[Kill] = field(default_factory=list)
-    final: int | None = None
-    """The trainer's last version, once it has ended."""
-    twice: list[int] = field(default_factory=list)
-    """Versions that were said to be stored more than once."""
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def trainer_said(self, number: int, message: Mapping[str, Any]) -> None:
-        with self.changed:
-            if "final" in message:
-                self.final = message["final"]
-            else:
-                if message["version"] in self.stored:
-                    self.twice.append(message["version"])
-                self.stored[message["version"]] = message["state"]
-                self._recover("trainer", lambda kill: number > kill.number)
-            self.changed.notify_all()
-
-    def follow_said(self, number: int, message: Mapping[str, Any]) -> None:
-        with self.changed:
-            if message["event"] == "applied":
-                self.applied.append(message["version"])
-                for victim in ("server", "follow"):
-                    self._recover(victim, lambda kill: message["version"] > kill.head)
-            self.changed.notify_all()
-
-    def _recover(self, victim: str, is_over: Callable[[Kill], bool]) -> None:
-        for kill in self.open_kills():
-            if kill.victim == victim and is_over(kill):
-                kill.recovered = time.monotonic()
-
-    def open_kills(self) -> list[Kill]:
-        return [kill for kill in self.kills if kill.recovered is None]
-
-    def killed(self, part: Part, at: float, head: int) -> None:
-        with self.changed:
-            before = self.open_kills()
-            for kill in before:
-                kill.alone = False
-            self.kills.append(Kill(victim=part.name, number=part.number, at=at, head=head, alone=not before))
-
-    def recover_s(self, victim: str) -> list[float]:
-        """Of each kill that came alone."""
-        return [
-            kill.recovered - kill.at
-            for kill in self.kills
-            if kill.victim == victim and kill.alone and kill.recovered is not None
-        ]
 
 
 class Chaos:
@@ -377,24 +303,6 @@ class Chaos:
         if not self._args.stub:
             row["vllm"] = importlib.metadata.version("vllm")
         return row
-
-
-def is_one_chain(store: Store, head: int) -> bool:
-    """Whether the log has each version up to `head`, each built on the one before it, and no other one."""
-    if [*store.list(layout.VERSIONS)] != [layout.manifest_key(version) for version in range(head + 1)]:
-        return False
-    try:
-        chain = [history.read_manifest(store, version) for version in range(head + 1)]
-        digests = [history.stored_digest(store, version) for version in range(head)]
-    except PatchstoreError as exc:
-        print(exc, file=sys.stderr)
-        return False
-    return (chain[0].version, chain[0].parent) == (0, None) and all(
-        (child.version, child.parent, child.parent_digest) == (number, number - 1, digests[number - 1])
-        and child.run_id == parent.run_id
-        and child.writer.epoch >= parent.writer.epoch
-        for number, (parent, child) in enumerate(pairwise(chain), 1)
-    )
 
 
 def _head(store: Store) -> int | None:
