@@ -15,6 +15,7 @@ import httpx
 from benchmarks.support.paths import ROOT
 from benchmarks.support.shapes import Shape
 from examples.demo.processes import Program, free_port
+from patchstore.errors import PatchstoreError
 from patchstore.serve.vllm_server import VllmServer
 
 _MODEL = "served"
@@ -31,6 +32,9 @@ VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 """The environment of every `vllm serve` of a benchmark."""
+
+_SERVER_FAILURES = (RuntimeError, PatchstoreError, httpx.HTTPError)
+"""Errors that the server's log may explain: it did not start, refused a call, or holds another version."""
 
 
 class TimedServer(VllmServer):
@@ -69,7 +73,10 @@ class TimedServer(VllmServer):
 
 @contextmanager
 def serve(shape: Shape, args: argparse.Namespace, folder: Path) -> Iterator[TimedServer]:
-    """Run `vllm serve` with dummy weights, and end it; its last words are printed if anything fails."""
+    """Run `vllm serve` with dummy weights, and end it.
+
+    If the server fails, the end of its log is printed. Every error goes on to the caller.
+    """
     model = _save_model(shape, folder / "model")
     max_model_len = args.prompt_tokens + args.max_tokens
     port = free_port()
@@ -102,7 +109,7 @@ def serve(shape: Shape, args: argparse.Namespace, folder: Path) -> Iterator[Time
             _wait_until_healthy(process, url)
             with TimedServer(url) as server:
                 yield server
-        except Exception:
+        except _SERVER_FAILURES:
             lines = log_file.read_text(errors="replace").splitlines()[-60:]
             print("the server's log ends with:", *lines, sep="\n", file=sys.stderr)
             raise
