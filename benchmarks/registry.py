@@ -1,4 +1,4 @@
-"""The registry: every benchmark, and the test that must pass before its figures mean anything."""
+"""Every case of `python -m benchmarks`, and the test that must pass before its figures mean anything."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from benchmarks.cases import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One benchmark."""
+    """One case; its code is `benchmarks/cases/NAME.py`."""
 
     name: str
     about: str

@@ -151,7 +151,7 @@ def test_a_latency_row_has_the_stall_of_the_answers_under_way():
     json.dumps(around)
 
 
-def test_an_update_that_nobody_waited_for_has_no_stall():
+def test_an_update_without_an_answer_under_way_has_no_stall():
     _, row = episodes.analyse(episode()[0], [streamed(1, 2, 3)])
 
     assert (row["stall_s"], row["stall_max_s"], row["in_flight"]) == (None, None, 0)

@@ -152,7 +152,7 @@ def test_a_kill_leaves_neither_children_of_other_groups_nor_shared_memory(tmp_pa
 
 
 def is_alive(process: int) -> bool:
-    """Whether it runs; one that has ended, and that nobody waited for, does not."""
+    """Return whether it runs; a zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

@@ -14,7 +14,7 @@ def start_worker(shape: Shape, folder: Path, arguments: Mapping[str, Any]) -> An
     """Start an engine with dummy weights in this process, and return its worker."""
     for name, value in {
         "HF_HUB_OFFLINE": "1",
-        # Compiles nothing: not one token is generated.
+        # No token is generated, so nothing need be compiled.
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -22,7 +22,7 @@ def start_worker(shape: Shape, folder: Path, arguments: Mapping[str, Any]) -> An
         "VLLM_NO_USAGE_STATS": "1",
     }.items():
         os.environ.setdefault(name, value)
-    # With the worker in this process it can be called without pickling anything.
+    # A worker in this process can be called without pickling.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
@@ -52,12 +52,12 @@ def start_worker(shape: Shape, folder: Path, arguments: Mapping[str, Any]) -> An
 
 
 def _itself(worker: Any) -> Any:
-    """Called in the worker, whose wrapper some versions pass instead."""
+    """Return the worker; some versions of vLLM pass its wrapper."""
     return getattr(worker, "worker", worker)
 
 
 def upstream_loader(path: Path | None) -> ModuleType | None:
-    """Import vLLM's loader of checkpoint patches: from a file, or the installed one; None without either."""
+    """Import vLLM's loader of checkpoint patches: of a file, or the installed one; None without either."""
     name = "vllm.model_executor.model_loader.checkpoint_weight_patch"
     if path is None:
         if importlib.util.find_spec("vllm") is None:

@@ -10,10 +10,10 @@ import torch
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[dict[str, int]]:
-    """Measure how far memory grows: of the `host` (resident, mapped files included) and of the `device`."""
+    """Measure how far memory grows: `host` (resident, with mapped files) and `device`, in bytes."""
     peak: dict[str, int] = {}
     gc.collect()
-    # Resets the kernel's high-water mark of this process; not every container may.
+    # Resets VmHWM of this process, which some containers do not allow.
     has_reset = False
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

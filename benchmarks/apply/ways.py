@@ -35,11 +35,11 @@ class Spent:
     """Seconds of one update."""
 
     stage_s: float = 0.0
-    """Before anything is written: generation can go on."""
+    """Staging. Nothing is written yet, so generation can go on."""
     prove_s: float = 0.0
-    """The same: checking that it leads to what the manifest says."""
+    """The check that the staged change leads to the manifest's state digest. Generation can go on."""
     pause_s: float
-    """While weights are written: generation waits."""
+    """Writing the weights. Generation waits."""
 
     @property
     def total_s(self) -> float:
@@ -48,17 +48,17 @@ class Spent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A version as every way needs it, all of it in memory before the clock starts."""
+    """A version in the form that every way needs, in memory before the clock starts."""
 
     step: Step
     patches: Sequence[TensorPatch]
     """On the model's device."""
     undo: "Change"
-    """Leads back to the version before."""
+    """Restores the version before."""
 
 
 class Server:
-    """One worker of vLLM, reached directly: what it does is timed without any transport of calls."""
+    """One worker of vLLM, called directly, so that no transport of calls is timed."""
 
     def __init__(self, worker: Any, upstream: ModuleType | None) -> None:
         self._worker = worker
@@ -76,14 +76,14 @@ class Server:
         }
 
     def open(self, trainer: Trainer, spool: Path) -> dict[str, Any]:
-        """Map the weights and load version 0; returns what that took."""
+        """Map the weights and load version 0; return the times and sizes."""
         row: dict[str, Any] = {}
         if trainer.store is not None:
             self._worker.init_weight_transfer_engine(
                 init_info={"store": trainer.store.url, "scratch": str(spool), "cache_bytes": 0}
             )
             self._live, self._updater = self._engine.live, self._engine.updater
-            # The first anchor goes through vLLM's loader, and proves the map; any other through the map.
+            # vLLM's loader loads the first anchor, which proves the map; later anchors go through the map.
             row |= self._load_anchor("anchor") | self._load_anchor("anchor_again")
         else:
             from vllm_plugin.mapping import WeightMap
@@ -126,7 +126,7 @@ class Server:
         self._engine.shutdown()
 
     def prepare(self, step: Step) -> Prepared:
-        """Bring a version's patches to the device, and keep what they replace."""
+        """Bring a version's patches to the device, and keep the elements that they replace."""
         patches = [
             TensorPatch(
                 name=patch.name,
@@ -142,7 +142,7 @@ class Server:
         return self._updates[way](prepared)
 
     def undo(self, way: Way, prepared: Prepared) -> None:
-        """Bring them back to the version before, and check that every changed element is."""
+        """Restore the version before, and check every changed element."""
         if way == "patchstore":
             assert self._updater is not None
             self._updater.roll_back()
@@ -150,7 +150,7 @@ class Server:
             self._live.gather_back(prepared.undo)
 
     def advance(self, prepared: Prepared) -> None:
-        """Bring them to a version for good."""
+        """Bring the live weights to a version, and keep it."""
         if self._updater is None:
             self._live.scatter(prepared.undo)
         else:
@@ -208,7 +208,7 @@ class Server:
         return Spent(pause_s=self._now() - began)
 
     def _now(self) -> float:
-        """Seconds, once the device is done with what it was given."""
+        """Return the clock's seconds after the device has finished its work."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()

@@ -1,7 +1,7 @@
-"""Memory of both sides while a whole model passes through each kind of store.
+"""Measure the memory of both sides while a whole model passes through each kind of store.
 
-Publisher, follower and replay have a process each, one after the other, which reads its own peak: VmHWM, set
-back once the process holds what it would hold anyway. It counts mapped files too, so it is an upper bound.
+Publisher, follower and replay run one after the other, each in a process of its own. Each process reads its
+peak, VmHWM, which is reset before the measured call. VmHWM counts mapped files too, so it is an upper bound.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each side of each kind; one that says why where memory is short."""
+    """Yield a row per side of each kind of store, or one with the reason if memory or disk is short."""
     for kind in args.kinds:
         with work_folder(args.folder, "anchor-memory") as folder, place(kind, folder / "place") as where:
             if reason := _short(where, folder, args):
@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _short(where: store_kinds.Place, folder: Path, args: argparse.Namespace) -> str:
-    """What there is not enough of; empty where there is."""
-    # The model and its snapshot; ministack, which has all parts, and then joins them.
+    """Return which resource is too short; empty if none is."""
+    # The model, its snapshot, and two copies in ministack, which joins the parts of an upload.
     copies = 1 + (args.snapshot == "host") + 2 * (where.server == "ministack")
     needed = copies * args.gib * 2**30 + _SPARE_BYTES
     if (available := _status("/proc/meminfo", "MemAvailable")) < needed:
@@ -65,7 +65,7 @@ def measure(where: store_kinds.Place, folder: Path, args: argparse.Namespace) ->
     """Yield the rows of one kind.
 
     Raises:
-        RuntimeError: a side came to other weights than the publisher has.
+        RuntimeError: the weights of a side differ from the publisher's.
     """
     job = {
         "url": where.url,
@@ -85,7 +85,7 @@ def measure(where: store_kinds.Place, folder: Path, args: argparse.Namespace) ->
         state = said["state"] if state is None else state
         if said["state"] != state:
             raise RuntimeError(f"{where.kind}: the {side} has {said['state']}, and the publisher {state}")
-        # A follower comes to hold the model; the others end with no more than they had.
+        # Only a follower holds the model afterwards.
         beside = said["peak_bytes"] - (model_bytes if side == "follower" else 0)
         server = None if where.process is None else _status(f"/proc/{where.process}/status", "VmHWM")
         yield {
@@ -107,12 +107,12 @@ def measure(where: store_kinds.Place, folder: Path, args: argparse.Namespace) ->
 
 
 def _reset(process: int | str) -> None:
-    """Have VmHWM begin again with what is resident now."""
+    """Reset VmHWM to the resident memory of now."""
     Path(f"/proc/{process}/clear_refs").write_text("5")
 
 
 def _status(path: str, field: str) -> int:
-    """Return a field in bytes."""
+    """Return a field of a status file, in bytes."""
     lines = Path(path).read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
@@ -121,7 +121,7 @@ def _status(path: str, field: str) -> int:
 
 
 def _peak(call: Callable[[], object]) -> dict[str, Any]:
-    """What this process had before a call, by how much it grew at most meanwhile, and seconds."""
+    """Return the resident memory before a call, its greatest growth during the call, and the seconds."""
     _reset("self")
     before, began = _status("/proc/self/status", "VmRSS"), time.monotonic()
     call()
@@ -142,7 +142,7 @@ def _publish(store: Store, job: Mapping[str, Any]) -> dict[str, Any]:
         for number in range(job["num_tensors"])
     }
     snapshot: Place = "host" if job["snapshot"] == "host" else Path(job["folder"])
-    # In one file, as large as stores take.
+    # One file, of the largest size that stores take.
     with Publisher(store, weights, snapshot=snapshot, max_shard_bytes=1 << 40) as publisher:
         found = _peak(lambda: publisher.publish_patch(0).result())
     return found | {"state": _state(store, weights.items())}
@@ -157,7 +157,7 @@ def _follow(store: Store, job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _replay(store: Store, job: Mapping[str, Any]) -> dict[str, Any]:
     out = Path(job["folder"], "replayed")
-    # So that connections and what they import are not counted.
+    # Opens connections and imports their modules, so that neither is counted.
     history.head(store)
     found = _peak(lambda: replay(store, out=out))
     return found | {"state": _state(store, _read(out))}

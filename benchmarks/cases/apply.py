@@ -1,11 +1,11 @@
-"""Bring a served model from one version to the next in several ways, side by side, to the same bits.
+"""Bring a served model from one version to the next in several ways, and compare their times.
 
-Every way starts from the same weights in a real vLLM engine of one rank, in this process, and is undone
-before the next one begins. In the first round the live weights are compared bit for bit after each; a
-difference ends the benchmark. That round is not timed.
+Every way starts from the same weights in a real vLLM engine of one rank, in this process. Each update is
+undone before the next one begins. In the first round, which is not timed, the live weights are compared bit
+for bit after each way; a difference ends the benchmark.
 
-What an update takes and what generation waits for are two figures: patchstore stages a version while
-generation goes on, and only its commit is in the pause; the other ways write from the first moment.
+The time of an update and the pause of generation are two figures. patchstore stages a version while
+generation goes on, and pauses for the commit only. The other ways write from the first moment.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row about the model, and one for each density and way."""
+    """Yield a row about the model, then one per density and way."""
     upstream = upstream_loader(args.upstream)
     ways = _ways(args.ways, has_upstream=upstream is not None, has_store=not args.no_store)
     shape = SHAPES[args.shape]
@@ -80,7 +80,7 @@ def _ways(asked: Sequence[Way] | None, *, has_upstream: bool, has_store: bool) -
 def _rounds(
     server: Server, trainer: Trainer, ways: Sequence[Way], density: float, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Publish one version, bring the server there in every way in turn, and leave it there."""
+    """Publish one version, bring the server to it in every way in turn, and leave the server at it."""
     step = trainer.step(density)
     prepared = server.prepare(step)
     found: dict[Way, dict[str, str]] = {}
@@ -114,10 +114,10 @@ def _rounds(
 
 
 def _compare(found: Mapping[Way, Mapping[str, str]]) -> None:
-    """Check that all ways so far came to the same weights.
+    """Check that all ways so far led to the same weights.
 
     Raises:
-        SystemExit: they did not, so that their times mean nothing.
+        SystemExit: they did not, so their times mean nothing.
     """
     first, last = next(iter(found)), list(found)[-1]
     if wrong := [name for name, digest in found[first].items() if found[last].get(name) != digest]:

@@ -1,8 +1,8 @@
-"""Kill the trainer, the server and `patchstore follow` at any moment, again and again; prove what is left.
+"""Kill the trainer, the server and `patchstore follow` at random moments, and prove the state afterwards.
 
-A trainer publishes all the time, and says of each version when it is stored; `patchstore follow` keeps a
-server at the newest one. One of the three is killed, with all that it started, and started again as it was.
-In the end nothing that was said to be stored may be missing, and all must have come together by themselves.
+A trainer publishes without a break and acknowledges each version that is stored. `patchstore follow` keeps a
+server at the newest version. One of the three is killed, with all its children, and started again. In the
+end no acknowledged version may be missing, and all three must be at the head without help.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from patchstore.tensors.bits import raw_bytes
 
 _MODEL = "tiny"
 _ARRIVE_S = 300.0
-"""How long a part may take to come back, vLLM's first start included."""
+"""The longest time that a part may take to recover, vLLM's first start included."""
 _PACE_S = 0.2
 
 
@@ -60,10 +60,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row.
+    """Yield one row.
 
     Raises:
-        SystemExit: after the row, with what was not so.
+        SystemExit: after the row, with the claims that failed.
     """
     if not args.stub and importlib.util.find_spec("vllm") is None:
         raise SystemExit("this benchmark runs vLLM, and it is not installed here; --stub does without")
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 class Chaos:
-    """The three parts, and what is claimed of them."""
+    """The three parts, and the claims about them."""
 
     def __init__(self, args: argparse.Namespace, where: Place, folder: Path) -> None:
         """Prepare; nothing is started yet."""
@@ -94,7 +94,7 @@ class Chaos:
         ]
         self._environment = {
             **where.environment(folder),
-            # What a killed process leaves behind goes with our folder.
+            # Files that a killed process leaves behind are removed with our folder.
             "TMPDIR": str(folder),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -152,7 +152,7 @@ class Chaos:
 
     @contextmanager
     def running(self) -> Iterator["Chaos"]:
-        """Start all three, and kill whatever of them is left in the end."""
+        """Start all three, and kill those that still run in the end."""
         try:
             if not self._args.stub:
                 save_checkpoint(self._checkpoint)
@@ -165,11 +165,11 @@ class Chaos:
             self._store.close()
 
     def tell(self) -> tuple[dict[str, Any], list[str]]:
-        """Go through the story; return the row, and what was not so.
+        """Kill, wait for recovery, and check the claims; return the row and the claims that failed.
 
         Raises:
-            RuntimeError: a part ended that nobody had killed.
-            TimeoutError: one did not come back.
+            RuntimeError: a part ended without a kill.
+            TimeoutError: a part did not recover.
         """
         self._wait("the first version was served", lambda: bool(self._journal.applied))
         began = time.monotonic()
@@ -190,7 +190,7 @@ class Chaos:
     def _kill_until(self, deadline: float) -> None:
         turn: list[Part] = []
         while True:
-            # Each once, in any order, before any is killed again: so the kinds are as many.
+            # Every part is killed once, in random order, before one is killed again: kills are spread evenly.
             turn = turn or self._random.sample(self._parts, 3)
             due = time.monotonic() + self._random.uniform(0.1, 1.9) * self._args.every_s
             while time.monotonic() < min(due, deadline):
@@ -207,7 +207,7 @@ class Chaos:
             part.start()
 
     def _wait(self, what: str, is_so: Callable[[], bool], but: Part | None = None) -> None:
-        """Wait until something is so, while all parts but one must live."""
+        """Wait for a condition, while all parts but one must run."""
         deadline = time.monotonic() + _ARRIVE_S
         while not is_so():
             self._check(but)
@@ -221,7 +221,7 @@ class Chaos:
             if part is not but:
                 part.check_alive()
 
-    # What is claimed.
+    # The claims.
 
     def _claims(self, server: VllmServer) -> Iterator[tuple[str, bool]]:
         stored, final = self._journal.stored, self._journal.final
@@ -248,7 +248,7 @@ class Chaos:
             yield "the server answers, and says which version", self._answers(server, final)
 
     def _verify(self, *arguments: str) -> list[dict[str, Any]]:
-        """Run `patchstore verify`; return what it verified, which is nothing where it failed."""
+        """Run `patchstore verify`; return the versions that it verified, none if it failed."""
         command = [sys.executable, "-m", "patchstore", "verify", *arguments, *self._options, "--json"]
         done = subprocess.run(
             command, env={**os.environ, **self._environment}, capture_output=True, text=True, check=False

@@ -1,11 +1,10 @@
 """Time the kernels of encoding `context` alone: a version coded against its parent, and decoded again.
 
-No store, no server and no transport: random weights on one GPU, of which a version changes small ones rather
-than large ones and by the least step mostly, as AdamW does in bfloat16. Without a GPU a few small tensors are
-coded alone.
+There is no store, server or transport. Random weights are on one GPU. A version changes small weights rather
+than large ones, mostly by one unit in the last place, as AdamW does in bfloat16. Without a GPU only a few
+small tensors are coded.
 
-What is decoded is compared with what was changed before a row says how long that took; a difference ends the
-run.
+The decoded changes are compared with the drawn ones before a row has their time; a difference ends the run.
 """
 
 import argparse
@@ -36,14 +35,14 @@ if TYPE_CHECKING:
 Launch = tuple[str, torch.cuda.Event, torch.cuda.Event]
 
 RANKS = 8
-"""Of tensor parallel: one holds an eighth. Measured is the second."""
+"""Ranks of tensor parallelism: each holds an eighth. The second rank is measured."""
 INTERPRETED_TILES = 300
-"""In all, where a tile takes long."""
+"""Tiles in all without a GPU, where each tile takes long."""
 KERNELS = {
     "patchstore.kernels.context_encode": ("_locate", "_fill", "_measure", "_order", "_write"),
     "patchstore.kernels.context_decode": ("_count", "_parse", "_place"),
 }
-"""By module, those whose launches are timed apart."""
+"""Kernels whose launches are timed one by one, by module."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +60,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[Row]:
-    """A row about each shape, then one for each measure and density."""
+    """Yield a row about each shape, then one per measure and density."""
     where = device()
     if any(not 0 < density <= 0.5 for density in args.densities):
         raise SystemExit("densities must be above 0, and 0.5 at most")
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def _small(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """One tensor of each shape, the smallest that there are."""
+    """Return one tensor of each of the smallest shapes."""
     by_size = sorted({spec.shape: spec for spec in specs}.values(), key=lambda spec: spec.num_elements)
     ends = list(accumulate(tiling(spec.shape).num_tiles for spec in by_size))
     return tuple(by_size[: max(1, sum(end <= INTERPRETED_TILES for end in ends))])
@@ -96,22 +95,22 @@ def _small(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What a rank has of the weights: where it lies, and which elements of each tensor it is."""
+    """The part of the weights that a rank holds: its memory, and its elements of each tensor."""
 
     segments: "Segments"
     windows: Sequence[tuple[int, int, int, int]]
-    """Of each tensor: its first row, the row after its last, and columns likewise."""
+    """Of each tensor: the first row held, the row after the last, and columns likewise."""
     cols: Sequence[int]
-    """Of each tensor, whole."""
+    """Columns of each whole tensor."""
     copies: Sequence[torch.Tensor]
-    """The memory of what does not lie in the weights themselves."""
+    """The memory of parts that are not in the weights themselves."""
 
     @property
     def num_elements(self) -> int:
         return sum((bottom - top) * (right - left) for top, bottom, left, right in self.windows)
 
     def has(self, index: int, positions: torch.Tensor) -> torch.Tensor:
-        """Which positions of a tensor are held."""
+        """Return which positions of a tensor are held."""
         top, bottom, left, right = self.windows[index]
         row, col = positions // self.cols[index], positions % self.cols[index]
         return (row >= top) & (row < bottom) & (col >= left) & (col < right)
@@ -119,14 +118,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What a call returned, and what it took."""
+    """The result of a call, and its cost."""
 
     result: Any
     spent: Spent
     peak_bytes: int | None
-    """Of device memory, at most, beside what was taken before."""
+    """Peak device memory, less what was allocated before."""
     kernels_ms: dict[str, list[float]] | None
-    """Of each launch, in one more call."""
+    """Milliseconds of each launch, in one more call."""
 
     def row(
         self, bench: Bench, measure: str, held: Held, density: float, num_changed: int, per_change: float
@@ -177,13 +176,13 @@ def _version(weights: Weights, density: float) -> Iterator[Row]:
         decoding = _observe(bench, partial(context_decode.decode, cut, held.segments, *coded))
         num_changed = _check(version, held, decoding.result, f"{measure} of {density:g}")
         if measure == "decode":
-            # Only now is it known that what was encoded is right.
+            # The check above proved the encoding too.
             yield encoding.row(bench, "encode", held, density, num_changed, per_change)
         yield decoding.row(bench, measure, held, density, num_changed, per_change)
 
 
 def _held(weights: Weights, cut: "Tensors", measure: str) -> Held:
-    """What a measure decodes: an eighth of the columns, or of the rows, of every matrix that has 16."""
+    """Return what a measure decodes: an eighth of every matrix with a multiple of 16 columns, or rows."""
     from patchstore.kernels import context_tables
 
     bench = weights.bench
@@ -199,7 +198,7 @@ def _held(weights: Weights, cut: "Tensors", measure: str) -> Held:
             stride = cols // RANKS
             copies.append(tensor[:, stride : 2 * stride].contiguous())
             box[2] = box[5] = tiles[2] // RANKS
-            # Of the first element, if it were there.
+            # The address that the first element of the tensor would have.
             address = copies[-1].data_ptr() - WIDTH * stride
             window = (0, num_rows, stride, 2 * stride)
         elif measure == "decode_rows" and len(spec.shape) == 2 and num_rows % 16 == 0:
@@ -226,10 +225,10 @@ def _held(weights: Weights, cut: "Tensors", measure: str) -> Held:
 
 
 def _check(version: Version, held: Held, decoded: "Decoded", what: str) -> int:
-    """Return how many changes there are in what is held.
+    """Compare the decoded changes with the drawn ones, and return the number of changes held.
 
     Raises:
-        SystemExit: what was decoded is not what was changed.
+        SystemExit: they differ.
     """
     is_right = decoded.first_wrong is None
     total = 0
@@ -247,7 +246,7 @@ def _check(version: Version, held: Held, decoded: "Decoded", what: str) -> int:
 
 
 def _num_bytes(specs: Sequence[TensorSpec], encoded: "Encoded") -> int:
-    """Of the payload's entries: streams, and the table of tensors, classes and lengths."""
+    """Return the size of the payload's entries: streams, and the table of tensors, classes and lengths."""
     rows = np.split(encoded.rows, np.cumsum(encoded.num_classes)[:-1])
     lengths = np.split(encoded.lengths, np.cumsum([tiling(spec.shape).num_tiles for spec in specs])[:-1])
     nothing = np.zeros(0, dtype=np.uint8)
@@ -259,7 +258,7 @@ def _num_bytes(specs: Sequence[TensorSpec], encoded: "Encoded") -> int:
 
 
 def _observe(bench: Bench, call: Callable[[], Any]) -> Observed:
-    """Time a call, then once more each of its kernels, and the memory that it takes beside what is there."""
+    """Time a call. In one more call, time each kernel and measure the memory that the call takes."""
     if not bench.is_gpu:
         results: list[Any] = []
         spent = bench.time(lambda: results.append(call()), is_slow=True)
@@ -279,7 +278,7 @@ def _observe(bench: Bench, call: Callable[[], Any]) -> Observed:
 
 @contextmanager
 def _timed_kernels() -> Iterator[list[Launch]]:
-    """Give the launches of `KERNELS` inside."""
+    """Yield a list that takes the launches of `KERNELS` within the block."""
     launches: list[Launch] = []
     with ExitStack() as stack:
         for path, names in KERNELS.items():

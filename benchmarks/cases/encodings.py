@@ -46,7 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """For each source its entropy, then one row for each encoding and peer: totals over all steps."""
+    """Yield the entropy of each source, then one row per encoding and peer, with totals over all steps."""
     if args.trace is None and not (args.shape and args.densities):
         raise SystemExit("nothing to measure: give --trace DIR, or --shape ROWS COLUMNS and --densities")
     trace = Trace.open(args.trace) if args.trace else None
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measure(source: str, trace: Trace) -> Iterator[dict[str, Any]]:
-    """Rows of one source; the trace stays where it is."""
+    """Yield the rows of one source. The trace stays at its step."""
     steps = list(_steps(trace.copy()))
     least = entropy(steps)
     about = {
@@ -139,7 +139,7 @@ def _publish(trace: Trace, encoding: str) -> dict[str, Any]:
 
 
 def _imitate(peer: Peer, steps: list[Step]) -> dict[str, Any]:
-    """Not timed: an implementation to count bytes says nothing of how fast another one is."""
+    """Count the bytes of a peer. This short implementation is no measure of its speed, and is not timed."""
     payload_bytes = 0
     for number, step in enumerate(steps):
         file = peer.encode(step)
@@ -152,7 +152,7 @@ def _imitate(peer: Peer, steps: list[Step]) -> dict[str, Any]:
 
 
 def _steps(trace: Trace) -> Iterator[Step]:
-    """Bits of all tensors before and after each step."""
+    """Yield the bits of all tensors before and after each step."""
     before = {name: _flat(weights) for name, weights in trace.weights.items()}
     for _ in trace.steps():
         after = {name: _flat(weights) for name, weights in trace.weights.items()}

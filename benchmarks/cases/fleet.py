@@ -1,8 +1,8 @@
-"""A rolling update: one `patchstore follow` brings many servers, some of them unwell, to each new version.
+"""Measure a rolling update: one `patchstore follow` brings many servers, some unwell, to each new version.
 
-Servers are stubs that speak vLLM's routes over HTTP and take no time by themselves, so what is measured is
-the follower: one process, one thread a server. Lag counts from the time in a version's manifest until a
-server holds it, or a later one.
+Servers are stubs of vLLM's routes over HTTP that take no time themselves, so the follower is measured: one
+process with one thread per server. The lag of a version runs from the time in its manifest until a server
+holds it, or a later one.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row for all servers, and one for each kind."""
+    """Yield one row for all servers, and one per kind."""
     found = measure(
         args.servers, num_unwell=int(args.unwell * args.servers), versions=args.versions, every_s=args.every
     )
@@ -51,13 +51,13 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 @dataclass(slots=True)
 class Fleet:
-    """Servers, and what each came to hold at which time, by the machine's clock."""
+    """Servers, and the versions that each held, with the times of the machine's clock."""
 
     kinds: dict[str, str] = field(default_factory=dict)
     """URL -> kind."""
     events: dict[str, list[tuple[float, int | None]]] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
-    """Those that were paused, torn or in a switch at the end."""
+    """Servers that were paused, half applied or in a switch at the end."""
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def listen(self, process: "subprocess.Popen[str]") -> None:
@@ -72,7 +72,7 @@ class Fleet:
                 self.changed.notify_all()
 
     def wait_for(self, version: int) -> set[str]:
-        """Wait until all servers hold a version, and return those that do not in time."""
+        """Wait until all servers hold a version, and return those that do not at the end of the wait."""
 
         def late() -> set[str]:
             return {url for url, events in self.events.items() if not events or events[-1][1] != version}
@@ -84,13 +84,13 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What became of a rolling update."""
+    """The outcome of a rolling update."""
 
     fleet: Fleet
     created: Sequence[float]
-    """When each version was, from version 0 on."""
+    """The time in each manifest, from version 0 on."""
     late: set[str]
-    """Servers that did not come to the last version."""
+    """Servers that did not reach the last version."""
     follower: Mapping[str, Any]
 
     def row(self, kind: str) -> dict[str, Any] | None:
@@ -111,7 +111,7 @@ class Measured:
         }
 
     def _seconds(self, url: str) -> Iterator[float]:
-        """Of each version after the first: how long until the server held it, or a later one."""
+        """Yield the lag of each version after the first: seconds until the server held it, or a later one."""
         events = self.fleet.events[url]
         for version, created in enumerate(self.created):
             if version > 0:
@@ -122,7 +122,7 @@ class Measured:
                     yield arrived[0] - created
 
     def _versions(self, url: str) -> Iterator[int]:
-        """At many moments while versions came: how many the server lacked, if it held any."""
+        """Yield by how many versions the server was behind, at many moments, while it held one."""
         events = self.fleet.events[url]
         times = [at for at, _ in events]
         moment = self.created[1]
@@ -134,7 +134,7 @@ class Measured:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float | None]:
-    """Median, 95th percentile and greatest of values in ascending order."""
+    """Return the median, the 95th percentile and the greatest of ascending values."""
     if not values:
         return {"p50": None, "p95": None, "max": None}
     last = len(values) - 1
@@ -145,7 +145,7 @@ def measure(num_servers: int, *, num_unwell: int, versions: int, every_s: float)
     """Publish versions at a steady pace while one process follows for all servers."""
     kinds = [kind for kind in _KINDS for _ in range(num_unwell)]
     kinds += ["well"] * (num_servers - len(kinds))
-    # Each process has some of all kinds.
+    # Each process has servers of all kinds.
     num_processes = -(-num_servers // _PER_PROCESS)
     weights = {"w": torch.zeros(1000)}
     with ExitStack() as stack:
@@ -164,7 +164,7 @@ def measure(num_servers: int, *, num_unwell: int, versions: int, every_s: float)
         began, cpu_s = time.monotonic(), _cpu_s(follower.pid)
         for version in range(1, versions + 1):
             created.append(_publish(publisher, weights, version))
-            # A pace, and not a wait for anything.
+            # Keeps the pace.
             time.sleep(max(0.0, began + version * every_s - time.monotonic()))
         late = fleet.wait_for(versions)
         spent_s = time.monotonic() - began
@@ -223,6 +223,6 @@ def _status(pid: int, field: str) -> int:
 
 
 def _cpu_s(pid: int) -> float:
-    # After the name, which may hold spaces, come eleven fields, then ticks in user and system.
+    # Eleven fields and then user and system ticks follow the name, which may have spaces.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100

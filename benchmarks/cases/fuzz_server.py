@@ -1,8 +1,8 @@
-"""Send calls at random to a server of two ranks, and prove after each burst what it says of itself.
+"""Send random calls to a server of two ranks, and prove after each burst that its status is true.
 
-One client or two at once call the routes that update weights, and others of vLLM's development mode: in any
-order, with arguments that fit and that do not. Ranks that fail must fail together, and replies must stay in
-step with calls, so that what the server says next is true.
+One client, or two at once, call the routes that update weights and others of vLLM's development mode, in any
+order, with valid and invalid arguments. Both ranks must fail together, and each reply must belong to its
+call, so that the server's next status is true.
 """
 
 import argparse
@@ -38,12 +38,12 @@ _NUM_VERSIONS = 8
 _START_S = 600.0
 _CALL_S = 180.0
 _ANSWER_S = 3.0
-"""A paused server answers no prompts."""
+"""Seconds to wait for a completion: a paused server does not answer."""
 _ALIKE = (
     *("initialised", "asleep", "store", "run_id", "held", "parent", "state_digest", "staged"),
     *("update_open", "switch", "half_applied"),
 )
-"""What both ranks must say alike."""
+"""Fields of the status that must be equal in both ranks."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,10 +55,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row.
+    """Yield one row.
 
     Raises:
-        SystemExit: after the row, with what was not so.
+        SystemExit: after the row, with the checks that failed.
     """
     if importlib.util.find_spec("vllm") is None:
         raise SystemExit("this benchmark runs vLLM, and it is not installed here")
@@ -83,11 +83,11 @@ class Fuzz:
         self.url = f"http://127.0.0.1:{port}"
         self.counts: Counter[str] = Counter()
         self.answers: Counter[str] = Counter()
-        """By what became of a call: `200`, `400`, `timeout`."""
+        """Calls by outcome: `200`, `400`, `timeout`."""
         self.failed: list[str] = []
         self._changed = threading.Lock()
         self._checkpoint = folder / "checkpoint"
-        # A run that fits, another one, one of another shape, and none.
+        # Two runs that fit, one of another shape, and a folder without a run.
         self._stores = [str(folder / name) for name in ("run", "other", "unfit", "nothing")]
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(self._checkpoint)),
@@ -107,7 +107,7 @@ class Fuzz:
         self.server = Part("server", command, folder, life_s=life_s, environment=environment)
 
     def tell(self) -> dict[str, Any]:
-        """Publish, serve, call and check until the time is up or something was not so."""
+        """Publish, serve, call and check until the time is up or a check fails."""
         save_checkpoint(self._checkpoint)
         for number, url in enumerate(self._stores[:3]):
             _publish(self._checkpoint, url, seed=number, is_unfit=number == 2)
@@ -117,7 +117,7 @@ class Fuzz:
         with VllmServer(self.url, timeout_s=_CALL_S) as server:
             server.init_weight_transfer(self._stores[0])
             server.apply(0)
-            # vLLM compiles some functions at the first answer, and takes no calls meanwhile.
+            # vLLM compiles some functions at the first completion, and takes no calls meanwhile.
             prompt = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4}
             httpx.post(f"{self.url}/v1/completions", json=prompt, timeout=_START_S).raise_for_status()
             began, burst = time.monotonic(), 0
@@ -138,7 +138,7 @@ class Fuzz:
         raise TimeoutError("the server did not start")
 
     def _burst(self, number: int, header: str) -> None:
-        """One client in every other burst, so that what a call did can be told; else two at once."""
+        """Send a burst of calls: in even bursts of one client, whose effects can be checked, else of two."""
         several = 1 + number % 2
         drawn = [
             Calls(f"{self._args.seed}.{number}.{client}", self._stores, _NUM_VERSIONS, header)
@@ -166,7 +166,7 @@ class Fuzz:
                         self._expect(http, call, "held", staged)
 
     def _send(self, http: httpx.Client, call: Call) -> bool:
-        """Return whether it was answered with success."""
+        """Send a call; return whether it succeeded."""
         given: dict[str, Any] = {"params": call.query}
         given |= {"content": call.body} if isinstance(call.body, bytes) else {"json": call.body}
         if call.method == "GET":
@@ -187,7 +187,7 @@ class Fuzz:
         return is_done
 
     def _expect(self, http: httpx.Client, call: Call, key: str, version: int | None) -> None:
-        """Check what both ranks say after a call that succeeded, while nobody else calls."""
+        """Check the status of both ranks after a call that succeeded, while no other client calls."""
         body = {"method": "delta_status"}
         ranks = http.post("/collective_rpc", json=body, timeout=_CALL_S).raise_for_status().json()["results"]
         self.counts[f"{call.path.strip('/')}_checked"] += 1
@@ -199,7 +199,7 @@ class Fuzz:
             self.failed.append(what)
 
     def _check(self, server: VllmServer, burst: int) -> None:
-        """Check what the server says of itself, bring it to some version, and check that."""
+        """Check the server's status, bring it to some version, and check that version."""
         try:
             status = server.status()
             said = [rank["rank"] for rank in status.ranks]
@@ -215,7 +215,7 @@ class Fuzz:
             server._http.post("/wake_up", {})
             server.resume()
             number = burst % 2
-            # Closes an update that was left open, too.
+            # This also closes an update that was left open.
             server._http.post("/shutdown_weight_transfer_engine", {})
             server.init_weight_transfer(self._stores[number])
             version = burst * 5 % _NUM_VERSIONS
@@ -226,7 +226,7 @@ class Fuzz:
             self._not_so(f"burst {burst}: {type(exc).__name__}: {exc}")
 
     def _prove(self, server: VllmServer, version: int, url: str | None) -> None:
-        """Compare every live weight of both ranks with what was published."""
+        """Compare every live weight of both ranks with the published ones."""
         assert url is not None
         with closing(open_store(url)) as store:
             verify_server(store, server, version)
@@ -245,7 +245,7 @@ class Fuzz:
 
 
 def _publish(checkpoint: Path, url: str, *, seed: int, is_unfit: bool) -> None:
-    """Publish some versions, every third an anchor too."""
+    """Publish some versions; every third is an anchor too."""
     tensors = load_file(checkpoint / "model.safetensors")
     if is_unfit:
         tensors["model.norm.weight"] = torch.zeros(8, dtype=torch.bfloat16)

@@ -1,7 +1,8 @@
-"""A run of many small tensors with a long history: what `log`, resuming and publishing cost.
+"""Measure `log`, resuming and publishing in a run of many small tensors with a long history.
 
-The first versions are published. The rest of the history are manifests like those, each naming the one
-before, so that it takes seconds to make; `log` and the search for the head read nothing else of a version.
+The first versions are published. The rest of the history consists of manifests alone, each with the one
+before as parent, so that it takes seconds to make. `log` and the search for the head read nothing else of a
+version.
 """
 
 import argparse
@@ -34,7 +35,7 @@ main.main()
 """
 
 _PUBLISHED = 5
-"""Versions of which the objects exist too."""
+"""Versions that have payloads too."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row."""
+    """Yield one row."""
     generator = torch.Generator().manual_seed(0)
     weights = {
         f"model.layers.{number}.weight": torch.randn(args.elements, generator=generator).bfloat16()
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _lengthen(store: FolderStore, newest: Manifest, num_versions: int) -> None:
-    """Commit manifests of empty deltas behind the newest version."""
+    """Commit manifests of empty deltas after the newest version."""
     assert newest.delta is not None
     empty = replace(newest.delta, num_changed=0, payloads=())
     for version in range(newest.version + 1, num_versions):
@@ -98,7 +99,7 @@ def _lengthen(store: FolderStore, newest: Manifest, num_versions: int) -> None:
 
 
 def _logged(url: str, num_versions: int) -> tuple[float, int]:
-    """Run `patchstore log` over all versions; return its seconds and the most memory that it took."""
+    """Run `patchstore log` over all versions; return its seconds and its peak memory in bytes."""
     began = time.perf_counter()
     command = [sys.executable, "-c", _CHILD, "log", url, "-n", str(num_versions)]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()

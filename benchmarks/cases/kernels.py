@@ -1,10 +1,10 @@
-"""Time the kernels of a publication and of an update alone, each beside a floor or what plain torch does.
+"""Time the kernels of a publication and of an update alone, each beside a floor or plain torch.
 
-No store, no server and no transport: weights and changes are random, on one GPU. A floor is what the memory
-or the bus takes for the same bytes, measured by the same run; nothing is set against a data sheet.
+There is no store, server or transport: weights and changes are random, on one GPU. A floor is the time of
+the memory or the bus for the same bytes, measured in the same run and not taken from a data sheet.
 
-Before a shape's first figure, what the kernels find is compared with what plain torch does; a difference ends
-the run.
+Before a shape's first figure, the results of the kernels are compared with those of plain torch; a
+difference ends the run.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[Row]:
-    """A row about each shape, then one for each measure and density."""
+    """Yield a row about each shape, then one per measure and density."""
     where = device()
     if any(not MIN_DENSITY <= density <= 0.5 for density in args.densities):
         raise SystemExit(f"densities must be from {MIN_DENSITY} to 0.5")

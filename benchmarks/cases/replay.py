@@ -1,7 +1,7 @@
 """Rebuild a version of a large checkpoint in a process of its own, and read its peak memory.
 
-The peak is the kernel's: VmHWM of the process, less what it held after importing torch. It counts
-mapped files too, so it is an upper bound for what the replay allocates.
+The peak is the kernel's VmHWM of the process, less its resident memory after the import of torch. VmHWM
+counts mapped files too, so it is an upper bound of what the replay allocates.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row for each size."""
+    """Yield one row per size."""
     for gib in args.gib:
         with tempfile.TemporaryDirectory() as folder:
             yield measure(Path(folder), int(gib * 2**30), args.tensor_mib * 2**20, args.density)

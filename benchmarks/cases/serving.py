@@ -1,8 +1,8 @@
 """Serve a model with `vllm serve`, train beside it, and time each version from the optimiser to an answer.
 
-Every update goes the way a user's does: `Publisher.publish_patch` here, `VllmServer.apply` there, vLLM's own
-HTTP routes in between. The first updates meet an idle server, the later ones a steady load of streamed
-answers, of which every token's arrival is kept: what an update costs is how late tokens were.
+Every update takes the path of a user's update: `Publisher.publish_patch`, then `VllmServer.apply` over vLLM's
+own HTTP routes. The first updates are of an idle server. The later ones are of a server with a steady load of
+streamed answers. The arrival of every token is kept, and the cost of an update is the delay of tokens.
 """
 
 import argparse
@@ -79,9 +79,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows about the server and the anchor, then `path`, `latency` and `series` for each density."""
+    """Yield rows about the server and the anchor, then `path`, `latency` and `series` per density."""
     _check(args)
-    # Else nothing below would be ended and removed.
+    # Without a handler, SIGTERM would leave the server and the folder behind.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     shape = SHAPES[args.shape]
     trains_on = torch.device(args.trainer_device or _last_device())
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             closing(Bench(trainer, store, server, question(shape, args, 0) | {"max_tokens": 1}, args.poll_s))
         )
         yield {"row": "anchor", **about, **bench.anchor(folder / "scratch", args.storage_options)}
-        # What is compiled and allocated once is not an update's.
+        # The first update compiles and allocates, so it is not counted.
         bench.update(max(args.densities))
         for density in args.densities:
             updates = [bench.update(density) for _ in range(args.repeats)]
@@ -128,12 +128,12 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _last_device() -> str:
-    """The server begins with the first GPU."""
+    """Return the last GPU, because the server takes the first ones."""
     return f"cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "cpu"
 
 
 def _work_folder(stack: ExitStack, store: str | None) -> Path:
-    """Make the folder that is removed afterwards."""
+    """Make a folder that is removed with the stack."""
     if store is None or "://" in store:
         return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="patchstore-serving-")))
     folder = Path(store).absolute()
@@ -146,7 +146,7 @@ def _work_folder(stack: ExitStack, store: str | None) -> Path:
 
 
 def _loaded(bench: Bench, shape: Shape, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of the server under load; they come when the load has ended."""
+    """Yield the rows of the server under load, after the load has ended."""
     questions = [question(shape, args, 1 + client) for client in range(args.concurrency)]
     with Load(bench.server.url, questions) as load:
         load.wait_until_steady()
@@ -171,7 +171,7 @@ def _episode(bench: Bench, load: Load, density: float, args: argparse.Namespace)
         load.check()
 
     for _ in range(args.loaded_repeats):
-        # Before the quiet, which it would disturb on a device that is shared.
+        # The step comes before the quiet time, which it would disturb on a shared device.
         bench.step(density)
         rest()
         updates.append(bench.follow())

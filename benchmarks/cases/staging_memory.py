@@ -1,7 +1,7 @@
-"""What staging takes of a GPU's memory beside a server that took most of it, under load.
+"""Measure the GPU memory that staging takes beside a server that took most of it, under load.
 
-Versions are published first, by a process that has ended when the server starts. Free memory is what
-`nvidia-smi` says, read several times a second.
+A process publishes the versions and ends before the server starts. `nvidia-smi` reports the free memory
+several times per second.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from patchstore.stores import open_store
 from patchstore.tensors.bits import bits
 
 _UPDATES = (("first anchor", 0), ("one version", 1), ("five versions", 6), ("anchor", 0))
-"""What is measured: the version that the server is brought to, in this order."""
+"""The measured updates: the versions that the server is brought to, in this order."""
 _NEWEST = 6
 _READ_MS = 100
 
@@ -50,7 +50,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each update of each server."""
+    """Yield a row per update of each server."""
     if not torch.cuda.is_available():
         raise SystemExit("staging-memory needs a GPU")
     shape = SHAPES[args.shape]
@@ -105,14 +105,14 @@ def _publish(shape: Shape, url: str, density: float) -> None:
         for step in range(_NEWEST + 1):
             if step:
                 for tensor in weights.values():
-                    # A step of the last bit, as an optimiser makes them.
+                    # A step of one unit in the last place, as an optimiser makes.
                     bits(tensor).add_((torch.rand(tensor.numel(), device=device) < density).to(torch.int16))
             publisher.publish_patch(step).result()
 
 
 @contextmanager
 def _load(shape: Shape, args: argparse.Namespace, server: TimedServer) -> Iterator[None]:
-    """Have clients ask one question after the other."""
+    """Run clients that send one request after the other."""
     done = threading.Event()
 
     def ask(client: int) -> None:
@@ -124,7 +124,7 @@ def _load(shape: Shape, args: argparse.Namespace, server: TimedServer) -> Iterat
     for each in clients:
         each.start()
     try:
-        # Until all of them are served.
+        # Time for all clients to be served.
         time.sleep(5)
         yield
     finally:
@@ -135,7 +135,7 @@ def _load(shape: Shape, args: argparse.Namespace, server: TimedServer) -> Iterat
 
 @contextmanager
 def _free() -> Iterator[list[int]]:
-    """Yield a list that takes the GPU's free MiB, again and again."""
+    """Yield a list to which a thread adds the GPU's free MiB every `_READ_MS`."""
     command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "-i", "0"]
     found = [int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)]
     with subprocess.Popen([*command, "-lms", str(_READ_MS)], stdout=subprocess.PIPE, text=True) as reader:

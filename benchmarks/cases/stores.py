@@ -1,7 +1,7 @@
-"""Move the same bytes through every client of a store: large and small objects, on one server.
+"""Move the same bytes through every client of a store, in large and small objects, on one server.
 
-The server runs on the same machine, so rates say how the clients compare, not how fast they
-are; CPU time is the client's own. A folder stands beside them as what the disk does.
+The server runs on the same machine, so rates compare the clients and do not say how fast a client is. CPU
+time is the client's own. A folder is measured beside them, for the rate of the disk.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _CLIENTS = ("s3fs", "obstore")
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What one call took of the clock, and of all cores of this process."""
+    """The time of one call, by the clock and in CPU time of all threads of this process."""
 
     s: float
     cpu_s: float
@@ -56,7 +56,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row for each measure and store; what was read is compared with what was written."""
+    """Yield one row per measure and store. The bytes read are compared with those written."""
     with tempfile.TemporaryDirectory(prefix="patchstore-stores-") as folder, _service(args) as (url, options):
         prefix = f"{url.rstrip('/')}/{uuid.uuid4().hex}"
         works = {"folder": Work(open_store(folder), args)}
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         }
         for measure in _MEASURES:
             spent: dict[str, list[Spent]] = {client: [] for client in works}
-            # In turn, so that what else the machine does is shared; the first round is left out.
+            # Clients take turns, so that other load on the machine affects all. The first round is left out.
             for turn in range(args.repeats + 1):
                 for client, work in works.items():
                     each = _timed(getattr(work, measure))
@@ -97,7 +97,7 @@ def _service(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     if not Path(args.ministack).exists():
         raise SystemExit(f"no {args.ministack}: `make setup` installs it; or give --ministack, or --url")
     environment = {**os.environ, "BIND_HOST": "127.0.0.1", "GATEWAY_PORT": "0", "SERVICES": "s3"}
-    # To a file, which nobody need read for the server to go on.
+    # A pipe that is not read would fill up and block the server.
     with tempfile.TemporaryDirectory(prefix="patchstore-ministack-") as folder:
         log = Path(folder, "log")
         with log.open("wb") as output:
@@ -121,7 +121,7 @@ def _endpoint(server: "subprocess.Popen[bytes]", log: Path) -> str:
 
 
 class Work:
-    """What is moved through one store, and the measures, which are its methods' names."""
+    """The objects that are moved through one store. Each measure is the method of its name."""
 
     def __init__(self, store: Store, args: argparse.Namespace) -> None:
         self._store = store
@@ -134,7 +134,7 @@ class Work:
         store.put("one", self._tiny)
 
     def moved(self, measure: str) -> tuple[int, int]:
-        """How many objects a call moves, and their size in bytes."""
+        """Return how many objects a call moves, and their size in bytes."""
         if measure.endswith("_small"):
             return self._num_small, len(self._tiny)
         if measure in {"put", "get"}:
@@ -169,7 +169,7 @@ class Work:
             self._store.get("one")
 
     def is_true(self) -> bool:
-        """Whether the bytes last read, and those stored, are those written."""
+        """Return whether the bytes last read, and those stored, are the bytes written."""
         stored = self._each(self._store.get)
         return self._buffer == self._large and all(data == self._medium for data in stored)
 

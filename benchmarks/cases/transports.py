@@ -1,8 +1,8 @@
-"""From publish to served through each kind of store: the same changes, every way they can go, part by part.
+"""Measure from publish to served through each kind of store, part by part, with the same changes.
 
-A real `Publisher` is in one process and a real `Replica` in another, which looks at the store as `patchstore
-follow` does. Both read one clock, the host's monotonic one, so that the parts add up to the total.
-Servers are on the same machine, so the way itself costs nothing but what clients and servers compute.
+A real `Publisher` is in one process. A real `Replica` is in another, and looks at the store as `patchstore
+follow` does. Both read the host's monotonic clock, so that the parts add up to the total. Servers are on the
+same machine, so a transfer costs only what clients and servers compute.
 """
 
 import argparse
@@ -43,13 +43,13 @@ PARTS: Mapping[str, str] = MappingProxyType(
         "write_s": "into the tensors",
     }
 )
-"""Every second from `publish_patch` to the new weights, in order."""
+"""All parts from `publish_patch` to the new weights, in order, without gaps."""
 
 _BYTES_A_CHANGE = {"gap": 4, "raw": 6}
 _MAX_ELEMENTS = 32 << 20
-"""Of a tensor: 64 MiB of bfloat16."""
+"""Elements of the largest tensor: 64 MiB of bfloat16."""
 _MIN_INTERVAL_S = 0.1
-"""As `patchstore follow` waits after news; doubled by each look without any."""
+"""The wait of `patchstore follow` after a new version. Each look that finds none doubles it."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row for each kind and size; a version that is not whole ends the run."""
+    """Yield one row per kind and size. Weights that differ end the run."""
     if args.repeats < 1 or not 0 < args.share <= 1:
         raise SystemExit("--repeats must be at least 1, and --share a share")
     for mb in args.mb:
@@ -86,7 +86,7 @@ def measure(where: Place, folder: Path, mb: int, args: argparse.Namespace) -> di
     """Publish versions one after the other, each when the one before is served.
 
     Raises:
-        RuntimeError: the follower came to other weights than the publisher has.
+        RuntimeError: the follower's weights differ from the publisher's.
     """
     num_changed = mb * 1_000_000 // _BYTES_A_CHANGE[args.encoding]
     job = {
@@ -98,7 +98,7 @@ def measure(where: Place, folder: Path, mb: int, args: argparse.Namespace) -> di
         "poll_s": args.poll_s,
         "scratch": str(folder),
     }
-    # Not all at the same moment of the follower's rhythm.
+    # Random pauses, so that versions come at any moment between two looks of the follower.
     pause = random.Random(mb)
     updates = []
     publish, follow = (
@@ -109,7 +109,7 @@ def measure(where: Place, folder: Path, mb: int, args: argparse.Namespace) -> di
         publisher.hear()
         with follow() as follower:
             feed = follower.hear()["feed"]
-            # The anchor, and the version that allocates what later ones find.
+            # The anchor, and one version that allocates buffers, are not timed.
             for number in range(args.repeats + 2):
                 time.sleep(pause.uniform(0, args.poll_s) if number > 1 else 0)
                 said = publisher.ask(do="publish")
@@ -118,7 +118,7 @@ def measure(where: Place, folder: Path, mb: int, args: argparse.Namespace) -> di
                     raise RuntimeError(f"version {said['version']} was published, but {served} came")
                 if number > 1:
                     updates.append(said | served)
-                # Else a server that keeps objects in memory would have all of them in the end.
+                # A server that keeps objects in memory would otherwise keep all versions.
                 publisher.ask(do="forget")
             if (state := publisher.ask(do="digest")["state"]) != follower.ask(do="digest")["state"]:
                 raise RuntimeError(f"the follower does not have the publisher's weights, {state}")
@@ -140,7 +140,7 @@ def measure(where: Place, folder: Path, mb: int, args: argparse.Namespace) -> di
 
 
 def parts(update: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of each of `PARTS`; together they are the whole way."""
+    """Return the seconds of each of `PARTS`; their sum is the total."""
     # The follower may see the manifest before the publisher has its answer.
     committed = min(update["committed"], update["noticed"])
     found = {
@@ -158,7 +158,7 @@ def parts(update: Mapping[str, Any]) -> dict[str, float]:
 
 
 def summary(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians of each part, which do not add up to the median of the total."""
+    """Return the median of each part. Medians do not add up to the median of the total."""
     totals = [update["written"] - update["called"] for update in updates]
     each = [parts(update) for update in updates]
     return {
@@ -176,14 +176,14 @@ def summary(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class TimedStore(Store):
-    """Another store, which remembers when the last payload and the last manifest were sent."""
+    """Wraps a store, and keeps when the last payload and the last manifest were sent."""
 
     def __init__(self, inner: Store) -> None:
         self.url, self.single_writer = inner.url, inner.single_writer
         self._inner = inner
         self.marks: dict[str, float] = {}
-        """By the monotonic clock: `upload` and `commit` began, the latter ended (`committed`); and
-        `produced_s`, how long the upload waited for its chunks."""
+        """By the monotonic clock: the start of `upload` and `commit`, the end of the commit (`committed`).
+        `produced_s` is how long the upload waited for its chunks."""
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         return self._inner.get(key, start, end)
@@ -263,7 +263,7 @@ def _weights(num_elements: int, generator: torch.Generator) -> dict[str, torch.T
 
 
 def _step(weights: Mapping[str, torch.Tensor], share: float, generator: torch.Generator) -> None:
-    """Turn the lowest bit of random elements."""
+    """Flip the lowest bit of random elements."""
     for tensor in weights.values():
         chosen = torch.empty(tensor.shape, dtype=torch.int16).bernoulli_(share, generator=generator)
         bits(tensor).bitwise_xor_(chosen)
@@ -275,7 +275,7 @@ def _state(store: Store, weights: Mapping[str, torch.Tensor]) -> str:
     return state_total(header.schema, state_digest.of_tensors(header.schema, weights.items()))
 
 
-# The follower's.
+# The follower's process.
 
 
 def _follow(job: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the killed processes said, and how long each took to recover."""
+"""The messages of the parts, and the time that each took to recover from a kill."""
 
 import threading
 import time
@@ -11,32 +11,32 @@ from benchmarks.support.killable_program import Part
 
 @dataclass(slots=True, kw_only=True)
 class Kill:
-    """A process that was killed, by the monotonic clock."""
+    """One kill; times are of the monotonic clock."""
 
     victim: str
     number: int
-    """Which process of that name."""
+    """The process of that name: how many came before it."""
     at: float
     head: int
-    """The newest version in the store just afterwards."""
+    """The newest version in the store just after the kill."""
     alone: bool
-    """No other one was to be recovered from, nor came one until this was."""
+    """Whether no other kill happened between this one and its recovery, or awaited its own at this one."""
     recovered: float | None = None
 
 
 @dataclass(slots=True)
 class Journal:
-    """What the processes say, and what became of each kill; for any thread, under `changed`."""
+    """The messages of the processes, and the outcome of each kill. Any thread may use it, under `changed`."""
 
     stored: dict[int, str] = field(default_factory=dict)
-    """Version that the trainer was told is stored -> state digest of the weights it had then."""
+    """Acknowledged version -> state digest of the trainer's weights at that version."""
     applied: list[int] = field(default_factory=list)
-    """Versions that the server was brought to, as `patchstore follow` said."""
+    """Versions that `patchstore follow` reported as applied."""
     kills: list[Kill] = field(default_factory=list)
     final: int | None = None
     """The trainer's last version, once it has ended."""
     twice: list[int] = field(default_factory=list)
-    """Versions that were said to be stored more than once."""
+    """Versions that were acknowledged more than once."""
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def trainer_said(self, number: int, message: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ class Journal:
             self.kills.append(Kill(victim=part.name, number=part.number, at=at, head=head, alone=not before))
 
     def recover_s(self, victim: str) -> list[float]:
-        """Of each kill that came alone."""
+        """Return the seconds from each kill that came alone to its recovery."""
         return [
             kill.recovered - kill.at
             for kill in self.kills

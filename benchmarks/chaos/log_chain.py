@@ -8,7 +8,7 @@ from patchstore.format import history, layout
 
 
 def is_one_chain(store: Store, head: int) -> bool:
-    """Whether the log has each version up to `head`, each built on the one before it, and no other one."""
+    """Return whether the log has all versions up to `head` and no other, each the parent of the next."""
     if [*store.list(layout.VERSIONS)] != [layout.manifest_key(version) for version in range(head + 1)]:
         return False
     try:

@@ -1,6 +1,6 @@
 """A stand-in for `vllm serve` that starts in seconds: the tests' stub of its routes, with real weights.
 
-A real `Replica` fetches, proves and writes them; all is forgotten when the process ends.
+A real `Replica` fetches, proves and writes the weights. They are lost when the process ends.
 """
 
 import json
@@ -31,7 +31,7 @@ class WeightServer(StubServer):
         self._num_commits = 0
 
     def answer(self, path: str, query: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
-        # As vLLM's engine does: one call after the other, also from clients that were killed.
+        # vLLM's engine runs one call after the other too, also those of clients that were killed.
         with self._lock:
             return super().answer(path, query, body)
 
@@ -77,7 +77,7 @@ class WeightServer(StubServer):
 
 
 def _whole(tensor: torch.Tensor) -> list[int]:
-    """Say that a slice is all of a tensor: where it begins, its length and its stride."""
+    """Return the slice that is all of a tensor: its start, length and stride."""
     return [0, tensor.numel(), 1]
 
 
@@ -90,7 +90,7 @@ def _handler(server: WeightServer) -> type[BaseHTTPRequestHandler]:
                 found = server.answer(url.path, dict(parse_qsl(url.query)), json.loads(data or b"{}"))
                 status, body = 200, json.dumps(found).encode()
             except ValueError as exc:
-                # As vLLM words what a worker raised.
+                # vLLM's message for an error of a worker.
                 said = f"Worker failed with error '{exc}', please check the stack trace above"
                 status, body = 500, json.dumps({"error": {"message": said}}).encode()
             self.send_response(status)

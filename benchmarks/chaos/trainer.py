@@ -1,7 +1,7 @@
-"""The trainer that is killed: it trains, publishes every step, and acknowledges what the store has.
+"""The trainer that is killed: it trains, publishes every step, and acknowledges each stored version.
 
-All that it remembers is in the store. A new process replays the newest version, goes on from there, and so
-continues the one chain of versions, whichever moment the one before was killed at.
+Its state is in the store alone. A new process replays the newest version and trains on from it. So it
+continues the one chain of versions, at whichever moment the process before it was killed.
 """
 
 import json
@@ -24,7 +24,7 @@ from patchstore.format.state_sums import state_total
 from patchstore.tensors import state_digest
 
 FINAL = "final.safetensors"
-"""In the trainer's folder, once it was told to end: the weights of its last version, as it had them."""
+"""The file in the trainer's folder that has the weights of its last version. It is written at SIGTERM."""
 ANCHOR_EVERY = 8
 
 _VOCABULARY = 256
@@ -41,7 +41,7 @@ def main() -> None:
         try:
             _train(store, job, ended)
         except VersionConflict:
-            # What the process before this one had sent took place only now: begin anew, behind it.
+            # A commit of the killed process took effect only now: begin again behind it.
             continue
         return
 
@@ -68,7 +68,7 @@ def _train(store: Store, job: Mapping[str, Any], ended: threading.Event) -> None
             step += 1
             _step(model, optimizer)
             version = publisher.publish_patch(step).result().version
-            # Of these weights, and not of what was published.
+            # The digest is of the trainer's weights, and not of what it published.
             weights = _served(model)
             sums = state_digest.of_tensors(header.schema, weights.items())
             _say(version=version, step=step, state=state_total(header.schema, sums))
@@ -79,7 +79,7 @@ def _train(store: Store, job: Mapping[str, Any], ended: threading.Event) -> None
 
 
 def _model(checkpoint: str | None) -> torch.nn.Module:
-    """Return the tests' Qwen3 as in a checkpoint folder, or without one what needs no transformers."""
+    """Return the tests' Qwen3 of a checkpoint folder, or without one a model that needs no transformers."""
     torch.manual_seed(0)
     if checkpoint is None:
         return torch.nn.Sequential(torch.nn.Embedding(_VOCABULARY, 64), torch.nn.Linear(64, _VOCABULARY))

@@ -1,6 +1,6 @@
 """Random weights, and versions of them such as AdamW makes in bfloat16.
 
-Small weights change rather than large ones, and by the least step mostly.
+Small weights change rather than large ones, mostly by one unit in the last place.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ import torch
 from benchmarks.support.kernel_bench import Bench
 
 STEP_ELEMENTS = 1 << 26
-"""Changed at a time."""
+"""Elements changed at a time."""
 PROBE_ELEMENTS = 1 << 20
-"""From which is found how likely changes have to be for a density."""
+"""Elements of the sample from which the odds of a change are fitted to a density."""
 
 
 class Weights:
@@ -33,7 +33,7 @@ class Weights:
         return found.normal_(0, 0.02, generator=self.random)
 
     def scale(self, density: float) -> float:
-        """By what `_odds` must be scaled for so many changes."""
+        """Return the scale of `_odds` that gives this share of changes."""
         exponents = _exponents(self._normal([PROBE_ELEMENTS]))
         low, high = 1e-8, 1e4
         for _ in range(40):
@@ -45,7 +45,7 @@ class Weights:
         return low
 
     def change(self, density: float) -> "Version":
-        """Draw a version, with a change at least in every tensor."""
+        """Draw a version with at least one change in every tensor."""
         scale = self.scale(density)
         drawn = [self._change(each.view(-1), scale) for each in self.tensors]
         return Version(
@@ -55,7 +55,7 @@ class Weights:
         )
 
     def _change(self, flat: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions (int32) and new bits (int16) of some elements."""
+        """Return the positions (int32) and new bits (int16) of some elements."""
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for start in range(0, len(flat), STEP_ELEMENTS):
             part = flat[start : start + STEP_ELEMENTS]
@@ -66,13 +66,13 @@ class Weights:
         return torch.cat([at for at, _ in found]), torch.cat([new for _, new in found])
 
     def _moved(self, old: torch.Tensor) -> torch.Tensor:
-        """New bits of elements: a neighbour mostly, further away for tiny ones."""
+        """Return new bits of elements: mostly a neighbour, for tiny elements a value further away."""
         bits, exponents = _bits(old), _exponents(old)
         odds = torch.where(exponents < 113, 0.5, torch.where(exponents == 113, 0.1, 0.0))
         is_far = self._rand(len(old)) < odds
         far = torch.empty(len(old), device=old.device).exponential_(0.3, generator=self.random)
         distance = 1 + is_far * (1 + far.int())
-        # Numbered in numerical order, and back.
+        # Bit patterns to numbers in numerical order, and back.
         number = torch.where(bits >= 0x8000, bits ^ 0xFFFF, bits | 0x8000)
         number = (number + torch.where(self._rand(len(old)) < 0.5, distance, -distance)) & 0xFFFF
         return torch.where(number >= 0x8000, number ^ 0x8000, number ^ 0xFFFF).to(torch.int16)
@@ -90,13 +90,13 @@ def _exponents(elements: torch.Tensor) -> torch.Tensor:
 
 
 def _odds(exponents: torch.Tensor, scale: float) -> torch.Tensor:
-    """How likely elements change: a step of the same size moves half as many of twice the size."""
+    """Return the odds of a change: a step changes half as many elements if they are twice as large."""
     return (scale * torch.exp2((120 - exponents).float())).clamp_(max=0.95)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """What changed in all tensors, tensor by tensor, positions ascending in each."""
+    """The changes of all tensors, tensor by tensor, with ascending positions in each."""
 
     positions: torch.Tensor
     values: torch.Tensor

@@ -1,6 +1,6 @@
-"""Entropy of a step's changes: what positions and values cost at least, by counts of the step itself.
+"""Entropy of a step's changes: the lower bound of positions and values, by counts of the step itself.
 
-A change is described by where it is and by d = k(new) - k(old) modulo 2**16, signed, where k orders bf16
+A change is its position and d = k(new) - k(old) modulo 2**16, signed, where k orders bf16
 bit patterns as numbers (docs/design/0008-runs-through-classes.md). Each tensor of each step has counts
 of its own (a plug-in estimate, from which a code that must learn or state them has to differ):
 
@@ -29,11 +29,11 @@ Step = Mapping[str, tuple[Bits, Bits]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entropy:
-    """Bytes a change over all tensors and steps."""
+    """Bytes per change over all tensors and steps."""
 
     num_changed: int
     positions: float
-    """Given the old exponent, as is the next."""
+    """Given the old exponent, as are `values`."""
     values: float
     plain_positions: float
     plain_values: float
@@ -48,11 +48,11 @@ class Entropy:
 
 
 def entropy(steps: Iterable[Step]) -> Entropy:
-    """Add up all tensors and steps.
+    """Return the entropy over all tensors and steps.
 
     Example: of four elements with exponent 127 two go up by one, and four with exponent 128 stay. Given the
-    exponent that is 4 bits for positions and none for values: 0.25 bytes a change. Plain it is 8 times
-    the binary entropy of 2/8, 6.49 bits: 0.406 bytes a change.
+    exponent that is 4 bits for positions and none for values: 0.25 bytes per change. Plain it is 8 times
+    the binary entropy of 2/8, 6.49 bits: 0.406 bytes per change.
     """
     num_changed, total = 0, np.zeros(4)
     for step in steps:
@@ -78,17 +78,17 @@ def entropy(steps: Iterable[Step]) -> Entropy:
 
 
 def exponents(bits: Bits) -> Numbers:
-    """The 8 bits of the exponent: 127 for 1.0."""
+    """Return the 8 bits of the exponent: 127 for 1.0."""
     return ((bits >> 7) & 0xFF).astype(np.int64)
 
 
 def difference(old: Bits, new: Bits) -> Numbers:
-    """How many bf16 patterns lie between, in numerical order: 1 from -0.0 to 0.0, -1 from 0.0 to -0.0."""
+    """Return the distance in bf16 patterns in numerical order: 1 from -0.0 to 0.0, -1 from 0.0 to -0.0."""
     return (_key(new) - _key(old)).view(np.int16).astype(np.int64)
 
 
 def apply_difference(old: Bits, differences: Numbers) -> Bits:
-    """The new bits: what `difference` was taken of."""
+    """Return the new bits from the old ones and `difference`."""
     keys = _key(old) + differences.astype(np.uint16)
     return np.where(keys >> 15, keys ^ 0x8000, ~keys).astype(np.uint16)
 
@@ -98,7 +98,7 @@ def _key(bits: Bits) -> Bits:
 
 
 def _bits(classes: Numbers, indices: Numbers, differences: Numbers) -> tuple[float, float]:
-    """Bits to say which elements changed, given the class of each, and what these changes were."""
+    """Return the bits of the positions, given the class of each element, and the bits of the differences."""
     of = classes[indices]
     num, num_changed = np.bincount(classes, minlength=256), np.bincount(of, minlength=256)
     pairs, counts = np.unique((of << 16) | (differences & 0xFFFF), return_counts=True)
@@ -109,6 +109,6 @@ def _bits(classes: Numbers, indices: Numbers, differences: Numbers) -> tuple[flo
 
 
 def _bits_of(counts: Numbers, totals: Numbers) -> float:
-    """Sum of counts * log2(totals / counts)."""
+    """Return the sum of counts * log2(totals / counts)."""
     some = counts > 0
     return float((counts[some] * np.log2(totals[some] / counts[some])).sum())

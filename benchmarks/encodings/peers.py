@@ -1,9 +1,9 @@
-"""Other ways to write a step, for comparison: short implementations of what peers describe, not their code.
+"""Other encodings of a step, for comparison: short implementations of published descriptions, not their code.
 
-Each makes one file a step, and what counts is the whole file: how many tensors changed, the name and the
-number of changes of each (once a file; tensors that did not change are absent), lengths of streams,
-parameters, and the streams with the headers of their own. What a reader holds anyway, shapes and the old
-bits, does not count. No digests and no manifest: these are floors of each way, not systems.
+Each makes one file per step, and the whole file counts: the number of changed tensors, the name and the
+number of changes of each (once per file; unchanged tensors are absent), lengths of streams, parameters, and
+the streams with their own headers. Shapes and the old bits do not count, because a reader has them. There
+are no digests and no manifest, so each figure is a lower bound of a system.
 
 | name | streams |
 |---|---|
@@ -14,8 +14,8 @@ bits, does not count. No digests and no manifest: these are floors of each way, 
 | `class-rice` | the same for each old exponent of a tensor with changes, as PULSEPT v3 describes: \
 gaps among elements of the class, signs, and apart from them the differences beyond one step |
 
-zstd frames hold a file's streams of one kind, one frame each, at level N on one thread. Numbers in headers
-have 7 bits a byte.
+A zstd frame holds all streams of one kind of a file, at level N on one thread. Numbers in headers have
+7 bits per byte.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +38,7 @@ class Peer:
     name: str
     encode: Callable[[Step], bytes]
     decode: Callable[[bytes, Weights], dict[str, Bits]]
-    """From a file and the old bits of all tensors to the new ones."""
+    """Returns the new bits of all tensors from a file and their old bits."""
 
 
 class _Writer:
@@ -215,7 +215,7 @@ def _decode_class_rice(data: bytes, old: Weights) -> dict[str, Bits]:
 
 
 def _classes(old: Bits) -> Iterator[tuple[int, Numbers]]:
-    """Every exponent that occurs, and the ascending positions of its elements."""
+    """Yield every exponent that occurs, with the ascending positions of its elements."""
     of = exponents(old).astype(np.uint8)
     order, ends = np.argsort(of, kind="stable"), np.bincount(of, minlength=256).cumsum()
     for exponent, members in enumerate(np.split(order, ends[:-1])):

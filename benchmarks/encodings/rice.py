@@ -1,7 +1,7 @@
 """Golomb-Rice codes as streams of bits, for peers.
 
-Rice(k) of v: v >> k ones, a zero, the k low bits of v, least first. From 24 ones on, 24 ones and 32 bits
-of v instead, so that one NaN costs seven bytes and not kilobytes.
+Rice(k) of v is v >> k ones, a zero, and the k low bits of v, least significant first. A v with 24 or more
+ones is coded as 24 ones and 32 bits of v, so that one NaN takes seven bytes and not kilobytes.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ _MAX_PARAMETER = 24
 
 
 def zigzag(differences: Numbers) -> Numbers:
-    """Differences other than 0 as numbers from 0 on: -1, 1, -2, 2 become 0, 1, 2, 3."""
+    """Map differences other than 0 to numbers from 0 on: -1, 1, -2, 2 become 0, 1, 2, 3."""
     return 2 * np.abs(differences) - 2 + (differences > 0)
 
 
@@ -41,7 +41,7 @@ class BitWriter:
     _parts: list[npt.NDArray[np.uint8]] = field(default_factory=list)
 
     def rice(self, numbers: Numbers) -> int:
-        """Append numbers of at most 32 bits with the parameter that is shortest, and return it."""
+        """Append numbers of at most 32 bits with the parameter of the shortest code, and return it."""
         k = _best(numbers)
         lengths = _lengths(numbers, k)
         ends = lengths.cumsum()
@@ -60,7 +60,7 @@ class BitWriter:
         self._parts.append(bits.astype(np.uint8))
 
     def to_bytes(self) -> bytes:
-        """All of it, the last byte filled with zeros."""
+        """Return the stream, with zeros at the end of the last byte."""
         return np.packbits(np.concatenate(self._parts), bitorder="little").tobytes() if self._parts else b""
 
 
@@ -71,7 +71,7 @@ class BitReader:
         self._at = 0
 
     def rice(self, num: int, k: int) -> Numbers:
-        """Read what `BitWriter.rice` wrote: finding where codes end is serial, the rest is not."""
+        """Read the numbers that `BitWriter.rice` wrote. Only the search for the ends of codes is serial."""
         starts, zeros = np.empty(num, np.int64), np.empty(num, np.int64)
         at, find = self._at, self._raw.find
         for nth in range(num):

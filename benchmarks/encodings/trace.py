@@ -1,4 +1,4 @@
-"""Optimiser steps, recorded or imitated: weights, and the bf16 elements that each step changed.
+"""Recorded or imitated optimiser steps: weights, and the bf16 elements that each step changed.
 
 A trace is a folder with `base.safetensors` (the tensors before the first step, by name) and
 `steps.safetensors` (for step `00`, `01`, ... and every tensor, `SS/NAME.idx` with int32 positions
@@ -30,11 +30,11 @@ class Trace:
 
     @classmethod
     def imitate(cls, weights: dict[str, torch.Tensor], density: float, seed: int = 0) -> Self:
-        """One step that changes this share of finite bf16 weights as AdamW does.
+        """Imitate one step that changes this share of finite bf16 weights, as AdamW does.
 
-        Every weight has a master that lies anywhere in the interval that rounds to it, and gets an update
-        from one normal distribution, so a small weight, with its narrow interval, is likelier to change.
-        The scale of the updates is the quantile of those at which each weight just leaves its interval.
+        Every weight has a master weight at a random place in the interval that rounds to it. All updates
+        come from one normal distribution, so a small weight, whose interval is narrow, is likelier to change.
+        The scale of the updates is a quantile of the scales at which each weight just leaves its interval.
         """
         random = np.random.default_rng(seed)
         masters, updates, reaches = {}, {}, []
@@ -46,7 +46,7 @@ class Trace:
             # The interval of a power of two is half as wide on the side of 0.
             power = (bits(tensor).numpy() & 0x7F == 0) & (np.abs(flat) > 2.0**-126)
             toward_zero, away = np.where(power, ulp / 4, ulp / 2), ulp / 2
-            # Not quite to the ends, where ties round to the neighbour.
+            # The ends are left out: ties there round to the neighbour.
             offset = -toward_zero + (toward_zero + away) * random.uniform(1e-4, 1 - 1e-4, flat.size)
             update = random.standard_normal(flat.size)
             reaches.append(np.where(update > 0, away - offset, toward_zero + offset) / np.abs(update))
@@ -61,7 +61,7 @@ class Trace:
         return cls(weights, steps)
 
     def copy(self) -> Self:
-        """Another at the same step, with weights of its own."""
+        """Return a trace at the same step, with weights of its own."""
         return type(self)({name: tensor.clone() for name, tensor in self.weights.items()}, self._steps)
 
     @property

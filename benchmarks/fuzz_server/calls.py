@@ -1,4 +1,4 @@
-"""Calls to a vLLM server, right and wrong, drawn at random: of routes that update weights or disturb that."""
+"""Random calls to a vLLM server, valid and invalid, of routes that update weights or interfere with that."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ METHODS = (
     "delta_expect",
     "delta_fingerprint",
 )
-"""What the plugin offers. `/collective_rpc` calls any attribute of a worker; `docs/security.md` says so."""
+"""Methods of the plugin. `/collective_rpc` can call any attribute of a worker (`docs/security.md`)."""
 
 _WRONG: tuple[Any, ...] = (None, True, -1, 10**30, 2.5, "", "x", "12", [], [1], {}, "\x00", "\u00fc" * 5000)
 _BODIES: tuple[Any, ...] = (b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", b'{"update_info":', {"a": 1})
@@ -34,19 +34,19 @@ class Call:
 
     path: str
     body: Any = field(default_factory=dict)
-    """JSON; bytes are sent as they are."""
+    """JSON, or bytes that are sent unchanged."""
     query: dict[str, str] = field(default_factory=dict)
     method: str = "POST"
 
     @property
     def version(self) -> int | None:
-        """What `/update_weights` asks for."""
+        """The version that `/update_weights` asks for."""
         info = self.body.get("update_info") if isinstance(self.body, dict) else None
         return info.get("version") if isinstance(info, dict) else None
 
 
 class Calls:
-    """Draws calls; the same ones from the same seed."""
+    """Draws calls. One seed gives one sequence of calls."""
 
     def __init__(self, seed: str, stores: Sequence[str], num_versions: int, header: str) -> None:
         """Prepare.
@@ -59,7 +59,7 @@ class Calls:
         self._stores, self._num_versions, self._header = stores, num_versions, header
 
     def draw(self) -> list[Call]:
-        """Return one call, or some that belong together."""
+        """Return one call, or a sequence of calls."""
         kinds: list[tuple[Callable[[], list[Call]], int]] = [
             (self._update, 6),
             (self._out_of_order, 6),
@@ -76,7 +76,7 @@ class Calls:
         return self._random.randrange(self._num_versions)
 
     def _wrong(self) -> Any:
-        """Something that is hardly ever what is asked for."""
+        """Return a value that is invalid for almost every argument."""
         return self._random.choice(_WRONG)
 
     def _update(self) -> list[Call]:
@@ -115,7 +115,7 @@ class Calls:
         return self._random.choice([[opened], [opened], [close], [close, opened]])
 
     def _offered(self) -> list[Call]:
-        """A method of the plugin with arguments that fit or do not, or one that nobody has."""
+        """Return a call of a plugin's method with valid or invalid arguments, or of an unknown method."""
         name = self._random.choice([*METHODS, *METHODS, *_UNKNOWN])
         status = [{}, {"held": self._version()}, {"initialised": False}, {"none": 1}]
         fitting: dict[str, list[list[Any]]] = {
@@ -141,7 +141,7 @@ class Calls:
         return [Call(path="/collective_rpc", body=body)]
 
     def _elsewhere(self) -> list[Call]:
-        """The other routes of vLLM's development mode."""
+        """Return a call of another route of vLLM's development mode."""
         action = self._random.choice(["checksum", "checksum", "reset", "compare", "x"])
         tags = self._random.choice([{}, {}, {"tags": "weights"}, {"tags": "kv_cache"}, {"tags": "x"}])
         pause = {"mode": self._random.choice(["keep", "abort", "x"])}

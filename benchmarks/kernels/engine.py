@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 MIN_DENSITY = 0.0005
-"""From here on the gaps that are drawn need no bridges: a longer one than 65,535 is not drawn."""
+"""The least density at which no drawn gap exceeds 65,535, so that none needs a bridge."""
 
 
 _FUSED = (
@@ -33,11 +33,11 @@ _FUSED = (
     (re.compile(r"\.(q|k|v)_proj\b"), ".qkv_proj"),
     (re.compile(r"\.(gate|up)_proj\b"), ".gate_up_proj"),
 )
-"""Which names share a parameter, as in vLLM, one after the other."""
+"""Names that share a parameter in vLLM, one after the other, and that parameter's name."""
 
 
 class Served(torch.nn.Module):
-    """Random weights in the parameters that vLLM has for them on one rank, with a loader that copies."""
+    """Random weights in the parameters that vLLM has on one rank, with a loader that copies."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Served(torch.nn.Module):
             fused = next((p.sub(by, name) for p, by in _FUSED if p.search(name)), name)
             groups.setdefault(fused, []).append(name)
         self.places: dict[str, tuple[torch.nn.Parameter, int]] = {}
-        """Of each name its parameter, and the place there of its first element."""
+        """Name -> its parameter, and the position of its first element in that."""
         for fused, names in groups.items():
             sizes = [prod(tensors[name]) for name in names]
             memory = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device).normal_(0, 0.02)
@@ -74,20 +74,20 @@ def _load(model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """A version's changes, of the tensors that have any."""
+    """The changes of a version, of the tensors that have any."""
 
     names: Sequence[str]
     positions: Sequence[torch.Tensor]
-    """int64 [num] of each."""
+    """int64 [num] per tensor."""
     block: torch.Tensor
-    """int16, on the device: gaps and new values of each in turn, as a payload has them."""
+    """int16, on the device: gaps and new values of each tensor in turn, as in a payload."""
 
     @property
     def num_changed(self) -> int:
         return sum(map(len, self.positions))
 
     def pieces(self, block: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Gaps and values of each in turn, of a copy of the block."""
+        """Return the gaps and values of each tensor in turn, in a copy of the block."""
         return _split(block, [len(each) for each in self.positions for _ in range(2)])
 
     def values(self) -> Sequence[torch.Tensor]:
@@ -114,7 +114,7 @@ class Stored(Deltas):
 
 
 def _draw(specs: Sequence[TensorSpec], density: float, device: torch.device) -> Drawn:
-    """Draw independent changes: their distances follow a geometric distribution."""
+    """Draw independent changes. Their distances follow a geometric distribution."""
     random = torch.Generator(device).manual_seed(0)
     starts = torch.tensor(list(accumulate((s.num_elements for s in specs), initial=0)), device=device)
     expected = int(starts[-1]) * density
@@ -171,8 +171,8 @@ def engine(bench: Bench, densities: Sequence[float]) -> Iterator[Row]:
     yield bench.row("digest", spent, num_bytes=bench.num_bytes)
     is_first = True
     for density in densities:
-        # Bytes a change: 8 as drawn and 20 more while it is, 4 stored and sent again, 8 staged and staged
-        # again, 10 of the peer.
+        # Bytes per change: 8 as drawn and 20 more while drawing, 4 stored and 4 sent, twice 8 staged, 10 of
+        # the peer.
         try:
             bench.need(50 * int(density * bench.num_bytes / WIDTH), f"changing {density:g}")
         except Short as exc:
@@ -202,14 +202,14 @@ def engine(bench: Bench, densities: Sequence[float]) -> Iterator[Row]:
 def _digest(live: "DeviceWeights") -> None:
     from patchstore.kernels import patch
 
-    # Made by `claims`.
+    # `claims` sets it.
     assert live._all is not None
     for _, kind, table, jobs in live._all:
         patch.digest(kind, table, jobs)
 
 
 def _staging(bench: Bench, live: "DeviceWeights", drawn: Drawn, density: float) -> Iterator[Row]:
-    """Measure what begins in host memory."""
+    """Measure the steps that begin in host memory."""
     from vllm_plugin.upload import send
 
     stored = Stored(drawn, drawn.block.cpu())
@@ -227,7 +227,7 @@ def _staging(bench: Bench, live: "DeviceWeights", drawn: Drawn, density: float) 
 
 
 def _device_part(bench: Bench, drawn: Drawn, change: "Exchanges", density: float) -> Iterator[Row]:
-    """Measure the kernels of staging, one by one and together. `change` was staged from the drawn block."""
+    """Measure the kernels of staging, one by one and together. `change` is staged from the drawn block."""
     from patchstore.kernels import patch
 
     row = partial(bench.row, density=density, num_changed=drawn.num_changed)
@@ -261,7 +261,7 @@ def _device_part(bench: Bench, drawn: Drawn, change: "Exchanges", density: float
 
 
 def _jobs(nums: Sequence[int], size: int) -> torch.Tensor:
-    """Which list, and which part of it, for all parts of at most `size`: int32 [num_jobs, 2]."""
+    """Return the list and the part of each job, of at most `size` elements: int32 [num_jobs, 2]."""
     counts = -(-torch.tensor(nums) // size)
     owners = torch.repeat_interleave(torch.arange(len(counts)), counts)
     parts = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
@@ -271,7 +271,7 @@ def _jobs(nums: Sequence[int], size: int) -> torch.Tensor:
 def _writing(
     bench: Bench, live: "DeviceWeights", model: Served, drawn: Drawn, change: "Exchanges", density: float
 ) -> Iterator[Row]:
-    """Measure the commit. Leaves the weights as they were."""
+    """Measure the commit. The weights are afterwards as before."""
     from patchstore.kernels import patch
 
     row = partial(bench.row, density=density, num_changed=drawn.num_changed)
@@ -299,7 +299,7 @@ def _writing(
     yield row("torch_scatter", spent)
     live.gather_back(change)
     scatters.clear()
-    # To and fro, so that it always finds what it expects.
+    # Calls alternate between new and old values, so that each finds the values that it expects.
     there = [exchange for _, exchange in change.parts]
     turns = [there, [replace(each, new=each.old, old=each.new) for each in there]]
     flags: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""The kernels of a publication: comparing, encoding, and the way to the host."""
+"""The kernels of a publication: comparing, encoding, and the copy to the host."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 FLIP_ELEMENTS = 1 << 26
-"""Changed at a time."""
+"""Elements changed at a time."""
 
 
 class Trained:
-    """Weights of a trainer, side by side in one block, and their snapshot in another."""
+    """The weights of a trainer in one block, and their snapshot in another."""
 
     def __init__(self, bench: Bench) -> None:
         from patchstore.kernels import compare
@@ -41,14 +41,14 @@ class Trained:
         )
 
     def flip(self, density: float) -> None:
-        """Change the lowest bit of random elements; the next call with this density changes them back."""
+        """Flip the lowest bit of random elements; the next call with this density flips them back."""
         self._random.manual_seed(0)
         for part in self.weights.view(torch.int16).split(FLIP_ELEMENTS):  # type: ignore[no-untyped-call]
             drawn = torch.rand(part.shape, device=part.device, generator=self._random)
             part.bitwise_xor_(drawn < density)
 
     def tensor(self, memory: torch.Tensor, index: int) -> torch.Tensor:
-        """The elements of a tensor in the weights, or in a snapshot."""
+        """Return the elements of a tensor in the weights, or in a snapshot."""
         start = self.tiles.first_bytes[index]
         return memory[start : start + self.sizes[index]].view(torch.int16)
 
@@ -58,7 +58,7 @@ class Trained:
 
 
 class Comparison:
-    """The first tensors of some weights against a snapshot of them, in any memory."""
+    """A comparison of the first tensors of weights with a snapshot of them, in any memory."""
 
     def __init__(self, trained: Trained, tiles: "Tiles", snapshot: torch.Tensor, capacity: int) -> None:
         from patchstore.kernels import compare
@@ -77,10 +77,10 @@ class Comparison:
         self._kernels.compare(self.found, self._addresses, self._picked, address, everything, slow)
 
     def count(self) -> list[int]:
-        """Return the changed elements of each element width, here of one.
+        """Return the number of changed elements per element width; here there is one width.
 
         Raises:
-            SystemExit: room was short, and what came of it would be no comparison.
+            SystemExit: there are more changed words than room for them.
         """
         if int(self.found.cursor) > self.found.capacity:
             raise SystemExit(f"{int(self.found.cursor)} changed words, with room for {self.found.capacity}")
@@ -88,7 +88,7 @@ class Comparison:
         return nums
 
     def again(self) -> int:
-        """Apply what was found, and compare once more; returns how many words then differ."""
+        """Apply the changes found, and compare once more; return how many words then differ."""
         self._kernels.apply(self.found, self._snapshot.data_ptr())
         self.found.clear()
         self.compare()
@@ -121,14 +121,14 @@ def publisher(bench: Bench, densities: Sequence[float], host_bytes: int) -> Iter
 
 
 def _room(tiles: "Tiles", density: float) -> int:
-    """How many words change, and some more."""
+    """Return the expected number of changed words, and some spare."""
     return int(1.02 * tiles.first_bytes[-1] / 8 * (1 - (1 - density) ** (8 // WIDTH))) + 4096
 
 
 def _host_snapshot(trained: Trained, host_bytes: int) -> torch.Tensor | None:
-    """Pinned memory for a snapshot of as many of the first tensors as fit there; None if none does."""
+    """Return pinned memory for a snapshot of as many of the first tensors as fit; None if none does."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Half, as what is pinned is rounded up to a power of 2.
+    # Half, because pinned memory is rounded up to a power of 2.
     fits = [size for size in trained.tiles.first_bytes[1:] if size <= min(host_bytes, free // 2)]
     return trained.bench.pinned(fits[-1]) if fits else None
 
@@ -157,7 +157,7 @@ def _publication(trained: Trained, density: float, *, is_first: bool) -> Iterato
         comparison.found.clear()
         trained.flip(density)
 
-    # From where the snapshot is up to date, so that every call has the same changes before it.
+    # The snapshot is now up to date, so that every call finds the same changes.
     comparison.compare()
     num_changed = sum(comparison.count())
     if changed:
@@ -188,7 +188,7 @@ def _publication(trained: Trained, density: float, *, is_first: bool) -> Iterato
 
 
 def _expected(trained: Trained) -> dict[int, tuple[torch.Tensor, torch.Tensor, list[int]]]:
-    """What a few tensors come to in a payload: gaps, values, and by how much their sums grow."""
+    """Return the expected gaps, values and growth of the sums of a few tensors."""
     found = {}
     for index in sample_of(len(trained.sizes), trained.sizes):
         new, old = (trained.tensor(memory, index) for memory in (trained.weights, trained.snapshot))
@@ -213,7 +213,7 @@ def _encoded(trained: Trained, comparison: Comparison) -> torch.Tensor:
 def _same(
     trained: Trained, block: torch.Tensor, index: int, wanted: tuple[torch.Tensor, torch.Tensor, list[int]]
 ) -> bool:
-    """Whether a payload's block has this of a tensor."""
+    """Return whether a payload's block has the expected gaps, values and sums of a tensor."""
     num_tensors = len(trained.sizes)
     head = block[: 24 * num_tensors].view(torch.int64)
     nums = head[:num_tensors]
@@ -240,7 +240,7 @@ def _torch_gaps(trained: Trained, changed: Sequence[torch.Tensor]) -> None:
 
 
 def _over_the_bus(trained: Trained, density: float, host: torch.Tensor) -> Row:
-    """Measure a comparison with a snapshot in pinned memory. It moves the device's snapshot, too."""
+    """Measure a comparison with a snapshot in pinned memory. It updates the device's snapshot too."""
     from patchstore.kernels import compare
 
     bench = trained.bench

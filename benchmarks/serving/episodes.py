@@ -14,7 +14,7 @@ from benchmarks.serving.updates import Update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """Some updates of one density, with quiet before, between and after them."""
+    """Some updates of one density, with quiet times before, between and after them."""
 
     density: float
     updates: Sequence[Update]
@@ -25,9 +25,9 @@ class Episode:
 
 
 def analyse(episode: Episode, requests: Sequence[Request]) -> tuple[list[Gap], dict[str, Any]]:
-    """Return the episode's gaps, and a row of what each window did to them.
+    """Return the episode's gaps, and a row of their statistics per window.
 
-    A stall is None where no answer was under way in any commit.
+    The stall is None if no answer was under way in any commit.
     """
     spans = episode.spans()
     began, ended = min(span.began for span in spans), max(span.ended for span in spans)
@@ -55,7 +55,7 @@ def analyse(episode: Episode, requests: Sequence[Request]) -> tuple[list[Gap], d
 
 
 def around(found: Sequence[Gap], episode: Episode, margin_s: float = 1.0) -> dict[str, Any]:
-    """A row with the gaps around the update of the median stall; its times are relative to the pause."""
+    """Return a row with the gaps around the update of the median stall, in seconds from the pause."""
     stalls = [(latency.longest(found, update.pause) or 0.0, update) for update in episode.updates]
     stalls.sort(key=itemgetter(0))
     stall_s, update = stalls[(len(stalls) - 1) // 2]

@@ -10,15 +10,15 @@ from benchmarks.serving.load import Request
 
 Window = Literal["quiet", "publishing", "staging", "commit"]
 WINDOWS: tuple[Window, ...] = ("quiet", "publishing", "staging", "commit")
-"""Weakest first: a gap that overlaps several belongs to the strongest."""
+"""Weakest first. A gap that overlaps several windows belongs to the strongest."""
 
 _TOGETHER_S = 0.0005
-"""No step is so short: chunks closer than this were made apart, but waited in a queue for each other."""
+"""No step of the engine is this short: chunks that are closer together waited in a queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A stretch of time of one kind; kinds may overlap."""
+    """A period of one window; windows may overlap."""
 
     window: Window
     began: float
@@ -43,7 +43,7 @@ class Gap:
 
 
 def gaps(requests: Sequence[Request]) -> list[Gap]:
-    """Every time between two arrivals of an answer's tokens, of which some may have come together."""
+    """Return the times between arrivals of tokens of an answer. Tokens that came together are one arrival."""
     found = []
     for request in requests:
         last = request.times[0]
@@ -55,7 +55,7 @@ def gaps(requests: Sequence[Request]) -> list[Gap]:
 
 
 def sort_gaps(found: Sequence[Gap], spans: Sequence[Span]) -> dict[Window, list[Gap]]:
-    """Gaps by window: wholly in a quiet span, or overlapping one of another kind; others are left out."""
+    """Sort gaps by window: those within a quiet span, and those that overlap another. Others are left out."""
     windows: dict[Window, list[Gap]] = {window: [] for window in WINDOWS}
     for gap in found:
         kinds = {span.window for span in spans if _is_of(gap, span)}
@@ -71,7 +71,7 @@ def _is_of(gap: Gap, span: Span) -> bool:
 
 
 def quantiles(found: Sequence[Gap]) -> dict[str, float | None]:
-    """Median, 95th and 99th percentile and longest, in seconds; None where there are no gaps."""
+    """Return the median, 95th and 99th percentile and maximum, in seconds; None without gaps."""
     names = {"p50_s": 50, "p95_s": 95, "p99_s": 99, "max_s": 100}
     if not found:
         return dict.fromkeys(names)
@@ -80,17 +80,17 @@ def quantiles(found: Sequence[Gap]) -> dict[str, float | None]:
 
 
 def longest(found: Sequence[Gap], span: Span) -> float | None:
-    """The stall: the longest gap that overlaps a span, or None where no answer was under way."""
+    """Return the stall: the longest gap that overlaps a span; None if no answer was under way."""
     return max((gap.seconds for gap in found if _is_of(gap, span)), default=None)
 
 
 def num_clients(found: Sequence[Gap], span: Span) -> int:
-    """Clients with an answer under way in a span."""
+    """Return how many clients had an answer under way in a span."""
     return len({gap.client for gap in found if _is_of(gap, span)})
 
 
 def num_tokens(requests: Sequence[Request], spans: Sequence[Span]) -> int:
-    """Tokens that came within the spans, which do not overlap."""
+    """Return how many tokens came within the spans, which must not overlap."""
     return sum(
         count
         for request in requests
@@ -102,7 +102,7 @@ def num_tokens(requests: Sequence[Request], spans: Sequence[Span]) -> int:
 def series(
     found: Sequence[Gap], *, zero: float, began: float, ended: float, num_points: int = 400
 ) -> list[list[float]]:
-    """`[seconds after zero, seconds of the gap that ended then]`: the longest of each stretch of time."""
+    """Return the longest gap of each stretch of time: `[seconds after zero of its end, its seconds]`."""
     width = (ended - began) / num_points
     tallest: dict[int, Gap] = {}
     for gap in found:

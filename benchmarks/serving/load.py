@@ -22,23 +22,23 @@ _PATIENCE_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One streamed answer, which came whole."""
+    """One streamed answer, in full length."""
 
     client: int
     times: Sequence[float]
-    """`time.monotonic` at which each chunk came."""
+    """`time.monotonic` at each chunk's arrival."""
     counts: Sequence[int]
-    """Tokens in each."""
+    """Tokens in each chunk."""
 
 
 class Load:
-    """Clients that each stream one answer after the other, from a process that ends with the `with` block."""
+    """Clients that each stream one answer after the other, in a process that ends with the `with` block."""
 
     def __init__(self, url: str, questions: Sequence[Mapping[str, Any]]) -> None:
         """Start.
 
         Args:
-            questions: of `/v1/completions`, one for each client; with `max_tokens`.
+            questions: bodies for `/v1/completions` with `max_tokens`, one per client.
         """
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -51,7 +51,7 @@ class Load:
         self._receive("steady")
 
     def check(self) -> None:
-        """Raise RuntimeError if it has failed."""
+        """Raise RuntimeError if the load has failed."""
         if self._pipe.poll():
             self._receive("")
 
@@ -83,10 +83,10 @@ class Load:
 
 
 def _generate(pipe: "Connection[Any, Any]", url: str, questions: Sequence[Mapping[str, Any]]) -> None:
-    """What the process does."""
+    """Run the clients; the main function of the process."""
     try:
         pipe.send(("done", asyncio.run(_all(pipe, url, questions))))
-    except BaseException as exc:  # noqa: BLE001  # It is told to the parent.
+    except BaseException as exc:  # noqa: BLE001  # The parent raises it.
         causes = exc.exceptions if isinstance(exc, BaseExceptionGroup) else [exc]
         pipe.send(("failed", "; ".join(f"{type(each).__name__}: {each}" for each in causes)))
 
@@ -127,7 +127,7 @@ async def _stream(
     """Stream one answer.
 
     Raises:
-        RuntimeError: it did not come, or not in full length.
+        RuntimeError: the server refused it, or ended it early.
     """
     times: list[float] = []
     counts: list[int] = []
@@ -142,7 +142,7 @@ async def _stream(
             now = time.monotonic()
             message = json.loads(line.removeprefix("data: "))
             if "choices" not in message:
-                raise RuntimeError(f"the server broke off: {line:.500}")
+                raise RuntimeError(f"the server ended the answer with an error: {line:.500}")
             (choice,) = message["choices"]
             if tokens := choice["token_ids"]:
                 times.append(now)

@@ -27,25 +27,25 @@ PARTS: Mapping[str, str] = {
     "end_s": "the driver's last mark",
     "answer_s": "a request of one token",
 }
-"""Every second from `publish_patch` to the first answer of the new weights, in order."""
+"""All parts from `publish_patch` to the first answer of the new weights, in order, without gaps."""
 
 _CALLS = {"hold": "pause", "finish": "finish", "reset": "reset", "resume": "resume"}
-"""Within the pause."""
+"""Calls within the pause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One version on its way; times are of `time.monotonic`."""
+    """One version and its times, by `time.monotonic`."""
 
     version: int
     num_changed: int
     payload_bytes: int
     called: float
-    """`publish_patch` was."""
+    """`publish_patch` was called."""
     compared: float
-    """It returned."""
+    """`publish_patch` returned."""
     published: float
-    """The version existed."""
+    """The manifest was committed."""
     noticed: float
     prefetched: float
     pausing: float
@@ -57,14 +57,14 @@ class Update:
     calls: Mapping[str, float]
     """Seconds of each call within the pause: `hold` (`/pause`), `finish`, `reset`, `resume`."""
     timings: Mapping[str, float]
-    """What the server's first rank measured: `fetch`, `stage`, `apply`."""
+    """Seconds that the server's first rank measured: `fetch`, `stage`, `apply`."""
 
     @property
     def pause(self) -> Span:
         return Span(window="commit", began=self.pausing, ended=self.resumed)
 
     def parts(self) -> dict[str, float]:
-        """Seconds of each of `PARTS`; together they are the whole path."""
+        """Return the seconds of each of `PARTS`; their sum is the whole path."""
         marks = (
             self.called,
             self.compared,
@@ -79,7 +79,7 @@ class Update:
         return {name: ended - began for name, (began, ended) in zip(PARTS, pairwise(marks), strict=True)}
 
     def spans(self) -> list[Span]:
-        """When it was published, staged and committed."""
+        """Return when the version was published, staged and committed."""
         return [
             Span(window="publishing", began=self.called, ended=self.noticed),
             Span(window="staging", began=self.noticed, ended=self.pausing),
@@ -88,7 +88,7 @@ class Update:
 
 
 class Bench:
-    """A trainer and its publisher, a server, and what leads from one to the other."""
+    """A trainer, its publisher, and a server that is brought to each version."""
 
     def __init__(
         self, trainer: Trainer, store: Store, server: TimedServer, question: Mapping[str, Any], poll_s: float
@@ -111,7 +111,7 @@ class Bench:
             self._publisher.close()
 
     def anchor(self, scratch: Path, storage_options: Mapping[str, Any]) -> dict[str, Any]:
-        """Publish and load version 0, all of the model; returns what that took."""
+        """Publish and load version 0, all of the model; return the times."""
         self._answer()
         began = time.monotonic()
         self._publisher = Publisher(self._store, self._trainer.tensors, anchor_every=1_000_000)
@@ -144,15 +144,15 @@ class Bench:
             torch.cuda.synchronize(self._device)
 
     def update(self, density: float) -> Update:
-        """Change the weights, publish them, and bring the server there."""
+        """Change the weights, publish them, and bring the server to them."""
         self.step(density)
         return self.follow()
 
     def follow(self) -> Update:
-        """Publish what changed, bring the server there, and return when it has answered.
+        """Publish the changes, bring the server to them, and return when it has answered.
 
         Raises:
-            RuntimeError: it has answered, but does not hold that version.
+            RuntimeError: the server has answered, but does not serve that version.
         """
         assert self._publisher is not None and self._head is not None
         called = time.monotonic()
@@ -160,7 +160,7 @@ class Bench:
         compared = time.monotonic()
         while (found := history.following(self._store, self._head)) is None:
             if publication.done():
-                # Or it failed, and this says why.
+                # Raises if the publication failed.
                 publication.result()
             time.sleep(self._poll_s)
         noticed = time.monotonic()
@@ -194,7 +194,7 @@ class Bench:
         self._http.post("/v1/completions", json=self._question).raise_for_status()
 
     def _status(self) -> Mapping[str, Any]:
-        """The first rank's, once all of them serve the head, whole."""
+        """Return the first rank's status, after checking that the server serves the head."""
         assert self._head is not None
         status = self.server.status()
         if (status.serving, status.state_digest) != (self._head.version, self._head.state.total):
@@ -209,7 +209,7 @@ def _length(span: tuple[float, float]) -> float:
 
 
 def path(updates: Sequence[Update]) -> dict[str, Any]:
-    """Median seconds of each part, and of what the engine itself timed within `prefetch_s` and `pause_s`.
+    """Return median seconds of each part, and of the engine's own times within `prefetch_s` and `pause_s`.
 
     Medians of parts do not add up to the median of the total.
     """

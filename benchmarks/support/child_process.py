@@ -1,6 +1,6 @@
-"""A process of a benchmark's own, which is told what to do, and answers, in JSON lines.
+"""A child process of a benchmark, which takes and answers messages in JSON lines.
 
-It ends with whoever started it, also where that one is killed: then its standard input ends.
+It ends with its parent. If the parent is killed, the child's standard input ends, and so the child does.
 """
 
 import json
@@ -23,7 +23,7 @@ class Child:
         """Start it.
 
         Args:
-            job: what it is to do, which `arguments` returns there.
+            job: its task, which `arguments` returns in the child.
             environment: in addition to ours.
         """
         self._name = f"{module} {role}"
@@ -34,7 +34,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Ctrl-C reaches only us, and we end it.
+            # Ctrl-C reaches the parent alone, which ends the child.
             start_new_session=True,
         )
 
@@ -46,10 +46,10 @@ class Child:
             raise self._ended() from exc
 
     def hear(self) -> dict[str, Any]:
-        """Wait for what it says next.
+        """Wait for its next message.
 
         Raises:
-            RuntimeError: it has ended instead; why is on standard error.
+            RuntimeError: it has ended; its standard error has the reason.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -59,7 +59,7 @@ class Child:
         return message
 
     def ask(self, **message: Any) -> dict[str, Any]:
-        """Tell it something, and return the answer."""
+        """Send a message, and return the answer."""
         self.tell(**message)
         return self.hear()
 
@@ -73,23 +73,23 @@ class Child:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._process.kill()
-        # What it was not told any more need not be written.
+        # Closes the pipes; messages that were not delivered are dropped.
         self._process.communicate()
 
 
 def arguments() -> tuple[str, dict[str, Any]]:
-    """In the child: its role and its job."""
+    """Return the role and the job, in the child."""
     role, job = sys.argv[1:]
     return role, json.loads(job)
 
 
 def messages() -> Iterator[dict[str, Any]]:
-    """In the child: what it is told, until there is nobody left to tell it anything."""
+    """Yield the parent's messages, in the child, until the parent ends."""
     for line in sys.stdin:
         yield json.loads(line)
 
 
 def say(**message: Any) -> None:
-    """In the child: answer."""
+    """Send a message to the parent, in the child."""
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What benchmarks of kernels measure, and how: calls on one device, beside floors of the same run."""
+"""The measures of kernels, and the clock: calls on one device, beside floors of the same run."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ try:
     import triton.language as tl
     from triton.language import constexpr
 except ImportError:
-    # Other cases do without; this one says so when it runs.
+    # Other cases need no Triton; `device` reports that it is missing.
     triton = tl = None
     constexpr = Any
 
@@ -36,7 +36,7 @@ class Measure:
     role: Role
     about: str
     beside: str | None = None
-    """The measure of the same run that it is divided by."""
+    """The measure of the same run by which this one is divided."""
 
 
 PUBLISHER: Mapping[str, Measure] = MappingProxyType(
@@ -88,20 +88,20 @@ CONTEXT: Mapping[str, Measure] = MappingProxyType(
 MEASURES: Mapping[str, Mapping[str, Measure]] = MappingProxyType(
     {"publisher": PUBLISHER, "engine": ENGINE, "context": CONTEXT}
 )
-"""By part."""
+"""Measures by part."""
 
 WIDTH = 2
 """Bytes of an element: bfloat16."""
 READ_WORDS = 2048
 """Words that one program of a floor reads: 16 KiB."""
 COPY_BYTES = 1 << 30
-"""A floor of the bus is measured on at most so much, and scaled: its rate does not change from there on."""
+"""The largest copy for a floor of the bus. Floors of more bytes are scaled: the rate stays the same."""
 FLUSH_BYTES = 256 << 20
-"""Written before every timed call, so that nothing is in the L2 cache, and the host gets ahead."""
+"""Bytes written before every timed call: this empties the L2 cache, and the host queues the call meanwhile."""
 SLOW_MS = 2000.0
-"""Peers, and what the host has a part in, are not repeated beyond so much."""
+"""Slow measures (peers, and those that include the host) are repeated until they took this long."""
 SPARE_BYTES = 3 << 30
-"""Of temporaries, beside what is counted."""
+"""Device memory for temporaries, in addition to what is counted."""
 
 
 def device() -> torch.device:
@@ -118,12 +118,12 @@ def device() -> torch.device:
 
 
 class Short(Exception):
-    """There is not enough memory, or something else is not there, for some measures."""
+    """Some measures are not possible: memory is too short, or a package is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What each timed call took."""
+    """The milliseconds of each timed call."""
 
     ms: Sequence[float]
 
@@ -185,10 +185,10 @@ class Bench:
         num_tensors: int | None = None,
         num_elements: int | None = None,
     ) -> Row:
-        """Return a row, beside what was measured before.
+        """Return a row, with its ratio to the measure beside it if that was measured before.
 
         Args:
-            num_tensors: if not all of them, with `num_elements`.
+            num_tensors: of the measured tensors, with `num_elements`; all, if not given.
         """
         ms = statistics.median(spent.ms)
         self._medians[self.part, measure, density] = ms
@@ -226,12 +226,12 @@ class Bench:
         is_wall: bool = False,
         is_slow: bool = False,
     ) -> Spent:
-        """Time calls, after one that is left out.
+        """Time calls, after one call that is not counted.
 
         Args:
-            before: what each call needs, untimed.
-            is_wall: by the host's clock, until the device is done; otherwise by the device's.
-            is_slow: stop when all took `SLOW_MS`, even after the first.
+            before: prepares each call, untimed.
+            is_wall: use the host's clock, until the device has finished; otherwise the device's clock.
+            is_slow: stop when the calls together took `SLOW_MS`, even after the first.
         """
         spent: list[float] = []
         while len(spent) <= self._repeats and not (is_slow and sum(spent) > SLOW_MS):
@@ -261,7 +261,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def need(self, num_bytes: int, what: str) -> None:
-        """Raises Short where the device has not so much free, and some spare."""
+        """Raise Short if the device has less memory free than this and `SPARE_BYTES`."""
         if not self.is_gpu:
             return
         gc.collect()
@@ -276,7 +276,10 @@ class Bench:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_gpu)
 
     def read(self, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> tuple[Spent, int]:
-        """Time reading whole blocks of memory, and of others of the same sizes; also returns the bytes."""
+        """Time a kernel that reads all whole blocks of tensors, and of others of the same sizes.
+
+        Returns that and the number of bytes.
+        """
         kernel, first, second = _reader(), self._blocks(tensors), self._blocks(others)
         result = torch.zeros(1, dtype=torch.int64, device=self.device)
 
@@ -288,7 +291,7 @@ class Bench:
         return self.time(call), (len(first) + len(second)) * READ_WORDS * 8
 
     def _blocks(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Addresses of all whole blocks."""
+        """Return the addresses of all whole blocks."""
         size = READ_WORDS * 8
         parts = [
             torch.arange(tensor.nbytes // size) * size + tensor.data_ptr()
@@ -311,7 +314,7 @@ def _read(first, second, result, words: constexpr, has_second: constexpr):  # ty
     if has_second:
         found ^= tl.load(tl.multiple_of(tl.load(second + place).to(tl.pointer_type(tl.int64)), 16) + lanes)
     total = tl.sum(found)
-    # Never, in random weights; but what is loaded has to be of use.
+    # Never true of random weights, but without a use the compiler would drop the loads.
     if total == 0x123456789ABCDEF:
         tl.store(result, total)
 
@@ -322,11 +325,11 @@ def _reader() -> Any:
 
 
 def sample_of(num: int, sizes: Sequence[int]) -> list[int]:
-    """A few of so many tensors, the largest among them."""
+    """Return the indices of a few of `num` tensors, the largest among them."""
     return sorted({0, num // 4, num // 2, 3 * num // 4, num - 1, max(range(num), key=sizes.__getitem__)})
 
 
 def must_agree(is_right: bool, what: str) -> None:
-    """Raises SystemExit where kernels and plain torch differ, so that times mean nothing."""
+    """Raise SystemExit if kernels and plain torch differ, because times then mean nothing."""
     if not is_right:
         raise SystemExit(f"{what}: the kernels differ from plain torch")

@@ -1,4 +1,4 @@
-"""Programs that are killed at any moment, with all that they started, and started again."""
+"""Programs that are killed at any moment, with all their children, and started again."""
 
 import json
 import os
@@ -29,14 +29,14 @@ class Part:
         """Prepare; nothing is started yet.
 
         Args:
-            folder: takes what each process prints, under names of its own.
-            life_s: after which a process ends by itself, whatever became of us.
-            hear: told of each JSON object that a process prints, on a thread, with the process's number.
+            folder: takes a log of each process.
+            life_s: seconds after which a process ends by itself, even if this process was killed.
+            hear: called on a thread with the process's number and each JSON object that the process prints.
         """
         self.name = name
         self.number = -1
-        """Of the process: how many came before it."""
-        # Else it would go on for `life_s` when we are killed.
+        """The number of the present process: how many came before it."""
+        # Otherwise it would run on for `life_s` after this process is killed.
         orphaned = ["setpriv", "--pdeathsig", "TERM"]
         self._command = [*orphaned, "timeout", "--kill-after=10", str(life_s), *command]
         self._folder, self._environment, self._hear = folder, environment, hear
@@ -60,12 +60,12 @@ class Part:
         assert self._hear is not None and program.process.stdout is not None
         with program.process.stdout as lines:
             for line in lines:
-                # The last one may have been cut off.
+                # A kill may have cut off the last line.
                 with suppress(ValueError):
                     self._hear(number, json.loads(line))
 
     def check_alive(self) -> None:
-        """Raise RuntimeError with the end of its log, if it has ended, though nobody killed it."""
+        """Raise RuntimeError with the end of its log, if it has ended without a kill."""
         assert self._program is not None
         self._program.check_alive()
 
@@ -80,13 +80,13 @@ class Part:
         return self._program.process.wait(timeout_s)
 
     def kill(self) -> None:
-        """Kill the process and all that it started, and return when none of them is left."""
+        """Kill the process and all its children, and return when all have ended."""
         if self._program is None:
             return
         session = self._program.process.pid
         shared = {path for member in _members(session) for path in _shared(member)}
         with suppress(ProcessLookupError):
-            # All in one go; what has left the group for one of its own follows.
+            # Kills the whole group at once; the loop below kills children in groups of their own.
             os.killpg(session, signal.SIGKILL)
         while members := _members(session):
             for member in members:
@@ -95,7 +95,7 @@ class Part:
             time.sleep(0.01)
         self._program.process.wait()
         for path in shared:
-            # Memory that would be taken until the machine restarts: nobody is left to give it back.
+            # The killed processes can no longer unlink it, and it would last until the machine restarts.
             path.unlink(missing_ok=True)
         if self._reader is not None:
             self._reader.join()
@@ -106,7 +106,7 @@ def _members(session: int) -> list[int]:
     """Return the processes of a session that have not ended."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
-        # It may end while we look. After the name, which may hold spaces, come state, parent, group, session.
+        # It may end meanwhile. State, parent, group and session follow the name, which may have spaces.
         with suppress(FileNotFoundError, ProcessLookupError):
             fields = (place / "stat").read_text().rpartition(")")[2].split()
             if fields[0] not in "ZX" and int(fields[3]) == session:
@@ -118,6 +118,6 @@ def _shared(process: int) -> set[Path]:
     """Return the shared memory that a process has mapped by name."""
     with suppress(FileNotFoundError, ProcessLookupError):
         mapped = Path(f"/proc/{process}/maps").read_text().splitlines()
-        # What was removed already has a note behind its name, and is found by none.
+        # A removed file has " (deleted)" after its name, so unlinking that path finds nothing.
         return {Path(line[line.index("/dev/shm/") :]) for line in mapped if "/dev/shm/" in line}
     return set()

@@ -1,6 +1,6 @@
-"""Models by the shapes of their tensors, under the names that their checkpoints have on the Hub.
+"""Shapes of models: every tensor's shape under the name that it has in the checkpoint on the Hub.
 
-Nothing is downloaded: a benchmark fills them with random numbers, and vLLM starts from the config alone.
+Nothing is downloaded. Benchmarks fill the tensors with random numbers; vLLM starts from the config alone.
 """
 
 import json
@@ -23,7 +23,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     intermediate: int
-    """Of each expert, if there are any."""
+    """Of each expert in a model of experts."""
     vocabulary: int = 151_936
     tied: bool = False
     """Whether the output layer is the embedding."""
@@ -32,11 +32,11 @@ class Shape:
 
     @property
     def has_qk_norm(self) -> bool:
-        """Queries and keys are normalised (Qwen3) instead of biased (Qwen2)."""
+        """Whether queries and keys are normalised (Qwen3) instead of biased (Qwen2)."""
         return self.model_type != "qwen2"
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name, in the order of the model."""
+        """Return shapes by name, in the order of the model."""
         found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocabulary, self.hidden)}
         for i in range(self.layers):
             found |= {f"model.layers.{i}.{name}": shape for name, shape in self._layer().items()}

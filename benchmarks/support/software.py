@@ -7,6 +7,7 @@ import torch
 
 
 def software(device: torch.device) -> dict[str, str]:
+    """Return the version of vLLM and the name of the device."""
     import vllm
 
     if device.type == "cuda":

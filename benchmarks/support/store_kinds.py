@@ -1,7 +1,7 @@
-"""Kinds of store to measure with: each is empty, on this machine, and has the server that it needs.
+"""The kinds of store to measure with: each is empty, on this machine, and has the server that it needs.
 
-S3 is ministack, which keeps objects in memory, and not moto, which also reads all of an object for each range
-of it. The Hub is the tests' own, and keeps contents on disk.
+S3 is ministack, which keeps objects in memory; moto would read a whole object for each range of it. The Hub
+is the tests' own, and keeps contents on disk.
 """
 
 import os
@@ -21,7 +21,7 @@ import s3fs
 from benchmarks.support.paths import ROOT
 
 KINDS = ("folder", "s3fs", "obstore", "hub")
-"""`s3fs` and `obstore` are S3 by these clients."""
+"""`s3fs` and `obstore` are S3 with these clients."""
 
 _BUCKET = "bench/bucket"
 _START_S = 60.0
@@ -34,20 +34,20 @@ class Place:
     kind: str
     url: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    """With which `open_store` opens it."""
+    """The options that `open_store` takes for it."""
     server: str = "none"
-    """Name and version of the program behind it."""
+    """The program behind it."""
     process: int | None = None
-    """Its process id."""
+    """The server's process id."""
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """What a process needs that opens it; `folder` is for what the process keeps, and is its own."""
+        """Return the environment of a process that opens it; `folder` is that process's own."""
         return {"HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 @contextmanager
 def place(kind: str, folder: Path) -> Iterator[Place]:
-    """Yield a new store of a kind; what it keeps on disk is in `folder`.
+    """Yield a new store of a kind; its files are in `folder`.
 
     Raises:
         SystemExit: a program is missing, or did not start.
@@ -70,7 +70,7 @@ def place(kind: str, folder: Path) -> Iterator[Place]:
 
 
 def versions() -> dict[str, str]:
-    """Of the clients."""
+    """Return the versions of the clients."""
     return {name: version(name) for name in ("s3fs", "obstore", "huggingface_hub", "hf_xet")}
 
 
@@ -80,9 +80,9 @@ def ministack(folder: Path) -> Iterator[tuple[dict[str, Any], int]]:
     program = os.environ.get("MINISTACK") or str(Path(sys.prefix, "ministack", "bin", "ministack"))
     if not Path(program).exists():
         raise SystemExit(f"no {program}: `make setup` installs it; or name it in MINISTACK")
-    # It would listen on all interfaces.
+    # By default it listens on all interfaces.
     environment = {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": "0", "SERVICES": "s3"}
-    # To a file, which nobody need read for the server to go on.
+    # A pipe that is not read would fill up and block the server.
     log = folder / "ministack.log"
     with log.open("wb") as output:
         server = _start([program], environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
@@ -102,7 +102,7 @@ def _hub(folder: Path) -> Iterator[Place]:
     command += ["--folder", str(folder / "contents"), "--bucket", _BUCKET]
     log = folder / "hub.log"
     with log.open("wb") as output:
-        # It ends with its standard input.
+        # The server ends with its standard input.
         server = _start(
             command, {"TMPDIR": str(folder)}, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=ROOT
         )
@@ -124,7 +124,8 @@ def _hub(folder: Path) -> Iterator[Place]:
 
 
 def _start(command: list[str], environment: Mapping[str, str], **options: Any) -> "subprocess.Popen[bytes]":
-    # A session of its own: Ctrl-C reaches only us, and we end it. If we are killed, the kernel does.
+    # A session of its own: Ctrl-C reaches this process alone, which ends the server. If this process is
+    # killed, the kernel kills the server.
     command = ["setpriv", "--pdeathsig", "KILL", *command]
     return subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True, **options)
 

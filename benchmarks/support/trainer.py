@@ -19,7 +19,7 @@ class Step:
     patches: Sequence[TensorPatch]
     """From the version before, on the trainer's device."""
     tensors: Mapping[str, torch.Tensor]
-    """All of it: the trainer's own memory."""
+    """All tensors of the version: the trainer's own memory."""
     manifest: Manifest | None
     """None without a store."""
 
@@ -33,7 +33,7 @@ class Step:
 
 
 class Trainer:
-    """Random weights, and steps that flip the lowest bit of random elements; publishes if given a folder."""
+    """Random weights, and steps that flip the lowest bit of random elements. Publishes if given a folder."""
 
     def __init__(self, shape: Shape, device: torch.device, store: Path | None) -> None:
         self._random = torch.Generator(device).manual_seed(7)
@@ -63,7 +63,7 @@ class Trainer:
             self.store.close()
 
     def step(self, density: float) -> Step:
-        """Change each element with this probability, in every tensor at least one, and publish."""
+        """Change each element with this probability, at least one per tensor, and publish."""
         patches = []
         for name, tensor in self.tensors.items():
             flat, at = bits(tensor), self._positions(tensor.numel(), density)
@@ -78,7 +78,7 @@ class Trainer:
         return step
 
     def _positions(self, num_elements: int, density: float) -> torch.Tensor:
-        """Ascending positions, int64: distances of independent changes follow a geometric distribution."""
+        """Return ascending positions, int64. The distances of independent changes are geometric."""
         expected = num_elements * density
         gaps = torch.empty(
             int(expected + 6 * expected**0.5 + 8), dtype=torch.float64, device=self._random.device

@@ -1,4 +1,4 @@
-"""`vllm serve` of a shape with dummy weights, and a client of it that keeps time."""
+"""`vllm serve` of a shape with dummy weights, and a client that keeps the times of its calls."""
 
 import argparse
 import os
@@ -21,9 +21,9 @@ from patchstore.serve.vllm_server import VllmServer
 _MODEL = "served"
 _START_S = 420.0
 _LIFE_S = 1800
-"""A server that nobody ended, because this process was killed, ends itself."""
+"""Seconds after which the server ends by itself, in case this process was killed."""
 _BLOCK = 128
-"""Tokens: KV memory is given out in blocks, of at most so many."""
+"""Tokens of the largest block in which vLLM allocates KV memory."""
 
 VLLM_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -38,7 +38,7 @@ _SERVER_FAILURES = (RuntimeError, PatchstoreError, httpx.HTTPError)
 
 
 class TimedServer(VllmServer):
-    """Remembers when each step of the last `apply` began and ended."""
+    """Keeps when each step of the last `apply` began and ended."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -86,11 +86,11 @@ def serve(shape: Shape, args: argparse.Namespace, folder: Path) -> Iterator[Time
         memory = []
     command = [
         *("timeout", "--kill-after=10", str(_LIFE_S)),
-        # What the `vllm` command runs, also where it was not installed as a script.
+        # The module that the `vllm` command runs; some installations lack the command.
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", _MODEL),
         *("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", str(max_model_len)),
-        # One more for the driver's own request.
+        # One more, for the driver's request.
         *("--max-num-seqs", str(args.concurrency + 1)),
         *memory,
         *("--worker-extension-cls", "vllm_plugin.DeltaWorkerExtension"),
@@ -116,7 +116,7 @@ def serve(shape: Shape, args: argparse.Namespace, folder: Path) -> Iterator[Time
 
 
 def _save_model(shape: Shape, folder: Path) -> Path:
-    """Write a config and a tokenizer of as many words as the vocabulary has."""
+    """Write a config, and a tokenizer with as many words as the vocabulary."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -128,7 +128,7 @@ def _save_model(shape: Shape, folder: Path) -> Path:
 
 
 def _kv_bytes(shape: Shape, num_requests: int, num_tokens: int) -> int:
-    """Enough for so many requests of so many tokens, so that none is preempted; two bytes a number."""
+    """Return the KV memory with which no request is preempted, at two bytes per number."""
     blocks = num_requests * -(-num_tokens // _BLOCK)
     return max(blocks * _BLOCK * 2 * shape.layers * shape.kv_heads * shape.head_dim * 2, 64 << 20)
 
@@ -148,7 +148,7 @@ def _wait_until_healthy(process: Program, url: str) -> None:
 
 
 def question(shape: Shape, args: argparse.Namespace, client: int) -> dict[str, Any]:
-    """A completion request; each client's prompt is another, so that they share no prefix."""
+    """Return a completion request. Prompts differ between clients, so that they share no prefix."""
     random_ = random.Random(client)
     return {
         "model": _MODEL,

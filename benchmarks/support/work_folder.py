@@ -10,12 +10,12 @@ from pathlib import Path
 
 @contextmanager
 def work_folder(where: Path | None, name: str) -> Iterator[Path]:
-    """Yield a folder for all that a benchmark writes, which is removed afterwards, by SIGTERM too.
+    """Yield a folder for all files of a benchmark, which is removed afterwards, also at SIGTERM.
 
     Args:
-        where: folder to make it in; None for the system's for temporary files.
+        where: the folder's parent; None for the system's folder of temporary files.
     """
-    # Else what is underneath would be neither ended nor removed.
+    # Without a handler, SIGTERM would leave child processes and the folder behind.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix=f"patchstore-{name}-", dir=where) as folder:
         yield Path(folder)
