@@ -97,7 +97,7 @@ READ_WORDS = 2048
 COPY_BYTES = 1 << 30
 """The largest copy for a floor of the bus. Floors of more bytes are scaled: the rate stays the same."""
 FLUSH_BYTES = 256 << 20
-"""Bytes written before every timed call: this empties the L2 cache, and the host queues the call meanwhile."""
+"""Bytes written before every timed call: this empties the L2 cache, and the host queues the call."""
 SLOW_MS = 2000.0
 """Slow measures (peers, and those that include the host) are repeated until they took this long."""
 SPARE_BYTES = 3 << 30
