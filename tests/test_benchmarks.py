@@ -21,8 +21,10 @@ from benchmarks.serving.episodes import Episode
 from benchmarks.serving.latency import Gap, Span
 from benchmarks.serving.load import Request
 from benchmarks.serving.updates import PARTS, Update
+from benchmarks.support.vllm_server import TimedServer
 from patchstore.encodings import ENCODINGS
 from patchstore.tensors.bits import bits
+from patchstore.testing.vllm_stub import StubServer, serving
 
 RECORDED = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -43,7 +45,7 @@ def update(called: float, *, pause_s: float = 0.25) -> Update:
         resumed=pausing + pause_s,
         applied=pausing + pause_s + 1,
         answered=pausing + pause_s + 2,
-        calls={"hold": 0.0625, "finish": 0.125, "reset": 0.03125, "resume": 0.03125},
+        calls={"hold": 0.0625, "finish": 0.125, "resume": 0.03125},
         timings={"fetch": 0.5, "stage": 0.25, "apply": 0.125},
     )
 
@@ -112,6 +114,14 @@ def test_the_parts_of_an_update_are_all_of_its_time():
 
     assert sum(one.parts().values()) == one.answered - one.called
     assert one.parts() == dict.fromkeys(PARTS, 1.0) | {"pause_s": 0.25}
+
+
+def test_an_update_records_every_call_that_a_row_has():
+    with serving(StubServer()) as stub, TimedServer(stub.url) as server:
+        server.init_weight_transfer("memory://run")
+        server.apply(0)
+
+    assert server.spans.keys() >= {"prefetch", *updates.CALLS.values()}
 
 
 def path_row() -> dict:

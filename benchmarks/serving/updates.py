@@ -23,14 +23,14 @@ PARTS: Mapping[str, str] = {
     "notice_s": "until the driver sees the version",
     "prefetch_s": "fetch, decode, translate, digest",
     "prove_s": "start_weight_update, update_weights",
-    "pause_s": "pause, write, reset the prefix cache, resume",
+    "pause_s": "pause and reset the prefix cache, write, resume",
     "end_s": "the driver's last mark",
     "answer_s": "a request of one token",
 }
 """All parts from `publish_patch` to the first answer of the new weights, in order, without gaps."""
 
-_CALLS = {"hold": "pause", "finish": "finish", "reset": "reset", "resume": "resume"}
-"""Calls within the pause."""
+CALLS = {"hold": "pause", "finish": "finish", "resume": "resume"}
+"""Calls within the pause: name in a row -> name in `TimedServer.spans`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Update:
     applied: float
     answered: float
     calls: Mapping[str, float]
-    """Seconds of each call within the pause: `hold` (`/pause`), `finish`, `reset`, `resume`."""
+    """Seconds of each of `CALLS`."""
     timings: Mapping[str, float]
     """Seconds that the server's first rank measured: `fetch`, `stage`, `apply`."""
 
@@ -186,7 +186,7 @@ class Bench:
             resumed=spans["resume"][1],
             applied=applied,
             answered=answered,
-            calls={name: _length(spans[at]) for name, at in _CALLS.items()},
+            calls={name: _length(spans[at]) for name, at in CALLS.items()},
             timings=status["timings"],
         )
 
@@ -229,6 +229,6 @@ def path(updates: Sequence[Update]) -> dict[str, Any]:
             f"engine_{part}_s": statistics.median(update.timings[part] for update in updates)
             for part in ("fetch", "stage", "apply")
         },
-        **{f"{call}_s": statistics.median(update.calls[call] for update in updates) for call in _CALLS},
+        **{f"{call}_s": statistics.median(update.calls[call] for update in updates) for call in CALLS},
         "repeats": len(updates),
     }

@@ -62,10 +62,6 @@ class TimedServer(VllmServer):
         with self._timed("finish"):
             super().finish_weight_update(weight_version)
 
-    def reset_prefix_cache(self) -> None:
-        with self._timed("reset"):
-            super().reset_prefix_cache()
-
     def resume(self) -> None:
         with self._timed("resume"):
             super().resume()
