@@ -47,9 +47,10 @@ PUBLISHER: Mapping[str, Measure] = MappingProxyType(
         "copy_snapshot": Measure(role="floor", about="a pinned copy of the host snapshot to the device"),
         "torch_nonzero": Measure(role="peer", about="(a != b).nonzero() per tensor", beside="read_both"),
         "torch_gaps": Measure(role="peer", about="gaps, values and digests per tensor in torch"),
-        "compare": Measure(role="ours", about="compare, compact, update the snapshot", beside="read_both"),
+        "compare": Measure(role="ours", about="compare, and list what differs", beside="read_both"),
         "count": Measure(role="ours", about="count what changed"),
         "encode": Measure(role="ours", about="encode as gaps, and digest", beside="torch_gaps"),
+        "apply": Measure(role="ours", about="write the changes into the snapshot"),
         "compare_host": Measure(
             role="ours", about="compare with a snapshot in host memory", beside="copy_snapshot"
         ),
