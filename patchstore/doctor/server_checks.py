@@ -1,4 +1,4 @@
-"""Whether a vLLM server can be driven: its routes, the `delta` backend, what it serves, the run's tensors.
+"""Check whether a vLLM server can be driven: its routes, the `delta` backend, its version, the run's tensors.
 
 Nothing about the server is changed. Its ranks are asked only if its configuration says that they can answer;
 see `VllmServer.check_backend`.
@@ -20,7 +20,7 @@ from patchstore.serve.vllm_protocol import ServerStatus, one_line, version_of
 from patchstore.serve.vllm_server import VllmServer
 
 _TIMEOUT_S = 60.0
-"""Asked for its configuration, vLLM first looks at its machine; tracing a large model takes seconds too."""
+"""vLLM examines its machine before it returns its configuration; tracing a large model takes seconds too."""
 _RESTART = "restart it, and look into its log"
 _HERE = {"localhost", "127.0.0.1", "::1"}
 
@@ -200,7 +200,7 @@ def _tensors(server: Server) -> Iterator[Finding]:
 
 
 def _use(mapped: Mapping[str, Any]) -> str:
-    """Of how many of them it makes something else than a copy."""
+    """How many of them the server does not simply copy."""
     numbers = {kind: mapped.get(f"num_{kind}") for kind in ("computed", "partial", "absent")}
     found = [f"{number:,} {kind}" for kind, number in numbers.items() if number]
     return f"; {', '.join(found)}" if found else ""

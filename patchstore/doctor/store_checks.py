@@ -1,7 +1,7 @@
-"""Whether a store can be reached, keeps what versions depend on, and how fast it is from here.
+"""Check whether a store can be reached and has the guarantees that versions need, and how fast it is.
 
-Everything is tried with the store's own verbs, on keys under `probes/` that are removed again: services
-have been seen to do other things than they say.
+Everything is tried with the store's own operations, on keys under `probes/` that are removed afterwards:
+some services do not behave as they are documented.
 """
 
 import os
@@ -53,7 +53,7 @@ def _open(bucket: Bucket) -> Iterator[Finding]:
 
 
 def _folder(bucket: Bucket) -> Iterator[Finding]:
-    """Say that a folder does not exist: one that is misspelt looks like a store that is new."""
+    """Report that a folder does not exist: a misspelt path looks like a new store."""
     if bucket.folder is None:
         return
     nearest = next(each for each in (bucket.folder, *bucket.folder.parents) if os.path.lexists(each))
@@ -194,7 +194,7 @@ def _create_only(bucket: Bucket) -> Iterator[Finding]:
 
 
 def _read_after_write(bucket: Bucket) -> Iterator[Finding]:
-    # Several, since what lags does so now and then.
+    # Several, because a lag shows only sometimes.
     with bucket.probes() as key:
         late = 0
         for number in range(_NUM_TIMED):

@@ -157,7 +157,7 @@ def read_stream(
     """Yield a file's header and then its tensors, in the order of their data, from a stream.
 
     Holds one tensor and one chunk at a time. Consumes `chunks` to the end, so that a check behind
-    them (`checksum.verified`) has run when this iterator ends; nothing it yielded may be trusted
+    them (`hashing.verified`) has run when this iterator ends; nothing it yielded may be trusted
     before that.
 
     Raises:
@@ -185,7 +185,7 @@ class _Source:
     def take(self, size: int) -> bytearray:
         """Return exactly `size` bytes.
 
-        Allocates as data arrives, not as a header claims: a lying size costs nothing.
+        Allocates as data arrives, and not the size that a header claims.
         """
         piece = bytearray()
         while len(piece) < size:
@@ -235,7 +235,7 @@ def tensor_of(where: str, spec: TensorSpec, data: bytearray | memoryview) -> tor
 
 
 def check_bools(where: str, spec: TensorSpec, tensor: torch.Tensor) -> None:
-    """Refuse a BOOL tensor with other bytes than 0 and 1: some of torch's copies make 1 of them, some do not.
+    """Refuse a BOOL tensor with other bytes than 0 and 1: some of torch's copies change them to 1.
 
     Raises:
         CorruptObject
@@ -245,7 +245,7 @@ def check_bools(where: str, spec: TensorSpec, tensor: torch.Tensor) -> None:
 
 
 def check_metadata(where: str, header: FileHeader, expected: Mapping[str, str]) -> None:
-    """Refuse a file that says of itself something else than its manifest does.
+    """Refuse a file whose metadata contradicts its manifest.
 
     Raises:
         CorruptObject
