@@ -106,7 +106,7 @@ def _ranks(server: Server) -> Iterator[Finding]:
 def _state(server: Server) -> Iterator[Finding]:
     status = server.status
     if status.half_applied:
-        found = "has a version half applied: some rank serves parts of two versions"
+        found = "is half-applied: some rank serves parts of two versions"
         yield server.finding(
             "server-half-applied", found, "patchstore follow loads an anchor there; or restart it"
         )
@@ -120,8 +120,8 @@ def _state(server: Server) -> Iterator[Finding]:
         found = "its data-parallel engines serve different versions, or are at different points of an update"
         yield server.finding("server-engines-differ", found, "patchstore follow brings them together")
     if status.switch is not None:
-        found = f"a switch of versions was begun and not ended; when it ends, then with {status.switch}"
-        advice = "patchstore follow ends it, unless one is at it this moment"
+        found = f"an update was begun and not ended; it must end with {status.switch}"
+        advice = "patchstore follow ends it, unless it is still running"
         yield server.finding("switch-open", found, advice)
     if status.update_open:
         found = "an update was started, and neither finished nor failed"
@@ -174,9 +174,9 @@ def _tensors(server: Server) -> Iterator[Finding]:
         yield server.finding("tensors", taken + _use(status.ranks[0].get("map") or {}))
         return
     if server.is_quantised or any(rank.get("asleep") for rank in status.ranks):
-        found = "sleeps, or is quantised, so that it cannot say whether its model takes the run's tensors"
+        found = "sleeps, or is quantised, so it cannot tell whether its model takes the run's tensors"
         yield server.finding(
-            "tensors-unknown", found, "patchstore follow finds out, as it has it open the store"
+            "tensors-unknown", found, "patchstore follow finds out when the server opens the store"
         )
         return
     if not all("release" in rank for rank in status.ranks):

@@ -202,7 +202,7 @@ def check_newest(store: Store, newest: Manifest | None) -> None:
         there = "there is none" if newest is None else f"the newest is {newest.version}"
         raise CorruptObject(
             f"{store.url}: {layout.HEAD} names version {hint}, but {there}: versions were removed. Put them "
-            f"back, or use another place; if {layout.HEAD} is what is wrong, delete it"
+            f"back, or use another prefix; if only {layout.HEAD} is wrong, delete it"
         )
 
 

@@ -38,8 +38,8 @@ def plan(manifests: Mapping[int, Manifest], held: int | None, target: int) -> Pl
         at = manifests.get(at.parent)
     if not ways:
         raise WrongParent(
-            f"version {target} cannot be reached: it does not descend from held version {held}, "
-            "and no anchor was found among its ancestors"
+            f"version {target} cannot be reached: it does not descend from version {held}, which is "
+            "here, and no anchor was found among its ancestors"
         )
     return min(ways, key=lambda way: way.cost)
 

@@ -319,7 +319,7 @@ class Fleet:
         try:
             listed = path.read_text()
         except (OSError, ValueError) as exc:
-            raise UsageError(f"{path} cannot be read, so the servers stay those they were: {exc}") from exc
+            raise UsageError(f"{path} cannot be read, so the list of servers stays as it was: {exc}") from exc
         if listed != self._listed:
             lines = [line.partition("#")[0].strip() for line in listed.splitlines()]
             try:

@@ -222,13 +222,13 @@ class Reconciler:
         opened = self._opened_as
         if opened is not None and status.initialised and status.store not in {None, opened, self.store.url}:
             self._opened_as = None
-            what = f"follows {status.store}, though it was told to follow {self.store.url}"
+            what = f"follows {status.store}, although this process made it follow {self.store.url}"
         elif known and status.serving not in {None, desired.version, *known}:
-            what = f"serves version {status.serving}, which it was not given here"
+            what = f"serves version {status.serving}, which this process did not give it"
         else:
             return
         raise DriverConflict(
-            f"{self.server.url} {what}: is another `patchstore follow`, or a script, at work on this server? "
+            f"{self.server.url} {what}: does another `patchstore follow`, or a script, drive this server? "
             "Stop one of them"
         )
 
@@ -250,8 +250,8 @@ class Reconciler:
         opened = self.server.status()
         if opened.run_id != desired.run_id:
             raise UsageError(
-                f"{self.server.url} finds run {opened.run_id} at {self.store.url}, but here it holds run "
-                f"{desired.run_id}: is that the same place for both, and was it emptied just now?"
+                f"{self.server.url} finds run {opened.run_id} at {self.store.url}, but this process finds "
+                f"run {desired.run_id}: is the URL the same place for both, and was it emptied just now?"
             )
         self._opened_as, self._is_fresh, self._known = opened.store, True, {opened.serving}
         if opened.serving is not None:

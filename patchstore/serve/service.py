@@ -76,8 +76,8 @@ def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator
             yield event
     if fleet.left:
         raise ServerUnavailable(
-            f"{', '.join(fleet.left)}: a switch did not end in time, so generation may be paused; follow "
-            "again to end it"
+            f"{', '.join(fleet.left)}: an update did not end in time, so generation may be paused; start "
+            "patchstore follow again to end it"
         )
 
 

@@ -77,7 +77,7 @@ def verify_server(
     if version not in (None, said.serving):
         raise UsageError(f"{server.url} serves version {said.serving}, not {version}")
     if not said.slices:
-        raise UsageError(f"{server.url} calculates all of its weights, so that none can be compared")
+        raise UsageError(f"{server.url} computes all of its weights, so none can be compared")
     manifest = history.read_manifest(store, said.serving)
     _compare(header.schema, manifest, read_sums(store, header.schema, manifest), said, server.url)
     return Verification(

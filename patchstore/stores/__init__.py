@@ -144,8 +144,8 @@ def _checked(url: object) -> str:
 def _check_no_options(store: str, options: dict[str, Any]) -> None:
     if "timeout_s" in options:
         raise UsageError(
-            f"{store} stores have no option timeout_s: what the operating system is asked for takes as long "
-            "as it takes, also where a network file system hangs; leave the option out"
+            f"{store} stores have no option timeout_s: calls of the operating system cannot be interrupted, "
+            "also if a network file system hangs; leave the option out"
         )
     if options:
         raise UsageError(f"{store} stores have no option {', '.join(sorted(options))}; known are none")
