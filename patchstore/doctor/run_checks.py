@@ -14,7 +14,7 @@ from patchstore.errors import (
     VersionNotFound,
     WrongParent,
 )
-from patchstore.format import history, manifest_json, planning
+from patchstore.format import history, json_fields, planning
 from patchstore.format.records import FORMAT_VERSION, Payload, Plan
 
 _NUM_ASKED_AT_ONCE = 16
@@ -49,7 +49,7 @@ def _read(bucket: Bucket) -> Iterator[Finding]:
 
 
 def _age(created_at: str, now: float) -> str:
-    seconds = max(0.0, now - manifest_json.time_of(created_at).timestamp())
+    seconds = max(0.0, now - json_fields.time_of(created_at).timestamp())
     for unit, length_s in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length_s:
             return f"{seconds / length_s:.0f} {unit}"

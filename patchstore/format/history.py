@@ -25,6 +25,7 @@ from patchstore.errors import (
     VersionNotFound,
 )
 from patchstore.format import hashing, layout, manifest_json, planning
+from patchstore.format.json_fields import MAX_JSON_BYTES
 from patchstore.format.records import Manifest, StoreHeader
 from patchstore.stores.base import Store
 from patchstore.support import host
@@ -152,7 +153,7 @@ def _bounded(store: Store, key: str) -> bytes:
     with host.reading(key):
         # A store allows more time for a request that may return more bytes, so request few at first.
         data = store.get(key, 0, _FIRST_BYTES)
-        return data if len(data) < _FIRST_BYTES else store.get(key, 0, manifest_json.MAX_JSON_BYTES + 1)
+        return data if len(data) < _FIRST_BYTES else store.get(key, 0, MAX_JSON_BYTES + 1)
 
 
 def head(store: Store, hint: int | None = None) -> Manifest | None:

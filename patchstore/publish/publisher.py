@@ -21,7 +21,7 @@ from patchstore.errors import (
     VersionConflict,
 )
 from patchstore.format import history
-from patchstore.format.manifest_json import MAX_INTEGER
+from patchstore.format.json_fields import MAX_INTEGER
 from patchstore.format.records import Schema, TensorSpec
 from patchstore.publish import checkpoint_files
 from patchstore.publish import snapshot as snapshots

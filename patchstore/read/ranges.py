@@ -37,12 +37,14 @@ def read(
     """
     try:
         view = memoryview(_room(store, wanted))[: wanted.size]
-        done = _fill(store, wanted, view, 0, FIRST_BYTES)
-        header = tensor_file.read_header(wanted.key, wanted.size, bytes(view[:done]))
-        if isinstance(header, int):
-            done = _fill(store, wanted, view, done, header)
-            header = tensor_file.read_header(wanted.key, wanted.size, bytes(view[:done]))
-        assert isinstance(header, tensor_file.FileHeader)
+        done = 0
+
+        def beginning(num_bytes: int) -> bytes:
+            nonlocal done
+            done = _fill(store, wanted, view, done, max(num_bytes, FIRST_BYTES))
+            return bytes(view[:done])
+
+        header = tensor_file.read_header(wanted.key, wanted.size, beginning)
         entries = {entry.spec.name: entry for entry in header.entries}
         tiles = entries.get("tiles")
         end = wanted.size if tiles is None else header.data_start + tiles.start

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from patchstore.errors import StoreReplaced, UsageError, VersionNotFound
-from patchstore.format import history, manifest_json
+from patchstore.format import history, json_fields
 from patchstore.format.records import Manifest
 from patchstore.stores.base import Store
 
@@ -92,7 +92,7 @@ class HeadWatcher:
             )
 
     def _remember(self, found: Manifest) -> None:
-        self._created.append((found.version, manifest_json.time_of(found.created_at)))
+        self._created.append((found.version, json_fields.time_of(found.created_at)))
 
     def created(self, version: int) -> datetime | None:
         """When a version was created, if it was seen. For any thread."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from patchstore.errors import SchemaMismatch
-from patchstore.format.manifest_json import is_name
+from patchstore.format.json_fields import is_name
 from patchstore.format.records import TensorSpec
 
 TORCH_DTYPES = {

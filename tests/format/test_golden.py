@@ -15,7 +15,7 @@ from safetensors import safe_open
 from patchstore.apply.replica import Replica
 from patchstore.encodings import ENCODINGS, EncodedTensor, context
 from patchstore.errors import CorruptObject, PatchstoreError, UsageError
-from patchstore.format import history, layout, manifest_json
+from patchstore.format import history, json_fields, layout, manifest_json
 from patchstore.format.records import Schema, StoreHeader, TensorSpec
 from patchstore.publish.publisher import Publisher
 from patchstore.read import replay
@@ -398,9 +398,9 @@ def test_both_readers_take_the_same_names() -> None:
         try:
             independent_reader._name(name)
         except independent_reader.Refused:
-            assert not manifest_json.is_name(name), ascii(name)
+            assert not json_fields.is_name(name), ascii(name)
         else:
-            assert manifest_json.is_name(name), ascii(name)
+            assert json_fields.is_name(name), ascii(name)
 
 
 def split_in_two(objects: surgery.Objects) -> None:
@@ -474,7 +474,7 @@ def test_an_object_that_is_larger_than_any_of_its_kind_is_refused_before_it_is_r
     try:
         with pytest.raises(CorruptObject, match="100,000,000"):
             replay.verify(FolderStore(bucket), 1)
-        assert tracemalloc.get_traced_memory()[1] < manifest_json.MAX_JSON_BYTES + (16 << 20)
+        assert tracemalloc.get_traced_memory()[1] < json_fields.MAX_JSON_BYTES + (16 << 20)
     finally:
         tracemalloc.stop()
     with pytest.raises(independent_reader.Refused):
@@ -511,7 +511,7 @@ def test_a_schema_of_100_000_tensors_is_far_below_the_limit() -> None:
     specs = tuple(TensorSpec(name=name, dtype="BF16", shape=(2048, 768)) for name in names)
     header = StoreHeader(run_id="run", created_at="2026-01-31T12:00:00Z", schema=Schema(tensors=specs))
     data = manifest_json.header_to_json(header)
-    assert len(data) * 4 < manifest_json.MAX_JSON_BYTES
+    assert len(data) * 4 < json_fields.MAX_JSON_BYTES
     assert manifest_json.header_from_json(data) == header
 
 

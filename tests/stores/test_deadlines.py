@@ -27,7 +27,7 @@ from patchstore.stores.s3 import S3Store
 from patchstore.testing.hub import Hub
 from patchstore.testing.hub.clients import quick_clients
 from patchstore.testing.hub.server import TOKEN
-from patchstore.testing.store import pattern, patterned
+from patchstore.testing.pattern import pattern, patterned
 from tests.stores import bad_servers
 from tests.stores.bad_servers import Behaviour, serving
 from tests.stores.lost_answers import Answer, Request, passing_on

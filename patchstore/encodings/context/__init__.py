@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 from patchstore.encodings.context.classes import is_coded
+from patchstore.encodings.context.decoder import decode, decode_all
+from patchstore.encodings.context.encoder import encode, encode_all
 from patchstore.encodings.context.entries import (
     Tiles,
     decode_patches,
@@ -11,7 +13,7 @@ from patchstore.encodings.context.entries import (
     pays,
     unpacked,
 )
-from patchstore.encodings.context.stream import Coded, decode, decode_all, encode, encode_all
+from patchstore.encodings.context.stream import Coded
 from patchstore.encodings.context.table import Table, pack, unpack
 from patchstore.encodings.context.tiles import Tiling, tiling
 from patchstore.encodings.gap import Gap

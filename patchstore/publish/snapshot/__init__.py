@@ -1,14 +1,13 @@
 """The last published weights, for comparison: on the device, in host memory or in a file."""
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Protocol
 
 import torch
 
 from patchstore.format.records import TensorSpec
 from patchstore.kernels import are_usable
-from patchstore.publish.snapshot.device import DeviceSnapshot
+from patchstore.publish.snapshot.device import DeviceSnapshot, Kernels
 from patchstore.publish.snapshot.memory import Place, Served, check_place
 from patchstore.publish.snapshot.plain import PlainSnapshot
 from patchstore.tensors.changes import Changes
@@ -65,12 +64,12 @@ def take(current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], place
     return PlainSnapshot(current, specs, place)
 
 
-def kernels_for(devices: set[torch.device]) -> ModuleType | None:
-    """Return `kernels.compare` where it can do the work: Triton is there, and all tensors on one GPU."""
+def kernels_for(devices: set[torch.device]) -> Kernels | None:
+    """Return kernels where they can do the work: Triton is there, and all tensors are on one GPU."""
     if {device.type for device in devices} != {"cuda"} or len(devices) > 1:
         return None
     if not are_usable(next(iter(devices))):
         return None
-    from patchstore.kernels import compare
+    from patchstore.kernels import compare, index_encode
 
-    return compare
+    return Kernels(compare=compare, encode=index_encode)
