@@ -78,7 +78,7 @@ def _deltas(plan: Plan) -> str:
 
 
 def _plan(bucket: Bucket) -> Plan:
-    """How a reader without any version comes to the newest one."""
+    """The plan of a reader without any version for the newest one."""
     assert bucket.head is not None
     target = bucket.head.version
     return planning.plan(history.read_lineage(bucket.store, target), held=None, target=target)

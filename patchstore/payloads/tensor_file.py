@@ -191,7 +191,7 @@ class _Source:
     def take(self, size: int) -> bytearray:
         """Return exactly `size` bytes.
 
-        Allocates as data arrives, not as a header claims: a lying size costs nothing.
+        Allocates as data arrives, and not the size that a header claims.
         """
         piece = bytearray()
         while len(piece) < size:
@@ -238,7 +238,7 @@ def tensor_of(where: str, spec: TensorSpec, data: bytearray | memoryview) -> tor
 
 
 def check_bools(where: str, spec: TensorSpec, tensor: torch.Tensor) -> None:
-    """Refuse a BOOL tensor with other bytes than 0 and 1: some of torch's copies make 1 of them, some do not.
+    """Refuse a BOOL tensor with other bytes than 0 and 1: some of torch's copies change them to 1.
 
     Raises:
         CorruptObject
@@ -248,7 +248,7 @@ def check_bools(where: str, spec: TensorSpec, tensor: torch.Tensor) -> None:
 
 
 def check_metadata(where: str, header: FileHeader, expected: Mapping[str, str]) -> None:
-    """Refuse a file that says of itself something else than its manifest does.
+    """Refuse a file whose metadata contradicts its manifest.
 
     Raises:
         CorruptObject

@@ -1,4 +1,4 @@
-"""Encoding `context`: changes by the class of the old exponent, in tiles that are read apart."""
+"""Encoding `context`: changes by the class of the old exponent, in tiles that can be read separately."""
 
 from dataclasses import dataclass, field
 
@@ -42,7 +42,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Positions and magnitudes of changes, coded by the parent's exponents: about 0.9 bytes a change in bf16.
+    """Positions and magnitudes of changes, coded by the parent's exponents: about 0.9 bytes per change in
+    bf16.
 
     Tensors for which that does not pay (`pays`) are stored in an index encoding.
     """

@@ -1,4 +1,4 @@
-"""What was published last, to compare with: on the device, in host memory or in a file."""
+"""The last published weights, for comparison: on the device, in host memory or in a file."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -35,15 +35,15 @@ class Snapshot(Protocol):
         ...
 
     def apply(self, changes: Changes) -> None:
-        """Bring the snapshot up to what the last comparison found. If this raises, parts of it are old."""
+        """Write the changes that the last comparison found. If this raises, some of them may be missing."""
         ...
 
     def replace(self, current: Mapping[str, torch.Tensor]) -> None:
-        """Bring the snapshot up to the model's tensors. If this raises, parts of it are old."""
+        """Copy all of the model's tensors. If this raises, the snapshot may have parts of two states."""
         ...
 
     def read(self, name: str) -> tuple[torch.Tensor, Sums]:
-        """Return a tensor in host memory, and its digest sums; for any one thread."""
+        """Return a tensor in host memory, and its digest sums; one thread at a time."""
         ...
 
 

@@ -22,7 +22,7 @@ from patchstore.tensors.changes import Changes, Patches
 from patchstore.tensors.state_digest import Sums
 
 CONVERTED_BYTES = 1 << 30
-"""Of tensors that are converted or made contiguous for a comparison, as many at a time."""
+"""So many bytes of tensors at a time are converted or made contiguous for a comparison."""
 BUCKET_BYTES = 256 << 20
 """Of a snapshot in a file, two such parts are in memory at a time."""
 DIGEST_BYTES = 256 << 20
@@ -115,10 +115,10 @@ class Block:
 
 
 class DeviceChanges(Changes):
-    """Changes that kernels found, kept as words on the device until they are encoded."""
+    """Changes that kernels found; they stay on the device as words until `block` or `patches` is called."""
 
     def __init__(self, snapshot: "DeviceSnapshot", nums: Sequence[int]) -> None:
-        """Keep what the snapshot's last comparison found.
+        """Refer to the changes that the snapshot's last comparison found.
 
         Args:
             nums: changed elements of each element width.
@@ -178,14 +178,14 @@ class DeviceSnapshot:
         self.tensors = views(self._memory, self._specs, self._tiles.first_bytes[:-1])
         self._orders = {gaps: self._entry_order(gaps) for gaps in (False, True)}
         self._pointers: tuple[list[int], torch.Tensor, list[int], torch.Tensor] | None = None
-        # An anchor's reader is another thread, and must not queue behind the caller's work.
+        # An anchor is read on another thread, which must not queue behind the caller's work.
         self.side, self._reader = new_stream(device), new_stream(device)
         self.replace(current)
         if not self.is_file:
             self._compile(current)
 
     def _compile(self, current: Mapping[str, torch.Tensor]) -> None:
-        """Do all that a trainer waits for once, with nothing to find: kernels are compiled here."""
+        """Compare once without changes, so that kernels are compiled here and not while a trainer waits."""
         found = self.compare(current)
         with self.here():
             DeviceChanges(self, [0] * len(self._tiles.by_width())).block(gaps=False)
@@ -220,13 +220,13 @@ class DeviceSnapshot:
     def compare(self, current: Mapping[str, torch.Tensor]) -> Changes:
         found = self._found
         with self.here():
-            # One step that changed everything must not cost its room for ever.
+            # The buffer of one step that changed everything must not stay for ever.
             if found.capacity > 4 * max(self._num_words, self._least_room, 1):
                 found.resize(max(self._num_words + self._num_words // 4, self._least_room))
             while True:
                 found.clear()
                 self._find(current)
-                # Counted also where room was short: asking twice would be waiting twice.
+                # Counted also if the buffer was too small: a second question would be a second wait.
                 num_words, *nums = torch.cat([found.cursor, self._kernels.encode.count(found)]).tolist()
                 if num_words <= found.capacity:
                     break
