@@ -340,7 +340,8 @@ def test_a_publication_to_a_store_that_falls_silent_fails_and_the_publisher_clos
         is_silent.set()
         run.train()
         publication = run.publisher.publish_patch(3)
-        with pytest.raises(PublishFailed, match="not done within"):
+        # On a busy machine the client's own limit for a request may come before the deadline.
+        with pytest.raises(PublishFailed, match="failed 2 times"):
             publication.result()
         run.close()
         store.close()
