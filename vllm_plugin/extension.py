@@ -15,8 +15,9 @@ import vllm
 import patchstore
 from patchstore.errors import EnginesDiffer
 from patchstore.format import manifest_json
-from vllm_plugin.engine import DeltaWeightTransferEngine, adopt
+from vllm_plugin.engine import DeltaWeightTransferEngine
 from vllm_plugin.ranks import Failure, describe, gather, is_last
+from vllm_plugin.registration import adopt
 from vllm_plugin.serving import groups
 from vllm_plugin.update import Updater
 
