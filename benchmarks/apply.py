@@ -33,8 +33,9 @@ from patchstore.format.records import Manifest, Schema
 from patchstore.tensors.bits import TensorPatch, bits, index_dtype, spec_of
 
 if TYPE_CHECKING:
+    from vllm_plugin.change import Change
     from vllm_plugin.update import Updater
-    from vllm_plugin.weights import Change, LiveWeights
+    from vllm_plugin.weights import LiveWeights
 
 Way = Literal["patchstore", "patchstore-decoded", "vllm-patch", "vllm-patch-unchecked", "dense"]
 

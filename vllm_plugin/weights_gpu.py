@@ -23,11 +23,13 @@ from patchstore.kernels.patch import BLOCK, TILE, Exchange, Kind, Stated
 from patchstore.read.deltas import Deltas
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, index_dtype, unsigned
 from patchstore.tensors.state_digest import Sums
+from vllm_plugin.change import Change
 from vllm_plugin.decode_gpu import Listed, Patch, Places, decode
 from vllm_plugin.mapping import Claims, Growth, WeightMap
 from vllm_plugin.regions import Region, View
+from vllm_plugin.runtime_bits import PIECE
 from vllm_plugin.upload import send
-from vllm_plugin.weights import PIECE, Change, LiveWeights
+from vllm_plugin.weights import LiveWeights
 
 MERGED = 1 << 25
 """Changes of several versions that are merged at a time, in about 2 GB of the device's memory.

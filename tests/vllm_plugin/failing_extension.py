@@ -13,7 +13,7 @@ from halves import half_of
 from patchstore.errors import LoadFailed
 from patchstore.read import download, host_cache
 from vllm_plugin import DeltaWorkerExtension
-from vllm_plugin.weights import Change
+from vllm_plugin.change import Change
 
 
 class FailingExtension(DeltaWorkerExtension):

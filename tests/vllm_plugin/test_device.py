@@ -13,9 +13,10 @@ from patchstore.format.records import Schema, TensorSpec
 from patchstore.read.deltas import Deltas
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, index_dtype
 from tests.support.interpreted import DEVICE, kernels
+from vllm_plugin.change import Change
 from vllm_plugin.mapping import WeightMap
 from vllm_plugin.post_load import Derived
-from vllm_plugin.weights import Change, LiveWeights
+from vllm_plugin.weights import LiveWeights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 

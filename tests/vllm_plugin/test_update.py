@@ -34,10 +34,11 @@ from patchstore.testing.faults import FaultyStore
 from tests.format import bad_buckets, surgery
 from tests.support.interpreted import DEVICE, kernels
 from tests.support.weights import lie
+from vllm_plugin.change import Change
 from vllm_plugin.identify import find_version, read_folder, read_tensors
 from vllm_plugin.post_load import Derived
 from vllm_plugin.update import Updater
-from vllm_plugin.weights import Change, LiveWeights
+from vllm_plugin.weights import LiveWeights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
