@@ -135,7 +135,7 @@ class DeltaWorkerExtension:
     def delta_sums(self, first: int, num_elements: int) -> dict[str, Any]:
         """Digest a part of the weights that this rank serves, for comparison with a manifest.
 
-        Generation waits meanwhile, so whoever wants all of them asks for one part after the other.
+        Generation waits meanwhile, so a caller that wants all of them asks for one part after the other.
 
         Args:
             first: where to begin, in the schema's tensors.

@@ -167,7 +167,7 @@ def test_all_that_is_served_has_the_digests_of_plain_torch(plain, fast, model):
     names = sorted(plain.map.regions)
     assert fast.claims(names) == plain.claims(names)
     assert fast.claims(names[::3]) == plain.claims(names[::3])
-    # What a wider element has beside the checkpoint's bits is nobody's.
+    # What a wider element has beside the checkpoint's bits belongs to no checkpoint.
     bits(model.widened)[1000] |= 1
     assert fast.claims(names) == plain.claims(names)
     assert fast.claims(["widened"]) == plain.claims(["widened"])
