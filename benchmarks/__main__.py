@@ -13,14 +13,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cases import CASES
+from benchmarks.registry import CASES
 from patchstore import __version__
 
 _MAX_COLUMNS = 14
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on besides the code."""
+    """Return what figures depend on besides the code."""
     return {
         "patchstore": __version__,
         "python": platform.python_version(),
@@ -33,7 +33,7 @@ def machine() -> dict[str, Any]:
 
 @cache
 def _gpus() -> dict[str, Any]:
-    """GPUs and their software, without taking memory on them as torch would; nothing without any."""
+    """Return the GPUs and their software; empty without a GPU. Unlike torch, `nvidia-smi` takes no memory."""
     if not torch.cuda.is_available():
         return {}
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -46,7 +46,10 @@ def _gpus() -> dict[str, Any]:
 
 
 def show(title: str, rows: Iterable[dict[str, Any]]) -> None:
-    """Print rows as tables, one for each run of rows with equal keys; columns if alone, or too wide."""
+    """Print rows as tables, one per group of consecutive rows with equal keys.
+
+    A group of one row, and a table with too many columns, is printed with one line per field.
+    """
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)

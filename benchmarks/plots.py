@@ -1,6 +1,6 @@
-"""`python -m benchmarks.plots RESULTS.jsonl... --out DIR`: draw what was recorded.
+"""`python -m benchmarks.plots RESULTS.jsonl... --out DIR`: draw recorded results.
 
-Each picture is of rows that a case printed with `--json`, and of nothing else: what is missing is left out.
+A picture shows the rows that a case printed with `--json`. Pictures without rows are not drawn.
 Needs matplotlib: `pip install -e '.[bench]'`.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench import MEASURES
-from benchmarks.serving import PARTS
+from benchmarks.serving.updates import PARTS
+from benchmarks.support.kernel_bench import MEASURES
 
 Row = Mapping[str, Any]
 
@@ -49,12 +49,12 @@ _WIDTH = 8.0
 
 
 def read(paths: Iterable[Path]) -> list[Row]:
-    """Read rows of any cases; later files come last."""
+    """Read the rows of files, in their order."""
     return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line]
 
 
 def draw(rows: Sequence[Row], out: Path) -> list[Path]:
-    """Draw all pictures that there are rows for, and return their files.
+    """Draw every picture that has rows, and return the files.
 
     Raises:
         SystemExit: matplotlib is not installed.
@@ -80,12 +80,12 @@ def draw(rows: Sequence[Row], out: Path) -> list[Path]:
 
 
 def pause(rows: Sequence[Row]) -> Any:
-    """Bars of how long generation waits, by way and density: a panel for each shape and device."""
+    """Draw how long generation waits as bars, by way and density, in one panel per shape and device."""
     places = _by_place(rows)
     figure = _figure(2.4 * len(places) + 0.6)
     ways = [way for way in _WAYS if any(row["way"] == way for row in rows)]
     longest_ms = 1000 * max(row["pause_s"] for row in rows)
-    # A bar that begins above its end is not drawn.
+    # matplotlib draws no bar that begins above its end.
     least_ms = min(1.0, 500 * min(row["pause_s"] for row in rows))
     for axes, ((shape, device), group) in zip(_panels(figure, len(places)), places.items(), strict=True):
         densities = sorted({row["density"] for row in group})
@@ -102,7 +102,7 @@ def pause(rows: Sequence[Row]) -> Any:
                 fontsize=8,
                 padding=1,
             )
-        # The same in all panels, so that their bars can be compared.
+        # All panels have one scale, so that their bars can be compared.
         _logarithmic(axes, least_ms, 2 * longest_ms)
         axes.set_xticks(range(len(densities)), [f"{_percent(each)} changed" for each in densities])
         axes.set_ylabel("pause, ms", fontsize=8)
@@ -112,7 +112,7 @@ def pause(rows: Sequence[Row]) -> Any:
 
 
 def breakdown(rows: Sequence[Row]) -> Any:
-    """Stacked bars of where the time from the optimiser to an answer goes, of medians."""
+    """Draw the medians of the parts from the optimiser to an answer as stacked bars."""
     places = _by_place(rows)
     figure = _figure(0.9 + sum(0.5 + 0.34 * len(group) for group in places.values()))
     heights = [len(group) for group in places.values()]
@@ -136,7 +136,7 @@ def breakdown(rows: Sequence[Row]) -> Any:
 
 
 def token_gaps(rows: Sequence[Row]) -> Any:
-    """Time between tokens around one update: a panel for each density."""
+    """Draw the time between tokens around one update, in one panel per density."""
     rows = sorted(rows, key=lambda row: row["density"])
     heights_ms = [1000 * seconds for row in rows for _, seconds in row["points"]]
     shortest_ms, longest_ms = min(heights_ms), max(heights_ms)
@@ -167,7 +167,7 @@ def token_gaps(rows: Sequence[Row]) -> Any:
 
 
 def beside(rows: Sequence[Row]) -> Any:
-    """Bars of what kernels of one shape take, each above its floor or its peer: a panel for each part."""
+    """Draw the kernel times of one shape as bars, each above its floor or peer, in one panel per part."""
     found = {(row["part"], row["measure"], row["density"]): row for row in rows}
     parts = [part for part in MEASURES if any(row["part"] == part and row["beside"] for row in rows)]
     groups = [[row for row in rows if row["part"] == part and row["beside"]] for part in parts]
@@ -186,7 +186,7 @@ def beside(rows: Sequence[Row]) -> Any:
             said = f" {row['ms']:.3g} ms, {row['ratio']:.2g} times {row['beside']}"
             axes.text(max(row["ms"], other["ms"]), at, said, va="center", fontsize=7)
         axes.set_xscale("log")
-        # Room for what is written beside the bars.
+        # Room for the text beside the bars.
         axes.set_xlim(right=axes.get_xlim()[1] * 20)
         ticker = importlib.import_module("matplotlib.ticker")
         axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
@@ -211,7 +211,7 @@ def _percent(share: float) -> str:
 
 
 def _by_place(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
-    """Rows by shape and device."""
+    """Group rows by shape and device."""
     places: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         places.setdefault((row["shape"], row["device"]), []).append(row)
@@ -220,7 +220,7 @@ def _by_place(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
 
 def _figure(height: float) -> Any:
     try:
-        # Not `pyplot`, which would look for a screen.
+        # `pyplot` would look for a screen.
         module = importlib.import_module("matplotlib.figure")
     except ImportError as exc:
         raise SystemExit(f"pictures need matplotlib ({exc}): pip install -e '.[bench]'") from exc
@@ -228,7 +228,7 @@ def _figure(height: float) -> Any:
 
 
 def _panels(figure: Any, count: int, heights: Sequence[float] | None = None, *, share: bool = False) -> Any:
-    """Axes below each other, without what carries no information."""
+    """Return axes below each other, without their top and right frames."""
     grid = figure.subplots(
         count, 1, squeeze=False, sharex=share, sharey=share, gridspec_kw={"height_ratios": heights}
     )

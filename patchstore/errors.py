@@ -1,7 +1,8 @@
 """Every error that patchstore raises on purpose, grouped by what a handler does with it.
 
-A class says how to handle it; `kind` is a stable word for logs, JSON and tests, and never changes
-once released. A message says where, expected, got, and what to do. `docs/failures.md` lists the kinds.
+A class says how to handle an error; `kind` is a stable word for logs, JSON and tests, and never changes
+once released. A message says where it happened, what was expected and found, and what to do.
+`docs/failures.md` lists the kinds.
 """
 
 from typing import ClassVar
@@ -13,11 +14,11 @@ class PatchstoreError(Exception):
     kind: ClassVar[str] = "error"
 
 
-# What a store said, or that it said nothing.
+# The result of a request to a store, or that there was none.
 
 
 class StoreError(PatchstoreError):
-    """Base of what becomes of a request to a store that was correct; never raised itself."""
+    """Base of the failures of a correct request to a store; never raised itself."""
 
     kind = "store"
 
@@ -46,7 +47,7 @@ class VersionNotFound(NotFound):
     kind = "version-not-found"
 
 
-# Retry: nothing is known to be wrong except the way there.
+# Retry: a server or this host could not do it now.
 
 
 class ServerUnavailable(PatchstoreError):
@@ -73,7 +74,7 @@ class DeviceMemoryShort(HostError):
     kind = "device-memory"
 
 
-# Fix the call: the caller asked for something that cannot be.
+# Fix the call: the caller asked for something impossible.
 
 
 class UsageError(PatchstoreError):
@@ -95,7 +96,7 @@ class RunExists(UsageError):
 
 
 class ResumeMismatch(UsageError):
-    """The trainer's weights are not those of the version it wants to go on from."""
+    """The trainer's weights are not those of the version to continue from."""
 
     kind = "resume-mismatch"
 
@@ -133,7 +134,7 @@ class StateMismatch(DataError):
     kind = "state-mismatch"
 
 
-# Stop: another process is, or was, here.
+# Stop: another process uses, or used, the same run or server.
 
 
 class VersionConflict(PatchstoreError):
@@ -143,7 +144,7 @@ class VersionConflict(PatchstoreError):
 
 
 class RunLost(VersionConflict):
-    """The store no longer holds what this publisher builds on; this publisher must not go on."""
+    """The store no longer has the run or version that this publisher continues; it must not go on."""
 
     kind = "run-lost"
 
@@ -161,7 +162,7 @@ class DriverConflict(PatchstoreError):
 
 
 class WrongParent(PatchstoreError):
-    """No path of payloads leads from one version to another: a parent is missing, or is another one."""
+    """No chain of payloads leads from one version to another: a parent is missing, or is another one."""
 
     kind = "wrong-parent"
 
@@ -173,7 +174,7 @@ class PublishFailed(PatchstoreError):
 
 
 class LoadFailed(PatchstoreError):
-    """A model's own loader failed; the weights were put back, unless a `HalfApplied` is said with it."""
+    """vLLM's loader of a model failed; the weights were restored, unless `HalfApplied` is reported too."""
 
     kind = "load-failed"
 

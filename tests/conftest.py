@@ -1,5 +1,6 @@
 """Fixtures for all tests: stores and small models that change like trained ones."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from tests.support import interpreted  # noqa: F401 -- before anything imports T
 from tests.support.trainers import RUNNER
 from tests.support.weights import Run
 
+# Tests count the requests of a store. huggingface_hub reads this when it is imported, which is later.
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 # On a busy machine any example may take long; pytest's own timeout ends one that hangs.
 hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None)
 hypothesis.settings.load_profile("patient")

@@ -9,16 +9,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import encodings, latency, plots, serving
-from benchmarks.cases import CASES
-from benchmarks.entropy import apply_difference, difference, entropy
-from benchmarks.latency import Gap, Request, Span
-from benchmarks.peers import PEERS
-from benchmarks.rice import BitReader, BitWriter
-from benchmarks.serving import PARTS, Episode, Update
-from benchmarks.trace import Trace
+from benchmarks import plots
+from benchmarks.cases import encodings
+from benchmarks.encodings.entropy import apply_difference, difference, entropy
+from benchmarks.encodings.peers import PEERS
+from benchmarks.encodings.rice import BitReader, BitWriter
+from benchmarks.encodings.trace import Trace
+from benchmarks.registry import CASES
+from benchmarks.serving import episodes, latency, updates
+from benchmarks.serving.episodes import Episode
+from benchmarks.serving.latency import Gap, Span
+from benchmarks.serving.load import Request
+from benchmarks.serving.updates import PARTS, Update
+from benchmarks.support.vllm_server import TimedServer
 from patchstore.encodings import ENCODINGS
 from patchstore.tensors.bits import bits
+from patchstore.testing.vllm_stub import StubServer, serving
 
 RECORDED = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -39,7 +45,7 @@ def update(called: float, *, pause_s: float = 0.25) -> Update:
         resumed=pausing + pause_s,
         applied=pausing + pause_s + 1,
         answered=pausing + pause_s + 2,
-        calls={"hold": 0.0625, "finish": 0.125, "reset": 0.03125, "resume": 0.03125},
+        calls={"hold": 0.0625, "finish": 0.125, "resume": 0.03125},
         timings={"fetch": 0.5, "stage": 0.25, "apply": 0.125},
     )
 
@@ -110,8 +116,16 @@ def test_the_parts_of_an_update_are_all_of_its_time():
     assert one.parts() == dict.fromkeys(PARTS, 1.0) | {"pause_s": 0.25}
 
 
+def test_an_update_records_every_call_that_a_row_has():
+    with serving(StubServer()) as stub, TimedServer(stub.url) as server:
+        server.init_weight_transfer("memory://run")
+        server.apply(0)
+
+    assert server.spans.keys() >= {"prefetch", *updates.CALLS.values()}
+
+
 def path_row() -> dict:
-    return serving.path([update(0, pause_s=0.25), update(0, pause_s=0.5), update(0, pause_s=1)])
+    return updates.path([update(0, pause_s=0.25), update(0, pause_s=0.5), update(0, pause_s=1)])
 
 
 def test_a_path_row_has_medians_and_what_they_lie_between():
@@ -132,7 +146,7 @@ def episode() -> tuple[Episode, list[Request]]:
 
 
 def test_a_latency_row_has_the_stall_of_the_answers_under_way():
-    found, row = serving.analyse(*episode())
+    found, row = episodes.analyse(*episode())
 
     assert (row["stall_s"], row["in_flight"], row["commit_gaps"]) == (1.25, 1, 1)
     assert row["quiet_max_s"] == 1.0
@@ -141,28 +155,28 @@ def test_a_latency_row_has_the_stall_of_the_answers_under_way():
     assert row["quiet_tokens_per_s"] == 4.2
     json.dumps(row)
 
-    around = serving.around(found, episode()[0])
+    around = episodes.around(found, episode()[0])
     assert (around["marks"]["called"], around["stall_s"]) == (-5, 1.25)
     assert max(seconds for _, seconds in around["points"]) == 1.25
     json.dumps(around)
 
 
-def test_an_update_that_nobody_waited_for_has_no_stall():
-    _, row = serving.analyse(episode()[0], [streamed(1, 2, 3)])
+def test_an_update_without_an_answer_under_way_has_no_stall():
+    _, row = episodes.analyse(episode()[0], [streamed(1, 2, 3)])
 
     assert (row["stall_s"], row["stall_max_s"], row["in_flight"]) == (None, None, 0)
 
 
 def test_rows_become_pictures(tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra `bench`")
-    found, row = serving.analyse(*episode())
+    found, row = episodes.analyse(*episode())
     about = {"case": "serving", "shape": "tiny", "device": "a device", "density": 0.01}
     rows = plots.read(sorted(RECORDED.glob("apply-*.jsonl")))
     rows += [
         about | {"row": "path", "concurrency": 0} | path_row(),
         about | {"row": "path", "concurrency": 8} | path_row(),
         about | {"row": "latency", "concurrency": 8} | row,
-        about | {"row": "series", "concurrency": 8} | serving.around(found, episode()[0]),
+        about | {"row": "series", "concurrency": 8} | episodes.around(found, episode()[0]),
     ]
 
     drawn = plots.draw(rows, tmp_path / "pictures")

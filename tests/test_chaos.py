@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import chaos
-from benchmarks.chaos import Chaos, Journal, is_one_chain
-from benchmarks.chaos_parts import Part
+from benchmarks.cases import chaos
+from benchmarks.cases.chaos import Chaos
+from benchmarks.chaos.journal import Journal
+from benchmarks.chaos.log_chain import is_one_chain
+from benchmarks.support.killable_program import Part
 from patchstore import Publisher, open_store
 from patchstore.format import layout
 from patchstore.stores import Store
@@ -93,7 +95,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Chaos, "_kill_until", interrupt)
     with pytest.raises(KeyboardInterrupt):
         next(chaos.run(arguments(tmp_path)))
-    assert any("chaos_trainer" in line for line in seen)
+    assert any("benchmarks.chaos.trainer" in line for line in seen)
     assert running(tmp_path) == []
     assert [*tmp_path.iterdir()] == []
 
@@ -150,7 +152,7 @@ def test_a_kill_leaves_neither_children_of_other_groups_nor_shared_memory(tmp_pa
 
 
 def is_alive(process: int) -> bool:
-    """Whether it runs; one that has ended, and that nobody waited for, does not."""
+    """Return whether it runs; a zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks import fuzz_server
-from benchmarks.fuzz_calls import METHODS, Call, Calls
-from benchmarks.fuzz_server import Fuzz
+from benchmarks.cases import fuzz_server
+from benchmarks.cases.fuzz_server import Fuzz
+from benchmarks.fuzz_server.calls import METHODS, Call, Calls
 from patchstore.errors import StateMismatch
 
 

@@ -5,6 +5,7 @@ import mmap
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from patchstore.errors import CorruptObject, StateMismatch, VersionNotFound
 from patchstore.format import history, planning
-from patchstore.format.records import Manifest, Schema, TensorSpec
+from patchstore.format.records import Manifest, Payload, Schema, TensorSpec
 from patchstore.format.state_sums import state_total
 from patchstore.payloads import tensor_file
 from patchstore.read import host_cache
@@ -131,12 +132,8 @@ def _of_anchor(
     """Read single tensors by range. They are not proved: no digest of the file can be checked."""
     assert manifest.anchor is not None
     for each in manifest.anchor.payloads:
-        header = tensor_file.read_header(
-            each.key, each.size, _range(store, each.key, 0, min(each.size, 1 << 16))
-        )
-        if isinstance(header, int):
-            header = tensor_file.read_header(each.key, each.size, _range(store, each.key, 0, header))
-        assert isinstance(header, tensor_file.FileHeader)
+        beginning = partial(_beginning, store, each)
+        header = tensor_file.read_header(each.key, each.size, beginning)
         for entry in header.entries:
             if wanted.get(entry.spec.name) == entry.spec:
                 start = header.data_start + entry.start
@@ -144,6 +141,11 @@ def _of_anchor(
                 if len(data) != entry.spec.num_bytes:
                     raise CorruptObject(f"{each.key}: it ends before {entry.spec.name!r} does")
                 yield entry.spec.name, tensor_file.tensor_of(each.key, entry.spec, data)
+
+
+def _beginning(store: Store, file: Payload, num_bytes: int) -> bytearray:
+    """Read so many of a file's first bytes, and at least as many as most headers have."""
+    return _range(store, file.key, 0, min(file.size, max(num_bytes, 1 << 16)))
 
 
 def _range(store: Store, key: str, start: int, end: int) -> bytearray:

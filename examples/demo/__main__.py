@@ -1,4 +1,4 @@
-"""Train, publish every step, serve every version, and prove it: `python -m examples.demo --store file`.
+"""Train, publish every step, serve every version, and verify it: `python -m examples.demo --store file`.
 
 Nothing goes on when this ends: the servers it starts end with it, also on Ctrl-C.
 """
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("demo-run"), help="wiped at the start")
     arguments = parser.parse_args()
     disable_progress_bar()
-    # `kill` is to unwind what was started, as Ctrl-C does.
+    # `kill` must end the started programs, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with ExitStack() as running:
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def tell(kind: str, folder: Path, running: ExitStack) -> list[tuple[str, bool]]:
-    """Go through the story, and return what it claims to prove, and whether each is so."""
+    """Run the demo, and return its claims, and whether each is true."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     url, options, hub_url = str(folder / "bucket"), {}, None
@@ -92,7 +92,7 @@ def tell(kind: str, folder: Path, running: ExitStack) -> list[tuple[str, bool]]:
     vllm = running.enter_context(Vllm(checkpoint, folder / "vllm.log", hub_url))
     with report.stage(f"starting vLLM, {vllm.url} (its first start ever takes a minute longer)"):
         vllm.wait_until_healthy()
-    # Whoever only reads is given no key to the gateway.
+    # A reader gets no key to the gateway.
     reading = {name: value for name, value in options.items() if not name.startswith("gateway")}
     follow = running.enter_context(FollowCommand(url, reading, vllm.url, folder / "follow.log"))
     with report.stage(f"patchstore follow {url} --server {vllm.url}"):

@@ -110,7 +110,7 @@ def generations_table(prompts: Iterable[str], before: Iterable[str], after: Iter
 
 def proofs_table(proofs: Sequence[tuple[str, bool]]) -> Table:
     """Claims, and whether each was found true."""
-    table = Table(title="proved", show_header=False)
+    table = Table(title="verified", show_header=False)
     for claim, found in proofs:
         table.add_row("[green]yes[/]" if found else "[bold red]NO[/]", claim)
     return table

@@ -1,4 +1,4 @@
-"""`patchstore verify` and `doctor`: whether a store, a version and a server are as they should be."""
+"""`patchstore verify` and `doctor`: check a store, a version, a server."""
 
 from contextlib import closing
 from typing import Annotated
@@ -18,18 +18,18 @@ from patchstore.stores import Store
 def verify(
     store: Annotated[
         str | None,
-        typer.Argument(metavar="STORE", help="With --server, the one it follows by default."),
+        typer.Argument(metavar="STORE", help="With --server, by default the store that it follows."),
     ] = None,
     version: Version = None,
-    every: Annotated[bool, typer.Option("--all", help="Every version, each from its anchor.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Verify every version, each from its anchor.")] = False,
     server: Annotated[
         str | None,
-        typer.Option("--server", metavar="URL", help="Check what this server serves, while it does."),
+        typer.Option("--server", metavar="URL", help="Verify the live weights of this server."),
     ] = None,
     option: StorageOption = None,
     as_json: Json = False,
 ) -> None:
-    """Rebuild a version in memory, tensor by tensor, and check every digest; or check a server's weights."""
+    """Rebuild a version in memory, tensor by tensor, and check every digest; or verify a server's weights."""
     if every and (version is not None or server is not None):
         raise typer.BadParameter("name a version, a server or --all, not two of them")
     if server is not None:
@@ -62,7 +62,7 @@ def _verify_version(bucket: Store, version: int, *, as_json: bool) -> None:
 
 
 def _verify_all(bucket: Store, *, as_json: bool) -> None:
-    """Verify every version; one that is damaged says nothing about the next."""
+    """Verify every version, also those after a damaged one."""
     versions = range(newest_slot(bucket) + 1)
     num_wrong = 0
     for version in versions:
@@ -112,16 +112,16 @@ def doctor(
     store: StoreUrl,
     server: Annotated[
         list[str] | None,
-        typer.Option("--server", metavar="URL", help="A vLLM server that follows it, or shall; repeatable."),
+        typer.Option("--server", metavar="URL", help="vLLM server to check; repeatable."),
     ] = None,
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="Leave out what writes, for hosts that only follow.")
+        bool, typer.Option("--read-only", help="Leave out checks that write to the store.")
     ] = False,
-    size: Annotated[int, typer.Option(min=1, help="Megabytes with which throughput is measured.")] = 32,
+    size: Annotated[int, typer.Option(min=1, help="Megabytes of the object that measures throughput.")] = 32,
     option: StorageOption = None,
     as_json: Json = False,
 ) -> None:
-    """Say what works and what does not, before you train; exit code 1 where there is a problem."""
+    """Check store, run and servers before you train; exit code 1 if there is a problem."""
     from patchstore.doctor import examine
 
     found = []
@@ -132,7 +132,7 @@ def doctor(
         read_only=read_only,
         num_bytes=size * 1_000_000,
     )
-    # Closed also where the reader of the output went away, so that nothing is left behind.
+    # Closed also if the reader of the output went away, so that no test object is left behind.
     with closing(examination) as findings:
         for finding in findings:
             found.append(finding)

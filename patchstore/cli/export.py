@@ -1,4 +1,4 @@
-"""`patchstore replay` and `transcode`: what a store holds, as files of their own."""
+"""`patchstore replay` and `transcode`: write a version, or its delta, to files."""
 
 from typing import Annotated
 
@@ -41,7 +41,7 @@ def transcode(
     option: StorageOption = None,
     as_json: Json = False,
 ) -> None:
-    """Write a version's delta in another encoding, as a file of its own."""
+    """Write a version's delta to a file, in another encoding."""
     check_out(out)
     from patchstore.read.transcode import transcode
 

@@ -1,4 +1,4 @@
-"""How the command line says that something failed: one line, and an exit code."""
+"""How the command line reports a failure: one line, and an exit code."""
 
 import re
 from contextlib import suppress
@@ -35,7 +35,7 @@ def exit_code(error: PatchstoreError) -> int:
 
 
 WRONG_CALL = typer.BadParameter.__mro__[1]
-"""The class of all that typer has to say against a call; it does not export it."""
+"""The base class of typer's errors about a wrong call; typer does not export it."""
 
 _HINTS = {
     "--version": "the version is an argument without a name: patchstore replay STORE OUT 12",
@@ -45,25 +45,25 @@ _HINTS = {
 
 
 def explain_call(exc: Any, *, as_json: bool) -> None:
-    """Say what is wrong with a call, of which typer raised `exc`."""
+    """Report a wrong call, for which typer raised `exc`."""
     message = exc.format_message()
     if not message:
         # There were no arguments, and the help was shown instead.
         return
-    # Releases of typer and click differ in how they write it.
+    # Releases of typer and click write it differently.
     if given := re.match(r"No such option:? '?(-[^\s']*[^\s'.])", message):
         is_number = given[1][1:].isdecimal()
         hint = "versions count from 0" if is_number else _HINTS.get(given[1])
         message = message if hint is None else f"No such option: {given[1]}; {hint}"
     if exc.ctx is not None:
-        # One line, however narrow the terminal is for which typer lays it out.
+        # On one line, also if typer wrapped it for a narrow terminal.
         usage = " ".join(exc.ctx.get_usage().split())
         message = f"{message.rstrip('.')}. {usage}; --help says more"
     explain(UsageError.kind, message, as_json=as_json)
 
 
 def explain(kind: str, message: str, *, as_json: bool) -> None:
-    """Say an error on standard error, and with `--json` on standard output too."""
+    """Report an error on standard error, and with `--json` on standard output too."""
     if as_json:
         # Standard output itself may be what failed.
         with suppress(OSError):

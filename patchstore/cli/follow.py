@@ -15,7 +15,7 @@ from patchstore.serve.settings import DEFAULTS, PauseMode, PrefixCache, Settings
 
 
 class LogFormat(StrEnum):
-    """What the log consists of."""
+    """The form of the log."""
 
     TEXT = "text"
     JSON = "json"
@@ -30,42 +30,42 @@ def follow(
     ] = None,
     servers_file: Annotated[
         Path | None,
-        typer.Option(help="A file with a server's URL a line, read again when it changes."),
+        typer.Option(help="A file with one server URL per line, read again when it changes."),
     ] = DEFAULTS.servers_file,
     at: Annotated[
         int | None, typer.Option(min=0, help="Pin servers to this version, instead of following the newest.")
     ] = DEFAULTS.at,
     pin_file: Annotated[
-        Path | None, typer.Option(help="A file that keeps what /pin and /unpin were told.")
+        Path | None, typer.Option(help="A file that stores the pin, for the next start.")
     ] = DEFAULTS.pin_file,
     pause_mode: Annotated[
         PauseMode,
-        typer.Option(help="Pause for the write and keep, await or abort requests; or do not pause."),
+        typer.Option(help="During the write keep, wait for or abort running requests; or do not pause."),
     ] = DEFAULTS.pause_mode,
     prefix_cache: Annotated[
-        PrefixCache, typer.Option(help="Reset or keep what older weights computed.")
+        PrefixCache, typer.Option(help="Reset or keep keys and values that older weights computed.")
     ] = DEFAULTS.prefix_cache,
     update_interval: Annotated[
         float, typer.Option(min=0, help="Least seconds between two updates of a server.")
     ] = DEFAULTS.update_interval_s,
     verify_every: Annotated[
-        float | None, typer.Option(min=1, help="Seconds between verifications of what each server serves.")
+        float | None, typer.Option(min=1, help="Seconds between verifications of each server's weights.")
     ] = DEFAULTS.verify_every_s,
     listen: Annotated[
         str | None,
         typer.Option(metavar="[HOST:]PORT", help="Serve /metrics, /healthz and /pin; on 127.0.0.1."),
     ] = DEFAULTS.listen,
     unhealthy_after: Annotated[
-        float, typer.Option(min=0, help="Seconds that something may go wrong before /healthz says so.")
+        float, typer.Option(min=0, help="Seconds a failure may last before /healthz reports it.")
     ] = DEFAULTS.unhealthy_after_s,
     grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that steps under way may take after SIGTERM.")
+        float, typer.Option(min=0, help="Seconds that updates under way may take after SIGTERM.")
     ] = DEFAULTS.grace_s,
     max_poll_interval: Annotated[
-        float, typer.Option(min=0.01, help="Seconds between looks at the most.")
+        float, typer.Option(min=0.01, help="Longest time between polls, in seconds.")
     ] = DEFAULTS.max_poll_interval_s,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that one call may take, an anchor's too.")
+        float, typer.Option(min=1, help="Longest time for one call to a server, or for fetching a version.")
     ] = DEFAULTS.timeout_s,
     log_format: Annotated[
         LogFormat | None,
@@ -80,7 +80,7 @@ def follow(
     if log_format is not None:
         logs.configure(as_json=log_format is LogFormat.JSON)
     elif logging.getLogger().level > logging.INFO:
-        # Standard output says all of it.
+        # All events are on standard output already.
         logging.getLogger(service.__name__).setLevel(logging.CRITICAL)
     settings = Settings(
         servers=server or [],
@@ -99,7 +99,7 @@ def follow(
         max_poll_interval_s=max_poll_interval,
     )
     bucket, stop = open_with(store, option), service.stop_on_signals()
-    # Closed also where the reader of the output went away, so that switches under way are ended.
+    # Closed also if the reader of the output went away, so that updates under way are ended.
     with closing(service.follow(bucket, settings, stop)) as events:
         for event in events:
             if as_json:

@@ -1,4 +1,4 @@
-"""`patchstore log` and `show`: what a store holds."""
+"""`patchstore log` and `show`: the versions of a store."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,7 +19,7 @@ from patchstore.stores import Store
 
 def log(
     store: StoreUrl,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="HeadWatcher versions to list.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Number of versions to list.")] = 20,
     option: StorageOption = None,
     as_json: Json = False,
 ) -> None:
@@ -53,11 +53,11 @@ def _slot(store: Store, version: int) -> Manifest | output.Unreadable:
 def show(
     store: StoreUrl,
     version: Version = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="Each tensor's digest sums too.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Also show each tensor's digest sums.")] = False,
     option: StorageOption = None,
     as_json: Json = False,
 ) -> None:
-    """Show one version: its lineage, payloads and digests."""
+    """Show one version: its parent, payloads and digests."""
     bucket = open_with(store, option)
     run = header(bucket)
     found = head(bucket) if version is None else history.read_manifest(bucket, version)

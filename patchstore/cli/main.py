@@ -1,4 +1,4 @@
-"""`patchstore`: look at a bucket, verify it, rebuild a version, keep servers current.
+"""`patchstore`: show a bucket, verify it, rebuild a version, keep servers at the newest version.
 
 Exit codes: 0 done, 1 any other failure, 2 wrong call or no such version, 3 stored data is wrong, 4 store or
 server unavailable, 5 another publisher has the run, 130 interrupted, 141 the reader of the output went away
@@ -19,7 +19,7 @@ from patchstore.cli.failures import WRONG_CALL, exit_code, explain, explain_call
 from patchstore.errors import HostError, InternalError, PatchstoreError
 
 app = typer.Typer(
-    help="Exact, whole, fast: versions of model weights in an object store.",
+    help="Versions of model weights in an object store: list, verify, rebuild, serve.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -58,11 +58,11 @@ def main() -> None:
     """Run the command line; errors become one line and an exit code, never a traceback."""
     as_json = "--json" in sys.argv
     if sys.stdout is None or sys.stderr is None:
-        # Closed by the caller. What would be printed there is lost, so this is no success.
+        # Closed by the caller. The output would be lost, so this is a failure.
         sys.exit(f"error ({HostError.kind}): standard output is closed; send it to a file or to /dev/null")
     # A name that the terminal cannot show is no reason to fail.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    # So that what was begun is cleaned up, as with Ctrl-C; `follow` has handlers of its own.
+    # So that cleanup runs, as with Ctrl-C; `follow` has handlers of its own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         # The same name under `python -m patchstore`: completion is installed for a command of this name.
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def _end_unread() -> NoReturn:
-    """End as shells expect where the reader went away, and keep the interpreter from complaining."""
+    """End as shells expect if the reader went away, without a traceback of the interpreter."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(128 + signal.SIGPIPE)
 

@@ -22,10 +22,10 @@ StorageOption = Annotated[
         help="Storage option, such as endpoint_url=...; values may be JSON; repeatable.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object a line.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object per line.")]
 
 _CREDENTIALS = {"key", "secret", "token", "gateway_key", "gateway_secret", "username", "password"}
-"""Text, also where they look like numbers: 12345e67."""
+"""Always text, even if a value looks like a number: 12345e67."""
 
 
 def parsed(options: list[str] | None) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def parsed(options: list[str] | None) -> dict[str, Any]:
 
 
 def _option_value(text: str) -> Any:
-    """A JSON number, truth value, list or object as what it is, and anything else as text."""
+    """Return a JSON number, truth value, list or object as such, and anything else as text."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -49,6 +49,6 @@ def _option_value(text: str) -> Any:
 
 
 def check_out(out: str) -> None:
-    """Refuse an OUT that is more likely a version, before which OUT was left out."""
+    """Refuse an OUT that is a number: the caller probably gave a version and left out OUT."""
     if out.isdecimal():
         raise UsageError(f"{out} is no place to write to; give OUT before the version, or ./{out}")

@@ -48,28 +48,28 @@ class Unreadable:
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on one line of standard output, at once."""
+    """Print one JSON value on one line of standard output, and flush."""
     print(json.dumps(value), flush=True)
 
 
 def print_line(text: str) -> None:
-    """One line as it is, on standard output: a name in brackets is no colour, and nothing is wrapped."""
+    """Print one line as it is on standard output: brackets are no markup, and nothing is wrapped."""
     out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_error(kind: str, message: str) -> None:
-    """An error on one line of standard error."""
+    """Print an error on one line of standard error."""
     err.print(Text.assemble(("error", "bold red"), f" ({kind}): {message}"), soft_wrap=True)
 
 
 def print_table(table: Table) -> None:
-    """A table on standard output; in a file or a pipe as wide as what it holds."""
+    """Print a table on standard output; in a file or a pipe as wide as its content."""
     console = out if _has_edge() else Console(width=_natural_width(table))
     console.print(table)
 
 
 def _has_edge() -> bool:
-    """Whether lines must end somewhere: on a terminal, or where the caller says so."""
+    """Whether lines have a limit: on a terminal, or if the caller sets one."""
     return out.is_terminal or "COLUMNS" in os.environ
 
 
@@ -96,7 +96,7 @@ def summary(found: Manifest) -> dict[str, Any]:
 
 
 def full(found: Manifest, sums: Mapping[str, Sums] | None) -> dict[str, Any]:
-    """A version with all that its manifest says, and with each tensor's digest sums if they are given."""
+    """A version with its whole manifest, and with each tensor's digest sums if they are given."""
     record: dict[str, Any] = json.loads(manifests.to_json(found))
     if sums is not None:
         record["state"]["tensors"] = {name: each.hex() for name, each in sums.items()}
@@ -105,14 +105,14 @@ def full(found: Manifest, sums: Mapping[str, Sums] | None) -> dict[str, Any]:
 
 _COLUMNS = ("version", "parent", "step", "changed", "delta", "B/change", "anchor", "state")
 _LEFT_OUT_FIRST = ("B/change", "state", "step", "anchor", "delta")
-"""Columns in the order in which they give way where a terminal is narrow."""
+"""Columns in the order in which a narrow terminal leaves them out."""
 _BETWEEN = " │ "
 
 
 def print_log(header: StoreHeader, versions: Sequence[Manifest | Unreadable]) -> None:
-    """Versions, a line each, in the order given. Parents are shown where one is not the version before.
+    """Print versions, one per line, in the given order. A parent is shown if it is not the version before.
 
-    Not a table of rich's, which takes 1.5 ms to lay out a line: a log may have thousands.
+    Not a table of rich, which takes 1.5 ms to lay out a line: a log may have thousands.
     """
     schema = header.schema
     rows = [_row(each, schema.num_elements) for each in versions]
@@ -152,12 +152,12 @@ def _row(found: Manifest | Unreadable, num_elements: int) -> dict[str, str]:
 
 
 def show_table(found: Manifest, sums: Mapping[str, Sums] | None) -> Table:
-    """One version, a field a line."""
+    """One version, one field per line."""
     table = Table(title=f"version {found.version}", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in summary(found).items():
-        # What a bucket says may look like rich's markup.
+        # Text from a bucket may look like rich's markup.
         table.add_row(name, "-" if value is None else Text(str(value)))
     table.add_row("write_id", Text(found.writer.write_id))
     table.add_row("parent_digest", found.parent_digest or "-")
@@ -178,7 +178,7 @@ _COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
 def findings_table(findings: Iterable["Finding"]) -> Table:
-    """What an examination found, under what it is about, and below what is not well what to do."""
+    """Findings, grouped by what they are about; below each warning or problem what to do."""
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
     is_narrow = out.width < _NARROW

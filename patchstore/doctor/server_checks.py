@@ -1,4 +1,4 @@
-"""Whether a vLLM server can be driven: its routes, the `delta` backend, what it serves, the run's tensors.
+"""Check whether a vLLM server can be driven: its routes, the `delta` backend, its version, the run's tensors.
 
 Nothing about the server is changed. Its ranks are asked only if its configuration says that they can answer;
 see `VllmServer.check_backend`.
@@ -20,7 +20,7 @@ from patchstore.serve.vllm_protocol import ServerStatus, one_line, version_of
 from patchstore.serve.vllm_server import VllmServer
 
 _TIMEOUT_S = 60.0
-"""Asked for its configuration, vLLM first looks at its machine; tracing a large model takes seconds too."""
+"""vLLM examines its machine before it returns its configuration; tracing a large model takes seconds too."""
 _RESTART = "restart it, and look into its log"
 _HERE = {"localhost", "127.0.0.1", "::1"}
 
@@ -106,7 +106,7 @@ def _ranks(server: Server) -> Iterator[Finding]:
 def _state(server: Server) -> Iterator[Finding]:
     status = server.status
     if status.half_applied:
-        found = "has a version half applied: some rank serves parts of two versions"
+        found = "is half-applied: some rank serves parts of two versions"
         yield server.finding(
             "server-half-applied", found, "patchstore follow loads an anchor there; or restart it"
         )
@@ -120,8 +120,8 @@ def _state(server: Server) -> Iterator[Finding]:
         found = "its data-parallel engines serve different versions, or are at different points of an update"
         yield server.finding("server-engines-differ", found, "patchstore follow brings them together")
     if status.switch is not None:
-        found = f"a switch of versions was begun and not ended; when it ends, then with {status.switch}"
-        advice = "patchstore follow ends it, unless one is at it this moment"
+        found = f"an update was begun and not ended; it must end with {status.switch}"
+        advice = "patchstore follow ends it, unless it is still running"
         yield server.finding("switch-open", found, advice)
     if status.update_open:
         found = "an update was started, and neither finished nor failed"
@@ -174,9 +174,9 @@ def _tensors(server: Server) -> Iterator[Finding]:
         yield server.finding("tensors", taken + _use(status.ranks[0].get("map") or {}))
         return
     if server.is_quantised or any(rank.get("asleep") for rank in status.ranks):
-        found = "sleeps, or is quantised, so that it cannot say whether its model takes the run's tensors"
+        found = "sleeps, or is quantised, so it cannot tell whether its model takes the run's tensors"
         yield server.finding(
-            "tensors-unknown", found, "patchstore follow finds out, as it has it open the store"
+            "tensors-unknown", found, "patchstore follow finds out when the server opens the store"
         )
         return
     if not all("release" in rank for rank in status.ranks):
@@ -200,7 +200,7 @@ def _tensors(server: Server) -> Iterator[Finding]:
 
 
 def _use(mapped: Mapping[str, Any]) -> str:
-    """Of how many of them it makes something else than a copy."""
+    """How many of them the server does not simply copy."""
     numbers = {kind: mapped.get(f"num_{kind}") for kind in ("computed", "partial", "absent")}
     found = [f"{number:,} {kind}" for kind, number in numbers.items() if number]
     return f"; {', '.join(found)}" if found else ""

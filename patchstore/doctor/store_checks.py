@@ -1,7 +1,7 @@
-"""Whether a store can be reached, keeps what versions depend on, and how fast it is from here.
+"""Check whether a store can be reached and has the guarantees that versions need, and how fast it is.
 
-Everything is tried with the store's own verbs, on keys under `probes/` that are removed again: services
-have been seen to do other things than they say.
+Everything is tried with the store's own operations, on keys under `probes/` that are removed afterwards:
+some services do not behave as they are documented.
 """
 
 import os
@@ -53,7 +53,7 @@ def _open(bucket: Bucket) -> Iterator[Finding]:
 
 
 def _folder(bucket: Bucket) -> Iterator[Finding]:
-    """Say that a folder does not exist: one that is misspelt looks like a store that is new."""
+    """Report that a folder does not exist: a misspelt path looks like a new store."""
     if bucket.folder is None:
         return
     nearest = next(each for each in (bucket.folder, *bucket.folder.parents) if os.path.lexists(each))
@@ -173,8 +173,8 @@ def _create_only(bucket: Bucket) -> Iterator[Finding]:
         other = f"give {_GATEWAY}" if _is_hub(bucket.url) else "use a folder or s3://"
         yield bucket.finding(
             "single-writer",
-            "cannot create an object only once, and has your word (single_writer) that nothing else "
-            "publishes here: a second publisher is only detected, not kept out",
+            "cannot create an object only once, and you promised (single_writer) that nothing else "
+            "publishes here: a second publisher is not kept out, only sometimes detected",
             f"start one publisher only; to have a second one kept out, {other} instead of single_writer",
         )
         bucket.can_create = True
@@ -183,7 +183,7 @@ def _create_only(bucket: Bucket) -> Iterator[Finding]:
         prove_create_only(bucket.store)
     except UnsupportedStore as exc:
         if _is_hub(bucket.url):
-            advice = f"give {_GATEWAY}; or -o single_writer=true, your word that nothing else publishes here"
+            advice = f"give {_GATEWAY}; or -o single_writer=true, a promise that nothing else publishes here"
             yield bucket.finding("gateway-missing", str(exc), advice)
             return
         advice = "use a folder, or an S3 service that honours If-None-Match on PutObject"
@@ -194,7 +194,7 @@ def _create_only(bucket: Bucket) -> Iterator[Finding]:
 
 
 def _read_after_write(bucket: Bucket) -> Iterator[Finding]:
-    # Several, since what lags does so now and then.
+    # Several, because a lag shows only sometimes.
     with bucket.probes() as key:
         late = 0
         for number in range(_NUM_TIMED):
@@ -206,7 +206,7 @@ def _read_after_write(bucket: Bucket) -> Iterator[Finding]:
                 late += 1
     if late:
         found = f"of {_NUM_TIMED} objects {late} could not be read as they had just been written"
-        advice = "take caches and replicas out of the way: commits are settled by reading back"
+        advice = "remove caches and replicas in front of the store: a publisher reads back what it committed"
         yield bucket.finding("read-lags", found, advice)
     else:
         yield bucket.finding(

@@ -15,7 +15,7 @@ __all__ = ["CHOICES", "ENCODINGS", "EncodedTensor", "Encoding", "IndexEncoding",
 ENCODINGS: dict[str, Encoding] = {each.name: each for each in (Raw(), Gap(), Context())}
 
 CHOICES = (*ENCODINGS, "auto")
-"""What a publisher may be told: `auto` is `context` where kernels encode it, and `gap` on the CPU."""
+"""The choices of a publisher: `auto` is `context` where kernels encode it, and `gap` on the CPU."""
 
 
 def encoding(name: str) -> Encoding:

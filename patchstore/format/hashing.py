@@ -17,7 +17,7 @@ from patchstore.stores.base import Chunk
 _Chunk = TypeVar("_Chunk", bytes, Chunk)
 
 _MAX_THREADS = 8
-"""Of one digest; with more, memory is what it waits for."""
+"""Threads of one digest; with more it would wait for memory."""
 _LARGE_BYTES = 1 << 20
 
 
@@ -39,9 +39,9 @@ class Hasher:
         self.num_bytes += len(chunk)
 
     def through(self, chunks: Iterable[_Chunk]) -> Iterator[_Chunk]:
-        """Pass chunks on, counting them into the digest.
+        """Pass chunks on, and add them to the digest.
 
-        A large one is digested while the consumer has it, and both are done before the next is asked for.
+        A large chunk is digested while the consumer uses it; both end before the next chunk is requested.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="patchstore-digest") as beside:
             for chunk in chunks:
@@ -62,7 +62,7 @@ class Hasher:
 def verified(chunks: Iterable[bytes], payload: Payload) -> Iterator[bytes]:
     """Pass chunks on, and check at the end that they were the payload's bytes.
 
-    A consumer must not make anything of them visible before the iterator has ended.
+    A consumer must not make any of them visible before the iterator has ended.
 
     Raises:
         CorruptObject: more bytes than the payload has (at once), or at the end too few or others.

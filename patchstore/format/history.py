@@ -1,8 +1,8 @@
-"""The log of versions: reading manifests, finding the head, and the one create that commits.
+"""The history of versions: reading manifests, finding the head, and the one create that commits.
 
-A manifest's slot is created once and never again written or removed. Every client library may
-report its own successful create as "already exists" (it retried after a lost answer), so a commit
-that was refused or left unanswered is settled by reading the slot back.
+A manifest's key (its slot) is created once and never written or removed again. Every client library may
+report its own successful create as "already exists" (it retried after a lost answer). So after a commit that
+was refused or got no answer, the slot is read back.
 """
 
 from collections import deque
@@ -25,14 +25,15 @@ from patchstore.errors import (
     VersionNotFound,
 )
 from patchstore.format import hashing, layout, manifest_json, planning
+from patchstore.format.json_fields import MAX_JSON_BYTES
 from patchstore.format.records import Manifest, StoreHeader
 from patchstore.stores.base import Store
 from patchstore.support import host
 
 _FIRST_BYTES = 1 << 20
-"""Of a JSON object, what is asked for first; few are larger."""
+"""Size of the first request for a JSON object; few are larger."""
 READ_AHEAD = 8
-"""Manifests that are read at once, at most, where many are read one after the other."""
+"""At most so many manifests are read at once, if many are read one after the other."""
 
 _Value = TypeVar("_Value", Manifest, StoreHeader)
 
@@ -42,7 +43,7 @@ def create_header(store: Store, header: StoreHeader) -> None:
 
     Raises:
         RunExists: the prefix holds another run; nothing was changed.
-        SchemaMismatch: a reader would refuse what it says of the tensors; nothing was created.
+        SchemaMismatch: readers would refuse the schema; nothing was created.
         StoreUnavailable: unknown whether it was created.
     """
     try:
@@ -68,7 +69,7 @@ def read_header(store: Store) -> StoreHeader | None:
     """Return the header of the run at this prefix, or None where there is no run.
 
     Raises:
-        CorruptObject, UnsupportedFormat: `store.json` cannot be understood, or is missing where versions are.
+        CorruptObject, UnsupportedFormat: `store.json` is invalid, or missing although there are versions.
     """
     try:
         data = _bounded(store, layout.HEADER)
@@ -97,7 +98,7 @@ def read_manifest(store: Store, version: int) -> Manifest:
 def stored_digest(store: Store, version: int) -> str:
     """Digest of a manifest as it is stored, which the next version names as its `parent_digest`.
 
-    Not of the manifest spelled anew: another release may have written fields that this one drops.
+    Not of the manifest written again: another release may have written fields that this one drops.
 
     Raises:
         VersionNotFound: not committed.
@@ -130,7 +131,7 @@ def read_back(store: Store, newest: int, oldest: int = 0) -> Generator[Manifest,
 def _read_back(store: Store, newest: int, oldest: int) -> Generator[tuple[Manifest, bytes], None, None]:
     """Yield manifests and their bytes, and read ahead: not at first, and twice as far with each one taken.
 
-    Most callers take one or two. Those who take thousands must not wait for each.
+    Most callers take one or two. A caller that takes thousands must not wait for each.
     """
     with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="patchstore-log") as pool:
         reads: deque[Future[tuple[Manifest, bytes]]] = deque()
@@ -148,19 +149,19 @@ def _read_back(store: Store, newest: int, oldest: int) -> Generator[tuple[Manife
 
 
 def _bounded(store: Store, key: str) -> bytes:
-    """Read a JSON object; of one that is larger than it may be, just enough to notice."""
+    """Read a JSON object; if it is too large, just enough to notice that."""
     with host.reading(key):
-        # A store allows more time for a request that may be answered with more bytes, so few ask for many.
+        # A store allows more time for a request that may return more bytes, so request few at first.
         data = store.get(key, 0, _FIRST_BYTES)
-        return data if len(data) < _FIRST_BYTES else store.get(key, 0, manifest_json.MAX_JSON_BYTES + 1)
+        return data if len(data) < _FIRST_BYTES else store.get(key, 0, MAX_JSON_BYTES + 1)
 
 
 def head(store: Store, hint: int | None = None) -> Manifest | None:
     """Return the highest committed version's manifest, or None where nothing is committed.
 
-    Costs three reads when `hint` or `head.json` is right: that object, the slot, and the empty one after
-    it; one more for each version that both are behind. Without either, the versions are listed once. A
-    hint is never believed without its manifest.
+    Costs three reads if `hint` or `head.json` is right: that object, the slot, and the empty slot after it;
+    one more for each version that both are behind. Without either, the versions are listed once. A hint is
+    never believed without its manifest.
     """
     found = None
     for guess in sorted({guess for guess in (hint, _stored_hint(store)) if guess is not None}, reverse=True):
@@ -170,7 +171,7 @@ def head(store: Store, hint: int | None = None) -> Manifest | None:
         except VersionNotFound:
             continue
     if found is None:
-        # Listings may lag behind, so what they show is a start for probing, not the answer.
+        # Listings may lag, so a listing is where the search starts, and not the answer.
         with host.reading(layout.VERSIONS):
             listed = [layout.manifest_version(key) for key in store.list(layout.VERSIONS)]
         last = max((version for version in listed if version is not None), default=None)
@@ -202,7 +203,7 @@ def check_newest(store: Store, newest: Manifest | None) -> None:
         there = "there is none" if newest is None else f"the newest is {newest.version}"
         raise CorruptObject(
             f"{store.url}: {layout.HEAD} names version {hint}, but {there}: versions were removed. Put them "
-            f"back, or use another place; if {layout.HEAD} is what is wrong, delete it"
+            f"back, or use another prefix; if only {layout.HEAD} is wrong, delete it"
         )
 
 
@@ -216,15 +217,15 @@ def _stored_hint(store: Store) -> int | None:
 
 
 def write_hint(store: Store, version: int) -> None:
-    """Tell readers where the head was; losing this costs them a listing, nothing else."""
+    """Tell readers where the head was; without it they need a listing, nothing else."""
     store.put(layout.HEAD, manifest_json.hint_to_json(version))
 
 
 def read_lineage(store: Store, target: int, held: int | None = None) -> dict[int, Manifest]:
-    """Return what `lineage.plan` needs: the target and its ancestors.
+    """Return what `planning.plan` needs: the target and its ancestors.
 
-    Goes back to the nearest anchor, and on to `held` where that is older and the way from there may still
-    cost less, checking that every manifest is the one that its child names.
+    Goes back to the nearest anchor, and on to `held` if that is older and a plan from there may still cost
+    less. Checks that every manifest is the one that its child names.
 
     Raises:
         VersionNotFound: the target, or an ancestor that the plan needs, is not in the store.
@@ -258,7 +259,7 @@ def ancestry(store: Store, target: int, held: int | None = None) -> Generator[Ma
     """Yield a version and its ancestors, newest first, each as its child names it.
 
     Args:
-        held: the ancestor that the caller will hardly go beyond, if one is known: not read ahead of.
+        held: the ancestor beyond which the caller will probably not go, if known: no reading ahead beyond it.
 
     Raises:
         VersionNotFound: an ancestor is not in the store.
@@ -267,7 +268,7 @@ def ancestry(store: Store, target: int, held: int | None = None) -> Generator[Ma
     child: Manifest | None = None
     at: int | None = target
     while at is not None:
-        # Nearly always each is the parent of the one in the next slot; this ends where a trainer went back.
+        # Nearly always each is the parent of the version in the next slot, except where a trainer went back.
         oldest = held if held is not None and held <= at else 0
         with closing(_read_back(store, at, oldest)) as versions:
             for found, data in versions:
@@ -311,7 +312,7 @@ def commit(store: Store, new: Manifest) -> None:
 
     Raises:
         UsageError: a reader would refuse the manifest, or read it as another; nothing was created.
-        VersionConflict: another writer has the slot; this one is fenced and must stop.
+        VersionConflict: another writer has the slot; this writer is fenced and must stop.
         StoreUnavailable: no answer, and the slot is still empty or cannot be read; calling again
             with the same manifest is safe.
     """
@@ -341,7 +342,7 @@ def _author(key: str, data: bytes) -> str:
 
 
 def _spelled(value: _Value, spell: Callable[[_Value], bytes], read: Callable[[bytes], _Value]) -> bytes:
-    """Spell what is about to be created, and make sure that readers will read the same.
+    """Return the JSON of an object to create, and check that readers will read the same.
 
     Raises:
         UsageError: they will not.

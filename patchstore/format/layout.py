@@ -1,4 +1,4 @@
-"""Where objects live in a bucket: every key string of the format is made or checked here."""
+"""The keys of objects in a bucket: every key of the format is made or checked here."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Explain in a line or two why a model does not take a run's tensors.
+"""Explain in a line or two why a model does not accept a run's tensors.
 
 vLLM's loaders list every parameter of the model when one name is unknown to them. And the most frequent
 cause is visible in the run itself: it was published from a wrapper around the model.
@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from patchstore.format.records import Schema
 
 _OUTERMOST = {"module.": "module", "base_model.model.": "merge_and_unload()"}
-"""What DistributedDataParallel and PEFT put before every name -> what of the wrapper to publish instead."""
+"""Prefixes of DistributedDataParallel and PEFT before every name -> what to publish instead of the
+wrapper."""
 _ANYWHERE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What torch.compile, FSDP and activation checkpointing put before the names of each module they wrap."""
+"""Prefixes of torch.compile, FSDP and activation checkpointing before the names of each wrapped module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapped:
-    """What a run's names say of the model that it was published from."""
+    """What a run's names show about the model that it was published from."""
 
     found: str
     advice: str
@@ -27,9 +28,9 @@ class Wrapped:
 
 
 def of_wrapper(schema: Schema) -> Wrapped | None:
-    """Say what to publish instead where the run's names are those of a wrapped model; None otherwise.
+    """Return what to publish instead if the run's names are those of a wrapped model; None otherwise.
 
-    This only says what the names look like: a model may have a module that is called `module`. So it is for
+    Only the names are considered, and a model may have a module that is called `module`. So call this for
     runs that a model has refused.
     """
     names = [spec.name for spec in schema.tensors]
@@ -51,7 +52,7 @@ def of_wrapper(schema: Schema) -> Wrapped | None:
 
 
 def explain(schema: Schema, otherwise: str) -> str:
-    """Return why a model refused a run: that it was published from a wrapped one, or what is given."""
+    """Return why a model refused a run: it was published from a wrapped model, or the given reason."""
     wrapped = of_wrapper(schema)
     return otherwise if wrapped is None else str(wrapped)
 

@@ -1,4 +1,4 @@
-"""Which payloads lead from a held version to a target: a pure function of manifests."""
+"""Plan which payloads lead from the version that a reader has to a target: a pure function of manifests."""
 
 from collections.abc import Mapping
 
@@ -7,15 +7,15 @@ from patchstore.format.records import REQUEST_BYTES, Manifest, Plan
 
 
 def plan(manifests: Mapping[int, Manifest], held: int | None, target: int) -> Plan:
-    """Return the cheapest way from `held` to `target`, as `Plan.cost` counts.
+    """Return the cheapest plan from `held` to `target`, as `Plan.cost` counts.
 
-    The ways are: the deltas from `held`, when it is an ancestor of the target and no version between them
+    Possible plans: the deltas from `held`, if it is an ancestor of the target and no version between them
     lacks a delta; or an anchor at or before the target and the deltas after it. Deltas win a tie.
 
     Args:
         manifests: at least the target and its ancestors back to `held` or, failing that, back
-            to the nearest anchor; see `log.read_lineage`.
-        held: the version that the follower has now; None for none.
+            to the nearest anchor; see `history.read_lineage`.
+        held: the version that the reader has now; None for none.
         target: the version wanted.
 
     Raises:
@@ -38,19 +38,19 @@ def plan(manifests: Mapping[int, Manifest], held: int | None, target: int) -> Pl
         at = manifests.get(at.parent)
     if not ways:
         raise WrongParent(
-            f"version {target} cannot be reached: it does not descend from held version {held}, "
-            "and no anchor was found among its ancestors"
+            f"version {target} cannot be reached: it does not descend from version {held}, which is "
+            "here, and no anchor was found among its ancestors"
         )
     return min(ways, key=lambda way: way.cost)
 
 
 def delta_cost(manifest: Manifest) -> int:
-    """What a plan costs more that reaches a version from its parent: the delta, and the parent's manifest."""
+    """Cost of reaching a version from its parent: the delta, and the parent's manifest."""
     assert manifest.delta is not None
     return manifest.delta.num_bytes + (1 + len(manifest.delta.payloads)) * REQUEST_BYTES
 
 
 def anchor_cost(manifest: Manifest) -> int:
-    """What a plan costs more that starts from a version's anchor, and not from the version itself."""
+    """Additional cost of starting from a version's anchor, instead of having that version."""
     assert manifest.anchor is not None
     return manifest.anchor.num_bytes + len(manifest.anchor.payloads) * REQUEST_BYTES

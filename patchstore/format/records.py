@@ -1,6 +1,6 @@
-"""The words of the format as frozen values: what a store says, without any tensor.
+"""The records of the format as frozen values, without tensors.
 
-Nothing here imports torch, so that looking at a bucket starts at once.
+Nothing here imports torch, so that commands that only read a bucket start at once.
 """
 
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ class Schema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreHeader:
-    """What `store.json` says: written once, when a run is created."""
+    """The content of `store.json`: written once, when a run is created."""
 
     run_id: str
     created_at: str
@@ -87,7 +87,7 @@ class StoreHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """One stored object, as the manifest vouches for it."""
+    """One stored object, with the size and digest that the manifest records."""
 
     key: str
     size: int
@@ -118,7 +118,7 @@ class Anchor:
     payloads: tuple[Payload, ...]
     """Safetensors objects that together hold every tensor of the schema once."""
     files: tuple[Payload, ...]
-    """What else the folder holds: index, config, tokenizer."""
+    """The other files of the folder: index, config, tokenizer."""
 
     @property
     def num_bytes(self) -> int:
@@ -132,14 +132,14 @@ class Writer:
     id: str
     """Names the publisher: host, process id and a random part."""
     epoch: int
-    """Grows by one with each publisher that claims the run; a lower one is fenced."""
+    """Grows by one with each publisher that claims the run; a publisher with a lower one is fenced."""
     write_id: str
-    """Unique to the commit attempt; tells one's own manifest from another's."""
+    """Unique to the commit attempt; distinguishes a publisher's own manifest from another's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDigest:
-    """What the weights of a version are, independent of how they are stored."""
+    """A digest of a version's weights, independent of how they are stored."""
 
     total: str
     """`blake3:` and 64 hex digits, over names, dtypes, shapes and the digest sums of all tensors."""
@@ -178,13 +178,13 @@ class Manifest:
 
 
 REQUEST_BYTES = 1 << 18
-"""A request to a store takes about as long as so many bytes (33 ms at 8 MB/s), and counts as that many where
-ways to read are compared: otherwise a thousand versions that change nothing would seem to cost nothing."""
+"""A request to a store takes about as long as so many bytes (33 ms at 8 MB/s), and counts as that many when
+plans are compared: otherwise a thousand versions that change nothing would seem to cost nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to come from a held version to a target; see `lineage.plan`."""
+    """How a reader gets from the version that it has to a target; see `planning.plan`."""
 
     held: int | None
     target: Manifest
@@ -203,8 +203,8 @@ class Plan:
     def num_requests(self) -> int:
         """Objects to read: the manifests from the target back to where the plan starts, and the payloads.
 
-        Not the anchor's other files, which only a replay reads. The parts of a large object are read beside
-        each other, so they count by their bytes alone.
+        Without the anchor's other files, which only a replay reads. The parts of a large object are read at
+        the same time, so only their bytes count.
         """
         start = len(self.anchor.anchor.payloads) if self.anchor and self.anchor.anchor else 0
         return 1 + start + sum(1 + len(m.delta.payloads) for m in self.deltas if m.delta)

@@ -1,7 +1,7 @@
 """The digest sums of a version's tensors, and the stored object that holds them.
 
-A manifest names that object beside the total, and so stays small whatever the number of tensors. Only those
-who verify single tensors read it: the total alone says whether weights are a version's.
+A manifest names that object beside the total, so it stays small whatever the number of tensors. Only readers
+that verify single tensors need it: the total alone shows whether weights are a version's.
 """
 
 import struct
@@ -43,7 +43,7 @@ class Sums(NamedTuple):
 def state_total(schema: Schema, sums: Mapping[str, Sums]) -> str:
     """Fold the sums of all tensors into the digest of a version.
 
-    It is BLAKE3 over one line a tensor, ascending by name:
+    It is BLAKE3 over one line per tensor, ascending by name:
     `name TAB dtype TAB shape, joined by commas TAB 32 hex digits LF`.
     """
     lines = []
@@ -54,7 +54,7 @@ def state_total(schema: Schema, sums: Mapping[str, Sums]) -> str:
 
 
 def pack_sums(schema: Schema, sums: Mapping[str, Sums]) -> bytes:
-    """Spell the stored object: 16 bytes per tensor, in the schema's order."""
+    """Return the bytes of the stored object: 16 per tensor, in the schema's order."""
     return b"".join(struct.pack("<2Q", *sums[spec.name]) for spec in schema.tensors)
 
 

@@ -1,4 +1,4 @@
-"""What is done with every element: in plain torch (`reference`), and for GPUs by kernels."""
+"""What is done with every element, by kernels for GPUs; `tensors.elements` does the same in plain torch."""
 
 import logging
 from functools import cache

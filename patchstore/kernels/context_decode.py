@@ -1,13 +1,11 @@
 """Decode what changed in tensors of the encoding `context`, from the live weights and the streams.
 
-Elements of a tile are numbered class after class, and by position within a class; streams speak of these
-numbers. So it takes: how many elements of each class every tile has (`_count`), the streams, each read by
-one thread, first to count changes and then to list number and step of each (`_parse`), and, tile by tile
-again, the positions that these numbers stand for (`_place`). Nothing is sorted. Weights are read twice.
+Streams speak of numbers of elements; see `context_classes`. So there are three steps. `count` finds how many
+elements of each class every tile has, `read` reads the streams, and `_place` finds, tile by tile again, the
+positions that the numbers stand for. Nothing is sorted. Weights are read twice.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,21 +13,21 @@ import torch
 import triton
 import triton.language as tl
 
-from patchstore.kernels import context_tables
-from patchstore.kernels.context_tables import (
-    Segments,
-    Tensors,
+from patchstore.kernels.context_classes import (
+    VECTORS,
     bits_of,
-    box,
-    class_rule,
-    eights,
-    halves,
-    is_aligned,
-    quarters,
+    bits_of_key,
+    class_place,
+    count,
+    each_tile,
+    index_classes,
+    key_of,
+    matches,
+    num_matches,
 )
+from patchstore.kernels.context_read import as_words, read
+from patchstore.kernels.context_tables import Segments, Tensor, Tensors, box
 
-LANES = 32
-"""Streams that a program reads: it is one warp, whose threads go on together."""
 PLACED = 256
 """Changes that a program places at once."""
 PROGRAMS_PER_PROCESSOR = 3
@@ -38,366 +36,8 @@ PLACING = {"num_warps": 8, "maxnreg": 80}
 """So that 24 warps run on a processor: it is the waiting for memory that takes long. Measured on an H200."""
 NONE = 2**31 - 1
 
-_TENSOR = context_tables._TENSOR
-_SEGMENT = context_tables._SEGMENT
-_CLASSES = context_tables._CLASSES
-_WIDTH = tl.constexpr(int(context_tables.Tensor.WIDTH))
-_COLS = context_tables._COLS
-_FIRST_ROW = tl.constexpr(int(context_tables.Tensor.FIRST_ROW))
-_SILENT = tl.constexpr(0x7F)
-_DENSE = tl.constexpr(0x80)
-_UNARY = tl.constexpr(24)
-_UNARY_GUARD = tl.constexpr(1 << 24)
-_ONES_GUARD = tl.constexpr(1 << 45)
-_ONES = tl.constexpr(45)
-"""Ones that are looked at together: a bit, a place among 65,536 and a sign are in the same 64 bits."""
-
-
-@triton.jit
-def _count(
-    tensors, segments, owners, tiles, picked, starts, counts, totals,
-    VECTORS: tl.constexpr, ALL: tl.constexpr, MEMORY: tl.constexpr, MEMORY_WIDTH: tl.constexpr,
-    WIDENED: tl.constexpr,
-):  # fmt: skip
-    """Count the classes of a tile: of one with a stream, or, where ALL, of any, and of its tensor."""
-    job = tl.load(picked + tl.program_id(0)).to(tl.int64)
-    wanted = True
-    if not ALL:
-        tile = tl.load(tiles + job)
-        wanted = tl.load(starts + tile + 1) > tl.load(starts + tile)
-    if wanted:
-        tensor, row, address, _, num_rows, num_cols, row_stride, col_stride = box(
-            tensors, segments, owners, job, MEMORY_WIDTH
-        )
-        num = num_rows * num_cols
-        if is_aligned(address, num_cols, row_stride, col_stride, MEMORY_WIDTH):
-            even, odd = count_classes(
-                row, address, num, num_cols, row_stride, col_stride,
-                VECTORS, True, MEMORY, MEMORY_WIDTH, WIDENED,
-            )  # fmt: skip
-        else:
-            even, odd = count_classes(
-                row, address, num, num_cols, row_stride, col_stride,
-                VECTORS, False, MEMORY, MEMORY_WIDTH, WIDENED,
-            )  # fmt: skip
-        first, second, third, fourth = quarters(even, odd)
-        _total(first, counts + job * 16, totals + tensor * 16, ALL)
-        _total(second, counts + job * 16 + 1, totals + tensor * 16 + 1, ALL)
-        _total(third, counts + job * 16 + 2, totals + tensor * 16 + 2, ALL)
-        _total(fourth, counts + job * 16 + 3, totals + tensor * 16 + 3, ALL)
-
-
-@triton.jit
-def count_classes(
-    row, address, num, num_cols, row_stride, col_stride,
-    VECTORS: tl.constexpr, ALIGNED: tl.constexpr, MEMORY: tl.constexpr, MEMORY_WIDTH: tl.constexpr,
-    WIDENED: tl.constexpr,
-):  # fmt: skip
-    """Count the classes of a tile: of even and odd ones, int64 [VECTORS], 8 bits each."""
-    shift, mask, lowest, last = class_rule(row)
-    even = tl.zeros((VECTORS,), tl.int64)
-    odd = tl.zeros((VECTORS,), tl.int64)
-    # At most 16 times, so that 8 bits are enough for counts.
-    for begin in range(0, num, VECTORS * 8):
-        counts, _ = eights(
-            address, begin + tl.arange(0, VECTORS) * 8, num, num_cols, row_stride, col_stride,
-            shift, mask, lowest, last, ALIGNED, MEMORY, MEMORY_WIDTH, WIDENED,
-        )  # fmt: skip
-        low, high = halves(counts)
-        even += low
-        odd += high
-    return even, odd
-
-
-@triton.jit
-def _total(fields, counts, totals, ALL: tl.constexpr):
-    """Add up four counts of 16 bits, and keep them at every fourth place."""
-    for k in tl.static_range(2):
-        both = tl.sum((fields >> (16 * k)) & 0x0000FFFF0000FFFF)
-        low = both & 0xFFFFFFFF
-        high = both >> 32
-        tl.store(counts + 4 * k, low.to(tl.int32))
-        tl.store(counts + 4 * k + 8, high.to(tl.int32))
-        if ALL:
-            tl.atomic_add(totals + 4 * k, low, mask=low > 0, sem="relaxed")
-            tl.atomic_add(totals + 4 * k + 8, high, mask=high > 0, sem="relaxed")
-
-
-@triton.jit
-def power_of(values):
-    """The floor of the logarithm to base two of numbers that float32 holds exactly."""
-    return ((values.to(tl.float32).to(tl.int32, bitcast=True)) >> 23) - 127
-
-
-@triton.jit
-def run_length(code):
-    """The parameter that a code stands for: 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, .."""
-    step = tl.maximum(code - 3, 0)
-    return tl.where(code < 3, code + 1, (4 + (step & 3)) << (step >> 2))
-
-
-@triton.jit
-def ceil_div(value, by):
-    """Divide numbers below 2**18, rounding up; exact, see `vectors`."""
-    return (((value + by - 1).to(tl.float32) + 0.5) * (1.0 / by.to(tl.float32))).to(tl.int32)
-
-
-@triton.jit
-def _window(words, start, end, p, busy):
-    """64 bits of streams from bit p on, all ones beyond the end: uint64."""
-    at = start + p
-    word = at >> 6
-    shift = (at & 63).to(tl.uint64)
-    low = tl.load(words + word, mask=busy & (word * 64 < start + end), other=-1).to(tl.uint64, bitcast=True)
-    high = tl.load(words + word + 1, mask=busy & (word * 64 + 64 < start + end), other=-1)
-    window = (low >> shift) | ((high.to(tl.uint64, bitcast=True) << 1) << (63 - shift))
-    left = tl.minimum(tl.maximum(end - p, 0), 63).to(tl.int64)
-    ones = (tl.full(left.shape, -1, tl.int64) << left).to(tl.uint64, bitcast=True)
-    return tl.where(end - p >= 64, window, window | ones)
-
-
-@triton.jit
-def _ones(window, GUARD: tl.constexpr):
-    """How many of the lowest bits are ones, up to that of GUARD."""
-    zeros = ~window.to(tl.int64, bitcast=True) | GUARD
-    return power_of(zeros & -zeros)
-
-
-@triton.jit
-def _low(window, num):
-    """The lowest bits, at most 30."""
-    return (window & 0x7FFFFFFF).to(tl.int32) & ((1 << num) - 1)
-
-
-@triton.jit
-def _bit(window, at):
-    return ((window >> at.to(tl.uint64)) & 1).to(tl.int32)
-
-
-@triton.jit
-def _binary(window, most):
-    """A truncated binary number below `most`, and its bits."""
-    power = power_of(most)
-    short = (2 << power) - most
-    value = _low(window, power)
-    is_long = value >= short
-    value = tl.where(is_long, 2 * value + _bit(window, power) - short, value)
-    return value, power + is_long.to(tl.int32)
-
-
-@triton.jit
-def _rice(window, k, width):
-    """A number in Rice's code, and its bits."""
-    q = _ones(window, _UNARY_GUARD)
-    raw = _low(window >> _UNARY, 8 * width)
-    value = tl.where(q == _UNARY, raw, (q << k) | _low(window >> (q + 1).to(tl.uint64), k))
-    return value, tl.where(q == _UNARY, _UNARY + 8 * width, q + 1 + k)
-
-
-@triton.jit(do_not_specialize=["num_jobs"])
-def _parse(
-    tensors, segments, owners, tiles, starts, words, rows, counts, nums, places, changes, first_wrong,
-    num_jobs, LANES: tl.constexpr, EMIT: tl.constexpr,
-):  # fmt: skip
-    """Read the streams of some tiles, a change of each at a time.
-
-    Counts changes, or, where EMIT, lists them: the number of the element, and the step times 2**16.
-
-    Example: 3 elements of class 0, which is silent, and 5 of class 1, which is sparse with M = 4 and |d| = 1.
-    The bits 1, 0, 0 say that 4 elements of class 1 did not change, and the one left did, by +1: number 7.
-    """
-    job = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    inside = job < num_jobs
-    segment = segments + tl.load(owners + job, mask=inside, other=0).to(tl.int64) * _SEGMENT
-    row = tensors + tl.load(segment, mask=inside, other=0) * _TENSOR
-    last_class = tl.load(row + _CLASSES, mask=inside, other=0).to(tl.int32) - 1
-    width = tl.load(row + _WIDTH, mask=inside, other=0).to(tl.int32)
-    mask = (1 << (8 * width)) - 1
-    codes = rows + tl.load(row + _FIRST_ROW, mask=inside, other=0)
-    tile = tl.load(tiles + job, mask=inside, other=0)
-    start = tl.load(starts + tile, mask=inside, other=0)
-    length = tl.load(starts + tile + 1, mask=inside, other=0) - start
-    start = start * 8
-    # No stream says so much: one that is longer has bytes too many.
-    end = tl.minimum(length, 1 << 24).to(tl.int32) * 8
-    has_stream = inside & (length > 0)
-    own_counts = counts + job.to(tl.int64) * 16
-    room = changes
-    if EMIT:
-        room = changes + tl.load(places + job, mask=inside, other=0)
-    active = has_stream
-    wrong = job < 0
-    is_open = job < 0
-    p = tl.zeros((LANES,), tl.int32)
-    number = tl.zeros((LANES,), tl.int32) - 1
-    left = tl.zeros((LANES,), tl.int32)
-    element = tl.zeros((LANES,), tl.int32)
-    found = tl.zeros((LANES,), tl.int32)
-    run = tl.zeros((LANES,), tl.int32)
-    code = tl.zeros((LANES,), tl.int32)
-    while tl.max(active.to(tl.int32)) > 0:
-        fresh = active & (left == 0)
-        active = active & ((left > 0) | (number < last_class))
-        fresh = fresh & active
-        number += fresh.to(tl.int32)
-        left = tl.where(fresh, tl.load(own_counts + number, mask=fresh, other=0), left)
-        code = tl.where(fresh, tl.load(codes + number, mask=fresh, other=0), code)
-        run = tl.where(fresh, 0, run)
-        is_open = is_open & ~fresh
-        kind = code & 0xFF
-        element += tl.where(kind == _SILENT, left, 0)
-        left = tl.where(kind == _SILENT, 0, left)
-        busy = active & (left > 0)
-        dense = busy & (kind == _DENSE)
-        sparse = busy & (kind != _DENSE)
-        k = (code >> 16) & 0xF
-        window = _window(words, start, end, p, busy)
-
-        length_of_run = run_length(kind & 0x3F)
-        ones = _ones(window, _ONES_GUARD)
-        runs_left = ceil_div(left, length_of_run)
-        hit = sparse & (ones < runs_left) & (ones < _ONES)
-        skipped = tl.minimum(ones * length_of_run, left)
-        rest = window >> (tl.minimum(ones, _ONES) + 1).to(tl.uint64)
-        more, bits = _binary(rest, tl.minimum(length_of_run, tl.maximum(left - skipped, 1)))
-        is_less = _bit(rest, bits)
-        skipped += tl.where(hit, more, 0)
-        step = tl.full((LANES,), 1, tl.int32)
-        advance = tl.where(hit, ones + bits + 2, tl.minimum(ones, runs_left))
-
-        if tl.max(dense.to(tl.int32)) > 0:
-            size, bits = _rice(window, k, width)
-            swap = (size < 2) & ((code >> 23) != 0)
-            size = tl.where(swap, 1 - size, size)
-            some = dense & (size > 0)
-            step = tl.where(dense, size, step)
-            is_less = tl.where(dense, _bit(window, bits), is_less)
-            advance = tl.where(dense, bits + some.to(tl.int32), advance)
-            skipped = tl.where(dense, 0, skipped)
-            hit = hit | some
-        p += tl.where(busy, advance, 0)
-
-        runs = (code >> 8) & 0xFF
-        stepped = hit & sparse & (runs > 0)
-        if tl.max(stepped.to(tl.int32)) > 0:
-            window = _window(words, start, end, p, stepped)
-            opens = stepped & (run == 0) & ~is_open
-            length_of_run = run_length(tl.maximum(runs - 1, 0))
-            is_long = (window & 1) != 0
-            more, bits = _binary(window >> 1, length_of_run)
-            run = tl.where(opens, tl.where(is_long, length_of_run, more), run)
-            is_open = is_open | (opens & ~is_long)
-            bits = tl.where(opens, tl.where(is_long, 1, bits + 1), 0)
-            large = stepped & (run == 0)
-            run -= (stepped & ~large).to(tl.int32)
-            is_open = is_open & ~large
-            size, more = _rice(window >> bits.to(tl.uint64), k, width)
-            step = tl.where(large, size + 2, step)
-            p += tl.where(stepped, bits + tl.where(large, more, 0), 0)
-
-        step = tl.where(is_less != 0, -step, step)
-        wrong = wrong | (hit & ((step & mask) == 0))
-        passed = tl.where(sparse, skipped + hit.to(tl.int32), dense.to(tl.int32))
-        if EMIT:
-            change = ((element + passed - 1) & 0xFFFF) | (step << 16)
-            tl.store(room + found, change, mask=hit)
-        found += hit.to(tl.int32)
-        element += passed
-        left -= passed
-    if not EMIT:
-        wrong = has_stream & (wrong | (p <= end - 8))
-        tl.store(nums + job, found, mask=inside)
-        tl.atomic_min(first_wrong + job * 0, job, mask=wrong, sem="relaxed")
-
-
-@triton.jit
-def list_classes(
-    row, address, num, num_cols, row_stride, col_stride, listed, sums,
-    VECTORS: tl.constexpr, ALIGNED: tl.constexpr, MEMORY: tl.constexpr, MEMORY_WIDTH: tl.constexpr,
-    WIDENED: tl.constexpr,
-):  # fmt: skip
-    """Keep the classes of a tile, 4 bits each, and their counts in each 64 elements, 8 bits each."""
-    shift, mask, lowest, last = class_rule(row)
-    nth = tl.arange(0, VECTORS)
-    for begin in range(0, num, VECTORS * 8):
-        counts, packed = eights(
-            address, begin + nth * 8, num, num_cols, row_stride, col_stride,
-            shift, mask, lowest, last, ALIGNED, MEMORY, MEMORY_WIDTH, WIDENED,
-        )  # fmt: skip
-        tl.store(listed + begin // 8 + nth, packed)
-        even, odd = halves(counts)
-        even = tl.sum(tl.reshape(even, (VECTORS // 8, 8)), axis=1, keep_dims=True)
-        odd = tl.sum(tl.reshape(odd, (VECTORS // 8, 8)), axis=1, keep_dims=True)
-        # Two of the eight threads that have a sum store it, so that none has to be handed on.
-        lane = tl.arange(0, 8)[None, :]
-        block = (begin // 64 + tl.arange(0, VECTORS // 8)[:, None]) * 4
-        tl.store(sums + block + lane, tl.where(lane == 0, even, odd), mask=lane < 2)
-
-
-@triton.jit
-def index_classes(
-    row, address, num, num_cols, row_stride, col_stride, scratch,
-    BLOCKS: tl.constexpr, VECTORS: tl.constexpr, MEMORY: tl.constexpr, MEMORY_WIDTH: tl.constexpr,
-    WIDENED: tl.constexpr,
-):  # fmt: skip
-    """Keep the classes of a tile, and how many of each precede each 64 elements."""
-    sums = scratch
-    listed = (scratch + 4 * BLOCKS).to(tl.pointer_type(tl.int32))
-    if is_aligned(address, num_cols, row_stride, col_stride, MEMORY_WIDTH):
-        list_classes(
-            row, address, num, num_cols, row_stride, col_stride, listed, sums,
-            VECTORS, True, MEMORY, MEMORY_WIDTH, WIDENED,
-        )  # fmt: skip
-    else:
-        list_classes(
-            row, address, num, num_cols, row_stride, col_stride, listed, sums,
-            VECTORS, False, MEMORY, MEMORY_WIDTH, WIDENED,
-        )  # fmt: skip
-    tl.debug_barrier()
-    at = tl.arange(0, BLOCKS)
-    mine = at * 64 < num
-    even = tl.load(sums + at * 4, mask=mine, other=0)
-    odd = tl.load(sums + at * 4 + 1, mask=mine, other=0)
-    first, second, third, fourth = quarters(even, odd)
-    tl.debug_barrier()
-    tl.store(sums + at * 4, tl.cumsum(first, 0) - first)
-    tl.store(sums + at * 4 + 1, tl.cumsum(second, 0) - second)
-    tl.store(sums + at * 4 + 2, tl.cumsum(third, 0) - third)
-    tl.store(sums + at * 4 + 3, tl.cumsum(fourth, 0) - fourth)
-    tl.debug_barrier()
-
-
-@triton.jit
-def matches(listed, number):
-    """Which of 16 listed classes are `number`: the lowest bit of each 4, uint64."""
-    other = listed ^ (number.to(tl.uint64) * 0x1111111111111111)
-    other = other | (other >> 1)
-    other = other | (other >> 2)
-    return ~other & 0x1111111111111111
-
-
-@triton.jit
-def num_matches(mask):
-    pairs = (mask + (mask >> 4)) & 0x0F0F0F0F0F0F0F0F
-    return ((pairs * 0x0101010101010101) >> 56).to(tl.int32)
-
-
-@triton.jit
-def class_place(number):
-    """Which of 16 counts, 16 bits each, is that of a class."""
-    return (number & 3) * 4 + (number >> 2)
-
-
-@triton.jit
-def key_of(bits, width):
-    top = 1 << (8 * width - 1)
-    return tl.where((bits & top) != 0, bits ^ (2 * top - 1), bits | top)
-
-
-@triton.jit
-def bits_of_key(key, width):
-    top = 1 << (8 * width - 1)
-    return tl.where((key & top) != 0, key ^ top, key ^ (2 * top - 1))
+_WIDTH = tl.constexpr(int(Tensor.WIDTH))
+_COLS = tl.constexpr(int(Tensor.COLS))
 
 
 @triton.jit
@@ -428,7 +68,7 @@ def _block_of(sums, rank, num_blocks, mine, BLOCKS: tl.constexpr, LOG_BLOCKS: tl
 # Stores to scratch whose alignment were known would be made wider, by way of shared memory and six barriers.
 @triton.jit(do_not_specialize=["num_jobs"], do_not_specialize_on_alignment=["scratch"])
 def _place(
-    tensors, segments, owners, picked, counts, nums, places, changes, scratch, positions, values, num_jobs,
+    tensors, segments, owners, picked, counts, nums, places, changes, positions, values, scratch, num_jobs,
     BLOCKS: tl.constexpr, LOG_BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PLACED: tl.constexpr,
     MEMORY: tl.constexpr, MEMORY_WIDTH: tl.constexpr, WIDENED: tl.constexpr,
 ):  # fmt: skip
@@ -538,23 +178,10 @@ def decode(
     words = as_words(streams)
     counts = torch.empty(num_jobs * 16, dtype=torch.int32, device=device)
     nums = torch.zeros(num_jobs, dtype=torch.int32, device=device)
-    none = torch.empty(1, dtype=torch.int64, device=device)
     first_wrong = torch.full((1,), NONE, dtype=torch.int32, device=device)
     count(tensors, segments, counts, starts=starts)
-    grid = (triton.cdiv(num_jobs, LANES),)
-    common = (
-        tensors.table,
-        segments.table,
-        segments.owners,
-        segments.tiles,
-        starts,
-        words,
-        rows,
-        counts,
-        nums,
-    )
-    if num_jobs:
-        _parse[grid](*(*common, none, counts, first_wrong, num_jobs), LANES=LANES, EMIT=False, num_warps=1)
+    common = (tensors, segments, starts, words, rows, counts, nums, first_wrong)
+    read(*common)
     ends = torch.zeros(num_jobs + 1, dtype=torch.int64, device=device)
     torch.cumsum(nums, 0, out=ends[1:])
     at = torch.from_numpy(segments.first_jobs).to(device)
@@ -569,71 +196,22 @@ def decode(
     values = torch.empty(total, dtype=torch.int16, device=device)
     if total:
         changes = torch.empty(total, dtype=torch.int32, device=device)
-        _parse[grid](*(*common, ends, changes, first_wrong, num_jobs), LANES=LANES, EMIT=True, num_warps=1)
-        programs = num_programs(device, PROGRAMS_PER_PROCESSOR)
-        scratch = torch.empty(programs * 8 * segments.blocks, dtype=torch.int64, device=device)
-        for kind, picked in segments.kinds:
-            if len(picked):
-                _place[min(programs, len(picked)),](
-                    *(tensors.table, segments.table, segments.owners, picked, counts, nums, ends, changes),
-                    *(scratch, positions, values, len(picked)),
-                    **index_constants(segments.blocks, 2 * context_tables.VECTORS),
-                    LOG_BLOCKS=segments.blocks.bit_length() - 1,
-                    PLACED=PLACED,
-                    **kind.constants(),
-                    **PLACING,
-                )
+        read(*common, places=ends, changes=changes)
+        each_tile(
+            _place,
+            tensors,
+            segments,
+            *(counts, nums, ends, changes, positions, values),
+            per_processor=PROGRAMS_PER_PROCESSOR,
+            scratch_words=8,
+            vectors=2 * VECTORS,
+            LOG_BLOCKS=segments.blocks.bit_length() - 1,
+            PLACED=PLACED,
+            **PLACING,
+        )
     return Decoded(
         positions=positions,
         values=values,
         bounds=np.array(bounds, dtype=np.int64),
         first_wrong=segment,
     )
-
-
-def count(
-    tensors: Tensors,
-    segments: Segments,
-    counts: torch.Tensor,
-    *,
-    starts: torch.Tensor | None = None,
-    totals: torch.Tensor | None = None,
-) -> None:
-    """Count the elements of each class of tiles; one launch a kind.
-
-    Args:
-        counts: int32 [num_jobs * 16], is written: of tiles with a stream alone, if `starts` is given.
-        totals: int64 [num_tensors * 16], grows by those of each tensor, if `starts` is not given.
-    """
-    for kind, picked in segments.kinds:
-        if len(picked):
-            _count[len(picked),](
-                *(tensors.table, segments.table, segments.owners, segments.tiles, picked),
-                *(counts if starts is None else starts, counts, counts if totals is None else totals),
-                VECTORS=index_constants(segments.blocks)["VECTORS"],
-                ALL=starts is None,
-                num_warps=2,
-                **kind.constants(),
-            )
-
-
-def index_constants(blocks: int, vectors: int = context_tables.VECTORS) -> dict[str, Any]:
-    """What kernels that look classes up are compiled for."""
-    return {"BLOCKS": blocks, "VECTORS": min(vectors, 8 * blocks)}
-
-
-def num_programs(device: torch.device, per_processor: int) -> int:
-    """Programs that take one tile after the other, each with scratch of its own."""
-    if device.type != "cuda":
-        return 4
-    return per_processor * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def as_words(streams: torch.Tensor) -> torch.Tensor:
-    """Return bytes as int64, copied where they do not begin and end with whole words."""
-    num_bytes = triton.cdiv(streams.numel(), 8) * 8
-    if streams.data_ptr() % 8 == 0 and num_bytes == streams.numel() > 0:
-        return streams.view(torch.int64)
-    padded = streams.new_zeros(max(num_bytes, 8))
-    padded[: streams.numel()] = streams
-    return padded.view(torch.int64)

@@ -1,9 +1,8 @@
 """Encode changes of tensors as `context` does, in the very bytes of `encodings.context`.
 
-Changes come by position. They are put into rooms, one a tile (`_locate`, `_fill`); a program a tile turns
-positions into numbers, class after class, and puts them in that order (`_order`); then one thread a tile
-walks its changes as a reader would, first to measure the stream and then to write it (`_write`). Streams
-start as ones, so that runs of unchanged elements are only passed. Weights are read twice.
+Changes come by position. `_locate` and `_fill` put them into rooms, one a tile. `_order` turns positions into
+numbers, class after class (see `context_classes`), and puts changes in that order. Then `write` measures the
+streams, and writes them. Weights are read twice.
 """
 
 from dataclasses import dataclass
@@ -16,21 +15,20 @@ import triton
 import triton.language as tl
 
 from patchstore.encodings.context.parameters import BINS, choose_classes, choose_rows
-from patchstore.kernels import context_tables
-from patchstore.kernels.context_decode import (
-    LANES,
+from patchstore.kernels.context_classes import (
     class_place,
+    class_rule,
+    classes_of,
     count,
+    each_tile,
     index_classes,
-    index_constants,
     key_of,
     matches,
     num_matches,
-    num_programs,
-    power_of,
-    run_length,
 )
-from patchstore.kernels.context_tables import Segments, Tensor, box, class_rule, classes_of, tensors, whole
+from patchstore.kernels.context_streams import power_of
+from patchstore.kernels.context_tables import Segments, Tensor, box, tensors, whole
+from patchstore.kernels.context_write import write
 
 Array = npt.NDArray[Any]
 
@@ -41,26 +39,19 @@ ORDERED = 256
 PROGRAMS_PER_PROCESSOR = 4
 """As many as run at a time."""
 
-_TENSOR = context_tables._TENSOR
-_SEGMENT = context_tables._SEGMENT
-_ROWS = context_tables._ROWS
-_COLS = context_tables._COLS
-_SLICE_ROWS = context_tables._SLICE_ROWS
-_SLICE_COLS = context_tables._SLICE_COLS
-_TILE_ROWS = context_tables._TILE_ROWS
-_TILE_COLS = context_tables._TILE_COLS
-_ROW_TILES = context_tables._ROW_TILES
-_COL_TILES = context_tables._COL_TILES
-_SHIFT = context_tables._SHIFT
-_MASK = context_tables._MASK
-_CLASSES = context_tables._CLASSES
+_TENSOR = tl.constexpr(len(Tensor))
+_ROWS = tl.constexpr(int(Tensor.ROWS))
+_COLS = tl.constexpr(int(Tensor.COLS))
+_SLICE_ROWS = tl.constexpr(int(Tensor.SLICE_ROWS))
+_SLICE_COLS = tl.constexpr(int(Tensor.SLICE_COLS))
+_TILE_ROWS = tl.constexpr(int(Tensor.TILE_ROWS))
+_TILE_COLS = tl.constexpr(int(Tensor.TILE_COLS))
+_ROW_TILES = tl.constexpr(int(Tensor.ROW_TILES))
+_COL_TILES = tl.constexpr(int(Tensor.COL_TILES))
+_SHIFT = tl.constexpr(int(Tensor.SHIFT))
+_MASK = tl.constexpr(int(Tensor.MASK))
 _WIDTH = tl.constexpr(int(Tensor.WIDTH))
-_FIRST_ROW = tl.constexpr(int(Tensor.FIRST_ROW))
 _FIRST_TILE = tl.constexpr(int(Tensor.FIRST_TILE))
-_SILENT = tl.constexpr(0x7F)
-_DENSE = tl.constexpr(0x80)
-_UNARY = tl.constexpr(24)
-_PASSED = tl.constexpr(48)
 _HIST = tl.constexpr(1024)
 _HIST_BINS = 64
 
@@ -165,7 +156,7 @@ def _ones_of(word):
     return ((word * 0x01010101) >> 24).to(tl.int32)
 
 
-# See `context_decode._place`.
+# Of the alignment of scratch, see `context_decode._place`.
 @triton.jit(do_not_specialize=["num_jobs"], do_not_specialize_on_alignment=["scratch"])
 def _order(
     tensors, segments, owners, picked, counts, nums, places, room, ordered, scratch, num_jobs,
@@ -230,178 +221,6 @@ def _order(
                 to += _ones_of(held.to(tl.uint32, bitcast=True) & (bit - 1))
                 tl.store(target + to, change, mask=mine)
             tl.debug_barrier()
-
-
-@triton.jit
-def _floor_div(value, by):
-    """Divide numbers below 2**18; exact, see `vectors`."""
-    return ((value.to(tl.float32) + 0.5) * (1.0 / by.to(tl.float32))).to(tl.int32)
-
-
-@triton.jit
-def _binary(value, most):
-    """A number below `most` in truncated binary: the field, int64, and its bits."""
-    power = power_of(most)
-    short = (2 << power) - most
-    is_long = value >= short
-    shifted = value + short
-    field = tl.where(is_long, (shifted >> 1) | ((shifted & 1) << power), value)
-    return field.to(tl.int64), power + is_long.to(tl.int32)
-
-
-@triton.jit
-def _rice(value, k, width):
-    """A number in Rice's code: the field, int64, and its bits."""
-    ones = tl.minimum(value >> k, _UNARY)
-    is_raw = ones == _UNARY
-    rest = tl.where(is_raw, value, value & ((1 << k) - 1)).to(tl.int64)
-    unary = (tl.full(value.shape, 1, tl.int64) << ones.to(tl.int64)) - 1
-    field = unary | (rest << tl.where(is_raw, _UNARY, ones + 1).to(tl.int64))
-    return field, tl.where(is_raw, _UNARY + 8 * width, ones + 1 + k)
-
-
-@triton.jit
-def _put(words, start, p, last, field, bits, mine, EMIT: tl.constexpr):
-    """Write a field of at most 58 bits at bit p; return one past the last bit that is zero."""
-    every = tl.full(field.shape, -1, tl.int64)
-    field = field | (every << bits.to(tl.int64))
-    if EMIT:
-        at = start + p
-        shift = at & 63
-        low = (field << shift) | ~(every << shift)
-        high = (field >> 1) >> (63 - shift)
-        tl.atomic_and(words + (at >> 6), low, mask=mine & (low != -1), sem="relaxed")
-        tl.atomic_and(words + (at >> 6) + 1, high, mask=mine & (high != -1), sem="relaxed")
-    else:
-        zeros = ~field
-        # Without neighbours, ones cannot round up.
-        highest = power_of(tl.maximum(zeros & ~(zeros >> 1), 1))
-        last = tl.where(mine & (zeros != 0), p + highest + 1, last)
-    return last
-
-
-@triton.jit(do_not_specialize=["num_jobs"])
-def _write(
-    tensors, segments, owners, rows, counts, nums, places, changes, starts, lengths, words, num_jobs,
-    LANES: tl.constexpr, EMIT: tl.constexpr,
-):  # fmt: skip
-    """Measure the streams of some tiles, or, where EMIT, write them; see `context_decode._parse`."""
-    job = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    inside = job < num_jobs
-    segment = segments + tl.load(owners + job, mask=inside, other=0).to(tl.int64) * _SEGMENT
-    row = tensors + tl.load(segment, mask=inside, other=0) * _TENSOR
-    last_class = tl.load(row + _CLASSES, mask=inside, other=0).to(tl.int32) - 1
-    width = tl.load(row + _WIDTH, mask=inside, other=0).to(tl.int32)
-    codes = rows + tl.load(row + _FIRST_ROW, mask=inside, other=0)
-    num = tl.load(nums + job, mask=inside, other=0)
-    own = changes + tl.load(places + job, mask=inside, other=0)
-    own_counts = counts + job.to(tl.int64) * 16
-    start = tl.zeros((LANES,), tl.int64)
-    if EMIT:
-        start = tl.load(starts + job, mask=inside, other=0) * 8
-    active = inside & (num > 0)
-    is_open = job < 0
-    p = tl.zeros((LANES,), tl.int32)
-    last = tl.zeros((LANES,), tl.int32)
-    number = tl.zeros((LANES,), tl.int32) - 1
-    left = tl.zeros((LANES,), tl.int32)
-    element = tl.zeros((LANES,), tl.int32)
-    done = tl.zeros((LANES,), tl.int32)
-    run = tl.zeros((LANES,), tl.int32)
-    code = tl.zeros((LANES,), tl.int32)
-    while tl.max(active.to(tl.int32)) > 0:
-        fresh = active & (left == 0)
-        active = active & ((left > 0) | (number < last_class))
-        fresh = fresh & active
-        number += fresh.to(tl.int32)
-        left = tl.where(fresh, tl.load(own_counts + number, mask=fresh, other=0), left)
-        code = tl.where(fresh, tl.load(codes + number, mask=fresh, other=0), code)
-        run = tl.where(fresh, 0, run)
-        is_open = is_open & ~fresh
-        kind = code & 0xFF
-        element += tl.where(kind == _SILENT, left, 0)
-        left = tl.where(kind == _SILENT, 0, left)
-        busy = active & (left > 0)
-        dense = busy & (kind == _DENSE)
-        sparse = busy & (kind != _DENSE)
-        k = (code >> 16) & 0xF
-        change = tl.load(own + done, mask=busy & (done < num), other=0)
-        gap = (change & 0xFFFF) - element
-        # Elements before the next change, or up to the end of the class.
-        has = busy & (done < num) & (gap < left)
-        gap = tl.where(has, gap, left)
-        step = change >> 16
-        size = tl.abs(step)
-        is_less = (step < 0).to(tl.int64)
-
-        length_of_run = run_length(kind & 0x3F)
-        hit = sparse & has
-        whole_runs = _floor_div(tl.where(has, gap, left + length_of_run - 1), length_of_run)
-        rest = tl.where(hit, gap - whole_runs * length_of_run, 0)
-        field, bits = _binary(rest, tl.minimum(length_of_run, tl.maximum(left - gap + rest, 1)))
-        field = (field << 1) | (is_less << (bits + 1).to(tl.int64))
-        bits += 2
-        p += tl.where(sparse, whole_runs, 0)
-        passed = gap
-        writes = hit
-
-        if tl.max(dense.to(tl.int32)) > 0:
-            swap = (code >> 23) != 0
-            now = dense & has & (gap == 0)
-            coded, coded_bits = _rice(tl.where(swap & (size == 1), 0, size), k, width)
-            coded = coded | (is_less << coded_bits.to(tl.int64))
-            each = tl.where(swap, 2, k + 1)
-            together = tl.minimum(gap, _floor_div(each * 0 + _PASSED, each))
-            same_bits = together * each
-            same = tl.full((LANES,), 0x5555555555555555, tl.int64)
-            same = tl.where(swap, same & ((tl.full((LANES,), 1, tl.int64) << same_bits.to(tl.int64)) - 1), 0)
-            field = tl.where(dense, tl.where(now, coded, same), field)
-            bits = tl.where(dense, tl.where(now, coded_bits + 1, same_bits), bits)
-            passed = tl.where(dense, tl.where(now, 0, together), passed)
-            hit = hit | now
-            writes = writes | dense
-        last = _put(words, start, p, last, field, bits, writes, EMIT)
-        p += tl.where(writes, bits, 0)
-
-        runs = (code >> 8) & 0xFF
-        stepped = hit & sparse & (runs > 0)
-        if tl.max(stepped.to(tl.int32)) > 0:
-            length_of_run = run_length(tl.maximum(runs - 1, 0))
-            opens = stepped & (run == 0) & ~is_open
-            end = element + left
-            ahead = tl.zeros((LANES,), tl.int32)
-            looks = opens
-            ends_large = job < 0
-            while tl.max(looks.to(tl.int32)) > 0:
-                more = looks & (done + ahead < num) & (ahead < length_of_run)
-                other = tl.load(own + done + ahead, mask=more, other=0)
-                more = more & ((other & 0xFFFF) < end)
-                is_large = more & (tl.abs(other >> 16) != 1)
-                ends_large = ends_large | is_large
-                looks = more & ~is_large
-                ahead += looks.to(tl.int32)
-            field, bits = _binary(tl.minimum(ahead, length_of_run - 1), length_of_run)
-            field = tl.where(ends_large, field << 1, 1)
-            bits = tl.where(ends_large, bits + 1, 1)
-            field = tl.where(opens, field, 0)
-            bits = tl.where(opens, bits, 0)
-            run = tl.where(opens, tl.where(ends_large, ahead, length_of_run), run)
-            is_open = is_open | (opens & ends_large)
-            large = stepped & (run == 0)
-            run -= (stepped & ~large).to(tl.int32)
-            is_open = is_open & ~large
-            coded, coded_bits = _rice(tl.maximum(size - 2, 0), k, width)
-            field = tl.where(large, field | (coded << bits.to(tl.int64)), field)
-            bits += tl.where(large, coded_bits, 0)
-            last = _put(words, start, p, last, field, bits, stepped & (bits > 0), EMIT)
-            p += tl.where(stepped, bits, 0)
-
-        passed = tl.where(busy, passed + hit.to(tl.int32), 0)
-        done += hit.to(tl.int32)
-        element += passed
-        left -= passed
-    if not EMIT:
-        tl.store(lengths + job, (last + 7) // 8, mask=inside)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -491,26 +310,24 @@ def encode(
     if joined.any():
         _join(counts, held, joined)
     ordered = slots
-    programs = num_programs(device, PROGRAMS_PER_PROCESSOR)
-    scratch = torch.empty(programs * 10 * held.blocks, dtype=torch.int64, device=device)
-    for kind, picked in held.kinds:
-        _order[min(programs, len(picked)),](
-            *(cut.table, held.table, held.owners, picked, counts, nums, places, room, ordered, scratch),
-            len(picked),
-            **index_constants(held.blocks),
-            ORDERED=ORDERED,
-            **kind.constants(),
-        )
-    del room, scratch
+    each_tile(
+        _order,
+        cut,
+        held,
+        *(counts, nums, places, room, ordered),
+        per_processor=PROGRAMS_PER_PROCESSOR,
+        scratch_words=10,
+        ORDERED=ORDERED,
+    )
+    del room
     lengths = torch.empty(held.num_jobs, dtype=torch.int32, device=device)
-    lanes = (triton.cdiv(held.num_jobs, LANES),)
-    common = (cut.table, held.table, held.owners, codes, counts, nums, places, ordered)
-    _write[lanes](*(*common, places, lengths, places, held.num_jobs), LANES=LANES, EMIT=False, num_warps=1)
+    common = (cut, held, codes, counts, nums, places, ordered, lengths)
+    write(*common)
     starts = lengths.cumsum(0) - lengths
     told = lengths.cpu().numpy().astype(np.int64)
     total = int(told.sum())
     words = torch.full((total // 8 + 2,), -1, dtype=torch.int64, device=device)
-    _write[lanes](*(*common, starts, lengths, words, held.num_jobs), LANES=LANES, EMIT=True, num_warps=1)
+    write(*common, starts=starts, words=words)
     return Encoded(
         lo=lo,
         num_classes=chosen,

@@ -24,8 +24,6 @@ FORMATS = {"BF16": (2, 7, 0xFF), "F16": (2, 10, 0x1F), "F8_E4M3": (1, 3, 0xF), "
 MAX_CLASSES = 16
 BLOCK = 64
 """Elements for which classes are counted together."""
-VECTORS = 512
-"""How often 8 elements a program reads at once."""
 MAX_POSITION = 2**31 - 1
 
 
@@ -81,10 +79,6 @@ _TILE_ROWS = tl.constexpr(int(Tensor.TILE_ROWS))
 _TILE_COLS = tl.constexpr(int(Tensor.TILE_COLS))
 _ROW_TILES = tl.constexpr(int(Tensor.ROW_TILES))
 _COL_TILES = tl.constexpr(int(Tensor.COL_TILES))
-_SHIFT = tl.constexpr(int(Tensor.SHIFT))
-_MASK = tl.constexpr(int(Tensor.MASK))
-_LOWEST = tl.constexpr(int(Tensor.LOWEST))
-_CLASSES = tl.constexpr(int(Tensor.CLASSES))
 _FIRST_JOB = tl.constexpr(int(Segment.FIRST_JOB))
 _LEVEL = tl.constexpr(int(Segment.LEVEL))
 _ROW = tl.constexpr(int(Segment.ROW))
@@ -328,95 +322,3 @@ def _side(row, tile, SLICE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexp
     tiles = tl.load(row + TILES).to(tl.int32)
     begin = tile % tiles * step
     return (tile // tiles * size + begin).to(tl.int64), tl.minimum(step, size - begin)
-
-
-@triton.jit
-def is_aligned(address, num_cols, row_stride, col_stride, MEMORY_WIDTH: tl.constexpr):
-    """Whether every 8 elements that follow in a tile lie together, as one load can read them."""
-    odd = (address | row_stride * MEMORY_WIDTH) & (MEMORY_WIDTH * 8 - 1)
-    return (odd == 0) & (num_cols % 8 == 0) & (col_stride == 1)
-
-
-@triton.jit
-def class_rule(row):
-    """What `classes_of` goes by for a tensor whose row is given: shift, mask, lowest exponent, last class."""
-    return (
-        tl.load(row + _SHIFT).to(tl.int32),
-        tl.load(row + _MASK).to(tl.int32),
-        tl.load(row + _LOWEST).to(tl.int32),
-        tl.load(row + _CLASSES).to(tl.int32) - 1,
-    )
-
-
-@triton.jit
-def classes_of(bits, shift, mask, lowest, last):
-    """The classes of elements with these old bits: int32."""
-    return tl.minimum(tl.maximum(((bits >> shift) & mask) - lowest, 0), last)
-
-
-@triton.jit
-def bits_of(loaded, WIDENED: tl.constexpr):
-    """Elements as they are in checkpoints, zero-extended to int32."""
-    if WIDENED:
-        return (loaded >> 16).to(tl.int32)
-    return loaded.to(tl.int32)
-
-
-@triton.jit
-def eights(
-    address, first, num, num_cols, row_stride, col_stride, shift, mask, lowest, last,
-    ALIGNED: tl.constexpr, MEMORY: tl.constexpr, MEMORY_WIDTH: tl.constexpr,
-    WIDENED: tl.constexpr,
-):  # fmt: skip
-    """Classes of some elements of a tile and the 7 after each, 4 bits each.
-
-    Returns: how many of the 8 are of each class, int64, and the class of each, int32, shaped as `first`.
-    """
-    # Exact: half a column is more than rounding takes from 65,536 of them.
-    inverse = 1.0 / num_cols.to(tl.float32)
-    if ALIGNED:
-        # All 8 are in one line, and so in the tile or not. In words they need no unpacking before the shift.
-        num_words: tl.constexpr = 2 * MEMORY_WIDTH
-        word = tl.arange(0, num_words)[None, :]
-        line = ((first.to(tl.float32) + 0.5) * inverse).to(tl.int32)
-        at = line.to(tl.int64) * row_stride + (first - line * num_cols)
-        # 8 elements of any width are a power of two of bytes, and begin at a multiple of it.
-        memory = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 8 * MEMORY_WIDTH)
-        place = tl.multiple_of((at * MEMORY_WIDTH) >> 2, num_words)[:, None] + word
-        loaded = tl.load(memory + place, mask=(first < num)[:, None] & (word >= 0), other=0)
-        counts = tl.zeros(loaded.shape, tl.int64)
-        packed = tl.zeros(loaded.shape, tl.int32)
-        if WIDENED:
-            shift += 16
-        for nth in tl.static_range(8 // num_words):
-            classes = classes_of(loaded, shift + 8 * MEMORY_WIDTH * nth, mask, lowest, last)
-            counts += tl.full(classes.shape, 1, tl.int64) << (classes * 4).to(tl.int64)
-            packed |= classes << (4 * nth)
-        counts = tl.where(first < num, tl.sum(counts, axis=1), 0)
-        packed = packed << (word * (32 // num_words))
-    else:
-        lane = tl.arange(0, 8)[None, :]
-        element = first[:, None] + lane
-        inside = element < num
-        line = ((element.to(tl.float32) + 0.5) * inverse).to(tl.int32)
-        at = line.to(tl.int64) * row_stride + (element - line * num_cols).to(tl.int64) * col_stride
-        loaded = tl.load(address.to(tl.pointer_type(MEMORY)) + at, mask=inside, other=0)
-        classes = classes_of(bits_of(loaded, WIDENED), shift, mask, lowest, last)
-        one = tl.full(classes.shape, 1, tl.int64) << (classes * 4).to(tl.int64)
-        counts = tl.sum(tl.where(inside, one, 0), axis=1)
-        packed = classes << (lane * 4)
-    return counts, tl.sum(packed, axis=1)
-
-
-@triton.jit
-def halves(counts):
-    """Widen counts from 4 to 8 bits: those of the even and of the odd classes."""
-    low = 0x0F0F0F0F0F0F0F0F
-    return counts & low, (counts >> 4) & low
-
-
-@triton.jit
-def quarters(even, odd):
-    """Widen counts to 16 bits: of the classes 0, 4, 8, 12, then 1, 5, 9, 13, then 2, .. and 3, .."""
-    low = 0x00FF00FF00FF00FF
-    return even & low, odd & low, (even >> 8) & low, (odd >> 8) & low

@@ -1,4 +1,4 @@
-"""What Triton kernels share: the digest of one element. `reference.sum_all` says what it means."""
+"""What Triton kernels share: the digest of one element. `tensors.elements.sum_all` says what it means."""
 
 import triton
 import triton.language as tl

@@ -1,64 +1,20 @@
-"""Patches on the device, for all tensors and all their regions at once: find, exchange, compare and digest.
+"""Patches on the device, for all segments at once: find where changes go, exchange them, and compare.
 
-A program takes one tile of one segment: of what one region of a served weight has to do with one stored
-tensor. What segments are is in tables of int64, one row each, whose columns are named below; addresses are
-absolute, so tensors need not lie together. The number of launches depends on neither tensors nor regions.
-`reference`, and `vllm_plugin.weights` where there are no kernels, say what all of this means.
+A program takes one tile of one segment: some changes of one patch. `tensors.elements`, and
+`vllm_plugin.weights` where there are no kernels, say what all of this means.
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from patchstore.kernels.mixing import fold, mix, place, spread
+from patchstore.kernels.gap_decode import TILE
+from patchstore.kernels.mixing import mix
+from patchstore.kernels.segments import INTEGERS, Column, Kind
 
-TILE = 512
-"""Changes, or gaps, that one program takes. Few, so that all which run at a time write close together: an
-exchange of 82 million took 4.2 ms on an H200, with 2,048 a program 4.4."""
-BLOCK = 65_536
-"""Elements that one program digests."""
-_STEP = 512
-"""Elements that it has in registers: with 2,048 there are too many, and it takes 2.5 times as long."""
-
-
-class Stream(IntEnum):
-    """Columns of the table of gap streams."""
-
-    GAPS = 0
-    """Address of uint16 [num]."""
-    NUM = 1
-    PLACE = 2
-    """Where its positions begin in what `list_positions` returns."""
-    FIRST = 3
-    """What that adds to each of them."""
-
-
-class Column(IntEnum):
-    """Columns of the table of segments. Shape, source strides and target strides of its dimensions follow."""
-
-    POSITIONS = 0
-    """Address of what states the positions [num]: uint16 gaps, or int32 or int64 positions."""
-    VALUES = 1
-    """Address of the new bits, [num]."""
-    NUM = 2
-    FIRST_TILE = 3
-    """Of the stream, in what `starts` holds; unused without gaps."""
-    MEMORY = 4
-    """Address of the served weight's storage."""
-    SOURCE = 5
-    """Position in the stored tensor of the region's first element."""
-    END = 6
-    """One past that of its last."""
-    TARGET = 7
-    """Where the first element is in the storage."""
-    DIMS = 8
-
-
-_NUM_STREAM = tl.constexpr(len(Stream))
 _NUM = tl.constexpr(int(Column.NUM))
 _VALUES = tl.constexpr(int(Column.VALUES))
 _FIRST_TILE = tl.constexpr(int(Column.FIRST_TILE))
@@ -69,32 +25,8 @@ _TARGET = tl.constexpr(int(Column.TARGET))
 _DIMS = tl.constexpr(int(Column.DIMS))
 
 NUM_SUMS = 5
-"""Columns of what `translate` sums up: both digest sums before, both after, elements that were nobody's."""
-
-_INTEGERS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
-
-
-@triton.jit
-def _sum_gaps(streams, jobs, sums, TILE: tl.constexpr):
-    job = tl.program_id(0).to(tl.int64)
-    row = streams + tl.load(jobs + 2 * job).to(tl.int64) * _NUM_STREAM
-    gaps = tl.load(row).to(tl.pointer_type(tl.uint16))
-    k = tl.load(jobs + 2 * job + 1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = k < tl.load(row + 1)
-    steps = tl.where(inside, tl.load(gaps + k, mask=inside, other=0).to(tl.int32) + 1, 0)
-    tl.store(sums + job, tl.sum(steps).to(tl.int64))
-
-
-@triton.jit
-def _list(streams, jobs, starts, listed, TILE: tl.constexpr):
-    job = tl.program_id(0).to(tl.int64)
-    row = streams + tl.load(jobs + 2 * job).to(tl.int64) * _NUM_STREAM
-    gaps = tl.load(row).to(tl.pointer_type(tl.uint16))
-    k = tl.load(jobs + 2 * job + 1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = k < tl.load(row + 1)
-    steps = tl.where(inside, tl.load(gaps + k, mask=inside, other=0).to(tl.int32) + 1, 0)
-    positions = tl.load(starts + job) + tl.cumsum(steps, 0).to(tl.int64) - 1
-    tl.store(listed + tl.load(row + 2) + k, tl.load(row + 3) + positions, mask=inside)
+"""Columns of what `translate` sums up: both digest sums before, both after, and elements that no checkpoint
+holds: wide ones with bits that a narrow one lacks."""
 
 
 @triton.jit
@@ -235,121 +167,6 @@ def _compare(
     tl.atomic_min(first_wrong, segment, mask=is_wrong)
 
 
-@triton.jit
-def _digested(
-    row, memory, source, target, begin, num, lanes, ramp,
-    STEP: tl.constexpr, DIMS: tl.constexpr, NARROW: tl.constexpr, WIDENED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Both sums of the elements of a region from `begin` on, each [STEP], and how many were nobody's."""
-    if DIMS == 0:
-        at = memory + (target + begin) + lanes
-        placed = place((source + begin).to(tl.uint64)) + ramp
-    else:
-        if NARROW:
-            rest = (begin + lanes).to(tl.uint32)
-        else:
-            rest = (begin + lanes).to(tl.uint64)
-        where = tl.zeros((STEP,), tl.int64)
-        positions = tl.zeros((STEP,), tl.int64)
-        for i in tl.static_range(DIMS):
-            dim = DIMS - 1 - i
-            size = tl.load(row + _DIMS + dim).to(rest.dtype)
-            above = rest // size
-            digits = (rest - above * size).to(tl.int64)
-            rest = above
-            positions += digits * tl.load(row + _DIMS + DIMS + dim)
-            where += digits * tl.load(row + _DIMS + 2 * DIMS + dim)
-        at = memory + target + where
-        placed = place((positions + source).to(tl.uint64))
-    if MASKED:
-        mine = begin + lanes < num
-        found = tl.load(at, mask=mine, other=0)
-    else:
-        found = tl.load(at)
-    bits = found.to(tl.uint64)
-    strange = tl.zeros((STEP,), tl.int32)
-    if WIDENED:
-        bits = bits >> 16
-        strange = ((found & 0xFFFF) != 0).to(tl.int32)
-    first, second = fold(placed, bits)
-    if MASKED:
-        first = tl.where(mine, first, 0)
-        second = tl.where(mine, second, 0)
-        strange = tl.where(mine, strange, 0)
-    return first, second, strange
-
-
-@triton.jit
-def _digest(
-    table, jobs, sums,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, DIMS: tl.constexpr, NARROW: tl.constexpr,
-    ALIGNED: tl.constexpr, MEMORY: tl.constexpr, WIDENED: tl.constexpr,
-):  # fmt: skip
-    job = tl.program_id(0).to(tl.int64)
-    segment = tl.load(jobs + 2 * job).to(tl.int64)
-    row = table + segment * WIDTH
-    num = tl.load(row + _NUM)
-    begin = tl.load(jobs + 2 * job + 1).to(tl.int64) * BLOCK
-    source = tl.load(row + _SOURCE)
-    target = tl.load(row + _TARGET)
-    memory = tl.load(row + _MEMORY).to(tl.pointer_type(MEMORY))
-    if ALIGNED:
-        memory = tl.multiple_of(memory + target, 16)
-        target = target * 0
-    lanes = tl.arange(0, STEP)
-    ramp = spread(lanes.to(tl.uint64))
-    first = tl.zeros((STEP,), tl.uint64)
-    second = tl.zeros((STEP,), tl.uint64)
-    strange = tl.zeros((STEP,), tl.int32)
-    end = tl.minimum(begin + BLOCK, num)
-    whole = (end - begin) // STEP
-    for step in range(whole):
-        one, two, three = _digested(
-            row, memory, source, target, begin + step * STEP, num, lanes, ramp,
-            STEP, DIMS, NARROW, WIDENED, MASKED=False,
-        )  # fmt: skip
-        first += one
-        second += two
-        strange += three
-    if begin + whole * STEP < end:
-        one, two, three = _digested(
-            row, memory, source, target, begin + whole * STEP, num, lanes, ramp,
-            STEP, DIMS, NARROW, WIDENED, MASKED=True,
-        )  # fmt: skip
-        first += one
-        second += two
-        strange += three
-    tl.atomic_add(sums + segment * 3, tl.sum(first).to(tl.int64, bitcast=True))
-    tl.atomic_add(sums + segment * 3 + 1, tl.sum(second).to(tl.int64, bitcast=True))
-    if WIDENED:
-        num_strange = tl.sum(strange)
-        tl.atomic_add(sums + segment * 3 + 2, num_strange.to(tl.int64), mask=num_strange > 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """What all segments of a table have in common, so that one launch serves them."""
-
-    value_width: int
-    """Bytes of a stored element."""
-    memory_width: int
-    """Bytes of a served one: the same, or 4 for 2, which then is the upper half."""
-    num_dims: int
-    """Of every region; 0 where each is one run in both, without gaps."""
-    is_narrow: bool
-    """Whether every stored tensor has fewer than 2**31 elements."""
-    is_aligned: bool
-    """Whether every region begins at an address that 16 divides. Only runs need to say."""
-
-    @property
-    def is_widened(self) -> bool:
-        return self.value_width != self.memory_width
-
-    @property
-    def num_columns(self) -> int:
-        return int(Column.DIMS) + 3 * self.num_dims
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stated:
     """Segments of one kind, whose patches are on the device."""
@@ -391,31 +208,6 @@ class Exchange:
     old: torch.Tensor
 
 
-def sum_gaps(streams: torch.Tensor, jobs: torch.Tensor) -> torch.Tensor:
-    """Return by how many positions each tile of some gap streams advances: int64 [num_jobs].
-
-    Args:
-        streams: int64 [num_streams, len(Stream)].
-        jobs: int32 [num_jobs, 2]: a stream, and which of its tiles.
-    """
-    sums = torch.empty(len(jobs), dtype=torch.int64, device=jobs.device)
-    if len(jobs):
-        _sum_gaps[len(jobs),](streams, jobs, sums, TILE=TILE)
-    return sums
-
-
-def list_positions(streams: torch.Tensor, jobs: torch.Tensor, starts: torch.Tensor, num: int) -> torch.Tensor:
-    """Return what gap streams state, one after the other: int64 [num].
-
-    Args:
-        starts: int64 [num_jobs]: one past the position before each tile.
-    """
-    listed = torch.empty(num, dtype=torch.int64, device=jobs.device)
-    if len(jobs):
-        _list[len(jobs),](streams, jobs, starts, listed, TILE=TILE)
-    return listed
-
-
 def count(stated: Stated) -> torch.Tensor:
     """Return how many changes of each job its region holds: int64 [num_jobs]."""
     counts = torch.empty(len(stated.jobs), dtype=torch.int64, device=stated.jobs.device)
@@ -453,8 +245,8 @@ def translate(
             *(stated.table, stated.jobs, stated.starts, exchange.places),
             *(exchange.targets, exchange.new, exchange.old, sums),
             **stated._positions(),
-            VALUE=_INTEGERS[kind.value_width],
-            MEMORY=_INTEGERS[kind.memory_width],
+            VALUE=INTEGERS[kind.value_width],
+            MEMORY=INTEGERS[kind.memory_width],
             WIDENED=kind.is_widened,
             DIGEST=is_digested,
         )
@@ -487,33 +279,7 @@ def _run(kernel: Any, what: Exchange, *values: torch.Tensor, num_warps: int = 4)
             *(stated.table, stated.jobs, what.places, what.counts, what.targets, *values, first_wrong),
             WIDTH=kind.num_columns,
             TILE=TILE,
-            MEMORY=_INTEGERS[kind.memory_width],
+            MEMORY=INTEGERS[kind.memory_width],
             num_warps=num_warps,
         )
     return first_wrong
-
-
-def digest(kind: Kind, table: torch.Tensor, jobs: torch.Tensor) -> torch.Tensor:
-    """Digest what is served of some segments.
-
-    Args:
-        table: int64 [num_segments, kind.num_columns]; `NUM` is the region's number of elements.
-        jobs: int32 [num_jobs, 2]: a segment, and which of its blocks.
-
-    Returns:
-        int64 [num_segments, 3]: both digest sums, and how many elements were nobody's.
-    """
-    sums = torch.zeros(len(table), 3, dtype=torch.int64, device=table.device)
-    if len(jobs):
-        _digest[len(jobs),](
-            *(table, jobs, sums),
-            WIDTH=kind.num_columns,
-            BLOCK=BLOCK,
-            STEP=_STEP,
-            DIMS=kind.num_dims,
-            NARROW=kind.is_narrow,
-            ALIGNED=kind.is_aligned and kind.num_dims == 0,
-            MEMORY=_INTEGERS[kind.memory_width],
-            WIDENED=kind.is_widened,
-        )
-    return sums

@@ -1,4 +1,4 @@
-"""Encode what changed, on the CPU: from changes and the parent's tensors to the bytes of a delta."""
+"""Encode changes on the CPU: from changes and the parent's tensors to the bytes of a delta."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ Change = tuple[TensorSpec, TensorPatch, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedDelta:
-    """The bytes of a delta, and what it does to the state digest."""
+    """The bytes of a delta, and by how much it changes the digest sums."""
 
     encoding: str
     num_changed: int
@@ -34,7 +34,8 @@ class EncodedDelta:
     sum_growth: Mapping[str, Sums] = field(default_factory=dict)
     """By how much the digest sums of each tensor with changes grow."""
     parent_sums: Mapping[str, Sums] = field(default_factory=dict)
-    """The digest sums of those tensors before, where the encoding depends on them; else of none."""
+    """The digest sums of those tensors before the change, if the encoding depends on them; otherwise
+    empty."""
 
     def file(self, metadata: Mapping[str, str]) -> Callable[[], Iterator[Chunk]]:
         """Return a function that streams the delta file; it may be called again for a retry.
@@ -62,7 +63,7 @@ def encode(
 
 
 class DeltaEncoder:
-    """A delta in the making: of large tensors one at a time, of small ones many."""
+    """Builds a delta: large tensors one at a time, small ones many at a time."""
 
     def __init__(self, schema: Sequence[TensorSpec], encoding: Encoding) -> None:
         self._places = {spec.name: place for place, spec in enumerate(schema)}
@@ -91,7 +92,7 @@ class DeltaEncoder:
             self._add_coded(group)
 
     def _add_listed(self, changes: Iterable[Change]) -> None:
-        """State positions and values; nothing of the parent is read but what a patch states."""
+        """State positions and values; of the parent only stated elements are read."""
         exact, before = [], []
         for spec, patch, parent in changes:
             stated, old = with_bridges(patch, parent, self._encoding.index)
@@ -104,8 +105,8 @@ class DeltaEncoder:
             self._growth[name] = sums.minus(old_sums[name])
 
     def _add_coded(self, group: list[Change]) -> None:
-        """Code the changes of tensors of one dtype, for all of which that pays, or for none."""
-        # Neighbours of one shape are cut into tiles together.
+        """Code the changes of tensors of one dtype; coding pays for all of them, or for none."""
+        # Tensors of one shape beside each other are cut into tiles together.
         group.sort(key=lambda each: each[0].shape)
         specs = [spec for spec, _, _ in group]
         sizes = np.array([spec.num_elements for spec in specs])
@@ -152,7 +153,7 @@ def with_bridges(
         parent: the tensor before, contiguous, on any device.
 
     Returns:
-        The patch as it is to be encoded, and what the parent has where the bits changed.
+        The patch to encode, and the parent's values where the bits changed.
     """
     stated = encoding.with_bridges(patch.indices)
     held = bits(parent)[stated.to(parent.device)].cpu()

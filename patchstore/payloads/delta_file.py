@@ -8,7 +8,7 @@ import torch
 from patchstore.encodings import EncodedTensor, IndexEncoding, encoding
 from patchstore.encodings.context import Coded, Context, unpacked
 from patchstore.errors import CorruptObject
-from patchstore.format.manifest_json import json_object
+from patchstore.format.json_fields import json_object
 from patchstore.format.records import FORMAT_VERSION, Manifest, TensorSpec
 from patchstore.payloads.tensor_file import aligned, check_metadata, listed_spec, open_buffer
 from patchstore.tensors.bits import TensorPatch, spec_of

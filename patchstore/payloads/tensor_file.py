@@ -7,13 +7,13 @@ format is its own; the tests read what this writes with the library, and the oth
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from patchstore.errors import CorruptObject
-from patchstore.format.manifest_json import json_object, tensor_spec
+from patchstore.format.json_fields import json_object, tensor_spec
 from patchstore.format.records import DTYPE_BYTES, TensorSpec
 from patchstore.stores.base import Chunk
 from patchstore.tensors.bits import bits, from_bytes, raw_bytes, spec_of
@@ -78,21 +78,20 @@ def write(
             yield view[start : start + CHUNK_BYTES]
 
 
-def read_header(where: str, file_size: int, first: bytes | bytearray) -> FileHeader | int:
-    """Read a header from the first bytes of a file.
+def read_header(where: str, file_size: int, beginning: Callable[[int], bytes | bytearray]) -> FileHeader:
+    """Read the header of a file.
 
     Args:
         where: the object's key, to name in errors.
         file_size: bytes of the whole file.
-        first: as many of its bytes as are at hand, at least 8 if it has them.
-
-    Returns:
-        The header, or the number of bytes that `first` must have for it.
+        beginning: returns so many of the file's first bytes, or more. Called twice where the header is longer
+            than what the first call returned.
 
     Raises:
         CorruptObject: not a safetensors file, or one whose entries overlap, leave holes, or do not
             add up to the file's size.
     """
+    first = beginning(min(8, file_size))
     if file_size < 8 or len(first) < 8:
         raise CorruptObject(f"{where}: {file_size} bytes are too few for a safetensors file")
     (length,) = struct.unpack_from("<Q", first)
@@ -102,7 +101,8 @@ def read_header(where: str, file_size: int, first: bytes | bytearray) -> FileHea
             f"at most {MAX_HEADER_BYTES:,}"
         )
     if len(first) < 8 + length:
-        return 8 + int(length)
+        first = beginning(8 + length)
+        assert len(first) >= 8 + length
     record = json_object(f"{where}: its header", first[8 : 8 + length])
     metadata = record.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -157,22 +157,28 @@ def read_stream(
     """Yield a file's header and then its tensors, in the order of their data, from a stream.
 
     Holds one tensor and one chunk at a time. Consumes `chunks` to the end, so that a check behind
-    them (`checksum.verified`) has run when this iterator ends; nothing it yielded may be trusted
+    them (`hashing.verified`) has run when this iterator ends; nothing it yielded may be trusted
     before that.
 
     Raises:
         CorruptObject: as `read_header`, or the stream ends early.
     """
     source = _Source(where, iter(chunks))
-    first = source.take(min(8, file_size))
-    header = read_header(where, file_size, first)
-    if isinstance(header, int):
-        header = read_header(where, file_size, first + source.take(header - len(first)))
-    assert isinstance(header, FileHeader)
+    header = _stream_header(where, file_size, source)
     yield header
     for entry in header.entries:
         yield entry.spec, tensor_of(where, entry.spec, source.take(entry.spec.num_bytes))
     source.finish()
+
+
+def _stream_header(where: str, file_size: int, source: "_Source") -> FileHeader:
+    first = bytearray()
+
+    def beginning(num_bytes: int) -> bytearray:
+        first.extend(source.take(num_bytes - len(first)))
+        return first
+
+    return read_header(where, file_size, beginning)
 
 
 class _Source:
@@ -185,7 +191,7 @@ class _Source:
     def take(self, size: int) -> bytearray:
         """Return exactly `size` bytes.
 
-        Allocates as data arrives, not as a header claims: a lying size costs nothing.
+        Allocates as data arrives, and not the size that a header claims.
         """
         piece = bytearray()
         while len(piece) < size:
@@ -212,10 +218,7 @@ def open_buffer(where: str, buffer: bytearray | memoryview) -> tuple[FileHeader,
         CorruptObject: as `read_header`.
     """
     view = memoryview(buffer).cast("B")
-    header = read_header(where, len(view), bytes(view[:8]))
-    if isinstance(header, int):
-        header = read_header(where, len(view), bytes(view[:header]))
-    assert isinstance(header, FileHeader)
+    header = read_header(where, len(view), lambda num_bytes: bytes(view[:num_bytes]))
     tensors = {}
     for entry in header.entries:
         start = header.data_start + entry.start
@@ -235,7 +238,7 @@ def tensor_of(where: str, spec: TensorSpec, data: bytearray | memoryview) -> tor
 
 
 def check_bools(where: str, spec: TensorSpec, tensor: torch.Tensor) -> None:
-    """Refuse a BOOL tensor with other bytes than 0 and 1: some of torch's copies make 1 of them, some do not.
+    """Refuse a BOOL tensor with other bytes than 0 and 1: some of torch's copies change them to 1.
 
     Raises:
         CorruptObject
@@ -245,7 +248,7 @@ def check_bools(where: str, spec: TensorSpec, tensor: torch.Tensor) -> None:
 
 
 def check_metadata(where: str, header: FileHeader, expected: Mapping[str, str]) -> None:
-    """Refuse a file that says of itself something else than its manifest does.
+    """Refuse a file whose metadata contradicts its manifest.
 
     Raises:
         CorruptObject

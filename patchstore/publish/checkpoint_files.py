@@ -28,7 +28,7 @@ _SHAPE_KEYS = (
     "vocab_size",
     "tie_word_embeddings",
 )
-"""What a config says about the tensors, and what changes what a model with these tensors computes."""
+"""Entries of a config about its tensors, or about what a model computes with them."""
 
 
 def read_folder(folder: Any) -> dict[str, bytes]:
@@ -73,7 +73,7 @@ def _read(path: Path) -> bytes:
 
 
 def _config(files: dict[str, bytes]) -> dict[str, Any]:
-    """Return what a checkpoint's config says; nothing where there is none.
+    """Return a checkpoint's config; an empty one if there is none.
 
     Raises:
         UsageError: it is not a JSON object.

@@ -1,7 +1,7 @@
-"""Turn a publication into a committed version: encode, upload, verify, then create the manifest.
+"""Turn a publication into a committed version: upload, verify, then create the manifest.
 
 Order is the protocol. Payloads go first, under names that no other attempt uses; the manifest last,
-by one create-only put. A crash in between leaves payloads that nothing names.
+by one create-only put. A crash in between leaves payloads that no version names.
 """
 
 import logging
@@ -9,7 +9,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
@@ -32,15 +32,14 @@ from patchstore.format.records import (
     Delta,
     Manifest,
     Payload,
-    Schema,
     StateDigest,
     StoreHeader,
-    TensorSpec,
     Writer,
 )
 from patchstore.format.state_sums import Sums, pack_sums, state_total
-from patchstore.payloads import anchor_file, delta_file, tensor_file
+from patchstore.payloads import delta_file
 from patchstore.payloads.delta import EncodedDelta
+from patchstore.publish.anchor_upload import upload_anchor
 from patchstore.stores.base import Chunk, Store
 from patchstore.support.worker import Task, Worker
 
@@ -158,7 +157,11 @@ class Committer:
                 after = self._after(delta)
             except PublishFailed as exc:
                 logger.warning("version %d will be an anchor without a delta: %s", self._next, exc)
-        anchor, sums = self._upload_anchor(step, write_id, tensors)
+        anchor, sums = upload_anchor(
+            *(self._next, step, write_id, self.header, tensors, self._files),
+            max_shard_bytes=self._max_shard_bytes,
+            upload=self._upload,
+        )
         if delta is None or after is None:
             return self._finish(step, sums, None, anchor, write_id)
         wrong = [name for name in sums if after[name] != sums[name]]
@@ -291,35 +294,6 @@ class Committer:
             except PatchstoreError as exc:
                 logger.warning("%s stays behind, though no version names it: %s", each.key, exc)
 
-    def _upload_anchor(
-        self, step: int, write_id: str, tensors: Callable[[str], tuple[torch.Tensor, Sums]]
-    ) -> tuple[Anchor, dict[str, Sums]]:
-        sums: dict[str, Sums] = {}
-
-        def digested(specs: Sequence[TensorSpec]) -> Iterator[torch.Tensor]:
-            for spec in specs:
-                tensor, sums[spec.name] = tensors(spec.name)
-                yield tensor
-
-        prefix = layout.anchor_prefix(self._next, write_id)
-        metadata = anchor_file.anchor_metadata(self._next, step, self.header.run_id)
-        shards = split(self.header.schema, self._max_shard_bytes)
-
-        def shard(specs: Sequence[TensorSpec]) -> Iterator[Chunk]:
-            return tensor_file.write(specs, digested(specs), metadata)
-
-        payloads: list[Payload] = []
-        weight_map: dict[str, str] = {}
-        for number, specs in enumerate(shards, 1):
-            name = layout.shard_name(number, len(shards))
-            weight_map |= {spec.name: name for spec in specs}
-            payloads.append(self._upload(prefix + name, partial(shard, specs)))
-        files = dict(self._files)
-        if len(shards) > 1:
-            files["model.safetensors.index.json"] = anchor_file.index_json(self.header.schema, weight_map)
-        stored = [self._upload(prefix + name, partial(iter, (data,))) for name, data in sorted(files.items())]
-        return Anchor(payloads=tuple(payloads), files=tuple(stored)), sums
-
     def _upload(self, key: str, chunks: Callable[[], Iterable[Chunk]]) -> Payload:
         """Store an object and make sure that all of it is there."""
 
@@ -413,16 +387,3 @@ class Committer:
         self.parent, self._next, self._uncertain = new, new.version + 1, []
         self._parent_digest = hashing.digest(manifest_json.to_json(new))
         self._sums = sums
-
-
-def split(schema: Schema, max_shard_bytes: int) -> list[list[TensorSpec]]:
-    """Group tensors into the shards of an anchor, in order; a larger tensor has a shard of its own."""
-    shards: list[list[TensorSpec]] = [[]]
-    size = 0
-    for spec in tensor_file.aligned(schema.tensors):
-        if shards[-1] and size + spec.num_bytes > max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(spec)
-        size += spec.num_bytes
-    return shards

@@ -13,7 +13,8 @@ import torch
 from patchstore.encodings import Encoding
 from patchstore.encodings.context import Coded, Context, packed_table, pays, tiling
 from patchstore.format.records import DTYPE_BYTES, TensorSpec
-from patchstore.kernels import context_encode, context_tables, patch
+from patchstore.kernels import context_encode, context_tables, digest
+from patchstore.kernels.segments import Kind
 from patchstore.payloads import delta_file
 from patchstore.payloads.delta import EncodedDelta, with_bridges
 from patchstore.publish.snapshot.device import DeviceChanges, on
@@ -120,10 +121,10 @@ def _digests(
             (0, 0, spec.num_elements, 0, tensors[spec.name].data_ptr(), 0, spec.num_elements, 0)
             for spec in same
         ]
-        counts = np.array([-(-spec.num_elements // patch.BLOCK) for spec in same])
+        counts = np.array([-(-spec.num_elements // digest.BLOCK) for spec in same])
         owners = np.repeat(np.arange(len(same)), counts)
         blocks = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        kind = patch.Kind(
+        kind = Kind(
             value_width=width,
             memory_width=width,
             num_dims=0,
@@ -132,7 +133,7 @@ def _digests(
         )
         jobs = np.stack([owners, blocks], axis=1).astype(np.int32)
         table = torch.tensor(rows, device="cpu").to(device)
-        sums = patch.digest(kind, table, torch.from_numpy(jobs).to(device)).tolist()
+        sums = digest.digest(kind, table, torch.from_numpy(jobs).to(device)).tolist()
         found |= {
             spec.name: Sums(one % 2**64, two % 2**64) for spec, (one, two, _) in zip(same, sums, strict=True)
         }

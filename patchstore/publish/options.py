@@ -1,4 +1,4 @@
-"""What a publisher is told: checks of its arguments, and of the process that it is in."""
+"""Checks of a publisher's arguments, and of the process that it runs in."""
 
 import os
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def threads_start() -> Iterator[None]:
 
 @contextmanager
 def on_one_rank() -> Iterator[None]:
-    """Say which rank should publish, where another has the run."""
+    """If another publisher has the run, add to the error which rank should publish."""
     try:
         yield
     except (RunExists, VersionConflict) as exc:
@@ -68,7 +68,7 @@ def on_one_rank() -> Iterator[None]:
 
 
 def _rank() -> str | None:
-    """Return what this process is called among its ranks, as far as that is known without asking the others.
+    """Return the name of this rank, as far as this process knows it without asking the others.
 
     Returns:
         Such as "rank 0 of 4"; None where there seems to be no other.

@@ -43,11 +43,11 @@ class Publication:
         self.publish_s: float | None = None
         """Seconds from the call to the commit; None until then."""
         self.reported = False
-        """Whether the caller was given the result."""
+        """Whether the caller got the result, or its error."""
         self._task: Task[Manifest] | None = None
 
     def done(self) -> bool:
-        """Whether the result is in, good or bad."""
+        """Whether the publication is committed or has failed."""
         return self._task is not None and self._task.is_done
 
     def result(self, timeout_s: float | None = None) -> Manifest:
@@ -76,7 +76,7 @@ class _Job:
     ) -> None:
         self.publication, self.number, self.began = publication, number, began
         self.changes = changes
-        """None where the whole model is published, and the snapshot has it already."""
+        """None if the whole model is published; the snapshot has it already then."""
         self.is_anchor = is_anchor
         self.parent: int | None = None
         """The publication that the delta leads from."""
@@ -122,11 +122,11 @@ class Pipeline:
         self._in_snapshot: int | None = 0
         """The publication whose weights the snapshot has; None if it has parts of two."""
         self._in_store: int | None = 0 if is_stored else None
-        """The publication whose weights the newest version has; None if that is none of this publisher's."""
+        """The publication whose weights the newest version has; None if it is none of this publisher's."""
         self._unchanged_calls = 0
         """Publications in a row in which no bit had changed."""
         self.failed: deque[Publication] = deque()
-        """Publications that failed; those that the caller was told of may be among them."""
+        """Publications that failed; some of them may have been reported already."""
         self.conflict: VersionConflict | None = None
         """Why nothing can be published any more."""
 
@@ -201,7 +201,7 @@ class Pipeline:
         except BaseException as exc:  # noqa: BLE001 -- the publication's result raises it
             job.error = exc
         finally:
-            # The changes may be the memory that the next comparison needs.
+            # The changes may be in memory that the next comparison needs.
             job.changes = None
             assert job.publication._task is not None
             self._uploader.hand_over(job.publication._task)
@@ -232,7 +232,7 @@ class Pipeline:
                 self.conflict = exc
             if isinstance(exc, PublishFailed | VersionConflict | AssertionError):
                 raise
-            # Such as a bucket that was deleted, rights that were taken away, or memory that is short.
+            # For example the bucket or the right to write is gone, or memory is short.
             raise PublishFailed(
                 f"step {publication.step} was not stored, and the next publication will be an anchor: "
                 f"{exc if isinstance(exc, PatchstoreError) else f'{type(exc).__name__}: {exc}'}"

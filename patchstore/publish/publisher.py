@@ -21,7 +21,7 @@ from patchstore.errors import (
     VersionConflict,
 )
 from patchstore.format import history
-from patchstore.format.manifest_json import MAX_INTEGER
+from patchstore.format.json_fields import MAX_INTEGER
 from patchstore.format.records import Schema, TensorSpec
 from patchstore.publish import checkpoint_files
 from patchstore.publish import snapshot as snapshots
@@ -55,18 +55,17 @@ logger = logging.getLogger(__name__)
 class Publisher:
     """The one writer of a run. Use from one thread; close it, or use it as a context manager.
 
-    One that is not closed keeps its four threads and its snapshot until the interpreter ends, and is
-    closed then.
-    Where something cannot be stored at that point, stderr says what, and the process exits with status 1
-    unless it ends by an uncaught exception, whose status stays.
+    A publisher that is not closed keeps its four threads and its snapshot until the interpreter ends. It is
+    closed then. If something cannot be stored at that point, stderr says what, and the process exits with
+    status 1; after an uncaught exception the status stays that of the exception.
 
-    Memory: a snapshot of the served weights, where `snapshot` says; the changed elements of at most
-    `max_pending` publications in host memory (pinned, where a GPU found them), plus a few parts of 8 MiB in
-    transfer. On a GPU, also room for what a comparison finds: 18 bytes for each 8 that have a change in them,
-    at first for one in 64 (3.5 % of the weights), and while that is encoded the payload; to code `context`
-    22 bytes a change and 110 a tile of 65,536 elements or fewer. The next call waits until the changes
-    are encoded; on the CPU `context` takes a second for 70 million elements. An anchor is uploaded from the
-    snapshot itself, so the second call after an anchor waits until it is stored.
+    Memory: a snapshot of the served weights, where `snapshot` says; the payloads of at most `max_pending`
+    publications in host memory (pinned, where a GPU encoded them); a few parts of 8 MiB in transfer. On a GPU
+    also a buffer for the changes: 18 bytes per changed word of 8 bytes, at first for one word in 64 (3.5 % of
+    the weights); and while they are encoded the payload, and for `context` 22 bytes per change and 110 per
+    tile of at most 65,536 elements. The next call waits until the changes are encoded; on the CPU `context`
+    takes a second for 70 million elements. An anchor is uploaded from the snapshot itself, so the second call
+    after an anchor waits until it is stored.
     """
 
     def __init__(
@@ -87,40 +86,39 @@ class Publisher:
 
         Args:
             store: an open store, or the URL or path of one, which is opened and closed with the publisher.
-            source: the model or its tensors. Names, shapes and tied tensors must stay what they are
-                now; a mapping may hold other tensor objects under its names at each call. The prefixes of
-                torch.compile, DistributedDataParallel and activation checkpointing are taken off names.
-            dtype: what floating-point tensors of 16 bits or more are served as, and therefore
-                compared as, such as torch.bfloat16 or "bfloat16"; None to publish every tensor in its own.
-            encoding: how changes are stored. "raw": positions as they are, 6 bytes a change in bf16. "gap":
-                distances between them, 4 bytes. "context": coded against the parent, which a reader must
-                hold, near 0.9 bytes. "auto": "context" where kernels encode it, "gap" on the CPU.
+            source: the model or its tensors. Names, shapes and tied tensors must stay the same; a mapping
+                may have other tensor objects under its names at each call. The prefixes of torch.compile,
+                DistributedDataParallel and activation checkpointing are removed from names.
+            dtype: the dtype in which floating-point tensors of 16 bits or more are compared and served, such
+                as torch.bfloat16 or "bfloat16"; None to publish every tensor in its own dtype.
+            encoding: how changes are stored. "raw": positions, 6 bytes per change in bf16. "gap": distances
+                between positions, 4 bytes. "context": encoded against the parent, whose tensors a reader
+                needs, about 0.9 bytes. "auto": "context" where kernels encode it, "gap" on the CPU.
             anchor_every: publications from one anchor to the next; the versions in between store
                 changes only.
             files: a checkpoint folder whose config and tokenizer files go into every anchor. Its config must
                 fit the source: the same sizes, ties that are there, quantised only if the tensors are.
-            resume: False for a new run. True to go on from the newest version with exactly these
-                weights, a number to go on from that version, which must have them. "anchor" to go
-                on behind the head with whatever weights these are, by publishing all of them. "auto" for
-                a new run where there is none; else as True where a version has these weights, or as "anchor".
+            resume: False for a new run. True to continue from the newest version that has exactly these
+                weights; a number to continue from that version, which must have them. "anchor" to continue
+                after the newest version with any weights, by publishing all of them. "auto" begins a run if
+                there is none; otherwise it is True if a version has these weights, and "anchor" if not.
             max_pending: publications under way before `publish_patch` waits.
             max_shard_bytes: size of an anchor's files.
-            snapshot: where the copy of the weights is that the next ones are compared with. "device": with
-                the weights, compared at the speed of their memory. "host": in host memory, pinned where
-                kernels compare, which address it over the bus; takes nothing of the device, and each
-                comparison a little longer than the copy needs to cross the bus. The Path of a folder: in
-                a file there that has no name and goes with the process; takes 512 MiB of host memory and
-                what the page cache can spare; slowest.
+            snapshot: where to keep the last published weights for comparison. "device": beside the weights,
+                compared at the speed of their memory. "host": in host memory, pinned where kernels compare;
+                takes no memory of the device, and a comparison takes a little longer than copying the
+                snapshot over the bus. The Path of a folder: in a file there that has no name and is gone with
+                the process; takes 512 MiB of host memory and what the page cache can spare; slowest.
 
         Raises:
             RunExists: the store has a run and `resume` is False.
             ResumeMismatch: no version has these weights, or the one named has others.
-            SchemaMismatch: a tensor cannot be stored or has numbers that `dtype` cannot hold, or the run was
+            SchemaMismatch: a tensor cannot be stored, has numbers that `dtype` cannot hold, or the run was
                 created with other tensors.
             UnsupportedStore: the store cannot create exclusively.
             StoreUnavailable: the store does not answer.
-            UsageError: an argument makes no sense, or memory for the snapshot is short, or the system starts
-                no more threads; no run was created.
+            UsageError: an argument is impossible, memory for the snapshot is short, or the system starts no
+                more threads; no run was created.
             VersionConflict: another publisher claimed the run at the same time.
         """
         self._dtype = dtype_of(dtype)
@@ -153,7 +151,7 @@ class Publisher:
         max_shard_bytes: int,
     ) -> None:
         store = self._store
-        # A read first: where nobody answers it says so at once, while the probe tries again and again.
+        # A read first: if the store does not answer, it fails at once, while the probe would try repeatedly.
         begun = history.read_header(store)
         self._weights = Weights(source, () if begun is None else begun.schema.by_name())
         current, self._tied = self._weights.read()
@@ -210,16 +208,16 @@ class Publisher:
     def publish_patch(self, step: int) -> Publication:
         """Publish what changed since the last call as the next version.
 
-        Returns when the weights have been compared, and may be changed again; the version exists
-        when the returned publication's `result` says so.
+        Returns when the weights have been compared. They may be changed again then. The version exists when
+        `result` of the returned publication returns.
 
         Args:
-            step: the trainer's count, from -(2**53 - 1) to 2**53 - 1, which JSON keeps exactly.
+            step: the trainer's count, from -(2**53 - 1) to 2**53 - 1, because JSON keeps these exactly.
 
         Raises:
-            PublishFailed: an earlier publication was not stored, and the caller was not told yet. This
-                call published nothing; the next one publishes the whole model.
-            VersionConflict: another publisher has this run; nothing can be published any more.
+            PublishFailed: an earlier publication was not stored, and that was not raised yet. This call
+                published nothing; the next one publishes the whole model.
+            VersionConflict: another publisher has this run; this publisher can publish nothing any more.
             RunLost: the store no longer holds this run; nothing can be published any more.
             SchemaMismatch: names, shapes, dtypes or ties of the source have changed. This call published
                 nothing; once they are back, the next one goes on.
@@ -242,12 +240,12 @@ class Publisher:
             return self._pipeline.publish(step, self._current(), began=began, max_pending=self._max_pending)
 
     def close(self) -> None:
-        """Wait until everything published is committed or has failed, and end the background thread.
+        """Wait until everything published is committed or has failed, and end the threads.
 
         In a fork of the process that opened the publisher this does nothing.
 
         Raises:
-            PublishFailed, VersionConflict: a publication failed, and the caller was not told yet.
+            PublishFailed, VersionConflict: a publication failed, and that was not raised yet.
         """
         if os.getpid() != self._process:
             return
@@ -271,20 +269,20 @@ class Publisher:
             logger.exception("a publication failed too, while the trainer was failing")
 
     def _close_at_exit(self) -> str | None:
-        """Close a publisher that the trainer left open; return what was lost, if anything was."""
+        """Close a publisher that the trainer left open; return a message if steps were lost."""
         unstored = self._unstored()
         try:
             self.close()
-        except Exception as exc:  # noqa: BLE001 -- the process says it, and exits with 1
+        except Exception as exc:  # noqa: BLE001 -- the process reports it, and exits with 1
             return self._loss(unstored, exc)
         return None
 
     def _lost(self, reason: object) -> str:
-        """Return a message about what was handed over and is not stored, for `at_exit`."""
+        """Return a message about the publications that are not stored, for `at_exit`."""
         return self._loss(self._unstored(), reason)
 
     def _unstored(self) -> list[Publication]:
-        """Return the publications that are under way, or failed without the caller's knowledge."""
+        """Return the publications that are under way, or whose failure was not raised."""
         failed = [each for each in tuple(self._pipeline.failed) if not each.reported]
         return [*failed, *(each for each in self._pipeline.under_way() if each not in failed)]
 

@@ -1,4 +1,4 @@
-"""Where a publisher stands when it opens a store: a new run, or behind a version that it proves to have.
+"""Open a run for a publisher: create one, or find the version that has the publisher's weights.
 
 Nothing is ever deleted or overwritten to make a resumption fit.
 """
@@ -56,7 +56,7 @@ def open_run(
     if schema.tied != header.schema.tied:
         raise SchemaMismatch(f"tensors are tied as {schema.tied}, but the run has {header.schema.tied}")
     head = history.head(store)
-    # A number that was used must not come again for other weights.
+    # A version number that was used must not be used again for other weights.
     history.check_newest(store, head)
     if head is None or resume == "anchor":
         return header, head, head, None
@@ -90,7 +90,7 @@ def open_run(
 
 
 def _newest_with(store: Store, head: Manifest, total: str) -> Manifest | None:
-    """Return the newest version with this state digest; the search ends at a slot that was lost."""
+    """Return the newest version with this state digest; the search ends at a manifest that was lost."""
     with closing(history.read_back(store, head.version)) as versions, suppress(VersionNotFound):
         for found in versions:
             if found.state.total == total:

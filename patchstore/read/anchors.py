@@ -23,15 +23,15 @@ def stream_anchor(
     """Stream an anchor, file by file.
 
     Args:
-        cache: where its files are streamed from, if given; in use there until this iterator ends.
+        cache: stream its files from there, if given; they are in use there until this iterator ends.
 
     Yields:
-        A file's name, what it holds, and its tensors in the same order, one in memory at a time. All
-        must be taken before the next file; they are proved only when their iterator ends.
+        A file's name, the specs of its tensors, and the tensors in the same order, one in memory at a time.
+        All must be taken before the next file; they are verified only when their iterator ends.
 
     Raises:
-        CorruptObject: not a file that the manifest names, or together they do not hold each tensor of
-            the run once.
+        CorruptObject: a file is not the one that the manifest names, or the files together do not have each
+            tensor of the run once.
     """
     assert manifest.anchor is not None
     seen: set[str] = set()
@@ -57,7 +57,7 @@ def _read(file: BinaryIO) -> Iterator[bytes]:
 def open_anchor(
     store: Store, manifest: Manifest, schema: Mapping[str, TensorSpec], cache: "HostCache"
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Open an anchor's tensors by name, in any order, all of them proved.
+    """Open an anchor's tensors by name, in any order, all of them verified.
 
     They are private mappings of the cache's files: memory is the page cache, which all processes of the
     host share. A tensor that is written to keeps its own copy of the pages, and the files stay as they
@@ -87,7 +87,7 @@ def _admitted(
     schema: Mapping[str, TensorSpec],
     seen: set[str],
 ) -> list[TensorSpec]:
-    """Return what a file of an anchor holds, and add it to `seen`, unless the anchor must not hold it.
+    """Return the specs of a file of an anchor, and add them to `seen`, unless the anchor must not have them.
 
     Raises:
         CorruptObject

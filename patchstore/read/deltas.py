@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 class Wanted(NamedTuple):
-    """A tensor to read the changes of."""
+    """A tensor whose changes are to be read."""
 
     spec: TensorSpec
     held: torch.Tensor | None
     """The parent's tensor; None if no stored change of it is relative to the parent."""
     tiles: Tiles = None
-    """Numbers of those tiles that `held` really has, ascending; None for all. Patches that are relative have
-    nothing of the others."""
+    """Numbers of those tiles that `held` really has, ascending; None for all. Relative patches contain
+    nothing of the other tiles."""
 
 
 class Deltas:
     """The deltas of a plan on local disk, mapped into memory.
 
-    Decoded of large tensors one at a time, of small ones many.
+    Large tensors are decoded one at a time, small ones many at a time.
     """
 
     def __init__(self, versions: list[tuple[Manifest, str, dict[str, EncodedTensor | Coded]]]) -> None:
@@ -46,11 +46,11 @@ class Deltas:
         """Tensors that any of the deltas states."""
 
     def is_relative(self, name: str) -> bool:
-        """Whether any of them can be read only beside the tensor that it changes."""
+        """Whether any of them is relative: it can be decoded only beside the tensor that it changes."""
         return any(isinstance(stored.get(name), Coded) for _, _, stored in self._versions)
 
     def apply(self, tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> None:
-        """Write into tensors, which are as they were before the first delta, what the deltas change.
+        """Write the changes of all deltas into tensors that have the version before the first delta.
 
         Raises:
             CorruptObject: positions that no encoder writes, or one that two payloads of a version state.
@@ -67,8 +67,8 @@ class Deltas:
     def _patches(self, group: Sequence[Wanted]) -> Iterator[tuple[Wanted, TensorPatch]]:
         """Yield all patches of tensors of one dtype, delta by delta.
 
-        Coded ones are decoded beside the tensor as it is then, so the caller writes a patch before it takes
-        the next one.
+        A coded patch is decoded beside the tensor as it is at that moment. So the caller must write a patch
+        before it takes the next one.
 
         Raises:
             CorruptObject: positions that no encoder writes, or one that two payloads of a version state.
@@ -142,7 +142,8 @@ class Deltas:
 
         Args:
             wanted: tensors that the deltas state. Not written to; copied where that takes several relative
-                patches. Some of them are held meanwhile, `tensors.TOGETHER` elements or one for each dtype.
+                patches. Some are kept in memory meanwhile: `tensors.bits.TOGETHER` elements, or one per
+                dtype.
 
         Raises:
             CorruptObject: positions that no encoder writes.
@@ -195,11 +196,11 @@ def open_deltas(
     Args:
         scratch: folder for temporary files of the deltas' size; None for the system's.
         cache: where their files are instead, if given, and may stay.
-        needs: which tiles of coded tensors to read, if not all; `ranges` says what is not checked then.
+        needs: which tiles of coded tensors to read, if not all; see `ranges` for what is not checked then.
 
     Raises:
         CorruptObject: a payload is not what its manifest names, or not a delta of this run.
-        HostError: this host has no room for them, or is short of something else.
+        HostError: this host has no space for them, or is short of something else.
     """
 
     def local(wanted: Payload) -> memoryview:
@@ -230,7 +231,7 @@ def open_deltas(
                 else:
                     found = delta_file.read_delta(wanted.key, local(wanted), manifest, schema)
                 for _, _, others in versions[first:]:
-                    # Each is coded against the parent, and not against what another one has changed.
+                    # Each is coded against the parent, and not against the result of another payload.
                     both = found.keys() & others.keys()
                     if any(isinstance(each[name], Coded) for name in both for each in (found, others)):
                         raise CorruptObject(

@@ -1,6 +1,6 @@
-"""Bring payloads of a plan to this host, verified, in bounded memory.
+"""Download the payloads of a plan to this host, verified, in bounded memory.
 
-Given a host cache, processes of one host share what they fetch; without one each fetches for itself.
+With a host cache the processes of a host share downloads; without one each process downloads for itself.
 """
 
 import errno
@@ -26,11 +26,11 @@ SMALL_BYTES = 1 << 16
 
 
 _UNASKED_BYTES = 64 << 20
-"""A payload of at most this size is fetched without asking the store for its size, which takes a request."""
+"""Payloads up to this size are downloaded without a request for their size first."""
 
 
 def chunks(store: Store, wanted: Payload) -> Iterator[bytes]:
-    """Stream a payload; what it yields is proved only when the iterator ends.
+    """Stream a payload; its bytes are verified only when the iterator ends.
 
     Raises:
         CorruptObject: missing, or not the bytes that the manifest names.
@@ -44,7 +44,7 @@ def chunks(store: Store, wanted: Payload) -> Iterator[bytes]:
 
 
 def check_size(store: Store, wanted: Payload) -> None:
-    """Ask the store for a payload's size, before more room is made for it than it takes.
+    """Ask the store for a payload's size, before space is reserved for a false one.
 
     Raises:
         CorruptObject: missing, or not of the size that the manifest says.
@@ -67,19 +67,19 @@ def download(store: Store, wanted: Payload, path: Path) -> None:
 
     Raises:
         CorruptObject: as `chunks`.
-        HostError: there is no room, which shows before anything is fetched, or the disk fails.
+        HostError: there is no space, which is checked before the download begins, or the disk fails.
     """
     with room_for(store, wanted, path.parent), path.open("xb") as file:
         fill(file, store, wanted)
 
 
 def fill(file: BinaryIO, store: Store, wanted: Payload) -> None:
-    """Write a payload to a new file; callers turn what goes wrong with that into `room_for`'s errors."""
+    """Write a payload to a new file; callers translate its errors with `room_for`."""
     if wanted.size > _UNASKED_BYTES:
-        # The room is taken at once, and for a false size that could be all the room that this host has.
+        # The space is reserved at once, and a false size could reserve all space of this host.
         check_size(store, wanted)
     if wanted.size:
-        # Spares finding the room block by block (1 GB in 0.7 s instead of 3.2, ext4).
+        # Saves allocating block by block (1 GB in 0.7 s instead of 3.2, ext4).
         os.posix_fallocate(file.fileno(), 0, wanted.size)
     file.writelines(chunks(store, wanted))
 
@@ -102,13 +102,13 @@ def in_memory(file: BinaryIO) -> memoryview:
             f"a file of {size:,} bytes cannot be mapped on this host: {exc}; free some memory, raise "
             "`ulimit -v`, or the sysctl vm.max_map_count"
         ) from exc
-    # Writable, as torch wants its memory to be; what is written is a page's copy, and not the file.
+    # Writable, because torch wants writable memory; a write changes a copy of the page, and not the file.
     return pages.numpy().data
 
 
 @contextmanager
 def room_for(store: Store, wanted: Payload, where: object) -> Iterator[None]:
-    """Say that there is no room for a payload, unless its manifest is wrong about how much that is.
+    """Report that there is no space for a payload, unless its manifest gives a wrong size.
 
     Raises:
         CorruptObject, HostError

@@ -21,7 +21,6 @@ import os
 import re
 import stat
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -33,6 +32,7 @@ from patchstore.errors import CorruptObject, HostError, UsageError
 from patchstore.format import hashing
 from patchstore.format.records import Manifest, Payload, Schema
 from patchstore.format.state_sums import Sums, sums_object, unpack_sums
+from patchstore.read.cache_uses import USES, Uses, is_used
 from patchstore.read.download import check_size, download
 from patchstore.stores.base import PART_BYTES, Store
 from patchstore.support import host, locks
@@ -46,9 +46,6 @@ they go when their last user does, and do not drive out the deltas."""
 
 _LOCK = ".lock"
 _PART = ".part"
-_USES = "uses"
-_LINE_BYTES = 65
-"""Of a list of uses: a digest, and the line's end."""
 _NAME = re.compile(rf"([0-9a-f]{{64}})({re.escape(_LOCK)}|{re.escape(_PART)})?")
 _SEAL_NS = 0
 """mtime of a verified file: any later write to the file changes it."""
@@ -78,7 +75,7 @@ class HostCache:
             raise UsageError(f"a cache cannot keep {max_bytes:,} bytes; give 0 to keep nothing")
         self._folder = folder.absolute()
         self._max_bytes = max_bytes
-        self._uses: _Uses | None = None
+        self._uses: Uses | None = None
         with host.asked(f"opening the cache {folder}"):
             _prepare(folder)
             self._evict()
@@ -106,7 +103,7 @@ class HostCache:
                 something else. As after every error, nothing of a download is left, and the next process that
                 asks begins anew.
         """
-        lent: list[tuple[_Uses, Path]] = []
+        lent: list[tuple[Uses, Path]] = []
 
         def lend(store: Store, wanted: Payload) -> BinaryIO:
             path = self._folder / wanted.digest.partition(":")[2]
@@ -123,7 +120,7 @@ class HostCache:
             with host.asked(f"letting go of what is kept in {self._folder}"):
                 self._let_go(lent)
 
-    def _open(self, store: Store, wanted: Payload, path: Path) -> tuple[BinaryIO, "_Uses"]:
+    def _open(self, store: Store, wanted: Payload, path: Path) -> tuple[BinaryIO, Uses]:
         """Open a payload's file, marked as used, that is proved; download it if there is none."""
         with _alone(path):
             file = _proved(path, wanted)
@@ -138,11 +135,11 @@ class HostCache:
                 _if_unused(path)
                 raise
 
-    def _begin_use(self, path: Path) -> "_Uses":
+    def _begin_use(self, path: Path) -> Uses:
         with locks.guard:
             uses = self._uses
             if uses is None or not uses.can_be_seen:
-                self._uses = uses = _Uses(self._folder)
+                self._uses = uses = Uses(self._folder)
             try:
                 uses.add(path)
             except BaseException:
@@ -167,7 +164,7 @@ class HostCache:
         # Readers believe a file once it has this name, so only what was proved gets it.
         part.rename(path)
 
-    def _let_go(self, lent: list[tuple["_Uses", Path]]) -> None:
+    def _let_go(self, lent: list[tuple[Uses, Path]]) -> None:
         with locks.guard:
             for uses, path in lent:
                 uses.remove(path)
@@ -203,7 +200,7 @@ class HostCache:
                 num_bytes -= size
             with suppress(OSError):
                 # Not while there is a list in it.
-                (self._folder / _USES).rmdir()
+                (self._folder / USES).rmdir()
 
     def _names(self) -> Iterator[re.Match[str]]:
         return filter(None, (_NAME.fullmatch(path.name) for path in self._folder.iterdir()))
@@ -257,10 +254,10 @@ def _proved(path: Path, wanted: Payload) -> BinaryIO | None:
     except FileNotFoundError:
         return None
     try:
-        is_used = _is_used(path)
-        if is_used and os.fstat(file.fileno()).st_mtime_ns == _SEAL_NS:
+        in_use = is_used(path)
+        if in_use and os.fstat(file.fileno()).st_mtime_ns == _SEAL_NS:
             return file
-        if not is_used:
+        if not in_use:
             # Not where others use it: were this process killed now, they would pass for a proof.
             _seal(file.fileno())
         if _holds(file, wanted):
@@ -296,7 +293,7 @@ def _if_unused(path: Path) -> os.stat_result | None:
     path.with_suffix(_PART).unlink(missing_ok=True)
     try:
         with path.open("rb") as file:
-            return None if _is_used(path) else os.fstat(file.fileno())
+            return None if is_used(path) else os.fstat(file.fileno())
     except FileNotFoundError:
         path.with_suffix(_LOCK).unlink(missing_ok=True)
         return None
@@ -307,99 +304,12 @@ def _size(found: os.stat_result) -> int:
     return found.st_size or 1
 
 
-class _Uses:
-    """The list of what one cache uses, each payload as often as it was added. Callers hold `locks.guard`."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path, self._handle = _listed(folder)
-        self._places: dict[str, int] = {}
-        self._counts: dict[str, int] = {}
-        self._free: list[int] = []
-
-    @property
-    def can_be_seen(self) -> bool:
-        """Whether others find the list: not in a forked child, nor where the folder was removed."""
-        return self._handle.is_open and self._handle.is_at(self._path)
-
-    def add(self, path: Path) -> None:
-        if path.name not in self._places:
-            place = self._free.pop() if self._free else len(self._places)
-            # Each at a place of its own, so that no reader finds another's name half written.
-            os.pwrite(self._handle.fileno(), f"{path.name}\n".encode(), place * _LINE_BYTES)
-            self._places[path.name], self._counts[path.name] = place, 0
-        self._counts[path.name] += 1
-
-    def remove(self, path: Path) -> None:
-        """Remove one use of a payload. The list ends with the last of all."""
-        self._counts[path.name] -= 1
-        if not self._counts[path.name]:
-            place = self._places.pop(path.name)
-            del self._counts[path.name]
-            self._free.append(place)
-            if self._handle.is_open:
-                os.pwrite(self._handle.fileno(), b" " * (_LINE_BYTES - 1), place * _LINE_BYTES)
-        self.end_if_empty()
-
-    def end_if_empty(self) -> None:
-        if not self._places and self._handle.is_open:
-            self._path.unlink(missing_ok=True)
-            self._handle.close()
-            with suppress(OSError):
-                # Not while there is another list in it.
-                self._path.parent.rmdir()
-
-
-def _listed(folder: Path) -> tuple[Path, locks.Handle]:
-    """Make an empty list of uses, and lock it."""
-    while True:
-        path = folder / _USES / uuid.uuid4().hex
-        with suppress(FileExistsError):
-            path.parent.mkdir(mode=0o700)
-        # Until it is locked, others take it for a killed process's, and remove it, also with its folder.
-        with suppress(FileNotFoundError, BlockingIOError):
-            handle = locks.Handle(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            try:
-                handle.lock(wait=False)
-                if handle.is_at(path):
-                    return path, handle
-            except BaseException:
-                handle.close()
-                raise
-            handle.close()
-
-
-def _is_used(path: Path) -> bool:
-    """Whether any process uses a payload, this one included; removes lists of killed ones.
-
-    The caller holds the payload's lock.
-    """
-    uses = path.parent / _USES
-    try:
-        lists = list(uses.iterdir())
-    except FileNotFoundError:
-        return False
-    for each in lists:
-        with suppress(FileNotFoundError), closing(locks.Handle(each)) as handle:
-            try:
-                handle.lock(wait=False)
-            except BlockingIOError:
-                if path.name.encode() in _content(handle):
-                    return True
-            else:
-                each.unlink()
-    return False
-
-
-def _content(handle: locks.Handle) -> bytes:
-    return os.pread(handle.fileno(), os.fstat(handle.fileno()).st_size, 0)
-
-
 @contextmanager
 def _alone(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Be the only one of all processes and threads that brings, proves or removes this file.
+    """Hold the lock of a payload: no other process or thread downloads, verifies or removes its file.
 
     Raises:
-        BlockingIOError: another is, and `wait` is false.
+        BlockingIOError: another holds it, and `wait` is false.
     """
     lock = path.with_suffix(_LOCK)
     while True:

@@ -18,7 +18,7 @@ from patchstore.stores.base import Store
 from patchstore.support import host
 
 FIRST_BYTES = 1 << 16
-"""Asked for at once: header and table of most payloads."""
+"""Size of the first request: contains header and table of most payloads."""
 
 Needs = Callable[[TensorSpec], Tiles]
 """Which tiles of a tensor are needed, ascending; None for all."""
@@ -30,19 +30,21 @@ def read(
     """Read the parts of a delta of encoding `context` that some tiles need.
 
     Returns:
-        As `payload.read_delta`; streams of other tiles are zeros. Memory: what was read.
+        As `delta_file.read_delta`; streams of other tiles are zeros. Memory: what was read.
 
     Raises:
-        CorruptObject: as `payload.read_delta`, or the object is missing or shorter than its manifest says.
+        CorruptObject: as `delta_file.read_delta`, or the object is missing or shorter than its manifest says.
     """
     try:
         view = memoryview(_room(store, wanted))[: wanted.size]
-        done = _fill(store, wanted, view, 0, FIRST_BYTES)
-        header = tensor_file.read_header(wanted.key, wanted.size, bytes(view[:done]))
-        if isinstance(header, int):
-            done = _fill(store, wanted, view, done, header)
-            header = tensor_file.read_header(wanted.key, wanted.size, bytes(view[:done]))
-        assert isinstance(header, tensor_file.FileHeader)
+        done = 0
+
+        def beginning(num_bytes: int) -> bytes:
+            nonlocal done
+            done = _fill(store, wanted, view, done, max(num_bytes, FIRST_BYTES))
+            return bytes(view[:done])
+
+        header = tensor_file.read_header(wanted.key, wanted.size, beginning)
         entries = {entry.spec.name: entry for entry in header.entries}
         tiles = entries.get("tiles")
         end = wanted.size if tiles is None else header.data_start + tiles.start
@@ -59,7 +61,7 @@ def read(
 
 
 def _room(store: Store, wanted: Payload) -> mmap.mmap:
-    """Set memory aside for a payload; nothing but what is written to takes any.
+    """Reserve address space for a payload; only pages that are written take memory.
 
     Raises:
         CorruptObject: this host cannot have so much, and the object is of another size.
@@ -74,7 +76,7 @@ def _room(store: Store, wanted: Payload) -> mmap.mmap:
 
 
 def _fill(store: Store, wanted: Payload, view: memoryview, start: int, end: int) -> int:
-    """Read bytes from `start` to `end` to where they belong; returns where the last one ends."""
+    """Read bytes from `start` to `end` to their place in the buffer; return the end of the last range."""
     at, end = start, min(end, wanted.size)
     if at < end:
         with host.reading(wanted.key):

@@ -52,12 +52,12 @@ def replay(
         The version's manifest.
 
     Raises:
-        UsageError: `out` exists, or nothing can be made there.
+        UsageError: `out` exists, or cannot be created.
         VersionNotFound: no such version.
         WrongParent: the version cannot be reached from an anchor.
         CorruptObject, StateMismatch: the bucket's bytes are wrong. As after every error, nothing
             exists under `out`.
-        HostError: there is no room for it, or the system refuses something else.
+        HostError: there is no space for it, or the system refuses something else.
     """
     target = local_path("out", out)
     version = None if version is None else version_number(version)
@@ -108,12 +108,12 @@ def _verify(store: Store, version: int | None, progress: Progress | None) -> Man
         # Rebuilding needs nothing that is older, but the anchor's version claims to descend from it.
         history.read_parent(store, route.anchor)
     deque(tensors_of(store, header, route, progress), maxlen=0)
-    # Their fold is the total, as is that of what was rebuilt, so each tensor's are the same too.
+    # They combine to the total, like those of the rebuilt tensors, so each tensor's sums are the same too.
     read_sums(store, header.schema, route.target)
     for wanted in route.anchor.anchor.files:
         deque(download.chunks(store, wanted), maxlen=0)
     if route.target == route.anchor and route.target.delta is not None:
-        # Rebuilding started from the anchor, but followers of the parent take the delta.
+        # Rebuilding started from the anchor, but readers at the parent take the delta.
         assert route.target.parent is not None, "a manifest with a delta has a parent"
         _, before = route_to(store, route.target.parent)
         by_delta = replace(before, target=route.target, deltas=(*before.deltas, route.target))
@@ -158,7 +158,7 @@ def route_to(store: Store, version: int | None) -> tuple[StoreHeader, Plan]:
 def _files(
     store: Store, header: StoreHeader, route: Plan, scratch: Path | None, progress: Progress | None
 ) -> Iterator[tuple[str, list[TensorSpec], Iterator[torch.Tensor]]]:
-    """Yield each file of the version: its name, what it holds, and its tensors in that order.
+    """Yield each file of the version: its name, the specs of its tensors, and the tensors in that order.
 
     All tensors of a file must be taken before the next file. The digests have been checked when
     this iterator ends, and not before.

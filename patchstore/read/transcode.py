@@ -25,8 +25,8 @@ def transcode(
 ) -> tuple[Manifest, int]:
     """Write a version's delta in another encoding: a file as a publisher with that encoding stores it.
 
-    The parent is rebuilt, large tensors one at a time and small ones together, and the result proved by the
-    state digest. Memory: the changes, and one tensor or a few million elements of small ones.
+    The parent is rebuilt, large tensors one at a time and small ones together, and the state digest verifies
+    the result. Memory: the changes, and one tensor or a few million elements of small ones.
 
     Args:
         encoding: "raw", "gap" or "context".
@@ -36,7 +36,7 @@ def transcode(
         The version's manifest, and the bytes of the file.
 
     Raises:
-        UsageError: no such encoding, the version has no delta, `out` exists, or nothing can be made there.
+        UsageError: no such encoding, the version has no delta, `out` exists, or it cannot be created.
         VersionNotFound: no such version.
         WrongParent: its parent cannot be reached.
         CorruptObject, StateMismatch: the bucket's bytes are wrong. Nothing exists under `out`.
@@ -82,7 +82,7 @@ def transcode(
 
 
 def _exact(patch: TensorPatch, parent: torch.Tensor) -> TensorPatch:
-    """Leave out what a patch states and does not change; a copy, as the patch may lie in a mapped file."""
+    """Return a patch without elements that it does not change; a copy, as it may be in a mapped file."""
     indices, values = patch.indices, patch.values
     differ = bits(parent)[indices] != bits(values)
     return TensorPatch(name=patch.name, indices=indices[differ], values=values[differ])

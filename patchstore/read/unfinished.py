@@ -1,7 +1,7 @@
-"""Files and folders under another name until they are whole, so that readers never see a part of one.
+"""Write files and folders under a temporary name until they are complete, so that readers never see a part.
 
-A killed process leaves what it was writing. Each is locked while its process lives, so that the next one that
-writes beside it can tell, and removes it.
+A killed process leaves an unfinished file. Each is locked while its process lives. So the next process that
+writes in the same folder can tell, and removes it.
 """
 
 import errno
@@ -26,7 +26,7 @@ _NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNO
 
 @contextmanager
 def unfinished(target: Path, *, is_folder: bool) -> Iterator[Path]:
-    """Make an empty file or folder beside `target`, which takes that name when the block ends.
+    """Create an empty file or folder beside `target`; it is renamed to `target` when the block ends.
 
     After an error nothing is left. The folder of `target` is made if need be, and what killed processes left
     in it is removed; not on network file systems, where a lock may be known to one host alone.
@@ -63,7 +63,8 @@ def _made(partial: Path, *, is_folder: bool, has_locks: bool) -> locks.Handle:
             partial.mkdir(exist_ok=True)
         else:
             partial.touch()
-        # Until it is locked, others take it for a killed process's, and remove it: then again.
+        # Until it is locked, another process may take it for a killed process's and remove it: then try
+        # again.
         with suppress(FileNotFoundError, BlockingIOError):
             handle = locks.Handle(partial)
             try:
@@ -82,7 +83,7 @@ def _made(partial: Path, *, is_folder: bool, has_locks: bool) -> locks.Handle:
 def _remove_left(folder: Path) -> None:
     """Remove what killed processes left in a folder."""
     for path in [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]:
-        # What cannot be opened, locked or removed is not this process's concern.
+        # A file that cannot be opened, locked or removed is left.
         with suppress(OSError), closing(locks.Handle(path, os.O_RDONLY | os.O_NOFOLLOW)) as handle:
             handle.lock(wait=False)
             if os.fstat(handle.fileno()).st_uid == os.geteuid():
@@ -103,7 +104,7 @@ def write_file(path: Path, chunks: Iterable[Chunk]) -> None:
     """Write a file; what `chunks` raises passes through.
 
     Raises:
-        HostError: there is no room for it, or the disk fails.
+        HostError: there is no space for it, or the disk fails.
     """
     with host.asked(f"writing {path}"):
         file = path.open("wb", buffering=0)

@@ -1,1 +1,1 @@
-"""Drivers for other programs: vLLM's server, and the loop that keeps one at the head."""
+"""Drive vLLM servers, and keep them at the newest version."""

@@ -1,7 +1,7 @@
 """Which version servers should serve: the store's newest, or one that an operator pinned them to.
 
-The store is asked once for all servers, and believed to be the same run only for a while: a bucket may be
-emptied, and another run begun in it.
+The store is polled once for all servers. From time to time the run itself is checked again, because a bucket
+may be emptied and another run begun in it.
 """
 
 import json
@@ -15,22 +15,22 @@ from itertools import takewhile
 from pathlib import Path
 
 from patchstore.errors import StoreReplaced, UsageError, VersionNotFound
-from patchstore.format import history, manifest_json
+from patchstore.format import history, json_fields
 from patchstore.format.records import Manifest
 from patchstore.stores.base import Store
 
 _NUM_REMEMBERED = 10_000
-"""Versions whose time of creation is kept, to say how late a server is."""
+"""So many versions' times of creation are kept, to report how late a server is."""
 
 
 class HeadWatcher:
-    """The newest version of the run that is in a store, whichever that is."""
+    """The newest version of the run that a store has now, also after another run replaced it."""
 
     def __init__(self, store: Store, *, recheck_s: float = 10.0) -> None:
         """Nothing is read yet.
 
         Args:
-            recheck_s: how long a store without news is taken to hold the same run.
+            recheck_s: after this time without a new version the run itself is checked again.
         """
         self.store = store
         self._recheck_s = recheck_s
@@ -39,13 +39,13 @@ class HeadWatcher:
         self._created: deque[tuple[int, datetime]] = deque(maxlen=_NUM_REMEMBERED)
 
     def refresh(self) -> Manifest | None:
-        """Read what is new: one object where nothing is, and now and then a second one.
+        """Read what is new: one object if nothing is, and from time to time a second one.
 
         Returns:
-            None where nothing is committed.
+            None if nothing is committed.
 
         Raises:
-            StoreUnavailable, DataError: what was found before stays.
+            StoreUnavailable, DataError: the version found before stays.
             StoreReplaced: the run is still there, but not the version that was its newest. Raised each time,
                 until that version is there again.
         """
@@ -53,7 +53,7 @@ class HeadWatcher:
         if found is None:
             self._begin()
             return self._found
-        # A version that was seen stays committed, so only the slots after it are asked for.
+        # A version that was seen stays committed, so only later versions are requested.
         while (later := history.following(self.store, found)) is not None and later.run_id == found.run_id:
             self._found = found = later
             self._remember(later)
@@ -92,14 +92,14 @@ class HeadWatcher:
             )
 
     def _remember(self, found: Manifest) -> None:
-        self._created.append((found.version, manifest_json.time_of(found.created_at)))
+        self._created.append((found.version, json_fields.time_of(found.created_at)))
 
     def created(self, version: int) -> datetime | None:
-        """When a version was created, of those that were seen. For any thread."""
+        """When a version was created, if it was seen. For any thread."""
         return next((created for seen, created in reversed(self._created.copy()) if seen == version), None)
 
     def first_missing_at(self, serving: int) -> datetime | None:
-        """When the first version after `serving` was created, of those that were seen; None without one."""
+        """When the first version after `serving` was created, if one was seen; otherwise None."""
         later = list(takewhile(lambda seen: seen[0] > serving, reversed(self._created.copy())))
         return later[-1][1] if later else None
 
@@ -110,7 +110,7 @@ class Pin:
 
     version: int
     run_id: str | None = None
-    """The run whose version is meant; None until the store was read."""
+    """The run that the version belongs to; None until the store was read."""
 
 
 class DesiredVersion:
@@ -121,10 +121,10 @@ class DesiredVersion:
 
         Args:
             at: the version to pin servers to at first; a later pin, which `pin_file` keeps, outranks it.
-            pin_file: keeps what `pin` and `unpin` were told, for the next process.
+            pin_file: stores the pin for the next process.
 
         Raises:
-            UsageError: the file cannot be understood, or its folder not be written to.
+            UsageError: the file is invalid, or its folder is not writable.
         """
         self.watcher = watcher
         self._pin_file = pin_file

@@ -1,4 +1,4 @@
-"""Keep many servers at one version: a thread asks the store for all of them, and each server has a thread.
+"""Keep many servers at one version: one thread polls the store for all, and each server has a thread.
 
 No server waits for another. A server that does not answer delays its own thread alone.
 """
@@ -25,22 +25,22 @@ from patchstore.serve.vllm_server import VllmServer
 logger = logging.getLogger(__name__)
 
 _RESCUE_S = 5.0
-"""For one call to a server that is to be left, when time is up."""
+"""Limit for one call to a server that did not finish within the grace period."""
 
 Begin = Callable[[str, Callable[[], Manifest | None], threading.Event], Reconciler]
-"""Makes the steps for a server's URL, given what returns its desired version, and what is set when no switch
-may begin."""
+"""Makes the reconciler of a server's URL. Gets a function that returns the desired version, and an event that
+is set when no update may begin any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowEvent:
-    """What happened, where it is worth a line."""
+    """Something that happened and is reported."""
 
     server: str | None
-    """URL; None where it happened to the store."""
+    """URL; None for an event of the store."""
     step: StepResult
     num_times: int = 1
-    """How often this failure came in a row. Of many only the 1st, 2nd, 4th, 8th ... is told."""
+    """How often this failure came in a row. Only the 1st, 2nd, 4th, 8th ... is reported."""
     time: str = field(default_factory=lambda: utc(time.time()))
     """When the step ended: UTC, ISO 8601."""
 
@@ -54,7 +54,7 @@ class FollowEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OngoingFailure:
-    """A failure that goes on."""
+    """A failure that has not ended yet."""
 
     error: PatchstoreError
     since: float
@@ -76,23 +76,23 @@ class ServerView:
     engines_differ: bool = False
     half_applied: bool = False
     current: float | None = None
-    """When it last served what it should, or came a version nearer; None for never."""
+    """When it last served the desired version, or came a version nearer; None for never."""
     failure: OngoingFailure | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStatus:
-    """All that is known at one moment."""
+    """The state of store and servers at one moment."""
 
     store: str
     head: Manifest | None
     target: Manifest | None
-    """What servers should serve: the head, or the version that they are pinned to."""
+    """The desired version: the head, or the version that servers are pinned to."""
     pin: Pin | None
     is_alive: bool
-    """Whether the thread that looks at the store runs."""
+    """Whether the thread that polls the store runs."""
     interval_s: float
-    """Longest wait between two looks at the store."""
+    """Longest time between two polls of the store."""
     looked: float | None
     """When the store last answered, in seconds of the monotonic clock; None for never."""
     failure: OngoingFailure | None
@@ -109,7 +109,7 @@ class _Worker:
         self.wake = threading.Event()
         self._fleet = fleet
         self.reconciler = begin(url, lambda: fleet.target, self.stop)
-        # Not waited for at the end of the process: time may be up before a server answers.
+        # A daemon: at the end of the process a server may not have answered in time.
         self.thread = threading.Thread(target=self._run, name=f"follow-{url}", daemon=True)
 
     def _run(self) -> None:
@@ -144,13 +144,13 @@ class _Worker:
         self._fleet.tell(self.view.url, done, failure)
 
     def end(self) -> None:
-        """Begin no other step, and no switch in the one under way."""
+        """Begin no other step, and no update in the step under way."""
         self.stop.set()
         self.wake.set()
 
 
 class Fleet:
-    """Brings servers to the version that they should serve, and says what it does."""
+    """Brings servers to the desired version, and yields what it does."""
 
     def __init__(
         self,
@@ -163,19 +163,18 @@ class Fleet:
         min_poll_interval_s: float = DEFAULTS.min_poll_interval_s,
         max_poll_interval_s: float = DEFAULTS.max_poll_interval_s,
     ) -> None:
-        """Prepare; nothing is read but the file.
+        """Prepare; only the file of servers is read.
 
         Args:
-            servers_file: a URL a line, after `#` a comment; read again when it changes, for servers that
+            servers_file: one URL per line, `#` begins a comment; read again when it changes, for servers that
                 come and go.
-            observe: told every step, on the thread that made it; None stands for the store.
-            min_poll_interval_s: wait after the store had something new, doubled by each look that found
+            observe: called with every step, on the thread that made it; None stands for the store.
+            min_poll_interval_s: wait after the store had something new, doubled by each poll that finds
                 nothing.
-            max_poll_interval_s: the longest wait between looks, also where the store calls when something
-                changes.
+            max_poll_interval_s: the longest time between polls, also if the store reports changes.
 
         Raises:
-            UsageError: there is no server, or what a server is called is no URL.
+            UsageError: there is no server, or a server's name is no URL.
         """
         self._desired = desired
         self._begin = begin
@@ -192,10 +191,10 @@ class Fleet:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self.left: list[str] = []
-        """After `run`: servers that may be left paused, as they were being switched and did not answer. They
-        say so themselves, and the next process that follows them ends what was begun."""
+        """After `run`: servers that may be left paused, because they did not answer during an update. Their
+        status says so, and the next process that follows them ends the update."""
         self.target: Manifest | None = None
-        """What servers should serve; None while that is not known."""
+        """The desired version; None while it is not known."""
         self._looked: float | None = None
         self._is_waiting = False
         """Whether an event said that the store has no version yet."""
@@ -208,10 +207,10 @@ class Fleet:
             raise UsageError("name a server, or a file of them")
 
     def run(self, stop: threading.Event, *, grace_s: float = 30.0) -> Iterator[FollowEvent]:
-        """Follow until `stop` is set, yielding what was done, and then what steps under way still do.
+        """Follow until `stop` is set, and yield what is done; then let updates under way end.
 
         Args:
-            grace_s: how long they may take. What is only being fetched is left to the server at once.
+            grace_s: how long these may take. Downloads are not waited for.
         """
         closer = threading.Thread(target=self._close, args=(stop, grace_s), name="follow-stop", daemon=True)
         closer.start()
@@ -223,12 +222,12 @@ class Fleet:
         finally:
             if unsubscribe is not None:
                 unsubscribe()
-            # Also where the caller takes no more events.
+            # Also if the caller takes no more events.
             stop.set()
             closer.join()
 
     def wake(self) -> None:
-        """Look at the store now, as another version may be desired."""
+        """Poll the store now, because another version may be desired."""
         self._wake.set()
 
     def tell(self, server: str | None, done: StepResult, failure: OngoingFailure | None) -> None:
@@ -241,7 +240,7 @@ class Fleet:
         self._events.put(FollowEvent(server=server, step=done, num_times=num_times))
 
     def status(self) -> FleetStatus:
-        """Say how things stand. For any thread."""
+        """Return the present state. For any thread."""
         with self._lock:
             workers = list(self._workers.values())
         return FleetStatus(
@@ -256,14 +255,14 @@ class Fleet:
             servers=tuple(replace(each.view, is_alive=each.thread.is_alive()) for each in workers),
         )
 
-    # The store, and which servers there are.
+    # The store, and the list of servers.
 
     def _poll(self) -> None:
         interval_s = self._min_poll_interval_s
         while not self._stop.is_set():
             self._wake.clear()
             began, before = time.monotonic(), self.target
-            # A failure of one must not keep the other from being done.
+            # If one fails, the other is still done.
             errors = [
                 error for error in (_tried(self._sync_workers), _tried(self._refresh)) if error is not None
             ]
@@ -282,13 +281,13 @@ class Fleet:
             self._wake.wait(0 if self._stop.is_set() else interval_s)
 
     def _refresh(self) -> None:
-        """Find out the target, and wake all workers if it is another."""
+        """Find the desired version, and wake all workers if it changed."""
         try:
             target = self._desired.refresh()
         except PatchstoreError:
             head = self._desired.head
             if head is not None and self.target is not None and head.run_id != self.target.run_id:
-                # No server can come to a version of a run that is gone.
+                # No server can reach a version of a run that is gone.
                 self.target = None
             raise
         self._looked = time.monotonic()
@@ -299,7 +298,7 @@ class Fleet:
                     worker.wake.set()
 
     def _sync_workers(self) -> None:
-        """Have a worker for each server that is named, and none for those that are not any more."""
+        """Start a worker for each listed server, and stop those of servers that are no longer listed."""
         try:
             if self._file is not None:
                 self._read_file(self._file)
@@ -320,7 +319,7 @@ class Fleet:
         try:
             listed = path.read_text()
         except (OSError, ValueError) as exc:
-            raise UsageError(f"{path} cannot be read, so the servers stay those they were: {exc}") from exc
+            raise UsageError(f"{path} cannot be read, so the list of servers stays as it was: {exc}") from exc
         if listed != self._listed:
             lines = [line.partition("#")[0].strip() for line in listed.splitlines()]
             try:
@@ -350,8 +349,8 @@ class Fleet:
 
 
 def _release(worker: _Worker) -> bool:
-    """Let a server go on whose step does not end. False where it may be left paused."""
-    # First, so that whatever it still waits for, it writes nothing once the server goes on.
+    """Resume a server whose step does not end. False if it may be left paused."""
+    # First, so that the step writes nothing after the server was resumed.
     worker.reconciler.server.abandoned.set()
     switch = worker.reconciler.server.switching
     if switch is None:
@@ -359,7 +358,7 @@ def _release(worker: _Worker) -> bool:
     with suppress(PatchstoreError), VllmServer(worker.view.url, timeout_s=_RESCUE_S) as server:
         status = server.status()
         if not status.may_answer:
-            # Parts of two versions must not answer.
+            # A half-applied server must not answer requests.
             return False
         server.end_switch(switch)
         return True

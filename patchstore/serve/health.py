@@ -1,4 +1,4 @@
-"""Whether a fleet is well, and what is wrong where it is not: values for `/healthz`."""
+"""Whether a fleet is healthy, and its problems: values for `/healthz`."""
 
 import time
 from collections.abc import Iterator
@@ -7,15 +7,15 @@ from typing import Any
 from patchstore.serve.fleet import FleetStatus, ServerView
 
 _NUM_LOOKS = 10
-"""So many intervals without an answer of the store are a problem, however long failures may last."""
+"""So many polling intervals without an answer of the store are a problem, whatever `unhealthy_after_s` is."""
 
 
 def describe(fleet: FleetStatus, *, unhealthy_after_s: float) -> dict[str, Any]:
-    """Return all that is known as JSON values; `problems` is empty where all is well.
+    """Return the state as JSON values; `problems` is empty if the fleet is healthy.
 
     Args:
-        unhealthy_after_s: how long a failure, or a version that does not arrive, is no problem yet. A server
-            that has not come to its version since this process began is one at once.
+        unhealthy_after_s: time before a failure, or a late version, is reported as a problem. A server that
+            has not reached its version since this process began is a problem at once.
     """
     return {
         "problems": list(_problems(fleet, unhealthy_after_s)),

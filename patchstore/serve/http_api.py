@@ -3,12 +3,12 @@
 | route | answer |
 |---|---|
 | `GET /metrics` | figures in Prometheus' format |
-| `GET /healthz` | 200, or 503 where something is wrong; a JSON object with what is known, and `problems` |
+| `GET /healthz` | 200, or 503 if there are problems; a JSON object with the state, and `problems` |
 | `GET /livez` | 200 while the process can answer at all |
 | `POST /pin` `{"version": 12}` | servers go to version 12, older or newer, and stay there |
 | `POST /unpin` | servers follow the newest version again |
 
-There is no authentication: listen where only operators come.
+There is no authentication: listen where only operators can connect.
 """
 
 import json
@@ -41,7 +41,7 @@ Answer = tuple[HTTPStatus, bytes, str]
 
 
 class Control:
-    """An HTTP server on a thread of its own."""
+    """An HTTP server on a separate thread."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Control:
         """Listen, and answer at once.
 
         Args:
-            address: host and port; port 0 is one that is free.
+            address: host and port; port 0 picks a free one.
             unhealthy_after_s: see `health.describe`.
 
         Raises:
-            UsageError: no listener can be there.
+            UsageError: it cannot listen at this address.
         """
         self._fleet, self._desired, self._metrics = fleet, desired, metrics
         self._unhealthy_after_s = unhealthy_after_s
@@ -144,7 +144,7 @@ def _handler(answer: Callable[[str, str, str, bytes], Answer]) -> type[BaseHTTPR
             self.wfile.write(body)
 
         def _answered(self) -> Answer:
-            # Browsers say where a script comes from; scripts of other pages are refused.
+            # Browsers send the origin of a script; scripts of other pages are refused.
             if self.command == "POST" and self.headers.get("Origin") is not None:
                 return _error(HTTPStatus.FORBIDDEN, UsageError.kind, "this is not for browsers")
             try:

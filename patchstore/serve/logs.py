@@ -1,4 +1,4 @@
-"""The log of `patchstore follow`: as text, or as JSON with one object a line."""
+"""The log of `patchstore follow`: as text, or as JSON with one object per line."""
 
 import json
 import logging
@@ -6,7 +6,7 @@ import sys
 from datetime import UTC, datetime
 
 _FIELDS = ("event", "server", "store", "version", "seconds", "kind", "num_times", "url")
-"""What records carry, as `extra`, beside their message."""
+"""Fields that records may have, as `extra`, beside their message."""
 
 
 def utc(seconds: float) -> str:
@@ -40,7 +40,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(*, as_json: bool) -> None:
-    """Have all loggers write to standard error: ours from INFO on, others from WARNING on."""
+    """Let all loggers write to standard error: ours from INFO on, others from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
     text = TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if as_json else text)

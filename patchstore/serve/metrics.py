@@ -24,7 +24,7 @@ _APPLY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """Counts steps as they are made; what can be seen at any moment is read when it is asked for."""
+    """Counters of steps, and gauges that are read when a scraper asks."""
 
     def __init__(self, watcher: HeadWatcher) -> None:
         self._watcher = watcher
@@ -93,18 +93,18 @@ class Metrics:
                 self._bytes.labels(server).inc(num_bytes)
 
     def watch(self, status: Callable[[], FleetStatus]) -> None:
-        """Have `expose` also say what a fleet's status says."""
+        """Let `expose` also return a fleet's status."""
         self._status = status
         self._registry.register(_Now(status, self._watcher))
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
-        """Return all figures, and their content type, for what a scraper accepts."""
+        """Return all figures in a format that a scraper accepts, and its content type."""
         self._forget()
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
     def _forget(self) -> None:
-        """Drop what was counted of servers that are followed no more, so that it does not grow for ever."""
+        """Drop the counters of servers that are no longer followed, so that they do not grow for ever."""
         if self._status is None:
             return
         gone = self._servers - {view.url for view in self._status().servers}
@@ -116,7 +116,7 @@ class Metrics:
 
 
 class _Now(Collector):
-    """Gauges of what is the case when they are read."""
+    """Gauges of the state at the time of reading."""
 
     def __init__(self, status: Callable[[], FleetStatus], watcher: HeadWatcher) -> None:
         self._status = status
@@ -186,14 +186,14 @@ def _gauge(name: str, about: str, labels: tuple[str, ...] = ()) -> GaugeMetricFa
 
 
 def _cost(store: Store) -> Callable[[str | None, int | None, int], int]:
-    """What leads from one version of a run to another, in bytes; for all servers that go that way."""
+    """Bytes of the payloads from one version of a run to another, kept for all servers."""
 
     @lru_cache(maxsize=1024)
     def cost(_run_id: str | None, start: int | None, target: int) -> int:
         try:
             return planning.plan(history.read_lineage(store, target, start), start, target).num_bytes
         except PatchstoreError as exc:
-            # The server went that way; that the store is gone since then is said elsewhere.
+            # The server was updated; that the store is gone since then is reported elsewhere.
             logger.info("bytes from version %s to %d are not known: %s", start, target, exc)
             return 0
 

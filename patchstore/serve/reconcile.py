@@ -1,7 +1,7 @@
-"""Keep one server at the version that it should serve: the steps behind `patchstore follow`.
+"""Keep one server at its desired version: the steps behind `patchstore follow`.
 
-They remember nothing that they could not ask again: both this process and the server may be restarted at
-any moment, so each step begins with what the server says about itself.
+Both this process and the server may be restarted at any moment. So each step begins with the server's status,
+and this process keeps no state that it could not read again.
 """
 
 import logging
@@ -41,33 +41,33 @@ _OUTDATED = {
     each.kind
     for each in (UsageError, UnsupportedStore, StoreUnavailable, StoreReplaced, NotFound, VersionNotFound)
 }
-"""Failures of updates that may come from how the server opened the store: with credentials that are not valid
-any more, at an endpoint that is another now, or when another run was in it."""
+"""Failures of updates that may come from how the server opened the store: its credentials expired, its
+endpoint changed, or the store had another run then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step came to."""
+    """The outcome of one step."""
 
     outcome: Outcome
-    """`resumed`: ended what a killed process had begun. `labelled`: answers had another version's number,
-    which was corrected. `verified`: the weights are those of the version. `diverged`: they are not, so the
-    store was opened again, and the next step loads an anchor. `waiting`: the store has no version yet, which
-    only a look at the store says. `nothing`: the server serves what it should, or must wait, or the store has
-    no version yet."""
+    """`resumed`: ended an update that a killed process had begun. `labelled`: answers had another version's
+    number, which was corrected. `verified`: the weights are those of the version. `diverged`: they are not,
+    so the store was opened again, and the next step loads an anchor. `waiting`: the store has no version yet;
+    only polls of the store report it. `nothing`: the server serves its desired version, or must wait, or the
+    store has no version yet."""
     version: int | None = None
     """What the server serves after the step; for `failed`, the version that was tried, if any."""
     error: PatchstoreError | None = None
-    """Why it failed, or what showed that it diverged."""
+    """Why it failed, or how the difference was noticed."""
     seconds: float = 0.0
     """How long the step took."""
     timings: UpdateTimings | None = None
     """How long an update took."""
     before: ServerStatus | None = None
-    """What the server said before the step; None where it did not answer."""
+    """The server's status before the step; None if it did not answer."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; what does not apply is left out."""
+        """JSON values, without fields that do not apply."""
         record: dict[str, Any] = {"event": self.outcome, "version": self.version, "seconds": self.seconds}
         if self.timings is not None:
             record["timings"] = asdict(self.timings)
@@ -94,7 +94,7 @@ class StepResult:
 
 
 class Reconciler:
-    """Brings one server to each version that it should serve, directly: those in between are not served."""
+    """Brings one server to its desired version, directly: versions in between are not served."""
 
     def __init__(
         self,
@@ -112,13 +112,13 @@ class Reconciler:
 
         Args:
             store: must have the same URL for the server as here.
-            desired: returns the version that the server should serve. Its owner also calls for a step when
-                that changes. By default the store's newest, read each time.
+            desired: returns the desired version. Its owner also requests a step when that changes. By default
+                the store's newest, read each time.
             storage_options: what the server needs to open the store.
             update_interval_s: least time between two updates; a server that serves no version does not wait.
             verify_every_s: how often the weights of an idle server are verified; None for never.
-            min_poll_interval_s: wait after a step that changed something; doubled by each that did not, or
-                failed.
+            min_poll_interval_s: wait after a step that changed something; doubled by each step that did not,
+                or failed.
             max_poll_interval_s: the longest wait, also between attempts that fail.
         """
         self.store = store
@@ -133,27 +133,27 @@ class Reconciler:
         self._num_failures = 0
         """In a row."""
         self._opened_as: str | None = None
-        """What the server calls the store that it was told to open; a path may be a link there."""
+        """The server's name for the store that it opened for this process; a path may be a link there."""
         self._is_fresh = False
-        """Whether the server opened the store when it was told so here, and applied nothing since."""
+        """Whether the server opened the store for this process, and applied nothing since."""
         self._is_outdated = False
         """Whether the server is to open the store again next."""
         self._known: set[int | None] = set()
-        """What the server served at the last look, and was given since; empty before the first look."""
+        """The version at the last status, and versions given since; empty before the first status."""
         self._applied_at: float | None = None
         self._verified_at = time.monotonic()
 
     def step(self) -> StepResult:
-        """Do the one thing that is needed next, and say what it was.
+        """Do the one thing that is needed next, and return what it was.
 
         Returns:
-            A failure is returned too: it is tried again in the next step, never skipped.
+            The outcome. A failure is returned too; the next step tries again and never skips it.
         """
         began = time.monotonic()
         done = replace(self._try(), seconds=time.monotonic() - began)
         self._num_failures = self._num_failures + 1 if done.outcome == "failed" else 0
         if done.outcome == "failed":
-            # Bounded before it is multiplied, as a night of failures would be too large a number.
+            # Bounded before it is multiplied: after a night of failures the number would be too large.
             self._wait_for(self._min_poll_interval_s * 2 ** min(self._num_failures, 20))
         elif self._is_called and done.outcome in {"nothing", "applied", "verified"}:
             # Only the server itself may have something new.
@@ -176,7 +176,7 @@ class Reconciler:
             status = self.server.status(desired=desired if is_due else None)
             is_whole = status.serving is not None and status.may_answer
             if status.switch is not None and is_whole:
-                # Whatever it should serve, and also while that is unknown: it serves nothing until then.
+                # Also if the desired version is unknown: the server generates nothing until this is done.
                 self.server.end_switch(status.switch)
                 return StepResult(outcome="resumed", version=status.serving, before=status)
             if unknown is not None:
@@ -206,14 +206,14 @@ class Reconciler:
             return StepResult(outcome="failed", version=wanted, error=error, before=status)
 
     def _find_desired(self) -> tuple[Manifest | None, Exception | None]:
-        """Return the version that the server should serve, or why that is unknown."""
+        """Return the desired version, or the error because of which it is unknown."""
         try:
             return self._desired(), None
-        except Exception as exc:  # noqa: BLE001  (raised by the caller, when it has looked at the server)
+        except Exception as exc:  # noqa: BLE001  (the caller raises it after the server's status)
             return None, exc
 
     def _check_alone(self, status: ServerStatus, desired: Manifest) -> None:
-        """Notice that another process drives this server too, once for each of its changes.
+        """Report that another process drives this server too, once for each of its changes.
 
         Raises:
             DriverConflict: the server has another store open, or another version, than it was given here.
@@ -222,21 +222,21 @@ class Reconciler:
         opened = self._opened_as
         if opened is not None and status.initialised and status.store not in {None, opened, self.store.url}:
             self._opened_as = None
-            what = f"follows {status.store}, though it was told to follow {self.store.url}"
+            what = f"follows {status.store}, although this process made it follow {self.store.url}"
         elif known and status.serving not in {None, desired.version, *known}:
-            what = f"serves version {status.serving}, which it was not given here"
+            what = f"serves version {status.serving}, which this process did not give it"
         else:
             return
         raise DriverConflict(
-            f"{self.server.url} {what}: is another `patchstore follow`, or a script, at work on this server? "
+            f"{self.server.url} {what}: does another `patchstore follow`, or a script, drive this server? "
             "Stop one of them"
         )
 
     def _is_open(self, status: ServerStatus, desired: Manifest) -> bool:
-        """Whether the server has this store open, in a way that nothing speaks against."""
+        """Whether the server has this store open, and no failure suggests to open it again."""
         if not status.initialised or status.run_id != desired.run_id or self._is_outdated:
             return False
-        # Ranks of several hosts may each call it otherwise; the server then names none.
+        # Ranks on several hosts may have different names for it; the server then reports none.
         return status.store in {None, self.store.url, self._opened_as}
 
     def _initialise(self, status: ServerStatus, desired: Manifest) -> StepResult:
@@ -250,8 +250,8 @@ class Reconciler:
         opened = self.server.status()
         if opened.run_id != desired.run_id:
             raise UsageError(
-                f"{self.server.url} finds run {opened.run_id} at {self.store.url}, but here it holds run "
-                f"{desired.run_id}: is that the same place for both, and was it emptied just now?"
+                f"{self.server.url} finds run {opened.run_id} at {self.store.url}, but this process finds "
+                f"run {desired.run_id}: is the URL the same place for both, and was it emptied just now?"
             )
         self._opened_as, self._is_fresh, self._known = opened.store, True, {opened.serving}
         if opened.serving is not None:
@@ -281,7 +281,7 @@ class Reconciler:
         return StepResult(outcome="verified", version=status.serving, before=status)
 
     def _apply(self, wanted: int, status: ServerStatus) -> StepResult:
-        # Before it is known to have succeeded, as the answer may be lost.
+        # Before the answer, which may be lost.
         self._known.add(wanted)
         try:
             timings = self.server.apply(wanted, status)
@@ -297,10 +297,10 @@ class Reconciler:
         return StepResult(outcome="applied", version=wanted, timings=timings, before=status)
 
     def _explained(self, exc: PatchstoreError, opened: str | None) -> PatchstoreError:
-        """Add what only this process knows to what the server refuses.
+        """Add what only this process knows to an error of the server.
 
         Args:
-            opened: the store that the server has open, as it calls it; None where its ranks differ.
+            opened: the server's name for the store that it has open; None if its ranks differ.
         """
         said = mismatch.brief(str(exc))
         if isinstance(exc, SchemaMismatch):

@@ -1,4 +1,4 @@
-"""`patchstore follow` as a whole: the parts put together, and what each event becomes."""
+"""`patchstore follow` as a whole: connects its parts, and logs and yields events."""
 
 import logging
 import signal
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator[FollowEvent]:
-    """Follow until `stop` is set, yielding and logging what was done.
+    """Follow until `stop` is set, and yield and log what is done.
 
     Raises:
-        UsageError: something in the settings cannot be; nothing was done.
-        ServerUnavailable: at the end, a switch of a server did not end, so that it may be paused.
+        UsageError: a setting is impossible; nothing was done.
+        ServerUnavailable: an update of a server did not end in time, so the server may be paused.
     """
     watcher = HeadWatcher(store)
     desired = DesiredVersion(watcher, at=settings.at, pin_file=settings.pin_file)
@@ -61,7 +61,7 @@ def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator
     metrics.watch(fleet.status)
     with ExitStack() as stack:
         if settings.listen is not None:
-            # What waits for its turn is not late.
+            # A server that waits for `update_interval_s` is not late.
             unhealthy_after_s = settings.unhealthy_after_s + settings.update_interval_s
             address = _address(settings.listen)
             control = Control(address, fleet, desired, metrics, unhealthy_after_s=unhealthy_after_s)
@@ -76,8 +76,8 @@ def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator
             yield event
     if fleet.left:
         raise ServerUnavailable(
-            f"{', '.join(fleet.left)}: a switch did not end in time, so generation may be paused; follow "
-            "again to end it"
+            f"{', '.join(fleet.left)}: an update did not end in time, so generation may be paused; start "
+            "patchstore follow again to end it"
         )
 
 

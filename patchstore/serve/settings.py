@@ -1,4 +1,4 @@
-"""What can be set about `patchstore follow`, with the default of each setting.
+"""The settings of `patchstore follow`, and their defaults.
 
 Defaults are written here and nowhere else: the command line and the classes of this package take them from
 `DEFAULTS`.
@@ -12,12 +12,12 @@ from typing import Any
 
 
 class PauseMode(StrEnum):
-    """What happens to requests under way while a server's weights are written."""
+    """What happens to running requests while a server's weights are written."""
 
     KEEP = "keep"
-    """Generation is paused. Requests wait, and go on with the new weights."""
+    """Generation is paused. Requests wait, and continue with the new weights."""
     WAIT = "wait"
-    """Generation is paused once the requests have ended with the old weights."""
+    """Generation is paused after the requests have finished with the old weights."""
     ABORT = "abort"
     """Generation is paused, and the requests are aborted."""
     NONE = "none"
@@ -39,13 +39,13 @@ class Settings:
     servers: Sequence[str] = ()
     """URLs."""
     servers_file: Path | None = None
-    """A file with a URL a line; see `Fleet`."""
+    """A file with one URL per line; see `Fleet`."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
-    """What servers need to open the store."""
+    """Options that servers need to open the store."""
     at: int | None = None
     """The version to pin servers to at the start; None to follow the newest. See `DesiredVersion`."""
     pin_file: Path | None = None
-    """Keeps the pin for the next process."""
+    """A file that stores the pin for the next process."""
     pause_mode: PauseMode = PauseMode.KEEP
     prefix_cache: PrefixCache = PrefixCache.RESET
     update_interval_s: float = 0.0
@@ -55,16 +55,16 @@ class Settings:
     listen: str | None = None
     """`HOST:PORT` or `PORT` for metrics, health and pins; None for no listener."""
     unhealthy_after_s: float = 60.0
-    """How long something may go wrong until `/healthz` says so."""
+    """How long a failure may last before `/healthz` reports it."""
     grace_s: float = 30.0
-    """How long steps under way may take at the end."""
+    """How long updates under way may take at the end."""
     timeout_s: float = 600.0
     """How long one call to a server may take."""
     min_poll_interval_s: float = 0.1
-    """Wait between looks at the store, and at a server, after something changed; doubled by each look that
+    """Wait between polls of the store, and of a server, after something changed; doubled by each poll that
     finds nothing new, and by each failure."""
     max_poll_interval_s: float = 2.0
-    """Longest wait between looks at the store, and at a server."""
+    """Longest time between polls of the store, and of a server."""
 
 
 DEFAULTS = Settings()

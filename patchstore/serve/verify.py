@@ -1,7 +1,7 @@
 """Verify which version a running server serves: its live weights, summed over its ranks, against a manifest.
 
-The server only adds up; what the sums should be comes from the store, so a server that is wrong about itself
-is found out. Generation waits while a part of the weights is read, and goes on between the parts.
+The server only computes sums. The expected sums come from the store, so a server that reports a wrong version
+is noticed. Generation waits while a part of the weights is read, and continues between the parts.
 """
 
 from collections.abc import Mapping
@@ -21,23 +21,23 @@ _MAX_RESTARTS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What was compared, bit for bit, and what could not be."""
+    """Which tensors were compared, bit for bit, and which could not be."""
 
     manifest: Manifest
     """Of the version that the server serves."""
     num_verified: int
     """Tensors whose every element was summed."""
     computed: tuple[str, ...]
-    """Tensors that the server calculates its weights from, and whose own bits it does not serve."""
+    """Tensors from which the server computes its weights, and whose own bits it does not serve."""
     unverified: tuple[str, ...]
-    """Tensors that the server has no use for, or has only in part."""
+    """Tensors that the server does not use, or has only in part."""
     num_engines: int
     """Data-parallel engines of the server, all of which have these weights."""
 
 
 @dataclass(slots=True)
 class _RankSums:
-    """What all ranks said so far, all of one version."""
+    """What all ranks reported so far, all of one version."""
 
     serving: int
     num_updates: int
@@ -52,13 +52,13 @@ def verify_server(
     """Compare what a server serves with a version of a store.
 
     Args:
-        version: that it should serve; None for the one that it says that it serves.
-        num_elements: how many each rank reads in one go, while generation waits.
+        version: that it should serve; None for the version that it reports.
+        num_elements: how many each rank reads at a time, while generation waits.
 
     Raises:
         UsageError: the server follows another run, or serves no version, or not the given one.
         StateMismatch: its weights are not those of the version, or differ between ranks.
-        ServerUnavailable: it cannot be reached, or moves from version to version all the time.
+        ServerUnavailable: it cannot be reached, or is updated again and again during the reading.
     """
     header = history.read_header(store)
     if header is None:
@@ -77,7 +77,7 @@ def verify_server(
     if version not in (None, said.serving):
         raise UsageError(f"{server.url} serves version {said.serving}, not {version}")
     if not said.slices:
-        raise UsageError(f"{server.url} calculates all of its weights, so that none can be compared")
+        raise UsageError(f"{server.url} computes all of its weights, so none can be compared")
     manifest = history.read_manifest(store, said.serving)
     _compare(header.schema, manifest, read_sums(store, header.schema, manifest), said, server.url)
     return Verification(
@@ -117,7 +117,7 @@ def _ask(server: VllmServer, num_elements: int, num_engines: int) -> _RankSums |
             raise StateMismatch(f"the {num_engines} engines of {server.url} do not serve the same weights")
         ends = [rank["next"] for rank in ranks]
         left = [end for end in ends if end is not None]
-        # A rank that has less of each tensor comes further; what it says twice is the same.
+        # A rank that has less of each tensor gets further; what it reports twice is the same.
         first = min(left) if left else None
     assert said is not None
     return said

@@ -1,4 +1,4 @@
-"""How a vLLM server says it was started, and what of that the `delta` backend needs."""
+"""How a vLLM server was started, by its own answer, and what the `delta` backend needs of that."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,11 +11,11 @@ _BACKEND = """--weight-transfer-config '{"backend": "delta"}'"""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingOption:
-    """What a server was started without, so that its ranks cannot answer."""
+    """An option that a server was started without, so that its ranks cannot answer."""
 
     kind: Literal["dev-mode-off", "no-extension", "no-delta-backend"]
     found: str
-    """What is said of the server, such as `was started without ...`."""
+    """What is wrong with the server, such as `was started without ...`."""
     advice: str
 
 
@@ -40,7 +40,7 @@ _NO_EXTENSION = MissingOption(
 
 
 def parsed(response: httpx.Response) -> Configuration | None:
-    """Read what `GET /server_info?config_format=json` answered; None where its form is not known here."""
+    """Read the answer of `GET /server_info?config_format=json`; None if its form is not known here."""
     if response.status_code == httpx.codes.NOT_FOUND:
         return Configuration(missing=(_NO_ROUTES,), is_quantised=False)
     try:

@@ -1,4 +1,4 @@
-"""Calls to a vLLM server over HTTP: one answer, or one of our errors, for each."""
+"""Calls to a vLLM server over HTTP: each returns an answer or raises one of our errors."""
 
 import ssl
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _CONNECT_S = 10.0
 
 
 class Connection:
-    """The way to one server. Calls block; use from one thread."""
+    """A connection to one server. Calls block; use from one thread."""
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
         """Connect lazily.
@@ -37,7 +37,7 @@ class Connection:
         self._http.close()
 
     def request(self, method: str, path: str, **request: Any) -> httpx.Response:
-        """Return the answer, whatever its status.
+        """Return the answer, whatever its status is.
 
         Raises:
             ServerUnavailable: there was none.
@@ -77,7 +77,7 @@ class Connection:
         return self.call("POST", path, json=body, params=query)
 
     def collective(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all ranks, and return what those of one engine answer."""
+        """Call a method of all ranks, and return the answers of one engine's ranks."""
         results = list(self.post("/collective_rpc", {"method": method, "args": list(args)})["results"])
         for result in results:
             # Ranks must not raise, so one without the backend answers this; see `DeltaWorkerExtension`.
@@ -114,7 +114,7 @@ def check_url(url: str) -> str:
     if not parts.host:
         raise UsageError(f"{url!r} is not the URL of a server: it names no host")
     if parts.userinfo:
-        # Not the URL itself: it would be shown in logs and metrics too.
+        # Not the URL itself: logs and metrics would show it too.
         raise UsageError(f"a server at {parts.host} is named with a user or password; leave them out")
     if parts.query or parts.fragment:
         raise UsageError(f"{url!r} is not the URL of a server: leave out what follows ? or #")

@@ -1,4 +1,4 @@
-"""What a vLLM server with the `delta` backend answers: its status, its version, and why it refuses a call."""
+"""Answers of a vLLM server with the `delta` backend: its status, its version, and its errors."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ _ERRORS = {
 }
 
 Switch = Literal["resume", "stay-paused"]
-"""What ends a switch of versions: generation goes on, or stays as it is, paused or not."""
+"""How an update ends: generation is resumed, or stays as it is, paused or not."""
 
 SAME_IN_ENGINES = ("initialised", "run_id", "held", "state_digest", "half_applied", "switch", "update_open")
 """Keys of `delta_status` that must have one value in all engines of a server."""
@@ -27,15 +27,15 @@ SAME_IN_ENGINES = ("initialised", "run_id", "held", "state_digest", "half_applie
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerStatus:
-    """What all ranks of a server say about themselves, folded into one."""
+    """The statuses of all ranks of a server, combined into one."""
 
     initialised: bool
     """Every rank has a store open."""
     num_engines: int
-    """Data-parallel engines of the server. One answered; the others said whether they agree."""
+    """Data-parallel engines of the server. One answered; the others reported whether they agree."""
     engines_differ: bool
-    """Some engine serves another version, or is elsewhere in an update, than the one that answered. Then
-    `serving` is None, and `initialised` False if they are not of one run."""
+    """Some engine serves another version, or is at another point of an update, than the one that answered.
+    Then `serving` is None, and `initialised` is False if they follow different runs."""
     run_id: str | None
     store: str | None
     """URL of the store that it follows."""
@@ -46,30 +46,30 @@ class ServerStatus:
     update_open: bool
     """An update was started and neither finished nor failed."""
     switch: Switch | None
-    """A switch of versions was begun and not ended, and what ends it; see `VllmServer.apply`."""
+    """An update was begun and not ended, and how it must end; see `VllmServer.apply`."""
     half_applied: bool
     """Some rank serves parts of two versions."""
     last_error: str | None
     """`[kind] message` of the last call, where it failed."""
     prefetched: int | None = None
-    """The version that every rank has fetched and verified, or failed to, of those that were asked for."""
+    """The requested version that every rank has fetched and verified, or has failed to."""
     ranks: tuple[Mapping[str, Any], ...]
     """Each rank's own status, as `DeltaWorkerExtension.delta_status` returns it."""
 
     @property
     def may_answer(self) -> bool:
-        """Whether generation may go on: no rank serves parts of two versions, and all engines agree."""
+        """Whether generation may continue: no rank serves parts of two versions, and all engines agree."""
         return not (self.half_applied or self.engines_differ)
 
 
 def fold(
     ranks: Sequence[Mapping[str, Any]], *, num_engines: int, engines_differ: bool, is_other_run: bool
 ) -> ServerStatus:
-    """Make one status of what the ranks of one engine said.
+    """Combine the statuses of one engine's ranks.
 
     Args:
-        engines_differ: other engines said something else.
-        is_other_run: they do not even follow the same run.
+        engines_differ: other engines reported something else.
+        is_other_run: they follow another run.
     """
 
     def agreed(key: str) -> Any:
@@ -94,12 +94,12 @@ def fold(
 
 
 def only(rank: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Return some of what a rank said."""
+    """Return a few fields of a rank's status."""
     return {key: rank[key] for key in keys}
 
 
 def version_of(answer: httpx.Response) -> str | None:
-    """Return what vLLM says at `/version`; None where something else answered."""
+    """Return the version that vLLM reports at `/version`; None if something else answered."""
     try:
         version = answer.json()["version"]
     except (ValueError, KeyError, TypeError):
@@ -128,5 +128,5 @@ def refusal(call: str, response: httpx.Response) -> PatchstoreError:
 
 
 def one_line(text: str) -> str:
-    """A page of several lines, as one."""
+    """A page of several lines, on one line."""
     return " ".join(text.split())

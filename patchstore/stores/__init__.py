@@ -1,4 +1,4 @@
-"""Places to keep objects, opened by URL. The code for each is imported when one is opened."""
+"""Stores of objects, opened by URL. The code of each kind is imported when one is opened."""
 
 import os
 import re
@@ -14,10 +14,10 @@ __all__ = ["Store", "open_store", "opened"]
 
 _KNOWN = ("s3", "s3a", "hf", "file", "memory", "gs", "gcs", "az", "abfs", "abfss", "adl", "http", "https")
 _MISTYPED = re.compile(rf"(?i)(?:({'|'.join(_KNOWN)})(?::|//)|([a-z][a-z0-9+.-]*):/|:/)/*(.*)", re.DOTALL)
-"""What can hardly be the path of a folder: `s3:/bucket`, `s3//bucket`, `s3:bucket`, `://bucket`."""
+"""Probably not the path of a folder: `s3:/bucket`, `s3//bucket`, `s3:bucket`, `://bucket`."""
 
 _UNEXPANDED = re.compile(r"\$\w+|\$\{\w*\}?|%\w+%|[A-Za-z]:\\|\\")
-"""Beginnings that a shell, or another operating system, gives a meaning: `$HOME`, `%TEMP%`, `C:\\`."""
+"""Beginnings that mean something to a shell or another operating system: `$HOME`, `%TEMP%`, `C:\\`."""
 
 
 def open_store(url: str | os.PathLike[str], /, **storage_options: Any) -> Store:
@@ -34,8 +34,8 @@ def open_store(url: str | os.PathLike[str], /, **storage_options: Any) -> Store:
     All but folders and `memory://` have an option `timeout_s`, 60 by default: see `docs/stores.md`.
 
     Raises:
-        UsageError: no such protocol, what looks like a URL with a slip in it, or an option that its store
-            does not have, or of a wrong type.
+        UsageError: no such protocol, a mistyped URL, an option that the store does not have, or one of a
+            wrong type.
         UnsupportedStore: a package is missing, or the store cannot create an object only once.
     """
     url = _checked(url)
@@ -86,7 +86,7 @@ def _not_opened(store: str, exc: ImportError, *needed: str) -> UnsupportedStore:
 
 @contextmanager
 def opened(store: Store | str | os.PathLike[str]) -> Iterator[Store]:
-    """Yield an open store as it is; open one that is given by its URL or path, and close it in the end.
+    """Yield an open store as it is; open a URL or path, and close that store at the end.
 
     Raises:
         UsageError: this is neither. And as `open_store`.
@@ -144,8 +144,8 @@ def _checked(url: object) -> str:
 def _check_no_options(store: str, options: dict[str, Any]) -> None:
     if "timeout_s" in options:
         raise UsageError(
-            f"{store} stores have no option timeout_s: what the operating system is asked for takes as long "
-            "as it takes, also where a network file system hangs; leave the option out"
+            f"{store} stores have no option timeout_s: calls of the operating system cannot be interrupted, "
+            "also if a network file system hangs; leave the option out"
         )
     if options:
         raise UsageError(f"{store} stores have no option {', '.join(sorted(options))}; known are none")
@@ -164,7 +164,7 @@ def _file_path(url: str) -> str:
 
 
 def _expanded(path: str) -> str:
-    """Put a user's folder in place of `~`, which a shell does not do within quotes.
+    """Replace `~` by the user's folder, which a shell does not do within quotes.
 
     Raises:
         UsageError: there is no such user.
@@ -176,7 +176,7 @@ def _expanded(path: str) -> str:
 
 
 def _public(url: str) -> str:
-    """The URL without what may be secret: a user's password, a query, a fragment."""
+    """Return the URL without parts that may be secret: a user's password, a query, a fragment."""
     protocol, separator, rest = url.partition("://")
     host, slash, path = rest.partition("?")[0].partition("#")[0].partition("/")
     user, at, name = host.rpartition("@")

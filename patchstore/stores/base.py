@@ -1,4 +1,4 @@
-"""What patchstore needs of a place to keep objects: six verbs and one guarantee.
+"""What patchstore needs from a store: six operations and one guarantee.
 
 The guarantee is `put(..., if_absent=True)`: of any number of writers of a key exactly one
 succeeds, and a reader sees all of the object or none of it. Everything else may be as weak as
@@ -30,13 +30,13 @@ class Store(ABC):
     right to it). Any method raises `StoreUnavailable` if the store cannot be reached, does not answer in
     time, or returns an unexpected error. After that it is unknown whether a write happened.
 
-    Stores that are reached over a network have an option `timeout_s`. A request takes that long at most, and
-    as much again for each `PART_BYTES` that it carries, with all that the client's library does inside it.
-    Messages begin with the store, the operation and the key, and hold no secrets.
+    Stores behind a network have an option `timeout_s`. It limits a request with all repetitions of the client
+    library; each `PART_BYTES` that the request carries adds the same time again. Messages begin with the
+    store, the operation and the key, and contain no secrets.
     """
 
     url: str
-    """Where this is, as given to `open_store`; holds no secrets."""
+    """The URL or path, as given to `open_store`; contains no secrets."""
     single_writer: bool = False
     """Whether the store has no atomic create-only put, and the caller promised instead that no other
     publisher uses this place. A second publisher is not prevented, and not always noticed."""
@@ -63,7 +63,7 @@ class Store(ABC):
 
         Raises:
             AlreadyExists: `if_absent` and the key is taken; the stored object is unchanged.
-                A client that retried after a lost answer may report its own object so.
+                A client that retried after a lost answer may report this about its own object.
         """
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove an object; removing what is not there is no error."""
+        """Remove an object; no error if there is none."""
 
     @abstractmethod
     def upload(self, key: str, chunks: Iterable[Chunk]) -> None:
@@ -111,7 +111,7 @@ class Store(ABC):
                     part = parts.popleft().result()
                     yield part
                     if len(part) < PART_BYTES:
-                        # The object's end, wherever the caller took it to be.
+                        # The object ends here, even if the caller asked for more.
                         return
                     for offset in islice(offsets, 1):
                         parts.append(pool.submit(self.get, key, offset, min(offset + PART_BYTES, stop)))
@@ -121,14 +121,14 @@ class Store(ABC):
     def read_into(self, key: str, buffer: memoryview, start: int = 0) -> int:
         """Fill a writable buffer of bytes with an object's from `start` on, as ranges fetched in parallel.
 
-        Each goes to its place as it arrives, so an object of any size passes without a second copy of it,
-        and what a reader has pinned or mapped is filled directly. No byte outside the buffer is written.
+        Each range is written to its place as it arrives, so there is no second copy of the object, and pinned
+        or mapped memory is filled directly. No byte outside the buffer is written.
 
         Returns:
-            How many bytes there were, at most the buffer's; what follows them in the buffer is unspecified.
+            How many bytes were read, at most the buffer's size; the rest of the buffer is unspecified.
 
         Raises:
-            NotFound: no such object. As after every error, the buffer holds anything.
+            NotFound: no such object. After any error the content of the buffer is unspecified.
         """
         check_range(self.url, "read_into", key, start, None)
         buffer = buffer.cast("B")
@@ -149,9 +149,9 @@ class Store(ABC):
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def subscribe(self, wake: Callable[[], None]) -> Callable[[], None] | None:
-        """Have `wake` called, on a thread of the store's, whenever something may have changed here.
+        """Call `wake`, on a thread of the store, whenever something may have changed here.
 
-        A hint only: calls may be missing, late or needless, so the caller also looks from time to time.
+        A hint only: calls may be missing, late or needless, so the caller must also poll.
 
         Returns:
             A function that ends the subscription, or None if the store has no such feed.

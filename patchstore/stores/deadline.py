@@ -1,11 +1,11 @@
 """How long an operation of a store may take, whatever timeouts and retries its client has of its own.
 
 The limit is `timeout_s`, and as much again for each `PART_BYTES` that a request carries: a slow line is
-not cut off, and one that has stopped is. What an object of any size takes in all is not limited, for its
-parts have their limits one by one.
+not cut off, but a stalled one is. The total time of a large object is not limited, because each of its parts
+has a limit of its own.
 
-Where a client cannot be interrupted, it is called on a daemon thread and not waited for any longer than the
-limit. The thread ends when the client gives up, and does not keep the interpreter from exiting.
+A client that cannot be interrupted is called on a daemon thread, and the caller waits for it until the limit.
+The thread ends when the client gives up, and does not keep the interpreter from exiting.
 """
 
 import threading
@@ -31,7 +31,7 @@ class Overdue(Exception):
 
 
 class Deadline:
-    """The moment when an operation must have ended; begins now."""
+    """The time by which an operation must have ended; starts now."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -56,7 +56,7 @@ class Deadline:
         """Call on a thread of its own and return the result, or raise what the call raises.
 
         Raises:
-            Overdue: there was none in time. The call goes on, so it must touch nothing of the caller's.
+            Overdue: no result in time. The call continues, so it must not touch objects of the caller.
         """
         left_s, running = self.left(), started(call)
         if not ended(running, left_s):
@@ -65,10 +65,10 @@ class Deadline:
 
 
 class Patience:
-    """How long to wait for a transfer of any size while nothing moves; otherwise used as a `Deadline`."""
+    """A limit on the time in which a transfer makes no progress; otherwise used as a `Deadline`."""
 
     def __init__(self, timeout_s: float, num_bytes: int = PART_BYTES) -> None:
-        """`num_bytes` may pass before any of them is seen to."""
+        """Up to `num_bytes` may be transferred before any progress is visible."""
         self._timeout_s = timeout_s
         self.limit_s = allowance(timeout_s, num_bytes)
 

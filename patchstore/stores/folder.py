@@ -21,12 +21,12 @@ from patchstore.stores.messages import Messages
 
 _TEMP = ".tmp"
 _STALE_S = 7 * 86_400
-"""A temporary file untouched for so long is what a killed writer left."""
+"""A temporary file that was not touched for so long was left by a killed writer."""
 _PLACE_ATTEMPTS = 10
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _IMPOSSIBLE = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP}
-"""What no further attempt changes."""
+"""Errors that another attempt would not change."""
 
 
 class FolderStore(Store):
@@ -116,7 +116,7 @@ class FolderStore(Store):
 
     @contextmanager
     def _translate_errors(self, operation: str, key: str) -> Iterator[None]:
-        """Turn what the operating system says into what a store says."""
+        """Translate errors of the operating system into errors of a store."""
         try:
             yield
         except OSError as exc:
@@ -135,7 +135,7 @@ class FolderStore(Store):
             raise self._messages.unavailable(operation, key, said, do) from exc
 
     def _check_root(self, operation: str, key: str) -> None:
-        """Refuse a root that is something else than a folder: it is no empty store.
+        """Refuse a root that is not a folder: it must not look like an empty store.
 
         Raises:
             UsageError: see above.
@@ -145,7 +145,7 @@ class FolderStore(Store):
         except NotADirectoryError:
             is_folder = False
         except OSError:
-            # Not made yet, or not to be looked at, which the first error says already.
+            # The folder does not exist yet, or may not be read, which the first error says already.
             return
         if not is_folder:
             raise self._messages.usage(
@@ -183,7 +183,7 @@ class FolderStore(Store):
             if entry.is_dir(follow_symlinks=False):
                 yield from self._walk(key)
             elif entry.is_file(follow_symlinks=False):
-                # What people and tools leave in folders under names that no key has is no object.
+                # A file whose name is no key, left by a person or a tool, is no object.
                 with suppress(UsageError):
                     yield check_key(key)
 
@@ -246,7 +246,7 @@ class FolderStore(Store):
             if os.path.isdir(final):
                 what = "there are keys below it, so it cannot be one; use another key"
                 raise self._messages.usage("put", key, what) from exc
-            # NFS may carry out a link, lose its answer, and then say "exists" to the repetition.
+            # NFS may create the link, lose its answer, and then answer "exists" to the repetition.
             if not os.path.samefile(temp, final):
                 raise self._messages.taken(key) from exc
         except OSError as exc:

@@ -29,7 +29,7 @@ _DRIVERS_PART_BYTES = 64 << 20
 class FsspecStore(Store):
     """The files below `root`, a path of the file system without its protocol.
 
-    Whether the file system keeps what its `mode="create"` promises, `probe.prove_create_only` finds out.
+    `probe.prove_create_only` tests whether the file system keeps the promise of its `mode="create"`.
 
     Raises:
         UnsupportedStore: the file system is known not to create atomically.
@@ -58,7 +58,7 @@ class FsspecStore(Store):
         if start == 0 and end is None:
             with self._translate_errors("get", key):
                 return deadline.run(lambda: bytes(self._fs.cat_file(path)))
-        # File systems differ in what they make of a range beyond the end, so ask for none.
+        # File systems treat a range beyond the end differently, so never request one.
         size = self._size("get", key, deadline)
         stop = size if end is None else min(end, size)
         if start >= stop:
@@ -146,7 +146,7 @@ class FsspecStore(Store):
 
     @contextmanager
     def _translate_errors(self, operation: str, key: str) -> Iterator[None]:
-        """Turn what the file system says into what a store says."""
+        """Translate errors of the file system into errors of a store."""
         try:
             yield
         except PatchstoreError:
@@ -200,7 +200,7 @@ def open_fsspec(url: str, options: dict[str, Any]) -> FsspecStore:
 
 
 def _texts(options: Any) -> list[str]:
-    """All texts of a driver's options: which of them are secrets only the driver knows."""
+    """Return all text values of a driver's options: only the driver knows which are secrets."""
     if isinstance(options, dict):
         return [text for value in options.values() for text in _texts(value)]
     return [options] if isinstance(options, str) and "://" not in options else []

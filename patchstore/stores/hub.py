@@ -1,7 +1,7 @@
 """Objects in a bucket of the Hugging Face Hub, through huggingface_hub and hf-xet.
 
-The Hub's own API replaces without a condition, so of several writers the last one wins. A create-only put
-goes through the Hub's S3 gateway, which has one, or rests on the caller's word that there is one writer.
+The Hub's own API replaces objects without a condition, so of several writers the last one wins. A create-only
+put goes through the Hub's S3 gateway, which has conditions, or the caller promises that there is one writer.
 """
 
 import os
@@ -38,8 +38,8 @@ class HubStore(Store):
         gateway_secret: see `gateway_key`.
         gateway_url: of the gateway, with the owner: `https://s3.hf.co/OWNER` by default.
         single_writer: instead of credentials, the caller's promise that no other publisher uses this place. A
-            second one is noticed if it writes at another moment, and may be missed if at the same one.
-        timeout_s: how long an operation may take, or a transfer go on without bytes that move; see
+            second one is noticed if it writes at another moment; at the same moment it may be missed.
+        timeout_s: how long an operation may take, or a transfer may go without moving a byte; see
             `stores/deadline.py`.
 
     Without credentials and without that promise everything but a create-only put works.
@@ -200,7 +200,7 @@ class HubStore(Store):
         return entry
 
     def _claim(self, operation: Operation, path: str, data: bytes) -> None:
-        """Check that the path is free, write, and check which object is there: the API has no condition."""
+        """Check that the path is free, write, and check which object is there: the API has no conditions."""
         if self._api.entry(operation, path) is not None:
             raise self._messages.taken(operation.key)
         content = self._contents.upload(operation, (data,))

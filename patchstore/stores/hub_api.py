@@ -1,4 +1,4 @@
-"""What the Hugging Face Hub is asked about a bucket: one small request each, with a limit on its time.
+"""Requests to the Hugging Face Hub about a bucket: each is small, and its time is limited.
 
 `HfApi` has these calls too, but waits for an answer for ever: its client is made without time limits and
 its methods take none. So they are sent from here, through the session and headers that huggingface_hub makes
@@ -31,7 +31,7 @@ _FEED_TIMEOUT_S = (5.0, 90.0, 5.0, 5.0)
 _NUM_RETRIES = 3
 _FIRST_WAIT_S = 0.5
 _PASSING = {408, 429, 500, 502, 503, 504}
-"""Statuses of answers that may be others when asked again."""
+"""Statuses after which another attempt may succeed."""
 _TOKEN_MARGIN_S = 60
 _HTTP = sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]
 """What huggingface_hub sends requests with: httpx, or httpx2 from its release 2 on."""
@@ -45,7 +45,7 @@ Right = Literal["read", "write"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a path of a bucket has."""
+    """The object at a path of a bucket."""
 
     size: int
     content: str
@@ -54,16 +54,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """The way to where contents lie, for a while."""
+    """Access to the service that stores contents, for a limited time."""
 
     endpoint: str
     token: str
     expiry: int
     """In seconds since 1970."""
     refresh_url: str
-    """Gives another token."""
+    """URL that returns a new token."""
     headers: dict[str, str]
-    """To send there."""
+    """The token to send to that service."""
 
     @property
     def lasts(self) -> bool:
@@ -72,7 +72,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """An operation of a store, for which the Hub is asked."""
+    """An operation of a store that needs requests to the Hub."""
 
     name: str
     key: str
@@ -81,7 +81,7 @@ class Operation:
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Turn what the Hub says, and what its clients raise, into what a store says."""
+        """Translate answers of the Hub, and errors of its clients, into errors of a store."""
         try:
             yield
         except PatchstoreError:
@@ -136,7 +136,7 @@ class BucketApi:
         Raises:
             NotFound: no such file.
         """
-        # What is compressed on the way has no ranges.
+        # A compressed answer has no ranges.
         headers = {"Accept-Encoding": "identity"}
         if start or end is not None:
             headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
@@ -157,7 +157,7 @@ class BucketApi:
             return data if response.status_code == 206 else data[start:end]
 
     def entry(self, operation: Operation, path: str) -> Entry | None:
-        """Return what a path has, or None where it has nothing."""
+        """Return the object at a path, or None if there is none."""
         with operation.translate_errors():
             response = self._send(operation, "POST", f"{self._api}/paths-info", json={"paths": [path]})
             hf_raise_for_status(response)
@@ -182,21 +182,21 @@ class BucketApi:
                 raise operation.failure("failed: a page of the listing names itself as the next one")
 
     def add(self, operation: Operation, path: str, content: str) -> None:
-        """Give a path a content that has been uploaded, in place of any other."""
+        """Put an uploaded content at a path, in place of any other."""
         now_ms = int(time.time() * 1000)
         change = {"type": "addFile", "path": path, "xetHash": content, "mtime": now_ms}
         if failure := self._change(operation, change):
             raise operation.failure(f"the Hub did not store it: {operation.messages.clean(failure)}")
 
     def remove(self, operation: Operation, path: str) -> None:
-        """Take away a path; one that is not there is no error."""
+        """Remove the object at a path; no error if there is none."""
         failure = self._change(operation, {"type": "deleteFile", "path": path})
-        # Whether the Hub calls it a failure is not said.
+        # The Hub does not document whether this is a failure.
         if failure and self.entry(operation, path):
             raise operation.failure(f"the Hub did not delete it: {operation.messages.clean(failure)}")
 
     def grant(self, operation: Operation, right: Right) -> Grant:
-        """Return a way to the contents that is good for a minute at least, where the Hub gives such."""
+        """Return access to the contents that is valid for at least a minute, if the Hub gives such."""
         grant = self._grants.get(right)
         if grant is None or not grant.lasts:
             refresh_url, headers = f"{self._api}/xet-{right}-token", self._headers()
@@ -219,7 +219,7 @@ class BucketApi:
         return get_session().stream("GET", f"{self._api}/events", headers=headers, timeout=_FEED_TIMEOUT_S)
 
     def _change(self, operation: Operation, change: dict[str, Any]) -> str | None:
-        """Carry out one change, and return why it failed. A lost answer is asked for again."""
+        """Carry out one change, and return why it failed. After a lost answer the request is repeated."""
         headers = {"Content-Type": "application/x-ndjson"}
         body = json.dumps(change).encode() + b"\n"
         with operation.translate_errors():
@@ -239,7 +239,7 @@ class BucketApi:
         headers: dict[str, str] | None = None,
         **body: Any,
     ) -> Any:
-        """Send a request until there is an answer that another attempt would not change, or too little time.
+        """Send a request until an answer is final, or the remaining time is too short for another attempt.
 
         Raises:
             Overdue: no answer in time. Nothing is sent after that.
@@ -275,7 +275,7 @@ class BucketApi:
 
 
 def is_followed(response: Any) -> bool:
-    """Whether an answer for the feed of changes is one; raises as other requests do where it may be later."""
+    """Whether an answer is the feed of changes; raises, like other requests, if another attempt may help."""
     if response.status_code in {401, 403, 404, 501}:
         return False
     hf_raise_for_status(response)
@@ -283,7 +283,7 @@ def is_followed(response: Any) -> bool:
 
 
 def _is_of_an_object(response: Any) -> bool:
-    """Whether what is not found is the object: not the bucket, nor the page of another web server."""
+    """Whether a 404 is about the object: not about the bucket, and not from another web server."""
     code = response.headers.get("X-Error-Code")
     return code != _NO_SUCH_BUCKET and not (code is None and _is_page(response))
 

@@ -1,4 +1,4 @@
-"""Contents of a Hub bucket, to and from where hf-xet keeps them, as streams.
+"""Streams of contents to and from the service behind hf-xet.
 
 hf-xet checks what it sends and not what it gets: a flipped bit comes through. Digests are for that.
 """
@@ -27,14 +27,14 @@ _CONFIG = {
     "client.ac_max_upload_concurrency": 4,
 }
 BLOCK_BYTES = 64 << 20
-"""What hf-xet fetches as one; what arrives of it cannot be seen meanwhile."""
+"""hf-xet fetches blocks of this size; progress within a block is not visible."""
 _CONNECT_S = 10.0
 _STOP_S = 1.0
-"""How long hf-xet may take to stop what has failed; it goes on stopping then."""
+"""How long to wait until hf-xet has stopped a failed transfer; it continues to stop after that."""
 
 
 class Contents:
-    """Uploads and downloads contents; which path has which is not known here.
+    """Uploads and downloads contents; this class does not know their paths.
 
     `grant` gives the way there. Every method raises `UsageError` where it is refused, and
     `StoreUnavailable` where contents cannot be reached, or none of them has moved for too long.
@@ -46,7 +46,7 @@ class Contents:
     def __init__(self, timeout_s: float, grant: Callable[[Operation, Right], Grant]) -> None:
         packages.check("hf://", "huggingface_hub", "hf-xet")
         self._grant = grant
-        # So that what was given up ends soon.
+        # So that an abandoned transfer ends soon.
         limits = {
             "client.connect_timeout": _duration(min(_CONNECT_S, timeout_s)),
             "client.read_timeout": _duration(timeout_s),
@@ -99,7 +99,7 @@ class Contents:
             ended(started(stream.cancel), _STOP_S)
 
     def fill(self, operation: Operation, entry: Entry, buffer: memoryview, start: int) -> None:
-        """Fill a buffer with bytes from `start` on, each as soon as it arrives; there must be so many."""
+        """Fill a buffer with bytes from `start` on, as they arrive; the content must have that many."""
         missing, end, run = len(buffer), start + len(buffer), operation.limit.run
         with operation.translate_errors():
             downloads = self._downloads(operation)

@@ -1,4 +1,4 @@
-"""The Hub's feed of a bucket's changes: a hint that it may be worth looking."""
+"""The Hub's feed of a bucket's changes: a hint to poll now."""
 
 import socket
 import threading
@@ -13,7 +13,7 @@ _END_S = 5.0
 
 
 class Feed:
-    """Calls `wake` on a thread of its own at every event, until `end`, or until the Hub has no feed."""
+    """Calls `wake` on a separate thread at every event, until `end`, or if the Hub has no feed."""
 
     def __init__(self, api: BucketApi, wake: Callable[[], None]) -> None:
         self._api = api
@@ -25,7 +25,7 @@ class Feed:
         self._thread.start()
 
     def end(self) -> None:
-        """Hang up; `wake` is not called any more, unless it is being called now."""
+        """Disconnect; `wake` is not called any more, except for a call that runs now."""
         self._ended.set()
         with self._lock:
             if self._socket is not None:
@@ -33,7 +33,7 @@ class Feed:
                 with suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
-            # Not for longer: it may be about to connect to what does not answer.
+            # Not longer: the thread may be connecting to a server that does not answer.
             self._thread.join(_END_S)
 
     def _run(self) -> None:
@@ -50,7 +50,7 @@ class Feed:
             self._ended.wait(wait_s)
 
     def _listen(self) -> bool | None:
-        """Follow one connection to its end; return whether an event came, or None where there is no feed."""
+        """Read one connection to its end; return whether an event came, or None if there is no feed."""
         heard = False
         with self._api.events() as response:
             if not is_followed(response):

@@ -8,7 +8,7 @@ from patchstore.stores.messages import Messages
 
 
 class MemoryStore(Store):
-    """A dict under a lock. `upload` holds the whole object in memory, unlike that of every other store."""
+    """A dict under a lock. Unlike in other stores, `upload` holds the whole object in memory."""
 
     def __init__(self, url: str = "memory://") -> None:
         self.url = url

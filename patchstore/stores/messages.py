@@ -1,4 +1,4 @@
-"""What stores say when something goes wrong: the store, the operation and the key first, and no secrets."""
+"""Error messages of stores: first the store, the operation and the key, and never a secret."""
 
 import re
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from patchstore.stores.deadline import Overdue
 
 _MOST_CHARACTERS = 400
 _SHORTEST_SECRET = 6
-"""A shorter one would be found in words where it is not meant."""
+"""A shorter secret would also match parts of ordinary words."""
 _WRITES = {"put", "upload", "delete"}
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>[^\s'\"<>/@]*@)?(?P<rest>[^\s'\"<>]*)")
 _QUERY = re.compile(r"[?#][^\s'\"<>()]*=[^\s'\"<>()]*")
@@ -32,7 +32,7 @@ class Messages:
 
     Args:
         url: of the store.
-        secrets: the values of options that must not be told.
+        secrets: the values of options that no message may contain.
     """
 
     def __init__(self, url: str, secrets: Iterable[object] = ()) -> None:
@@ -59,7 +59,7 @@ class Messages:
             raise UsageError(f"{self.url}: {operation}: {exc}") from exc
 
     def prefix(self, prefix: object) -> str:
-        """Return what `list` may look for: nothing, or the beginning of a key.
+        """Return a prefix for `list`: empty, or the beginning of a key.
 
         Raises:
             UsageError: no key starts so.
@@ -83,7 +83,7 @@ class Messages:
         return AlreadyExists(self._said("put", key, "the object is already there, and was left as it is"))
 
     def unavailable(self, operation: str, key: str, what: object, do: str = "") -> StoreUnavailable:
-        """What may go well later; of a write it says that it may have happened."""
+        """An error after which a later attempt may succeed; of a write it says that it may have happened."""
         unknown = "; whether it was carried out is unknown" if operation in _WRITES else ""
         return StoreUnavailable(self._said(operation, key, what) + unknown + (f"; {do}" if do else ""))
 
@@ -96,7 +96,7 @@ class Messages:
         )
 
     def clean(self, what: object) -> str:
-        """Return a text on one line, shortened, without secrets: queries of URLs are some, too."""
+        """Return a text on one line, shortened, without secrets, which may also be in queries of URLs."""
         text = str(what) or type(what).__name__
         if _PAGE.search(text):
             return "the answer is a web page; is the endpoint really that of a store?"
@@ -110,6 +110,6 @@ class Messages:
 
     def _said(self, operation: str, key: str, what: object) -> str:
         where = f"{operation} {key}" if key else operation
-        # What we say ourselves is clean; what a library says may be anything.
+        # Our own text is clean; the text of a library may contain anything.
         text = what if isinstance(what, str) else self.clean(what)
         return f"{self.url}: {where}: {text}"

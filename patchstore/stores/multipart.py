@@ -46,8 +46,8 @@ def send_parts(call: Callable[..., Any], bucket: str, key: str, parts: Iterable[
 
     Holds at most `NUM_PARTS * PART_BYTES` bytes, or two parts where those are larger. `call` is
     as s3fs's `call_s3`; its errors and those of `parts` pass through. After an error the upload has
-    been aborted, for S3 keeps, and charges for, the parts of one that is merely forgotten; where
-    that failed too, the error has a note that says so.
+    been aborted, because S3 keeps, and charges for, the parts of an unfinished upload; if the abort
+    failed too, the error has a note that says so.
     """
     upload = {"Bucket": bucket, "Key": key}
     upload["UploadId"] = call("create_multipart_upload", **upload)["UploadId"]

@@ -26,7 +26,7 @@ def checked_timeout(timeout_s: object) -> float:
 
 
 def check_texts(options: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Refuse an option that is no text. Its value is not repeated, for it may be a secret.
+    """Refuse an option that is no text. The message omits its value, which may be a secret.
 
     Raises:
         UsageError: names the option.

@@ -26,7 +26,7 @@ OLDEST = {
 
 
 def problem(package: str) -> str:
-    """Say what is wrong with a package's release; empty where nothing is."""
+    """Return what is wrong with a package's release; empty if nothing is."""
     try:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -35,7 +35,7 @@ def problem(package: str) -> str:
 
 
 def advice(*packages: str) -> str:
-    """Say which command installs releases that work."""
+    """Return the command that installs releases that work."""
     return " ".join(("pip install", *(f"'{package}>={OLDEST[package]}'" for package in packages)))
 
 

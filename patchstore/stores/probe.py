@@ -1,7 +1,7 @@
-"""Prove that a store's create-only put is real, before a version depends on it.
+"""Test that a store's create-only put is real, before a version depends on it.
 
 Servers exist that ignore the condition, and others that check it and then let every writer of a
-race win. Neither reports an error, so the only proof is to try.
+race win. Neither reports an error, so the only way to know is to try.
 """
 
 import uuid
@@ -21,13 +21,13 @@ _ATTEMPTS = 5
 def prove_create_only(store: Store) -> None:
     """Create a key twice, then let 8 threads race for one, 5 times; the probes' keys are deleted.
 
-    A lost answer is no reason for refusal: who is told "exists" reads what is there. For publishers;
-    readers need no such guarantee, and perhaps may not write. Where the guarantee is the caller's word that
-    there is a single writer, nothing is raced for: that writers in turn see each other is all there is.
+    A lost answer is no reason for refusal: a writer that gets "exists" reads the object back. For publishers;
+    readers need no such guarantee, and may lack the right to write. If the caller promised a single writer,
+    there is no race: the test is only that writers one after the other see each other.
 
     Raises:
-        UnsupportedStore: a key was taken by more than one writer; says how it was seen.
-        StoreUnavailable: the store did not answer, so nothing is proved.
+        UnsupportedStore: a key was taken by more than one writer; says what was seen.
+        StoreUnavailable: the store did not answer, so nothing is known.
     """
     folder = f"{layout.PROBES}{uuid.uuid4().hex}/"
     races = () if store.single_writer else tuple(f"race-{turn}" for turn in range(_NUM_ROUNDS))
@@ -77,7 +77,7 @@ def _create(store: Store, key: str, data: bytes) -> bytes:
             store.put(key, data, if_absent=True)
         except (AlreadyExists, StoreUnavailable) as exc:
             failure = exc
-            # Perhaps it is our own, the answer lost. Where nothing is there, nothing happened: again.
+            # Perhaps it is our own object, and the answer was lost. If there is no object, try again.
             with suppress(NotFound, StoreUnavailable):
                 return store.get(key)
         else:

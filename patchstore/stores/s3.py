@@ -1,6 +1,6 @@
-"""Objects in S3, or in what speaks its protocol: through obstore where that is installed, or else s3fs.
+"""Objects in S3, or in a service with its protocol: through obstore if that is installed, or else s3fs.
 
-Of all that S3 offers only one thing is relied on: a single PUT with `If-None-Match: *`. The same
+patchstore relies on only one feature of S3: a single PUT with `If-None-Match: *`. The same
 condition on a multipart upload, and `If-Match`, are missing or ignored in too many servers.
 """
 
@@ -41,7 +41,7 @@ _TAKEN = {"PreconditionFailed", "412"}
 _CONFLICT = {"ConditionalRequestConflict", "OperationAborted", "409"}
 _PAST_END = {"InvalidRange", "416"}
 _UNTOLD = "404"
-"""The status alone: of a HEAD, or of what is no S3 service."""
+"""Only a status: the answer to a HEAD, or of a service that is not S3."""
 _MISSING = {"NoSuchKey", _UNTOLD}
 _READS = {"get", "size"}
 _PASSING = {"ExpiredToken", "RequestTimeTooSkewed"}
@@ -56,9 +56,9 @@ class S3Store(Store):
     """The keys of a bucket below a prefix.
 
     `options` are those of `s3fs.S3FileSystem`: `endpoint_url`, `key`, `secret`, `token`, `profile`,
-    `config_kwargs` and so on. Servers that do not know today's checksums want
-    `config_kwargs={"request_checksum_calculation": "when_required"}`. `client` says what moves the
-    bytes; `auto` is obstore where it is installed and has an equivalent of every option. `timeout_s` is how
+    `config_kwargs` and so on. Servers that do not know S3's newer checksums need
+    `config_kwargs={"request_checksum_calculation": "when_required"}`. `client` says which library moves the
+    bytes; `auto` is obstore if it is installed and has an equivalent of every option. `timeout_s` is how
     long a request may take with all its repetitions; see `stores/deadline.py`.
 
     Raises:
@@ -173,7 +173,7 @@ class S3Store(Store):
         self._client.close()
 
     def is_part_of(self, url: str) -> None:
-        """Have messages name another store, which uses this one."""
+        """Let messages name another store, which uses this one."""
         self._messages = self._messages.of(url)
 
     def _size(self, operation: str, key: str) -> int:
@@ -227,7 +227,7 @@ class S3Store(Store):
 
     @contextmanager
     def _translate_errors(self, operation: str, key: str) -> Iterator[None]:
-        """Turn what S3 says, and what its client raises, into what a store says."""
+        """Translate answers of S3, and errors of its client, into errors of a store."""
         try:
             yield
         except PatchstoreError:
@@ -286,7 +286,7 @@ def _no_obstore() -> str:
 
 
 def _watched(parts: Iterator[bytearray], failed: list[BaseException]) -> Iterator[bytearray]:
-    """Pass parts on, and note what their producer raises: that is no answer of S3's."""
+    """Pass parts on, and remember an error of their producer: it is not an answer of S3."""
     try:
         yield from parts
     except GeneratorExit:
@@ -328,7 +328,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _secrets(options: Mapping[str, Any]) -> Iterator[object]:
-    """The values of options and environment variables that no message may hold."""
+    """The values of options and environment variables that no message may contain."""
     yield from (options.get(name) for name in ("key", "secret", "token", "username", "password"))
     for name in ("client_kwargs", "s3_additional_kwargs"):
         for option, value in (options.get(name) or {}).items():
@@ -339,7 +339,7 @@ def _secrets(options: Mapping[str, Any]) -> Iterator[object]:
 
 
 def _advice(message: str) -> str:
-    """What to do about a failure, as far as its text tells."""
+    """Return what to do about a failure, as far as its text shows."""
     text = message.lower()
     if any(word in text for word in ("ssl", "certificate", "tls", "invalidcontenttype", "corrupt message")):
         return "check that the endpoint speaks TLS if its URL begins with https, and its certificate"

@@ -1,7 +1,7 @@
 """The requests that `S3Store` makes of one bucket, through s3fs.
 
-This is the seam between what a store means and the library that moves the bytes: keys are whole,
-and errors are the library's own, of any class, which `code` and `is_mistake` make sense of. A request ends
+This is the boundary between a store and the library that moves the bytes. Keys are whole, and errors are the
+library's own, of any class; `code` and `is_mistake` interpret them. A request ends
 with its `Deadline`, by `Overdue`.
 """
 
@@ -51,7 +51,7 @@ _BODY_ATTEMPTS = 2
 
 
 class NotS3(Exception):
-    """An answer of success that is none of S3's."""
+    """An answer that reports success but does not come from S3."""
 
     def __init__(self, method: str) -> None:
         super().__init__(f"the answer to {method} is not one of S3; is endpoint_url that of an S3 service?")
@@ -94,7 +94,7 @@ class S3fsClient:
         return int(_check("head_object", self.call("head_object", deadline, Key=key))["ContentLength"])
 
     def has_bucket(self, deadline: Deadline) -> bool:
-        """Whether there is the bucket; True also where S3 does not say."""
+        """Whether the bucket exists; True also if S3 does not tell."""
         try:
             self.call("head_bucket", deadline)
         except Overdue:
@@ -138,7 +138,7 @@ class S3fsClient:
         send_parts(call, self._bucket, key, parts)
 
     def code(self, exc: BaseException) -> str:
-        """S3's word for what went wrong, such as `NoSuchKey`; empty where no answer came."""
+        """S3's code of an error, such as `NoSuchKey`; empty if no answer came."""
         response = getattr(exc.__cause__, "response", None) or getattr(exc, "response", None)
         if not isinstance(response, dict):
             return ""
@@ -151,7 +151,7 @@ class S3fsClient:
         return isinstance(exc, FileExistsError)
 
     def is_mistake(self, exc: BaseException) -> bool:
-        """Whether the caller has no right, no credentials, or options with which this cannot be asked."""
+        """Whether the caller lacks the right or credentials, or gave impossible options."""
         return isinstance(exc, _MISTAKES)
 
     def message(self, exc: BaseException) -> str:

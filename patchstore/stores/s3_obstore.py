@@ -50,7 +50,7 @@ _HONOURED: Mapping[str, set[str]] = {
 _ELSEWHERE = ("use_dualstack_endpoint", "use_fips_endpoint")
 """Settings of a profile or the environment that have none."""
 _CREDENTIALS_S = 600
-"""How long credentials pass for fresh; obstore asks again in the last 5 minutes of it."""
+"""How long credentials count as fresh; obstore asks for new ones in the last 5 minutes of that."""
 _MAX_PARTS = 10_000
 _AWS = re.compile(r"s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -106,7 +106,7 @@ class ObstoreClient(S3fsClient):
         obstore asks for the next part when one has arrived, which is how its progress is seen.
 
         Raises:
-            UsageError: more than 78 GiB, which s3fs could send, for its parts grow.
+            UsageError: more than 78 GiB; s3fs could send that, because its parts grow.
         """
         store, limit_s = self._store(Deadline(self._timeout_s)), allowance(self._timeout_s, PART_BYTES)
         feed = _Feed()
@@ -167,7 +167,7 @@ class ObstoreClient(S3fsClient):
         return self._opened
 
     def _open(self, deadline: Deadline) -> S3Store:
-        """The bucket for obstore, which is told everything: it reads environment variables of its own."""
+        """The bucket for obstore. It gets every setting, or it would read its own environment variables."""
         meta = self._within(deadline, self.fs.set_session).meta
         region = self._region(meta, deadline)
         style = (meta.config.s3 or {}).get("addressing_style") or "auto"
@@ -192,7 +192,7 @@ class ObstoreClient(S3fsClient):
             client_options=self._client_options(meta.config, allow_http=not is_secret),
             retry_config={
                 "max_retries": max(0, retries.get("total_max_attempts", 5) - 1),
-                # So that what was given up ends soon: no attempt begins after this.
+                # So that an abandoned request ends soon: no attempt begins after this.
                 "retry_timeout": timedelta(seconds=self._timeout_s),
             },
             credential_provider=None if self.fs.anon else self._credentials(deadline),
@@ -215,7 +215,7 @@ class ObstoreClient(S3fsClient):
         return options
 
     def _region(self, meta: Any, deadline: Deadline) -> str:
-        """The bucket's own region; AWS refers those who ask elsewhere, which only s3fs follows."""
+        """The bucket's own region; AWS redirects requests to another region, and only s3fs follows that."""
         region = str(meta.region_name or "us-east-1")
         if not _AWS.fullmatch(urlsplit(meta.endpoint_url).netloc):
             return region
@@ -230,7 +230,7 @@ class ObstoreClient(S3fsClient):
         return str(headers.get("x-amz-bucket-region", region))
 
     def _credentials(self, deadline: Deadline) -> Any:
-        """What obstore calls for credentials: those of s3fs, renewed by botocore where they expire.
+        """Return credentials to obstore: those of s3fs, which botocore renews if they expire.
 
         Raises:
             NoCredentialsError: botocore finds none anywhere.

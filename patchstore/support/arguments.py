@@ -1,4 +1,4 @@
-"""Checks of what callers pass, where Python itself would take too much."""
+"""Checks of arguments, where Python itself would accept too much."""
 
 import operator
 import os
@@ -14,7 +14,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 
 def whole_number(name: str, value: Any, *, least: int, most: int = 2**63 - 1) -> int:
-    """Return an argument as an int: what counts as one in Python, but a truth value.
+    """Return an argument as an int: any integer of Python, but no bool.
 
     Raises:
         UsageError: it is none, or out of range.

@@ -1,6 +1,6 @@
 """At the end of the interpreter, close the publishers that the program left open, and report lost versions.
 
-`threading` calls what is registered here when the main thread has ended, before `concurrent.futures`
+`threading` calls the function registered here when the main thread has ended, before `concurrent.futures`
 refuses new work. An `atexit` handler would come after that. Python has no way to change the exit status at
 that point, so after a loss an object that the interpreter destroys at its very end leaves with status 1.
 """
@@ -25,11 +25,11 @@ class Unclosed(Protocol):
     """The id of the process that opened it."""
 
     def _close_at_exit(self) -> str | None:
-        """Close it, and return what was lost where something was; says nothing and raises nothing else."""
+        """Close it, and return a message if something was lost; raises nothing."""
         ...
 
     def _lost(self, reason: object) -> str:
-        """Return a message about what was handed over and is not stored."""
+        """Return a message about publications that are not stored."""
         ...
 
 
@@ -46,7 +46,7 @@ _registered: list[bool] = []
 
 
 def check_still_running() -> None:
-    """Raises UsageError where the interpreter is ending already, and would close no publisher any more."""
+    """Raise UsageError if the interpreter is ending, because it would close no publisher any more."""
     if not threading.main_thread().is_alive():
         raise UsageError("the interpreter is ending, so no publisher can be opened any more")
 
@@ -92,7 +92,7 @@ def _close_all() -> None:
 
 
 def _wait_for_threads() -> None:
-    """Let those threads end that the interpreter would wait for next anyway: they may publish more."""
+    """Wait for the threads that the interpreter would wait for next anyway: they may publish more."""
     pools = concurrent.futures.thread._threads_queues
     for thread in threading.enumerate():
         is_other = thread not in {threading.current_thread(), threading.main_thread()}

@@ -1,4 +1,4 @@
-"""What this host refuses a process, named as what it is, with what to do about it."""
+"""Errors of this host, such as a full disk, with advice on what to do."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from patchstore.errors import HostError, StoreUnavailable
 
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""What a host is short of, whatever it was that the process asked for."""
+"""Errors that mean that the host is short of something, in any call."""
 _ROOM = "make room there, or name a folder on another disk"
 _REMOVED = "make the folder; if it was removed while it was in use, try again and leave it alone"
 _RIGHTS = "give this user the right to read and write there, or name another folder"
@@ -31,7 +31,7 @@ _ADVICE = {
     errno.EROFS: _RIGHTS,
 }
 SHORT_OF_MEMORY = (MemoryError, RuntimeError)
-"""What Python and torch raise where memory, or a thread, is not to be had."""
+"""Exceptions of Python and torch when memory or threads are short."""
 _WORDS = {"DefaultCPUAllocator": errno.ENOMEM, "can't start new thread": errno.EAGAIN}
 """In the message of such a `RuntimeError`; others are errors of another kind."""
 _RUST = re.compile(r"\(os error (\d+)\)")
@@ -40,7 +40,7 @@ REMOTE = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "fu
 
 
 def refused(number: int | None, doing: str, *, reason: str = "", where: object = None) -> HostError:
-    """Return the error that says what this host refused.
+    """Return an error about what this host refused.
 
     Args:
         number: what the system calls it; None if nothing, and then there must be a reason.
@@ -56,11 +56,11 @@ def refused(number: int | None, doing: str, *, reason: str = "", where: object =
 
 @contextmanager
 def asked(doing: str, *, kinds: tuple[type[Exception], ...] = (OSError, *SHORT_OF_MEMORY)) -> Iterator[None]:
-    """Turn what the operating system refuses to the block into a `HostError`.
+    """Translate errors of the operating system in the block into a `HostError`.
 
     Args:
         doing: as of `refused`.
-        kinds: of exceptions to look at. Without `OSError` where the block calls what is not ours.
+        kinds: of exceptions to translate. Without `OSError` if the block calls code that is not ours.
 
     Raises:
         HostError
@@ -79,7 +79,7 @@ def asked(doing: str, *, kinds: tuple[type[Exception], ...] = (OSError, *SHORT_O
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Tell a store that does not answer from a host that is too short of something to ask it.
+    """Tell a store that does not answer from a host that lacks something that the request needs.
 
     Raises:
         HostError: the block raised `StoreUnavailable` because of this host.
@@ -87,11 +87,11 @@ def reading(what: str) -> Iterator[None]:
     try:
         yield
     except StoreUnavailable as exc:
-        # Libraries wrap what the system said in errors of their own.
+        # Libraries wrap the system's error in errors of their own.
         cause: BaseException | None = exc
         while cause is not None:
             number = getattr(cause, "errno", None)
-            # Those in Rust hand on only the words.
+            # Libraries in Rust pass on only the text.
             if found := _RUST.search(str(cause)):
                 number = int(found[1])
             if number in _SHORT:

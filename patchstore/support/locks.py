@@ -13,12 +13,12 @@ from pathlib import Path
 from weakref import WeakSet
 
 guard = threading.RLock()
-"""Held while this process forks, so that a child finds whole what changes under it, and the guard free."""
+"""Held while this process forks, so that the child gets consistent data, and a free lock."""
 _handles: "WeakSet[Handle]" = WeakSet()
 
 
 class Handle:
-    """A file or folder that is open for the sake of its locks. In a forked child it is closed."""
+    """A file or folder that is open in order to lock it. In a forked child it is closed."""
 
     def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
         """Open it; `flags` are those of `os.open`.
@@ -54,14 +54,14 @@ class Handle:
         fcntl.flock(self, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def is_at(self, path: Path) -> bool:
-        """Whether this is what has that name now."""
+        """Whether this file has that name now."""
         try:
             return os.path.samestat(os.fstat(self.fileno()), path.lstat())
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         with guard:
             if self._number is not None:
                 # Not left to the closing: a library that forks by itself, past Python, has the file open too.

@@ -1,8 +1,8 @@
 """A thread that does one task after another, for a caller that Ctrl-C may interrupt at any point.
 
 The primitives of `threading` and `concurrent.futures` are written in Python: an interrupt inside one of them
-can leave its lock taken for ever. Here a task is handed over by one append to a deque, which happens or does
-not, and whether a task is done is a flag. The lock beside it only saves its waiters from polling.
+can leave its lock taken for ever. Here one append to a deque hands a task over, which happens or does
+not, and a flag says whether the task is done. The lock beside the flag only saves its waiters from polling.
 """
 
 import time
@@ -82,12 +82,12 @@ class Worker:
         """
         self._tasks: deque[Task[object]] = deque()
         self._bell: SimpleQueue[bool] = SimpleQueue()
-        """Has the thread look for tasks; True has it end where there are none."""
+        """Wakes the thread to look for tasks; True ends it when there are none."""
         self._thread = Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def hand_over(self, task: Task[_Result]) -> None:
-        """Have a task done after those before it. Once this has appended it, the task will be done."""
+        """Queue a task. Once it is appended, the thread will do it."""
         self._tasks.append(task)  # type: ignore[arg-type]
         self._bell.put(False)
 
@@ -103,9 +103,9 @@ class Worker:
             tasks[0].wait()
 
     def stop(self) -> None:
-        """Have the remaining tasks done and wait for the end of the thread."""
+        """Wait until the remaining tasks are done and the thread has ended."""
         self._bell.put(True)
-        # An interrupted `join` may take the thread for ended although it is not.
+        # After an interrupt `join` may believe that the thread has ended although it has not.
         self.wait_until_at_most(0)
         self._thread.join()
 

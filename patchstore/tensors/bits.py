@@ -1,6 +1,6 @@
 """Tensors as bit patterns: dtypes by their safetensors names, integer views, and patches.
 
-Bits are compared and carried, never numbers: -0.0 and 0.0 differ, and a NaN equals itself.
+Bits are compared and copied, never numbers: -0.0 and 0.0 differ, and a NaN equals itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from patchstore.errors import SchemaMismatch
-from patchstore.format.manifest_json import is_name
+from patchstore.format.json_fields import is_name
 from patchstore.format.records import TensorSpec
 
 TORCH_DTYPES = {
@@ -35,8 +35,8 @@ TORCH_DTYPES = {
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 TOGETHER = 1 << 21
-"""Elements of small tensors that are worked on in one call: temporaries of a few times this stay in the
-cache, and what a call costs by itself is little beside them."""
+"""Elements of small tensors that one call works on: temporaries of a few times this size stay in the cache,
+and the fixed cost of a call is small beside the work."""
 
 _Item = TypeVar("_Item")
 
@@ -80,11 +80,11 @@ def joined(tensors: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
 def grouped(
     items: Iterable[_Item], kind: Callable[[_Item], object], size: Callable[[_Item], int]
 ) -> Iterator[list[_Item]]:
-    """Put items into groups of one kind that are worth one call: large ones alone, small ones together.
+    """Put items into groups of one kind for one call each: large ones alone, small ones together.
 
     Yields:
         Groups of about `TOGETHER` elements, in which items keep their order; at most one group of each kind
-        is held back meanwhile.
+        is kept back meanwhile.
     """
     open_groups: dict[object, tuple[list[_Item], int]] = {}
     for item in items:

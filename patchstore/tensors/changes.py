@@ -11,7 +11,7 @@ Patches = Sequence[tuple[TensorSpec, TensorPatch]]
 class Changes:
     """The elements whose bits differ from the state before: positions and new bits.
 
-    The old bits are those of the state before, which whoever reads the changes has beside them.
+    The old bits are not in it: a caller that needs them reads the tensors of the state before.
     """
 
     def __init__(self, num_changed: int, patches: Patches) -> None:

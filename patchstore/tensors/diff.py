@@ -30,7 +30,7 @@ def changed(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 def changed_each(pairs: Iterable[Pair]) -> Iterator[tuple[Pair, torch.Tensor]]:
     """Yield the pairs of tensors that differ, in any order, and at which positions; as `changed`.
 
-    Small tensors on the CPU are compared many at a time; some are held for that.
+    Small tensors on the CPU are compared many at a time; some are kept in memory for that.
     """
     for group in grouped(
         pairs,

@@ -1,4 +1,4 @@
-"""What every kernel means, in plain torch: the CPU path, and what device kernels are tested against.
+"""What every kernel computes, in plain torch: the CPU path, and the reference of the kernels' tests.
 
 Integers here are 64-bit and wrap around; torch has no unsigned shift, so a shift to the right is
 followed by a mask.

@@ -1,8 +1,8 @@
-"""State digests: what the weights of a version are, however they are stored or split.
+"""State digests: they identify the weights of a version, however these are stored or split.
 
-Two 64-bit sums a tensor (see `kernels.reference.sum_all`). Being sums they can be updated with the
-changed elements alone, do not depend on order, and add up over parts. They guard against loss and
-mix-ups; against forgery stand the cryptographic digests of the payloads.
+Two 64-bit sums per tensor (see `elements.sum_all`). As sums they can be updated with the changed
+elements alone, do not depend on order, and add up over parts. They protect against lost and mixed-up
+data; the cryptographic digests of the payloads protect against forgery.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ from patchstore.tensors.bits import TOGETHER, TensorPatch, bits, grouped, joined
 Array = npt.NDArray[Any]
 
 __all__ = ["Sums", "check_state", "of_elements", "of_run", "of_tensor", "of_tensors"]
-"""`Sums` too, for those who use what is computed here; it needs no torch."""
+"""`Sums` too, for callers of this module; it needs no torch."""
 
 
 def of_tensor(tensor: torch.Tensor) -> Sums:
@@ -41,7 +41,7 @@ def of_elements(indices: torch.Tensor, values: torch.Tensor) -> Sums:
 
 
 def of_each(bits: Array, counts: Array, indices: Array | None = None) -> list[Sums]:
-    """Sum over elements of each of some tensors; see `kernels.reference.sum_each`."""
+    """Sum over elements of each of some tensors; see `elements.sum_each`."""
     first, second = elements.sum_each(bits, counts, indices)
     return [Sums(*each) for each in zip(first.tolist(), second.tolist(), strict=True)]
 
@@ -100,7 +100,7 @@ def check_state(store: Store, schema: Schema, sums: Mapping[str, Sums], manifest
     """Check that weights with these sums are the manifest's version.
 
     Args:
-        store: where the version's own sums are read if they are not, to name the tensors that differ.
+        store: if they are not, the version's own sums are read from there, to name the tensors that differ.
 
     Raises:
         StateMismatch: they are not.
@@ -112,7 +112,7 @@ def check_state(store: Store, schema: Schema, sums: Mapping[str, Sums], manifest
         recorded = read_sums(store, schema, manifest)
         wrong = [spec.name for spec in schema.tensors if sums[spec.name] != recorded[spec.name]]
         which = f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}"
-    except Exception as exc:  # noqa: BLE001 -- no failure to say which tensors differ may hide that some do
+    except Exception as exc:  # noqa: BLE001 -- a failure here must not hide that tensors differ
         which = f"which tensors differ cannot be told: {exc}"
     raise StateMismatch(
         f"version {manifest.version} should have state digest {manifest.state.total} but these weights have "

@@ -11,12 +11,8 @@
 That is a backend's whole test of the contract in `stores/base.py`.
 """
 
-import json
 import mmap
 import random
-import subprocess
-import sys
-from array import array
 from collections import Counter
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,25 +25,12 @@ import torch
 
 from patchstore.errors import AlreadyExists, NotFound, UsageError
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Chunk, Store
+from patchstore.testing.pattern import pattern, patterned
+from patchstore.testing.racers import read_line, start_racer, write_line
 
 _NUM_RACERS = 8
 _NUM_PROCESSES = 2
 _NUM_ROUNDS = 10
-
-_RACER = """
-import json, sys
-from patchstore.errors import AlreadyExists
-from patchstore.stores import open_store
-url, options, me = json.loads(sys.argv[1])
-store = open_store(url, **options)
-print("ready", flush=True)
-for line in sys.stdin:
-    try:
-        store.put(line.strip(), me.encode(), if_absent=True)
-        print("won", flush=True)
-    except AlreadyExists:
-        print("lost", flush=True)
-"""
 
 
 class ProducerError(Exception):
@@ -183,13 +166,13 @@ class StoreConformance:
         opening = self.other_process(store)
         if opening is None:
             pytest.skip("no other process can open this store")
-        racers = [_start_racer(opening, f"process {me}") for me in range(_NUM_PROCESSES)]
+        racers = [start_racer(opening, f"process {me}") for me in range(_NUM_PROCESSES)]
         try:
-            assert [_line(racer) for racer in racers] == ["ready"] * _NUM_PROCESSES
+            assert [read_line(racer) for racer in racers] == ["ready"] * _NUM_PROCESSES
             for turn in range(_NUM_ROUNDS):
                 for racer in racers:
-                    _say(racer, f"race/{turn}")
-                answers = [_line(racer) for racer in racers]
+                    write_line(racer, f"race/{turn}")
+                answers = [read_line(racer) for racer in racers]
                 assert Counter(answers) == {"won": 1, "lost": _NUM_PROCESSES - 1}
                 assert store.get(f"race/{turn}").decode() == f"process {answers.index('won')}"
         finally:
@@ -392,33 +375,3 @@ class StoreConformance:
                 done.set()
             seen = [data for reader in readers for data in reader.result()]
         assert all(data in contents for data in seen)
-
-
-def pattern(start: int, end: int) -> bytes:
-    """Bytes `start` to `end` of an endless object in which every 8 bytes say where they are."""
-    first = start // 8
-    words = array("Q", range(first, (end + 7) // 8)).tobytes()
-    return words[start - 8 * first : end - 8 * first]
-
-
-def patterned(size: int) -> Iterator[bytes]:
-    """The pattern's first `size` bytes, in chunks that are no divisor of a part."""
-    step = 3_000_008
-    for offset in range(0, size, step):
-        yield pattern(offset, min(offset + step, size))
-
-
-def _start_racer(opening: tuple[str, dict[str, Any]], me: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _RACER, json.dumps([*opening, me])]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def _say(racer: subprocess.Popen[str], line: str) -> None:
-    assert racer.stdin is not None
-    racer.stdin.write(f"{line}\n")
-    racer.stdin.flush()
-
-
-def _line(racer: subprocess.Popen[str]) -> str:
-    assert racer.stdout is not None
-    return racer.stdout.readline().strip()

@@ -145,8 +145,8 @@ def test_a_large_tensor_in_several_groups_is_the_same(monkeypatch: pytest.Monkey
     spec, old, positions, new = make_case("BF16", (256, 512), 0.02, "steps")
     positions, new = positions[positions < 60000], new[positions < 60000]
     whole = encode(spec, old, positions, new)
-    monkeypatch.setattr("patchstore.encodings.context.stream._WRITTEN_TOGETHER", 16384)
-    monkeypatch.setattr("patchstore.encodings.context.stream._READ_TOGETHER", 8192)
+    monkeypatch.setattr("patchstore.encodings.context.encoder._WRITTEN_TOGETHER", 16384)
+    monkeypatch.setattr("patchstore.encodings.context.decoder._READ_TOGETHER", 8192)
     monkeypatch.setattr("patchstore.encodings.context.bits._COPIED", 10)
     parts = encode(spec, old, positions, new)
     assert whole.data.tobytes() == parts.data.tobytes()

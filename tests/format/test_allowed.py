@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from patchstore.apply.replica import Replica
-from patchstore.format import manifest_json
+from patchstore.format import json_fields
 from patchstore.read import replay
 from patchstore.stores.folder import FolderStore
 from patchstore.tensors.bits import raw_bytes
@@ -105,9 +105,9 @@ def test_both_readers_take_the_same_names() -> None:
         try:
             independent_reader._name(name)
         except independent_reader.Refused:
-            assert not manifest_json.is_name(name), ascii(name)
+            assert not json_fields.is_name(name), ascii(name)
         else:
-            assert manifest_json.is_name(name), ascii(name)
+            assert json_fields.is_name(name), ascii(name)
 
 
 def split_in_two(objects: surgery.Objects) -> None:

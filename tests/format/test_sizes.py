@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from patchstore.errors import CorruptObject, PatchstoreError, UsageError
-from patchstore.format import history, manifest_json
+from patchstore.format import history, json_fields, manifest_json
 from patchstore.format.records import Schema, StoreHeader, TensorSpec
 from patchstore.publish.publisher import Publisher
 from patchstore.read import replay
@@ -30,7 +30,7 @@ def test_an_object_that_is_larger_than_any_of_its_kind_is_refused_before_it_is_r
     try:
         with pytest.raises(CorruptObject, match="100,000,000"):
             replay.verify(FolderStore(bucket), 1)
-        assert tracemalloc.get_traced_memory()[1] < manifest_json.MAX_JSON_BYTES + (16 << 20)
+        assert tracemalloc.get_traced_memory()[1] < json_fields.MAX_JSON_BYTES + (16 << 20)
     finally:
         tracemalloc.stop()
     with pytest.raises(independent_reader.Refused):
@@ -67,7 +67,7 @@ def test_a_schema_of_100_000_tensors_is_far_below_the_limit() -> None:
     specs = tuple(TensorSpec(name=name, dtype="BF16", shape=(2048, 768)) for name in names)
     header = StoreHeader(run_id="run", created_at="2026-01-31T12:00:00Z", schema=Schema(tensors=specs))
     data = manifest_json.header_to_json(header)
-    assert len(data) * 4 < manifest_json.MAX_JSON_BYTES
+    assert len(data) * 4 < json_fields.MAX_JSON_BYTES
     assert manifest_json.header_from_json(data) == header
 
 

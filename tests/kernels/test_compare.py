@@ -1,4 +1,4 @@
-"""The kernels of a publication against what `reference` says, and payloads against those made on the CPU."""
+"""The kernels of a publication against `tensors.elements`, and payloads against those made on the CPU."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,6 +11,7 @@ import torch
 from patchstore import Manifest, Publisher, Replica
 from patchstore.payloads.tensor_file import open_buffer
 from patchstore.publish import snapshot
+from patchstore.publish.snapshot.device import Kernels
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors import elements
 from patchstore.tensors.bits import bits, index_dtype
@@ -21,6 +22,7 @@ from tests.support.weights import assert_same_bits, served, small_model
 pytestmark = pytest.mark.timeout(1200)
 
 compare = kernels("patchstore.kernels.compare")
+index_encode = kernels("patchstore.kernels.index_encode")
 kernels("patchstore.publish.encode_gpu")
 
 QUICK = "auto" if DEVICE.type == "cuda" else "gap"
@@ -91,13 +93,13 @@ class Comparison:
         """Fail unless data, sums and the snapshot are what the reference makes; return how many changed."""
         for view, tensor in zip(self.views(), self.old, strict=True):
             assert torch.equal(view, tensor)
-        nums = compare.count(self.found).tolist()
+        nums = index_encode.count(self.found).tolist()
         num_tensors = len(self.shapes)
-        size = compare.head_bytes(num_tensors) + self.tiles.max_data_bytes(nums, gaps=gaps)
+        size = index_encode.head_bytes(num_tensors) + self.tiles.max_data_bytes(nums, gaps=gaps)
         block = torch.full((size,), 0xAA, dtype=torch.uint8, device=DEVICE)
         entries, order = self._order(gaps=gaps)
-        compare.encode(self.found, order, self.snapshot.data_ptr(), block, gaps=gaps)
-        head = block[: compare.head_bytes(num_tensors)].view(torch.int64).tolist()
+        index_encode.encode(self.found, order, self.snapshot.data_ptr(), block, gaps=gaps)
+        head = block[: index_encode.head_bytes(num_tensors)].view(torch.int64).tolist()
         expected, total = {}, 0
         for i, (new, old) in enumerate(zip(self.new, self.old, strict=True)):
             changed = elements.differing(new, old)
@@ -110,7 +112,7 @@ class Comparison:
             expected[i, 0] = elements.to_gaps(stated) if gaps else stated.to(index_dtype(self.shapes[i][0]))
             expected[i, 1] = new[stated]
         data = torch.cat([expected[i, part].contiguous().view(torch.uint8) for i, part, _ in entries])
-        assert torch.equal(block[compare.head_bytes(num_tensors) :][: data.numel()], data)
+        assert torch.equal(block[index_encode.head_bytes(num_tensors) :][: data.numel()], data)
         assert sum(nums) == total
         compare.apply(self.found, self.snapshot.data_ptr())
         for view, tensor in zip(self.views(), self.new, strict=True):
@@ -125,7 +127,7 @@ class Comparison:
         entries.sort(key=lambda entry: -entry[2])
         places = {(i, part): place for place, (i, part, _) in enumerate(entries)}
         count = range(len(self.shapes))
-        order = compare.Order(
+        order = index_encode.Order(
             tensors=torch.tensor([i for i, _, _ in entries], device=DEVICE),
             widths=torch.tensor([width for _, _, width in entries], device=DEVICE),
             idx=torch.tensor([places[i, 0] for i in count], device=DEVICE),
@@ -333,8 +335,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> snapshot.Place:
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Publish with kernels also where there is no GPU, and in many small parts."""
-    monkeypatch.setattr(snapshot, "kernels_for", lambda devices: compare)
+    monkeypatch.setattr(
+        snapshot, "kernels_for", lambda devices: Kernels(compare=compare, encode=index_encode)
+    )
     monkeypatch.setattr(compare, "BLOCK", 1024)
+    monkeypatch.setattr(index_encode, "BLOCK", 1024)
     monkeypatch.setattr(compare, "cut", partial(compare.cut, tile_bytes=32 << 10))
     monkeypatch.setattr(snapshot.device, "BUCKET_BYTES", 64 << 10)
     monkeypatch.setattr(snapshot.device, "CONVERTED_BYTES", 4 << 10)
@@ -394,7 +399,7 @@ def test_a_comparison_that_fails_loses_no_change(
         publisher.publish_patch(0).result()
         tensors["w"][:100] += 1
         with monkeypatch.context() as patched:
-            patched.setattr(compare, "count", broken)
+            patched.setattr(index_encode, "count", broken)
             with pytest.raises(RuntimeError, match="out of memory"):
                 publisher.publish_patch(1)
         manifest = publisher.publish_patch(2).result()

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from patchstore.encodings.context import stream
-from patchstore.encodings.context.stream import Coded
+from patchstore.encodings.context import Coded, decode, encode
+from patchstore.encodings.context.classes import moved
 from patchstore.encodings.context.tiles import tiling
 from patchstore.errors import CorruptObject
 from patchstore.format.records import TensorSpec
@@ -18,6 +18,9 @@ from tests.support.interpreted import DEVICE, kernels
 pytestmark = pytest.mark.timeout(1200)
 
 tables = kernels("patchstore.kernels.context_tables")
+classes = kernels("patchstore.kernels.context_classes")
+reading = kernels("patchstore.kernels.context_read")
+writing = kernels("patchstore.kernels.context_write")
 decoding = kernels("patchstore.kernels.context_decode")
 encoding = kernels("patchstore.kernels.context_encode")
 
@@ -40,7 +43,7 @@ class Change:
     def __init__(self, dtype: str, shape: tuple[int, ...], old: Array, at: Array, new: Array) -> None:
         self.spec = TensorSpec(name="w", dtype=dtype, shape=shape)
         self.old, self.at, self.new = old, at, new
-        self.coded: Coded = stream.encode(self.spec, old, at, new)
+        self.coded: Coded = encode(self.spec, old, at, new)
         self.tiling = tiling(shape)
         self.memory = on_device(old)
 
@@ -65,7 +68,7 @@ def change(dtype: str, shape: tuple[int, ...], num: int, *, wild: bool = False, 
         old = exact.view(torch.int16 if width == 2 else torch.uint8).numpy().view(unsigned).copy()
         at = np.sort(np.argsort(np.abs(exact.double().numpy()))[:num])
         step = np.where(rng.random(num) < 0.8, 1, rng.integers(2, 30, num)) * rng.choice([-1, 1], num)
-    return Change(dtype, shape, old, at, stream.moved(old[at], step))
+    return Change(dtype, shape, old, at, moved(old[at], step))
 
 
 def tensors_of(changes: Sequence[Change]) -> Any:
@@ -166,7 +169,7 @@ def test_some_case_has_many_classes_and_runs_of_small_steps() -> None:
 def test_a_full_tile_may_have_one_class() -> None:
     old = np.full(1 << 20, 0x3C12, dtype=np.uint16)
     at = np.array([70_000, 131_071])
-    tensor = Change("BF16", (1 << 20,), old, at, stream.moved(old[at], np.array([1, 25_536])))
+    tensor = Change("BF16", (1 << 20,), old, at, moved(old[at], np.array([1, 25_536])))
     assert_decoded([tensor])
     assert_encoded([tensor])
 
@@ -226,7 +229,7 @@ def test_streams_that_mean_nothing_are_refused_as_on_the_cpu() -> None:
         tensor.coded = Coded(lo=good.lo, rows=good.rows, lengths=np.array([len(data)]), data=data)
         decoded = decoding.decode(cut, held, *streams_of([tensor]))
         try:
-            positions, new = stream.decode(tensor.spec, tensor.coded, tensor.old, "here")
+            positions, new = decode(tensor.spec, tensor.coded, tensor.old, "here")
         except CorruptObject:
             refused += 1
             assert decoded.first_wrong == 0
@@ -248,8 +251,11 @@ def test_the_number_of_launches_does_not_depend_on_that_of_the_tensors(
         counted = []
         with monkeypatch.context() as patched:
             for module, names in (
-                (decoding, ["_count", "_parse", "_place"]),
-                (encoding, ["_locate", "_measure", "_fill", "_order", "_write"]),
+                (classes, ["_count"]),
+                (reading, ["_parse"]),
+                (decoding, ["_place"]),
+                (encoding, ["_locate", "_measure", "_fill", "_order"]),
+                (writing, ["_write"]),
             ):
                 for name in names:
                     patched.setattr(module, name, Counted(getattr(module, name), counted))

@@ -10,7 +10,7 @@ from patchstore import Publisher
 from patchstore.encodings.context import Tiles, tiling
 from patchstore.errors import CorruptObject
 from patchstore.format import history
-from patchstore.format.manifest_json import MAX_INTEGER
+from patchstore.format.json_fields import MAX_INTEGER
 from patchstore.format.records import Manifest, TensorSpec
 from patchstore.read import ranges
 from patchstore.read.anchors import stream_anchor

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.fleet import Fleet, Measured, measure, quantiles
+from benchmarks.cases.fleet import Fleet, Measured, measure, quantiles
 
 
 @pytest.mark.exhaustive

@@ -27,7 +27,7 @@ from patchstore.stores.s3 import S3Store
 from patchstore.testing.hub import Hub
 from patchstore.testing.hub.clients import quick_clients
 from patchstore.testing.hub.server import TOKEN
-from patchstore.testing.store import pattern, patterned
+from patchstore.testing.pattern import pattern, patterned
 from tests.stores import bad_servers
 from tests.stores.bad_servers import Behaviour, serving
 from tests.stores.lost_answers import Answer, Request, passing_on
@@ -110,6 +110,7 @@ def ask(client: str, operation: str, behaviour: Behaviour, timeout_s: float = TI
 # Servers.
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_server_that_never_answers_is_given_up(client: str, operation: str) -> None:
@@ -118,6 +119,7 @@ def test_a_server_that_never_answers_is_given_up(client: str, operation: str) ->
     assert "not done within" in str(error) or (client, operation) == ("obstore", "upload")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("behaviour", [bad_servers.stalls_in_the_body, bad_servers.drips])
 @pytest.mark.parametrize("operation", ["get", "list"])
 @pytest.mark.parametrize("client", CLIENTS)
@@ -127,6 +129,7 @@ def test_a_small_answer_that_stops_or_drips_is_given_up(
     assert f"{operation} a: not done within {TIMEOUT_S} s" in str(ask(client, operation, behaviour))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("behaviour", [bad_servers.resets, bad_servers.unavailable_for_ever])
 @pytest.mark.parametrize("client", CLIENTS)
@@ -176,6 +179,7 @@ def holding(endpoint_url: str, is_held: Callable[[Request], bool]) -> Iterator[s
             ended.set()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("held", [2, 12])
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_an_upload_of_which_parts_stall_is_given_up_and_aborted(
@@ -202,6 +206,7 @@ def test_an_upload_of_which_parts_stall_is_given_up_and_aborted(
     plain.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_a_download_that_stalls_in_the_middle_is_given_up(
     s3_options: dict[str, Any], s3_url: str, client: str
@@ -223,6 +228,7 @@ def test_a_download_that_stalls_in_the_middle_is_given_up(
         store.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_an_upload_that_moves_slowly_is_not_cut(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
     # Small parts, so that the pauses of the server and not the machine are what is slow.
@@ -305,6 +311,7 @@ def test_a_driver_that_hangs_is_given_up_and_one_that_reports_progress_is_not(
 # What waits for a store.
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("client", ["s3fs", "obstore", "hub"])
 def test_what_a_library_left_behind_does_not_keep_a_process_from_exiting(client: str) -> None:
     with serving(bad_servers.silent) as endpoint_url:
@@ -317,6 +324,7 @@ def test_what_a_library_left_behind_does_not_keep_a_process_from_exiting(client:
     assert not [word for word in ("Traceback", "Fatal", "panicked") if word in answer.stderr]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_a_publication_to_a_store_that_falls_silent_fails_and_the_publisher_closes(
     s3_options: dict[str, Any], s3_url: str, monkeypatch: pytest.MonkeyPatch, client: str
@@ -332,7 +340,8 @@ def test_a_publication_to_a_store_that_falls_silent_fails_and_the_publisher_clos
         is_silent.set()
         run.train()
         publication = run.publisher.publish_patch(3)
-        with pytest.raises(PublishFailed, match="not done within"):
+        # On a busy machine the client's own limit for a request may come before the deadline.
+        with pytest.raises(PublishFailed, match="failed 2 times"):
             publication.result()
         run.close()
         store.close()

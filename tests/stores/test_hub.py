@@ -27,7 +27,8 @@ from patchstore.stores.s3 import S3Store
 from patchstore.testing.hub import Hub
 from patchstore.testing.hub.clients import quick_clients
 from patchstore.testing.hub.server import GATEWAY_KEY, GATEWAY_SECRET, TOKEN
-from patchstore.testing.store import StoreConformance, pattern, patterned
+from patchstore.testing.pattern import pattern, patterned
+from patchstore.testing.store import StoreConformance
 from tests.support.weights import Run, assert_same_bits
 
 BUCKET = "user/bucket"

@@ -25,7 +25,7 @@ from patchstore.stores.hub import HubStore
 from patchstore.testing.hub import Hub
 from patchstore.testing.hub.clients import quick_clients
 from patchstore.testing.hub.server import READ_TOKEN, TOKEN
-from patchstore.testing.store import pattern, patterned
+from patchstore.testing.pattern import pattern, patterned
 from tests.support.weights import Run, assert_same_bits
 
 BUCKET = "user/bucket"

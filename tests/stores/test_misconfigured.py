@@ -64,6 +64,7 @@ def complaint(store: Store, operation: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("operation", ["get", "size", "put", "list", "upload"])
 @pytest.mark.parametrize("server", [bad_servers.a_web_server, bad_servers.a_web_server_without_the_page])
 def test_a_web_server_is_no_store_and_not_an_empty_one(
@@ -74,11 +75,13 @@ def test_a_web_server_is_no_store_and_not_an_empty_one(
     assert "endpoint" in said or "bucket" in said
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("operation", ["get", "put", "list"])
 def test_a_name_that_is_not_known_is_said(at: Callable[..., Store], operation: str) -> None:
     assert "endpoint" in complaint(at("http://no-such-host.invalid:9000"), operation)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("operation", ["get", "put"])
 def test_tls_to_a_plain_port_is_said(at: Callable[..., Store], operation: str) -> None:
     class Plain(BaseHTTPRequestHandler):
@@ -97,6 +100,7 @@ def test_tls_to_a_plain_port_is_said(at: Callable[..., Store], operation: str) -
         thread.join()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("operation", ["get", "put"])
 def test_a_proxy_that_does_not_answer_is_said_without_its_password(
     at: Callable[..., Store], monkeypatch: pytest.MonkeyPatch, operation: str

@@ -87,7 +87,7 @@ def test_every_rank_decodes_its_own_part(
 ):
     if kind == "kernels":
         # Two versions state more than that of some tensors, and less of others.
-        monkeypatch.setattr(kernels("vllm_plugin.weights_gpu"), "MERGED", 1100)
+        monkeypatch.setattr(kernels("vllm_plugin.merge_gpu"), "MERGED", 1100)
     random = torch.Generator().manual_seed(1)
     model = {n: (0.02 * torch.randn(s, generator=random)).to(dtype) for n, s in SHAPES.items()}
     started = {name: tensor.clone() for name, tensor in model.items()}

@@ -1,8 +1,10 @@
-"""Encoding `context`: changes by the class of the old exponent, in tiles that are read apart."""
+"""Encoding `context`: changes by the class of the old exponent, in tiles that can be read separately."""
 
 from dataclasses import dataclass, field
 
 from patchstore.encodings.context.classes import is_coded
+from patchstore.encodings.context.decoder import decode, decode_all
+from patchstore.encodings.context.encoder import encode, encode_all
 from patchstore.encodings.context.entries import (
     Tiles,
     decode_patches,
@@ -11,7 +13,7 @@ from patchstore.encodings.context.entries import (
     pays,
     unpacked,
 )
-from patchstore.encodings.context.stream import Coded, decode, decode_all, encode, encode_all
+from patchstore.encodings.context.stream import Coded
 from patchstore.encodings.context.table import Table, pack, unpack
 from patchstore.encodings.context.tiles import Tiling, tiling
 from patchstore.encodings.gap import Gap
@@ -40,7 +42,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Positions and magnitudes of changes, coded by the parent's exponents: about 0.9 bytes a change in bf16.
+    """Positions and magnitudes of changes, coded by the parent's exponents: about 0.9 bytes per change in
+    bf16.
 
     Tensors for which that does not pay (`pays`) are stored in an index encoding.
     """

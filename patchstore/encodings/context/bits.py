@@ -38,3 +38,8 @@ def ramps(counts: Array) -> npt.NDArray[np.int64]:
 def of_each(values: Array, owner: Array) -> Array:
     """Return the values of owners; those of all, if there is only one."""
     return values if len(values) == 1 else values[owner]
+
+
+def bounds_of(counts: Array) -> npt.NDArray[np.int64]:
+    """Return where each begins that has so many, and the end of the last."""
+    return np.concatenate([np.zeros(1, dtype=np.int64), counts.cumsum()])

@@ -7,7 +7,8 @@ import numpy.typing as npt
 import torch
 
 from patchstore.encodings.context.classes import is_coded
-from patchstore.encodings.context.stream import Coded, decode_all
+from patchstore.encodings.context.decoder import decode_all
+from patchstore.encodings.context.stream import Coded
 from patchstore.encodings.context.table import pack, unpack
 from patchstore.encodings.context.tiles import tiling
 from patchstore.errors import CorruptObject

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from patchstore.encodings.context.bits import put, ramps, windows
+from patchstore.encodings.context.bits import bounds_of, put, ramps, windows
 from patchstore.encodings.context.classes import MAX_CLASSES, is_coded
 from patchstore.encodings.context.parameters import valid_rows
 from patchstore.encodings.context.stream import Coded
@@ -131,15 +131,15 @@ def unpack(
     field = every[at >> 3] >> (at & 7).view(np.uint64)
     field &= (np.uint64(1) << owner_bits.view(np.uint64)) - np.uint64(1)
     lengths = field.view(np.int64) + np.repeat(records["least"].astype(np.int64), num_tiles)
-    lengths_at = _ends(num_tiles)
-    bytes_at = _ends(lengths)[lengths_at]
+    lengths_at = bounds_of(num_tiles)
+    bytes_at = bounds_of(lengths)[lengths_at]
     if bytes_at[-1] != num_tile_bytes:
         raise CorruptObject(f"{where}: streams of {bytes_at[-1]} bytes, but {num_tile_bytes} bytes of tiles")
     return Table(
         indices=indices,
         lo=records["lo"].astype(np.int64),
         rows=rows,
-        rows_at=_ends(num_classes),
+        rows_at=bounds_of(num_classes),
         lengths=lengths,
         lengths_at=lengths_at,
         bytes_at=bytes_at,
@@ -154,10 +154,6 @@ def _take(where: str, data: Array, num: int) -> tuple[Array, Array]:
     if num > len(data):
         raise CorruptObject(f"{where}: the table ends {num - len(data)} bytes early")
     return data[:num], data[num:]
-
-
-def _ends(counts: Array) -> npt.NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, dtype=np.int64), counts.cumsum()])
 
 
 def _fields(num_tiles: Array, bits: Array, num_bytes: Array) -> tuple[Array, Array]:

@@ -1,14 +1,13 @@
-"""What was published last, to compare with: on the device, in host memory or in a file."""
+"""The last published weights, for comparison: on the device, in host memory or in a file."""
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Protocol
 
 import torch
 
 from patchstore.format.records import TensorSpec
 from patchstore.kernels import are_usable
-from patchstore.publish.snapshot.device import DeviceSnapshot
+from patchstore.publish.snapshot.device import DeviceSnapshot, Kernels
 from patchstore.publish.snapshot.memory import Place, Served, check_place
 from patchstore.publish.snapshot.plain import PlainSnapshot
 from patchstore.tensors.changes import Changes
@@ -36,15 +35,15 @@ class Snapshot(Protocol):
         ...
 
     def apply(self, changes: Changes) -> None:
-        """Bring the snapshot up to what the last comparison found. If this raises, parts of it are old."""
+        """Write the changes that the last comparison found. If this raises, some of them may be missing."""
         ...
 
     def replace(self, current: Mapping[str, torch.Tensor]) -> None:
-        """Bring the snapshot up to the model's tensors. If this raises, parts of it are old."""
+        """Copy all of the model's tensors. If this raises, the snapshot may have parts of two states."""
         ...
 
     def read(self, name: str) -> tuple[torch.Tensor, Sums]:
-        """Return a tensor in host memory, and its digest sums; for any one thread."""
+        """Return a tensor in host memory, and its digest sums; one thread at a time."""
         ...
 
 
@@ -65,12 +64,12 @@ def take(current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], place
     return PlainSnapshot(current, specs, place)
 
 
-def kernels_for(devices: set[torch.device]) -> ModuleType | None:
-    """Return `kernels.compare` where it can do the work: Triton is there, and all tensors on one GPU."""
+def kernels_for(devices: set[torch.device]) -> Kernels | None:
+    """Return kernels where they can do the work: Triton is there, and all tensors are on one GPU."""
     if {device.type for device in devices} != {"cuda"} or len(devices) > 1:
         return None
     if not are_usable(next(iter(devices))):
         return None
-    from patchstore.kernels import compare
+    from patchstore.kernels import compare, index_encode
 
-    return compare
+    return Kernels(compare=compare, encode=index_encode)

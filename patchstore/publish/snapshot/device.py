@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from patchstore.tensors.changes import Changes, Patches
 from patchstore.tensors.state_digest import Sums
 
 CONVERTED_BYTES = 1 << 30
-"""Of tensors that are converted or made contiguous for a comparison, as many at a time."""
+"""So many bytes of tensors at a time are converted or made contiguous for a comparison."""
 BUCKET_BYTES = 256 << 20
 """Of a snapshot in a file, two such parts are in memory at a time."""
 DIGEST_BYTES = 256 << 20
@@ -31,13 +31,22 @@ FIRST_ROOM = 64
 """A comparison begins with room for one changed word in so many; see `kernels.compare.Found`."""
 
 
+class Kernels(NamedTuple):
+    """Modules of kernels; importing them imports Triton."""
+
+    compare: ModuleType
+    """`kernels.compare`"""
+    encode: ModuleType
+    """`kernels.index_encode`"""
+
+
 def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     """Launch what the block launches on a stream, where there is one."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class Block:
-    """All changes as `kernels.compare.encode` writes them: a head, and the data of a payload."""
+    """All changes as `kernels.index_encode` writes them: a head, and the data of a payload."""
 
     def __init__(
         self,
@@ -106,10 +115,10 @@ class Block:
 
 
 class DeviceChanges(Changes):
-    """Changes that kernels found, as words on the device until somebody asks for more."""
+    """Changes that kernels found; they stay on the device as words until `block` or `patches` is called."""
 
     def __init__(self, snapshot: "DeviceSnapshot", nums: Sequence[int]) -> None:
-        """Keep what the snapshot's last comparison found.
+        """Refer to the changes that the snapshot's last comparison found.
 
         Args:
             nums: changed elements of each element width.
@@ -140,19 +149,19 @@ class DeviceSnapshot:
         specs: Sequence[TensorSpec],
         place: Place,
         device: torch.device,
-        kernels: ModuleType,
+        kernels: Kernels,
     ) -> None:
         self._kernels, self.device = kernels, device
         self._specs = sorted(specs, key=lambda spec: -DTYPE_BYTES[spec.dtype])
         widths = [DTYPE_BYTES[spec.dtype] for spec in self._specs]
-        self._tiles = kernels.cut([spec.num_bytes for spec in self._specs], widths, device)
+        self._tiles = kernels.compare.cut([spec.num_bytes for spec in self._specs], widths, device)
         self.is_file = isinstance(place, os.PathLike)
         num_bytes = self._tiles.first_bytes[-1]
         with allocating(place, num_bytes):
             self._stages: list[torch.Tensor] = []
             if isinstance(place, os.PathLike):
                 self._memory = in_file(place, num_bytes)
-                room = max(min(num_bytes, BUCKET_BYTES), self._tiles.words * kernels.WORD)
+                room = max(min(num_bytes, BUCKET_BYTES), self._tiles.words * kernels.compare.WORD)
                 # Of torch's pool, which survives a fork: the host writes to them.
                 is_cuda = device.type == "cuda"
                 self._stages = [
@@ -162,21 +171,21 @@ class DeviceSnapshot:
                 self._memory = pinned(num_bytes, device, self)
             else:
                 self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-            self._least_room = num_bytes // kernels.WORD // FIRST_ROOM
-            self._found = kernels.Found(self._tiles, self._least_room)
+            self._least_room = num_bytes // kernels.compare.WORD // FIRST_ROOM
+            self._found = kernels.compare.Found(self._tiles, self._least_room)
         self._num_words = 0
         """What the last comparison found."""
         self.tensors = views(self._memory, self._specs, self._tiles.first_bytes[:-1])
         self._orders = {gaps: self._entry_order(gaps) for gaps in (False, True)}
         self._pointers: tuple[list[int], torch.Tensor, list[int], torch.Tensor] | None = None
-        # An anchor's reader is another thread, and must not queue behind the caller's work.
+        # An anchor is read on another thread, which must not queue behind the caller's work.
         self.side, self._reader = new_stream(device), new_stream(device)
         self.replace(current)
         if not self.is_file:
             self._compile(current)
 
     def _compile(self, current: Mapping[str, torch.Tensor]) -> None:
-        """Do all that a trainer waits for once, with nothing to find: kernels are compiled here."""
+        """Compare once without changes, so that kernels are compiled here and not while a trainer waits."""
         found = self.compare(current)
         with self.here():
             DeviceChanges(self, [0] * len(self._tiles.by_width())).block(gaps=False)
@@ -199,7 +208,7 @@ class DeviceSnapshot:
         def table(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=self.device)
 
-        order = self._kernels.Order(
+        order = self._kernels.encode.Order(
             tensors=table([tensor for tensor, _ in entries]),
             widths=table([DTYPE_BYTES[entry.dtype] for _, entry in entries]),
             idx=table(places[0]),
@@ -211,14 +220,14 @@ class DeviceSnapshot:
     def compare(self, current: Mapping[str, torch.Tensor]) -> Changes:
         found = self._found
         with self.here():
-            # One step that changed everything must not cost its room for ever.
+            # The buffer of one step that changed everything must not stay for ever.
             if found.capacity > 4 * max(self._num_words, self._least_room, 1):
                 found.resize(max(self._num_words + self._num_words // 4, self._least_room))
             while True:
                 found.clear()
                 self._find(current)
-                # Counted also where room was short: asking twice would be waiting twice.
-                num_words, *nums = torch.cat([found.cursor, self._kernels.count(found)]).tolist()
+                # Counted also if the buffer was too small: a second question would be a second wait.
+                num_words, *nums = torch.cat([found.cursor, self._kernels.encode.count(found)]).tolist()
                 if num_words <= found.capacity:
                     break
                 found.resize(num_words + num_words // 4)
@@ -230,7 +239,7 @@ class DeviceSnapshot:
             write_patches(self.tensors, changes)
             return
         with self.here(), on(self.side):
-            self._kernels.apply(self._found, self._memory.data_ptr())
+            self._kernels.compare.apply(self._found, self._memory.data_ptr())
             if self.side is not None:
                 self.side.synchronize()
 
@@ -313,8 +322,8 @@ class DeviceSnapshot:
         _, tensors, slow, picked = self._pointers
 
         def launch(snapshot: int, chosen: range) -> None:
-            among = self._kernels.slow_among(slow, chosen)
-            self._kernels.compare(self._found, tensors, picked, snapshot, chosen, among)
+            among = self._kernels.compare.slow_among(slow, chosen)
+            self._kernels.compare.compare(self._found, tensors, picked, snapshot, chosen, among)
 
         if self.is_file:
             self._find_in_file(launch, tiles)
@@ -342,7 +351,7 @@ class DeviceSnapshot:
     def _buckets(self, tiles: range, num_bytes: int) -> Iterator[tuple[range, int, int]]:
         """Yield runs of tiles whose part of the snapshot is no larger, and where that begins and ends."""
         first_tiles, first_bytes = self._tiles.first_tiles, self._tiles.first_bytes
-        tile_bytes = self._tiles.words * self._kernels.WORD
+        tile_bytes = self._tiles.words * self._kernels.compare.WORD
         begin, start, end = tiles.start, -1, 0
         for tensor in range(len(self._specs)):
             tile, stop = max(first_tiles[tensor], tiles.start), min(first_tiles[tensor + 1], tiles.stop)
@@ -364,8 +373,8 @@ class DeviceSnapshot:
     def block(self, nums: Sequence[int], *, gaps: bool) -> Block:
         """See `DeviceChanges.block`."""
         entries, order = self._orders[gaps]
-        head = self._kernels.head_bytes(len(self._specs))
+        head = self._kernels.encode.head_bytes(len(self._specs))
         size = head + self._tiles.max_data_bytes(nums, gaps=gaps)
         memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._kernels.encode(self._found, order, self._memory.data_ptr(), memory, gaps=gaps)
+        self._kernels.encode.encode(self._found, order, self._memory.data_ptr(), memory, gaps=gaps)
         return Block(self._specs, entries, memory, head)

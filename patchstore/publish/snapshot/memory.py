@@ -1,4 +1,4 @@
-"""Where a snapshot may lie, and tensors as they are served."""
+"""Memory for a snapshot, and tensors in the dtype in which they are served."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ Place = Literal["device", "host"] | os.PathLike[str]
 
 
 def check_place(place: object) -> None:
-    """Raises UsageError where no snapshot can be."""
+    """Raise UsageError if this is no place for a snapshot."""
     if isinstance(place, os.PathLike):
         if not Path(place).is_dir():
             raise UsageError(f"snapshot={place!r} is not a folder")
@@ -29,7 +29,7 @@ def check_place(place: object) -> None:
 
 
 class Served(Mapping[str, torch.Tensor]):
-    """A model's tensors as they are served, each made when it is asked for."""
+    """A model's tensors in the dtype in which they are served, each converted when it is read."""
 
     def __init__(self, current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]) -> None:
         self._current, self._specs = current, {spec.name: spec for spec in specs}
@@ -45,14 +45,14 @@ class Served(Mapping[str, torch.Tensor]):
 
 
 def served(tensor: torch.Tensor, spec: TensorSpec, device: torch.device | None = None) -> torch.Tensor:
-    """Return a tensor as it is served: the model's own memory where it is so already."""
-    # Also drops a requirement for gradients: what is published is never part of a graph.
+    """Return a tensor in the dtype in which it is served; without a copy if it has that already."""
+    # Also without gradients: published tensors are never part of a graph.
     return tensor.detach().to(device=device, dtype=TORCH_DTYPES[spec.dtype]).contiguous()
 
 
 @contextmanager
 def allocating(place: Place, num_bytes: int) -> Iterator[None]:
-    """Raises UsageError where memory is short."""
+    """Raise UsageError if memory is short."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as exc:
@@ -68,7 +68,7 @@ def in_file(folder: os.PathLike[str], num_bytes: int) -> torch.Tensor:
     """Return zeros in a mapped file that has no name, and that is gone with the process."""
     file, name = tempfile.mkstemp(prefix="patchstore-snapshot-", dir=folder)
     try:
-        # Without room reserved a full disk would be a SIGBUS later.
+        # Without reserved space a full disk would be a SIGBUS later.
         os.posix_fallocate(file, 0, max(num_bytes, 1))
         return torch.from_file(name, shared=True, size=max(num_bytes, 1), dtype=torch.uint8)[:num_bytes]
     finally:

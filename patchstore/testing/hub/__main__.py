@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _wait_for_the_end_of_input(ended: threading.Event) -> None:
-    # Whoever started this has ended, perhaps without a word: nobody is left to stop it.
+    # Then the process that started this has ended, perhaps without stopping it.
     sys.stdin.buffer.read()
     ended.set()
 

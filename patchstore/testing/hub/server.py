@@ -1,32 +1,30 @@
-"""The Hub's own API for buckets, and hf-xet's for contents, as far as their clients use them."""
+"""A local Hub: a server with buckets, their contents, and the S3 gateway to them.
 
-import json
-import re
+`bucket_api` and `content_api` answer requests; `gateway` answers those of S3 clients.
+"""
+
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
-from urllib.parse import unquote, urlencode
 
 import hf_xet
 
-from patchstore.testing.hub.buckets import Bucket, Entry, iso
+from patchstore.testing.hub import bucket_api, content_api
+from patchstore.testing.hub.buckets import Bucket
 from patchstore.testing.hub.content import ContentStore
+from patchstore.testing.hub.content_api import COPY_BYTES, OWN
 from patchstore.testing.hub.gateway import Gateway
+from patchstore.testing.hub.routes import not_found
 from patchstore.testing.hub.serving import Answer, HttpServer, Request, json_answer
 
 TOKEN, READ_TOKEN = "hf_test", "hf_reader"
 GATEWAY_KEY, GATEWAY_SECRET = "HFAKTEST", "gateway-secret"
-_OWN = "/own"
-"""Where the Hub itself is a client of its contents: without faults, tokens and log."""
 _OWN_TOKEN = "own"
-_COPY_BYTES = 4 << 20
 _BUFFER_BYTES = 64 << 20
-_Handler = Callable[["Hub", Request, re.Match[str]], Answer]
-_ROUTES: list[tuple[str, re.Pattern[str], _Handler]] = []
 
 
 class Hub:
@@ -56,7 +54,7 @@ class Hub:
         place.mkdir(parents=True, exist_ok=True)
         self.contents = ContentStore(place)
         self._lock = threading.Lock()
-        self._gateway = Gateway(self.buckets, {GATEWAY_KEY: "write"}, self._store_content, self._load_content)
+        self._gateway = Gateway(self.buckets, {GATEWAY_KEY: "write"}, self._store_content, self.load_content)
         config = {
             "reconstruction.download_buffer_size": _BUFFER_BYTES,
             "reconstruction.download_buffer_perfile_size": _BUFFER_BYTES,
@@ -90,7 +88,7 @@ class Hub:
         self.contents.corrupt(entry.content, offset)
 
     def close(self) -> None:
-        """Hang up on everybody, and forget everything."""
+        """Close all connections, and forget everything."""
         for bucket in self.buckets.values():
             bucket.hang_up()
         self._http.close()
@@ -106,7 +104,7 @@ class Hub:
         self.close()
 
     def _answer(self, request: Request) -> Answer | None:
-        own = request.path.startswith(f"{_OWN}/")
+        own = request.path.startswith(f"{OWN}/")
         # hf-xet sends its telemetry when it likes.
         if not own and request.path != "/v1/telemetry":
             self.requests.append(f"{request.method} {request.path}")
@@ -121,26 +119,23 @@ class Hub:
     def _routed(self, request: Request) -> Answer:
         if request.path.startswith("/s3/"):
             return self._gateway.answer(request)
-        path = request.path.removeprefix(_OWN)
-        for method, pattern, handler in _ROUTES:
-            match = pattern.fullmatch(path)
-            if match and method == request.method:
-                try:
-                    return handler(self, request, match)
-                except ValueError as exc:
-                    return json_answer({"error": str(exc)}, 400)
-        return _not_found("NoSuchRoute")
+        path = request.path.removeprefix(OWN)
+        for routes in (bucket_api.ROUTES, content_api.ROUTES):
+            if (answer := routes.answer(self, request, path)) is not None:
+                return answer
+        return not_found("NoSuchRoute")
 
     def _store_content(self, body: IO[bytes]) -> str:
         """Keep a body as hf-xet would send it, and return its hash."""
         with self._xet.new_upload_commit(**self._own()) as commit:
             stream = commit.start_upload_stream(sha256=hf_xet.SKIP_SHA256)
-            while part := body.read(_COPY_BYTES):
+            while part := body.read(COPY_BYTES):
                 stream.write(part)
             found: str = stream.finish().xet_info.hash
         return found
 
-    def _load_content(self, content: str, start: int, end: int) -> Iterator[bytes]:
+    def load_content(self, content: str, start: int, end: int) -> Iterator[bytes]:
+        """Yield bytes `start` to `end` of what a hash stands for."""
         if start < end:
             group = self._xet.new_download_stream_group(**self._own())
             size = self.contents.file_size(content)
@@ -148,12 +143,12 @@ class Hub:
 
     def _own(self) -> dict[str, Any]:
         return {
-            "endpoint": f"{self.url}{_OWN}",
+            "endpoint": f"{self.url}{OWN}",
             "token": _OWN_TOKEN,
             "token_expiry_unix_secs": int(time.time()) + 3600,
         }
 
-    def _bucket(self, request: Request, name: str, right: str) -> Bucket | Answer:
+    def bucket(self, request: Request, name: str, right: str) -> Bucket | Answer:
         """Return a bucket that the request's token may read, or `write`, or why not."""
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
         role = self.roles.get(token)
@@ -164,257 +159,15 @@ class Hub:
                 X_Error_Message="Invalid credentials in Authorization header",
             )
         if name not in self.buckets:
-            return _not_found("RepoNotFound")
+            return not_found("RepoNotFound")
         if right == "write" and role != "write":
             return json_answer({"error": "Forbidden"}, 403, X_Error_Message="Forbidden")
         return self.buckets[name]
 
-    def _may_transfer(self, request: Request, right: str) -> bool:
+    def may_transfer(self, request: Request, right: str) -> bool:
         """Whether a request for contents has a token that is still good."""
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if request.path.startswith(_OWN):
+        if request.path.startswith(OWN):
             return token == _OWN_TOKEN
         role, _, expiry = token.partition("-")
         return role in {right, "write"} and int(expiry or 0) > time.time()
-
-
-def _route(method: str, pattern: str) -> Callable[[_Handler], _Handler]:
-    def keep(handler: _Handler) -> _Handler:
-        _ROUTES.append((method, re.compile(pattern), handler))
-        return handler
-
-    return keep
-
-
-def _not_found(code: str) -> Answer:
-    return json_answer({"error": code}, 404, X_Error_Code=code, X_Error_Message=code)
-
-
-# The Hub.
-
-_BUCKET = "/api/buckets/([^/]+/[^/]+)"
-
-
-@_route("POST", _BUCKET)
-def _create(hub: Hub, request: Request, match: re.Match[str]) -> Answer:
-    url = f"{hub.url}/buckets/{match[1]}"
-    if match[1] in hub.buckets:
-        return json_answer({"error": "exists", "url": url}, 409)
-    hub.create_bucket(match[1])
-    return json_answer({"url": url, "name": match[1]})
-
-
-@_route("GET", _BUCKET)
-def _info(hub: Hub, request: Request, match: re.Match[str]) -> Answer:
-    bucket = hub._bucket(request, match[1], "read")
-    if isinstance(bucket, Answer):
-        return bucket
-    entries = [entry for _, entry in bucket.items()]
-    return json_answer(
-        {
-            "id": match[1],
-            "private": True,
-            "createdAt": iso(bucket.created),
-            "updatedAt": iso(max([bucket.created, *(entry.uploaded for entry in entries)])),
-            "size": sum(entry.size for entry in entries),
-            "totalFiles": len(entries),
-        }
-    )
-
-
-@_route("GET", f"{_BUCKET}/xet-(read|write)-token")
-def _token(hub: Hub, request: Request, match: re.Match[str]) -> Answer:
-    bucket = hub._bucket(request, match[1], match[2])
-    if isinstance(bucket, Answer):
-        return bucket
-    expiry = int(time.time()) + hub.token_s
-    token = f"{match[2]}-{expiry}"
-    return json_answer(
-        {"casUrl": hub.url, "accessToken": token, "exp": expiry},
-        X_Xet_Cas_Url=hub.url,
-        X_Xet_Access_Token=token,
-        X_Xet_Token_Expiration=str(expiry),
-    )
-
-
-@_route("POST", f"{_BUCKET}/batch")
-def _batch(hub: Hub, request: Request, match: re.Match[str]) -> Answer:
-    bucket = hub._bucket(request, match[1], "write")
-    if isinstance(bucket, Answer):
-        return bucket
-    operations = [json.loads(line) for line in request.body if line.strip()]
-    failed = []
-    for operation in operations:
-        path = operation["path"]
-        wrong = hub.refuse(operation) if hub.refuse else None
-        if wrong is None and operation["type"] == "deleteFile":
-            bucket.delete(path)
-        elif wrong is None and not hub.contents.has_file(operation["xetHash"]):
-            wrong = "no such content"
-        elif wrong is None:
-            bucket.put(path, operation["xetHash"], operation["mtime"] / 1000)
-        if wrong is not None:
-            failed.append({"path": path, "error": wrong})
-    num_done = len(operations) - len(failed)
-    found = {
-        "success": not failed,
-        "processed": len(operations),
-        "succeeded": num_done,
-        "failed": failed,
-    }
-    return json_answer(found, 422 if failed and not num_done else 200)
-
-
-@_route("POST", f"{_BUCKET}/paths-info")
-def _paths_info(hub: Hub, request: Request, match: re.Match[str]) -> Answer:
-    bucket = hub._bucket(request, match[1], "read")
-    if isinstance(bucket, Answer):
-        return bucket
-    found = ((path, bucket.get(path)) for path in request.json()["paths"])
-    return json_answer([entry.described(path) for path, entry in found if entry])
-
-
-@_route("GET", f"{_BUCKET}/tree(?:/(.*))?")
-def _tree(hub: Hub, request: Request, match: re.Match[str]) -> Answer:
-    bucket = hub._bucket(request, match[1], "read")
-    if isinstance(bucket, Answer):
-        return bucket
-    folder = unquote(match[2] or "").rstrip("/")
-    below = f"{folder}/" if folder else ""
-    files = [(path, entry) for path, entry in bucket.items() if path.startswith(below)]
-    if request.query.get("recursive", "").lower() == "true":
-        found = [entry.described(path) for path, entry in files]
-    else:
-        found = _one_level(files, below)
-    begin = int(request.query.get("cursor", 0))
-    page, end = found[begin : begin + hub.page_size], begin + hub.page_size
-    if end >= len(found):
-        return json_answer(page)
-    following = urlencode({**request.query, "cursor": end})
-    return json_answer(page, Link=f'<{hub.url}{request.path}?{following}>; rel="next"')
-
-
-def _one_level(files: Iterable[tuple[str, Entry]], below: str) -> list[dict[str, Any]]:
-    found = {}
-    for path, entry in files:
-        name, slash, _ = path.removeprefix(below).partition("/")
-        found[below + name] = (
-            {"type": "directory", "path": below + name, "uploadedAt": iso(entry.uploaded)}
-            if slash
-            else entry.described(path)
-        )
-    return list(found.values())
-
-
-@_route("GET", f"{_BUCKET}/events")
-def _events(hub: Hub, request: Request, match: re.Match[str]) -> Answer:
-    bucket = hub._bucket(request, match[1], "read")
-    if isinstance(bucket, Answer):
-        return bucket
-
-    def feed() -> Iterator[bytes]:
-        yield b": comments are no events\n\n"
-        for change in bucket.changes():
-            if change is None:
-                yield b"event: ready\ndata: {}\n\n"
-            else:
-                yield f"event: changes\ndata: {json.dumps(change)}\n\n".encode()
-
-    return Answer(body=feed(), endless=True, headers={"Content-Type": "text/event-stream"})
-
-
-@_route("GET", "/buckets/([^/]+/[^/]+)/resolve/(.+)")
-@_route("HEAD", "/buckets/([^/]+/[^/]+)/resolve/(.+)")
-def _resolve(hub: Hub, request: Request, match: re.Match[str]) -> Answer:
-    """Like the real one, this sends whoever wants the bytes on to where they are."""
-    bucket = hub._bucket(request, match[1], "read")
-    if isinstance(bucket, Answer):
-        return bucket
-    entry = bucket.get(unquote(match[2]))
-    if entry is None:
-        return _not_found("EntryNotFound")
-    tokens = f"{hub.url}/api/buckets/{match[1]}/xet-read-token"
-    return Answer(
-        status=302 if request.method == "GET" else 200,
-        size=0 if request.method == "GET" else entry.size,
-        headers={
-            "Location": f"{hub.url}/content/{entry.content}",
-            "X-Xet-Hash": entry.content,
-            "X-Linked-Size": str(entry.size),
-            "X-Linked-Etag": f'"{entry.content}"',
-            "Link": f'<{tokens}>; rel="xet-auth"',
-        },
-    )
-
-
-@_route("GET", "/content/([0-9a-f]{64})")
-def _content(hub: Hub, request: Request, match: re.Match[str]) -> Answer:
-    size = hub.contents.file_size(match[1])
-    wanted = request.range()
-    if wanted is None:
-        return Answer(body=hub._load_content(match[1], 0, size), size=size)
-    first, last = wanted
-    if first >= size:
-        return Answer(status=416, headers={"Content-Range": f"bytes */{size}"})
-    end = size if last is None else min(last + 1, size)
-    return Answer(
-        status=206,
-        body=hub._load_content(match[1], first, end),
-        size=end - first,
-        headers={"Content-Range": f"bytes {first}-{end - 1}/{size}"},
-    )
-
-
-# The contents.
-
-
-@_route("POST", "/v1/xorbs/default/([0-9a-f]{64})")
-def _put_xorb(hub: Hub, request: Request, match: re.Match[str]) -> Answer:
-    if not hub._may_transfer(request, "write"):
-        return json_answer({}, 401)
-    return json_answer({"was_inserted": hub.contents.add_xorb(match[1], request.body, request.size)})
-
-
-@_route("POST", "/v1/xorb-grants/default/([0-9a-f]{64})")
-def _grant(hub: Hub, request: Request, match: re.Match[str]) -> Answer:
-    # 200: it is here already. 404: grants are not offered, so send it.
-    return json_answer({}, 200 if hub.contents.has_xorb(match[1]) else 404)
-
-
-@_route("POST", "/v1/shards")
-def _put_shard(hub: Hub, request: Request, match: re.Match[str]) -> Answer:
-    if not hub._may_transfer(request, "write"):
-        return json_answer({}, 401)
-    hub.contents.add_shard(request.body.read())
-    return json_answer({"result": 1})
-
-
-@_route("POST", "/v1/telemetry")
-def _telemetry(hub: Hub, request: Request, match: re.Match[str]) -> Answer:
-    return json_answer({})
-
-
-@_route("GET", "/v1/reconstructions/([0-9a-f]{64})")
-def _reconstruction(hub: Hub, request: Request, match: re.Match[str]) -> Answer:
-    if not hub._may_transfer(request, "read"):
-        return json_answer({}, 401)
-    if not hub.contents.has_file(match[1]):
-        return json_answer({}, 404)
-    base_url = f"{hub.url}{_OWN if request.path.startswith(_OWN) else ''}"
-    found = hub.contents.reconstruction(match[1], *(request.range() or (0, None)), base_url)
-    return json_answer({}, 416) if found is None else json_answer(found)
-
-
-@_route("GET", "/xorb-data/([0-9a-f]{64})")
-def _xorb(hub: Hub, request: Request, match: re.Match[str]) -> Answer:
-    first, last = request.range() or (0, None)
-    path = hub.contents.xorb_path(match[1])
-    end = path.stat().st_size if last is None else last + 1
-
-    def parts() -> Iterator[bytes]:
-        with path.open("rb") as file:
-            file.seek(first)
-            for begin in range(first, end, _COPY_BYTES):
-                yield file.read(min(end - begin, _COPY_BYTES))
-
-    return Answer(status=206, body=parts(), size=end - first)

@@ -121,7 +121,7 @@ class HttpServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Answer nobody any more, also where a connection is open."""
+        """Answer no request any more, also where a connection is open."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

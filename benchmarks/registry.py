@@ -1,0 +1,137 @@
+"""Every case of `python -m benchmarks`, and the test that must pass before its figures mean anything."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.cases import (
+    anchor_memory,
+    apply,
+    chaos,
+    context,
+    encodings,
+    fleet,
+    fuzz_server,
+    history,
+    kernels,
+    replay,
+    serving,
+    staging_memory,
+    stores,
+    transports,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One case; its code is `benchmarks/cases/NAME.py`."""
+
+    name: str
+    about: str
+    gate: str
+    """The test that proves what is measured."""
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], Iterator[dict[str, Any]]]
+
+
+CASES = (
+    Case(
+        name="anchor-memory",
+        about="Memory of each side while a whole model passes through each kind of store.",
+        gate="tests/read/test_replay.py",
+        arguments=anchor_memory.arguments,
+        run=anchor_memory.run,
+    ),
+    Case(
+        name="apply",
+        about="Time to bring a served model to the next version, beside vLLM's own loaders.",
+        gate="tests/vllm_plugin/update",
+        arguments=apply.arguments,
+        run=apply.run,
+    ),
+    Case(
+        name="chaos",
+        about="Kill trainer, server and `patchstore follow` at any moment, and prove what is left.",
+        gate="tests/test_chaos.py",
+        arguments=chaos.arguments,
+        run=chaos.run,
+    ),
+    Case(
+        name="context",
+        about="Kernels of the encoding `context`: a version coded and decoded, whole and a rank's part.",
+        gate="tests/kernels/test_context.py",
+        arguments=context.arguments,
+        run=context.run,
+    ),
+    Case(
+        name="encodings",
+        about="Payload bytes per changed element on a recorded trace of optimiser steps.",
+        gate="tests/encodings",
+        arguments=encodings.arguments,
+        run=encodings.run,
+    ),
+    Case(
+        name="fleet",
+        about="A rolling update of 100 simulated servers, some slow, failing, restarting: how late each is.",
+        gate="tests/serve/test_rolling_update.py",
+        arguments=fleet.arguments,
+        run=fleet.run,
+    ),
+    Case(
+        name="fuzz-server",
+        about="Calls at random to a server of two ranks, and a proof of what it holds after each burst.",
+        gate="tests/vllm_plugin/test_two_ranks.py",
+        arguments=fuzz_server.arguments,
+        run=fuzz_server.run,
+    ),
+    Case(
+        name="history",
+        about="A run of many small tensors with a long history: log, resuming and publishing.",
+        gate="tests/format/test_history.py",
+        arguments=history.arguments,
+        run=history.run,
+    ),
+    Case(
+        name="kernels",
+        about="Kernels of a publication and of an update, beside floors of the same GPU and plain torch.",
+        gate="tests/kernels/test_compare.py",
+        arguments=kernels.arguments,
+        run=kernels.run,
+    ),
+    Case(
+        name="replay",
+        about="Peak memory and time of rebuilding a version, for checkpoints of growing size.",
+        gate="tests/read/test_replay.py",
+        arguments=replay.arguments,
+        run=replay.run,
+    ),
+    Case(
+        name="serving",
+        about="From the optimiser to an answer of the new weights, and how late tokens are around an update.",
+        gate="tests/vllm_plugin/test_server.py",
+        arguments=serving.arguments,
+        run=serving.run,
+    ),
+    Case(
+        name="staging-memory",
+        about="What staging takes of a GPU's memory, beside a server that took most of it.",
+        gate="tests/vllm_plugin/test_device.py",
+        arguments=staging_memory.arguments,
+        run=staging_memory.run,
+    ),
+    Case(
+        name="stores",
+        about="Moving large and small objects through each client of S3, beside a folder.",
+        gate="tests/stores/test_s3.py",
+        arguments=stores.arguments,
+        run=stores.run,
+    ),
+    Case(
+        name="transports",
+        about="From publish to served through each kind of store, part by part.",
+        gate="tests/apply/test_replica.py",
+        arguments=transports.arguments,
+        run=transports.run,
+    ),
+)

@@ -1,0 +1,155 @@
+"""`vllm serve` of a shape with dummy weights, and a client that keeps the times of its calls."""
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.support.paths import ROOT
+from benchmarks.support.shapes import Shape
+from examples.demo.processes import Program, free_port
+from patchstore.errors import PatchstoreError
+from patchstore.serve.vllm_server import VllmServer
+
+_MODEL = "served"
+_START_S = 420.0
+_LIFE_S = 1800
+"""Seconds after which the server ends by itself, in case this process was killed."""
+_BLOCK = 128
+"""Tokens of the largest block in which vLLM allocates KV memory."""
+
+VLLM_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""The environment of every `vllm serve` of a benchmark."""
+
+_SERVER_FAILURES = (RuntimeError, PatchstoreError, httpx.HTTPError)
+"""Errors that the server's log may explain: it did not start, refused a call, or holds another version."""
+
+
+class TimedServer(VllmServer):
+    """Keeps when each step of the last `apply` began and ended."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.spans: dict[str, tuple[float, float]] = {}
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.spans[name] = began, time.monotonic()
+
+    def prefetch(self, version: int) -> None:
+        with self._timed("prefetch"):
+            super().prefetch(version)
+
+    def pause(self) -> None:
+        with self._timed("pause"):
+            super().pause()
+
+    def finish_weight_update(self, weight_version: str) -> None:
+        with self._timed("finish"):
+            super().finish_weight_update(weight_version)
+
+    def resume(self) -> None:
+        with self._timed("resume"):
+            super().resume()
+
+
+@contextmanager
+def serve(shape: Shape, args: argparse.Namespace, folder: Path) -> Iterator[TimedServer]:
+    """Run `vllm serve` with dummy weights, and end it.
+
+    If the server fails, the end of its log is printed. Every error goes on to the caller.
+    """
+    model = _save_model(shape, folder / "model")
+    max_model_len = args.prompt_tokens + args.max_tokens
+    port = free_port()
+    memory = ["--kv-cache-memory-bytes", str(_kv_bytes(shape, args.concurrency + 2, max_model_len))]
+    memory += ["--gpu-memory-utilization", "0.1"]
+    if "--gpu-memory-utilization" in args.engine_args:
+        memory = []
+    command = [
+        *("timeout", "--kill-after=10", str(_LIFE_S)),
+        # The module that the `vllm` command runs; some installations lack the command.
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", _MODEL),
+        *("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", str(max_model_len)),
+        # One more, for the driver's request.
+        *("--max-num-seqs", str(args.concurrency + 1)),
+        *memory,
+        *("--worker-extension-cls", "vllm_plugin.DeltaWorkerExtension"),
+        *("--weight-transfer-config", '{"backend": "delta"}'),
+        *(["--enforce-eager"] if args.eager else []),
+        *args.engine_args,
+    ]
+    environment = {
+        **VLLM_ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    log_file = args.log or folder / "vllm.log"
+    with Program(command, log=log_file, environment=environment) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_healthy(process, url)
+            with TimedServer(url) as server:
+                yield server
+        except _SERVER_FAILURES:
+            lines = log_file.read_text(errors="replace").splitlines()[-60:]
+            print("the server's log ends with:", *lines, sep="\n", file=sys.stderr)
+            raise
+
+
+def _save_model(shape: Shape, folder: Path) -> Path:
+    """Write a config, and a tokenizer with as many words as the vocabulary."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(shape.vocabulary)}, unk_token="w0"))
+    shape.save_config(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w0").save_pretrained(folder)
+    return folder
+
+
+def _kv_bytes(shape: Shape, num_requests: int, num_tokens: int) -> int:
+    """Return the KV memory with which no request is preempted, at two bytes per number."""
+    blocks = num_requests * -(-num_tokens // _BLOCK)
+    return max(blocks * _BLOCK * 2 * shape.layers * shape.kv_heads * shape.head_dim * 2, 64 << 20)
+
+
+def _wait_until_healthy(process: Program, url: str) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        if process.process.poll() is not None:
+            raise RuntimeError(f"vllm serve ended with status {process.process.returncode}")
+        try:
+            if httpx.get(f"{url}/health", timeout=5).is_success:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.25)
+    raise RuntimeError(f"{url} does not answer after {_START_S:.0f} s")
+
+
+def question(shape: Shape, args: argparse.Namespace, client: int) -> dict[str, Any]:
+    """Return a completion request. Prompts differ between clients, so that they share no prefix."""
+    random_ = random.Random(client)
+    return {
+        "model": _MODEL,
+        "prompt": [random_.randrange(1, shape.vocabulary) for _ in range(args.prompt_tokens)],
+        "max_tokens": args.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }

@@ -1,0 +1,209 @@
+"""Merge the changes of several versions on the device: each element is written once, with its last value.
+
+Gaps are listed as positions. A stream of `context` can only be decoded with the values that it was made from.
+So a tensor with such streams is copied, and each version is written to the copy before the next is decoded.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+
+from patchstore.encodings.base import EncodedTensor
+from patchstore.encodings.context import Coded
+from patchstore.format.records import TensorSpec
+from patchstore.kernels import gap_decode
+from patchstore.tensors.bits import TORCH_DTYPES, bits, index_dtype
+from vllm_plugin.decode_gpu import Patch, Places
+from vllm_plugin.runtime_bits import PIECE
+from vllm_plugin.stored_gpu import Stored, decode_coded, send_gaps, table_on
+from vllm_plugin.tiles import Box
+
+MERGED = 1 << 25
+"""Changes of several versions that are merged at a time, in about 2 GB of the device's memory.
+
+A tensor of which they state more is copied and written to: twice the tensor, and changes of one version.
+"""
+
+_MERGING_BYTES = 64
+"""Of the device's memory, for each change that is merged: keys, values, and what sorting takes."""
+
+
+class Merger:
+    """Merges changes of the tensors that a rank serves."""
+
+    def __init__(
+        self,
+        specs: Mapping[str, TensorSpec],
+        boxes: Mapping[str, Sequence[Box] | None],
+        base: Mapping[str, torch.Tensor],
+        gathered: Callable[[str], torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        """Keep what is served before the versions.
+
+        Args:
+            boxes: the tiles of each name that are decoded.
+            base: tensors by name, as checkpoints have them.
+            gathered: returns a tensor that is not in `base`, from what is served.
+        """
+        self._specs, self._boxes, self._base, self._gathered = specs, boxes, base, gathered
+        self._device = device
+
+    def merged(
+        self, versions: Sequence[Stored], names: Sequence[str], free_bytes: int
+    ) -> Iterator[tuple[dict[str, Patch], tuple[torch.Tensor, torch.Tensor]]]:
+        """Yield patches with the effect of all versions, and the tensors that hold them, for some names each.
+
+        Of each position the last value counts: a stable sort brings equal ones together, oldest first.
+
+        Args:
+            free_bytes: of the device's memory.
+        """
+        # Half of what is free: memory that was used before lies in pieces.
+        at_a_time = min(MERGED, free_bytes // 2 // _MERGING_BYTES)
+        for some, num_stated in self._parts(versions, names, at_a_time):
+            # Where kernels read whole vectors.
+            sizes = [-(-self._specs[name].num_elements // 128) * 128 for name in some]
+            firsts = dict(zip(some, accumulate(sizes, initial=0), strict=False))
+            is_large = num_stated > at_a_time
+            relative = [
+                n
+                for n in some
+                if is_large or any(isinstance(each[n][1], Coded) for each in versions if n in each)
+            ]
+            copy = self._copied(relative, firsts, sum(sizes))
+            places = {
+                name: Places.copied(
+                    self._specs[name],
+                    copy.data_ptr() + firsts[name] * copy.element_size(),
+                    None if name in self._base else self._boxes[name],
+                )
+                for name in relative
+            }
+            keys, values = [], []
+            for stored in versions:
+                mine = [name for name in some if name in stored]
+                for where, new in self._listed(stored, mine, firsts, places):
+                    if relative:
+                        copy[where] = new
+                    if not is_large:
+                        keys.append(where)
+                        values.append(new)
+            if is_large:
+                yield self._differing(some[0], copy)
+                continue
+            if not keys:
+                continue
+            order, by = torch.cat(keys).sort(stable=True)
+            last = torch.ones(len(order), dtype=torch.bool, device=self._device)
+            torch.ne(order[1:], order[:-1], out=last[:-1])
+            order, chosen = order[last], torch.cat(values)[by[last]]
+            bounds = torch.searchsorted(
+                order, table_on(self._device, [*firsts.values(), sum(sizes)])
+            ).tolist()
+            owners = table_on(self._device, np.repeat(np.array(list(firsts.values())), np.diff(bounds)))
+            positions = (order - owners).to(index_dtype(max(sizes)))
+            width = positions.element_size()
+            patches = {
+                name: Patch(
+                    positions.data_ptr() + begin * width,
+                    chosen.data_ptr() + begin * chosen.element_size(),
+                    end - begin,
+                    width,
+                )
+                for name, (begin, end) in zip(some, pairwise(bounds), strict=True)
+            }
+            yield patches, (positions, chosen)
+
+    def _listed(
+        self,
+        stored: Stored,
+        names: Sequence[str],
+        firsts: Mapping[str, int],
+        places: Mapping[str, Places],
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """List one version's changes of names of one element width: where, int64 [num], and their bits."""
+        gaps = send_gaps(stored, names, self._specs, self._device)
+        begins = accumulate((each.num for each in gaps.patches.values()), initial=0)
+        streams = [
+            (each.positions, each.num, begin, firsts[name])
+            for (name, each), begin in zip(gaps.patches.items(), begins, strict=False)
+        ]
+        num = sum(each.num for each in gaps.patches.values())
+        if num:
+            positions = gap_decode.list_positions(
+                table_on(self._device, streams), gaps.jobs, gaps.starts, num
+            )
+            yield positions, torch.cat(gaps.lists[1::2])
+        coded = [name for name in names if isinstance(stored[name][1], Coded)]
+        if coded:
+            found = decode_coded(stored, coded, [places[name] for name in coded], self._device)
+            owners = np.repeat(np.array([firsts[name] for name in coded]), np.diff(found.bounds))
+            positions = found.positions.to(torch.int64) + table_on(self._device, owners)
+            yield positions, found.narrow if 1 in found.widths else found.values
+
+    def _copied(
+        self,
+        names: Sequence[str],
+        firsts: Mapping[str, int],
+        num_elements: int,
+    ) -> torch.Tensor:
+        """Copy tensors of one element width as checkpoints have them: from `base`, or what is served."""
+        if not names:
+            return torch.empty(0, dtype=torch.int16, device=self._device)
+        dtype = bits(torch.empty(0, dtype=TORCH_DTYPES[self._specs[names[0]].dtype])).dtype
+        copy = torch.empty(num_elements, dtype=dtype, device=self._device)
+        for name in names:
+            held = self._before(name)
+            copy[firsts[name] : firsts[name] + self._specs[name].num_elements] = bits(held).to(self._device)
+        return copy
+
+    def _differing(
+        self, name: str, copy: torch.Tensor
+    ) -> tuple[dict[str, Patch], tuple[torch.Tensor, torch.Tensor]]:
+        """Return a patch that makes of a tensor what its copy has become, and the tensors that hold it."""
+        num_elements = self._specs[name].num_elements
+        held = bits(self._before(name))
+        narrow = index_dtype(num_elements)
+        found = []
+        for start in range(0, num_elements, PIECE):
+            end = min(start + PIECE, num_elements)
+            differs = held[start:end].to(self._device) != copy[start:end]
+            found.append((differs.nonzero()[:, 0] + start).to(narrow))
+        positions = torch.cat(found) if found else torch.empty(0, dtype=narrow, device=self._device)
+        values = copy[positions.to(torch.int64)]
+        patch = Patch(positions.data_ptr(), values.data_ptr(), values.numel(), positions.element_size())
+        return {name: patch}, (positions, values)
+
+    def _parts(
+        self, versions: Sequence[Stored], names: Sequence[str], at_a_time: int
+    ) -> Iterator[tuple[list[str], int]]:
+        """Cut names into parts whose elements have one width, and count what the versions state of each part.
+
+        That is at most so many changes at a time, but for a part of one name.
+        """
+        by_width: dict[int, list[str]] = {}
+        for name in names:
+            by_width.setdefault(TORCH_DTYPES[self._specs[name].dtype].itemsize, []).append(name)
+        for same in by_width.values():
+            some, stated = list[str](), 0
+            for name in same:
+                num = sum(_num_stated(self._specs[name], each[name][1]) for each in versions if name in each)
+                if some and stated + num > at_a_time:
+                    yield some, stated
+                    some, stated = [], 0
+                some.append(name)
+                stated += num
+            yield some, stated
+
+    def _before(self, name: str) -> torch.Tensor:
+        return self._base[name] if name in self._base else self._gathered(name)
+
+
+def _num_stated(spec: TensorSpec, stored: EncodedTensor | Coded) -> int:
+    """How much memory merging takes, counted in changes; a coded tensor is copied, too."""
+    if isinstance(stored, Coded):
+        return 2 * len(stored.data) + spec.num_elements // 32
+    return stored.val.numel()
