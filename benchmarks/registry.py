@@ -46,7 +46,7 @@ CASES = (
     Case(
         name="apply",
         about="Time to bring a served model to the next version, beside vLLM's own loaders.",
-        gate="tests/vllm_plugin/test_update.py",
+        gate="tests/vllm_plugin/update",
         arguments=apply.arguments,
         run=apply.run,
     ),

@@ -30,8 +30,8 @@ def __getattr__(name: str) -> Any:
 
     check_version(found)
 
-    from vllm_plugin.engine import register
     from vllm_plugin.extension import DeltaWorkerExtension
+    from vllm_plugin.registration import register
 
     register()
     globals()[name] = DeltaWorkerExtension

@@ -1,96 +1,36 @@
 """The `delta` weight transfer engine: vLLM's interface for engines, served in every rank.
 
-vLLM checks the order of calls and keeps a flag that an update is open. It clears the flag only in a
-rank that raised, while here only the last rank may raise (see `ranks`), so the flag is cleared
-here in all of them: after any failure the update is closed, and the caller starts a new one.
+`rank_engine` has the steps of several ranks, and the failures.
 """
 
-import os
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
 
 from patchstore.errors import CorruptObject, HalfApplied, StateMismatch, UsageError
 from patchstore.kernels import are_usable
 from vllm_plugin.arguments import keywords
-from vllm_plugin.cpu_layout import keep_load_layout
 from vllm_plugin.mapping import Growth
 from vllm_plugin.opening import Opening
-from vllm_plugin.post_load import Derived, watch_loading
-from vllm_plugin.ranks import Failure, RanksFailed, describe, gather, is_last
-from vllm_plugin.replies import LOADED
-from vllm_plugin.serving import Serving, groups, leave_order_to_engine, watch
+from vllm_plugin.post_load import Derived
+from vllm_plugin.rank_engine import InitInfo, RankEngine, UpdateInfo
+from vllm_plugin.ranks import Failure, RanksFailed
+from vllm_plugin.serving import Serving
 from vllm_plugin.update import Updater
 from vllm_plugin.weights import LiveWeights
-
-T = TypeVar("T")
 
 # vLLM configures only loggers below its own name.
 logger = init_logger("vllm.patchstore")
 
-BACKEND = "delta"
 
-_workers: "weakref.WeakSet[Any]" = weakref.WeakSet()
-
-
-def register() -> None:
-    """Make `--weight-transfer-config '{"backend": "delta"}'` known. Calling it again changes nothing."""
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, DeltaWeightTransferEngine)
-
-
-def adopt(worker: object) -> None:
-    """Prepare a worker that is about to be constructed, and remember it for its engine."""
-    _workers.add(worker)
-    keep_load_layout()
-    watch_loading()
-    watch(
-        worker,
-        asleep=lambda level: _tell(worker, lambda engine: engine.sleeping(level)),
-        awake=lambda: _tell(worker, lambda engine: engine.sleeping(None)),
-        reloaded=lambda: _tell(worker, lambda engine: engine.reloaded()),
-    )
-    leave_order_to_engine(worker)
-
-
-def _tell(worker: Any, news: Callable[["DeltaWeightTransferEngine"], None]) -> None:
-    engine = getattr(worker, "weight_transfer_engine", None)
-    if isinstance(engine, DeltaWeightTransferEngine):
-        news(engine)
-
-
-@dataclass
-class InitInfo(WeightTransferInitInfo):
-    """What `/init_weight_transfer_engine` was given, unchecked: see `init_transfer_engine`."""
-
-    given: Mapping[str, Any]
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """What `/update_weights` was given, unchecked: see `update_weights`."""
-
-    given: Mapping[str, Any]
-
-
-class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class DeltaWeightTransferEngine(RankEngine):
     """Follows a store in one rank. Methods that vLLM calls fail in all ranks or in none."""
 
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
     def __init__(
@@ -115,20 +55,12 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """A store that `open_ahead` began to open."""
         self.is_open = False
         """Whether the updater's store can be used."""
-        self.last_error: Failure | None = None
-        """Of the last call that failed; None after one that succeeded."""
         self._is_as_started = True
         """Whether nothing was loaded since the start, so that the folder still says what is served."""
         self._sleep_level: int | None = None
         """None while awake."""
-        self.update_open = False
-        """Whether an update was started, and neither finished nor failed."""
         self.switch: str | None = None
         """A driver's mark; see `DeltaWorkerExtension.delta_switch`."""
-
-    @property
-    def rank(self) -> int:
-        return int(self.parallel_config.rank)
 
     @property
     def is_asleep(self) -> bool:
@@ -153,13 +85,6 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         # Reloading calls the hooks by itself.
         derived = Derived(models, self._serving.refresh, hooks=not is_quantised)
         return _kind_for(models)(models, self._serving.load, derived, is_quantised=is_quantised)
-
-    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
-        # Checking here would raise in every rank at once.
-        return InitInfo(given=init_dict)
-
-    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
-        return UpdateInfo(given=update_dict)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open a store: map the model's weights to the run's, and find out which version is served.
@@ -247,7 +172,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._opening is None or self._opening.given != given:
             self._drop_opening()
             self._opening = self._begin(given)
-        return self._opening.advance(lambda is_done: all(gather(groups(), is_done)))
+        return self._opening.advance(lambda is_done: all(self._gather(is_done)))
 
     def _drop_opening(self) -> None:
         opening, self._opening = self._opening, None
@@ -388,7 +313,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._sleep_level = level
 
     def reloaded(self) -> None:
-        """Hear that vLLM loaded weights by itself: nobody knows which version they are, if any."""
+        """Hear that vLLM loaded weights by itself. It is unknown which version they are, if any."""
         self._is_as_started = False
         self._drop_opening()
         if self.updater is not None:
@@ -398,16 +323,6 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _check_awake(self) -> None:
         if self.is_asleep:
             raise UsageError("the server sleeps; wake it up, with its weights, before it is updated")
-
-    def _check_replies(self) -> None:
-        """Refuse to serve from several processes whose replies vLLM could take for answers to other calls."""
-        is_multiproc = self.parallel_config.distributed_executor_backend == "mp"
-        if is_multiproc and self.parallel_config.world_size > 1 and LOADED not in os.environ:
-            raise UsageError(
-                "vLLM did not load patchstore's plugin, which keeps the replies of several workers in step: "
-                "install patchstore into vLLM's environment (pip install patchstore), and if VLLM_PLUGINS is "
-                "set, add patchstore to it"
-            )
 
     def sums(self, first: int, num_elements: int) -> dict[str, Any]:
         """See `DeltaWorkerExtension.delta_sums`. Never raises: other ranks would be misunderstood."""
@@ -427,48 +342,10 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.updater.close()
         self.is_open = False
 
-    @staticmethod
-    def trainer_send_weights(*_: object, **__: object) -> NoReturn:
-        """Refuse: vLLM 0.26 asks engines for this, but here trainers publish to a store instead."""
-        raise UsageError("the delta backend receives from a store; use patchstore.Publisher in the trainer")
-
     def _opened(self) -> Updater:
         if self.updater is None or not self.is_open:
             raise UsageError("no store is open; call init_weight_transfer_engine with one first")
         return self.updater
-
-    def _worker(self) -> Any | None:
-        mine = (worker for worker in _workers if getattr(worker, "weight_transfer_engine", None) is self)
-        return next(mine, None)
-
-    def _together(self, step: Callable[[], T]) -> list[T]:
-        """Run a step that waits for no other rank, and return the results of all.
-
-        Raises:
-            RanksFailed: in all ranks, if it failed in any.
-        """
-        result, failure = None, None
-        try:
-            result = step()
-        except Exception as exc:
-            logger.exception("rank %d failed", self.rank)
-            failure = Failure.of(self.rank, exc)
-        self.last_error = failure
-        every = gather(groups(), (result, failure))
-        if failures := [failure for _, failure in every if failure is not None]:
-            raise RanksFailed(failures)
-        return [result for result, _ in every]  # type: ignore[misc]
-
-    def _fail(self, failures: list[Failure]) -> None:
-        """Close the update, and raise in the last rank only.
-
-        In the others this returns, and so must the caller.
-        """
-        self.last_error = failures[-1]
-        self.update_open = False
-        self.reset_weight_update_target()
-        if is_last(groups()):
-            raise RuntimeError(describe(failures))
 
 
 def _kind_for(models: Sequence[torch.nn.Module]) -> type[LiveWeights]:

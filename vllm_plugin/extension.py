@@ -15,8 +15,9 @@ import vllm
 import patchstore
 from patchstore.errors import EnginesDiffer
 from patchstore.format import manifest_json
-from vllm_plugin.engine import DeltaWeightTransferEngine, adopt
+from vllm_plugin.engine import DeltaWeightTransferEngine
 from vllm_plugin.ranks import Failure, describe, gather, is_last
+from vllm_plugin.registration import adopt
 from vllm_plugin.serving import groups
 from vllm_plugin.update import Updater
 
@@ -134,7 +135,7 @@ class DeltaWorkerExtension:
     def delta_sums(self, first: int, num_elements: int) -> dict[str, Any]:
         """Digest a part of the weights that this rank serves, for comparison with a manifest.
 
-        Generation waits meanwhile, so whoever wants all of them asks for one part after the other.
+        Generation waits meanwhile, so a caller that wants all of them asks for one part after the other.
 
         Args:
             first: where to begin, in the schema's tensors.

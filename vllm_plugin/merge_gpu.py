@@ -16,9 +16,9 @@ from patchstore.format.records import TensorSpec
 from patchstore.kernels import gap_decode
 from patchstore.tensors.bits import TORCH_DTYPES, bits, index_dtype
 from vllm_plugin.decode_gpu import Patch, Places
+from vllm_plugin.runtime_bits import PIECE
 from vllm_plugin.stored_gpu import Stored, decode_coded, send_gaps, table_on
 from vllm_plugin.tiles import Box
-from vllm_plugin.weights import PIECE
 
 MERGED = 1 << 25
 """Changes of several versions that are merged at a time, in about 2 GB of the device's memory.

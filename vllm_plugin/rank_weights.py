@@ -24,10 +24,11 @@ from patchstore.stores.base import Store
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TensorPatch, bits
 from patchstore.tensors.state_digest import Sums
+from vllm_plugin.change import Change
 from vllm_plugin.identify import Contents, sums_array
 from vllm_plugin.mapping import Claims, Growth, SumsArray, WeightMap
 from vllm_plugin.regions import View
-from vllm_plugin.weights import Change, LiveWeights
+from vllm_plugin.weights import LiveWeights
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from patchstore.encodings.context import Tiling, tiling
 from patchstore.format.records import TensorSpec
-from vllm_plugin.regions import Region, boxed
+from vllm_plugin.composition import boxed
+from vllm_plugin.regions import Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

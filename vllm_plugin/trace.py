@@ -1,8 +1,8 @@
 """Find where a model's own loader puts each element of a checkpoint, without loading anything.
 
-`load_weights` runs once on meta tensors, which have shapes and no elements; `tracer` follows what it does
-with them, and `resolve` says what that comes to. What is calculated instead of copied has no place of its
-own, and is listed as such.
+`load_weights` runs once on meta tensors, which have shapes and no elements. `tracer` follows what it does
+with them, `provenance` records where elements come from, and `resolve` says what that comes to. What is
+calculated instead of copied has no place of its own, and is listed as such.
 """
 
 import math
@@ -15,8 +15,9 @@ import torch
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.format import mismatch
 from patchstore.format.records import Schema
+from vllm_plugin.provenance import Provenance, memory, tensors_of
 from vllm_plugin.resolve import Runtime, Trace
-from vllm_plugin.tracer import KnownIndices, Tracer, memory, tensors_of
+from vllm_plugin.tracer import KnownIndices, Tracer
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
@@ -37,30 +38,31 @@ def trace(
         UsageError: a loader looks at elements, or gives parameters other memory, so it cannot be traced.
     """
     models = list(models)
-    tracer = Tracer(models, schema)
+    provenance = Provenance(models, schema)
+    tracer = Tracer(provenance)
     for model in models:
         before = Attributes(model)
         try:
             with torch.no_grad(), tracer, KnownIndices(), same_parameters(model):
-                load(model, tracer.checkpoint())
+                load(model, provenance.checkpoint())
             before.check()
         except (KeyError, ValueError, AttributeError, AssertionError, TypeError) as exc:
             # What vLLM's loaders raise for names and shapes that their model does not have.
             raise SchemaMismatch(
                 mismatch.explain(
                     schema,
-                    f"the model's loader failed {tracer.at}, of {len(schema.tensors):,} names: "
+                    f"the model's loader failed {provenance.at}, of {len(schema.tensors):,} names: "
                     f"{type(exc).__name__}: {mismatch.brief(str(exc))}",
                 )
             ) from exc
         except (RuntimeError, NotImplementedError, IndexError) as exc:
             raise UsageError(
-                f"the model's loader cannot be traced; it failed {tracer.at}: "
+                f"the model's loader cannot be traced; it failed {provenance.at}: "
                 f"{type(exc).__name__}: {mismatch.brief(str(exc))}"
             ) from exc
         finally:
             before.restore()
-    return tracer.result()
+    return provenance.result()
 
 
 def untraced(models: Iterable[torch.nn.Module], schema: Schema) -> Trace:

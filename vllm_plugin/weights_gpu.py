@@ -25,13 +25,14 @@ from patchstore.kernels.segments import Column, Kind
 from patchstore.read.deltas import Deltas
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, unsigned
 from patchstore.tensors.state_digest import Sums
+from vllm_plugin.change import Change
 from vllm_plugin.decode_gpu import Patch, Places, decode
 from vllm_plugin.mapping import Claims, Growth, WeightMap
 from vllm_plugin.merge_gpu import Merger
 from vllm_plugin.regions import Region, View
 from vllm_plugin.stored_gpu import decode_coded, jobs_of, num_tiles, send_gaps, table_on
 from vllm_plugin.upload import send
-from vllm_plugin.weights import Change, LiveWeights
+from vllm_plugin.weights import LiveWeights
 
 
 class _Segment(NamedTuple):

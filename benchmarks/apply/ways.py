@@ -16,8 +16,9 @@ from benchmarks.support.trainer import Step, Trainer
 from patchstore.tensors.bits import TensorPatch
 
 if TYPE_CHECKING:
+    from vllm_plugin.change import Change
     from vllm_plugin.update import Updater
-    from vllm_plugin.weights import Change, LiveWeights
+    from vllm_plugin.weights import LiveWeights
 
 Way = Literal["patchstore", "patchstore-decoded", "vllm-patch", "vllm-patch-unchecked", "dense"]
 

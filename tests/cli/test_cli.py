@@ -17,7 +17,7 @@ from patchstore.cli import main
 from patchstore.cli.options import parsed
 from patchstore.stores.folder import FolderStore
 from patchstore.tensors import state_digest
-from tests.format import bad_buckets, surgery
+from tests.format import bucket_edits, surgery
 from tests.support.weights import Run, assert_same_bits
 
 Command = Callable[..., tuple[int, str, str]]
@@ -135,7 +135,7 @@ def test_a_run_that_does_not_begin_at_version_0_is_refused_for_one_version_as_fo
     tmp_path: Path, patchstore: Command
 ) -> None:
     objects = surgery.load(Path(__file__).parents[1] / "golden" / "v1-gap")
-    bad_buckets.begin_at(objects, 5)
+    bucket_edits.begin_at(objects, 5)
     bucket = surgery.lay_out(objects, tmp_path / "bucket")
     for args in ([], ["5"], ["--all"]):
         code, out, _ = patchstore("verify", bucket, *args, "--json")

@@ -22,7 +22,7 @@ from patchstore.read.transcode import transcode
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors import elements
 from patchstore.tensors.bits import TORCH_DTYPES, bits, raw_bytes, spec_of
-from tests.format import bad_buckets, surgery
+from tests.format import bucket_edits, surgery
 from tests.support.weights import Run, State, assert_same_bits, served
 
 DENSITIES = (0.0, 0.0003, 0.01, 0.2, 0.9, 1.0)
@@ -284,7 +284,7 @@ def test_a_tensor_whose_patch_changes_nothing_is_left_out(tmp_path: Path) -> Non
     spec = spec_of(name, before[name])
     value = bytes(raw_bytes(before[name].view(-1)[:1]))
     same = {f"{name}.idx": ("U16", [1], bytes(2)), f"{name}.val": (spec.dtype, [1], value)}
-    bad_buckets.second_payload(same, {name: {"dtype": spec.dtype, "shape": list(spec.shape)}})(objects)
+    bucket_edits.second_payload(same, {name: {"dtype": spec.dtype, "shape": list(spec.shape)}})(objects)
     transcode(surgery.store_of(objects), 1, encoding="raw", out=tmp_path / "delta")
     _, tensors = open_buffer("", bytearray((tmp_path / "delta").read_bytes()))
     assert tensors.keys() == stated.keys()

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from patchstore import Manifest, Publisher
+from patchstore import Manifest, Publisher, Replica
 from patchstore.format import hashing, history, layout
 from patchstore.format.manifest_json import to_json
 from patchstore.format.records import StateDigest
@@ -45,6 +45,13 @@ def assert_same_bits(found: State, expected: State) -> None:
     for name, tensor in expected.items():
         assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype), name
         assert torch.equal(bits(found[name]), bits(tensor)), name
+
+
+def newest(store: Store) -> State:
+    """What a follower that starts from nothing ends up with."""
+    tensors: State = {}
+    Replica(store, tensors).update()
+    return tensors
 
 
 def lie(store: Store, version: int, name: str) -> None:

@@ -13,7 +13,7 @@ from halves import half_of
 from patchstore.errors import LoadFailed
 from patchstore.read import download, host_cache
 from vllm_plugin import DeltaWorkerExtension
-from vllm_plugin.weights import Change
+from vllm_plugin.change import Change
 
 
 class FailingExtension(DeltaWorkerExtension):
@@ -49,7 +49,7 @@ class FailingExtension(DeltaWorkerExtension):
         live.scatter = failing
 
     def delta_fail_anchors(self, after: int) -> None:
-        """Let the next load of an anchor fail when `after` tensors are written, whoever writes them."""
+        """Let the next load of an anchor fail when `after` tensors are written, by whichever loader."""
         live = self.weight_transfer_engine.live
         write, load = live.write, live.load
         written = 0

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from vllm_plugin.weights import Change
+from vllm_plugin.change import Change
 
 
 def half_of(change: Change) -> Change:

@@ -13,9 +13,10 @@ from patchstore.format.records import Schema, TensorSpec
 from patchstore.read.deltas import Deltas
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, index_dtype
 from tests.support.interpreted import DEVICE, kernels
+from vllm_plugin.change import Change
 from vllm_plugin.mapping import WeightMap
 from vllm_plugin.post_load import Derived
-from vllm_plugin.weights import Change, LiveWeights
+from vllm_plugin.weights import LiveWeights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -166,7 +167,7 @@ def test_all_that_is_served_has_the_digests_of_plain_torch(plain, fast, model):
     names = sorted(plain.map.regions)
     assert fast.claims(names) == plain.claims(names)
     assert fast.claims(names[::3]) == plain.claims(names[::3])
-    # What a wider element has beside the checkpoint's bits is nobody's.
+    # What a wider element has beside the checkpoint's bits belongs to no checkpoint.
     bits(model.widened)[1000] |= 1
     assert fast.claims(names) == plain.claims(names)
     assert fast.claims(["widened"]) == plain.claims(["widened"])

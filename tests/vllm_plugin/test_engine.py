@@ -19,11 +19,11 @@ from patchstore.read.host_cache import MAX_BYTES, HostCache
 from patchstore.stores import open_store
 from patchstore.stores.base import Store
 from patchstore.tensors.bits import bits
-from vllm_plugin import engine as module
-from vllm_plugin import opening
+from vllm_plugin import opening, rank_engine
 from vllm_plugin.arguments import keywords
-from vllm_plugin.engine import DeltaWeightTransferEngine, InitInfo
+from vllm_plugin.engine import DeltaWeightTransferEngine
 from vllm_plugin.post_load import Derived
+from vllm_plugin.rank_engine import InitInfo
 from vllm_plugin.update import Updater
 from vllm_plugin.weights import LiveWeights
 
@@ -61,7 +61,7 @@ def new_engine(tmp_path, monkeypatch) -> Callable[[Trainer], DeltaWeightTransfer
 
 
 def _engine(tmp_path, monkeypatch, trainer) -> DeltaWeightTransferEngine:
-    monkeypatch.setattr(module, "groups", list)
+    monkeypatch.setattr(rank_engine, "groups", list)
     monkeypatch.setattr(DeltaWeightTransferEngine, "rank", 0)
     monkeypatch.setattr(DeltaWeightTransferEngine, "reset_weight_update_target", lambda self: None)
     engine = object.__new__(DeltaWeightTransferEngine)
@@ -106,7 +106,7 @@ def test_an_interrupt_between_two_writes_leaves_no_version_behind(engine, monkey
     assert (engine.updater.held, engine.updater.half_applied) == (None, True)
 
     monkeypatch.undo()
-    monkeypatch.setattr(module, "groups", list)
+    monkeypatch.setattr(rank_engine, "groups", list)
     monkeypatch.setattr(DeltaWeightTransferEngine, "rank", 0)
     update(engine, 1)
     assert (engine.updater.held.version, engine.updater.half_applied) == (1, False)
@@ -167,7 +167,7 @@ def opened(monkeypatch, engine) -> Callable[..., list]:
         made.append((folder, max_bytes))
         raise UsageError("far enough")
 
-    monkeypatch.setattr(module, "_workers", {worker})
+    monkeypatch.setattr(rank_engine, "_workers", {worker})
     monkeypatch.setattr(opening, "HostCache", refuse)
 
     def start(**given) -> list:
@@ -197,7 +197,7 @@ def slow(monkeypatch, engine) -> Iterator[threading.Event]:
         assert gate.wait(60)
         return open_store(url, **options)
 
-    monkeypatch.setattr(module, "_workers", {worker})
+    monkeypatch.setattr(rank_engine, "_workers", {worker})
     monkeypatch.setattr(opening, "open_store", open_late)
     yield gate
     gate.set()

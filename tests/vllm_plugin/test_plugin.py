@@ -12,8 +12,9 @@ from vllm.config import ParallelConfig
 
 from patchstore.errors import UsageError
 from vllm_plugin import DeltaWorkerExtension, replies
-from vllm_plugin.engine import BACKEND, DeltaWeightTransferEngine, register
+from vllm_plugin.engine import DeltaWeightTransferEngine
 from vllm_plugin.ranks import Failure, describe, gather, is_last
+from vllm_plugin.registration import BACKEND, register
 from vllm_plugin.serving import Serving
 from vllm_plugin.versions import check_version
 

@@ -5,20 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_plugin.regions import (
-    Region,
-    View,
-    boxed,
-    compose,
-    is_nested,
-    locate,
-    normal,
-    onto,
-    outside,
-    overlap,
-    pieces,
-    positions,
-)
+from vllm_plugin.composition import boxed, compose, onto, outside
+from vllm_plugin.regions import Region, View, is_nested, locate, normal, overlap, pieces, positions
 
 pytestmark = pytest.mark.vllm
 

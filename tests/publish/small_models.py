@@ -1,0 +1,54 @@
+"""Small models to publish, and what a reader of a store gets."""
+
+import warnings
+
+import torch
+
+from patchstore import Publisher, Replica, verify
+from patchstore.format import history
+from patchstore.stores.base import Store
+from tests.support.weights import State
+
+
+def published(store: Store, source: object, **options: object) -> State:
+    """Publish once; return what a reader of the store gets, without the names of tied tensors."""
+    with Publisher(store, source, **options) as publisher:  # type: ignore[arg-type]
+        publisher.publish_patch(0).result()
+    verify(store)
+    tensors: State = {}
+    Replica(store, tensors).update()
+    return tensors
+
+
+def tied(store: Store) -> dict[str, str]:
+    header = history.read_header(store)
+    assert header is not None
+    return dict(header.schema.tied)
+
+
+def layers(num: int = 3) -> torch.nn.Sequential:
+    return torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(num)))
+
+
+def quantised_layers() -> torch.nn.Module:
+    return torch.ao.quantization.quantize_dynamic(layers(), {torch.nn.Linear})  # type: ignore[no-any-return]
+
+
+def gathered(model: torch.nn.Module) -> State:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return dict(get_model_state_dict(model, options=options))
+
+
+def layers_of(model: torch.nn.Module) -> torch.nn.Module:
+    return model.module  # type: ignore[return-value]
+
+
+def in_float8(model: torch.nn.Module) -> torch.nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        return convert_to_float8_training(model, config=config)

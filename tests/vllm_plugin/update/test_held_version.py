@@ -1,0 +1,95 @@
+"""Which version some weights are, found by their bits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from plain_ranks import Fused, equal, schema_of, serves
+
+from patchstore.errors import CorruptObject
+from patchstore.format import history
+from patchstore.format.state_sums import Sums, read_sums
+from patchstore.read.host_cache import HostCache
+from patchstore.tensors.bits import bits
+from patchstore.testing.faults import FaultyStore
+from tests.format import bad_buckets, surgery
+from vllm_plugin.identify import find_version, read_folder, read_tensors
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+
+def test_what_is_served_already_is_recognised_by_its_bits(trainer, module, open_ranks):
+    module.load_weights((n, t.clone()) for n, t in trainer.history[1].items())
+    ranks = open_ranks(trainer, module)
+    assert (ranks.held, ranks.one.weights.is_map_proved) == (1, True)
+    assert serves(ranks, trainer.history[1])
+    # Also what is calculated, of which the live weights do not say from what.
+    ranks.apply(3)
+    assert serves(ranks, trainer.history[3])
+
+
+@pytest.mark.parametrize("name", ["norm", "rate", "bias", "ab"])
+def test_one_other_bit_is_not_the_version_and_is_left_alone(trainer, module, open_ranks, name):
+    module.load_weights((n, t.clone()) for n, t in trainer.history[1].items())
+    # Of `bias`, float32, no checkpoint in bfloat16 has this bit.
+    bits(module.state_dict()[name])[2] ^= 1
+    before = module.state()
+    ranks = open_ranks(trainer, module)
+    assert (ranks.held, ranks.one.weights.is_map_proved) == (None, False)
+    assert equal(module.state(), before)
+    ranks.apply(2)
+    assert serves(ranks, trainer.history[2])
+
+
+def test_versions_before_the_nearest_anchor_are_not_searched(new_trainer, tensors, open_ranks):
+    often = new_trainer(tensors, dtype=None, anchor_every=2)
+    for _ in range(5):
+        often.step(density=1.0)
+    for version, found in ((4, 4), (0, None)):
+        module = Fused()
+        module.load_weights((n, t.clone()) for n, t in often.history[version].items())
+        assert open_ranks(often, module).held == found
+
+
+def test_an_element_of_bool_that_torch_does_not_have_is_refused_where_single_tensors_are_read(tmp_path):
+    objects = surgery.load(Path(__file__).parents[2] / "golden" / "v1-gap")
+    case = next(case for case in bad_buckets.CASES if case.name == "an element of BOOL is 2 in an anchor")
+    case.change(objects)
+    store = surgery.store_of(objects)
+    schema = history.read_header(store).schema
+    cache = HostCache(tmp_path / "cache")
+    recorded = read_sums(store, schema, history.read_manifest(store, 0))
+    read_tensors(store, schema, 0, ["u8.weight"], recorded, cache)
+    with pytest.raises(CorruptObject):
+        read_tensors(store, schema, 0, ["bool.weight"], recorded, cache)
+
+
+def test_a_truncated_checkpoint_file_is_named(tmp_path, trainer):
+    (tmp_path / "model.safetensors").write_bytes(b"12345678")
+    with pytest.raises(CorruptObject, match=r"model\.safetensors"):
+        read_folder(tmp_path, schema_of(trainer))
+
+
+def test_a_folder_of_other_tensors_is_not_read(model, trainer, weights, new_trainer):
+    assert read_folder(model, schema_of(trainer)) == {}
+    whole = new_trainer(weights)
+    whole.publish()
+    found = read_folder(model, schema_of(whole))
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(bits(found[name]), bits(weights[name])) for name in weights)
+
+
+def test_a_version_is_found_by_its_total_where_all_names_are_known(trainer, tmp_path):
+    schema, reads = schema_of(trainer), FaultyStore(trainer.store)
+    cache = HostCache(tmp_path / "sums")
+    for version in (3, 2):
+        sums = read_sums(trainer.store, schema, history.read_manifest(trainer.store, version))
+        reads.calls.clear()
+        assert find_version(reads, schema, sums, cache) == version
+        assert find_version(reads, schema, sums | {"norm": Sums(1, 2)}, cache) is None
+        assert not [key for _, key in reads.calls if key.startswith("states/")]
+        # With some names alone, each candidate's sums say.
+        del sums["rotary"]
+        assert find_version(reads, schema, sums, cache) == version
+        assert find_version(reads, schema, sums | {"norm": Sums(1, 2)}, cache) is None
+    assert find_version(reads, schema, {}, cache) is None

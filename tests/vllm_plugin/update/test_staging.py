@@ -1,0 +1,209 @@
+"""Staging and prefetching: nothing that is served changes, and what is staged goes away again."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from plain_ranks import Fused, equal, serves
+
+from patchstore.errors import CorruptObject, PatchstoreError, StoreReplaced, UsageError
+from patchstore.format import history, layout
+from patchstore.format import manifest_json as manifests
+from patchstore.read import host_cache
+from patchstore.read.host_cache import HostCache
+from vllm_plugin.update import Updater
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+
+def test_staging_touches_nothing(ranks, module, trainer):
+    before = module.state()
+    ranks.stage(2)
+    assert ranks.one.staged.manifest.version == 2
+    assert ranks.held == 0
+    assert equal(module.state(), before)
+    ranks.one.forget()
+    ranks.stage(3)
+    assert ranks.one.replaces_all
+    assert equal(module.state(), before)
+
+
+def test_an_anchor_is_staged_as_a_mapping_of_its_file_not_as_a_copy(trainer, module, open_ranks, monkeypatch):
+    # Small files are read instead.
+    monkeypatch.setattr("patchstore.read.download.SMALL_BYTES", 0)
+    ranks = open_ranks(trainer, module)
+    ranks.stage(0)
+    staged = ranks.one.staged
+    places = [tensor.data_ptr() for tensor in staged.anchor.values()]
+    mapped = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if str(ranks.scratch) in line:
+            low, high = (int(end, 16) for end in line.split()[0].split("-"))
+            mapped.append(range(low, high))
+    assert mapped
+    assert all(any(place in each for each in mapped) for place in places)
+    assert staged.computed.keys() == {"log_rate"}
+
+
+def wait_for_prefetch(updater: Updater, version: int) -> None:
+    while not updater.prefetch(version):
+        pass
+
+
+def test_prefetching_returns_while_the_version_is_being_fetched(ranks, updater, trainer, monkeypatch):
+    gate, stage = threading.Event(), updater._prepare
+    monkeypatch.setattr(updater, "_prepare", lambda *args: gate.wait(60) and stage(*args))
+    assert not updater.prefetch(2)
+    assert not updater.prefetch(2)
+    # Another one has to wait its turn.
+    assert not updater.prefetch(3)
+    assert serves(ranks, trainer.history[0])
+    gate.set()
+    ranks.apply(2)
+    assert serves(ranks, trainer.history[2])
+
+
+def test_a_prefetched_version_is_not_fetched_again(ranks, updater, trainer, monkeypatch):
+    wait_for_prefetch(updater, 2)
+    assert updater.staged is None
+    monkeypatch.setattr(updater, "_prepare", lambda *args: pytest.fail("fetched again"))
+    ranks.apply(2)
+    assert serves(ranks, trainer.history[2])
+
+
+def test_another_version_than_was_prefetched_can_be_staged(ranks, updater, trainer):
+    updater.prefetch(1)
+    kept = updater._ahead
+    ranks.apply(3)
+    assert serves(ranks, trainer.history[3])
+    assert (kept[0], ranks.spooled()) == (1, [])
+    wait_for_prefetch(updater, 1)
+    ranks.apply(1)
+    assert serves(ranks, trainer.history[1])
+
+
+def test_what_was_prefetched_for_other_weights_is_staged_anew(ranks, updater, module, trainer):
+    wait_for_prefetch(updater, 3)
+    kept = updater._ahead
+    updater.mark_half_applied()
+    module.norm.data.zero_()
+    ranks.apply(3)
+    assert serves(ranks, trainer.history[3])
+    assert not updater.half_applied
+    assert (kept[0], ranks.spooled()) == (3, [])
+
+
+def test_a_failed_prefetch_is_said_by_stage_and_tried_again(ranks, updater, trainer):
+    wait_for_prefetch(updater, 4)
+    with pytest.raises(PatchstoreError):
+        updater.stage(4)
+    trainer.step()
+    wait_for_prefetch(updater, 4)
+    ranks.apply(4)
+    assert serves(ranks, trainer.history[4])
+
+
+def test_an_update_that_nobody_finished_gives_way_to_a_prefetch(ranks, updater, trainer):
+    updater.stage(1)
+    assert updater.prefetch(1)
+    wait_for_prefetch(updater, 2)
+    assert updater.staged is None
+    ranks.apply(2)
+    assert serves(ranks, trainer.history[2])
+
+
+def test_a_failed_stage_leaves_nothing_staged(updater):
+    updater.stage(1)
+    with pytest.raises(PatchstoreError):
+        updater.stage(9)
+    assert updater.staged is None
+
+
+def test_a_version_of_another_run_is_refused(updater, trainer):
+    other = replace(history.read_manifest(trainer.store, 0), run_id="another")
+    trainer.store.put(layout.manifest_key(0), manifests.to_json(other))
+    updater.forget()
+    with pytest.raises(StoreReplaced, match="of run another"):
+        updater.stage(0)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_another_version_of_the_held_number_is_refused(updater, trainer, module, version):
+    before, key = module.state(), layout.manifest_key(updater.held.version)
+    stored = trainer.store.get(key)
+    other = replace(history.read_manifest(trainer.store, updater.held.version), step=99)
+    trainer.store.put(key, manifests.to_json(other))
+    with pytest.raises((StoreReplaced, CorruptObject)) as error:
+        updater.stage(version + updater.held.version - 1)
+    assert error.type is (StoreReplaced if version == 1 else CorruptObject)
+    assert all(torch.equal(before[name], now) for name, now in module.state().items())
+    trainer.store.put(key, stored)
+    updater.stage(2)
+    assert updater.staged.manifest.version == 2
+
+
+def test_parameters_that_moved_are_refused_before_and_after_staging(ranks, updater, module, trainer):
+    ranks.stage(1)
+    module.norm.data = module.norm.data.clone()
+    with pytest.raises(UsageError, match=r"0\.norm"):
+        updater.apply()
+    updater.roll_back()
+    with pytest.raises(UsageError, match=r"0\.norm"):
+        updater.stage(1)
+    assert serves(ranks, trainer.history[0])
+
+
+@pytest.mark.parametrize(
+    "end", ["accept", "drop", "roll_back", "close", "mark_half_applied", "prefetch of another"]
+)
+@pytest.mark.parametrize("version", [0, 2])
+def test_payloads_are_on_disk_while_staged_and_no_longer(ranks, updater, version, end):
+    if version == 0:
+        updater.forget()
+    ranks.stage(version)
+    # A reference, so that it is not its end that frees the files.
+    kept = updater.staged
+    assert (kept.manifest.version, len(ranks.spooled()) > 0) == (version, True)
+    if end in {"accept", "roll_back"}:
+        ranks.write()
+    if end == "prefetch of another":
+        wait_for_prefetch(updater, 9)
+    else:
+        getattr(updater, end)()
+    assert ranks.spooled() == []
+
+
+def test_two_servers_of_a_host_download_each_payload_once(trainer, open_ranks, tmp_path, monkeypatch):
+    keys = []
+    download = host_cache.download
+
+    def counting(store, wanted, path) -> None:
+        keys.append(wanted.key)
+        download(store, wanted, path)
+
+    monkeypatch.setattr(host_cache, "download", counting)
+    servers = [open_ranks(trainer, Fused(0, 2), Fused(1, 2)) for _ in range(2)]
+    for each in servers:
+        for updater in each.updaters:
+            updater._cache = updater.weights._cache = HostCache(tmp_path / "shared")
+            updater.forget()
+    # What they read to find out which version they serve.
+    keys.clear()
+    for version in (0, 1, 3):
+        # The second one lags: the first has let go of the version when it begins.
+        for each in servers:
+            each.apply(version)
+            each.spooled()
+            assert serves(each, trainer.history[version])
+    assert len(keys) == len(set(keys))
+    assert sorted(key.partition("/")[0] for key in keys) == ["anchors", *["deltas"] * 3, *["states"] * 3]
+
+
+def test_what_was_prefetched_is_gone_from_disk_when_the_store_is_closed(ranks, updater):
+    wait_for_prefetch(updater, 2)
+    kept = updater._ahead
+    assert (kept[0], len(ranks.spooled()) > 0) == (2, True)
+    updater.close()
+    assert ranks.spooled() == []

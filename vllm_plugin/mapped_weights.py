@@ -1,0 +1,277 @@
+"""The weights that a model serves, mapped to a checkpoint's names: traced, read and digested.
+
+Nothing here writes to them; `weights` does.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from patchstore.encodings.context import Tiles, is_coded, tiling
+from patchstore.errors import SchemaMismatch, UsageError
+from patchstore.format import hashing, mismatch
+from patchstore.format.records import Schema, TensorSpec
+from patchstore.tensors import state_digest
+from patchstore.tensors.bits import TORCH_DTYPES, bits, raw_bytes
+from patchstore.tensors.state_digest import Sums
+from vllm_plugin.mapping import Claims, Share, WeightMap, share
+from vllm_plugin.post_load import Derived
+from vllm_plugin.regions import Region, View, locate, pieces, positions
+from vllm_plugin.runtime_bits import PIECE, UNMATCHED, flat, is_widened, narrowed, widened
+from vllm_plugin.tiles import Box, boxes
+from vllm_plugin.trace import Trace, trace, untraced
+
+Load = Callable[[torch.nn.Module, Iterator[tuple[str, torch.Tensor]]], object]
+"""Calls a model's loader, in the surroundings that loaders expect; may return a set of weights left alone."""
+
+NUM_SAMPLES = 64
+"""Elements of each tensor that are compared with the checkpoint when a map is new."""
+
+
+class MappedWeights:
+    """The parameters and buffers of one rank: of the model, and of a draft model that comes with it."""
+
+    def __init__(
+        self, models: Sequence[torch.nn.Module], load: Load, derived: Derived, *, is_quantised: bool = False
+    ) -> None:
+        """Take over models as they are.
+
+        Args:
+            is_quantised: whether vLLM quantises weights while it loads them, so that nothing is copied.
+        """
+        self._models = tuple(models)
+        self._is_quantised = is_quantised
+        self._load = load
+        self._derived = derived
+        self._map: WeightMap | None = None
+        self._boxes: Mapping[str, list[Box] | None] = {}
+        self.cut: frozenset[str] = frozenset()
+        """Names of which a coded delta is not decoded from what is served: regions cut through tiles, or some
+        part is served nowhere, so that no digest tells whether the rest is right."""
+        self.dropped: Mapping[str, str] = {}
+        """Names without a tensor of their own in the model, as it has one for them and another name -> that
+        other name. vLLM ties an output layer to the embedding where both were equal when it started."""
+        self._watched: set[str] = set()
+        self._places: dict[str, tuple[object, ...]] = {}
+        self._slots: list[tuple[Mapping[str, torch.Tensor | None], str, int]] = []
+        self.device = next(iter(models[0].parameters())).device
+        self.staging_bytes = 0
+        """Of the device's memory, that staging took last at its peak, with what is staged; 0 on the CPU."""
+
+    # The map.
+
+    def trace(self, schema: Schema) -> Trace:
+        """Trace the models' loaders for a schema, and prove what is made of weights. All stays as it is.
+
+        Raises:
+            SchemaMismatch: a loader does not take these names, or leaves a parameter as it is.
+            UsageError: the loader cannot be traced, or the model keeps tensors that are made of weights and
+                that it cannot make again.
+        """
+        if self._is_quantised:
+            self._derived.notice()
+            return untraced(self._models, schema)
+        traced = trace(self._target_last(), schema, self._load)
+        bare = {n: count for n, count in traced.uncovered.items() if n not in self._derived.names}
+        if bare:
+            listed = ", ".join(f"{name!r} ({count:,} elements)" for name, count in sorted(bare.items())[:5])
+            if any(".base_layer." in name for name in bare):
+                raise UsageError(
+                    f"vLLM's loader does not reach {len(bare):,} weights that LoRA wraps, such as {listed}: "
+                    "start vllm without --enable-lora, or with --lora-target-modules and only modules of "
+                    "linear layers, such as qkv_proj o_proj, so that experts stay as they are"
+                )
+            raise SchemaMismatch(
+                mismatch.explain(
+                    schema,
+                    f"{len(bare):,} parameters of the model get nothing from this run's "
+                    f"{len(schema.tensors):,} tensors, such as {listed}: publish them too, or serve a model "
+                    "without them",
+                )
+            )
+        reached = {index for found in traced.regions.values() for index, _ in found}
+        reached = reached.union(*(indices for _, indices in traced.computed))
+        self._derived.prove({traced.runtimes[index].storage.data_ptr() for index in reached})
+        return traced
+
+    def share(self, traced: Trace) -> Share:
+        return share(traced)
+
+    def follow(self, mapped: WeightMap) -> None:
+        """Use a map that all ranks agreed on, from here on."""
+        self._map = mapped
+        specs = mapped.schema.by_name()
+        places = {
+            name: _place(each) for name, each in self._models[0].named_parameters(remove_duplicate=False)
+        }
+        several = {place for place, count in Counter(places.values()).items() if count > 1}
+        # Not what a draft model shares with its target: vLLM always takes the target's.
+        self.dropped = {
+            name: other for name, (alias, other) in mapped.aliases.items() if places.get(alias) in several
+        }
+        self._boxes = {
+            name: boxes(specs[name], found)
+            for name, found in mapped.regions.items()
+            if found and is_coded(specs[name].dtype)
+        }
+        # What cannot be proved must not say what a delta means either.
+        self.cut = frozenset(n for n, found in self._boxes.items() if found is None or n in mapped.partial)
+        # Other buffers may move: vLLM makes some anew, such as a cache of rotations in another dtype.
+        self._watched = {name for index in self.written() for name in mapped.runtimes[index].names}
+        self._places = self._places_now()
+        self._slots = [
+            (owner, key, tensor.data_ptr())
+            for model in self._models
+            for module_name, module in model.named_modules()
+            for owner in (module._parameters, module._buffers)
+            for key, tensor in owner.items()
+            if tensor is not None and f"{module_name}.{key}".lstrip(".") in self._watched
+        ]
+
+    @property
+    def map(self) -> WeightMap:
+        assert self._map is not None
+        return self._map
+
+    def moved(self) -> list[str]:
+        """Names of parameters and buffers whose memory is not what was traced."""
+        now = self._places_now()
+        return sorted(n for n in now.keys() | self._places.keys() if now.get(n) != self._places.get(n))
+
+    def has_moved(self) -> bool:
+        """Whether `moved` would name any, as far as can be told quickly: generation waits for the answer."""
+        return any(
+            (tensor := owner.get(key)) is None or tensor.data_ptr() != address
+            for owner, key, address in self._slots
+        )
+
+    def _places_now(self) -> dict[str, tuple[object, ...]]:
+        return {
+            f"{i}.{name}": _place(tensor)
+            for i, model in enumerate(self._models)
+            for name, tensor in _tensors(model)
+            if name in self._watched
+        }
+
+    # Reading.
+
+    def claims(self, names: Iterable[str]) -> Claims:
+        """Digest what this rank holds of these names; those that are calculated are left out."""
+        specs = self.map.schema.by_name()
+        found: dict[str, list[tuple[View, Sums]]] = {}
+        for name in names:
+            for index, region in self.map.regions.get(name, ()):
+                sums = self._sums(specs[name], index, region)
+                found.setdefault(name, []).append((region.source, sums))
+        return found
+
+    def _sums(self, spec: TensorSpec, index: int, region: Region) -> Sums:
+        flat, total = self._flat(index), Sums()
+        for part in pieces(region, PIECE):
+            held = flat.as_strided(part.target.shape, part.target.strides, part.target.offset).reshape(-1)
+            elements = narrowed(held, spec)
+            if not is_widened(held, spec):
+                total = total.plus(UNMATCHED)
+            if part.source.strides in {(), (1,)}:
+                found = state_digest.of_run(part.source.offset, elements)
+            else:
+                found = state_digest.of_elements(positions(part.source, held.device), elements)
+            total = total.plus(found)
+        return total
+
+    def serves(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether what this rank holds of a copied name is what a checkpoint tensor has there."""
+        spec, source = self.map.schema.by_name()[name], bits(tensor)
+        for index, region in self.map.regions.get(name, ()):
+            flat = self._flat(index)
+            for part in pieces(region, PIECE):
+                held = flat.as_strided(part.target.shape, part.target.strides, part.target.offset)
+                wanted = source.as_strided(part.source.shape, part.source.strides, part.source.offset)
+                if not torch.equal(held, widened(wanted.to(self.device), spec, flat)):
+                    return False
+        return True
+
+    def misplaced(self, loaded: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names of which sampled elements are not where the map says.
+
+        Args:
+            loaded: checkpoint tensors that the model was loaded from, contiguous, on the CPU.
+        """
+        random = torch.Generator().manual_seed(0)
+        specs, wrong = self.map.schema.by_name(), []
+        for name in sorted(loaded.keys() & self.map.regions.keys()):
+            spec, elements = specs[name], bits(loaded[name])
+            chosen = torch.randint(max(1, spec.num_elements), (NUM_SAMPLES,), generator=random)
+            chosen = torch.unique(chosen)[: spec.num_elements]
+            for index, region in self.map.regions[name]:
+                inside, mask, target = locate(region, chosen.to(self.device))
+                at = chosen[inside] if mask is None else chosen[inside][mask.cpu()]
+                if not torch.equal(narrowed(self._flat(index)[target], spec).cpu(), elements[at]):
+                    wrong.append(name)
+                    break
+        return wrong
+
+    def fingerprint(self) -> dict[str, str]:
+        """Digest the bits of each parameter and buffer; equal fingerprints mean equal weights."""
+        several = len(self._models) > 1
+        return {
+            (f"draft.{name}" if several and i else name): hashing.digest(raw_bytes(tensor.detach()))
+            for i, model in enumerate(self._models)
+            for name, tensor in _tensors(model)
+        }
+
+    def _tiles(self, name: str) -> Tiles:
+        """Number the tiles that this rank needs, ascending; None for all."""
+        found = self._boxes[name]
+        if found is None:
+            return None
+        tiles = tiling(self.map.schema.by_name()[name].shape)
+        return np.sort(np.concatenate([each.numbers(tiles) for each in found]))
+
+    def needs(self, spec: TensorSpec) -> Tiles:
+        """Which tiles of a coded tensor an update of what is served takes, ascending; None for all."""
+        if spec.name in self.map.computed or spec.name in self.cut:
+            return None
+        return self._tiles(spec.name) if self._boxes.get(spec.name) else np.zeros(0, dtype=np.int64)
+
+    def gathered(self, name: str) -> torch.Tensor:
+        """Return a copied name's tensor, flat, with zeros where this rank has nothing."""
+        spec = self.map.schema.by_name()[name]
+        found = torch.zeros(spec.num_elements, dtype=TORCH_DTYPES[spec.dtype], device=self.device)
+        for index, region in self.map.regions[name]:
+            flat = self._flat(index)
+            for part in pieces(region, PIECE):
+                held = flat.as_strided(part.target.shape, part.target.strides, part.target.offset)
+                goal = bits(found).as_strided(part.source.shape, part.source.strides, part.source.offset)
+                goal.copy_(narrowed(held, spec))
+        return found
+
+    def registered(self) -> set[int]:
+        """Runtimes of parameters and buffers: all that a loader may write to, but not the KV cache."""
+        names = {name for model in self._models for name, _ in _tensors(model)}
+        return {i for i, each in enumerate(self.map.runtimes) if not names.isdisjoint(each.names)}
+
+    def written(self) -> set[int]:
+        """Runtimes that any name of the checkpoint reaches."""
+        copied = {index for found in self.map.regions.values() for index, _ in found}
+        return copied.union(*(indices for _, indices in self.map.groups))
+
+    def _flat(self, index: int) -> torch.Tensor:
+        return flat(self.map.runtimes[index])
+
+    def _target_last(self) -> Sequence[torch.nn.Module]:
+        # A draft model shares the target's embedding and head, and checkpoints may have other values for
+        # those under the draft's names. vLLM loads both before it lets them share, and so keeps the target's.
+        return self._models[::-1]
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter and buffer once, under its first name in the model."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype

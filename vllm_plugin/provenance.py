@@ -1,0 +1,351 @@
+"""What is known of the memory that a loader works in: which elements of the checkpoint are where.
+
+A loader reads tensors that have shapes and no elements. `Provenance` keeps for each memory the regions of the
+checkpoint that were copied there, or the names that it was calculated from, and lists what is written to the
+model. `tracer` tells it what the loader does.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from patchstore.errors import SchemaMismatch
+from patchstore.format.records import Schema
+from patchstore.tensors.bits import TORCH_DTYPES
+from vllm_plugin.composition import boxed, compose, onto, outside
+from vllm_plugin.regions import Region, View, is_nested, normal
+from vllm_plugin.resolve import Runtime, Trace, Write, meet, resolve
+
+aten = torch.ops.aten
+
+MAX_COPIES = 1024
+"""A copy that repeats its source, or gathers runs of rows, more often than this is treated as calculated."""
+
+
+@dataclass(slots=True)
+class Node:
+    """What is known of a tensor's memory that is not the model's: checkpoint data, on its way."""
+
+    shape: tuple[int, ...]
+    """As the memory is laid out, slowest dimension first."""
+    dtype: torch.dtype
+    parts: list[tuple[str | None, Region]] = field(default_factory=list)
+    """Stored name, or None for a constant, and where its elements lie: targets are boxes of `shape`."""
+    tainted: set[str] = field(default_factory=set)
+    """Names from which it was calculated; it then has no parts."""
+    company: set[str] = field(default_factory=set)
+    """All names that the loader read before it put this together, also those of elements that are gone."""
+
+    @property
+    def whole(self) -> Region:
+        view = View.contiguous(self.shape)
+        return Region(source=view, target=view)
+
+    @property
+    def names(self) -> set[str]:
+        return {name for name, _ in self.parts if name is not None} | self.tainted
+
+    def taint(self, names: Collection[str]) -> None:
+        """Say that it was calculated, from what it held and from these names."""
+        self.tainted = self.names.union(names)
+        self.parts = [] if self.tainted else [(None, self.whole)]
+
+    def put(self, where: View, parts: Iterable[tuple[str | None, Region]]) -> bool:
+        """Note what a view of it holds from now on; False if that cannot be said, and nothing was noted."""
+        boxes = boxed(Region(source=where, target=where), self.shape)
+        found = [(name, boxed(region, self.shape)) for name, region in parts]
+        if boxes is None or any(each is None for _, each in found):
+            return False
+        for box in boxes:
+            self.parts = [
+                (name, rest) for name, part in self.parts for rest in outside(part, box.target, self.shape)
+            ]
+        self.parts += [(name, each) for name, several in found for each in several or ()]
+        return True
+
+
+class Provenance:
+    """Where the elements of all memory come from that a loader touches, and what it wrote to the model."""
+
+    def __init__(self, models: Iterable[torch.nn.Module], schema: Schema) -> None:
+        self.at = "before it read a tensor"
+        """How far the loader came, for messages."""
+        self._specs = schema.by_name()
+        self._tied = schema.tied
+        self._current: str | None = None
+        self._looked: set[str] = set()
+        """Names of which a loader has read an element as a number."""
+        self._pending: set[str] = set()
+        """Those of them that it has not used since, as far as one can see."""
+        self._nodes: dict[int, Node] = {}
+        self._made: dict[int, tuple[int, ...]] = {}
+        """Memory that a loader made for itself, and how it is laid out."""
+        self._unwritten: set[int] = set()
+        """Such memory that nothing was written to."""
+        self._known: list[StorageWeakRef] = []
+        """Keep the address of a storage from being used again, which is what tells storages apart."""
+        self._runtime: dict[int, int] = {}
+        self._writes: list[list[Write]] = []
+        self._parameters: list[list[tuple[str, View]]] = []
+        found: list[tuple[torch.UntypedStorage, torch.dtype]] = []
+        names: list[dict[str, None]] = []
+        for model in models:
+            for name, tensor in tensors_of(model):
+                index = self._runtime.setdefault(memory(tensor), len(found))
+                if index == len(found):
+                    found.append((tensor.untyped_storage(), tensor.dtype))
+                    names.append({})
+                    self._writes.append([])
+                    self._parameters.append([])
+                names[index][name] = None
+                if isinstance(tensor, torch.nn.Parameter):
+                    self._parameters[index].append((name, View.of(tensor)))
+        self.runtimes = tuple(
+            Runtime(names=tuple(called), storage=storage, dtype=dtype)
+            for called, (storage, dtype) in zip(names, found, strict=True)
+        )
+
+    def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what a loader is given: every name of the checkpoint, tied ones too."""
+        every = {name: name for name in self._specs} | dict(self._tied)
+        for name, stored in sorted(every.items()):
+            spec = self._specs[stored]
+            tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+            node = self.new_node(tensor)
+            node.parts = [(stored, node.whole)]
+            node.company = {stored}
+            self.at = f"when it had read up to {name!r} {tuple(tensor.shape)} {tensor.dtype}"
+            self._current = stored
+            yield name, tensor
+        self._current = None
+
+    # What a loader copies.
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Follow a copy. It runs only where neither side is the checkpoint's or the model's."""
+        index, node = self.index(target), self.node(source)
+        names = self.names(source)
+        if index is None:
+            if node or names or self.node(target):
+                self._into_node(target, source, names)
+            else:
+                self.wrote(target)
+                aten.copy_.default(target, source)
+            return
+        parts = self._parts(target, source, self.runtimes[index].dtype) if node else None
+        if parts is not None and sum(region.num_elements for _, region in parts) == target.numel():
+            copied = tuple(
+                (name, each) for name, region in parts if name is not None for each in normal(region)
+            )
+            self.write(index, target, copied, company=node.company if node else ())
+        else:
+            # Calculated, or partly left as the loader's memory happened to be.
+            self.write(index, target, names=names, company=node.company if node else ())
+
+    def write(
+        self,
+        index: int,
+        target: torch.Tensor,
+        parts: tuple[tuple[str, Region], ...] = (),
+        names: Collection[str] = (),
+        company: Collection[str] = (),
+    ) -> None:
+        """Record a write to the model's memory."""
+        runtime = self.runtimes[index]
+        where = View.of(target)
+        if target.element_size() != runtime.dtype.itemsize:
+            # Parts of elements: count all of them.
+            where = View.contiguous((runtime.storage.nbytes() // runtime.dtype.itemsize,))
+        if where.num_elements:
+            self._writes[index].append(
+                Write(
+                    target=where,
+                    parts=parts,
+                    names=frozenset(names),
+                    company=frozenset(company),
+                    during=self._current,
+                )
+            )
+
+    def _parts(
+        self, target: torch.Tensor, source: torch.Tensor, dtype: torch.dtype
+    ) -> list[tuple[str | None, Region]] | None:
+        """Where in the checkpoint the elements of a copy come from, or None if they were calculated.
+
+        Args:
+            dtype: of the elements of the memory that `target` is a view of.
+
+        Returns:
+            Regions whose targets are positions in `target`'s storage: not all of it where nothing was ever
+            written to parts of `source`.
+        """
+        node = self._nodes[memory(source)]
+        goal = View.of(target)
+        if node.tainted or not is_nested(goal) or not self._is_moved(node, source, target, dtype):
+            return None
+        try:
+            wide = source.expand(target.shape)
+        except RuntimeError as exc:
+            raise SchemaMismatch(
+                f"the model's loader failed {self.at}: it copies {tuple(source.shape)} "
+                f"to {tuple(target.shape)}"
+            ) from exc
+        view = View.of(wide)
+        if math.prod(n for n, s in zip(view.shape, view.strides, strict=True) if s == 0) > MAX_COPIES:
+            return None
+        found: list[tuple[str | None, Region]] = []
+        for name, region in node.parts:
+            if region.source == region.target and region.num_elements == math.prod(node.shape):
+                # All of a tensor as the checkpoint has it, so that its positions are the checkpoint's.
+                parts: list[Region] | None = [Region(source=view, target=goal)]
+            else:
+                parts = compose(view, [region], node.shape)
+                parts = parts and [onto(part, goal) for part in parts]
+            if parts is None:
+                return None
+            if name is None:
+                parts = [Region(source=part.target, target=part.target) for part in parts]
+            found += [(name, part) for part in parts]
+        return found
+
+    def _is_moved(self, node: Node, source: torch.Tensor, target: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether a copy moves bits as they are, or widens bfloat16, which is the upper half of float32."""
+        if source.element_size() != node.dtype.itemsize or target.element_size() != dtype.itemsize:
+            return False
+        if source.dtype == target.dtype:
+            return True
+        is_widened = source.dtype == torch.bfloat16 and target.dtype == torch.float32
+        return is_widened and all(self._specs[name].dtype == "BF16" for name in node.names)
+
+    def _into_node(self, target: torch.Tensor, source: torch.Tensor, names: Collection[str]) -> None:
+        """Follow a copy into memory of the loader's own."""
+        node = self.node(target) or self.adopted(target)
+        if origin := self.node(source):
+            node.company |= origin.company
+            parts = self._parts(target, source, node.dtype)
+        else:
+            parts = constant(target) if not names else None
+        is_known = parts is not None and not node.tainted and target.element_size() == node.dtype.itemsize
+        if not is_known or not node.put(View.of(target), parts or ()):
+            node.taint(names)
+
+    # Numbers that a loader reads.
+
+    def read_number(self, tensor: torch.Tensor) -> None:
+        """Note that a loader reads an element of a tensor as a number."""
+        names = self.company([tensor]).union(self.names(tensor))
+        self._pending |= names
+        self._looked |= names
+
+    def blamed(self, is_unknown: bool) -> Collection[str]:
+        """Names that a constant may have been calculated from, by way of numbers."""
+        if not is_unknown:
+            return set(self._pending)
+        names = set(self._pending or self._looked)
+        self._pending.clear()
+        return names
+
+    # Which memory a tensor is in, and what is known of it.
+
+    def index(self, tensor: torch.Tensor) -> int | None:
+        """The number of the model's memory that a tensor is in; None if it is not the model's."""
+        return self._runtime.get(memory(tensor))
+
+    def node(self, tensor: torch.Tensor) -> Node | None:
+        return self._nodes.get(memory(tensor))
+
+    def names(self, tensor: torch.Tensor) -> Collection[str]:
+        """Names whose elements are in a tensor, or that it was calculated from."""
+        node, index = self.node(tensor), self.index(tensor)
+        if node is not None:
+            return node.names
+        if index is not None:
+            writes = [write for write in self._writes[index] if write.parts or write.names]
+            where = View.of(tensor)
+            return {name for write in writes if meet(write.target, where) for name in write.sources}
+        if not self._looked or tensor.is_meta:
+            return self.blamed(False)
+        return self.blamed(tensor.is_floating_point() and bool(tensor.isnan().any()))
+
+    def company(self, tensors: Iterable[torch.Tensor]) -> set[str]:
+        """See `Node.company`; of all the tensors together."""
+        nodes = (self.node(tensor) for tensor in tensors)
+        return {name for node in nodes if node is not None for name in node.company}
+
+    def is_unknown(self, tensor: torch.Tensor) -> bool:
+        """Whether its elements are, or may come from, the checkpoint's."""
+        return self.node(tensor) is not None or (self.index(tensor) is not None and bool(self.names(tensor)))
+
+    def wrote(self, target: torch.Tensor) -> None:
+        """Note that a loader wrote something to memory that it made for itself."""
+        self._unwritten.discard(memory(target))
+
+    def taint(self, tensor: torch.Tensor, names: Collection[str]) -> None:
+        """See `Node.taint`; the tensor's memory must have a node."""
+        self._nodes[memory(tensor)].taint(names)
+
+    def note(self, made: Iterable[torch.Tensor], written: Iterable[torch.Tensor], *, is_empty: bool) -> None:
+        """Remember memory that a loader made for itself, in case it puts elements of the checkpoint there.
+
+        Args:
+            is_empty: whether nothing was written to what was made.
+        """
+        for tensor in written:
+            self.wrote(tensor)
+        for tensor in made:
+            if memory(tensor) not in self._made and self.index(tensor) is None:
+                self._made[memory(tensor)] = _layout(tensor)
+                self._known.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+                if is_empty:
+                    self._unwritten.add(memory(tensor))
+
+    def new_node(self, tensor: torch.Tensor) -> Node:
+        node = self._nodes[memory(tensor)] = Node(shape=_layout(tensor), dtype=tensor.dtype)
+        self._known.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+        return node
+
+    def adopted(self, tensor: torch.Tensor) -> Node:
+        """Follow memory from now on that held constants so far, or nothing."""
+        node = self.new_node(tensor)
+        shape = self._made.get(memory(tensor), node.shape)
+        if math.prod(shape) == math.prod(node.shape):
+            node.shape = shape
+        if memory(tensor) not in self._unwritten:
+            node.parts = [(None, node.whole)]
+        return node
+
+    def result(self) -> Trace:
+        """Say what came of it."""
+        return resolve(self.runtimes, self._writes, self._parameters, frozenset(self._specs))
+
+
+def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything that a loader may write to: parameters, buffers, and tensors that are plain attributes."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield (f"{path}.{name}" if path else name), value
+
+
+def constant(target: torch.Tensor) -> list[tuple[str | None, Region]]:
+    """What is put into a tensor that is set to a constant."""
+    where = View.of(target)
+    return [(None, Region(source=where, target=where))]
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """Identify the storage that a tensor is a view of."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor's memory, slowest dimension first."""
+    dims = sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: (-dim[1], dim[0] == 1))
+    shape = tuple(n for n, _ in dims)
+    num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return shape if math.prod(shape) == num_elements else (num_elements,)
