@@ -33,7 +33,7 @@ def test_a_seed_draws_the_same_calls_of_every_kind_and_of_no_other_method() -> N
             json.dumps(call.body)
 
 
-RANK = dict.fromkeys(fuzz_server._ALIKE) | {"held": 1, "asleep": False, "half_applied": False}
+RANK = dict.fromkeys(fuzz_server._ALIKE) | {"serving": 1, "asleep": False, "half_applied": False}
 
 
 class Server:
@@ -44,7 +44,7 @@ class Server:
         self._ranks = tuple({"rank": i} | RANK | each for i, each in enumerate(ranks))
 
     def status(self) -> SimpleNamespace:
-        held = {rank["held"] for rank in self._ranks}
+        held = {rank["serving"] for rank in self._ranks}
         return SimpleNamespace(
             ranks=self._ranks, half_applied=False, store="run", serving=held.pop() if len(held) == 1 else None
         )
@@ -68,7 +68,7 @@ def test_ranks_that_say_the_same_are_as_they_should_be(fuzz: Fuzz) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"held": 2}, {"staged": 3}, {"half_applied": True}, {"update_open": True}, {"rank": 0}]
+    "wrong", [{"serving": 2}, {"staged": 3}, {"half_applied": True}, {"update_open": True}, {"rank": 0}]
 )
 def test_ranks_that_differ_are_noticed(fuzz: Fuzz, wrong: dict[str, Any]) -> None:
     fuzz._check(Server({}, wrong), 0)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from patchstore.errors import CorruptObject, HalfApplied, StateMismatch, UsageError
 from patchstore.kernels import are_usable
 from vllm_plugin.arguments import keywords
-from vllm_plugin.mapping import Growth
+from vllm_plugin.mapping import StagedSums
 from vllm_plugin.opening import Opening
 from vllm_plugin.post_load import Derived
 from vllm_plugin.rank_engine import InitInfo, RankEngine, UpdateInfo
@@ -225,7 +225,7 @@ class DeltaWeightTransferEngine(RankEngine):
                 self.updater.drop()
             self._fail(failures)
 
-    def _stage(self, given: Mapping[str, Any]) -> Growth:
+    def _stage(self, given: Mapping[str, Any]) -> StagedSums:
         known = keywords("update_info", given, {"version": int, "switch": str}, required={"version"})
         if not self.update_open:
             raise UsageError("start_weight_update must be called before update_weights")
@@ -240,8 +240,8 @@ class DeltaWeightTransferEngine(RankEngine):
         if updater.held is None:
             return failures
         try:
-            claims = self._together(updater.claims)
-            self._together(lambda: updater.check_served(claims))
+            slice_sums = self._together(updater.slice_sums)
+            self._together(lambda: updater.check_served(slice_sums))
         except RanksFailed as failed:
             if any(each.kind == StateMismatch.kind for each in failed.failures):
                 updater.mark_half_applied()
@@ -262,8 +262,8 @@ class DeltaWeightTransferEngine(RankEngine):
             self._together(self._apply)
             updater = self._opened()
             if updater.replaces_all:
-                claims = self._together(updater.claims)
-                self._together(lambda: updater.verify_written(claims))
+                slice_sums = self._together(updater.slice_sums)
+                self._together(lambda: updater.verify_written(slice_sums))
         except RanksFailed as failed:
             failures = failed.failures
             if self.updater is not None:
@@ -328,7 +328,8 @@ class DeltaWeightTransferEngine(RankEngine):
         """See `DeltaWorkerExtension.delta_sums`. Never raises: other ranks would be misunderstood."""
         updater = self.updater
         if updater is None or self.is_asleep:
-            return {"held": None, "num_applied": 0, "next": None, "sums": {}, "computed": [], "unproved": []}
+            nothing: dict[str, Any] = {"sums": {}, "computed": [], "unverified": []}
+            return {"serving": None, "num_applied": 0, "next": None} | nothing
         return updater.sums(first, num_elements)
 
     def _can_stage(self) -> bool:

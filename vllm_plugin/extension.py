@@ -78,7 +78,7 @@ class DeltaWorkerExtension:
             "draft": engine.draft,
             "store": None if updater is None else updater.store.url,
             "run_id": None if updater is None else updater.header.run_id,
-            "held": None if held is None else held.version,
+            "serving": None if held is None else held.version,
             "parent": None if held is None else held.parent,
             "step": None if held is None else held.step,
             "state_digest": None if held is None else held.state.total,
@@ -145,7 +145,7 @@ class DeltaWorkerExtension:
             `held`, `num_applied` (grows with every update: parts with different ones do not belong together),
             `next` (where to go on, None at the end), and `sums`: per name, `[slice, 32 hex digits]` for each
             slice that this rank holds. Equal slices are equal lists. Names that vLLM calculates from are in
-            `computed`, those that no rank holds in full in `unproved`; neither has sums.
+            `computed`, those that no rank holds in full in `unverified`; neither has sums.
         """
         return self._delta_engine().sums(first, num_elements)
 

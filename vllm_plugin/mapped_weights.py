@@ -16,7 +16,7 @@ from patchstore.format.records import Schema, TensorSpec
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, bits, raw_bytes
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.mapping import Claims, Share, WeightMap, share
+from vllm_plugin.mapping import RankSlices, SliceSums, WeightMap, share
 from vllm_plugin.post_load import Derived
 from vllm_plugin.regions import Region, View, locate, pieces, positions
 from vllm_plugin.runtime_bits import PIECE, UNMATCHED, flat, is_widened, narrowed, widened
@@ -96,7 +96,7 @@ class MappedWeights:
         self._derived.prove({traced.runtimes[index].storage.data_ptr() for index in reached})
         return traced
 
-    def share(self, traced: Trace) -> Share:
+    def share(self, traced: Trace) -> RankSlices:
         return share(traced)
 
     def follow(self, mapped: WeightMap) -> None:
@@ -157,7 +157,7 @@ class MappedWeights:
 
     # Reading.
 
-    def claims(self, names: Iterable[str]) -> Claims:
+    def slice_sums(self, names: Iterable[str]) -> SliceSums:
         """Digest what this rank holds of these names; those that are calculated are left out."""
         specs = self.map.schema.by_name()
         found: dict[str, list[tuple[View, Sums]]] = {}

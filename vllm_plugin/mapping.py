@@ -19,12 +19,12 @@ from vllm_plugin.trace import Trace
 SumsArray = np.ndarray[Any, np.dtype[np.uint64]]
 """[num, 2]: both digest sums of so many things."""
 
-Claims = Mapping[str, Sequence[tuple[View, Sums]]]
+SliceSums = Mapping[str, Sequence[tuple[View, Sums]]]
 """What a rank says of its weights: per name, the digest sums of each slice that it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class RankSlices:
     """What one rank tells the others about its map."""
 
     slices: Mapping[str, tuple[View, ...]]
@@ -34,7 +34,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Growth:
+class StagedSums:
     """What a rank says of a change: digest sums of the elements that it replaces, by slice.
 
     Arrays, as ranks tell each other while generation waits, of 18,867 names in a model that has so many.
@@ -46,7 +46,7 @@ class Growth:
     after: SumsArray
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[int, Sums, Sums]]) -> "Growth":
+    def of(cls, rows: Sequence[tuple[int, Sums, Sums]]) -> "StagedSums":
         """Join slices, and their sums before and after."""
         return cls(
             np.array([row[0] for row in rows], dtype=np.int64),
@@ -54,8 +54,8 @@ class Growth:
             np.array([row[2] for row in rows], dtype=np.uint64).reshape(-1, 2),
         )
 
-    def joined(self, other: "Growth") -> "Growth":
-        return Growth(
+    def joined(self, other: "StagedSums") -> "StagedSums":
+        return StagedSums(
             np.concatenate([self.slices, other.slices]),
             np.concatenate([self.before, other.before]),
             np.concatenate([self.after, other.after]),
@@ -65,7 +65,7 @@ class Growth:
 class WeightMap:
     """One rank's trace, after all ranks agreed on what it means."""
 
-    def __init__(self, schema: Schema, trace: Trace, shares: Sequence[Share]) -> None:
+    def __init__(self, schema: Schema, trace: Trace, shares: Sequence[RankSlices]) -> None:
         """Agree.
 
         Args:
@@ -119,7 +119,7 @@ class WeightMap:
         """Return a slice's number, the same in all ranks; a calculated name has one slice, all of it."""
         return self._numbers[name, view]
 
-    def grown(self, changes: Sequence[Growth]) -> SumsArray:
+    def sum_staged(self, changes: Sequence[StagedSums]) -> SumsArray:
         """Add up what a change does to each tensor of the schema, each slice once.
 
         Args:
@@ -173,7 +173,7 @@ class WeightMap:
         indices = {index for names, written in trace.computed if names & group for index in written}
         return indices | {index for name in group for index, _ in trace.regions.get(name, ())}
 
-    def total(self, claims: Sequence[Claims]) -> dict[str, Sums]:
+    def total(self, slice_sums: Sequence[SliceSums]) -> dict[str, Sums]:
         """Add up what all ranks claim, each slice once.
 
         Returns:
@@ -183,9 +183,9 @@ class WeightMap:
             StateMismatch: ranks differ in a slice that both hold.
         """
         totals: dict[str, Sums] = {}
-        for name in sorted({name for each in claims for name in each} - self.partial):
+        for name in sorted({name for each in slice_sums for name in each} - self.partial):
             slices: dict[View, Sums] = {}
-            for each in claims:
+            for each in slice_sums:
                 for view, sums in each.get(name, ()):
                     if slices.setdefault(view, sums) != sums:
                         raise StateMismatch(f"copies of {name!r} in this server differ from each other")
@@ -196,9 +196,9 @@ class WeightMap:
         return totals
 
 
-def share(trace: Trace) -> Share:
+def share(trace: Trace) -> RankSlices:
     """Return what the other ranks need to know of this rank's trace."""
-    return Share(
+    return RankSlices(
         slices={
             name: tuple({region.source: None for _, region in found}) for name, found in trace.regions.items()
         },

@@ -17,7 +17,7 @@ from patchstore.read.host_cache import MAX_BYTES, HostCache
 from patchstore.stores import open_store
 from vllm_plugin.arguments import keywords
 from vllm_plugin.identify import Contents, read_folder
-from vllm_plugin.mapping import Claims, Share
+from vllm_plugin.mapping import RankSlices, SliceSums
 from vllm_plugin.permission import check_scratch, check_store, unquoted
 from vllm_plugin.ranks import Failure, RanksFailed
 from vllm_plugin.trace import Trace
@@ -118,9 +118,9 @@ class Opening:
         self._together(self._begin)
         yield self._open
         shares = self._together(self._share)
-        claims = yield lambda: self._survey(shares)
-        assert claims is not None
-        found = yield lambda: self._opened().find(claims)
+        slice_sums = yield lambda: self._survey(shares)
+        assert slice_sums is not None
+        found = yield lambda: self._opened().find(slice_sums)
         assert found is not None
         version = found[0]
         yield lambda: self._read(version)
@@ -145,18 +145,18 @@ class Opening:
             store.close()
             raise
 
-    def _share(self) -> Share:
+    def _share(self) -> RankSlices:
         self._traced = self._opened().trace()
         return self._weights().share(self._traced)
 
-    def _survey(self, shares: Sequence[Share]) -> Claims:
+    def _survey(self, shares: Sequence[RankSlices]) -> SliceSums:
         """Use the map that comes of all ranks' shares, and digest what is served."""
         updater = self._opened()
         with torch.no_grad():
             updater.follow(self._traced, shares)
             if self._folder is not None:
                 updater.check_map(read_folder(self._folder, updater.schema))
-            return updater.claims()
+            return updater.slice_sums()
 
     def _read(self, version: int | None) -> None:
         self._contents = self._opened().read(version)

@@ -24,10 +24,10 @@ from patchstore.stores.base import Store
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TensorPatch, bits
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.change import Change
 from vllm_plugin.identify import Contents, sums_array
-from vllm_plugin.mapping import Claims, Growth, SumsArray, WeightMap
+from vllm_plugin.mapping import SliceSums, StagedSums, SumsArray, WeightMap
 from vllm_plugin.regions import View
+from vllm_plugin.staged_write import StagedWrite
 from vllm_plugin.weights import LiveWeights
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Staged:
     plan: Plan
     anchor: Mapping[str, torch.Tensor]
     """Every tensor of the anchor that it starts from; empty where it starts from the held version."""
-    change: Change
+    change: StagedWrite
     """What the deltas change, of the names that are copied."""
     computed: dict[str, torch.Tensor]
     """Every calculated name that changes, and those loaded with it, in full."""
@@ -136,14 +136,14 @@ class RankWeights:
             self.is_map_proved = True
         return same
 
-    def check_served(self, claims: Sequence[Claims], version: int) -> None:
+    def check_served(self, slice_sums: Sequence[SliceSums], version: int) -> None:
         """Check that all ranks together still serve the held version.
 
         Raises:
             StateMismatch: they do not: something else wrote to the weights.
         """
         assert self._recorded is not None
-        if wrong := self._differing(self._map.total(claims), self._recorded):
+        if wrong := self._differing(self._map.total(slice_sums), self._recorded):
             raise StateMismatch(
                 f"{len(wrong)} tensors of the live weights are no longer those of version {version}, "
                 f"such as {wrong[0]!r}: something else wrote to them; the next update starts from an anchor"
@@ -244,16 +244,16 @@ class RankWeights:
             saved=self.live.save(written),
         )
 
-    def changes(self, staged: Staged) -> Growth:
+    def changes(self, staged: Staged) -> StagedSums:
         """Digest the elements that are staged, as they are on this rank and as they would be."""
         specs = self._schema.by_name()
         computed = [
             (self._map.number(name, View.contiguous(specs[name].shape)), sums, staged.after[name])
             for name, sums in staged.before.items()
         ]
-        return staged.change.growth.joined(Growth.of(computed))
+        return staged.change.staged_sums.joined(StagedSums.of(computed))
 
-    def verify(self, staged: Staged, told: Sequence[Growth]) -> None:
+    def verify(self, staged: Staged, told: Sequence[StagedSums]) -> None:
         """Check that what is staged leads from the held version to its target.
 
         An update from an anchor is verified when it is written, by `verify_written`.
@@ -267,7 +267,7 @@ class RankWeights:
         if staged.plan.anchor is not None:
             return
         assert self._recorded is not None
-        sums = self._recorded + self._map.grown(told)
+        sums = self._recorded + self._map.sum_staged(told)
         wrong = (sums != staged.recorded).any(axis=1) & self._map.is_proved
         if wrong.any():
             names = [self._schema.tensors[i].name for i in wrong.nonzero()[0][:3]]
@@ -314,14 +314,14 @@ class RankWeights:
         self.live.derive()
         _wait_for(self.live.device)
 
-    def verify_written(self, staged: Staged, claims: Sequence[Claims]) -> None:
+    def verify_written(self, staged: Staged, slice_sums: Sequence[SliceSums]) -> None:
         """Check that all ranks together serve the version that was written.
 
         Raises:
             StateMismatch: they do not.
         """
         mapped = self._map
-        sums = mapped.total(claims) | {
+        sums = mapped.total(slice_sums) | {
             name: state_digest.of_tensor(each) for name, each in staged.computed.items()
         }
         unknown = {spec.name for spec in self._schema.tensors} - mapped.partial - mapped.absent - sums.keys()

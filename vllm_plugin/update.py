@@ -21,7 +21,7 @@ from patchstore.read.host_cache import HostCache
 from patchstore.stores.base import Store
 from patchstore.support import host
 from vllm_plugin.identify import Contents, find_version, read_contents, sums_array
-from vllm_plugin.mapping import Claims, Growth, Share, WeightMap
+from vllm_plugin.mapping import RankSlices, SliceSums, StagedSums, WeightMap
 from vllm_plugin.rank_weights import RankWeights, Staged
 from vllm_plugin.trace import Trace
 from vllm_plugin.weights import LiveWeights
@@ -84,13 +84,13 @@ class Updater(Update[Staged]):
         """Trace the models' loaders. Raises as `LiveWeights.trace`."""
         return self._live.trace(self.schema)
 
-    def follow(self, traced: Trace, shares: Sequence[Share]) -> None:
+    def follow(self, traced: Trace, shares: Sequence[RankSlices]) -> None:
         """Use the map that comes of all ranks' shares."""
         self._live.follow(WeightMap(self.schema, traced, shares))
 
-    def claims(self) -> Claims:
+    def slice_sums(self) -> SliceSums:
         """Digest all that this rank serves of the run."""
-        return self._live.claims(sorted(self.map.regions))
+        return self._live.slice_sums(sorted(self.map.regions))
 
     def check_map(self, loaded: Mapping[str, torch.Tensor]) -> None:
         """Compare some elements of the live weights with the checkpoint that vLLM loaded them from.
@@ -106,10 +106,10 @@ class Updater(Update[Staged]):
                 "checkpoint's files are others than when the server started: start it again"
             )
 
-    def find(self, claims: Sequence[Claims]) -> int | None:
+    def find(self, slice_sums: Sequence[SliceSums]) -> int | None:
         """Return the version that all ranks together serve, or None."""
         try:
-            sums = self.map.total(claims)
+            sums = self.map.total(slice_sums)
         except StateMismatch:
             return None
         # What is served for a name that has no tensor of its own is known too.
@@ -217,23 +217,23 @@ class Updater(Update[Staged]):
         if not future.cancelled() and future.exception() is None:
             self.weights.release(future.result())
 
-    def changes(self) -> Growth:
+    def changes(self) -> StagedSums:
         """Digest the elements that are staged, as they are on this rank and as they would be."""
         assert self.staged is not None
         return self.weights.changes(self.staged)
 
     # What is served.
 
-    def check_served(self, claims: Sequence[Claims]) -> None:
+    def check_served(self, slice_sums: Sequence[SliceSums]) -> None:
         """Check that all ranks together still serve the held version. Raises as `RankWeights`."""
         assert self.version is not None
-        self.weights.check_served(claims, self.version)
+        self.weights.check_served(slice_sums, self.version)
 
-    def verify_written(self, claims: Sequence[Claims]) -> None:
+    def verify_written(self, slice_sums: Sequence[SliceSums]) -> None:
         """Check that all ranks together serve what `apply` wrote. Raises as `RankWeights`."""
         assert self.staged is not None
         began = time.monotonic()
-        self.weights.verify_written(self.staged, claims)
+        self.weights.verify_written(self.staged, slice_sums)
         self.timings["verify"] = time.monotonic() - began
 
     def sums(self, first: int, num_elements: int) -> dict[str, Any]:
@@ -245,18 +245,18 @@ class Updater(Update[Staged]):
             )
             at += 1
         names = [spec.name for spec in self.schema.tensors[first:at]]
-        for name, slices in self._live.claims(names).items():
+        for name, slices in self._live.slice_sums(names).items():
             if name in mapped.proved:
                 found[name] = [
                     [[view.offset, *view.shape, *view.strides], sums.hex()] for view, sums in slices
                 ]
         return {
-            "held": self.version,
+            "serving": self.version,
             "num_applied": self.num_applied,
             "next": at if at < len(self.schema.tensors) else None,
             "sums": found,
             "computed": sorted(mapped.computed),
-            "unproved": sorted(mapped.partial | mapped.absent),
+            "unverified": sorted(mapped.partial | mapped.absent),
         }
 
     def close(self) -> None:

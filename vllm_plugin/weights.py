@@ -14,25 +14,25 @@ from patchstore.read.deltas import Deltas
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TensorPatch, bits
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.change import Change, Scatter
 from vllm_plugin.mapped_weights import MappedWeights
-from vllm_plugin.mapping import Growth
+from vllm_plugin.mapping import StagedSums
 from vllm_plugin.regions import locate, pieces
 from vllm_plugin.runtime_bits import PIECE, UNMATCHED, is_widened, narrowed, widened
+from vllm_plugin.staged_write import Scatter, StagedWrite
 from vllm_plugin.trace import same_parameters
 
 
 class LiveWeights(MappedWeights):
     """The weights of one rank, and what changes them."""
 
-    def stage(self, patches: Iterable[TensorPatch], *, keep_old: bool) -> Change:
+    def stage(self, patches: Iterable[TensorPatch], *, keep_old: bool) -> StagedWrite:
         """Translate patches of copied names to this rank's memory, and read what they replace.
 
         Args:
             keep_old: whether to digest and keep what is there now.
         """
         specs = self.map.schema.by_name()
-        change = Change()
+        change = StagedWrite()
         parts: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
         sums: list[tuple[int, Sums, Sums]] = []
         for patch in patches:
@@ -58,12 +58,12 @@ class LiveWeights(MappedWeights):
         for index, found in parts.items():
             where, new, old = (torch.cat(each) for each in zip(*found, strict=True))
             change.scatters[index] = Scatter(positions=where, new=new, old=old)
-        change.growth = Growth.of(sums)
+        change.staged_sums = StagedSums.of(sums)
         return change
 
     def stage_deltas(
         self, deltas: Deltas, names: Sequence[str], base: Mapping[str, torch.Tensor], *, keep_old: bool
-    ) -> Change:
+    ) -> StagedWrite:
         """`stage` what deltas come to for some names.
 
         Args:
@@ -86,14 +86,14 @@ class LiveWeights(MappedWeights):
         """Do what the block says beside what the device is busy with, and wait for it at its end."""
         return nullcontext()
 
-    def overwritten(self, change: Change) -> str | None:
+    def overwritten(self, change: StagedWrite) -> str | None:
         """Name a parameter that no longer has what a change would replace; None where all have."""
         for index, each in change.scatters.items():
             if not torch.equal(self._flat(index).index_select(0, each.positions), each.old):
                 return self.map.runtimes[index].names[0]
         return None
 
-    def scatter(self, change: Change) -> None:
+    def scatter(self, change: StagedWrite) -> None:
         """Write a change, and read it back.
 
         Raises:
@@ -106,7 +106,7 @@ class LiveWeights(MappedWeights):
             if not torch.equal(flat.index_select(0, each.positions), each.new):
                 raise LoadFailed(f"{self.map.runtimes[index].names[0]!r} did not keep what was written to it")
 
-    def gather_back(self, change: Change) -> None:
+    def gather_back(self, change: StagedWrite) -> None:
         """Put back what a change replaced, and check that it is there. Raises as `scatter`."""
         for each in change.scatters.values():
             each.new, each.old = each.old, each.new

@@ -25,11 +25,11 @@ from patchstore.kernels.segments import Column, Kind
 from patchstore.read.deltas import Deltas
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, unsigned
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.change import Change
 from vllm_plugin.decode_gpu import Patch, Places, decode
-from vllm_plugin.mapping import Claims, Growth, WeightMap
+from vllm_plugin.mapping import SliceSums, StagedSums, WeightMap
 from vllm_plugin.merge_gpu import Merger
 from vllm_plugin.regions import Region, View
+from vllm_plugin.staged_write import StagedWrite
 from vllm_plugin.stored_gpu import decode_coded, jobs_of, num_tiles, send_gaps, table_on
 from vllm_plugin.upload import send
 from vllm_plugin.weights import LiveWeights
@@ -49,7 +49,7 @@ class _Segment(NamedTuple):
 
 
 @dataclass(slots=True)
-class Exchanges(Change):
+class Exchanges(StagedWrite):
     """A change of all tensors at once."""
 
     parts: list[tuple[Sequence[_Segment], Exchange]] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Exchanges(Change):
     def add(self, other: "Exchanges") -> None:
         """Take a change of other elements over."""
         self.parts += other.parts
-        self.growth = self.growth.joined(other.growth)
+        self.staged_sums = self.staged_sums.joined(other.staged_sums)
 
 
 class DeviceWeights(LiveWeights):
@@ -158,7 +158,7 @@ class DeviceWeights(LiveWeights):
 
     # Reading.
 
-    def claims(self, names: Iterable[str]) -> Claims:
+    def slice_sums(self, names: Iterable[str]) -> SliceSums:
         names = [name for name in names if name in self._segments]
         is_all = len(names) == len(self._segments)
         tables = self._all if is_all else None
@@ -167,11 +167,11 @@ class DeviceWeights(LiveWeights):
         if is_all:
             self._all = tables
         results = [digest.digest(kind, table, jobs) for _, kind, table, jobs in tables]
-        claims: dict[str, list[tuple[View, Sums]]] = {}
+        slice_sums: dict[str, list[tuple[View, Sums]]] = {}
         for (segments, _, _, _), sums in zip(tables, results, strict=True):
             for each, (first, second, strange) in zip(segments, sums.tolist(), strict=True):
-                claims.setdefault(each.name, []).append((each.source, _sums(first, second, strange)))
-        return claims
+                slice_sums.setdefault(each.name, []).append((each.source, _sums(first, second, strange)))
+        return slice_sums
 
     def _blocks(
         self, kind: Kind, segments: Sequence[_Segment]
@@ -220,7 +220,7 @@ class DeviceWeights(LiveWeights):
         idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + idle
 
-    def stage(self, patches: Iterable[TensorPatch], *, keep_old: bool) -> Change:
+    def stage(self, patches: Iterable[TensorPatch], *, keep_old: bool) -> StagedWrite:
         wanted = [patch for patch in patches if self._segments.get(patch.name)]
         lists = [each for patch in wanted for each in (patch.indices, bits(patch.values))]
         lists = send(lists, self.device)
@@ -232,7 +232,7 @@ class DeviceWeights(LiveWeights):
 
     def stage_deltas(
         self, deltas: Deltas, names: Sequence[str], base: Mapping[str, torch.Tensor], *, keep_old: bool
-    ) -> Change:
+    ) -> StagedWrite:
         versions = deltas.stored()
         if versions is None:
             return super().stage_deltas(deltas, names, base, keep_old=keep_old)
@@ -296,7 +296,7 @@ class DeviceWeights(LiveWeights):
             before[:, 0] += num_strange > 0
             if keep_old:
                 slices = np.array([segment.number for segment in found], dtype=np.int64)
-                change.growth = change.growth.joined(Growth(slices, before, after))
+                change.staged_sums = change.staged_sums.joined(StagedSums(slices, before, after))
         return change
 
     def _by_kind_and_width(self, patches: Mapping[str, Patch]) -> dict[tuple[Kind, int], list[_Segment]]:
@@ -310,11 +310,11 @@ class DeviceWeights(LiveWeights):
 
     # Writing.
 
-    def overwritten(self, change: Change) -> str | None:
+    def overwritten(self, change: StagedWrite) -> str | None:
         # `scatter` finds out, as it reads what it replaces anyway.
         return None
 
-    def scatter(self, change: Change) -> None:
+    def scatter(self, change: StagedWrite) -> None:
         """Write a change in one pass, which also keeps what it replaces.
 
         It is not read back here: that took a third of the time, while generation waits. No two elements of a
@@ -329,7 +329,7 @@ class DeviceWeights(LiveWeights):
         if wrong is not None and change.keeps_old:
             raise StateMismatch(f"something wrote to {wrong!r} after this version was staged")
 
-    def gather_back(self, change: Change) -> None:
+    def gather_back(self, change: StagedWrite) -> None:
         """Put back what a change replaced, and check that it is there.
 
         Raises:

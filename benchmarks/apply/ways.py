@@ -16,7 +16,7 @@ from benchmarks.support.trainer import Step, Trainer
 from patchstore.tensors.bits import TensorPatch
 
 if TYPE_CHECKING:
-    from vllm_plugin.change import Change
+    from vllm_plugin.staged_write import StagedWrite
     from vllm_plugin.update import Updater
     from vllm_plugin.weights import LiveWeights
 
@@ -54,7 +54,7 @@ class Prepared:
     step: Step
     patches: Sequence[TensorPatch]
     """On the model's device."""
-    undo: "Change"
+    undo: "StagedWrite"
     """Restores the version before."""
 
 
@@ -100,7 +100,7 @@ class Server:
             "num_mapped": len(names),
             "num_runtimes": len(self._live.map.runtimes),
             "trace_s": trace_s,
-            "digest_s": self._median(lambda: self._live.claims(names)),
+            "digest_s": self._median(lambda: self._live.slice_sums(names)),
             **row,
         }
 

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield one row.
 
     Raises:
-        SystemExit: after the row, with the claims that failed.
+        SystemExit: after the row, with the slice_sums that failed.
     """
     if not args.stub and importlib.util.find_spec("vllm") is None:
         raise SystemExit("this benchmark runs vLLM, and it is not installed here; --stub does without")
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 class Chaos:
-    """The three parts, and the claims about them."""
+    """The three parts, and the slice_sums about them."""
 
     def __init__(self, args: argparse.Namespace, where: Place, folder: Path) -> None:
         """Prepare; nothing is started yet."""
@@ -165,7 +165,7 @@ class Chaos:
             self._store.close()
 
     def tell(self) -> tuple[dict[str, Any], list[str]]:
-        """Kill, wait for recovery, and check the claims; return the row and the claims that failed.
+        """Kill, wait for recovery, and check the slice_sums; return the row and the slice_sums that failed.
 
         Raises:
             RuntimeError: a part ended without a kill.
@@ -221,7 +221,7 @@ class Chaos:
             if part is not but:
                 part.check_alive()
 
-    # The claims.
+    # The slice_sums.
 
     def _claims(self, server: VllmServer) -> Iterator[tuple[str, bool]]:
         stored, final = self._journal.stored, self._journal.final
@@ -273,7 +273,7 @@ class Chaos:
         answer = httpx.post(f"{self._url}/v1/completions", json=request, timeout=120)
         return answer.is_success and server.weight_version() in {None, str(version)}
 
-    def _row(self, killed_s: float, claims: Mapping[str, bool]) -> dict[str, Any]:
+    def _row(self, killed_s: float, slice_sums: Mapping[str, bool]) -> dict[str, Any]:
         journal = self._journal
         kills = Counter(kill.victim for kill in journal.kills)
         row: dict[str, Any] = {
@@ -295,8 +295,8 @@ class Chaos:
                 f"{part.name}_recover_max_s": max(seconds, default=None),
             }
         row |= {
-            "proved": [claim for claim, is_so in claims.items() if is_so],
-            "failed": [claim for claim, is_so in claims.items() if not is_so],
+            "proved": [claim for claim, is_so in slice_sums.items() if is_so],
+            "failed": [claim for claim, is_so in slice_sums.items() if not is_so],
             "cores": os.cpu_count(),
             **versions(),
         }

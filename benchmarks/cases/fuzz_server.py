@@ -40,7 +40,7 @@ _CALL_S = 180.0
 _ANSWER_S = 3.0
 """Seconds to wait for a completion: a paused server does not answer."""
 _ALIKE = (
-    *("initialised", "asleep", "store", "run_id", "held", "parent", "state_digest", "staged"),
+    *("initialised", "asleep", "store", "run_id", "serving", "parent", "state_digest", "staged"),
     *("update_open", "switch", "half_applied"),
 )
 """Fields of the status that must be equal in both ranks."""
@@ -163,7 +163,7 @@ class Fuzz:
                         staged = call.version
                         self._expect(http, call, "staged", staged)
                     elif call.path == "/finish_weight_update":
-                        self._expect(http, call, "held", staged)
+                        self._expect(http, call, "serving", staged)
 
     def _send(self, http: httpx.Client, call: Call) -> bool:
         """Send a call; return whether it succeeded."""

@@ -71,8 +71,8 @@ class WeightServer(StubServer):
                 name: [[_whole(tensor), state_digest.of_tensor(tensor).hex()]]
                 for name, tensor in weights.items()
             }
-            rest: dict[str, Any] = {"next": None, "computed": [], "unproved": []}
-            return [{"held": engine.held, "num_applied": self._num_applied, "sums": sums, **rest}]
+            rest: dict[str, Any] = {"next": None, "computed": [], "unverified": []}
+            return [{"serving": engine.held, "num_applied": self._num_applied, "sums": sums, **rest}]
         return super().collective(method, args, engine)
 
 

@@ -117,7 +117,7 @@ class Calls:
     def _offered(self) -> list[Call]:
         """Return a call of a plugin's method with valid or invalid arguments, or of an unknown method."""
         name = self._random.choice([*METHODS, *METHODS, *_UNKNOWN])
-        status = [{}, {"held": self._version()}, {"initialised": False}, {"none": 1}]
+        status = [{}, {"serving": self._version()}, {"initialised": False}, {"none": 1}]
         fitting: dict[str, list[list[Any]]] = {
             "delta_prefetch": [[self._version()], [self._num_versions + 3]],
             "delta_switch": [["resume"], ["stay-paused"], [None]],

@@ -162,9 +162,11 @@ def engine(bench: Bench, densities: Sequence[float]) -> Iterator[Row]:
     live.follow(mapped)
     plain.follow(mapped)
     names = [spec.name for spec in bench.specs]
-    claims = live.claims(names)
+    slice_sums = live.slice_sums(names)
     sample = [names[i] for i in sample_of(len(names), [spec.num_elements for spec in bench.specs])]
-    must_agree({name: claims[name] for name in sample} == plain.claims(sample), "digests of live weights")
+    must_agree(
+        {name: slice_sums[name] for name in sample} == plain.slice_sums(sample), "digests of live weights"
+    )
     spent, num_bytes = bench.read([parameter.data for parameter in model.parameters()])
     yield bench.row("read_weights", spent, num_bytes=num_bytes)
     spent = bench.time(lambda: _digest(live))
@@ -186,10 +188,10 @@ def engine(bench: Bench, densities: Sequence[float]) -> Iterator[Row]:
             is_first = False
             patches = [drawn.patch(at) for at in sample_of(len(drawn.names), list(map(len, drawn.positions)))]
             wanted = plain.stage(patches, keep_old=True)
-            growth = change.growth
+            growth = change.staged_sums
             rows = zip(growth.slices.tolist(), growth.before.tolist(), growth.after.tolist(), strict=True)
             sums = {number: (*before, *after) for number, before, after in rows}
-            growth = wanted.growth
+            growth = wanted.staged_sums
             for i, number in enumerate(growth.slices.tolist()):
                 right = (*growth.before[i].tolist(), *growth.after[i].tolist())
                 must_agree(sums[number] == right, patches[i].name)
@@ -202,7 +204,7 @@ def engine(bench: Bench, densities: Sequence[float]) -> Iterator[Row]:
 def _digest(live: "DeviceWeights") -> None:
     from patchstore.kernels import digest
 
-    # `claims` sets it.
+    # `slice_sums` sets it.
     assert live._all is not None
     for _, kind, table, jobs in live._all:
         digest.digest(kind, table, jobs)

@@ -112,7 +112,7 @@ def _state(server: Server) -> Iterator[Finding]:
         )
     if any(rank.get("asleep") for rank in status.ranks):
         yield server.finding("server-asleep", "sleeps, and refuses updates", "wake it with POST /wake_up")
-    served = sorted({str(rank["held"]) for rank in status.ranks})
+    served = sorted({str(rank["serving"]) for rank in status.ranks})
     if len(served) > 1:
         found = f"its ranks serve different versions: {', '.join(served)}"
         yield server.finding("server-ranks-differ", found, "patchstore follow brings them together")

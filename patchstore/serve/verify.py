@@ -99,16 +99,16 @@ def _ask(server: VllmServer, num_elements: int, num_engines: int) -> _RankSums |
     first: int | None = 0
     while first is not None:
         ranks = server.sums(first, num_elements)
-        if any(rank["held"] is None for rank in ranks):
+        if any(rank["serving"] is None for rank in ranks):
             raise UsageError(
                 f"{server.url} serves no version: it sleeps, or one is half applied; see its status"
             )
         for rank in ranks:
-            said = said or _RankSums(serving=rank["held"], num_updates=rank["num_applied"])
-            if (rank["held"], rank["num_applied"]) != (said.serving, said.num_updates):
+            said = said or _RankSums(serving=rank["serving"], num_updates=rank["num_applied"])
+            if (rank["serving"], rank["num_applied"]) != (said.serving, said.num_updates):
                 return None
             said.computed.update(rank["computed"])
-            said.unverified.update(rank["unproved"])
+            said.unverified.update(rank["unverified"])
             for name, slices in rank["sums"].items():
                 _merge(said.slices.setdefault(name, {}), name, slices)
         if num_engines > 1 and not server.engines_have(ranks, first, num_elements):

@@ -165,7 +165,7 @@ class VllmCalls:
     def engines_have(self, sums: Sequence[Mapping[str, Any]], first: int, num_elements: int) -> bool:
         """Whether every data-parallel engine has these `sums` of the same part of its weights."""
         # How often each was updated is its own affair.
-        keys = ("held", "next", "sums", "computed", "unproved")
+        keys = ("serving", "next", "sums", "computed", "unverified")
         return self._engines_agree("delta_sums", (first, num_elements), [only(rank, keys) for rank in sums])
 
     def init_weight_transfer(

@@ -21,7 +21,15 @@ _ERRORS = {
 Switch = Literal["resume", "stay-paused"]
 """How an update ends: generation is resumed, or stays as it is, paused or not."""
 
-SAME_IN_ENGINES = ("initialised", "run_id", "held", "state_digest", "half_applied", "switch", "update_open")
+SAME_IN_ENGINES = (
+    "initialised",
+    "run_id",
+    "serving",
+    "state_digest",
+    "half_applied",
+    "switch",
+    "update_open",
+)
 """Keys of `delta_status` that must have one value in all engines of a server."""
 
 
@@ -83,7 +91,7 @@ def fold(
         engines_differ=engines_differ,
         run_id=None if is_other_run else agreed("run_id"),
         store=agreed("store"),
-        serving=None if engines_differ else agreed("held"),
+        serving=None if engines_differ else agreed("serving"),
         state_digest=None if engines_differ else agreed("state_digest"),
         update_open=any(rank["update_open"] for rank in ranks),
         switch=agreed("switch"),

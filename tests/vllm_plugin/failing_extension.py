@@ -13,7 +13,7 @@ from halves import half_of
 from patchstore.errors import LoadFailed
 from patchstore.read import download, host_cache
 from vllm_plugin import DeltaWorkerExtension
-from vllm_plugin.change import Change
+from vllm_plugin.staged_write import StagedWrite
 
 
 class FailingExtension(DeltaWorkerExtension):
@@ -37,7 +37,7 @@ class FailingExtension(DeltaWorkerExtension):
         scatter = live.scatter
         left = num_failures
 
-        def failing(change: Change) -> None:
+        def failing(change: StagedWrite) -> None:
             nonlocal left
             if left == 0:
                 del live.scatter
@@ -137,9 +137,9 @@ class FailingExtension(DeltaWorkerExtension):
         if rank != self.rank:
             return
         live = self.weight_transfer_engine.live
-        stage: Callable[..., Change] = live.stage_deltas
+        stage: Callable[..., StagedWrite] = live.stage_deltas
 
-        def dying(*args: Any, **kwargs: Any) -> Change:
+        def dying(*args: Any, **kwargs: Any) -> StagedWrite:
             stage(*args, **kwargs)
             os.kill(os.getpid(), signal.SIGKILL)
             raise AssertionError
@@ -149,9 +149,9 @@ class FailingExtension(DeltaWorkerExtension):
     def delta_hold_staging(self, until: str) -> None:
         """Let the next staging wait until a file exists."""
         live = self.weight_transfer_engine.live
-        stage: Callable[..., Change] = live.stage_deltas
+        stage: Callable[..., StagedWrite] = live.stage_deltas
 
-        def waiting(*args: Any, **kwargs: Any) -> Change:
+        def waiting(*args: Any, **kwargs: Any) -> StagedWrite:
             del live.stage_deltas
             while not Path(until).exists():
                 time.sleep(0.01)

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from vllm_plugin.change import Change
+from vllm_plugin.staged_write import StagedWrite
 
 
-def half_of(change: Change) -> Change:
+def half_of(change: StagedWrite) -> StagedWrite:
     """A change that writes a part of what another one writes, and shares its memory."""
     if change.scatters:
-        return Change(scatters=dict(list(change.scatters.items())[: (len(change.scatters) + 1) // 2]))
+        return StagedWrite(scatters=dict(list(change.scatters.items())[: (len(change.scatters) + 1) // 2]))
     halves = []
     for segments, exchange in change.parts:  # type: ignore[attr-defined]  # One of `vllm_plugin.weights_gpu`.
         counts = exchange.counts.clone()

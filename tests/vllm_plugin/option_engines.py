@@ -57,7 +57,7 @@ class Case:
             init = {"init_info": {"store": str(folder / "store")}}
             if refusal := _refusal(llm, ("init_weight_transfer_engine", init)):
                 return {"refused": refusal}
-            found["held"] = llm.collective_rpc("delta_status")[0]["held"]
+            found["serving"] = llm.collective_rpc("delta_status")[0]["serving"]
             for version in range(len(self.steps) + 1):
                 refusal = _refusal(
                     llm,
@@ -89,7 +89,12 @@ class Case:
             llm.collective_rpc("delta_status"),
             llm.collective_rpc("delta_fingerprint"),
         )
-        return {"answers": said, "held": status["held"], "map": status["map"], "fingerprint": fingerprint}
+        return {
+            "answers": said,
+            "serving": status["serving"],
+            "map": status["map"],
+            "fingerprint": fingerprint,
+        }
 
 
 def _refusal(llm: LLM, *calls: tuple[str, dict[str, Any]]) -> str | None:

@@ -87,3 +87,7 @@ class ServerProcess:
 
     def log_tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-80:])
+
+
+RUNNING: list[ServerProcess] = []
+"""Servers of fixtures; the report of a test that failed shows their logs."""

@@ -13,9 +13,9 @@ from patchstore.format.records import Schema, TensorSpec
 from patchstore.read.deltas import Deltas
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, index_dtype
 from tests.support.interpreted import DEVICE, kernels
-from vllm_plugin.change import Change
 from vllm_plugin.mapping import WeightMap
 from vllm_plugin.post_load import Derived
+from vllm_plugin.staged_write import StagedWrite
 from vllm_plugin.weights import LiveWeights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -152,9 +152,9 @@ def followed(kind: type[LiveWeights], model: Model) -> LiveWeights:
     return live
 
 
-def grown(change: Change) -> list[list[int]]:
+def sum_staged(change: StagedWrite) -> list[list[int]]:
     """Slices and their sums, in an order of their own."""
-    growth = change.growth
+    growth = change.staged_sums
     rows = zip(growth.slices.tolist(), growth.before.tolist(), growth.after.tolist(), strict=True)
     return sorted([number, *before, *after] for number, before, after in rows)
 
@@ -165,20 +165,20 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def test_all_that_is_served_has_the_digests_of_plain_torch(plain, fast, model):
     names = sorted(plain.map.regions)
-    assert fast.claims(names) == plain.claims(names)
-    assert fast.claims(names[::3]) == plain.claims(names[::3])
+    assert fast.slice_sums(names) == plain.slice_sums(names)
+    assert fast.slice_sums(names[::3]) == plain.slice_sums(names[::3])
     # What a wider element has beside the checkpoint's bits belongs to no checkpoint.
     bits(model.widened)[1000] |= 1
-    assert fast.claims(names) == plain.claims(names)
-    assert fast.claims(["widened"]) == plain.claims(["widened"])
+    assert fast.slice_sums(names) == plain.slice_sums(names)
+    assert fast.slice_sums(["widened"]) == plain.slice_sums(["widened"])
 
 
 def test_a_part_of_the_schema_is_not_taken_for_all_that_is_served(fast):
-    every = fast.claims(sorted(fast.map.regions))
+    every = fast.slice_sums(sorted(fast.map.regions))
     # As many as are served, one of which is not.
     some = sorted({*fast.map.regions, "empty"} - {"bytes"})
-    assert fast.claims(some).keys() == every.keys() - {"bytes"}
-    assert fast.claims(sorted(fast.map.regions)) == every
+    assert fast.slice_sums(some).keys() == every.keys() - {"bytes"}
+    assert fast.slice_sums(sorted(fast.map.regions)) == every
 
 
 def test_a_parameter_that_is_wrapped_anew_has_not_moved(fast, model):
@@ -200,7 +200,7 @@ def test_a_change_is_proved_written_and_undone_as_by_plain_torch(plain, fast, mo
         else fast.stage(found, keep_old=True)
     )
     assert equal(model.state(), before)
-    assert grown(staged) == grown(expected)
+    assert sum_staged(staged) == sum_staged(expected)
 
     plain.scatter(expected)
     after = model.state()
@@ -223,7 +223,7 @@ def test_of_several_versions_the_last_value_of_an_element_counts(plain, fast, mo
     deltas = Stored(*versions)
     expected = plain.stage_deltas(deltas, names, {}, keep_old=True)
     staged = fast.stage_deltas(deltas, names, {}, keep_old=True)
-    assert grown(staged) == grown(expected)
+    assert sum_staged(staged) == sum_staged(expected)
     plain.scatter(expected)
     after = model.state()
     plain.gather_back(expected)
@@ -239,7 +239,7 @@ def test_a_bridge_states_an_unchanged_element(fast, plain, model):
     bits(values)[-1] ^= 1
     patch = TensorPatch(name="long", indices=at, values=values)
     staged = fast.stage_deltas(Stored([patch]), ["long"], {}, keep_old=True)
-    assert grown(staged) == grown(plain.stage([patch], keep_old=True))
+    assert sum_staged(staged) == sum_staged(plain.stage([patch], keep_old=True))
     fast.scatter(staged)
     assert len(at) == 2
     assert torch.equal(bits(model.long.cpu())[at.long()], bits(values))
@@ -273,7 +273,7 @@ def test_an_undo_that_does_not_hold_is_noticed(fast, monkeypatch):
     staged = fast.stage(patches(0.5), keep_old=True)
     fast.scatter(staged)
 
-    def forgetful(change: Change) -> None:
+    def forgetful(change: StagedWrite) -> None:
         """Writes nothing."""
 
     monkeypatch.setattr(fast, "scatter", forgetful)
@@ -304,12 +304,12 @@ def test_elements_past_two_to_the_31_are_reached():
         live.follow(WeightMap(schema, traced, [live.share(traced)]))
         lives.append(live)
     plain, fast = lives
-    assert fast.claims(["huge"]) == plain.claims(["huge"])
+    assert fast.slice_sums(["huge"]) == plain.slice_sums(["huge"])
     at = torch.tensor([0, 5, 2**31 - 1, 2**31, 2**31 + 1, num - 1], device=DEVICE)
     before = bits(model.huge)[at].clone()
     patch = TensorPatch(name="huge", indices=at, values=(before ^ 1).view(torch.bfloat16))
     expected, staged = plain.stage([patch], keep_old=True), fast.stage([patch], keep_old=True)
-    assert grown(staged) == grown(expected)
+    assert sum_staged(staged) == sum_staged(expected)
     fast.scatter(staged)
     assert torch.equal(bits(model.huge)[at], before ^ 1)
     fast.gather_back(staged)

@@ -36,7 +36,7 @@ def test_weights_and_answers_are_those_of_a_fresh_start(found, name):
     case = found[name]
     newest = case["2"]
     assert [case[version]["refused"] for version in "012"] == [None] * 3
-    assert newest["held"] == 2
+    assert newest["serving"] == 2
     assert newest["fingerprint"] == case["fresh"]["fingerprint"] != case["0"]["fingerprint"]
     # As text, since a number that is none differs from itself.
     assert str(newest["answers"]) == str(case["fresh"]["answers"])
@@ -47,33 +47,33 @@ def test_the_status_tells_weights_that_another_dtype_widens_from_those_that_it_r
     assert (widened["2"]["map"]["mapped"], widened["2"]["map"]["num_computed"]) == (25, 0)
     assert (rounded["2"]["map"]["mapped"], rounded["2"]["map"]["num_computed"]) == (0, 25)
     # Rounded bits cannot say which version they are, so the first update loads an anchor.
-    assert (widened["held"], rounded["held"]) == (0, None)
+    assert (widened["serving"], rounded["serving"]) == (0, None)
 
 
 @pytest.mark.parametrize("name", ["tied", "tied-float16", "tied-int8"])
 def test_an_output_layer_that_is_no_longer_the_embedding_is_refused_by_name(found, name):
     case = found[name]
     followed, refused = case["1"], case["2"]
-    assert (followed["refused"], followed["held"]) == (None, 1)
+    assert (followed["refused"], followed["serving"]) == (None, 1)
     assert "[schema-mismatch]" in refused["refused"]
     assert f"{HEAD!r} than as {EMBEDDING!r}" in refused["refused"]
-    assert refused["held"] == 1
+    assert refused["serving"] == 1
     assert refused["fingerprint"] == followed["fingerprint"]
 
 
 def test_a_server_that_has_one_tensor_for_two_knows_the_version_in_which_they_were_equal(found):
     # The store's newest version differs from it only in the tensor that this server does not have.
-    assert found["tied"]["held"] == 1
+    assert found["tied"]["serving"] == 1
 
 
 def test_an_architecture_that_vllm_always_ties_is_refused_by_name_whatever_its_config_says(found):
     case = found["zamba"]
-    assert case["held"] is None
+    assert case["serving"] is None
     for version in "012":
         assert "[schema-mismatch]" in case[version]["refused"]
         assert f"{HEAD!r} than as {EMBEDDING!r}" in case[version]["refused"]
         assert "vLLM has no second tensor for this architecture" in case[version]["refused"]
-        assert (case[version]["held"], case[version]["fingerprint"]) == (None, case["0"]["fingerprint"])
+        assert (case[version]["serving"], case[version]["fingerprint"]) == (None, case["0"]["fingerprint"])
 
 
 def test_experts_that_adapters_wrap_are_refused_with_options_that_help(found):

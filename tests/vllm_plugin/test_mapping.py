@@ -9,7 +9,7 @@ import torch
 from patchstore.errors import StateMismatch
 from patchstore.format.records import Schema, TensorSpec
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.mapping import Share, WeightMap, share
+from vllm_plugin.mapping import RankSlices, WeightMap, share
 from vllm_plugin.regions import Region, View
 from vllm_plugin.trace import Runtime, Trace
 
@@ -70,7 +70,7 @@ def test_a_slice_that_one_rank_holds_twice_is_told_once():
     trace = Trace(
         runtimes=trace.runtimes, regions={"u": twice}, computed=(), unread=frozenset(), uncovered={}
     )
-    assert share(trace) == Share(slices={"u": (WHOLE,)}, computed=())
+    assert share(trace) == RankSlices(slices={"u": (WHOLE,)}, computed=())
     (mapped,) = agreed(trace)
     assert (mapped.proved, mapped.regions["u"]) == ({"u"}, twice)
 
@@ -107,20 +107,20 @@ def test_names_that_are_calculated_together_anywhere_are_loaded_together_everywh
 
 def test_each_slice_is_added_once_however_many_ranks_hold_it():
     mapped = agreed(*(traced({"u": (0, view), "v": (1, WHOLE)}) for view in (UPPER, LOWER)))[0]
-    claims = [
+    slice_sums = [
         {"u": [(UPPER, Sums(1, 10))], "v": [(WHOLE, Sums(5, 50))]},
         {"u": [(LOWER, Sums(2**64 - 1, 20))], "v": [(WHOLE, Sums(5, 50))]},
     ]
-    assert mapped.total(claims) == {"u": Sums(0, 30), "v": Sums(5, 50)}
-    assert mapped.total(claims) == mapped.total(claims[::-1])
+    assert mapped.total(slice_sums) == {"u": Sums(0, 30), "v": Sums(5, 50)}
+    assert mapped.total(slice_sums) == mapped.total(slice_sums[::-1])
 
 
 def test_copies_that_differ_are_refused_within_a_rank_and_between_ranks():
     mapped = agreed(traced({"u": (0, WHOLE)}), traced({"u": (0, WHOLE)}))[0]
     one, other = (WHOLE, Sums(1, 10)), (WHOLE, Sums(1, 11))
-    for claims in ([{"u": [one]}, {"u": [other]}], [{"u": [one, other]}, {}]):
+    for slice_sums in ([{"u": [one]}, {"u": [other]}], [{"u": [one, other]}, {}]):
         with pytest.raises(StateMismatch, match="'u'"):
-            mapped.total(claims)
+            mapped.total(slice_sums)
 
 
 def test_names_of_which_a_part_is_missing_are_not_added_up():

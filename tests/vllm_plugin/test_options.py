@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 
-import conftest
 import httpx
 import pytest
 import tiny_adapter
 import tiny_qwen
-from server_process import MODEL_NAME, ServerProcess
+from server_process import MODEL_NAME, RUNNING, ServerProcess
 from trainer import Trainer, served
 
 from patchstore import PatchstoreError, replay
@@ -52,13 +51,13 @@ def process(request, model: Path, tmp_path_factory) -> Iterator[ServerProcess]:
     adapter = tiny_adapter.save(folder / "adapter")
     arguments = [each.replace("{adapter}", str(adapter)).replace("{{", "{") for each in request.param]
     process = ServerProcess(folder / "vllm.log", *arguments)
-    conftest._running.append(process)
+    RUNNING.append(process)
     try:
         process.start(model)
         yield process
     finally:
         process.stop()
-        conftest._running.remove(process)
+        RUNNING.remove(process)
 
 
 def question(prompt: list[int], max_tokens: int, model: str = MODEL_NAME) -> dict:

@@ -464,7 +464,7 @@ def test_status_tells_what_is_served_and_how(server, trainer):
     manifest = trainer.step()
     server.apply(1)
     (rank,) = server.status().ranks
-    assert (rank["held"], rank["parent"], rank["step"], rank["half_applied"]) == (1, 0, 2, False)
+    assert (rank["serving"], rank["parent"], rank["step"], rank["half_applied"]) == (1, 0, 2, False)
     mapped = rank["map"]
     assert (mapped["mapped"], mapped["is_proved"]) == (len(trainer.tensors), True)
     assert (mapped["num_computed"], mapped["num_partial"], mapped["num_absent"]) == (0, 0, 0)

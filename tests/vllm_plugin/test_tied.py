@@ -40,5 +40,5 @@ def test_a_second_tensor_is_followed_while_it_is_equal_and_refused_by_name_once_
         server.apply(1)
 
     assert caught.value.kind == "schema-mismatch"
-    assert server.status().ranks[0]["held"] == 0
+    assert server.status().ranks[0]["serving"] == 0
     assert server.fingerprint() == before

@@ -60,7 +60,7 @@ def test_engines_of_which_one_failed_wait_until_follow_has_mended_them(server, t
     status = server.status()
     assert (status.engines_differ, status.serving, status.half_applied) == (True, None, False)
     # The one that answers failed, or the other one did.
-    assert status.ranks[0]["held"] == (0 if failing == 0 else 1)
+    assert status.ranks[0]["serving"] == (0 if failing == 0 else 1)
     assert server.is_paused()
 
     assert [follow.step().outcome for _ in range(2)] == ["applied", "nothing"]

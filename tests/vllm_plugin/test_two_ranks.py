@@ -36,11 +36,11 @@ def test_a_failure_in_one_rank_leaves_both_as_they_were(server, trainer, rank):
     with pytest.raises(PatchstoreError, match="made to fail"):
         server.apply(1)
 
-    assert ranks(server, "held") == [0, 0]
+    assert ranks(server, "serving") == [0, 0]
     assert ranks(server, "update_open") == [False, False]
     assert server.fingerprint() == before
     server.apply(1)
-    assert ranks(server, "held") == [1, 1]
+    assert ranks(server, "serving") == [1, 1]
     assert server.fingerprint() != before
 
 
@@ -48,11 +48,11 @@ def test_a_refusal_by_all_ranks_is_one_error(server, trainer):
     with pytest.raises(PatchstoreError) as caught:
         server.apply(77)
     assert caught.value.kind == "version-not-found"
-    assert ranks(server, "held") == [0, 0]
+    assert ranks(server, "serving") == [0, 0]
     with pytest.raises(PatchstoreError) as caught:
         server.init_weight_transfer(trainer.url + "-of-nobody")
     assert caught.value.kind == "version-not-found"
-    assert ranks(server, "held") == [0, 0]
+    assert ranks(server, "serving") == [0, 0]
 
 
 def test_calls_out_of_order_are_one_error_and_later_answers_stay_in_step(server, trainer):
@@ -60,13 +60,13 @@ def test_calls_out_of_order_are_one_error_and_later_answers_stay_in_step(server,
     for call_out_of_order in (lambda: server.update_weights(1), lambda: server.finish_weight_update("1")):
         with pytest.raises(UsageError):
             call_out_of_order()
-        assert ranks(server, "held") == [0, 0]
+        assert ranks(server, "serving") == [0, 0]
     server.start_weight_update()
     with pytest.raises(UsageError):
         server._http.post("/update_weights", {"update_info": [{"version": 1}]})
-    assert ranks(server, "held") == [0, 0]
+    assert ranks(server, "serving") == [0, 0]
     server.apply(1)
-    assert ranks(server, "held") == [1, 1]
+    assert ranks(server, "serving") == [1, 1]
 
 
 def test_a_torn_rank_makes_a_torn_server_and_an_anchor_mends_it(server, trainer):
@@ -77,12 +77,12 @@ def test_a_torn_rank_makes_a_torn_server_and_an_anchor_mends_it(server, trainer)
     assert caught.value.kind == "half-applied"
     # Rank 1 put its weights back, but must not go on from there alone.
     assert ranks(server, "half_applied") == [True, True]
-    assert ranks(server, "held") == [None, None]
+    assert ranks(server, "serving") == [None, None]
 
     server.apply(1)
 
     assert ranks(server, "half_applied") == [False, False]
-    assert ranks(server, "held") == [1, 1]
+    assert ranks(server, "serving") == [1, 1]
     assert verify_server(trainer.store, server).num_verified == len(trainer.tensors)
 
 
@@ -120,7 +120,7 @@ def test_each_payload_is_downloaded_once_for_both_ranks(server, trainer):
 
     each_rank = call(server, "delta_count_downloads")
     assert [key for keys in each_rank for key in keys] == [payload.key for payload in manifest.delta.payloads]
-    assert ranks(server, "held") == [1, 1]
+    assert ranks(server, "serving") == [1, 1]
 
 
 @pytest.mark.exhaustive
@@ -135,7 +135,7 @@ def test_a_worker_killed_while_staging_leaves_whole_versions_behind(
     process.stop()
     process.start(model)
     server.init_weight_transfer(trainer.url, scratch=str(tmp_path / "scratch"))
-    assert ranks(server, "held") == [0, 0]
+    assert ranks(server, "serving") == [0, 0]
     server.apply(1)
     assert verify_server(trainer.store, server).manifest.version == 1
 
@@ -169,7 +169,7 @@ def test_a_call_that_fails_in_any_rank_leaves_later_answers_in_step(server, trai
 
     server.start_weight_update()
     assert "version-not-found" in refused(server, "/update_weights", {"update_info": {"version": 99}})
-    assert ranks(server, "held") == [0, 0]
+    assert ranks(server, "serving") == [0, 0]
 
 
 def test_the_store_can_be_closed_and_opened_again_after_an_update_that_failed(server, trainer):
@@ -180,7 +180,7 @@ def test_the_store_can_be_closed_and_opened_again_after_an_update_that_failed(se
     response = server._http.request("POST", "/shutdown_weight_transfer_engine", json={})
     assert response.status_code == 200, response.text
     assert ranks(server, "initialised") == [False, False]
-    assert ranks(server, "held") == [0, 0]
+    assert ranks(server, "serving") == [0, 0]
     server.init_weight_transfer(trainer.url)
     server.apply(1)
-    assert ranks(server, "held") == [1, 1]
+    assert ranks(server, "serving") == [1, 1]

@@ -13,8 +13,8 @@ from patchstore.format.records import Schema
 from patchstore.read.host_cache import HostCache
 from patchstore.stores import open_store
 from patchstore.tensors.bits import bits
-from vllm_plugin.change import Change
 from vllm_plugin.post_load import Derived
+from vllm_plugin.staged_write import StagedWrite
 from vllm_plugin.update import Updater
 from vllm_plugin.weights import LiveWeights
 
@@ -113,8 +113,8 @@ class Ranks:
         shares = [live.share(traced) for live, traced in zip(self.live, traces, strict=True)]
         for each, traced in zip(self.updaters, traces, strict=True):
             each.follow(traced, shares)
-        claims = [each.claims() for each in self.updaters]
-        found = [each.find(claims) for each in self.updaters]
+        slice_sums = [each.slice_sums() for each in self.updaters]
+        found = [each.find(slice_sums) for each in self.updaters]
         if not all([each.adopt(each.read(found[0])) for each in self.updaters]):  # noqa: C419  # All have to try.
             for each in self.updaters:
                 each.forget()
@@ -130,9 +130,9 @@ class Ranks:
         for each in self.updaters:
             each.apply()
         if self.updaters[0].replaces_all:
-            claims = [each.claims() for each in self.updaters]
+            slice_sums = [each.slice_sums() for each in self.updaters]
             for each in self.updaters:
-                each.verify_written(claims)
+                each.verify_written(slice_sums)
 
     def apply(self, version: int) -> None:
         self.stage(version)
@@ -145,9 +145,9 @@ class Ranks:
             each.roll_back()
 
     def check_served(self) -> None:
-        claims = [each.claims() for each in self.updaters]
+        slice_sums = [each.slice_sums() for each in self.updaters]
         for each in self.updaters:
-            each.check_served(claims)
+            each.check_served(slice_sums)
 
     def spooled(self) -> list[Path]:
         # What an accepted update needed is removed behind its back.
@@ -194,7 +194,7 @@ def fail_scatters(live: LiveWeights, num_failures: int) -> None:
     scatter = live.scatter
     left = num_failures
 
-    def failing(change: Change) -> None:
+    def failing(change: StagedWrite) -> None:
         nonlocal left
         if left == 0:
             return scatter(change)

@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 def test_two_ranks_hold_together_what_neither_holds_alone(pair):
     for each in pair.updaters:
         assert each.map.proved == {"a", "b", "bias", "cols", "embed", "norm"}
-        assert each.find([each.claims()]) is None
-    assert pair.updaters[0].find([each.claims() for each in pair.updaters]) == 0
+        assert each.find([each.slice_sums()]) is None
+    assert pair.updaters[0].find([each.slice_sums() for each in pair.updaters]) == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -32,13 +32,13 @@ def test_one_rank_that_differs_is_noticed_by_both(pair, trainer, open_ranks, ran
     for each in pair.updaters:
         each.stage(4)
     changes = [each.changes() for each in pair.updaters]
-    claims = [each.claims() for each in pair.updaters]
+    slice_sums = [each.slice_sums() for each in pair.updaters]
     for each in pair.updaters:
         with pytest.raises(StateMismatch, match=name):
             each.verify(changes)
         with pytest.raises(StateMismatch, match=name):
-            each.check_served(claims)
-        assert each.find(claims) is None
+            each.check_served(slice_sums)
+        assert each.find(slice_sums) is None
         each.mark_half_applied()
     assert open_ranks(trainer, *pair.modules).held is None
     pair.apply(4)

@@ -94,7 +94,7 @@ def test_names_that_are_served_in_part_are_listed_and_exact(trainer, open_ranks,
         ranks.apply(version)
         assert serves(ranks, trainer.history[version])
     assert ranks.updaters[0].map.partial == {"cols"}
-    assert ranks.updaters[0].sums(0, 10_000)["unproved"] == ["cols", "rotary"]
+    assert ranks.updaters[0].sums(0, 10_000)["unverified"] == ["cols", "rotary"]
     # Their other parts still tell one version from another.
     assert open_ranks(trainer, *ranks.modules).held == 3
 

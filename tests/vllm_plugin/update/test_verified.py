@@ -68,8 +68,8 @@ def test_sums_come_in_parts_that_make_up_the_whole(pair, trainer):
     recorded = read_sums(trainer.store, schema_of(trainer), history.read_manifest(trainer.store, 1))
     for updater in pair.updaters:
         whole = updater.sums(0, 10_000)
-        assert (whole["held"], whole["num_applied"], whole["next"]) == (1, 2, None)
-        assert (whole["computed"], whole["unproved"]) == (["log_rate"], ["rotary"])
+        assert (whole["serving"], whole["num_applied"], whole["next"]) == (1, 2, None)
+        assert (whole["computed"], whole["unverified"]) == (["log_rate"], ["rotary"])
         found, at, num_parts = {}, 0, 0
         while at is not None:
             part = updater.sums(at, 20)

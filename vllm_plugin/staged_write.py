@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_plugin.mapping import Growth
+from vllm_plugin.mapping import StagedSums
 
 
 @dataclass(slots=True)
@@ -19,10 +19,10 @@ class Scatter:
 
 
 @dataclass(slots=True)
-class Change:
-    """Patches in runtime coordinates, and the claims that prove them."""
+class StagedWrite:
+    """Patches in runtime coordinates, and the slice_sums that prove them."""
 
     scatters: dict[int, Scatter] = field(default_factory=dict)
     """By index of the runtime."""
-    growth: Growth = field(default_factory=lambda: Growth.of([]))
+    staged_sums: StagedSums = field(default_factory=lambda: StagedSums.of([]))
     """Of the patched elements."""
