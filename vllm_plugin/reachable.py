@@ -21,9 +21,14 @@ _APART = ("vllm.config", "vllm.compilation", "vllm.distributed")
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 _NO_WEIGHTS = frozenset(
-    {"kv_cache", "_q_scale", "_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu"}
+    {
+        *("kv_cache", "_q_scale", "_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu"),
+        # Constants that vLLM 0.26 makes anew in the hook of each attention layer.
+        *("q_range", "k_range", "v_range"),
+    }
 )
-"""What vLLM gives attention layers beside their weights: a cache, and scales of what is in it."""
+"""What vLLM gives attention layers beside their weights: a cache, and scales of what is in it. If these were
+taken for weights, each update would call the hooks of all attention layers while generation is paused."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -307,6 +307,36 @@ def test_scales_of_the_cache_stay_as_requests_calibrated_them():
     assert (layer._k_scale.item(), layer._k_scale_float) == (0.25, 0.25)
 
 
+class QuantisedCache(torch.nn.Module):
+    """Has what vLLM 0.26 gives an attention layer: scales, and constants that its hook makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.weight = torch.nn.Parameter(torch.randn(4), requires_grad=False)
+        self.kv_cache = torch.tensor([])
+        for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
+            self.register_buffer(name, torch.tensor(1.0))
+        self.process_weights_after_loading(torch.bfloat16)
+        self.num_calls = 0
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        self.num_calls += 1
+        for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
+            getattr(self, name).fill_(1.0)
+        self._k_scale_cpu = self._v_scale_cpu = torch.tensor(1.0)
+        self.q_range, self.k_range, self.v_range = (torch.tensor(each) for each in (200.0, 200.0, 100.0))
+
+
+def test_the_hook_of_an_attention_layer_that_makes_constants_is_not_called_for_each_update():
+    layer = QuantisedCache()
+    derived = follow(started(torch.nn.Sequential(layer)))
+    before = layer.num_calls
+    derived.notice()
+    derived.refresh()
+    assert layer.num_calls == before
+
+
 def test_a_model_whose_loading_was_not_seen_is_not_refused_for_its_constants():
     layer = Sinks("anew")
     model = torch.nn.Sequential(layer)
