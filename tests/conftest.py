@@ -1,6 +1,7 @@
 """Fixtures for all tests: stores and small models that change like trained ones."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ from tests.support.weights import Run
 
 # Tests count the requests of a store. huggingface_hub reads this when it is imported, which is later.
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+# A shell has what it starts in the background ignore Ctrl-C, and processes that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # On a busy machine any example may take long; pytest's own timeout ends one that hangs.
 hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None)
 hypothesis.settings.load_profile("patient")

@@ -97,7 +97,7 @@ def test_a_follower_on_an_abandoned_branch_takes_the_anchor() -> None:
 
 
 def test_no_way_is_an_error_that_names_both_ends() -> None:
-    with pytest.raises(WrongParent, match=r"version 4 .* held version 9"):
+    with pytest.raises(WrongParent, match=r"version 4 .* descend from version 9"):
         plan({4: LINE[4]}, 9, 4)
 
 

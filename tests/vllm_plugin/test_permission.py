@@ -104,6 +104,7 @@ def test_only_what_was_allowed_may_be_opened(monkeypatch, tmp_path, url, is_allo
 
 def test_temporary_files_go_below_the_systems_folder_or_one_that_was_allowed(monkeypatch, tmp_path):
     check_scratch(tmp_path / "new")
+    monkeypatch.chdir("/")
     for folder in ("/var/lib/patchstore", "/tmp/../etc", "relative"):
         with pytest.raises(UsageError, match=SCRATCH):
             check_scratch(Path(folder))
