@@ -18,7 +18,7 @@ from tests.support.weights import Run
 
 # Tests count the requests of a store. huggingface_hub reads this when it is imported, which is later.
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-# A shell has what it starts in the background ignore Ctrl-C, and processes that tests start would inherit that.
+# What a shell starts in the background ignores Ctrl-C, and so would the processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # On a busy machine any example may take long; pytest's own timeout ends one that hangs.
