@@ -93,7 +93,7 @@ class MappedWeights:
             )
         reached = {index for found in traced.regions.values() for index, _ in found}
         reached = reached.union(*(indices for _, indices in traced.computed))
-        self._derived.prove({traced.runtimes[index].storage.data_ptr() for index in reached})
+        self._derived.verify({traced.runtimes[index].storage.data_ptr() for index in reached})
         return traced
 
     def share(self, traced: Trace) -> RankSlices:

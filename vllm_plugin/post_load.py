@@ -152,7 +152,7 @@ class Derived:
         """Of the tensors, as `named_parameters` would call them."""
 
     @torch.no_grad()
-    def prove(self, covered: Collection[int]) -> None:
+    def verify(self, covered: Collection[int]) -> None:
         """Make all of them once more from the same weights, and refuse what does not come out the same.
 
         Args:

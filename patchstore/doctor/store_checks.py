@@ -29,7 +29,7 @@ from patchstore.stores import Store
 from patchstore.stores.base import PART_BYTES
 from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
-from patchstore.stores.probe import prove_create_only
+from patchstore.stores.probe import check_create_only
 
 _SMALL = os.urandom(1000)
 _NUM_TIMED = 10
@@ -180,7 +180,7 @@ def _create_only(bucket: Bucket) -> Iterator[Finding]:
         bucket.can_create = True
         return
     try:
-        prove_create_only(bucket.store)
+        check_create_only(bucket.store)
     except UnsupportedStore as exc:
         if _is_hub(bucket.url):
             advice = f"give {_GATEWAY}; or -o single_writer=true, a promise that nothing else publishes here"

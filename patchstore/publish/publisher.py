@@ -41,7 +41,7 @@ from patchstore.publish.resume import open_run
 from patchstore.publish.sources import Source, Weights
 from patchstore.stores import opened
 from patchstore.stores.base import Store
-from patchstore.stores.probe import prove_create_only
+from patchstore.stores.probe import check_create_only
 from patchstore.support import at_exit
 from patchstore.support.arguments import whole_number
 from patchstore.support.worker import Worker
@@ -167,7 +167,7 @@ class Publisher:
         checks, sums_uploads, uploads, encodes = (
             self._started(f"patchstore-{name}") for name in ("check", "state", "upload", "encode")
         )
-        prove_create_only(store)
+        check_create_only(store)
         header, head, parent, sums = open_run(
             store, schema, snapshots.Served(current, schema.tensors), resume
         )

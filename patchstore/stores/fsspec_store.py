@@ -29,7 +29,7 @@ _DRIVERS_PART_BYTES = 64 << 20
 class FsspecStore(Store):
     """The files below `root`, a path of the file system without its protocol.
 
-    `probe.prove_create_only` tests whether the file system keeps the promise of its `mode="create"`.
+    `probe.check_create_only` tests whether the file system keeps the promise of its `mode="create"`.
 
     Raises:
         UnsupportedStore: the file system is known not to create atomically.

@@ -18,7 +18,7 @@ _NUM_ROUNDS = 5
 _ATTEMPTS = 5
 
 
-def prove_create_only(store: Store) -> None:
+def check_create_only(store: Store) -> None:
     """Create a key twice, then let 8 threads race for one, 5 times; the probes' keys are deleted.
 
     A lost answer is no reason for refusal: a writer that gets "exists" reads the object back. For publishers;

@@ -135,7 +135,7 @@ def grown(of: Payload, rng: np.random.Generator, part: int) -> Entries:
     return entries[0], entries[1]
 
 
-def mended(of: Payload, rng: np.random.Generator, cuts: bool) -> Entries:
+def corrected(of: Payload, rng: np.random.Generator, cuts: bool) -> Entries:
     """A tile shorter or longer, and a table that says so."""
     items = list(of.items)
     chosen = int(rng.integers(len(items)))
@@ -166,8 +166,8 @@ DAMAGES: dict[str, Damage] = {
     "streams cut": lambda of, rng: cut(of, rng, 1),
     "bytes put into the table": lambda of, rng: grown(of, rng, 0),
     "bytes put into streams": lambda of, rng: grown(of, rng, 1),
-    "a stream cut, its length mended": lambda of, rng: mended(of, rng, True),
-    "bytes put into a stream, its length mended": lambda of, rng: mended(of, rng, False),
+    "a stream cut, its length corrected": lambda of, rng: corrected(of, rng, True),
+    "bytes put into a stream, its length corrected": lambda of, rng: corrected(of, rng, False),
 }
 _WEIGHTS = np.array([6, 8, 1, 1, 1, 1, 4, 4])
 """Most damage whose lengths no longer add up is refused for that alone."""

@@ -1,4 +1,4 @@
-"""Operations on a bucket: change something deep inside, and mend every size and digest around it.
+"""Operations on a bucket: change something deep inside, and correct every size and digest around it.
 
 Without that, a digest is wrong first, and the check behind it is never reached.
 """

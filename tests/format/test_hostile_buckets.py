@@ -1,6 +1,6 @@
 """Whatever a bucket holds, reading it ends in the right weights or in one of our errors, and in no trace.
 
-Hypothesis finds the bytes. Digests and sizes are mended around most changes, so that parsers are
+Hypothesis finds the bytes. Digests and sizes are corrected around most changes, so that parsers are
 reached; in CI (hypothesis' own `ci` profile) the examples are always the same.
 """
 

@@ -381,7 +381,7 @@ def make(folder: Path) -> None:
         numbers = count(1)
         with (
             mock.patch.object(uuid, "uuid4", pinned),
-            mock.patch.object(publisher, "prove_create_only"),
+            mock.patch.object(publisher, "check_create_only"),
             mock.patch.object(resume, "now", return_value="2026-01-31T12:00:00.000Z"),
             mock.patch.object(committer, "now", return_value="2026-01-31T12:00:01.000Z"),
             mock.patch.object(committer, "writer_id", return_value="golden"),

@@ -1,4 +1,4 @@
-"""Where kernels cannot run, somebody says so once, and plain torch does the work."""
+"""Where kernels cannot run, one warning says so, and plain torch does the work."""
 
 from collections.abc import Iterator
 

@@ -66,7 +66,7 @@ def test_a_publication_that_finally_fails_makes_the_next_one_an_anchor(
     run.close()
 
 
-def test_a_failure_nobody_asked_about_surfaces_in_the_next_call(
+def test_a_failure_that_was_not_asked_about_surfaces_in_the_next_call(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("patchstore.publish.committer.FIRST_PAUSE_S", 0.001)
@@ -83,7 +83,7 @@ def test_a_failure_nobody_asked_about_surfaces_in_the_next_call(
     assert_same_bits(newest(store), served(model))
 
 
-def test_a_failure_nobody_asked_about_surfaces_at_close(
+def test_a_failure_that_was_not_asked_about_surfaces_at_close(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("patchstore.publish.committer.FIRST_PAUSE_S", 0.001)

@@ -72,7 +72,7 @@ def test_a_missing_payload_is_corrupt_and_leaves_nothing(host: Host) -> None:
     assert host.files() == []
 
 
-def test_whoever_waits_for_a_download_that_fails_tries_for_itself(host: Host) -> None:
+def test_a_process_that_waits_for_a_download_that_fails_tries_for_itself(host: Host) -> None:
     has_begun, may_fail = threading.Event(), threading.Event()
 
     def fail(_: float) -> None:
@@ -165,7 +165,7 @@ def _fetch_and_stay(store: Store, folder: Path, wanted: Payload, has_it: Any) ->
         threading.Event().wait()
 
 
-def test_a_full_disk_leaves_nothing_and_is_mended_by_room(
+def test_a_full_disk_leaves_nothing_and_room_is_all_it_takes(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = HostCache(host.folder, max_bytes=0)

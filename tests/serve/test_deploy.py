@@ -87,7 +87,7 @@ def test_the_sidecars_probes_ask_for_routes_that_exist(pod):
         assert path in routes
 
 
-def test_the_gate_lets_nobody_at_the_routes_that_update_weights(pod, manifests):
+def test_the_gate_lets_no_one_at_the_routes_that_update_weights(pod, manifests):
     gate = manifests["ConfigMap"]["data"]["default.conf"]
     assert gate.count("{") == gate.count("}")
     forwarded = dict(re.findall(r"location (?:= )?(\S+) \{ proxy_pass (\S+);", gate))

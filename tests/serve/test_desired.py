@@ -1,4 +1,4 @@
-"""Which version servers should hold: the newest of whichever run there is, or one that somebody chose."""
+"""Which version servers should hold: the newest of whichever run there is, or one that a user pinned."""
 
 import json
 from datetime import UTC, datetime, timedelta

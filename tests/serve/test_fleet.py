@@ -1,4 +1,4 @@
-"""Many servers and one store: nobody waits for anybody, and what happens is told."""
+"""Many servers and one store: no server waits for another, and events say what happens."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -93,7 +93,7 @@ def test_a_stores_feed_ends_the_wait_of_the_store_and_of_every_server(store, stu
             fleet.until(lambda version=version: all(fleet.applied(url, version) for url in urls(stubs)))
 
 
-def test_servers_that_hang_or_are_gone_hold_up_nobody(store, stubs):
+def test_servers_that_hang_or_are_gone_hold_up_no_other(store, stubs):
     slow, *others = stubs
     go_on = slow.block("/update_weights")
     with running(store, [NOBODY, *urls(stubs)]) as fleet:
@@ -240,7 +240,7 @@ def test_a_file_that_is_gone_leaves_the_servers_that_it_named(store, stubs, tmp_
         fleet.until(lambda: fleet.applied(stubs[0].url, 1))
 
 
-def test_nobody_to_follow_is_a_mistake(store, tmp_path: Path):
+def test_no_server_to_follow_is_a_mistake(store, tmp_path: Path):
     desired = DesiredVersion(HeadWatcher(store))
     with pytest.raises(UsageError, match="name a server"):
         Fleet(desired, None, [])

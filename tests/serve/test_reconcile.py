@@ -419,7 +419,7 @@ def test_weights_that_diverged_are_replaced_and_verified_again(store, server, st
     assert did(follow, 2) == ["verified", "nothing"]
 
 
-def test_what_nobody_foresaw_is_a_failure_too(follow, stub, caplog):
+def test_an_unexpected_exception_is_a_failure_too(follow, stub, caplog):
     did(follow, 2)
     stub.status = lambda rank, engine: {}
     done = follow.step()

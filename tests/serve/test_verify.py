@@ -103,7 +103,7 @@ def test_copies_that_differ_are_a_mismatch(store: MemoryStore, ranks: Ranks) -> 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_slice_that_nobody_claims_is_a_mismatch(store: MemoryStore, ranks: Ranks, rank: int) -> None:
+def test_a_slice_that_no_rank_has_is_a_mismatch(store: MemoryStore, ranks: Ranks, rank: int) -> None:
     del ranks.sums[rank]["a"]
     with pytest.raises(StateMismatch, match="such as a"):
         verify_server(store, ranks.server())

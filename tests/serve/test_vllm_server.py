@@ -35,7 +35,7 @@ def test_apply_fetches_first_and_pauses_only_to_switch(stub, server):
     assert (stub.paused, stub.stale_prefixes, stub.switch) == (False, False, None)
 
 
-def test_a_server_that_somebody_paused_stays_paused(stub, server):
+def test_a_server_that_another_client_paused_stays_paused(stub, server):
     stub.paused = True
     server.apply(12)
     assert stub.paused
@@ -386,7 +386,7 @@ def test_a_pause_that_forgets_prefixes_needs_no_second_reset(stub, server):
     assert not stub.stale_prefixes
 
 
-def test_prefixes_that_a_pause_of_somebody_else_kept_are_forgotten(stub, server):
+def test_prefixes_that_a_pause_of_another_client_kept_are_forgotten(stub, server):
     stub.paused, stub.has_no_prefixes = True, False
     server.apply(12)
     assert "/reset_prefix_cache" in stub.calls

@@ -22,7 +22,7 @@ from patchstore.format import layout
 from patchstore.stores import hub_events, open_store, packages
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Store
 from patchstore.stores.hub import HubStore
-from patchstore.stores.probe import prove_create_only
+from patchstore.stores.probe import check_create_only
 from patchstore.stores.s3 import S3Store
 from patchstore.testing.hub import Hub
 from patchstore.testing.hub.clients import quick_clients
@@ -228,7 +228,7 @@ def test_without_credentials_or_a_word_all_works_but_a_create_only_put(
     with pytest.raises(UnsupportedStore, match=r"gateway_key(?s:.*)single_writer"):
         store.put("c", b"z", if_absent=True)
     with pytest.raises(UnsupportedStore, match="gateway_key"):
-        prove_create_only(store)
+        check_create_only(store)
     assert list(store.list()) == ["a", "b"]
 
 
@@ -238,7 +238,7 @@ def test_the_gateway_is_proved_and_a_word_as_far_as_it_goes(
     through_gateway = {name: value for name, value in hub.options("user").items() if "gateway" in name}
     for store, raced in ((opened(**through_gateway), True), (opened(single_writer=True), False)):
         hub.requests.clear()
-        prove_create_only(store)
+        check_create_only(store)
         assert any("turn" in request or "PUT" in request for request in hub.requests)
         assert any("race" in request for request in hub.requests) == raced
         assert list(store.list()) == []
@@ -476,7 +476,7 @@ def feeds() -> list[threading.Thread]:
 # The Hub as a program.
 
 
-def test_a_hub_that_runs_by_itself_ends_with_whoever_started_it() -> None:
+def test_a_hub_that_runs_by_itself_ends_with_the_process_that_started_it() -> None:
     command = [sys.executable, "-m", "patchstore.testing.hub", "--bucket", BUCKET]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None and program.stdin is not None

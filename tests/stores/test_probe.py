@@ -9,7 +9,7 @@ from patchstore.format import layout
 from patchstore.stores import open_store
 from patchstore.stores.base import Store
 from patchstore.stores.memory import MemoryStore
-from patchstore.stores.probe import prove_create_only
+from patchstore.stores.probe import check_create_only
 from patchstore.testing.faults import Effect, Fault, FaultyStore
 
 
@@ -43,13 +43,13 @@ class SaysExistsAndOverwrites(MemoryStore):
 
 def test_a_folder_passes(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    prove_create_only(store)
+    check_create_only(store)
     assert list(store.list()) == []
 
 
 def test_an_s3_store_passes(s3_options: dict[str, Any], s3_url: str) -> None:
     store = open_store(s3_url, **s3_options)
-    prove_create_only(store)
+    check_create_only(store)
     assert list(store.list()) == []
     store.close()
 
@@ -57,7 +57,7 @@ def test_an_s3_store_passes(s3_options: dict[str, Any], s3_url: str) -> None:
 @pytest.mark.parametrize("store", [IgnoresConditions(), ChecksThenWrites(), SaysExistsAndOverwrites()])
 def test_a_store_that_lets_two_writers_win_is_refused(store: Store) -> None:
     with pytest.raises(UnsupportedStore) as caught:
-        prove_create_only(store)
+        check_create_only(store)
     assert caught.value.kind == "unsupported-store"
     assert list(store.list()) == []
 
@@ -67,20 +67,20 @@ def test_a_lost_answer_is_no_reason_for_refusal(effect: Effect) -> None:
     first = Fault(verb="put", key="*/turn", effect=effect)
     in_races = Fault(verb="put", key="*/race-?", effect=effect, times=None, chance=0.3)
     for seed in range(5):
-        prove_create_only(FaultyStore(MemoryStore(), first, in_races, seed=seed))
+        check_create_only(FaultyStore(MemoryStore(), first, in_races, seed=seed))
 
 
 def test_every_answer_to_a_successful_put_may_be_lost() -> None:
-    prove_create_only(FaultyStore(MemoryStore(), Fault(verb="put", effect="exists", times=None)))
+    check_create_only(FaultyStore(MemoryStore(), Fault(verb="put", effect="exists", times=None)))
 
 
 def test_a_read_that_lags_is_no_reason_for_refusal() -> None:
-    prove_create_only(FaultyStore(MemoryStore(), Fault(verb="get", effect="stale", times=2)))
+    check_create_only(FaultyStore(MemoryStore(), Fault(verb="get", effect="stale", times=2)))
 
 
 def test_a_store_that_does_not_answer_is_unavailable_and_not_refused() -> None:
     with pytest.raises(StoreUnavailable) as caught:
-        prove_create_only(FaultyStore(MemoryStore(), Fault(verb="put", effect="fail-before", times=None)))
+        check_create_only(FaultyStore(MemoryStore(), Fault(verb="put", effect="fail-before", times=None)))
     assert caught.value.__cause__ is not None
     # The reason stands in the message itself, which is all that a command line shows.
     assert str(caught.value.__cause__) in str(caught.value)
@@ -95,7 +95,7 @@ class OneWriterByWord(ChecksThenWrites):
 def test_where_there_is_one_writer_by_word_nothing_is_raced_for() -> None:
     store = FaultyStore(OneWriterByWord())
     store.single_writer = True
-    prove_create_only(store)
+    check_create_only(store)
     assert not any("race" in key for _, key in store.calls)
     assert list(store.list()) == []
 
@@ -105,7 +105,7 @@ def test_even_one_writer_has_to_see_what_it_wrote_before() -> None:
         single_writer = True
 
     with pytest.raises(UnsupportedStore):
-        prove_create_only(Forgets())
+        check_create_only(Forgets())
 
 
 def test_a_publisher_without_the_right_to_delete_passes() -> None:
@@ -113,13 +113,13 @@ def test_a_publisher_without_the_right_to_delete_passes() -> None:
         def delete(self, key: str) -> None:
             raise UsageError("no right to delete")
 
-    prove_create_only(Keeps())
+    check_create_only(Keeps())
 
 
 def test_probe_keys_are_where_the_layout_says_and_new_each_time() -> None:
     store = FaultyStore(MemoryStore())
-    prove_create_only(store)
-    prove_create_only(store)
+    check_create_only(store)
+    check_create_only(store)
     keys = {key for verb, key in store.calls if verb == "put"}
     assert all(key.startswith(layout.PROBES) for key in keys)
     assert len({key.split("/")[1] for key in keys}) == 2

@@ -10,7 +10,7 @@ import pytest
 from patchstore.errors import AlreadyExists, NotFound, StoreUnavailable, UnsupportedStore, UsageError
 from patchstore.stores import multipart, open_store, packages, s3
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Store
-from patchstore.stores.probe import prove_create_only
+from patchstore.stores.probe import check_create_only
 from patchstore.stores.s3 import S3Store
 from patchstore.testing.store import StoreConformance
 from tests.stores.lost_answers import Answer, Request, answering, error, losing_the_answer, passing_on
@@ -406,7 +406,7 @@ def test_an_endpoint_that_does_not_answer_is_unavailable(client: str) -> None:
 
 
 def test_a_service_that_creates_only_once_is_proved(store: S3Store) -> None:
-    prove_create_only(store)
+    check_create_only(store)
     assert list(store.list()) == []
 
 
@@ -415,7 +415,7 @@ def test_a_service_that_ignores_conditions_is_refused(
 ) -> None:
     store = S3Store(s3_url, **rclone_options, client=client)
     with pytest.raises(UnsupportedStore, match="create-only"):
-        prove_create_only(store)
+        check_create_only(store)
     store.close()
 
 

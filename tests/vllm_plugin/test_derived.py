@@ -67,7 +67,7 @@ def tensors(model: Model) -> list[torch.Tensor]:
 def follow(model: torch.nn.Module) -> Derived:
     """What is made of a model's weights, proved once."""
     derived = Derived([model], refresh)
-    derived.prove(set())
+    derived.verify(set())
     return derived
 
 
@@ -292,10 +292,10 @@ def test_what_comes_out_otherwise_from_the_same_weights_is_refused_and_stays(mod
 def test_constants_and_buffers_that_are_loaded_are_not_made_of_weights():
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
     derived = Derived([started(model, lambda: model[0].running_mean.fill_(3))], refresh)
-    derived.prove({model[0].running_mean.untyped_storage().data_ptr()})
+    derived.verify({model[0].running_mean.untyped_storage().data_ptr()})
     derived = Derived([model], refresh)
     with pytest.raises(UsageError, match=r"'0\.running_mean'"):
-        derived.prove(set())
+        derived.verify(set())
 
 
 def test_scales_of_the_cache_stay_as_requests_calibrated_them():
@@ -352,5 +352,5 @@ def test_a_model_whose_loading_was_not_seen_is_not_refused_for_its_constants():
 def test_reloading_leaves_hooks_to_vllm():
     layer = Sinks("anew")
     derived = Derived([started(torch.nn.Sequential(layer))], refresh, hooks=False)
-    derived.prove(set())
+    derived.verify(set())
     assert derived.names == frozenset()

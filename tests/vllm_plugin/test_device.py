@@ -259,7 +259,7 @@ def test_gaps_beyond_a_tensor_are_refused_before_anything_is_written(fast, model
     assert torch.equal(bits(model.again), before["again"])
 
 
-def test_what_somebody_else_wrote_is_noticed_and_put_back(fast, model):
+def test_what_something_else_wrote_is_noticed_and_put_back(fast, model):
     staged = fast.stage(patches(0.5), keep_old=True)
     bits(model.transposed)[:] ^= 1
     before = model.state()

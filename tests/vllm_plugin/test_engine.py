@@ -112,7 +112,7 @@ def test_an_interrupt_between_two_writes_leaves_no_version_behind(engine, monkey
     assert (engine.updater.held.version, engine.updater.half_applied) == (1, False)
 
 
-def test_weights_that_vllm_reloads_are_nobodys(engine):
+def test_weights_that_vllm_reloads_are_no_known_version(engine):
     engine.reloaded()
     assert engine.updater.held is None
     update(engine, 1)
@@ -136,7 +136,7 @@ def test_a_version_that_is_staged_is_not_staged_again(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("encoding", ["gap", "context"])
-def test_weights_that_something_else_wrote_to_are_found_out_and_mended(new_trainer, new_engine, encoding):
+def test_weights_that_something_else_wrote_to_are_found_out_and_replaced(new_trainer, new_engine, encoding):
     trainer = new_trainer({name: 0.02 * torch.randn(8).bfloat16() for name in "ab"}, encoding=encoding)
     for _ in range(4):
         trainer.step(density=0.5)

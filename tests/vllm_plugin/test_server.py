@@ -347,7 +347,7 @@ def test_an_anchor_that_fails_halfway_leaves_the_version_before(server, new_trai
     assert live(server) == served(trainer.history[0])
 
 
-def test_weights_that_something_else_wrote_to_are_noticed_and_mended(server, trainer):
+def test_weights_that_something_else_wrote_to_are_noticed_and_replaced(server, trainer):
     call(server, "delta_write_behind", "model.norm.weight")
     trainer.step(density=1.0)
 
@@ -489,7 +489,7 @@ def test_the_command_verifies_what_a_server_serves(server, trainer):
     assert (done.returncode, "1 tensors differ, such as model.norm.weight" in said) == (3, True)
 
 
-def test_a_torn_model_says_so_and_is_mended_by_an_anchor(server, trainer):
+def test_a_half_applied_model_says_so_until_an_anchor_is_applied(server, trainer):
     trainer.step(density=0.5)
     fail_writes(server, 2)
 

@@ -49,7 +49,9 @@ def test_both_engines_serve_each_version(server, trainer):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_engines_of_which_one_failed_wait_until_follow_has_mended_them(server, trainer, failing):
+def test_engines_of_which_one_failed_wait_until_follow_has_brought_them_to_one_version(
+    server, trainer, failing
+):
     follow = Reconciler(trainer.store, server)
     trainer.step(density=0.5)
     in_engine(server, failing, "delta_fail_writes", 1)

@@ -69,7 +69,7 @@ def test_calls_out_of_order_are_one_error_and_later_answers_stay_in_step(server,
     assert ranks(server, "serving") == [1, 1]
 
 
-def test_a_torn_rank_makes_a_torn_server_and_an_anchor_mends_it(server, trainer):
+def test_a_half_applied_rank_makes_a_half_applied_server_until_an_anchor_is_applied(server, trainer):
     trainer.step(density=0.5)
     fail_writes(server, 2, 0)
     with pytest.raises(PatchstoreError) as caught:
@@ -98,7 +98,7 @@ def test_live_weights_are_proved_over_both_ranks(server, trainer):
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.gate_up_proj.weight"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_bit_that_changed_in_one_rank_is_noticed_and_mended(server, trainer, name, rank):
+def test_a_bit_that_changed_in_one_rank_is_noticed_and_replaced(server, trainer, name, rank):
     # The one is a copy of what the other rank has too, the other a slice that only this rank has.
     call(server, "delta_write_behind", name, rank)
 

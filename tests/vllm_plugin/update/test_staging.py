@@ -105,7 +105,7 @@ def test_a_failed_prefetch_is_said_by_stage_and_tried_again(ranks, updater, trai
     assert serves(ranks, trainer.history[4])
 
 
-def test_an_update_that_nobody_finished_gives_way_to_a_prefetch(ranks, updater, trainer):
+def test_an_update_that_was_not_finished_gives_way_to_a_prefetch(ranks, updater, trainer):
     updater.stage(1)
     assert updater.prefetch(1)
     wait_for_prefetch(updater, 2)
