@@ -263,7 +263,7 @@ class Chaos:
         if self._args.stub:
             expected = {name: hashing.digest(raw_bytes(tensor)) for name, tensor in weights.items()}
         else:
-            from tests.vllm_plugin.trainer import served
+            from patchstore.testing.tiny_qwen import served
 
             expected = served(weights)
         return all(expected.items() <= found.items() for found in server.fingerprint())

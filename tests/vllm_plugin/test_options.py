@@ -11,14 +11,15 @@ from threading import Event
 import httpx
 import pytest
 import tiny_adapter
-import tiny_qwen
 from server_process import MODEL_NAME, RUNNING, ServerProcess
-from trainer import Trainer, served
+from trainer import Trainer
 
 from patchstore import PatchstoreError, replay
 from patchstore.errors import UsageError
 from patchstore.serve.verify import verify_server
 from patchstore.serve.vllm_server import VllmServer
+from patchstore.testing import tiny_qwen
+from patchstore.testing.tiny_qwen import served
 
 # A server may take minutes to start on a busy machine.
 pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1200)]

@@ -12,11 +12,9 @@ from threading import Event
 
 import httpx
 import pytest
-import tiny_qwen
 import torch
 import vllm
 from server_process import MODEL_NAME, ServerProcess
-from trainer import served
 
 from examples.demo import report
 from patchstore import PatchstoreError, replay
@@ -27,6 +25,8 @@ from patchstore.format import manifest_json as manifests
 from patchstore.serve.reconcile import Reconciler
 from patchstore.serve.verify import verify_server
 from patchstore.serve.vllm_server import VllmServer
+from patchstore.testing import tiny_qwen
+from patchstore.testing.tiny_qwen import served
 from tests.support.weights import lie
 
 # A server may take minutes to start on a busy machine.

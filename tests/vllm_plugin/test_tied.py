@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-import tiny_qwen
 import torch
 
 from patchstore.errors import PatchstoreError
+from patchstore.testing import tiny_qwen
 
 # A server may take minutes to start on a busy machine.
 pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1200)]

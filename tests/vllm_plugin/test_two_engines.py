@@ -5,12 +5,12 @@ both are updated.
 import httpx
 import pytest
 from server_process import MODEL_NAME
-from trainer import served
 
 from patchstore.errors import LoadFailed, StateMismatch
 from patchstore.format import history
 from patchstore.serve.reconcile import Reconciler
 from patchstore.serve.verify import verify_server
+from patchstore.testing.tiny_qwen import served
 
 # A server may take minutes to start on a busy machine.
 pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1200)]

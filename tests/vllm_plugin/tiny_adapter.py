@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
-import tiny_qwen
 import torch
 from safetensors.torch import save_file
+
+from patchstore.testing import tiny_qwen
 
 _RANK = 4
 _MODULES = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -6,10 +6,8 @@ from pathlib import Path
 import torch
 
 from patchstore import Publisher
-from patchstore.format.hashing import digest
 from patchstore.format.records import Manifest
 from patchstore.stores import open_store
-from patchstore.tensors.bits import raw_bytes
 
 
 class Trainer:
@@ -51,20 +49,3 @@ class Trainer:
     def close(self) -> None:
         self._publisher.close()
         self.store.close()
-
-
-def served(tensors: Mapping[str, torch.Tensor], layers: int = 2) -> dict[str, str]:
-    """The fingerprint that a server of the tiny Qwen3 has for these tensors, on one rank.
-
-    Says by itself how vLLM fuses them; buffers are not part of it.
-    """
-    live = dict(tensors)
-    for layer in range(layers):
-        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-        live[f"{attention}.qkv_proj.weight"] = torch.cat(
-            [live.pop(f"{attention}.{part}_proj.weight") for part in "qkv"]
-        )
-        live[f"{mlp}.gate_up_proj.weight"] = torch.cat(
-            [live.pop(f"{mlp}.{part}_proj.weight") for part in ("gate", "up")]
-        )
-    return {name: digest(raw_bytes(tensor)) for name, tensor in live.items()}
