@@ -345,7 +345,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot.device, "CONVERTED_BYTES", 4 << 10)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 @pytest.mark.parametrize("encoding", ["gap", "raw", "context"])

@@ -147,13 +147,13 @@ CASES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_change_is_decoded_as_on_the_cpu(case: str) -> None:
     assert_decoded(CASES[case]())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_change_is_encoded_as_on_the_cpu(case: str) -> None:
     assert_encoded(CASES[case]())

@@ -170,6 +170,7 @@ def test_no_publisher_is_opened_once_the_interpreter_ends(trainer: Trainer) -> N
     assert history.read_header(FolderStore(trainer.bucket)) is None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("caught", [True, False])
 def test_ctrl_c_in_the_trainer_stores_what_is_under_way(trainer: Trainer, caught: bool) -> None:
     loop = "while True: time.sleep(0.05)"
@@ -226,6 +227,7 @@ def test_a_fork_of_a_trainer_leaves_the_publisher_to_its_parent(trainer: Trainer
     assert_stored(trainer.bucket, 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("is_down", "status"), [("False", 0), ("True", 1)])
 def test_a_child_process_stores_what_it_published_itself(trainer: Trainer, is_down: str, status: int) -> None:
     done = trainer(

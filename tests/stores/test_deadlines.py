@@ -110,7 +110,7 @@ def ask(client: str, operation: str, behaviour: Behaviour, timeout_s: float = TI
 # Servers.
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_server_that_never_answers_is_given_up(client: str, operation: str) -> None:
@@ -119,7 +119,7 @@ def test_a_server_that_never_answers_is_given_up(client: str, operation: str) ->
     assert "not done within" in str(error) or (client, operation) == ("obstore", "upload")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("behaviour", [bad_servers.stalls_in_the_body, bad_servers.drips])
 @pytest.mark.parametrize("operation", ["get", "list"])
 @pytest.mark.parametrize("client", CLIENTS)
@@ -129,7 +129,7 @@ def test_a_small_answer_that_stops_or_drips_is_given_up(
     assert f"{operation} a: not done within {TIMEOUT_S} s" in str(ask(client, operation, behaviour))
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("behaviour", [bad_servers.resets, bad_servers.unavailable_for_ever])
 @pytest.mark.parametrize("client", CLIENTS)
@@ -278,6 +278,7 @@ def test_a_transfer_of_the_hub_that_stalls_is_given_up(operation: str, part: str
         store.close()
 
 
+@pytest.mark.exhaustive
 def test_a_driver_that_hangs_is_given_up_and_one_that_reports_progress_is_not(
     s3_options: dict[str, Any], s3_url: str
 ) -> None:

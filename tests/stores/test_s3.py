@@ -25,7 +25,7 @@ def client(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["moto", "ministack"])
+@pytest.fixture(params=["moto", pytest.param("ministack", marks=pytest.mark.exhaustive)])
 def options(request: pytest.FixtureRequest, client: str) -> dict[str, Any]:
     server = "s3_options" if request.param == "moto" else f"{request.param}_options"
     return {**request.getfixturevalue(server), "client": client}
