@@ -39,10 +39,11 @@ comma := ,
 OLDEST_TESTS := $(filter-out tests/stores/test_deadlines.py,$(wildcard tests/stores/test_*.py)) tests/serve tests/doctor tests/cli tests/apply \
     tests/format/test_state_digest.py tests/read/test_replay.py tests/test_installation.py
 
-# Processes that run tests. A file's tests run in one of them, as they share its servers.
-JOBS ?= 2
+# Processes that run tests: one more than cores, as many tests wait. A file's tests run in one of them, as they
+# share its servers.
+JOBS ?= 3
 # One thread of torch each: more would wait for each other where other programs run too.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lock-oldest demo test test-quick test-exhaustive test-oldest conformance bench-gpu lint format types check clean
@@ -93,7 +94,7 @@ $(OLDEST)/.installed: $(INSTALLED) requirements/oldest.txt
 	touch $@
 
 test-oldest: $(OLDEST)/.installed ## Run stores, follower and commands with the oldest allowed versions.
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not vllm and not exhaustive" $(OLDEST_TESTS)
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not vllm and not exhaustive" $(OLDEST_TESTS)
 
 conformance: $(INSTALLED) ## Compare every architecture in every layout, an hour or two; writes docs/conformance.md.
 	$(BIN)/python tests/conformance/run.py --out docs/conformance.md

@@ -62,7 +62,11 @@ def runner() -> Iterator["subprocess.Popen[str]"]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but some cases of each sampled test as exhaustive."""
+    """Mark all but some cases of each sampled test as exhaustive, and begin with what takes longest.
+
+    Those tests have a limit of their own. They start servers and wait for them, while other processes test.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     cases: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sample"):
