@@ -97,10 +97,10 @@ def test_everything_that_is_imported_is_asked_for() -> None:
     imported -= {"patchstore", "vllm_plugin", *sys.stdlib_module_names}
     comes_with = {
         "botocore": "aiobotocore",
-        # Whoever starts vLLM has what it brings; kernels do without Triton where there is none.
+        # A server has what vLLM brings. Kernels do without Triton where there is none.
         **dict.fromkeys(("vllm", "triton", "zmq", "regex", "transformers", "cloudpickle"), None),
-        # `patchstore.testing` has suites for pytest.
-        "pytest": None,
+        # `patchstore.testing` has suites for pytest, and a model of transformers, which brings tokenizers.
+        **dict.fromkeys(("pytest", "tokenizers"), None),
     }
     for name in imported:
         package = comes_with.get(name, name)
