@@ -73,6 +73,7 @@ def plainly(spec: TensorSpec, coded: Coded, old: Array) -> dict[int, int]:
     )
 
 
+@pytest.mark.sample(120)
 @pytest.mark.parametrize("kind", ["any", "steps"])
 @pytest.mark.parametrize("density", [0.0, 0.005, 0.05, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)

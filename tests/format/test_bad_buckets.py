@@ -32,12 +32,14 @@ def test_a_bad_bucket_is_refused_by_replay_and_leaves_no_file(tmp_path: Path, ca
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sample(100)
 def test_a_bad_bucket_is_refused_by_verify(case: bucket_edits.Bad) -> None:
     with pytest.raises(PatchstoreError) as caught:
         replay.verify(PatientStore(spoiled(case)), case.version)
     assert caught.value.kind in case.kinds
 
 
+@pytest.mark.sample(100)
 def test_a_bad_bucket_is_refused_by_a_follower_that_holds_nothing(case: bucket_edits.Bad) -> None:
     if case.beyond_followers or case.only_verified:
         pytest.skip("a follower reads no config, and nothing above an anchor")
@@ -48,6 +50,7 @@ def test_a_bad_bucket_is_refused_by_a_follower_that_holds_nothing(case: bucket_e
     assert tensors == {}
 
 
+@pytest.mark.sample(100)
 def test_a_bad_bucket_does_not_move_a_follower_that_holds_the_version_before(case: bucket_edits.Bad) -> None:
     good = surgery.load(GOLDEN / case.bucket)
     store = PatientStore(good)
@@ -74,6 +77,7 @@ def test_a_bad_bucket_does_not_move_a_follower_that_holds_the_version_before(cas
         }
 
 
+@pytest.mark.sample(100)
 def test_a_bad_bucket_is_refused_by_the_independent_reader(tmp_path: Path, case: bucket_edits.Bad) -> None:
     bucket = surgery.lay_out(spoiled(case), tmp_path)
     with pytest.raises(independent_reader.Refused):

@@ -53,6 +53,7 @@ def test_every_version_is_rebuilt_from_local_files(run: Run, tmp_path: Path) -> 
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_four_processes_rebuild_a_version_with_one_download_of_each_payload(tmp_path: Path) -> None:
     bucket, reads, folder = (tmp_path / name for name in ("bucket", "reads", "cache"))
     run = Run(FolderStore(bucket))

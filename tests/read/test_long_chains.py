@@ -116,7 +116,7 @@ def test_a_follower_catches_up_over_more_deltas_than_it_may_have_files_open(
     assert before == after
 
 
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 def test_replaying_verifying_and_transcoding_a_long_chain_have_few_files_open(
     chain: Chain, tmp_path: Path
 ) -> None:
@@ -222,7 +222,7 @@ def _large(bucket: Path) -> tuple[FolderStore, Manifest]:
         return store, publisher.publish_patch(1).result()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("has_cache", [False, True])
 def test_a_file_that_may_not_grow_so_far_is_named_with_the_folder_it_is_in(
     tmp_path: Path, has_cache: bool

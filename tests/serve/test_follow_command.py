@@ -217,6 +217,7 @@ def test_a_server_that_hangs_in_a_switch_is_left_running_when_time_is_up(
         go_on.set()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options",
     [

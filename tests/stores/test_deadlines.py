@@ -179,7 +179,7 @@ def holding(endpoint_url: str, is_held: Callable[[Request], bool]) -> Iterator[s
             ended.set()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("held", [2, 12])
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_an_upload_of_which_parts_stall_is_given_up_and_aborted(
@@ -206,7 +206,7 @@ def test_an_upload_of_which_parts_stall_is_given_up_and_aborted(
     plain.close()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_a_download_that_stalls_in_the_middle_is_given_up(
     s3_options: dict[str, Any], s3_url: str, client: str
@@ -228,7 +228,7 @@ def test_a_download_that_stalls_in_the_middle_is_given_up(
         store.close()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_an_upload_that_moves_slowly_is_not_cut(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
     # Small parts, so that the pauses of the server and not the machine are what is slow.
@@ -325,7 +325,7 @@ def test_what_a_library_left_behind_does_not_keep_a_process_from_exiting(client:
     assert not [word for word in ("Traceback", "Fatal", "panicked") if word in answer.stderr]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_a_publication_to_a_store_that_falls_silent_fails_and_the_publisher_closes(
     s3_options: dict[str, Any], s3_url: str, monkeypatch: pytest.MonkeyPatch, client: str

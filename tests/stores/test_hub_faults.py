@@ -81,6 +81,7 @@ def always(method: str, part: str, status: int) -> Callable[[str, str], Any]:
     return lambda asked, path: (status, b"{}") if asked == method and part in path else None
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("status", [500, 503, 429])
 @pytest.mark.parametrize(
     ("method", "part"),

@@ -123,7 +123,7 @@ def test_what_is_no_key_or_range_is_said_with_the_store_and_operation(store: Sto
     assert said(caught).startswith(f"{store.url}: get a: ")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("operation", ["get", "put", "upload", "list", "delete"])
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_no_secret_is_repeated_that_a_server_repeats(
@@ -150,6 +150,7 @@ def test_no_secret_is_repeated_that_a_server_repeats(
         assert not [each for each in (*SECRETS.values(), "X-Amz", "pw12345678") if each in text]
 
 
+@pytest.mark.exhaustive
 def test_no_secret_is_repeated_that_the_hub_or_its_clients_repeat(hub: Hub) -> None:
     url, token = "hf://buckets/user/bucket/secrets", "hf_abcdefghijklmnop"
     hub.roles[token] = "write"

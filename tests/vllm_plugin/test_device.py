@@ -188,6 +188,7 @@ def test_a_parameter_that_is_wrapped_anew_has_not_moved(fast, model):
     assert (fast.moved(), fast.has_moved()) == (["0.long"], True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_stored", [True, False])
 @pytest.mark.parametrize("share", [0.0, 0.03, 0.6, 1.0])
 def test_a_change_is_proved_written_and_undone_as_by_plain_torch(plain, fast, model, share, is_stored):
@@ -213,6 +214,7 @@ def test_a_change_is_proved_written_and_undone_as_by_plain_torch(plain, fast, mo
     assert equal(model.state(), before)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("at_a_time", [1 << 25, 2000])
 def test_of_several_versions_the_last_value_of_an_element_counts(plain, fast, model, monkeypatch, at_a_time):
     monkeypatch.setattr(kernels("vllm_plugin.merge_gpu"), "MERGED", at_a_time)

@@ -90,6 +90,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.exhaustive
 def test_all_ranks_of_two_groups_learn_the_same(tmp_path):
     command = [sys.executable, "-c", RANK, str(ROOT / "vllm_plugin" / "ranks.py"), str(tmp_path / "meet")]
     ranks = [

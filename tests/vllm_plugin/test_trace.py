@@ -259,6 +259,7 @@ def test_models_may_be_given_as_an_iterator() -> None:
     assert [index for index, _ in found.regions["w"]] == [0, 1]
 
 
+@pytest.mark.exhaustive
 def test_twenty_thousand_names_are_traced_in_seconds() -> None:
     experts, layers = 50, 400
     model = model_of(**{f"p{layer}": (experts, 2, 3) for layer in range(layers)})
