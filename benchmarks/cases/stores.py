@@ -147,11 +147,10 @@ class Work:
             self._store.upload("large", (whole[start : start + PART_BYTES] for start in starts))
 
     def read(self) -> None:
-        for _ in self._store.read("large"):
-            pass
-
-    def read_into(self) -> None:
-        self._store.read_into("large", memoryview(self._buffer))
+        at = 0
+        for part in self._store.read("large"):
+            self._buffer[at : at + len(part)] = part
+            at += len(part)
 
     def put(self) -> None:
         self._each(lambda key: self._store.put(key, self._medium))
@@ -183,7 +182,7 @@ class Work:
             return list(pool.map(call, self._keys))
 
 
-_MEASURES = ("upload", "read", "read_into", "put", "get", "create_small", "get_small")
+_MEASURES = ("upload", "read", "put", "get", "create_small", "get_small")
 
 
 def _row(moved: tuple[int, int], spent: list[Spent]) -> dict[str, Any]:

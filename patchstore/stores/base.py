@@ -118,36 +118,6 @@ class Store(ABC):
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def read_into(self, key: str, buffer: memoryview, start: int = 0) -> int:
-        """Fill a writable buffer of bytes with an object's from `start` on, as ranges fetched in parallel.
-
-        Each range is written to its place as it arrives, so there is no second copy of the object, and pinned
-        or mapped memory is filled directly. No byte outside the buffer is written.
-
-        Returns:
-            How many bytes were read, at most the buffer's size; the rest of the buffer is unspecified.
-
-        Raises:
-            NotFound: no such object. After any error the content of the buffer is unspecified.
-        """
-        check_range(self.url, "read_into", key, start, None)
-        buffer = buffer.cast("B")
-
-        def fill(offset: int) -> int:
-            stop = min(offset + PART_BYTES, len(buffer))
-            part = self.get(key, start + offset, start + stop)
-            buffer[offset : offset + len(part)] = part
-            return len(part)
-
-        if len(buffer) <= PART_BYTES:
-            return fill(0)
-        with ThreadPoolExecutor(NUM_PARTS, thread_name_prefix="patchstore-read") as pool:
-            filling = [pool.submit(fill, offset) for offset in range(0, len(buffer), PART_BYTES)]
-            try:
-                return sum(each.result() for each in filling)
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
-
     def subscribe(self, wake: Callable[[], None]) -> Callable[[], None] | None:
         """Call `wake`, on a thread of the store, whenever something may have changed here.
 

@@ -155,15 +155,6 @@ class HubStore(Store):
         pieces = self._contents.stream(operation, entry, start, stop) if start < stop else ()
         yield from (bytes(part) for part in in_parts(pieces) if part)
 
-    def read_into(self, key: str, buffer: memoryview, start: int = 0) -> int:
-        check_range(self.url, "read_into", key, start, None)
-        buffer, operation = buffer.cast("B"), self._transfer("read_into", key, BLOCK_BYTES)
-        entry = self._entry(operation, key)
-        num_bytes = max(0, min(len(buffer), entry.size - start))
-        if num_bytes:
-            self._contents.fill(operation, entry, buffer[:num_bytes], start)
-        return num_bytes
-
     def subscribe(self, wake: Callable[[], None]) -> Callable[[], None] | None:
         return Feed(self._api, wake).end
 

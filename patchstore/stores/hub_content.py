@@ -98,27 +98,6 @@ class Contents:
         finally:
             ended(started(stream.cancel), _STOP_S)
 
-    def fill(self, operation: Operation, entry: Entry, buffer: memoryview, start: int) -> None:
-        """Fill a buffer with bytes from `start` on, as they arrive; the content must have that many."""
-        missing, end, run = len(buffer), start + len(buffer), operation.limit.run
-        with operation.translate_errors():
-            downloads = self._downloads(operation)
-            stream = run(lambda: downloads.download_unordered_stream(_file(entry), start=start, end=end))
-        try:
-            while True:
-                with operation.translate_errors():
-                    found = run(lambda: next(stream, None))
-                if found is None:
-                    break
-                # Here and not on the other thread, which may outlast this call.
-                offset, piece = found
-                _check(offset + len(piece) <= len(buffer), operation)
-                buffer[offset : offset + len(piece)] = piece
-                missing -= len(piece)
-            _check(missing == 0, operation)
-        finally:
-            ended(started(stream.cancel), _STOP_S)
-
     def _downloads(self, operation: Operation) -> Any:
         way = _arguments(self._grant(operation, "read"))
         return operation.limit.run(lambda: self._session.new_download_stream_group(**way))

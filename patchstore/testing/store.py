@@ -11,17 +11,14 @@
 That is a backend's whole test of the contract in `stores/base.py`.
 """
 
-import mmap
 import random
 from collections import Counter
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier, Event
 from typing import Any, cast
 
 import pytest
-import torch
 
 from patchstore.errors import AlreadyExists, NotFound, UsageError
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Chunk, Store
@@ -118,7 +115,6 @@ class StoreConformance:
                 lambda key=key: store.delete(key),
                 lambda key=key: store.upload(key, [b""]),
                 lambda key=key: next(store.read(key)),
-                lambda key=key: store.read_into(key, memoryview(bytearray(1))),
             ):
                 with pytest.raises(UsageError) as caught:
                     ask()
@@ -262,50 +258,6 @@ class StoreConformance:
         assert offset == size
         assert len(asked) == NUM_PARTS + 2
         assert most <= NUM_PARTS
-
-    @pytest.mark.parametrize("size", [0, 1000, PART_BYTES + 1])
-    def test_a_buffer_is_filled_up_to_its_end_or_the_objects(self, store: Store, size: int) -> None:
-        data = pattern(0, size)
-        store.put("object", data)
-        for length in (0, size // 2, size, size + 5000):
-            for start in (0, 3, size, size + 7):
-                buffer, expected = bytearray(length), data[start : start + length]
-                assert store.read_into("object", memoryview(buffer), start) == len(expected)
-                assert buffer[: len(expected)] == expected
-
-    def test_an_object_of_several_parts_fills_a_buffer_and_not_its_neighbours(self, store: Store) -> None:
-        size, start = 3 * PART_BYTES + 12_345, 1_001
-        store.upload("large", patterned(size))
-        around = bytearray(b"\xa5" * 64 + bytes(size) + b"\xa5" * 64)
-        with memoryview(around) as whole:
-            assert store.read_into("large", whole[64 : 64 + size - start], start) == size - start
-        assert around[:64] == b"\xa5" * 64
-        assert around[64 : 64 + size - start] == pattern(start, size)
-        assert around[64 + size - start :] == bytes(start) + b"\xa5" * 64
-
-    def test_a_mapped_file_and_a_tensors_memory_are_filled_in_place(
-        self, store: Store, tmp_path: Path
-    ) -> None:
-        size = PART_BYTES + 4096
-        data = pattern(0, size)
-        store.upload("object", [data])
-        with (tmp_path / "mapped").open("w+b") as file:
-            file.truncate(size)
-            with mmap.mmap(file.fileno(), size) as mapped, memoryview(mapped) as buffer:
-                assert store.read_into("object", buffer) == size
-        assert (tmp_path / "mapped").read_bytes() == data
-        words = torch.zeros(size // 4, dtype=torch.int32)
-        assert store.read_into("object", words.numpy().data) == size
-        assert words.numpy().tobytes() == data
-
-    def test_a_buffer_from_the_end_or_without_an_object_is_refused(self, store: Store) -> None:
-        store.put("ten", b"0123456789")
-        with pytest.raises(UsageError):
-            store.read_into("ten", memoryview(bytearray(5)), -1)
-        for length in (0, 5, 2 * PART_BYTES):
-            with pytest.raises(NotFound) as caught:
-                store.read_into("nothing", memoryview(bytearray(length)))
-            assert caught.value.kind == "not-found"
 
     def test_a_producer_may_reuse_its_buffer(self, store: Store) -> None:
         def chunks() -> Iterator[Chunk]:

@@ -369,7 +369,7 @@ def slowly(read):
         return read(store, key, *args, **kwargs)
     return wait
 
-FolderStore.get, FolderStore.read_into = slowly(FolderStore.get), slowly(FolderStore.read_into)
+FolderStore.get = slowly(FolderStore.get)
 main.main()
 """
 """Runs a command that waits in the payload of an anchor, so that it can be ended there."""

@@ -42,7 +42,6 @@ OPERATIONS: dict[str, Callable[[Store], object]] = {
     "delete": lambda store: store.delete("a"),
     "upload": lambda store: store.upload("a", [bytes(PART_BYTES), b"x"]),
     "read": lambda store: list(store.read("a")),
-    "read_into": lambda store: store.read_into("a", memoryview(bytearray(10))),
 }
 WRITES = {"put", "delete", "upload"}
 CLIENTS = ["s3fs", "obstore", "hub", "fsspec"]
@@ -223,8 +222,6 @@ def test_a_download_that_stalls_in_the_middle_is_given_up(
         assert next(parts) == pattern(0, PART_BYTES)
         with pytest.raises(StoreUnavailable, match=f"{s3_url}: get large: "):
             list(parts)
-        with pytest.raises(StoreUnavailable, match=f"{s3_url}: get large: "):
-            store.read_into("large", memoryview(bytearray(size)))
         store.close()
 
 
@@ -259,7 +256,6 @@ def test_an_upload_that_moves_slowly_is_not_cut(monkeypatch: pytest.MonkeyPatch,
         ("upload", "/v1/shards"),
         ("put", "/v1/xorbs/"),
         ("read", "/xorb-data/"),
-        ("read_into", "/xorb-data/"),
         ("read", "/v1/reconstructions/"),
     ],
 )
