@@ -280,7 +280,8 @@ class VllmCalls:
         """
         # What is half applied waits as it is, also where versions are applied without a pause.
         mode = PauseMode.KEEP if self._pause_mode is PauseMode.NONE else self._pause_mode
-        # Beside prefixes vLLM forgets images here, which older weights encoded.
+        # vLLM 0.26 to 0.33 forget prefixes, those of running requests too, and images, which older weights
+        # encoded. They do so in every mode, although the help of 0.32 says that `keep` ignores this.
         clear_cache = "true" if self._prefix_cache is PrefixCache.RESET else "false"
         self._http.post("/pause", {}, mode=mode.value, clear_cache=clear_cache)
 
