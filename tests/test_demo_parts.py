@@ -87,7 +87,7 @@ def test_generations_are_marked_from_where_they_part() -> None:
 
 
 def _runs(process: int) -> bool:
-    """Whether a process exists and has not ended; an ended one that nobody waited for does not count."""
+    """Whether a process exists and has not ended; an ended one that was not waited for does not count."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -75,7 +75,7 @@ class StubServer:
             "weight_transfer_config": {"backend": "delta"},
             "model_config": {"quantization": None},
         }
-        """How it was started, as far as anybody asks."""
+        """How it was started, as far as clients ask."""
         self.num_ranks = 1
         self._num_engines = num_engines
         self.opened: dict[str, Any] = {}

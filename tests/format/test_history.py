@@ -77,7 +77,7 @@ def test_committing_the_same_manifest_again_is_harmless(run: Run) -> None:
     assert history.read_manifest(run.store, 0) == head
 
 
-def test_a_slot_that_somebody_else_has_is_a_conflict_and_stays_theirs(run: Run) -> None:
+def test_a_slot_that_another_publisher_has_is_a_conflict_and_stays_theirs(run: Run) -> None:
     theirs = run.publish()
     ours = replace(theirs, writer=replace(theirs.writer, id="me", write_id="other"))
     with pytest.raises(VersionConflict, match="stop this one"):

@@ -64,7 +64,7 @@ class Training(RuleBasedStateMachine):
             pass
         finally:
             self.publisher._committer.store = self.inner
-        # A commit may have taken place although nobody could be told: its version has these bits.
+        # A commit may have taken place although its answer was lost: its version has these bits.
         head = history.head(self.inner)
         assert head is not None
         self.history.setdefault(head.version, served(self.model))

@@ -234,7 +234,7 @@ def test_users_that_come_and_go_at_random_always_get_the_right_bytes(host: Host)
             with HostCache(host.folder, max_bytes=0).fetch(host.store, payloads[number]) as file:
                 assert file.read() == contents[number]
                 if random.random() < 0.1:
-                    # Somebody cleans up by hand.
+                    # A user removes files by hand.
                     with suppress(FileNotFoundError):
                         (host.folder / payloads[number].digest.removeprefix("blake3:")).unlink()
 
@@ -254,7 +254,7 @@ def test_a_folder_that_was_cleaned_away_is_made_again(host: Host) -> None:
         assert file.read() == b"weights"
 
 
-def test_a_folder_that_somebody_else_made_meanwhile_is_refused(host: Host) -> None:
+def test_a_folder_that_another_user_made_meanwhile_is_refused(host: Host) -> None:
     cache = HostCache(host.folder)
     payload = host.stored("deltas/1", b"weights")
     host.folder.rmdir()

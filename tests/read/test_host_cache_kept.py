@@ -95,7 +95,7 @@ def test_what_is_kept_is_digested_once_for_all_who_use_it_together(
     cache = HostCache(host.folder)
     for number in (0, 1, 2):
         if number:
-            os.utime(host.path)  # somebody's hands
+            os.utime(host.path)  # as a user may do by hand
         with cache.fetch(host.store, host.payload) as first, cache.fetch(host.store, host.payload) as second:
             assert first.read() == second.read() == host.data
         assert len(digested) == number

@@ -103,7 +103,7 @@ def _restored(objects: dict[str, bytes]) -> _Copied:
 
 
 def _hammer(number: int | None, seed: int, host: "Host", payloads: list[Payload]) -> int:
-    """Use payloads and spoil kept ones, at random; return how often somebody spoiled one that was kept."""
+    """Use payloads and spoil kept ones, at random; return how often a kept one was spoiled."""
     if number is not None:
         die_at(number)
     random, spoiled = Random(seed), 0

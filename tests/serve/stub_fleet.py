@@ -1,7 +1,7 @@
 """A process of many stub servers, well and unwell, for rolling updates: `python stub_fleet.py KIND...`.
 
 Prints one JSON object with their URLs, then one each time a server comes to hold a version, or none, and at
-the end one for each, whether it was left paused, torn or in a switch. Ends with its standard input.
+the end one for each, whether it was left paused, half-applied or in a switch. Ends with its standard input.
 """
 
 import json
@@ -16,7 +16,7 @@ from patchstore.testing.vllm_stub import StubServer, serving
 
 FAILURES = (
     "[corrupt-object] deltas/x should have digest y",
-    "[load-failed] the loader broke off",
+    "[load-failed] the loader failed",
     "[store-unavailable] no answer in time",
     "index out of range",
 )
@@ -26,7 +26,7 @@ class FleetServer(StubServer):
     """A stub of some kind, that tells what it holds.
 
     `well`; `slow`, which takes 2 s to stage; `failing`, a third of whose updates fail in one of many ways,
-    torn ones included; `restarting`, which is gone for a second every 6 s, and then holds nothing.
+    half-applied ones included; `restarting`, which is gone for a second every 6 s, and then holds nothing.
     """
 
     def __init__(self, kind: str, number: int, run_id: str) -> None:

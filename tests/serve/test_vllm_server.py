@@ -259,7 +259,7 @@ def test_an_old_vllm_without_weight_versions_has_none(stub, server, monkeypatch)
     assert server.weight_version() is None
 
 
-def test_nobody_listening_is_unavailable():
+def test_a_port_without_a_server_is_unavailable():
     with VllmServer("http://127.0.0.1:1") as server, pytest.raises(ServerUnavailable):
         server.status()
 

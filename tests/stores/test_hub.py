@@ -341,7 +341,7 @@ def test_looking_for_the_next_version_is_one_request(hub: Hub, opened: Callable[
         store.get("versions/00000001.json")
     assert len(hub.requests) == 1
     assert store.get("a") == b"x"
-    # The Hub sends whoever asks for a file on to its content.
+    # The Hub redirects a request for a file to its content.
     assert len(hub.requests) == 3
 
 

@@ -374,7 +374,7 @@ def test_sizes_that_are_missing_have_the_bucket_looked_for_once(moto: dict[str, 
     ]
 
 
-def test_a_size_is_missing_though_nobody_may_look_for_the_bucket(moto: dict[str, Any], s3_url: str) -> None:
+def test_a_size_is_missing_though_the_bucket_may_not_be_looked_for(moto: dict[str, Any], s3_url: str) -> None:
     refusals = repeat(error(403, "AccessDenied"))
     with answering(moto["endpoint_url"], "HEAD", "/bucket", refusals) as (endpoint_url, _):
         store = S3Store(s3_url, **{**moto, "endpoint_url": endpoint_url})

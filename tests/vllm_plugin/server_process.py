@@ -16,7 +16,7 @@ MODEL_NAME = "tiny"
 
 _START_S = 900.0
 _LIFE_S = 1800
-"""A server that nobody ended, because the tests were killed, ends itself."""
+"""A server that was not ended, because the tests were killed, ends itself."""
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -299,7 +299,7 @@ def test_calls_out_of_order_are_refused(server, trainer):
     with pytest.raises(UsageError, match="no version is staged"):
         server.finish_weight_update("1")
 
-    # Whoever began an update may be gone, so another may begin anew.
+    # The driver that began an update may be gone, so another may begin anew.
     server.start_weight_update()
     server.start_weight_update()
     with pytest.raises(UsageError, match="no version is staged"):
