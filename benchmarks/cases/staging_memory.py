@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -120,17 +121,17 @@ def _load(shape: Shape, args: argparse.Namespace, server: TimedServer) -> Iterat
             while not done.is_set():
                 http.post("/v1/completions", json=question(shape, args, client)).raise_for_status()
 
-    clients = [threading.Thread(target=ask, args=(number,)) for number in range(args.concurrency)]
-    for each in clients:
-        each.start()
-    try:
-        # Time for all clients to be served.
-        time.sleep(5)
-        yield
-    finally:
-        done.set()
+    with ThreadPoolExecutor(args.concurrency) as pool:
+        clients = [pool.submit(ask, number) for number in range(args.concurrency)]
+        try:
+            # Time for all clients to be served.
+            time.sleep(5)
+            yield
+        finally:
+            done.set()
         for each in clients:
-            each.join()
+            # A client that failed has left less load than the row says.
+            each.result()
 
 
 @contextmanager
