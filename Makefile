@@ -46,7 +46,7 @@ JOBS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lock-oldest demo test test-quick test-exhaustive test-oldest conformance bench-gpu lint format types check clean
+.PHONY: help setup lock lock-oldest demo grpo test test-quick test-exhaustive test-oldest conformance bench-gpu lint format types check clean
 
 help: ## Show this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -77,6 +77,9 @@ lock-oldest: $(INSTALLED) ## Resolve the oldest allowed versions anew, and write
 
 demo: $(INSTALLED) ## Train, publish, serve and replay, on this machine; STORE=file, s3 or hf.
 	$(BIN)/python -m examples.demo --store $(STORE)
+
+grpo: $(INSTALLED) ## Teach a small model by GRPO, with two vLLM servers, one of them killed; STORE=file, s3 or hf.
+	$(BIN)/python -m examples.grpo --store $(STORE)
 
 test: $(INSTALLED) ## Test every behaviour once, with real vLLM servers, in about ten minutes.
 	$(PYTEST)
@@ -120,5 +123,5 @@ types: $(INSTALLED) ## Check types.
 check: lint types test test-oldest test-exhaustive ## What CI runs.
 
 clean: ## Remove .venv, caches and what the demo left.
-	rm -rf $(VENV) build dist demo-run bench-run *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist demo-run grpo-run bench-run *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -136,8 +136,8 @@ def breakdown(rows: Sequence[Row]) -> Any:
 
 
 def token_gaps(rows: Sequence[Row]) -> Any:
-    """Draw the time between tokens around one update, in one panel per density."""
-    rows = sorted(rows, key=lambda row: row["density"])
+    """Draw the time between tokens around one update, in one panel per density and kind of load."""
+    rows = sorted(rows, key=lambda row: (row["density"], row["concurrency"]))
     heights_ms = [1000 * seconds for row in rows for _, seconds in row["points"]]
     shortest_ms, longest_ms = min(heights_ms), max(heights_ms)
     figure = _figure(0.8 + 1.5 * len(rows))
@@ -155,10 +155,10 @@ def token_gaps(rows: Sequence[Row]) -> Any:
         axes.plot(xs, [1000 * y for y in ys], ".", color="black", markersize=2.5)
         _logarithmic(axes, 0.5 * shortest_ms, 2 * longest_ms)
         axes.set_ylabel("ms", fontsize=8)
-        said = f"{_percent(row['density'])} changed: stall {1000 * row['stall_s']:.0f} ms"
+        said = f"{_load(row)}: stall {1000 * row['stall_s']:.0f} ms"
         axes.set_title(said, fontsize=8, loc="left")
     figure.suptitle(
-        f"Time between tokens of {rows[0]['concurrency']} streams, {rows[0]['shape']} on {rows[0]['device']}",
+        f"Time between tokens, {rows[0]['shape']} on {rows[0]['device']}",
         fontsize=9,
     )
     panels[-1].set_xlabel("seconds from the pause", fontsize=8)
@@ -203,7 +203,8 @@ def beside(rows: Sequence[Row]) -> Any:
 
 def _load(row: Row) -> str:
     streams = f"{row['concurrency']} streams" if row["concurrency"] else "idle"
-    return f"{_percent(row['density'])}, {streams}"
+    cache = row.get("prefix_cache", "reset")
+    return f"{_percent(row['density'])}, {streams}" + ("" if cache == "reset" else f", prefixes: {cache}")
 
 
 def _percent(share: float) -> str:

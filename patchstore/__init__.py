@@ -11,12 +11,22 @@ if TYPE_CHECKING:
     from patchstore.errors import PatchstoreError
     from patchstore.format.records import Manifest, Payload, Plan, Schema, TensorSpec
     from patchstore.publish.publisher import Publication, Publisher
+    from patchstore.publish.sources import (
+        LocalPart,
+        as_saved,
+        interleaved_qkv,
+        joined_gate_up,
+        mapped,
+        without_padding,
+    )
     from patchstore.read.replay import replay, verify
+    from patchstore.serve.wait import wait_until
     from patchstore.stores import Store, open_store
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "LocalPart": "patchstore.publish.sources",
     "Replica": "patchstore.apply.replica",
     "Manifest": "patchstore.format.records",
     "PatchstoreError": "patchstore.errors",
@@ -27,13 +37,20 @@ _HOMES = {
     "Schema": "patchstore.format.records",
     "Store": "patchstore.stores",
     "TensorSpec": "patchstore.format.records",
+    "as_saved": "patchstore.publish.sources",
+    "interleaved_qkv": "patchstore.publish.sources",
+    "joined_gate_up": "patchstore.publish.sources",
+    "mapped": "patchstore.publish.sources",
     "open_store": "patchstore.stores",
     "replay": "patchstore.read.replay",
     "verify": "patchstore.read.replay",
+    "wait_until": "patchstore.serve.wait",
+    "without_padding": "patchstore.publish.sources",
 }
 
 __all__ = [
     "Replica",
+    "LocalPart",
     "Manifest",
     "PatchstoreError",
     "Payload",
@@ -43,9 +60,15 @@ __all__ = [
     "Schema",
     "Store",
     "TensorSpec",
+    "as_saved",
+    "interleaved_qkv",
+    "joined_gate_up",
+    "mapped",
     "open_store",
     "replay",
     "verify",
+    "wait_until",
+    "without_padding",
 ]
 
 

@@ -47,6 +47,12 @@ class VersionNotFound(NotFound):
     kind = "version-not-found"
 
 
+class VersionRetired(NotFound):
+    """The version was given up by `patchstore retire`; its manifest is there, but not all of its payloads."""
+
+    kind = "version-retired"
+
+
 # Retry: a server or this host could not do it now.
 
 
@@ -60,6 +66,12 @@ class EnginesDiffer(ServerUnavailable):
     """A data-parallel engine of a server does not answer as the first one did."""
 
     kind = "engines-differ"
+
+
+class WaitTimeout(PatchstoreError, TimeoutError):
+    """Servers did not reach a version in time; they may still."""
+
+    kind = "wait-timeout"
 
 
 class HostError(PatchstoreError):
@@ -93,6 +105,12 @@ class RunExists(UsageError):
     """The prefix already holds a run, and this is not a resumption of it."""
 
     kind = "run-exists"
+
+
+class IsReplica(UsageError):
+    """The place is a replica of another, which `patchstore replicate` alone writes to."""
+
+    kind = "is-replica"
 
 
 class ResumeMismatch(UsageError):
@@ -134,6 +152,18 @@ class StateMismatch(DataError):
     kind = "state-mismatch"
 
 
+class Unsigned(DataError):
+    """A version has no signature by a required key; nothing of it was used."""
+
+    kind = "unsigned"
+
+
+class WrongSignature(DataError):
+    """A version's signature is invalid, or signs something else; nothing of the version was used."""
+
+    kind = "wrong-signature"
+
+
 # Stop: another process uses, or used, the same run or server.
 
 
@@ -155,6 +185,12 @@ class StoreReplaced(PatchstoreError):
     kind = "store-replaced"
 
 
+class OtherRun(PatchstoreError):
+    """A server serves another run than the caller means, so equal numbers are other weights."""
+
+    kind = "other-run"
+
+
 class DriverConflict(PatchstoreError):
     """Another process than this driver changed the version that a server serves."""
 
@@ -171,6 +207,23 @@ class PublishFailed(PatchstoreError):
     """An earlier publication was not stored; the next one will be an anchor, so no change is lost."""
 
     kind = "publish-failed"
+
+
+class RankFailed(PublishFailed):
+    """A rank of a publisher failed, or was not heard of in time, so no rank published."""
+
+    kind = "rank-failed"
+
+    def __init__(self, message: str, ranks: "tuple[int, ...]" = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        """The global ranks that failed."""
+
+
+class ConsumerFailed(PatchstoreError):
+    """A command or a server did not accept a version that it was told of; it is told again."""
+
+    kind = "consumer-failed"
 
 
 class LoadFailed(PatchstoreError):

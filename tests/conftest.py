@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # On a busy machine any example may take long; pytest's own timeout ends one that hangs.
 hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None)
 hypothesis.settings.load_profile("patient")
+
+UNTIL = os.environ.get("PATCHSTORE_TESTS_UNTIL")
+"""Seconds since 1970 after which no further exhaustive test begins. CI sets it, as its time is limited."""
 
 
 @pytest.fixture
@@ -81,3 +86,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for i, item in enumerate(found):
             if i not in kept:
                 item.add_marker(pytest.mark.exhaustive)
+    if UNTIL is not None:
+        # Another order each time, the same in all processes, so that each test has its turn.
+        items.sort(key=lambda item: zlib.crc32(f"{UNTIL} {item.path.name}".encode()))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip an exhaustive test that would begin too late; the closing line counts it."""
+    if UNTIL is not None and item.get_closest_marker("exhaustive") and time.time() > float(UNTIL):
+        pytest.skip("not begun: the time for exhaustive tests was over")

@@ -23,6 +23,7 @@ from benchmarks.serving.load import Request
 from benchmarks.serving.updates import PARTS, Update
 from benchmarks.support.vllm_server import TimedServer
 from patchstore.encodings import ENCODINGS
+from patchstore.serve.settings import PauseMode, PrefixCache
 from patchstore.tensors.bits import bits
 from patchstore.testing.vllm_stub import StubServer, serving
 
@@ -122,6 +123,23 @@ def test_an_update_records_every_call_that_a_row_has():
         server.apply(0)
 
     assert server.spans.keys() >= {"prefetch", *updates.CALLS.values()}
+
+
+def test_the_server_of_a_benchmark_changes_what_it_does_with_requests_and_prefixes():
+    keep = PauseMode.KEEP
+    ways = [(keep, PrefixCache.RESET), (keep, PrefixCache.VERSION), (keep, PrefixCache.KEEP)]
+    with serving(StubServer()) as stub, TimedServer(stub.url) as server:
+        server.init_weight_transfer("memory://run")
+        found = []
+        for version, (mode, cache) in enumerate([*ways, (PauseMode.NONE, PrefixCache.VERSION)]):
+            stub.calls.clear()
+            server.spans.clear()
+            server.use(mode, cache)
+            server.apply(version)
+            found.append(("delta_prefixes" in stub.calls, "/pause" in stub.calls, stub.stale_prefixes))
+            assert server.spans.keys() >= {"prefetch", *updates.CALLS.values()}
+
+    assert found == [(False, True, False), (True, False, False), (False, True, True), (True, False, False)]
 
 
 def path_row() -> dict:

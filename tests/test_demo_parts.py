@@ -9,10 +9,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from examples.demo import corpus, report
-from examples.demo.processes import Program
-from examples.demo.serving import HubServer
+from examples.checkpoint import save, served_weights
+from examples.demo import corpus, tables
 from examples.demo.training import Trainer
+from examples.processes import Program
+from examples.stores import HubServer
 from patchstore import open_store
 from patchstore.errors import AlreadyExists
 
@@ -33,10 +34,10 @@ def test_the_checkpoint_has_the_bits_that_are_published(tmp_path: Path) -> None:
     tokenizer = corpus.train_tokenizer(texts)
     trainer = Trainer(corpus.encode(tokenizer, texts), len(tokenizer))
     trainer.specialise(corpus.encode(tokenizer, [topic]))
-    before = trainer.served_weights()
+    before = served_weights(trainer.model)
     assert trainer.step() > 0
-    trainer.save(tmp_path, tokenizer)
-    saved, served = load_file(tmp_path / "model.safetensors"), trainer.served_weights()
+    save(trainer.model, tokenizer, tmp_path)
+    saved, served = load_file(tmp_path / "model.safetensors"), served_weights(trainer.model)
     assert saved
     assert all(torch.equal(saved[name].view(torch.int16), served[name].view(torch.int16)) for name in saved)
     assert any(not torch.equal(before[name], served[name]) for name in saved)
@@ -79,7 +80,7 @@ def test_the_hub_of_the_demo_creates_an_object_only_once_and_ends_with_it(tmp_pa
 def test_generations_are_marked_from_where_they_part() -> None:
     console = Console(width=60, color_system=None)
     with console.capture() as capture:
-        console.print(report.generations_table(["a", "b"], [" [x] one", " same"], [" [x] two", " same"]))
+        console.print(tables.generations_table(["a", "b"], [" [x] one", " same"], [" [x] two", " same"]))
     shown = capture.get()
     assert "a [x] one" in shown
     assert "a [x] two" in shown

@@ -101,6 +101,11 @@ def test_everything_that_is_imported_is_asked_for() -> None:
         **dict.fromkeys(("vllm", "triton", "zmq", "regex", "transformers", "cloudpickle"), None),
         # `patchstore.testing` has suites for pytest, and a model of transformers, which brings tokenizers.
         **dict.fromkeys(("pytest", "tokenizers"), None),
+        # Who uses an integration has the framework; the extra installs the release that is known to work.
+        "trl": None,
+        # The extra `sign` installs these.
+        **dict.fromkeys(("cryptography", "sigstore"), None),
+        **dict.fromkeys(("ray", "verl"), None),
     }
     for name in imported:
         package = comes_with.get(name, name)

@@ -11,6 +11,7 @@ import patchstore
 from patchstore import errors
 
 SURFACE = {
+    "LocalPart",
     "Manifest",
     "PatchstoreError",
     "Payload",
@@ -21,13 +22,20 @@ SURFACE = {
     "Schema",
     "Store",
     "TensorSpec",
+    "as_saved",
+    "interleaved_qkv",
+    "joined_gate_up",
+    "mapped",
     "open_store",
     "replay",
     "verify",
+    "wait_until",
+    "without_padding",
 }
 
 KINDS = {
     "already-exists",
+    "consumer-failed",
     "corrupt-object",
     "data",
     "device-memory",
@@ -36,10 +44,13 @@ KINDS = {
     "error",
     "half-applied",
     "internal",
+    "is-replica",
     "load-failed",
     "not-found",
     "os",
+    "other-run",
     "publish-failed",
+    "rank-failed",
     "resume-mismatch",
     "run-exists",
     "run-lost",
@@ -49,12 +60,16 @@ KINDS = {
     "store",
     "store-replaced",
     "store-unavailable",
+    "unsigned",
     "unsupported-format",
     "unsupported-store",
     "usage",
     "version-conflict",
     "version-not-found",
+    "version-retired",
+    "wait-timeout",
     "wrong-parent",
+    "wrong-signature",
 }
 
 

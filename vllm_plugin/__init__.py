@@ -15,7 +15,7 @@ __all__ = ["DeltaWorkerExtension"]
 
 
 def __getattr__(name: str) -> Any:
-    # Not at import: vLLM also loads `vllm_plugin.replies`, in processes without a worker.
+    # Not at import: vLLM also loads `vllm_plugin.plugin`, in processes without a worker.
     if name != "DeltaWorkerExtension":
         raise AttributeError(f"module 'vllm_plugin' has no attribute {name!r}")
     try:

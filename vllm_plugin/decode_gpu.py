@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from patchstore.encodings.context import Coded, tiling
+from patchstore.encodings.context import Coded, Tiling, tiling
 from patchstore.errors import CorruptObject
+from patchstore.format import records
 from patchstore.format.records import DTYPE_BYTES, TensorSpec
 from patchstore.kernels import context_decode, context_tables
 from patchstore.kernels.context_tables import FORMATS
@@ -31,13 +32,10 @@ class Patch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Where the tiles of one tensor lie on the device, in boxes of them."""
+    """Where elements of one tensor lie on the device, in boxes of them."""
 
-    geometry: Array
-    """int64 [1, 7]; see `context_tables.geometry`."""
     format: tuple[int, int, int]
-    boxes: Array
-    """int64 [num_boxes, 6]: first level, tile row and tile column, and how many of them."""
+    boxes: Sequence[records.Box]
     addresses: Array
     """int64 [num_boxes], at which the tensor's first element would be."""
     strides: Array
@@ -47,7 +45,7 @@ class Places:
 
     @classmethod
     def served(cls, spec: TensorSpec, boxes: Sequence[Box], memories: Mapping[int, torch.Tensor]) -> "Places":
-        """Describe tiles that are served.
+        """Describe elements that are served.
 
         Args:
             memories: flat, by index of the runtime.
@@ -57,9 +55,8 @@ class Places:
         firsts = np.array([each.data_ptr() for each in owners], dtype=np.int64)
         origins = np.array([box.origin for box in boxes], dtype=np.int64)
         return cls(
-            geometry=context_tables.geometry([tiling(spec.shape)]),
             format=FORMATS[spec.dtype],
-            boxes=_ranges(boxes),
+            boxes=[box.elements for box in boxes],
             addresses=firsts + origins * widths,
             strides=np.array([box.strides for box in boxes], dtype=np.int64).reshape(-1, 3),
             memory_widths=widths,
@@ -67,20 +64,31 @@ class Places:
 
     @classmethod
     def copied(cls, spec: TensorSpec, address: int, boxes: Sequence[Box] | None) -> "Places":
-        """Describe a tensor that lies there as checkpoints have it; all of its tiles, or those of boxes."""
+        """Describe a tensor that lies there as checkpoints have it; all of it, or what is in boxes."""
         tiles = tiling(spec.shape)
-        every = np.array([[0, 0, 0, tiles.levels, tiles.row_tiles, tiles.col_tiles]], dtype=np.int64)
-        found = every if boxes is None else _ranges(boxes)
+        found = [tiles.box] if boxes is None else [box.elements for box in boxes]
+        strides = np.array([tiles.rows * tiles.cols, tiles.cols, 1], dtype=np.int64)
         return cls(
-            geometry=context_tables.geometry([tiles]),
             format=FORMATS[spec.dtype],
             boxes=found,
             addresses=np.full(len(found), address, dtype=np.int64),
-            strides=np.tile(
-                np.array([tiles.rows * tiles.cols, tiles.cols, 1], dtype=np.int64), (len(found), 1)
-            ),
+            strides=np.tile(strides, (len(found), 1)),
             memory_widths=np.full(len(found), DTYPE_BYTES[spec.dtype], dtype=np.int64),
         )
+
+    def tiles(self, cut: Tiling) -> tuple[Array, Array]:
+        """Return the tiles of a part that lie here.
+
+        Returns: int64 [num, 6], first level, tile row and tile column in the part, and how many of them; and
+            int64 [num], the box of each.
+        """
+        found, picked = [], []
+        for number, box in enumerate(self.boxes):
+            ranges = cut.ranges_within(box)
+            if ranges is not None:
+                found.append(ranges)
+                picked.append(number)
+        return np.array(found, dtype=np.int64).reshape(-1, 6), np.array(picked, dtype=np.int64)
 
 
 class Listed(NamedTuple):
@@ -113,41 +121,47 @@ class Listed(NamedTuple):
 
 
 def decode(
-    names: Sequence[str],
-    coded: Sequence[tuple[str, Coded]],
-    places: Sequence[Places],
-    device: torch.device,
+    coded: Sequence[tuple[str, str, Coded]], places: Mapping[str, Places], device: torch.device
 ) -> Listed:
-    """Decode what changed of some tensors.
+    """Decode what changed of some parts of tensors.
 
     Args:
-        coded: of each, the key of the object that has it, and what that says.
+        coded: of each the tensor's name, the key of the object that has it, and what that says; parts of one
+            tensor follow each other.
+        places: by name. No box cuts through a tile.
 
     Raises:
         CorruptObject: a stream that no encoder writes for such a parent.
     """
-    if not names:
-        nothing = torch.empty(0, dtype=torch.int16, device=device)
-        return Listed(names, [], nothing, nothing, nothing, [0])
-    (streams,) = send([torch.from_numpy(_joined([each.data for _, each in coded]))], device)
+    names = list(dict.fromkeys(name for name, _, _ in coded))
+    widths = [places[name].format[0] for name in names]
+    held = [places[name].tiles(each.tiling) for name, _, each in coded]
+    some = [number for number, (boxes, _) in enumerate(held) if len(boxes)]
+    if not some:
+        nothing = torch.empty(0, dtype=torch.int32, device=device)
+        values = torch.empty(0, dtype=torch.int16, device=device)
+        return Listed(names, widths, nothing, values, values.to(torch.uint8), [0] * (len(names) + 1))
+    coded, held = [coded[number] for number in some], [held[number] for number in some]
+    (streams,) = send([torch.from_numpy(_joined([each.data for *_, each in coded]))], device)
     tensors = context_tables.tensors(
-        np.concatenate([each.geometry for each in places]),
-        np.array([each.format for each in places], dtype=np.int64),
-        np.array([each.lo for _, each in coded], dtype=np.int64),
-        np.array([len(each.rows) for _, each in coded], dtype=np.int64),
+        context_tables.geometry([each.tiling for *_, each in coded]),
+        np.array([places[name].format for name, _, _ in coded], dtype=np.int64),
+        np.array([each.lo for *_, each in coded], dtype=np.int64),
+        np.array([len(each.rows) for *_, each in coded], dtype=np.int64),
         device,
     )
-    num_boxes = np.array([len(each.boxes) for each in places])
+    num_boxes = np.array([len(boxes) for boxes, _ in held])
+    where = [(places[name], picked) for (name, _, _), (_, picked) in zip(coded, held, strict=True)]
     segments = context_tables.segments(
         tensors,
-        np.repeat(np.arange(len(names)), num_boxes),
-        np.concatenate([each.boxes for each in places]),
-        np.concatenate([each.addresses for each in places]),
-        np.concatenate([each.strides for each in places]),
-        np.concatenate([each.memory_widths for each in places]),
+        np.repeat(np.arange(len(coded)), num_boxes),
+        np.concatenate([boxes for boxes, _ in held]),
+        np.concatenate([each.addresses[picked] for each, picked in where]),
+        np.concatenate([each.strides[picked] for each, picked in where]),
+        np.concatenate([each.memory_widths[picked] for each, picked in where]),
     )
-    rows = np.concatenate([each.rows for _, each in coded]).astype(np.int32)
-    ends = np.concatenate([each.lengths for _, each in coded]).cumsum(dtype=np.int64)
+    rows = np.concatenate([each.rows for *_, each in coded]).astype(np.int32)
+    ends = np.concatenate([each.lengths for *_, each in coded]).cumsum(dtype=np.int64)
     found = context_decode.decode(
         tensors,
         segments,
@@ -157,13 +171,15 @@ def decode(
     )
     firsts = np.concatenate([np.zeros(1, dtype=np.int64), num_boxes.cumsum()])
     if found.first_wrong is not None:
-        wrong = int(np.searchsorted(firsts, found.first_wrong, side="right")) - 1
-        raise CorruptObject(
-            f"{coded[wrong][0]}: what it says of {names[wrong]!r} is no change of the tensor that is served"
-        )
-    widths = [each.format[0] for each in places]
+        name, key, _ = coded[int(np.searchsorted(firsts, found.first_wrong, side="right")) - 1]
+        raise CorruptObject(f"{key}: what it says of {name!r} is no change of the tensor that is served")
     narrow = found.values.to(torch.uint8) if 1 in widths else found.values[:0]
-    return Listed(names, widths, found.positions, found.values, narrow, found.bounds[firsts].tolist())
+    # Where the parts of each name end; a name of which nothing is here ends where it begins.
+    order = {name: number for number, name in enumerate(names)}
+    owners = np.array([order[name] for name, _, _ in coded])
+    last = np.searchsorted(owners, np.arange(len(names)), side="right")
+    bounds = [0, *found.bounds[firsts[last]].tolist()]
+    return Listed(names, widths, found.positions, found.values, narrow, bounds)
 
 
 def _joined(parts: Sequence[Array]) -> Array:
@@ -176,10 +192,3 @@ def _joined(parts: Sequence[Array]) -> Array:
         if firsts[1:] == ends[:-1] and base.dtype == np.uint8 and base.ndim == 1:
             return base[begin : begin + ends[-1] - firsts[0]]
     return np.concatenate(parts)
-
-
-def _ranges(boxes: Sequence[Box]) -> Array:
-    sides = [(box.levels, box.row_tiles, box.col_tiles) for box in boxes]
-    return np.array(
-        [[*(side.start for side in each), *(len(side) for side in each)] for each in sides], dtype=np.int64
-    ).reshape(-1, 6)

@@ -18,6 +18,7 @@ from vllm_plugin.arguments import keywords
 from vllm_plugin.mapping import StagedSums
 from vllm_plugin.opening import Opening
 from vllm_plugin.post_load import Derived
+from vllm_plugin.prefixes import NOT_LOADED, UPDATE_KEY
 from vllm_plugin.rank_engine import InitInfo, RankEngine, UpdateInfo
 from vllm_plugin.ranks import Failure, RanksFailed
 from vllm_plugin.serving import Serving
@@ -207,6 +208,7 @@ class DeltaWeightTransferEngine(RankEngine):
         Args:
             update_info: `version`, a number; optionally `switch`, a mark to keep from here on, as by
                 `DeltaWorkerExtension.delta_switch`.
+                The engine core takes `new_prefixes` out of it; see `vllm_plugin.prefixes`.
 
         Raises:
             RuntimeError: any rank could not; nothing is staged in any and the update is closed.
@@ -226,6 +228,9 @@ class DeltaWeightTransferEngine(RankEngine):
             self._fail(failures)
 
     def _stage(self, given: Mapping[str, Any]) -> StagedSums:
+        if UPDATE_KEY in given:
+            # The engine core would have taken it.
+            raise UsageError(NOT_LOADED)
         known = keywords("update_info", given, {"version": int, "switch": str}, required={"version"})
         if not self.update_open:
             raise UsageError("start_weight_update must be called before update_weights")

@@ -16,6 +16,7 @@ import patchstore
 from patchstore.errors import EnginesDiffer
 from patchstore.format import manifest_json
 from vllm_plugin.engine import DeltaWeightTransferEngine
+from vllm_plugin.prefixes import NOT_LOADED
 from vllm_plugin.ranks import Failure, describe, gather, is_last
 from vllm_plugin.registration import adopt
 from vllm_plugin.serving import groups
@@ -130,6 +131,20 @@ class DeltaWorkerExtension:
         if not isinstance(switch, str | None):
             raise TypeError(f"a driver's mark must be text or null, not {type(switch).__name__}")
         self._delta_engine().switch = switch
+
+    @_with_engine
+    def delta_prefixes(self, is_new: bool = False) -> dict[str, str]:
+        """Say why later requests cannot be kept from keys and values that older weights computed.
+
+        With patchstore's plugin vLLM's engine core answers instead, and asks no worker: `salt`, or `error` if
+        it cannot either. With `is_new` it renews the salt. See `vllm_plugin.prefixes`.
+        """
+        return {"error": NOT_LOADED}
+
+    @_with_engine
+    def delta_pause(self) -> dict[str, str]:
+        """As `delta_prefixes`: the engine core pauses instead, as `/pause?mode=keep&clear_cache=false`."""
+        return {"error": NOT_LOADED}
 
     @_with_engine
     def delta_sums(self, first: int, num_elements: int) -> dict[str, Any]:

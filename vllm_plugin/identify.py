@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from patchstore.errors import CorruptObject, StateMismatch, VersionNotFound
-from patchstore.format import history, planning
+from patchstore.format import history, lineage, planning
 from patchstore.format.records import Manifest, Payload, Schema, TensorSpec
 from patchstore.format.state_sums import state_total
 from patchstore.payloads import tensor_file
@@ -50,7 +50,7 @@ def find_version(store: Store, schema: Schema, sums: Mapping[str, Sums], cache: 
         return None
     is_all = len(sums) == len(schema.tensors)
     total = state_total(schema, sums) if is_all else None
-    with closing(_worth_knowing(store)) as versions:
+    with closing(_worth_knowing(store, schema.num_bytes)) as versions:
         for manifest in versions:
             if is_all:
                 found = manifest.state.total == total
@@ -62,7 +62,12 @@ def find_version(store: Store, schema: Schema, sums: Mapping[str, Sums], cache: 
     return None
 
 
-def _worth_knowing(store: Store) -> Generator[Manifest, None, None]:
+def _worth_knowing(store: Store, anchor_bytes: int) -> Generator[Manifest, None, None]:
+    """Yield versions from the head back.
+
+    Args:
+        anchor_bytes: what an anchor takes at least; there may be one near the head, among the shortcuts.
+    """
     head = history.head(store)
     if head is None:
         return
@@ -75,7 +80,7 @@ def _worth_knowing(store: Store) -> Generator[Manifest, None, None]:
             if manifest.delta is None:
                 return
             spent += planning.delta_cost(manifest)
-            if anchor is not None and spent > anchor:
+            if spent > (anchor_bytes if anchor is None else anchor):
                 return
 
 
@@ -115,7 +120,7 @@ def read_tensors(
     wanted = {name: specs[name] for name in names}
     if not wanted:
         return {}
-    route = planning.plan(history.read_lineage(store, version), None, version)
+    route = lineage.read(store, version).plan()
     assert route.anchor is not None
     found = dict(_of_anchor(store, route.anchor, wanted))
     with open_deltas(store, route.deltas, specs, None, cache) as deltas:

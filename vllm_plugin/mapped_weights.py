@@ -6,13 +6,13 @@ Nothing here writes to them; `weights` does.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
 import torch
 
-from patchstore.encodings.context import Tiles, is_coded, tiling
+from patchstore.encodings.context import Chosen, Tiles, Tiling, is_coded
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.format import hashing, mismatch
 from patchstore.format.records import Schema, TensorSpec
+from patchstore.read.deltas import Deltas
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, bits, raw_bytes
 from patchstore.tensors.state_digest import Sums
@@ -20,7 +20,7 @@ from vllm_plugin.mapping import RankSlices, SliceSums, WeightMap, share
 from vllm_plugin.post_load import Derived
 from vllm_plugin.regions import Region, View, locate, pieces, positions
 from vllm_plugin.runtime_bits import PIECE, UNMATCHED, flat, is_widened, narrowed, widened
-from vllm_plugin.tiles import Box, boxes
+from vllm_plugin.tiles import Box, are_cut, boxes, numbers
 from vllm_plugin.trace import Trace, trace, untraced
 
 Load = Callable[[torch.nn.Module, Iterator[tuple[str, torch.Tensor]]], object]
@@ -222,19 +222,27 @@ class MappedWeights:
             for name, tensor in _tensors(model)
         }
 
-    def _tiles(self, name: str) -> Tiles:
-        """Number the tiles that this rank needs, ascending; None for all."""
+    def _tiles(self, name: str) -> Chosen | None:
+        """Say which tiles of a part this rank needs; None for all."""
         found = self._boxes[name]
-        if found is None:
-            return None
-        tiles = tiling(self.map.schema.by_name()[name].shape)
-        return np.sort(np.concatenate([each.numbers(tiles) for each in found]))
+        return None if found is None else lambda tiles: numbers(tiles, found)
 
-    def needs(self, spec: TensorSpec) -> Tiles:
-        """Which tiles of a coded tensor an update of what is served takes, ascending; None for all."""
+    def needs(self, spec: TensorSpec, tiles: Tiling) -> Tiles:
+        """Which tiles of a coded part an update of what is served takes, ascending; None for all."""
         if spec.name in self.map.computed or spec.name in self.cut:
             return None
-        return self._tiles(spec.name) if self._boxes.get(spec.name) else np.zeros(0, dtype=np.int64)
+        return numbers(tiles, self._boxes.get(spec.name) or ())
+
+    def cut_by(self, deltas: Deltas) -> set[str]:
+        """Names, not in `cut`, of which these deltas have tiles that this rank holds in part.
+
+        A trainer of many processes has small parts, whose tiles are fewer than those of a whole tensor.
+        """
+        return {
+            name
+            for name, tiles in deltas.tilings()
+            if name not in self.map.computed | self.cut and are_cut(tiles, self._boxes.get(name) or ())
+        }
 
     def gathered(self, name: str) -> torch.Tensor:
         """Return a copied name's tensor, flat, with zeros where this rank has nothing."""

@@ -13,11 +13,10 @@ import torch
 from patchstore.encodings.base import EncodedTensor
 from patchstore.encodings.context import Coded
 from patchstore.format.records import TensorSpec
-from patchstore.kernels import gap_decode
 from patchstore.tensors.bits import TORCH_DTYPES, bits, index_dtype
 from vllm_plugin.decode_gpu import Patch, Places
 from vllm_plugin.runtime_bits import PIECE
-from vllm_plugin.stored_gpu import Stored, decode_coded, send_gaps, table_on
+from vllm_plugin.stored_gpu import Stored, decode_coded, list_positions, listings, table_on
 from vllm_plugin.tiles import Box
 
 MERGED = 1 << 25
@@ -71,7 +70,8 @@ class Merger:
             relative = [
                 n
                 for n in some
-                if is_large or any(isinstance(each[n][1], Coded) for each in versions if n in each)
+                if is_large
+                or any(isinstance(part, Coded) for each in versions for _, part in each.get(n, ()))
             ]
             copy = self._copied(relative, firsts, sum(sizes))
             places = {
@@ -125,22 +125,10 @@ class Merger:
         places: Mapping[str, Places],
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """List one version's changes of names of one element width: where, int64 [num], and their bits."""
-        gaps = send_gaps(stored, names, self._specs, self._device)
-        begins = accumulate((each.num for each in gaps.patches.values()), initial=0)
-        streams = [
-            (each.positions, each.num, begin, firsts[name])
-            for (name, each), begin in zip(gaps.patches.items(), begins, strict=False)
-        ]
-        num = sum(each.num for each in gaps.patches.values())
-        if num:
-            positions = gap_decode.list_positions(
-                table_on(self._device, streams), gaps.jobs, gaps.starts, num
-            )
-            yield positions, torch.cat(gaps.lists[1::2])
-        coded = [name for name in names if isinstance(stored[name][1], Coded)]
-        if coded:
-            found = decode_coded(stored, coded, [places[name] for name in coded], self._device)
-            owners = np.repeat(np.array([firsts[name] for name in coded]), np.diff(found.bounds))
+        yield from list_positions(listings(stored, names), self._specs, firsts, self._device)
+        found = decode_coded(stored, names, places, self._device)
+        if found.values.numel():
+            owners = np.repeat(np.array([firsts[name] for name in found.names]), np.diff(found.bounds))
             positions = found.positions.to(torch.int64) + table_on(self._device, owners)
             yield positions, found.narrow if 1 in found.widths else found.values
 
@@ -190,7 +178,7 @@ class Merger:
         for same in by_width.values():
             some, stated = list[str](), 0
             for name in same:
-                num = sum(_num_stated(self._specs[name], each[name][1]) for each in versions if name in each)
+                num = sum(_num_stated(part) for each in versions for _, part in each.get(name, ()))
                 if some and stated + num > at_a_time:
                     yield some, stated
                     some, stated = [], 0
@@ -202,8 +190,8 @@ class Merger:
         return self._base[name] if name in self._base else self._gathered(name)
 
 
-def _num_stated(spec: TensorSpec, stored: EncodedTensor | Coded) -> int:
+def _num_stated(stored: EncodedTensor | Coded) -> int:
     """How much memory merging takes, counted in changes; a coded tensor is copied, too."""
     if isinstance(stored, Coded):
-        return 2 * len(stored.data) + spec.num_elements // 32
+        return 2 * len(stored.data) + stored.tiling.num_elements // 32
     return stored.val.numel()

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from patchstore.errors import HalfApplied, HostError, SchemaMismatch, StateMismatch, UsageError
-from patchstore.format.records import Manifest, Plan, Schema, TensorSpec
+from patchstore.format.records import Manifest, Plan, Schema
 from patchstore.read import host_cache
 from patchstore.read.anchors import open_anchor
 from patchstore.read.deltas import Deltas, open_deltas
@@ -24,7 +25,7 @@ from patchstore.stores.base import Store
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TensorPatch, bits
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.identify import Contents, sums_array
+from vllm_plugin.identify import Contents, read_contents, sums_array
 from vllm_plugin.mapping import SliceSums, StagedSums, SumsArray, WeightMap
 from vllm_plugin.regions import View
 from vllm_plugin.staged_write import StagedWrite
@@ -195,9 +196,13 @@ class RankWeights:
             if plan.anchor is not None:
                 anchor = leases.enter_context(open_anchor(self._store, plan.anchor, specs, self._cache))
             needs = self.live.needs if self._is_partial and plan.anchor is None else None
-            deltas = leases.enter_context(
-                open_deltas(self._store, plan.deltas, specs, None, self._cache, needs)
-            )
+            opened = partial(open_deltas, self._store, plan.deltas, specs, None, self._cache, needs)
+            deltas = leases.enter_context(opened())
+            if plan.anchor is None and plan.held is not None and (more := self.live.cut_by(deltas)):
+                found = read_contents(self._store, self._schema, plan.held, more, self._cache).tensors
+                self._mirror = {**self._mirror, **found}
+                self.live.cut |= more
+                deltas = leases.enter_context(opened())
             fetched = time.monotonic()
             with reading, self.live.aside():
                 staged = self._translate(plan, anchor, deltas, recorded)
@@ -221,10 +226,8 @@ class RankWeights:
         computed = {name: base[name].clone() for names, _ in groups for name in sorted(names)}
         before, after = _patched(computed, patches)
         changed = self.live.cut if anchor else self.live.cut & deltas.names
-        cut = {name: _after(deltas, specs[name], base[name]) for name in sorted(changed)}
-        partial = {
-            name: _after(deltas, specs[name], anchor[name]) for name in sorted(mapped.partial) if anchor
-        }
+        cut = {name: deltas.after(specs[name], base[name]) for name in sorted(changed)}
+        partly = {name: deltas.after(specs[name], anchor[name]) for name in sorted(mapped.partial) if anchor}
         written = {index for _, indices in groups for index in indices}
         if anchor:
             written = self.live.written()
@@ -240,7 +243,7 @@ class RankWeights:
             before=before,
             after=after,
             recorded=recorded,
-            partial=partial,
+            partial=partly,
             saved=self.live.save(written),
         )
 
@@ -363,13 +366,6 @@ class RankWeights:
         """The same tensors under all their names, tied ones too."""
         tied = {alias: name for alias, name in self._schema.tied.items() if name in tensors}
         return {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
-
-
-def _after(deltas: Deltas, spec: TensorSpec, before: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor with deltas applied."""
-    tensor = before.clone()
-    deltas.apply([(spec, tensor)])
-    return tensor
 
 
 def _patched(

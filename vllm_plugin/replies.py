@@ -5,7 +5,7 @@ the first worker that failed, and when the caller's timeout has passed. The repl
 in the queues, so every later call returns an answer to an earlier one: `update_weights` could report success
 for a version that does not exist.
 
-vLLM loads this module in each of its processes, through the entry point in the group `vllm.general_plugins`.
+`vllm_plugin.plugin` installs it in each process of vLLM.
 """
 
 import functools

@@ -23,6 +23,7 @@ from patchstore.kernels.gap_decode import TILE
 from patchstore.kernels.patch import Exchange, Stated
 from patchstore.kernels.segments import Column, Kind
 from patchstore.read.deltas import Deltas
+from patchstore.read.parts import Parts
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, unsigned
 from patchstore.tensors.state_digest import Sums
 from vllm_plugin.decode_gpu import Patch, Places, decode
@@ -30,7 +31,15 @@ from vllm_plugin.mapping import SliceSums, StagedSums, WeightMap
 from vllm_plugin.merge_gpu import Merger
 from vllm_plugin.regions import Region, View
 from vllm_plugin.staged_write import StagedWrite
-from vllm_plugin.stored_gpu import decode_coded, jobs_of, num_tiles, send_gaps, table_on
+from vllm_plugin.stored_gpu import (
+    decode_coded,
+    is_gaps,
+    jobs_of,
+    listings,
+    num_tiles,
+    send_gaps,
+    table_on,
+)
 from vllm_plugin.upload import send
 from vllm_plugin.weights import LiveWeights
 
@@ -133,7 +142,7 @@ class DeviceWeights(LiveWeights):
         for name in smallest.values():
             old = unsigned(self.gathered(name).cpu())
             coded = encode(specs[name], old, np.zeros(1, dtype=np.int64), old[:1] ^ 1)
-            decode([name], [("nothing", coded)], [self._served[name]], self.device)
+            decode([(name, "nothing", coded)], self._served, self.device)
 
     def _segment(self, spec: TensorSpec, index: int, region: Region) -> _Segment:
         source, target, flat = region.source, region.target, self._flat(index)
@@ -240,10 +249,12 @@ class DeviceWeights(LiveWeights):
         change = Exchanges(keeps_old=keep_old)
         if len(versions) == 1:
             (stored,) = versions
-            gaps = send_gaps(stored, names, self.map.schema.by_name(), self.device)
-            coded = [name for name in names if isinstance(stored[name][1], Coded) and name not in base]
-            decoded = decode_coded(stored, coded, [self._served[name] for name in coded], self.device)
-            patches = gaps.patches | decoded.patches()
+            # What is both listed and coded, or listed several times, is sorted as versions are.
+            listed = listings(stored, [name for name in names if is_gaps(stored[name])])
+            gaps = send_gaps(listed, self.map.schema.by_name(), self.device)
+            coded = [name for name in names if _is_coded(stored[name]) and name not in base]
+            decoded = decode_coded(stored, coded, self._served, self.device)
+            patches = dict(zip((name for name, *_ in listed), gaps.patches, strict=True)) | decoded.patches()
             change.add(self._exchanges(patches, gaps.starts, keep_old=keep_old))
             del decoded
             names = [name for name in names if name not in patches]
@@ -341,6 +352,10 @@ class DeviceWeights(LiveWeights):
         self.scatter(back)
         if (wrong := _first_wrong(back, [kernels.compare(each) for _, each in parts])) is not None:
             raise LoadFailed(f"{wrong!r} did not keep what was written to it")
+
+
+def _is_coded(parts: Parts) -> bool:
+    return all(isinstance(each, Coded) for _, each in parts)
 
 
 def _first_wrong(change: Exchanges, found: Sequence[torch.Tensor]) -> str | None:

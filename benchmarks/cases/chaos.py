@@ -33,7 +33,7 @@ from benchmarks.support.store_kinds import KINDS, Place, place, versions
 from benchmarks.support.tiny_checkpoint import save_checkpoint
 from benchmarks.support.vllm_server import VLLM_ENVIRONMENT
 from benchmarks.support.work_folder import keep_logs, work_folder
-from examples.demo.processes import free_port
+from examples.processes import free_port
 from patchstore import Store, open_store
 from patchstore.errors import ServerUnavailable
 from patchstore.format import hashing, history

@@ -166,8 +166,11 @@ def _version(weights: Weights, density: float) -> Iterator[Row]:
     encoding = _observe(bench, lambda: context_encode.encode(geometry, formats, weights.addresses, *given))
     encoded = encoding.result
     per_change = _num_bytes(specs, encoded) / len(version.positions)
-    cut = context_tables.tensors(geometry, formats, encoded.lo, encoded.num_classes, bench.device)
-    codes = torch.from_numpy(encoded.rows.astype(np.int64) @ [1, 1 << 8, 1 << 16])
+    sets = [encoded.sets[number] for number in encoded.row_sets.tolist()]
+    lo, num_classes = np.array([each.lo for each in sets]), np.array([len(each.rows) for each in sets])
+    cut = context_tables.tensors(geometry, formats, lo, num_classes, bench.device)
+    rows = np.concatenate([each.rows for each in sets])
+    codes = torch.from_numpy(rows.astype(np.int64) @ [1, 1 << 8, 1 << 16])
     starts = torch.from_numpy(np.concatenate([[0], encoded.lengths.cumsum()]))
     coded = codes.to(bench.device, torch.int32), starts.to(bench.device), encoded.streams
     for measure in ("decode", "decode_columns", "decode_rows"):
@@ -250,12 +253,13 @@ def _check(version: Version, held: Held, decoded: "Decoded", what: str) -> int:
 
 def _num_bytes(specs: Sequence[TensorSpec], encoded: "Encoded") -> int:
     """Return the size of the payload's entries: streams, and the table of tensors, classes and lengths."""
-    rows = np.split(encoded.rows, np.cumsum(encoded.num_classes)[:-1])
-    lengths = np.split(encoded.lengths, np.cumsum([tiling(spec.shape).num_tiles for spec in specs])[:-1])
+    cuts = [tiling(spec.shape) for spec in specs]
+    lengths = np.split(encoded.lengths, np.cumsum([cut.num_tiles for cut in cuts])[:-1])
+    sets = [encoded.sets[number] for number in encoded.row_sets.tolist()]
     nothing = np.zeros(0, dtype=np.uint8)
     items = [
-        (index, Coded(lo=int(lo), rows=its_rows, lengths=its_lengths, data=nothing))
-        for index, (lo, its_rows, its_lengths) in enumerate(zip(encoded.lo, rows, lengths, strict=True))
+        (index, Coded(tiling=cut, lo=its.lo, rows=its.rows, lengths=its_lengths, data=nothing))
+        for index, (cut, its, its_lengths) in enumerate(zip(cuts, sets, lengths, strict=True))
     ]
     return len(encoded.streams) + len(packed_table(items))
 

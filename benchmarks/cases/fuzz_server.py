@@ -28,7 +28,7 @@ from benchmarks.support.paths import ROOT
 from benchmarks.support.tiny_checkpoint import save_checkpoint
 from benchmarks.support.vllm_server import VLLM_ENVIRONMENT
 from benchmarks.support.work_folder import keep_logs, work_folder
-from examples.demo.processes import free_port
+from examples.processes import free_port
 from patchstore import PatchstoreError, Publisher, open_store
 from patchstore.format import layout
 from patchstore.serve.verify import verify_server

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from benchmarks.support.software import software
 from benchmarks.support.trainer import Trainer
 from benchmarks.support.vllm_server import question, serve
 from patchstore import open_store
+from patchstore.serve.settings import PauseMode, PrefixCache
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +50,25 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=3,
         help="updates of the loaded server, per density; 0 for no load",
     )
-    parser.add_argument("--concurrency", type=int, default=16, help="streamed answers at a time")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[16], help="streamed answers at a time, one load each"
+    )
+    parser.add_argument(
+        "--pause-mode",
+        type=PauseMode,
+        choices=list(PauseMode),
+        nargs="+",
+        default=[PauseMode.KEEP],
+        help="what `patchstore follow --pause-mode` does, one load each; the idle server has the first",
+    )
+    parser.add_argument(
+        "--prefix-cache",
+        type=PrefixCache,
+        choices=list(PrefixCache),
+        nargs="+",
+        default=[PrefixCache.RESET],
+        help="what `patchstore follow --prefix-cache` does, one load each; the idle server has the first",
+    )
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of each request of the load")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of each answer of the load")
     parser.add_argument(
@@ -92,7 +112,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             closing(open_store(args.store if is_url else folder / "store", **args.storage_options))
         )
         began = time.monotonic()
-        server = stack.enter_context(serve(shape, args, folder))
+        server = stack.enter_context(serve(shape, args, folder, max(args.concurrency)))
         start_s = time.monotonic() - began
         about = {
             "shape": shape.name,
@@ -101,8 +121,11 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "store": store.url.partition("://")[0] if is_url else str(folder.parent),
             "is_eager": args.eager,
             "engine_args": shlex.join(args.engine_args),
+            "pause_mode": args.pause_mode[0].value,
+            "prefix_cache": args.prefix_cache[0].value,
         }
         yield {"row": "server", **about, "start_s": start_s}
+        server.use(args.pause_mode[0], args.prefix_cache[0])
         trainer = Trainer(shape, trains_on, None)
         bench = stack.enter_context(
             closing(Bench(trainer, store, server, question(shape, args, 0) | {"max_tokens": 1}, args.poll_s))
@@ -114,14 +137,19 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             updates = [bench.update(density) for _ in range(args.repeats)]
             yield {"row": "path", **about, "density": density, "concurrency": 0, **path(updates)}
         if args.loaded_repeats:
-            for row in _loaded(bench, shape, args):
-                yield {"row": row.pop("row"), **about, **row}
+            for concurrency, pause_mode, prefix_cache in product(
+                args.concurrency, args.pause_mode, args.prefix_cache
+            ):
+                server.use(pause_mode, prefix_cache)
+                about |= {"pause_mode": pause_mode.value, "prefix_cache": prefix_cache.value}
+                for row in _loaded(bench, shape, args, concurrency):
+                    yield {"row": row.pop("row"), **about, **row}
 
 
 def _check(args: argparse.Namespace) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise SystemExit("this benchmark runs vLLM, and it is not installed here")
-    if args.repeats < 1 or args.loaded_repeats < 0 or args.concurrency < 1 or args.max_tokens < 2:
+    if args.repeats < 1 or args.loaded_repeats < 0 or min(args.concurrency) < 1 or args.max_tokens < 2:
         raise SystemExit("--repeats and --concurrency must be at least 1, and --max-tokens 2")
     if not all(0 < density < 1 for density in args.densities):
         raise SystemExit("--densities are shares, between 0 and 1")
@@ -145,15 +173,17 @@ def _work_folder(stack: ExitStack, store: str | None) -> Path:
     return folder
 
 
-def _loaded(bench: Bench, shape: Shape, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _loaded(
+    bench: Bench, shape: Shape, args: argparse.Namespace, concurrency: int
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of the server under load, after the load has ended."""
-    questions = [question(shape, args, 1 + client) for client in range(args.concurrency)]
+    questions = [question(shape, args, 1 + client) for client in range(concurrency)]
     with Load(bench.server.url, questions) as load:
         load.wait_until_steady()
         episodes = [_episode(bench, load, density, args) for density in args.densities]
         requests = load.stop()
     for episode in episodes:
-        about = {"density": episode.density, "concurrency": args.concurrency}
+        about = {"density": episode.density, "concurrency": concurrency}
         yield {"row": "path", **about, **path(episode.updates)}
         found, row = analyse(episode, requests)
         yield {"row": "latency", **about, **row}

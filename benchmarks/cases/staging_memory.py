@@ -66,7 +66,10 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             raise RuntimeError(f"publishing ended with status {trainer.exitcode}")
         for utilization in args.utilization:
             args.engine_args = ["--gpu-memory-utilization", str(utilization)]
-            with serve(shape, args, folder / f"at-{utilization}") as server, _load(shape, args, server):
+            with (
+                serve(shape, args, folder / f"at-{utilization}", args.concurrency) as server,
+                _load(shape, args, server),
+            ):
                 yield from _updates(server, folder, utilization)
 
 

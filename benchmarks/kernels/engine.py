@@ -13,9 +13,9 @@ import torch
 from benchmarks.support.kernel_bench import WIDTH, Bench, Row, Short, must_agree, sample_of
 from benchmarks.support.shapes import Shape
 from patchstore.encodings import EncodedTensor
-from patchstore.encodings.context import Coded
 from patchstore.format.records import Schema, TensorSpec
 from patchstore.read.deltas import Deltas
+from patchstore.read.parts import Parts
 from patchstore.tensors import elements
 from patchstore.tensors.bits import TensorPatch, bits
 
@@ -102,14 +102,16 @@ class Stored(Deltas):
     """The delta of one version in memory, encoded as `gap`."""
 
     def __init__(self, drawn: Drawn, block: torch.Tensor) -> None:
-        super().__init__([])
+        super().__init__([], {})
         pieces = drawn.pieces(block)
-        self.entries: dict[str, tuple[str, EncodedTensor | Coded]] = {
-            name: ("in memory", EncodedTensor(idx=gaps.view(torch.uint16), val=values.view(torch.bfloat16)))
+        self.entries: dict[str, Parts] = {
+            name: (
+                ("in memory", EncodedTensor(idx=gaps.view(torch.uint16), val=values.view(torch.bfloat16))),
+            )
             for name, gaps, values in zip(drawn.names, pieces[::2], pieces[1::2], strict=True)
         }
 
-    def stored(self) -> list[Mapping[str, tuple[str, EncodedTensor | Coded]]]:
+    def stored(self) -> list[Mapping[str, Parts]]:
         return [self.entries]
 
 

@@ -49,9 +49,9 @@ class Update:
     noticed: float
     prefetched: float
     pausing: float
-    """`pause` was called."""
+    """`pause` was called; without a pause, the call that writes."""
     resumed: float
-    """`resume` returned."""
+    """`resume` returned; without a pause, the call that writes."""
     applied: float
     answered: float
     calls: Mapping[str, float]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from examples.demo.processes import Program
+from examples.processes import Program
 
 
 class Part:

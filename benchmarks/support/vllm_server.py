@@ -14,8 +14,9 @@ import httpx
 
 from benchmarks.support.paths import ROOT
 from benchmarks.support.shapes import Shape
-from examples.demo.processes import Program, free_port
+from examples.processes import Program, free_port
 from patchstore.errors import PatchstoreError
+from patchstore.serve.settings import PauseMode, PrefixCache
 from patchstore.serve.vllm_server import VllmServer
 
 _MODEL = "served"
@@ -50,6 +51,12 @@ class TimedServer(VllmServer):
         yield
         self.spans[name] = began, time.monotonic()
 
+    def use(self, pause_mode: PauseMode, prefix_cache: PrefixCache) -> None:
+        """Choose what the next `apply` does to requests, and to keys and values of older weights."""
+        self._pause_mode, self._prefix_cache = pause_mode, prefix_cache
+        # Its status asks whether the server can do that.
+        self._has_backend = False
+
     def prefetch(self, version: int) -> None:
         with self._timed("prefetch"):
             super().prefetch(version)
@@ -61,6 +68,10 @@ class TimedServer(VllmServer):
     def finish_weight_update(self, weight_version: str) -> None:
         with self._timed("finish"):
             super().finish_weight_update(weight_version)
+        if self._pause_mode is PauseMode.NONE:
+            # No call pauses and none resumes: the engine stands still in this one.
+            began, ended = self.spans["finish"]
+            self.spans |= {"pause": (began, began), "resume": (ended, ended)}
 
     def resume(self) -> None:
         with self._timed("resume"):
@@ -68,15 +79,18 @@ class TimedServer(VllmServer):
 
 
 @contextmanager
-def serve(shape: Shape, args: argparse.Namespace, folder: Path) -> Iterator[TimedServer]:
+def serve(shape: Shape, args: argparse.Namespace, folder: Path, concurrency: int) -> Iterator[TimedServer]:
     """Run `vllm serve` with dummy weights, and end it.
+
+    Args:
+        concurrency: the most requests at a time, beside the driver's.
 
     If the server fails, the end of its log is printed. Every error goes on to the caller.
     """
     model = _save_model(shape, folder / "model")
     max_model_len = args.prompt_tokens + args.max_tokens
     port = free_port()
-    memory = ["--kv-cache-memory-bytes", str(_kv_bytes(shape, args.concurrency + 2, max_model_len))]
+    memory = ["--kv-cache-memory-bytes", str(_kv_bytes(shape, concurrency + 2, max_model_len))]
     memory += ["--gpu-memory-utilization", "0.1"]
     if "--gpu-memory-utilization" in args.engine_args:
         memory = []
@@ -87,7 +101,7 @@ def serve(shape: Shape, args: argparse.Namespace, folder: Path) -> Iterator[Time
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", _MODEL),
         *("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", str(max_model_len)),
         # One more, for the driver's request.
-        *("--max-num-seqs", str(args.concurrency + 1)),
+        *("--max-num-seqs", str(concurrency + 1)),
         *memory,
         *("--worker-extension-cls", "vllm_plugin.DeltaWorkerExtension"),
         *("--weight-transfer-config", '{"backend": "delta"}'),

@@ -17,9 +17,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from examples.demo import corpus, report
-from examples.demo.serving import FollowCommand, HubServer, S3Server, Vllm
+from examples import report
+from examples.checkpoint import save, served_weights
+from examples.demo import corpus, tables
 from examples.demo.training import Trainer
+from examples.serving import FollowCommand, Vllm
+from examples.stores import KINDS, Kind, start_store
 from patchstore import Manifest, PatchstoreError, Publisher, Schema, Store, open_store, replay
 from patchstore.format import history
 from patchstore.format.state_sums import state_total
@@ -42,7 +45,7 @@ NUM_TOKENS = 32
 def main() -> int:
     """Run the demo; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
-    parser.add_argument("--store", choices=("file", "s3", "hf"), default="file", help="a folder, or a server")
+    parser.add_argument("--store", choices=KINDS, default="file", help="a folder, or a server")
     parser.add_argument("--folder", type=Path, default=Path("demo-run"), help="wiped at the start")
     arguments = parser.parse_args()
     disable_progress_bar()
@@ -63,46 +66,36 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def tell(kind: str, folder: Path, running: ExitStack) -> list[tuple[str, bool]]:
+def tell(kind: Kind, folder: Path, running: ExitStack) -> list[tuple[str, bool]]:
     """Run the demo, and return its claims, and whether each is true."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    url, options, hub_url = str(folder / "bucket"), {}, None
-    if kind == "s3":
-        s3 = running.enter_context(S3Server(folder / "s3.log"))
-        with report.stage(f"starting an S3 server, {s3.options['endpoint_url']}"):
-            s3.create_bucket()
-        url, options = s3.url, s3.options
-    elif kind == "hf":
-        with report.stage("starting a Hugging Face Hub on this machine"):
-            hub = running.enter_context(HubServer(folder / "hub.log"))
-        url, options, hub_url = hub.url, hub.options, hub.endpoint
+    with report.stage(f"starting the store, {kind}"):
+        place = start_store(kind, folder, running)
 
     trainer, topic, checkpoint = warmed_up(folder)
 
     # The trainer's side: a bucket, a publisher, and version 0, which is the model as it is now.
-    store = open_store(url, **options)
+    store = open_store(place.url, **place.options)
     publisher = running.enter_context(Publisher(store, trainer.model, files=checkpoint))
-    with report.stage(f"publishing version 0, the anchor, to {url}"):
+    with report.stage(f"publishing version 0, the anchor, to {place.url}"):
         first = publisher.publish_patch(0).result()
     header = history.read_header(store)
     assert header is not None
 
     # The server's side: vLLM on that checkpoint, and the process that keeps it at the head.
-    vllm = running.enter_context(Vllm(checkpoint, folder / "vllm.log", hub_url))
+    vllm = running.enter_context(Vllm(checkpoint, folder / "vllm.log", hub=place.hub))
     with report.stage(f"starting vLLM, {vllm.url} (its first start ever takes a minute longer)"):
         vllm.wait_until_healthy()
-    # A reader gets no key to the gateway.
-    reading = {name: value for name, value in options.items() if not name.startswith("gateway")}
-    follow = running.enter_context(FollowCommand(url, reading, vllm.url, folder / "follow.log"))
-    with report.stage(f"patchstore follow {url} --server {vllm.url}"):
+    follow = running.enter_context(FollowCommand(place.url, place.reading, vllm.url, folder / "follow.log"))
+    with report.stage(f"patchstore follow {place.url} --server {vllm.url}"):
         follow.wait_for(first.version)
     before = vllm.complete(PROMPTS, NUM_TOKENS)
 
     trainer.specialise(topic)
     head, kept = publish_steps(trainer, publisher, header.schema, follow, vllm)
     after = vllm.complete(PROMPTS, NUM_TOKENS)
-    report.console.print(report.generations_table(PROMPTS, before, after))
+    report.console.print(tables.generations_table(PROMPTS, before, after))
 
     status = vllm.status()
     proofs = [
@@ -113,14 +106,14 @@ def tell(kind: str, folder: Path, running: ExitStack) -> list[tuple[str, bool]]:
         ),
         (
             "its live parameters have the trainer's bits, read from the server's memory",
-            vllm.holds(trainer.served_weights()),
+            vllm.holds(served_weights(trainer.model)),
         ),
         (f"its answers are labelled with weight version {head.version}", vllm.label() == str(head.version)),
         ("its answers have changed", before != after),
         *replay_proofs(store, folder / f"version-{REPLAYED}", kept),
     ]
     report.console.print(report.proofs_table(proofs))
-    report.console.print(ending(kind, url, store))
+    report.console.print(ending(kind, place.url, store))
     return proofs
 
 
@@ -137,7 +130,7 @@ def warmed_up(folder: Path) -> tuple[Trainer, torch.Tensor, Path]:
         losses = list(trainer.warm_up(WARM_UP_STEPS))
     report.console.print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
     checkpoint = folder / "checkpoint"
-    trainer.save(checkpoint, tokenizer)
+    save(trainer.model, tokenizer, checkpoint)
     return trainer, corpus.encode(tokenizer, [topic]), checkpoint
 
 
@@ -145,13 +138,13 @@ def publish_steps(
     trainer: Trainer, publisher: Publisher, schema: Schema, follow: FollowCommand, vllm: Vllm
 ) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """Publish each step and wait until it is served; return the head, and version `REPLAYED`'s weights."""
-    table = report.versions_table()
+    table = tables.versions_table()
     with report.shown(table):
         for step in range(1, STEPS + 1):
             loss = trainer.step()
             publication = publisher.publish_patch(step)
             manifest = publication.result()
-            weights = trainer.served_weights()
+            weights = served_weights(trainer.model)
             # Of the trainer's weights, not of what was published: the server must come to the same.
             sums = state_digest.of_tensors(schema, weights.items())
             if manifest.version == REPLAYED:
@@ -161,7 +154,7 @@ def publish_steps(
             status = vllm.status()
             assert manifest.delta is not None
             assert publication.publish_s is not None
-            report.add_version(
+            tables.add_version(
                 table,
                 manifest,
                 loss=loss,

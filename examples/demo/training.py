@@ -1,11 +1,9 @@
 """The trainer's side: a model of 20 million parameters with fp32 masters and AdamW, on the CPU."""
 
-import copy
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 SEQUENCES, LENGTH = 8, 128
 """Shape of a batch."""
@@ -76,14 +74,3 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(loss.detach())
-
-    def served_weights(self) -> dict[str, torch.Tensor]:
-        """Return copies of the weights as a server holds them: in bf16, the tied output layer left out."""
-        weights = self.model.state_dict()
-        del weights["lm_head.weight"]
-        return {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
-
-    def save(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Write a bf16 checkpoint folder, such as any server starts from."""
-        copy.deepcopy(self.model).to(torch.bfloat16).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)

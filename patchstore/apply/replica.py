@@ -7,7 +7,7 @@ writes, and returns what undoes it.
 
 import logging
 import os
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from patchstore.apply.staged import Staged, Undo
 from patchstore.apply.tensor_weights import TensorWeights
 from patchstore.apply.update import Update
 from patchstore.errors import HalfApplied, StateMismatch, UsageError, VersionNotFound
-from patchstore.format import history
+from patchstore.format import history, kept, tags
 from patchstore.format.records import Manifest
 from patchstore.read.host_cache import HostCache
+from patchstore.signing.required import Keys, RequiredKeys
 from patchstore.stores import Store, opened
 from patchstore.support import host
 from patchstore.support.arguments import version_number
@@ -39,6 +40,7 @@ class Replica:
         held: int | None = None,
         scratch: Path | None = None,
         cache: HostCache | None = None,
+        required_keys: RequiredKeys | Keys | Sequence[Keys] | None = None,
     ) -> None:
         """Open a store to follow.
 
@@ -50,6 +52,7 @@ class Replica:
                 unknown, and the first update starts from an anchor.
             scratch: folder for temporary files of a delta's size; None for the system's.
             cache: what to fetch through instead, if given, so that replicas of a host share their downloads.
+            required_keys: PEM files with public keys. Only versions that one of them has signed are applied.
 
         Raises:
             VersionNotFound: the store holds no run, or not the version `held`.
@@ -57,6 +60,7 @@ class Replica:
             UsageError: `tensors` is no dict of tensors by name, or `held` is no version.
             StateMismatch: they are not what version `held` has.
             StoreReplaced: version `held` is of another run than the store.
+            Unsigned, WrongSignature: no required key has signed version `held`.
         """
         if not isinstance(tensors, MutableMapping):
             raise UsageError(
@@ -70,6 +74,7 @@ class Replica:
                     f"{type(tensor).__name__} in it"
                 )
         held = None if held is None else version_number(held)
+        required = RequiredKeys.of(required_keys)
         with ExitStack() as closing:
             self.store = closing.enter_context(opened(store))
             header = history.read_header(self.store)
@@ -77,10 +82,14 @@ class Replica:
                 raise VersionNotFound(f"{self.store.url} holds no run; open a publisher on it first")
             self.header = header
             self._weights = TensorWeights(self.store, header.schema, tensors, scratch=scratch, cache=cache)
-            self._update = Update(self.store, header, self._weights, reopen="open a new Replica")
+            self._update = Update(
+                self.store, header, self._weights, reopen="open a new Replica", required=required
+            )
             if held is not None:
-                manifest = history.read_manifest(self.store, held)
+                manifest, data = history.read_stored(self.store, held)
                 self._update.check_run(manifest)
+                if self._update.check_signed is not None:
+                    self._update.check_signed(manifest, data)
                 self._weights.adopt(manifest)
                 self._update.held = manifest
             self._closing = closing.pop_all()
@@ -113,17 +122,23 @@ class Replica:
         newest = self._update.head()
         return None if newest is None else newest.version
 
-    def update(self, version: int | None = None) -> Manifest:
-        """Stage and apply a version; None for the head. Raises as those two do.
+    def update(self, version: int | str | None = None) -> Manifest:
+        """Stage and apply a version, named by its number or by a tag; None for the head.
+
+        Raises as `stage` and `apply` do.
 
         Tensors that turn out not to be the held version's are brought to the version from an anchor.
 
         Raises:
-            VersionNotFound: no such version, or none at all yet.
+            VersionNotFound: no such version or tag, or none at all yet.
+            VersionRetired: the version is retired. One that is newer than the held version is only refused if
+                its payloads are deleted, so that an update costs no further request.
             StoreReplaced: as `stage`, or, where the head is wanted, the versions end before the held one.
         """
         if version is not None:
-            version = version_number(version)
+            version = tags.version_of(self.store, version)
+            if self.held is None or version < self.held:
+                kept.check(self.store, version)
         if version is None:
             newest = self._update.head()
             if newest is None:
@@ -164,7 +179,9 @@ class Replica:
 
         Raises:
             VersionNotFound, WrongParent: the store has no way to that version.
+            VersionRetired: the version is retired, and its payloads are deleted.
             CorruptObject, StateMismatch: what it has is wrong; nothing may be applied.
+            Unsigned, WrongSignature: keys are required, and none has signed the version.
             StoreReplaced: it has another run than when it was opened, or another version of the held number.
             SchemaMismatch: one of the followed tensors was taken out of the dict.
             HostError: this host is short of memory, disk or open files.

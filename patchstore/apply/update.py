@@ -5,15 +5,22 @@ version the weights have. It reads and writes them through `Weights`, an interfa
 (`patchstore.apply.tensor_weights`) and one rank of a vLLM server (`vllm_plugin.rank_weights`) implement.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from patchstore.errors import HalfApplied, StoreReplaced, UsageError, VersionNotFound
-from patchstore.format import history, planning
+from patchstore.format import history, kept, lineage
+from patchstore.format.missing import PayloadMissing
 from patchstore.format.records import Manifest, Plan, StoreHeader
+from patchstore.signing.required import RequiredKeys, checks
 from patchstore.stores.base import Store
+
+logger = logging.getLogger(__name__)
 
 
 class StagedUpdate(Protocol):
@@ -26,6 +33,23 @@ class StagedUpdate(Protocol):
     def timings(self) -> dict[str, float]:
         """Seconds that each part of staging took."""
         ...
+
+
+class _Once:
+    """Enters a context manager, and remembers that: most can be entered only once."""
+
+    def __init__(self, inner: AbstractContextManager[None]) -> None:
+        self._inner = inner
+        self.was_entered = False
+
+    def __enter__(self) -> None:
+        self.was_entered = True
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._inner.__exit__(kind, exc, trace)
 
 
 S = TypeVar("S", bound=StagedUpdate)
@@ -77,12 +101,21 @@ class Weights(Protocol[S]):
 class Update(Generic[S]):
     """Moves weights between versions: `stage`, `verify`, `apply`, then `accept` or `roll_back`."""
 
-    def __init__(self, store: Store, header: StoreHeader, weights: Weights[S], *, reopen: str) -> None:
+    def __init__(
+        self,
+        store: Store,
+        header: StoreHeader,
+        weights: Weights[S],
+        *,
+        reopen: str,
+        required: RequiredKeys | None = None,
+    ) -> None:
         """Begin without a version.
 
         Args:
             header: of the run that the weights follow.
             reopen: what a user does to follow what the store holds now; errors end with it.
+            required: keys, one of which must have signed each version that the weights are brought to.
         """
         self.store = store
         self.header = header
@@ -97,6 +130,8 @@ class Update(Generic[S]):
         """Seconds of the last update: those of staging, and `apply`."""
         self._weights = weights
         self._reopen = reopen
+        self.check_signed = checks(required, store, header)
+        """Raises for a version that must not be used; None if no key is required."""
         self._is_written = False
 
     @property
@@ -145,19 +180,21 @@ class Update(Generic[S]):
         Raises:
             VersionNotFound, WrongParent: the store has no way to that version.
             StoreReplaced: it has another run than when it was opened, or another version of the held number.
+            Unsigned, WrongSignature: keys are required, and none has signed the version. Nothing but its
+                manifest was read.
         """
         # Read once: another thread may apply an update meanwhile.
         before = self.held
         held = None if before is None else before.version
         try:
-            manifests = history.read_lineage(self.store, version, held)
+            found = lineage.read(self.store, version, held, self.check_signed)
         except VersionNotFound:
             self._check_header()
             raise
-        self.check_run(manifests[version])
-        if held in manifests and manifests[held] != before:
+        self.check_run(found.target)
+        if held is not None and held in found.ways and found.ways[held] != before:
             raise self._replaced(f"has another version {held} than the one that is held")
-        return planning.plan(manifests, held, version)
+        return found.plan()
 
     def check_run(self, found: Manifest) -> None:
         """Check that a version is of the run that was opened. Raises StoreReplaced."""
@@ -189,9 +226,31 @@ class Update(Generic[S]):
         """Return a staged update to a version. The state stays as it is; `put` it to apply it.
 
         Raises:
+            VersionRetired: the version is retired, and its payloads are deleted.
             As `plan`, and as `Weights.stage`.
         """
-        return self._weights.stage(self.plan(version), reading or nullcontext())
+        plan, once = self.plan(version), _Once(reading or nullcontext())
+        try:
+            return self._weights.stage(plan, once)
+        except PayloadMissing as exc:
+            if once.was_entered or (around := self._plan_around(plan, exc)) is None:
+                raise
+            logger.warning("versions after %s were retired, so %s: %s", plan.held, around, exc)
+        return self._weights.stage(around, once)
+
+    def _plan_around(self, plan: Plan, missed: PayloadMissing) -> Plan | None:
+        """Return a plan from the nearest anchor, if another one failed because it led over retired versions.
+
+        Raises:
+            VersionRetired: the target itself is retired.
+        """
+        target = plan.target.version
+        kept.check(self.store, target)
+        if not kept.is_of_retired(self.store, missed):
+            return None
+        around = replace(lineage.read(self.store, target, over_shortcuts=False).plan(), held=plan.held)
+        # Of another manifest it is not known whether it may be read, such as whether it is signed.
+        return None if around == plan or around.target != plan.target else around
 
     def put(self, staged: S) -> None:
         """Have `apply` write this update. What was staged before is dropped."""

@@ -1,17 +1,18 @@
 """`patchstore verify` and `doctor`: check a store, a version, a server."""
 
 from contextlib import closing
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 # torch takes seconds to import, so commands that need it import it themselves.
-from patchstore.cli import output
-from patchstore.cli.failures import EXIT_CODES
-from patchstore.cli.options import Json, StorageOption, StoreUrl, Version, parsed
-from patchstore.cli.stores import head, header, newest_slot, open_with
-from patchstore.errors import DataError, HostError, PatchstoreError, StoreUnavailable, UsageError
+from patchstore.cli import check_all, output
+from patchstore.cli.options import Json, RequireSignature, StorageOption, StoreUrl, Version, parsed
+from patchstore.cli.stores import head, header, open_with, version_named
+from patchstore.errors import UsageError
 from patchstore.format import history
+from patchstore.signing.required import RequiredKeys
 from patchstore.stores import Store
 
 
@@ -21,7 +22,16 @@ def verify(
         typer.Argument(metavar="STORE", help="With --server, by default the store that it follows."),
     ] = None,
     version: Version = None,
-    every: Annotated[bool, typer.Option("--all", help="Verify every version, each from its anchor.")] = False,
+    *,
+    every: Annotated[bool, typer.Option("--all", help="Verify every version, in one pass.")] = False,
+    sample: Annotated[
+        int | None, typer.Option(min=1, help="Verify so many versions: the newest, and others at random.")
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --all: remember here what was verified, and go on from it."),
+    ] = None,
+    require_signature: RequireSignature = None,
     server: Annotated[
         str | None,
         typer.Option("--server", metavar="URL", help="Verify the live weights of this server."),
@@ -30,8 +40,13 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Rebuild a version in memory, tensor by tensor, and check every digest; or verify a server's weights."""
-    if every and (version is not None or server is not None):
-        raise typer.BadParameter("name a version, a server or --all, not two of them")
+    if sum((every, sample is not None, version is not None or server is not None)) > 1:
+        raise typer.BadParameter("name a version or a server, or give --all or --sample, not two of them")
+    if resume is not None and not every:
+        raise typer.BadParameter("--resume is of use only with --all")
+    if server is not None and require_signature:
+        raise typer.BadParameter("--require-signature is for stores; `patchstore follow` has it for servers")
+    required = RequiredKeys.of(require_signature or None)
     if server is not None:
         _verify_server(store, version, server, option, as_json=as_json)
         return
@@ -40,50 +55,35 @@ def verify(
     bucket = open_with(store, option)
     header(bucket)
     if every:
-        _verify_all(bucket, as_json=as_json)
+        check_all.verify_all(bucket, resume=resume, required=required, as_json=as_json)
         history.check_newest(bucket, history.head(bucket))
+    elif sample is not None:
+        history.check_newest(bucket, head(bucket))
+        check_all.verify_sample(bucket, sample, required=required, as_json=as_json)
     elif version is not None:
-        _verify_version(bucket, version, as_json=as_json)
+        _verify_version(bucket, version_named(bucket, version) or 0, required, as_json=as_json)
     else:
         newest = head(bucket)
         history.check_newest(bucket, newest)
-        _verify_version(bucket, newest.version, as_json=as_json)
+        _verify_version(bucket, newest.version, required, as_json=as_json)
 
 
-def _verify_version(bucket: Store, version: int, *, as_json: bool) -> None:
+def _verify_version(bucket: Store, version: int, required: RequiredKeys | None, *, as_json: bool) -> None:
     from patchstore.read import replay
 
     with output.progress(f"version {version}", shown=not as_json) as progress:
-        found = replay.verify(bucket, version, progress=progress)
+        found = replay.verify(bucket, version, progress=progress, required_keys=required)
     if as_json:
         output.print_json({**output.summary(found), "verified": True})
     else:
-        output.print_line(f"version {version}: payloads and state {output.short(found.state.total)} verified")
-
-
-def _verify_all(bucket: Store, *, as_json: bool) -> None:
-    """Verify every version, also those after a damaged one."""
-    versions = range(newest_slot(bucket) + 1)
-    num_wrong = 0
-    for version in versions:
-        try:
-            _verify_version(bucket, version, as_json=as_json)
-        except PatchstoreError as exc:
-            if isinstance(exc, StoreUnavailable | HostError):
-                raise
-            num_wrong += 1
-            if as_json:
-                damaged = output.Unreadable(version=version, error=exc)
-                output.print_json({**damaged.to_dict(), "verified": False})
-            output.print_error(exc.kind, f"version {version}: {exc}")
-    if not as_json:
-        output.print_line(f"{len(versions) - num_wrong} of {len(versions)} versions verified")
-    if num_wrong:
-        raise typer.Exit(EXIT_CODES[DataError])
+        signed = "" if required is None else ", signed by a required key"
+        output.print_line(
+            f"version {version}: payloads and state {output.short(found.state.total)} verified{signed}"
+        )
 
 
 def _verify_server(
-    store: str | None, version: int | None, server: str, option: list[str] | None, *, as_json: bool
+    store: str | None, version: str | None, server: str, option: list[str] | None, *, as_json: bool
 ) -> None:
     from patchstore.serve.verify import verify_server
     from patchstore.serve.vllm_server import VllmServer
@@ -92,7 +92,8 @@ def _verify_server(
         url = store or inference.status().store
         if url is None:
             raise UsageError(f"{server} follows no store; name one")
-        found = verify_server(open_with(url, option), inference, version)
+        bucket = open_with(url, option)
+        found = verify_server(bucket, inference, version_named(bucket, version))
     rest = {"computed": len(found.computed), "unverified": len(found.unverified)}
     if as_json:
         served = {"server": inference.url, "num_verified": found.num_verified, **rest, "verified": True}

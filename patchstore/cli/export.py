@@ -6,14 +6,16 @@ import typer
 
 # torch takes seconds to import, so commands that need it import it themselves.
 from patchstore.cli import output
-from patchstore.cli.options import Json, StorageOption, StoreUrl, Version, check_out
-from patchstore.cli.stores import head, header, open_with
+from patchstore.cli.options import Json, RequireSignature, StorageOption, StoreUrl, Version, check_out
+from patchstore.cli.stores import head, header, open_with, version_named
+from patchstore.signing.required import RequiredKeys
 
 
 def replay(
     store: StoreUrl,
     out: Annotated[str, typer.Argument(metavar="OUT", help="A folder that does not exist yet.")],
     version: Version = None,
+    require_signature: RequireSignature = None,
     option: StorageOption = None,
     as_json: Json = False,
 ) -> None:
@@ -21,10 +23,12 @@ def replay(
     check_out(out)
     from patchstore.read import replay
 
+    required = RequiredKeys.of(require_signature or None)
     bucket = open_with(store, option)
     header(bucket)
     with output.progress("replay", shown=not as_json) as progress:
-        found = replay.replay(bucket, version, out=out, progress=progress)
+        wanted = version_named(bucket, version)
+        found = replay.replay(bucket, wanted, out=out, progress=progress, required_keys=required)
     if as_json:
         output.print_json({**output.summary(found), "out": out})
     else:
@@ -47,7 +51,8 @@ def transcode(
 
     bucket = open_with(store, option)
     header(bucket)
-    wanted = head(bucket).version if version is None else version
+    number = version_named(bucket, version)
+    wanted = head(bucket).version if number is None else number
     found, num_bytes = transcode(bucket, wanted, encoding=encoding, out=out)
     if as_json:
         output.print_json({**output.summary(found), "out": out, "size": num_bytes, "as": encoding})

@@ -15,6 +15,7 @@ from patchstore.errors import (
     StoreUnavailable,
     UsageError,
     VersionConflict,
+    WaitTimeout,
     WrongParent,
 )
 
@@ -26,6 +27,7 @@ EXIT_CODES: dict[type[PatchstoreError], int] = {
     StoreUnavailable: 4,
     ServerUnavailable: 4,
     VersionConflict: 5,
+    WaitTimeout: 6,
 }
 
 

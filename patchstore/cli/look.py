@@ -9,7 +9,7 @@ import typer
 from patchstore.cli import output
 from patchstore.cli.failures import EXIT_CODES
 from patchstore.cli.options import Json, StorageOption, StoreUrl, Version
-from patchstore.cli.stores import head, header, newest_slot, open_with
+from patchstore.cli.stores import head, header, newest_slot, open_with, version_named
 from patchstore.errors import DataError, VersionNotFound
 from patchstore.format import history
 from patchstore.format.records import Manifest
@@ -60,7 +60,8 @@ def show(
     """Show one version: its parent, payloads and digests."""
     bucket = open_with(store, option)
     run = header(bucket)
-    found = head(bucket) if version is None else history.read_manifest(bucket, version)
+    number = version_named(bucket, version)
+    found = head(bucket) if number is None else history.read_manifest(bucket, number)
     sums = read_sums(bucket, run.schema, found) if tensors else None
     if as_json:
         output.print_json(output.full(found, sums))

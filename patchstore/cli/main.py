@@ -1,8 +1,8 @@
 """`patchstore`: show a bucket, verify it, rebuild a version, keep servers at the newest version.
 
 Exit codes: 0 done, 1 any other failure, 2 wrong call or no such version, 3 stored data is wrong, 4 store or
-server unavailable, 5 another publisher has the run, 130 interrupted, 141 the reader of the output went away
-(`| head`), 143 terminated.
+server unavailable, 5 another publisher has the run, 6 servers did not reach a version in time, 130
+interrupted, 141 the reader of the output went away (`| head`), 143 terminated.
 """
 
 import logging
@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from patchstore import __version__
-from patchstore.cli import check, export, follow, look
+from patchstore.cli import check, compact, export, follow, keep, look, mirror, replicas, sign, steer
 from patchstore.cli.failures import WRONG_CALL, exit_code, explain, explain_call
 from patchstore.errors import HostError, InternalError, PatchstoreError
 
@@ -27,9 +27,20 @@ for command in (
     look.log,
     look.show,
     check.verify,
+    sign.sign,
     export.replay,
     export.transcode,
+    mirror.mirror,
     follow.follow,
+    steer.wait,
+    steer.pin,
+    steer.unpin,
+    compact.compact,
+    replicas.replicate,
+    replicas.promote,
+    keep.tag,
+    keep.retire,
+    keep.collect,
     check.doctor,
 ):
     app.command()(command)

@@ -1,6 +1,7 @@
 """Arguments and options that several commands have."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ StoreUrl = Annotated[
     str, typer.Argument(metavar="STORE", help="A folder, s3://bucket/prefix or another URL.")
 ]
 Version = Annotated[
-    int | None, typer.Argument(metavar="VERSION", min=0, help="A number; the newest by default.")
+    str | None, typer.Argument(metavar="VERSION", help="A number or a tag; the newest by default.")
 ]
 StorageOption = Annotated[
     list[str] | None,
@@ -20,6 +21,13 @@ StorageOption = Annotated[
         "-o",
         metavar="KEY=VALUE",
         help="Storage option, such as endpoint_url=...; values may be JSON; repeatable.",
+    ),
+]
+RequireSignature = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="PUBKEY",
+        help="A public key in PEM. Refuse versions that it has not signed; repeatable: one of them suffices.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object per line.")]

@@ -15,6 +15,7 @@ from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeRemainingColumn,
@@ -30,6 +31,7 @@ from patchstore.format.state_sums import Sums
 
 if TYPE_CHECKING:
     from patchstore.doctor import Finding
+    from patchstore.read.whole_run import Verdict
 
 out = Console()
 err = Console(stderr=True)
@@ -197,6 +199,18 @@ def findings_table(findings: Iterable["Finding"]) -> Table:
     return table
 
 
+def wrong_table(verdicts: "Iterable[Verdict]") -> Table:
+    """Versions that are wrong, and why, one per row."""
+    table = Table(title="what is wrong")
+    for name in ("version", "kind"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("what", overflow="fold")
+    for each in verdicts:
+        assert each.error is not None
+        table.add_row(str(each.version), Text(each.error.kind, style="bold red"), Text(str(each.error)))
+    return table
+
+
 def short(digest: str) -> str:
     """The first digits of a digest, enough to compare by eye."""
     return digest.removeprefix("blake3:")[:12]
@@ -218,3 +232,15 @@ def progress(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None] |
     with Progress(*columns, console=err, transient=True) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+@contextmanager
+def versions_progress(what: str, *, shown: bool, total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar of versions on standard error while the block runs, where that is a terminal."""
+    if not (shown and err.is_terminal):
+        yield lambda: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as bars:
+        task = bars.add_task(what, total=total)
+        yield lambda: bars.advance(task)

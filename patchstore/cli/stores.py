@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from patchstore.cli.options import parsed
-from patchstore.errors import DataError, VersionNotFound
-from patchstore.format import history, layout
+from patchstore.errors import DataError, UsageError, VersionNotFound
+from patchstore.format import history, layout, tags
 from patchstore.format.records import Manifest, StoreHeader
 from patchstore.stores import Store, open_store
 
@@ -38,6 +38,30 @@ def head(store: Store) -> Manifest:
     if newest is None:
         raise VersionNotFound(f"{store.url} holds a run without a version yet; publish one")
     return newest
+
+
+def number_or_tag(version: str) -> int | str:
+    """Return what a VERSION of the command line is: a number, or the name of a tag.
+
+    Raises:
+        UsageError: neither.
+    """
+    if version.isascii() and version.isdecimal():
+        return int(version)
+    if not version[:1].isalpha():
+        raise UsageError(f"{version!r:.100} is no version: give a number from 0 on, or a tag")
+    return tags.check_name(version)
+
+
+def version_named(store: Store, version: str | None) -> int | None:
+    """Return the number of the version that the command line names; None where it names none.
+
+    Raises:
+        UsageError: no number, and no name of a tag.
+        VersionNotFound: there is no such tag.
+    """
+    wanted = None if version is None else number_or_tag(version)
+    return tags.version_of(store, wanted) if isinstance(wanted, str) else wanted
 
 
 def newest_slot(store: Store) -> int:

@@ -55,6 +55,7 @@ KINDS: Mapping[str, Level] = {
     "left-behind": "warning",
     # The run there.
     "run": "ok",
+    "replica": "ok",
     "no-run": "ok",
     "run-unreadable": "problem",
     "format-unknown": "problem",

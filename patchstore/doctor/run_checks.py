@@ -14,8 +14,9 @@ from patchstore.errors import (
     VersionNotFound,
     WrongParent,
 )
-from patchstore.format import history, json_fields, planning
+from patchstore.format import history, json_fields, lineage, replica_mark
 from patchstore.format.records import FORMAT_VERSION, Payload, Plan
+from patchstore.format.replica_mark import ReplicaMark
 
 _NUM_ASKED_AT_ONCE = 16
 _NEW_ANCHOR = "publish an anchor, with Publisher(resume='anchor'), or restore the object from a backup"
@@ -23,6 +24,7 @@ _NEW_ANCHOR = "publish an anchor, with Publisher(resume='anchor'), or restore th
 
 def _read(bucket: Bucket) -> Iterator[Finding]:
     try:
+        mark = replica_mark.read(bucket.store)
         bucket.header = history.read_header(bucket.store)
         if bucket.header is not None:
             bucket.head = history.head(bucket.store)
@@ -35,6 +37,8 @@ def _read(bucket: Bucket) -> Iterator[Finding]:
         advice = "restore the object from a backup, or publish to another prefix"
         yield bucket.finding("run-unreadable", str(exc), advice)
         return
+    if mark is not None:
+        yield bucket.finding("replica", _replica(mark))
     if bucket.header is None or bucket.head is None:
         yield bucket.finding("no-run", "holds no version yet; the first publication makes the run")
         return
@@ -46,6 +50,12 @@ def _read(bucket: Bucket) -> Iterator[Finding]:
         f"(step {head.step}), {_age(head.created_at, bucket.now())} old, by {head.writer.id} "
         f"(epoch {head.writer.epoch})",
     )
+
+
+def _replica(mark: ReplicaMark) -> str:
+    if mark.promoted_at is not None:
+        return f"was a replica of {mark.source}, and was promoted at {mark.promoted_at}: publishers may write"
+    return f"a replica of {mark.source}: servers may follow it, and publishers are refused"
 
 
 def _age(created_at: str, now: float) -> str:
@@ -81,7 +91,7 @@ def _plan(bucket: Bucket) -> Plan:
     """The plan of a reader without any version for the newest one."""
     assert bucket.head is not None
     target = bucket.head.version
-    return planning.plan(history.read_lineage(bucket.store, target), held=None, target=target)
+    return lineage.read(bucket.store, target).plan()
 
 
 def _payloads(bucket: Bucket) -> Iterator[Finding]:

@@ -18,6 +18,8 @@ class EncodedTensor:
     """[num_stated]; the encoding says what it holds."""
     val: torch.Tensor
     """[num_stated], in the tensor's own dtype."""
+    first: int = 0
+    """The position from which gaps count: 0, or the first one that a publisher of a part states."""
 
 
 class Encoding(Protocol):
@@ -49,6 +51,10 @@ class IndexEncoding(Encoding, Protocol):
 
     def encode(self, patch: TensorPatch, spec: TensorSpec) -> EncodedTensor:
         """Encode a patch whose indices came from `with_bridges`."""
+        ...
+
+    def encode_part(self, patch: TensorPatch, spec: TensorSpec) -> EncodedTensor:
+        """Encode exactly these positions of a tensor, at least one, ascending, without bridges."""
         ...
 
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, where: str) -> TensorPatch:

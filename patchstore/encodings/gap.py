@@ -2,6 +2,9 @@
 
 A gap beyond 65,535 is bridged by stating an unchanged element on the way, so one outlier costs
 one more element and never a wider tensor; a position may thus be stated that did not change.
+
+A publisher that has only some elements of a tensor does not know what lies between them. Its gaps count from
+its first change. Where one is still too wide, the positions are stored as `raw` stores them.
 """
 
 from dataclasses import dataclass
@@ -9,10 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from patchstore.encodings.base import EncodedTensor, check_stored
+from patchstore.encodings.raw import Raw
 from patchstore.errors import CorruptObject
 from patchstore.format.records import TensorSpec
 from patchstore.tensors import elements
 from patchstore.tensors.bits import TensorPatch, index_dtype
+
+_RAW = Raw()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +37,18 @@ class Gap:
     def encode(self, patch: TensorPatch, spec: TensorSpec) -> EncodedTensor:
         return EncodedTensor(idx=elements.to_gaps(patch.indices), val=patch.values)
 
+    def encode_part(self, patch: TensorPatch, spec: TensorSpec) -> EncodedTensor:
+        """Encode exactly these positions, at least one, without bridges: of a part of a tensor."""
+        first = int(patch.indices[0])
+        if bool((patch.indices[1:] - patch.indices[:-1] > elements.MAX_GAP + 1).any()):
+            return _RAW.encode(patch, spec)
+        return EncodedTensor(idx=elements.to_gaps(patch.indices - first), val=patch.values, first=first)
+
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, where: str) -> TensorPatch:
+        if encoded.idx.dtype in (torch.int32, torch.int64) and not encoded.first:
+            return _RAW.decode(encoded, spec, where)
         check_stored(encoded, spec, torch.uint16, where)
-        indices = elements.from_gaps(encoded.idx)
+        indices = elements.from_gaps(encoded.idx) + encoded.first
         # Gaps cannot be negative, so positions ascend; only the last can be out of range.
         if indices.numel() and int(indices[-1]) >= spec.num_elements:
             raise CorruptObject(

@@ -26,6 +26,9 @@ class Raw:
     def encode(self, patch: TensorPatch, spec: TensorSpec) -> EncodedTensor:
         return EncodedTensor(idx=patch.indices.to(index_dtype(spec.num_elements)), val=patch.values)
 
+    def encode_part(self, patch: TensorPatch, spec: TensorSpec) -> EncodedTensor:
+        return self.encode(patch, spec)
+
     def decode(self, encoded: EncodedTensor, spec: TensorSpec, where: str) -> TensorPatch:
         check_stored(encoded, spec, index_dtype(spec.num_elements), where)
         idx = encoded.idx

@@ -24,7 +24,7 @@ from patchstore.errors import (
     VersionConflict,
     VersionNotFound,
 )
-from patchstore.format import hashing, layout, manifest_json, planning
+from patchstore.format import hashing, layout, manifest_json
 from patchstore.format.json_fields import MAX_JSON_BYTES
 from patchstore.format.records import Manifest, StoreHeader
 from patchstore.stores.base import Store
@@ -34,6 +34,9 @@ _FIRST_BYTES = 1 << 20
 """Size of the first request for a JSON object; few are larger."""
 READ_AHEAD = 8
 """At most so many manifests are read at once, if many are read one after the other."""
+
+Check = Callable[[Manifest, bytes], None]
+"""Raises if a version must not be used; gets its manifest, and the bytes that it was read from."""
 
 _Value = TypeVar("_Value", Manifest, StoreHeader)
 
@@ -71,8 +74,18 @@ def read_header(store: Store) -> StoreHeader | None:
     Raises:
         CorruptObject, UnsupportedFormat: `store.json` is invalid, or missing although there are versions.
     """
+    data = stored_header(store)
+    return None if data is None else manifest_json.header_from_json(data)
+
+
+def stored_header(store: Store) -> bytes | None:
+    """Return `store.json` byte for byte, or None where there is no run.
+
+    Raises:
+        CorruptObject: it is missing although there are versions.
+    """
     try:
-        data = _bounded(store, layout.HEADER)
+        return _bounded(store, layout.HEADER)
     except NotFound as exc:
         with host.reading(layout.VERSIONS):
             left = next(iter(store.list(layout.VERSIONS)), None)
@@ -82,7 +95,6 @@ def read_header(store: Store) -> StoreHeader | None:
                 "another place"
             ) from exc
         return None
-    return manifest_json.header_from_json(data)
 
 
 def read_manifest(store: Store, version: int) -> Manifest:
@@ -92,7 +104,7 @@ def read_manifest(store: Store, version: int) -> Manifest:
         VersionNotFound: not committed.
         CorruptObject, UnsupportedFormat: the object cannot be understood.
     """
-    return _read(store, version)[0]
+    return read_stored(store, version)[0]
 
 
 def stored_digest(store: Store, version: int) -> str:
@@ -103,18 +115,24 @@ def stored_digest(store: Store, version: int) -> str:
     Raises:
         VersionNotFound: not committed.
     """
-    return hashing.digest(_stored(store, version))
+    return hashing.digest(stored(store, version))
 
 
-def _stored(store: Store, version: int) -> bytes:
+def stored(store: Store, version: int) -> bytes:
+    """Return a manifest byte for byte; what it says is not checked.
+
+    Raises:
+        VersionNotFound: not committed.
+    """
     try:
         return _bounded(store, layout.manifest_key(version))
     except NotFound as exc:
         raise VersionNotFound(f"{store.url} has no version {version}") from exc
 
 
-def _read(store: Store, version: int) -> tuple[Manifest, bytes]:
-    data = _stored(store, version)
+def read_stored(store: Store, version: int) -> tuple[Manifest, bytes]:
+    """Return a manifest, and its bytes as they are stored. Raises as `read_manifest`."""
+    data = stored(store, version)
     return manifest_json.from_json(layout.manifest_key(version), data), data
 
 
@@ -139,7 +157,7 @@ def _read_back(store: Store, newest: int, oldest: int) -> Generator[tuple[Manife
         try:
             while True:
                 for version in islice(versions, width - len(reads)):
-                    reads.append(pool.submit(_read, store, version))
+                    reads.append(pool.submit(read_stored, store, version))
                 if not reads:
                     return
                 yield reads.popleft().result()
@@ -221,45 +239,14 @@ def write_hint(store: Store, version: int) -> None:
     store.put(layout.HEAD, manifest_json.hint_to_json(version))
 
 
-def read_lineage(store: Store, target: int, held: int | None = None) -> dict[int, Manifest]:
-    """Return what `planning.plan` needs: the target and its ancestors.
-
-    Goes back to the nearest anchor, and on to `held` if that is older and a plan from there may still cost
-    less. Checks that every manifest is the one that its child names.
-
-    Raises:
-        VersionNotFound: the target, or an ancestor that the plan needs, is not in the store.
-        CorruptObject: a manifest is not the one its child was built on.
-    """
-    known: dict[int, Manifest] = {}
-    spent = 0  # as `Plan.cost`, from `found` to the target
-    cheapest: int | None = None
-    with closing(ancestry(store, target, held)) as versions:
-        while True:
-            try:
-                found = next(versions, None)
-            except VersionNotFound:
-                if cheapest is None:
-                    raise
-                break
-            if found is None:
-                break
-            known[found.version] = found
-            if cheapest is None and found.anchor is not None:
-                cheapest = spent + planning.anchor_cost(found)
-            if found.delta is None or found.version == held:
-                break
-            spent += planning.delta_cost(found)
-            if cheapest is not None and (held is None or found.version < held or spent > cheapest):
-                break
-    return known
-
-
-def ancestry(store: Store, target: int, held: int | None = None) -> Generator[Manifest, None, None]:
+def ancestry(
+    store: Store, target: int, held: int | None = None, check: Check | None = None
+) -> Generator[Manifest, None, None]:
     """Yield a version and its ancestors, newest first, each as its child names it.
 
     Args:
         held: the ancestor beyond which the caller will probably not go, if known: no reading ahead beyond it.
+        check: is called with the target; the digests that children name then cover its ancestors.
 
     Raises:
         VersionNotFound: an ancestor is not in the store.
@@ -273,7 +260,9 @@ def ancestry(store: Store, target: int, held: int | None = None) -> Generator[Ma
         with closing(_read_back(store, at, oldest)) as versions:
             for found, data in versions:
                 if child is not None:
-                    _check_parent(child, found, data)
+                    check_parent(child, found, data)
+                elif check is not None:
+                    check(found, data)
                 yield found
                 child, at = found, found.parent
                 if at != found.version - 1:
@@ -289,12 +278,12 @@ def read_parent(store: Store, child: Manifest) -> Manifest:
             epoch.
     """
     assert child.parent is not None
-    parent, data = _read(store, child.parent)
-    _check_parent(child, parent, data)
+    parent, data = read_stored(store, child.parent)
+    check_parent(child, parent, data)
     return parent
 
 
-def _check_parent(child: Manifest, parent: Manifest, data: bytes) -> None:
+def check_parent(child: Manifest, parent: Manifest, data: bytes) -> None:
     if hashing.digest(data) != child.parent_digest:
         raise CorruptObject(
             f"{layout.manifest_key(parent.version)} is not the manifest that version {child.version} "
@@ -318,19 +307,31 @@ def commit(store: Store, new: Manifest) -> None:
     """
     key = layout.manifest_key(new.version)
     data = _spelled(new, manifest_json.to_json, lambda spelled: manifest_json.from_json(key, spelled))
+    # Readers believe a version exists once its manifest does, so this comes last and never overwrites.
+    there = create(store, key, data)
+    if there != data:
+        raise VersionConflict(
+            f"version {new.version} was committed by {_author(key, there)}, not by {new.writer.id} "
+            f"(epoch {new.writer.epoch}); another publisher has this run: stop this one"
+        )
+
+
+def create(store: Store, key: str, data: bytes) -> bytes:
+    """Create a JSON object unless its key is taken; return what is stored under the key then.
+
+    Raises:
+        StoreUnavailable: no answer, and the key is still free or cannot be read; calling again with the same
+            bytes is safe.
+    """
     try:
-        # Readers believe a version exists once its manifest does, so this comes last and never overwrites.
         store.put(key, data, if_absent=True)
     except (AlreadyExists, StoreUnavailable) as exc:
+        # A client that repeated its own put after a lost answer reports that the key is taken.
         try:
-            stored = _bounded(store, key)
+            return _bounded(store, key)
         except NotFound:
             raise StoreUnavailable(f"{key} was not stored: {exc}") from exc
-        if stored != data:
-            raise VersionConflict(
-                f"version {new.version} was committed by {_author(key, stored)}, not by {new.writer.id} "
-                f"(epoch {new.writer.epoch}); another publisher has this run: stop this one"
-            ) from exc
+    return data
 
 
 def _author(key: str, data: bytes) -> str:

@@ -188,6 +188,12 @@ class Record:
             raise self.corrupt(field, "must be a list of objects")
         return [Record(self.where, f"{self.path}{field}[{i}].", v) for i, v in enumerate(values)]
 
+    def texts(self, field: str) -> tuple[str, ...]:
+        values = self.value.get(field)
+        if not isinstance(values, list) or not all(isinstance(v, str) and is_printable(v) for v in values):
+            raise self.corrupt(field, "must be a list of printable strings")
+        return tuple(values)
+
     def payloads(self, field: str, prefix: str) -> tuple[Payload, ...]:
         found = []
         for item in self.items(field):

@@ -29,7 +29,7 @@ MAX_HINT_BYTES = 1000
 
 def header_to_json(header: StoreHeader) -> bytes:
     """Spell a store header; deterministic, so equal headers have equal bytes."""
-    return _dump(
+    return dump(
         {
             "format_version": FORMAT_VERSION,
             "run_id": header.run_id,
@@ -70,8 +70,7 @@ def header_from_json(data: bytes) -> StoreHeader:
 
 def to_json(manifest: Manifest) -> bytes:
     """Spell a manifest; deterministic, because its digest is what the next version names."""
-    delta, anchor = manifest.delta, manifest.anchor
-    return _dump(
+    return dump(
         {
             "format_version": FORMAT_VERSION,
             "version": manifest.version,
@@ -86,13 +85,8 @@ def to_json(manifest: Manifest) -> bytes:
                 "epoch": manifest.writer.epoch,
                 "write_id": manifest.writer.write_id,
             },
-            "delta": delta
-            and {
-                "encoding": delta.encoding,
-                "num_changed": delta.num_changed,
-                "payloads": _payloads(delta.payloads),
-            },
-            "anchor": anchor and {"payloads": _payloads(anchor.payloads), "files": _payloads(anchor.files)},
+            "delta": delta_fields(manifest.delta),
+            "anchor": anchor_fields(manifest.anchor),
             "state": {"total": manifest.state.total, "sums": _payload(manifest.state.sums)},
         }
     )
@@ -114,7 +108,7 @@ def from_json(key: str, data: bytes) -> Manifest:
         raise record.corrupt("version", f"is {version}, which does not belong under this key")
     parent, parent_digest = _parent(record, version)
     writer, state = record.item("writer"), record.item("state")
-    delta, anchor = record.optional("delta"), record.optional("anchor")
+    delta, anchor = delta_of(record), anchor_of(record)
     if anchor is None and delta is None:
         raise record.corrupt("anchor", "is null, and so is delta: one of them must hold the weights")
     if delta is not None and parent is None:
@@ -128,28 +122,39 @@ def from_json(key: str, data: bytes) -> Manifest:
         created_at=record.time("created_at"),
         writer=Writer(id=writer.text("id"), epoch=writer.count("epoch"), write_id=writer.text("write_id")),
         state=StateDigest(total=state.digest("total"), sums=state.sums("sums")),
-        delta=None
-        if delta is None
-        else Delta(
-            encoding=delta.text("encoding"),
-            num_changed=delta.count("num_changed"),
-            payloads=delta.payloads("payloads", "deltas/"),
-        ),
-        anchor=None
-        if anchor is None
-        else Anchor(
-            payloads=anchor.payloads("payloads", "anchors/"), files=anchor.payloads("files", "anchors/")
-        ),
+        delta=delta,
+        anchor=anchor,
     )
-    for part in (manifest.delta, manifest.anchor):
-        payloads = (*part.payloads, *getattr(part, "files", ())) if part is not None else ()
-        if len({payload.key for payload in payloads}) != len(payloads):
-            raise record.corrupt("payloads", "must hold each key once")
-        if len({payload.key.rpartition("/")[0] for payload in payloads}) > 1:
-            raise record.corrupt("payloads", "must lie in one folder")
     if (kind := record.text("kind")) != manifest.kind:
         raise record.corrupt("kind", f"is {kind!r:.80}, but this version is stored as {manifest.kind!r}")
     return manifest
+
+
+def delta_of(record: Record) -> Delta | None:
+    """Read the field `delta`; None where it is null. Raises CorruptObject."""
+    fields = record.optional("delta")
+    if fields is None:
+        return None
+    payloads = fields.payloads("payloads", "deltas/")
+    _check_folder(record, payloads)
+    return Delta(encoding=fields.text("encoding"), num_changed=fields.count("num_changed"), payloads=payloads)
+
+
+def anchor_of(record: Record) -> Anchor | None:
+    """Read the field `anchor`; None where it is null. Raises CorruptObject."""
+    fields = record.optional("anchor")
+    if fields is None:
+        return None
+    payloads, files = fields.payloads("payloads", "anchors/"), fields.payloads("files", "anchors/")
+    _check_folder(record, (*payloads, *files))
+    return Anchor(payloads=payloads, files=files)
+
+
+def _check_folder(record: Record, payloads: tuple[Payload, ...]) -> None:
+    if len({payload.key for payload in payloads}) != len(payloads):
+        raise record.corrupt("payloads", "must hold each key once")
+    if len({payload.key.rpartition("/")[0] for payload in payloads}) > 1:
+        raise record.corrupt("payloads", "must lie in one folder")
 
 
 def _parent(record: "Record", version: int) -> tuple[int | None, str | None]:
@@ -172,7 +177,7 @@ def _parent(record: "Record", version: int) -> tuple[int | None, str | None]:
 
 def hint_to_json(version: int) -> bytes:
     """Spell `head.json`."""
-    return _dump({"version": version})
+    return dump({"version": version})
 
 
 def hint_from_json(data: bytes) -> int | None:
@@ -185,6 +190,24 @@ def hint_from_json(data: bytes) -> int | None:
         return None
 
 
+def delta_fields(delta: Delta | None) -> dict[str, Any] | None:
+    """Spell the field `delta`."""
+    if delta is None:
+        return None
+    return {
+        "encoding": delta.encoding,
+        "num_changed": delta.num_changed,
+        "payloads": _payloads(delta.payloads),
+    }
+
+
+def anchor_fields(anchor: Anchor | None) -> dict[str, Any] | None:
+    """Spell the field `anchor`."""
+    if anchor is None:
+        return None
+    return {"payloads": _payloads(anchor.payloads), "files": _payloads(anchor.files)}
+
+
 def _payloads(payloads: tuple[Payload, ...]) -> list[dict[str, Any]]:
     return [_payload(payload) for payload in payloads]
 
@@ -193,7 +216,7 @@ def _payload(payload: Payload) -> dict[str, Any]:
     return {"key": payload.key, "size": payload.size, "digest": payload.digest}
 
 
-def _dump(value: Mapping[str, Any]) -> bytes:
+def dump(value: Mapping[str, Any]) -> bytes:
     """Spell an object: one line a field, which people can read, and no spaces in what programs read.
 
     Raises:

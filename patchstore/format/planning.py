@@ -14,7 +14,7 @@ def plan(manifests: Mapping[int, Manifest], held: int | None, target: int) -> Pl
 
     Args:
         manifests: at least the target and its ancestors back to `held` or, failing that, back
-            to the nearest anchor; see `history.read_lineage`.
+            to the nearest anchor; see `lineage.read`.
         held: the version that the reader has now; None for none.
         target: the version wanted.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
+from typing import Any
 
 FORMAT_VERSION = 1
 
@@ -47,6 +48,169 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         return self.num_elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A range of levels, rows and columns of a tensor, seen as levels x rows x columns; see `view_of`."""
+
+    level: int
+    """The first one; so are `row` and `col`."""
+    levels: int
+    row: int
+    rows: int
+    col: int
+    cols: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.levels * self.rows * self.cols
+
+    def overlaps(self, other: "Box") -> bool:
+        return (
+            self.level < other.level + other.levels
+            and other.level < self.level + self.levels
+            and self.row < other.row + other.rows
+            and other.row < self.row + self.rows
+            and self.col < other.col + other.cols
+            and other.col < self.col + self.cols
+        )
+
+
+def view_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return the levels, rows and columns of a shape: sizes of 1 are left out, and leading ones multiplied.
+
+    Example: [3, 1, 64, 40] -> (3, 64, 40), [7] -> (1, 1, 7), [] -> (1, 1, 1).
+    """
+    *others, rows, cols = (1, 1, *(size for size in shape if size != 1))
+    return prod(others), rows, cols
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a tensor that one process of a trainer has: a range of each dimension."""
+
+    spec: TensorSpec
+    """The whole tensor."""
+    start: tuple[int, ...]
+    """The first index of each dimension."""
+    size: tuple[int, ...]
+    """How many there are of each dimension: the shape of the part."""
+
+    def __post_init__(self) -> None:
+        ranges = zip(self.start, self.size, self.spec.shape, strict=True)
+        if any(start < 0 or size < 0 or start + size > side for start, size, side in ranges):
+            raise ValueError(f"{self.size} from {self.start} on is no part of {self.spec}")
+
+    @classmethod
+    def whole(cls, spec: TensorSpec) -> "Part":
+        return cls(spec, (0,) * len(spec.shape), spec.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.spec.shape
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.size)
+
+    @property
+    def key(self) -> str:
+        """A text for this part alone: the tensor's name where it is whole.
+
+        Names of tensors have no tabs.
+        """
+        if self.is_whole:
+            return self.spec.name
+        ranges = (f"{start}+{size}" for start, size in zip(self.start, self.size, strict=True))
+        return f"{self.spec.name}\t{','.join(ranges)}"
+
+    @property
+    def box(self) -> Box | None:
+        """Return what of the tensor's levels, rows and columns it is.
+
+        None where it is no such range (a range of two leading dimensions at once), or has no elements.
+        """
+        if not self.num_elements:
+            return None
+        sides = [each for each in zip(self.start, self.size, self.spec.shape, strict=True) if each[2] != 1]
+        *leading, row, col = [(0, 1, 1), (0, 1, 1), *sides]
+        level, levels = 0, 1
+        for start, size, side in leading:
+            # Levels follow each other if all of this dimension is there, or one index of all before it.
+            if levels > 1 and size < side:
+                return None
+            level, levels = level * side + start, levels * size
+        return Box(level, levels, row[0], row[1], col[0], col[1])
+
+    @property
+    def box_start(self) -> tuple[int, int, int]:
+        """Return the first level, row and column of a part that is a box."""
+        box = self.box
+        assert box is not None
+        return box.level, box.row, box.col
+
+    @property
+    def run(self) -> int | None:
+        """Return where the part begins in the flattened tensor if its elements follow each other there."""
+        first, is_cut = 0, False
+        for start, size, side in zip(self.start, self.size, self.spec.shape, strict=True):
+            if is_cut and size < side:
+                return None
+            first = first * side + start
+            is_cut = is_cut or size > 1
+        return first
+
+    @property
+    def lines(self) -> tuple[int, int, int] | None:
+        """Return where the part's elements stand, if its lines are all of one length and distance.
+
+        Element i stands at `first + i // length * distance + i % length` of the flattened tensor.
+
+        Returns:
+            `first`, `length`, `distance`; None where that takes more than one distance.
+        """
+        first, sides, strides = self._joined_sides()
+        if len(sides) > 2:
+            return None
+        if len(sides) < 2:
+            return first, max(self.num_elements, 1), 0
+        return first, max(sides[1][1], 1), strides[0]
+
+    def positions(self, local: Any) -> Any:
+        """Return where elements of the part stand in the flattened tensor.
+
+        Args:
+            local: integers of NumPy or torch, wide enough for the result: places in the flattened part.
+        """
+        first, sides, strides = self._joined_sides()
+        if len(sides) <= 1:
+            return local + first if first else local
+        found, rest = first, local
+        for (_, size, _), stride in zip(reversed(sides[1:]), reversed(strides[1:]), strict=True):
+            line = rest // size
+            found = found + (rest - line * size) * stride
+            rest = line
+        return found + rest * strides[0]
+
+    def _joined_sides(self) -> tuple[int, list[tuple[int, int, int]], list[int]]:
+        """Return the position of the first element, and start, size, side and stride of dimensions.
+
+        A dimension of which there is all is one with the dimension before it.
+        """
+        sides: list[tuple[int, int, int]] = []
+        for start, size, side in zip(self.start, self.size, self.spec.shape, strict=True):
+            if sides and size == side:
+                before = sides[-1]
+                sides[-1] = (before[0] * side, before[1] * size, before[2] * side)
+            else:
+                sides.append((start, size, side))
+        strides = [prod(side for _, _, side in sides[place + 1 :]) for place in range(len(sides))]
+        return (
+            sum(start * stride for (start, _, _), stride in zip(sides, strides, strict=True)),
+            sides,
+            strides,
+        )
 
 
 # Without slots, so that what is asked once for each tensor or version is worked out once.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from patchstore.errors import CorruptObject, NotFound
 from patchstore.format import hashing
+from patchstore.format.missing import missing
 from patchstore.format.records import Manifest, Payload, Schema
 from patchstore.stores.base import Store
 
@@ -100,5 +101,5 @@ def read_sums(store: Store, schema: Schema, manifest: Manifest) -> dict[str, Sum
         # One byte more than there should be, so that a longer object is noticed.
         data = b"".join(hashing.verified(store.read(wanted.key, end=wanted.size + 1), wanted))
     except NotFound as exc:
-        raise CorruptObject(f"{wanted.key} is missing from {store.url}, though its version names it") from exc
+        raise missing(store, wanted) from exc
     return unpack_sums(schema, manifest, data)

@@ -1,10 +1,11 @@
-"""Encode changes of tensors as `context` does, in the very bytes of `encodings.context`.
+"""Encode changes of parts of tensors as `context` does, in the very bytes of `encodings.context`.
 
 Changes come by position. `_locate` and `_fill` put them into rooms, one a tile. `_order` turns positions into
 numbers, class after class (see `context_classes`), and puts changes in that order. Then `write` measures the
 streams, and writes them. Weights are read twice.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
-from patchstore.encodings.context.parameters import BINS, choose_classes, choose_rows
+from patchstore.encodings.context.parameters import BINS
+from patchstore.encodings.context.row_sets import (
+    BestRows,
+    RowSet,
+    RowSets,
+    Totals,
+    best_rows,
+    first_exponent,
+)
 from patchstore.kernels.context_classes import (
     class_place,
     class_rule,
@@ -40,8 +49,14 @@ PROGRAMS_PER_PROCESSOR = 4
 """As many as run at a time."""
 
 _TENSOR = tl.constexpr(len(Tensor))
-_ROWS = tl.constexpr(int(Tensor.ROWS))
-_COLS = tl.constexpr(int(Tensor.COLS))
+_ROW = tl.constexpr(int(Tensor.ROW))
+_ROWS = tl.constexpr(int(Tensor.PART_ROWS))
+_COL = tl.constexpr(int(Tensor.COL))
+_COLS = tl.constexpr(int(Tensor.PART_COLS))
+_FIRST_ROW_TILE = tl.constexpr(int(Tensor.FIRST_ROW_TILE))
+_FIRST_COL_TILE = tl.constexpr(int(Tensor.FIRST_COL_TILE))
+_PART_ROW_TILES = tl.constexpr(int(Tensor.PART_ROW_TILES))
+_PART_COL_TILES = tl.constexpr(int(Tensor.PART_COL_TILES))
 _SLICE_ROWS = tl.constexpr(int(Tensor.SLICE_ROWS))
 _SLICE_COLS = tl.constexpr(int(Tensor.SLICE_COLS))
 _TILE_ROWS = tl.constexpr(int(Tensor.TILE_ROWS))
@@ -73,15 +88,22 @@ def _chunk(tensors, addresses, bounds, chunks, owners, positions, CHUNK: tl.cons
 
 
 @triton.jit
-def _within(row, place, SLICE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
-    """Which tile of a side has these rows or columns, where in it, and how long it is there."""
+def _within(
+    row, place, SLICE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    FIRST: tl.constexpr, SIZE: tl.constexpr, FIRST_TILE: tl.constexpr,
+):  # fmt: skip
+    """Which tile of a part's side has these rows or columns, where in it, and how long it is there."""
     size = tl.load(row + SLICE).to(place.dtype)
     step = tl.load(row + TILE).to(place.dtype)
+    first = tl.load(row + FIRST).to(place.dtype)
+    place += first
     of_slice = place // size
-    rest = place - of_slice * size
-    nth = rest // step
-    tile = of_slice * tl.load(row + TILES).to(place.dtype) + nth
-    return tile, rest - nth * step, tl.minimum(step, size - nth * step)
+    nth = (place - of_slice * size) // step
+    begin = of_slice * size + nth * step
+    end = tl.minimum(begin + tl.minimum(step, size - nth * step), first + tl.load(row + SIZE).to(place.dtype))
+    begin = tl.maximum(begin, first)
+    tile = of_slice * tl.load(row + TILES).to(place.dtype) + nth - tl.load(row + FIRST_TILE).to(place.dtype)
+    return tile, place - begin, end - begin
 
 
 @triton.jit
@@ -101,10 +123,14 @@ def _locate(
     rows = tl.load(row + _ROWS).to(place.dtype)
     line = place // cols
     level = line // rows
-    row_tile, tile_row, _ = _within(row, line - level * rows, _SLICE_ROWS, _TILE_ROWS, _ROW_TILES)
-    col_tile, tile_col, num_cols = _within(row, place - line * cols, _SLICE_COLS, _TILE_COLS, _COL_TILES)
-    row_tiles = rows // tl.load(row + _SLICE_ROWS).to(place.dtype) * tl.load(row + _ROW_TILES).to(place.dtype)
-    col_tiles = cols // tl.load(row + _SLICE_COLS).to(place.dtype) * tl.load(row + _COL_TILES).to(place.dtype)
+    row_tile, tile_row, _ = _within(
+        row, line - level * rows, _SLICE_ROWS, _TILE_ROWS, _ROW_TILES, _ROW, _ROWS, _FIRST_ROW_TILE
+    )
+    col_tile, tile_col, num_cols = _within(
+        row, place - line * cols, _SLICE_COLS, _TILE_COLS, _COL_TILES, _COL, _COLS, _FIRST_COL_TILE
+    )
+    row_tiles = tl.load(row + _PART_ROW_TILES).to(place.dtype)
+    col_tiles = tl.load(row + _PART_COL_TILES).to(place.dtype)
     tile = ((level * row_tiles + row_tile) * col_tiles + col_tile).to(tl.int32)
     tile += tl.load(row + _FIRST_TILE).to(tl.int32)
     element = (tile_row * num_cols + tile_col).to(tl.int32)
@@ -225,16 +251,13 @@ def _order(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """A change of tensors as a payload holds it."""
+    """A change of parts of tensors as a payload holds it."""
 
-    lo: Array
-    """int64 [num_tensors], the exponent of the lowest class."""
-    num_classes: Array
-    """int64 [num_tensors]."""
-    rows: Array
-    """uint8 [num_classes.sum(), 3], the codes of classes, tensor by tensor."""
+    row_sets: Array
+    """int64 [num_tensors], the number of each part's row set."""
+    sets: Sequence[RowSet]
     lengths: Array
-    """int64 [num_tiles], bytes of each tile's stream, tensor by tensor."""
+    """int64 [num_tiles], bytes of each tile's stream, part by part."""
     streams: torch.Tensor
     """uint8, one after the other, on the device."""
 
@@ -246,18 +269,21 @@ def encode(
     positions: torch.Tensor,
     values: torch.Tensor,
     bounds: Array,
+    groups: Sequence[Sequence[int]] | None = None,
 ) -> Encoded:
-    """Encode changes of tensors, each with at least one; waits for the device three times.
+    """Encode changes of parts of tensors, each with at least one; waits for the device three times.
 
-    Takes 16 bytes a change, 110 bytes a tile, 80 KiB for each of some hundred programs, and 5 KiB a tensor.
+    Takes 16 bytes a change, 110 bytes a tile, 80 KiB for each of some hundred programs, and 5 KiB a part.
 
     Args:
-        geometry: int64 [num_tensors, 7], of `context_tables.geometry`.
+        geometry: int64 [num_tensors, 16], of `context_tables.geometry`.
         formats: int [num_tensors, 3], of `context_tables.FORMATS`.
-        addresses: int64 [num_tensors], of the old bits, contiguous.
-        positions: int32 or int64, ascending within each tensor, those of elements that differ.
+        addresses: int64 [num_tensors], of the old bits of the part, contiguous.
+        positions: int32 or int64, ascending within each part, those of its elements that differ, in the part.
         values: int16, their new bits; one-byte elements in the lower byte.
-        bounds: int64 [num_tensors + 1], where the changes of each tensor begin, and the end.
+        bounds: int64 [num_tensors + 1], where the changes of each part begin, and the end.
+        groups: the parts for which row sets are chosen together, of one dtype, one group after the other;
+            each part alone by default.
     """
     device, num = positions.device, len(positions)
     num_tensors = len(geometry)
@@ -289,26 +315,32 @@ def encode(
     room = torch.empty(num, dtype=torch.int32, device=device)
     _fill[triton.cdiv(num, CHUNK),](tiles, slots, packed, places, room, num, CHUNK=CHUNK, num_warps=8)
 
-    lo, num_classes = choose_classes(changed.cpu().numpy().astype(np.int64))
-    cut = tensors(geometry, formats, lo, num_classes, device)
+    host_changed = changed.cpu().numpy().astype(np.int64)
+    base = first_exponent(host_changed)
+    cut = tensors(geometry, formats, base, np.full(num_tensors, 16), device)
     counts = torch.empty(held.num_jobs * 16, dtype=torch.int32, device=device)
     totals = torch.zeros(num_tensors * 16, dtype=torch.int64, device=device)
     count(cut, held, counts, totals=totals)
     sizes = torch.zeros((num_tensors, 16, _HIST_BINS), dtype=torch.int32, device=device)
     _measure[grid](cut.table, *of_chunks, packed, sizes, CHUNK=CHUNK, num_warps=8)
     del tiles, packed
-    found = torch.cat([totals.view(-1, 16, 1).to(torch.int32), sizes[:, :, :BINS]], dim=2)
-    chosen, rows = _choose(found.cpu().numpy().astype(np.int64), cut.host, geometry, num_classes)
-
-    joined = chosen != num_classes
-    first_rows = np.cumsum(chosen) - chosen
-    cut = tensors(geometry, formats, lo, chosen, device, first_rows=first_rows)
-    rows = rows[np.arange(16) < chosen[:, None]]
+    found = torch.cat([totals.view(-1, 16, 1), sizes[:, :, :BINS].to(torch.int64)], dim=2).cpu().numpy()
+    every = [[number] for number in range(num_tensors)] if groups is None else groups
+    numbers, sets = _choose(host_changed, found, cut.host[:, Tensor.WIDTH], every)
+    lo = np.array([sets[number].lo for number in numbers.tolist()])
+    classes = np.array([len(sets[number].rows) for number in numbers.tolist()])
+    ends = np.cumsum([len(each.rows) for each in sets])
+    first_rows = ends[numbers] - classes
+    cut = tensors(geometry, formats, lo, classes, device, first_rows=first_rows)
+    rows = np.concatenate([each.rows for each in sets])
     codes = torch.from_numpy(rows.astype(np.int32) @ np.array([1, 1 << 8, 1 << 16], dtype=np.int32)).to(
         device
     )
-    if joined.any():
-        _join(counts, held, joined)
+    if (((lo >= base) | (base == 0)) & (lo + classes <= base + 16)).all():
+        _reclass(counts, held, np.clip(base[:, None] + np.arange(16) - lo[:, None], 0, classes[:, None] - 1))
+    else:
+        # Of the classes of another part, which reach beyond what was told apart here.
+        count(cut, held, counts, totals=torch.zeros_like(totals))
     ordered = slots
     each_tile(
         _order,
@@ -329,26 +361,40 @@ def encode(
     words = torch.full((total // 8 + 2,), -1, dtype=torch.int64, device=device)
     write(*common, starts=starts, words=words)
     return Encoded(
-        lo=lo,
-        num_classes=chosen,
-        rows=rows,
+        row_sets=numbers,
+        sets=sets,
         lengths=told,
         streams=words.view(torch.uint8)[:total],
     )
 
 
-def _choose(found: Array, host: Array, geometry: Array, num_classes: Array) -> tuple[Array, Array]:
-    """Choose rows as the encoder on the CPU does: classes without changes count together, in the last."""
-    changes = found[:, :, 1:]
-    used = changes.any(axis=2)
-    num_elements = np.where(used, found[:, :, 0], 0)
-    rest = geometry[:, :3].prod(axis=1) - num_elements.sum(axis=1)
-    num_elements[np.arange(len(rest)), num_classes - 1] += rest
-    return choose_rows(num_elements, changes, num_classes, host[:, Tensor.WIDTH])
+def _choose(
+    changed: Array, found: Array, widths: Array, groups: Sequence[Sequence[int]]
+) -> tuple[Array, Sequence[RowSet]]:
+    """Choose rows as the encoder on the CPU does."""
+    row_sets, numbers = RowSets(), np.zeros(len(changed), dtype=np.int64)
+    every, best = dict[int, Totals](), dict[int, BestRows]()
+    place = np.zeros(len(changed), dtype=np.int64)
+    for width in np.unique(widths).tolist():
+        alike = np.flatnonzero(widths == width)
+        place[alike] = np.arange(len(alike))
+        every[width] = Totals(
+            changed=changed[alike], num_elements=found[alike, :, 0], changes=found[alike, :, 1:], width=width
+        )
+        # Of all parts at once: each call costs a millisecond, and there may be a group for each part.
+        best[width] = best_rows(every[width])
+    for group in groups:
+        width, some = int(widths[group[0]]), place[group]
+        numbers[group] = row_sets.choose(every[width].of(some), best[width].of(some))
+    return numbers, row_sets.sets
 
 
-def _join(counts: torch.Tensor, held: Segments, joined: Array) -> None:
-    """Give the tiles of some tensors one class for all elements."""
-    of_tiles = torch.from_numpy(joined).to(counts.device)[held.owners.long()]
+def _reclass(counts: torch.Tensor, held: Segments, classes: Array) -> None:
+    """Add up the counts of tiles by the classes of their parts.
+
+    Args:
+        classes: int64 [num_tensors, 16], the class of each that was counted.
+    """
     by_tile = counts.view(-1, 16)
-    by_tile[:, 0] = torch.where(of_tiles, by_tile.sum(1, dtype=torch.int32), by_tile[:, 0])
+    to = torch.from_numpy(classes).to(counts.device)[held.owners.long()]
+    by_tile.copy_(torch.zeros_like(by_tile).scatter_add_(1, to, by_tile))

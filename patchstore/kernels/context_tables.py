@@ -1,6 +1,6 @@
-"""Tables of coded tensors and of where they lie, and what kernels read from them.
+"""Tables of coded parts of tensors and of where they lie, and what kernels read from them.
 
-A job is a tile in a segment. Segments are boxes of whole tiles of one tensor in one place of memory, so a
+A job is a tile in a segment. Segments are boxes of whole tiles of one part in one place of memory, so a
 rank has jobs for what it holds alone, and elements stay where they are, whatever their strides.
 """
 
@@ -48,6 +48,18 @@ class Tensor(IntEnum):
     FIRST_ROW = 13
     """Of its classes, among the rows of all."""
     FIRST_TILE = 14
+    LEVEL = 15
+    """The first of the part; then its first row, its rows, its first column, and its columns."""
+    ROW = 16
+    PART_ROWS = 17
+    COL = 18
+    PART_COLS = 19
+    FIRST_ROW_TILE = 20
+    """The first tile of the part along the rows of the whole tensor, and how many it has; then along the
+    columns."""
+    PART_ROW_TILES = 21
+    FIRST_COL_TILE = 22
+    PART_COL_TILES = 23
 
 
 class Segment(IntEnum):
@@ -56,7 +68,7 @@ class Segment(IntEnum):
     TENSOR = 0
     FIRST_JOB = 1
     LEVEL = 2
-    """Of the first tile; then its tile row and its tile column, and tiles along them."""
+    """Of the first tile, in the part; then its tile row and its tile column there, and tiles along them."""
     ROW = 3
     COL = 4
     NUM_ROWS = 5
@@ -79,6 +91,13 @@ _TILE_ROWS = tl.constexpr(int(Tensor.TILE_ROWS))
 _TILE_COLS = tl.constexpr(int(Tensor.TILE_COLS))
 _ROW_TILES = tl.constexpr(int(Tensor.ROW_TILES))
 _COL_TILES = tl.constexpr(int(Tensor.COL_TILES))
+_PART_LEVEL = tl.constexpr(int(Tensor.LEVEL))
+_PART_ROW = tl.constexpr(int(Tensor.ROW))
+_PART_ROWS = tl.constexpr(int(Tensor.PART_ROWS))
+_PART_COL = tl.constexpr(int(Tensor.COL))
+_PART_COLS = tl.constexpr(int(Tensor.PART_COLS))
+_FIRST_ROW_TILE = tl.constexpr(int(Tensor.FIRST_ROW_TILE))
+_FIRST_COL_TILE = tl.constexpr(int(Tensor.FIRST_COL_TILE))
 _FIRST_JOB = tl.constexpr(int(Segment.FIRST_JOB))
 _LEVEL = tl.constexpr(int(Segment.LEVEL))
 _ROW = tl.constexpr(int(Segment.ROW))
@@ -93,7 +112,7 @@ _COL_STRIDE = tl.constexpr(int(Segment.COL_STRIDE))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensors:
-    """Coded tensors."""
+    """Coded parts of tensors."""
 
     table: torch.Tensor
     """int64 [num_tensors, len(Tensor)], on the device."""
@@ -102,7 +121,7 @@ class Tensors:
     num_tiles: Array
     """int64 [num_tensors]."""
     tiles: Array
-    """int64 [num_tensors, 3]: tiles along levels, rows and columns."""
+    """int64 [num_tensors, 3]: tiles of the part along levels, rows and columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +167,22 @@ class Kind:
 
 
 def geometry(tilings: Sequence[Tiling]) -> Array:
-    """Return int64 [num_tensors, 7]: levels, rows, columns, those of a slice, and those of a tile."""
+    """Return int64 [num_tensors, 16] of parts.
+
+    Levels of the part; rows and columns of the tensor, those of a slice, those of a tile; the part's first
+    level, first row, rows, first column and columns; its first tile and its tiles along rows, and along
+    columns.
+    """
     found = [
-        (each.levels, each.rows, each.cols, each.slice_rows, each.slice_cols, each.tile_rows, each.tile_cols)
+        (
+            *(each.levels, down.length, across.length, down.of_slice, across.of_slice),
+            *(down.of_tile, across.of_tile, each.level, down.first, down.size, across.first, across.size),
+            *(down.first_tile, each.row_tiles, across.first_tile, each.col_tiles),
+        )
         for each in tilings
+        for down, across in ((each.down, each.across),)
     ]
-    return np.array(found, dtype=np.int64).reshape(-1, 7)
+    return np.array(found, dtype=np.int64).reshape(-1, 16)
 
 
 def tensors(
@@ -165,7 +194,7 @@ def tensors(
     *,
     first_rows: Array | None = None,
 ) -> Tensors:
-    """Describe coded tensors.
+    """Describe coded parts of tensors.
 
     Args:
         geometry: as the function of that name returns it.
@@ -175,7 +204,7 @@ def tensors(
         first_rows: of each tensor among the rows of classes; without gaps if not given.
     """
     host = np.zeros((len(geometry), len(Tensor)), dtype=np.int64)
-    host[:, :6] = geometry[:, 1:]
+    host[:, :6] = geometry[:, 1:7]
     host[:, 6:8] = -(-geometry[:, 3:5] // geometry[:, 5:7])
     host[:, Tensor.SHIFT] = formats[:, 1]
     host[:, Tensor.MASK] = formats[:, 2]
@@ -183,8 +212,8 @@ def tensors(
     host[:, Tensor.LOWEST] = lowest
     host[:, Tensor.CLASSES] = classes
     host[:, Tensor.FIRST_ROW] = np.cumsum(classes) - classes if first_rows is None else first_rows
-    slices = geometry[:, 1:3] // geometry[:, 3:5]
-    tiles = np.concatenate([geometry[:, :1], slices * host[:, 6:8]], axis=1)
+    host[:, Tensor.LEVEL :] = geometry[:, 7:16]
+    tiles = geometry[:, [0, 13, 15]]
     count = tiles.prod(axis=1)
     host[:, Tensor.FIRST_TILE] = np.cumsum(count) - count
     return Tensors(table=torch.from_numpy(host).to(device), host=host, num_tiles=count, tiles=tiles)
@@ -201,9 +230,9 @@ def segments(
     """Describe where tensors lie, in boxes of whole tiles.
 
     Args:
-        owners: int [num_segments], the tensor of each.
-        boxes: int [num_segments, 6]: first level, tile row and tile column, and how many of them.
-        addresses: int [num_segments], of the tensor's first element, or where it would be.
+        owners: int [num_segments], the part of each.
+        boxes: int [num_segments, 6]: first level, tile row and tile column, in the part, and how many.
+        addresses: int [num_segments], of the whole tensor's first element, or where it would be.
         strides: int [num_segments, 3], of levels, rows and columns, in elements.
         memory_widths: int [num_segments], bytes of an element in memory.
     """
@@ -246,8 +275,11 @@ def segments(
         )
         kinds.append((Kind(width=width, memory_width=memory_width), picked.to(torch.int32)))
     used = tensors.host[np.unique(owners)]
-    largest = int((used[:, Tensor.TILE_ROWS] * used[:, Tensor.TILE_COLS]).max(initial=1))
-    sizes = tensors.tiles[:, 0] * tensors.host[:, Tensor.ROWS] * tensors.host[:, Tensor.COLS]
+    tile_rows = np.minimum(used[:, Tensor.TILE_ROWS], used[:, Tensor.PART_ROWS])
+    tile_cols = np.minimum(used[:, Tensor.TILE_COLS], used[:, Tensor.PART_COLS])
+    largest = int((tile_rows * tile_cols).max(initial=1))
+    levels = tensors.host[:, Tensor.LEVEL] + tensors.tiles[:, 0]
+    sizes = levels * tensors.host[:, Tensor.ROWS] * tensors.host[:, Tensor.COLS]
     return Segments(
         table=table,
         first_jobs=np.concatenate([[0], ends]),
@@ -260,12 +292,14 @@ def segments(
 
 
 def whole(tensors: Tensors, addresses: Array) -> Segments:
-    """Describe tensors that lie contiguously as their checkpoint has them: a segment each."""
+    """Describe parts that lie contiguously, elements in the order of the tensor: a segment each."""
     host = tensors.host
     boxes = np.concatenate([np.zeros_like(tensors.tiles), tensors.tiles], axis=1)
-    rows, cols = host[:, Tensor.ROWS], host[:, Tensor.COLS]
+    rows, cols = host[:, Tensor.PART_ROWS], host[:, Tensor.PART_COLS]
     strides = np.stack([rows * cols, cols, np.ones_like(cols)], axis=1)
-    return segments(tensors, np.arange(len(host)), boxes, addresses, strides, host[:, Tensor.WIDTH])
+    before = (host[:, [Tensor.LEVEL, Tensor.ROW, Tensor.COL]] * strides).sum(axis=1)
+    firsts = addresses - before * host[:, Tensor.WIDTH]
+    return segments(tensors, np.arange(len(host)), boxes, firsts, strides, host[:, Tensor.WIDTH])
 
 
 @triton.jit(do_not_specialize=["num_jobs", "num_segments"])
@@ -301,11 +335,11 @@ def box(tensors, segments, owners, job, MEMORY_WIDTH: tl.constexpr):
     num_rows = tl.load(segment + _NUM_ROWS).to(tl.int32)
     num_cols = tl.load(segment + _NUM_COLS).to(tl.int32)
     rest = index // num_cols
-    level = tl.load(segment + _LEVEL) + rest // num_rows
-    row_tile = tl.load(segment + _ROW).to(tl.int32) + rest % num_rows
-    col_tile = tl.load(segment + _COL).to(tl.int32) + index % num_cols
-    first_row, tile_rows = _side(row, row_tile, _SLICE_ROWS, _TILE_ROWS, _ROW_TILES)
-    first_col, tile_cols = _side(row, col_tile, _SLICE_COLS, _TILE_COLS, _COL_TILES)
+    level = tl.load(row + _PART_LEVEL) + tl.load(segment + _LEVEL) + rest // num_rows
+    row_tile = (tl.load(row + _FIRST_ROW_TILE) + tl.load(segment + _ROW)).to(tl.int32) + rest % num_rows
+    col_tile = (tl.load(row + _FIRST_COL_TILE) + tl.load(segment + _COL)).to(tl.int32) + index % num_cols
+    first_row, tile_rows = _side(row, row_tile, _SLICE_ROWS, _TILE_ROWS, _ROW_TILES, _PART_ROW, _PART_ROWS)
+    first_col, tile_cols = _side(row, col_tile, _SLICE_COLS, _TILE_COLS, _COL_TILES, _PART_COL, _PART_COLS)
     row_stride = tl.load(segment + _ROW_STRIDE)
     col_stride = tl.load(segment + _COL_STRIDE)
     place = level * tl.load(segment + _LEVEL_STRIDE) + first_row * row_stride + first_col * col_stride
@@ -315,10 +349,17 @@ def box(tensors, segments, owners, job, MEMORY_WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _side(row, tile, SLICE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
-    """Where a tile begins along one side, and how long it is there."""
+def _side(
+    row, tile, SLICE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    FIRST: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Where a tile begins along one side, within the part, and how long it is there."""
     size = tl.load(row + SLICE).to(tl.int32)
     step = tl.load(row + TILE).to(tl.int32)
     tiles = tl.load(row + TILES).to(tl.int32)
-    begin = tile % tiles * step
-    return (tile // tiles * size + begin).to(tl.int64), tl.minimum(step, size - begin)
+    within = tile % tiles * step
+    begin = (tile // tiles * size + within).to(tl.int64)
+    end = begin + tl.minimum(step, size - within)
+    first = tl.load(row + FIRST)
+    begin = tl.maximum(begin, first)
+    return begin, (tl.minimum(end, first + tl.load(row + SIZE)) - begin).to(tl.int32)

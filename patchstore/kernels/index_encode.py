@@ -124,10 +124,12 @@ def _encode(
     val_at,
     data,
     sums,
+    lines,
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
     INTEGER: tl.constexpr,
     GAPS: tl.constexpr,
+    IN_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the changes of a tile into a payload's data, and add up what they change in the digest sums.
@@ -160,6 +162,10 @@ def _encode(
             last_before += num_bridges.to(tl.int64) * _STEP
             gaps += num_bridges
             vals += num_bridges
+        if IN_PARTS:
+            first_at = tl.load(lines + 3 * owner)
+            length = tl.load(lines + 3 * owner + 1)
+            distance = tl.load(lines + 3 * owner + 2)
         first_sum = tl.zeros((BLOCK,), tl.uint64)
         second_sum = tl.zeros((BLOCK,), tl.uint64)
         done = 0
@@ -197,8 +203,12 @@ def _encode(
                 new_bits = _element(new, k, WIDTH)
                 tl.store(vals + to, new_bits.to(INTEGER), mask=changed)
                 to += changed.to(tl.int32)
-                new_first, new_second = mix(position.to(tl.uint64), new_bits)
-                old_first, old_second = mix(position.to(tl.uint64), _element(old, k, WIDTH))
+                at = position
+                if IN_PARTS:
+                    line = position // length
+                    at = first_at + line * distance + (position - line * length)
+                new_first, new_second = mix(at.to(tl.uint64), new_bits)
+                old_first, old_second = mix(at.to(tl.uint64), _element(old, k, WIDTH))
                 # What did not change adds nothing.
                 first_sum += new_first - old_first
                 second_sum += new_second - old_second
@@ -295,7 +305,15 @@ def head_bytes(num_tensors: int) -> int:
     return 24 * num_tensors
 
 
-def encode(found: Found, order: Order, snapshot: int, block: torch.Tensor, *, gaps: bool) -> None:
+def encode(
+    found: Found,
+    order: Order,
+    snapshot: int,
+    block: torch.Tensor,
+    *,
+    gaps: bool,
+    lines: torch.Tensor | None = None,
+) -> None:
     """Write what was found and counted as the data of a payload; one launch an element width.
 
     Args:
@@ -304,6 +322,8 @@ def encode(found: Found, order: Order, snapshot: int, block: torch.Tensor, *, ga
             then per tensor by how much its two digest sums grow (int64 [num_tensors, 2], modulo 2**64), then
             the data. Has room for `head_bytes` and `Tiles.max_data_bytes`.
         gaps: encoding `gap`; otherwise `raw`.
+        lines: int64 [num_tensors, 3], `Part.lines` of each, where the tensors are parts of others: the sums
+            are those of elements at their positions there. What is stated are places in the part.
     """
     tiles, num_tensors = found.tiles, len(found.tiles.widths)
     head = block[: head_bytes(num_tensors)].view(torch.int64)
@@ -334,10 +354,12 @@ def encode(found: Found, order: Order, snapshot: int, block: torch.Tensor, *, ga
                 val_at,
                 block.data_ptr() + head_bytes(num_tensors),
                 sums,
+                sums if lines is None else lines,
                 TILE=tiles.words,
                 WIDTH=width,
                 INTEGER=_INTEGERS[width],
                 GAPS=gaps,
+                IN_PARTS=lines is not None,
                 BLOCK=BLOCK,
                 num_warps=max(BLOCK // 64, 1),
             )

@@ -2,22 +2,49 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from patchstore.encodings import Encoding, IndexEncoding
-from patchstore.encodings.context import Coded, Context, encode_all, packed, pays
-from patchstore.format.records import TensorSpec
+from patchstore.encodings.context import (
+    Coded,
+    Context,
+    RowSets,
+    Tiling,
+    encode_all,
+    packed,
+    pays,
+    tiling_of_part,
+)
+from patchstore.format.records import Part, TensorSpec
 from patchstore.payloads import delta_file, tensor_file
 from patchstore.stores.base import Chunk
-from patchstore.tensors import state_digest
+from patchstore.tensors import parts, state_digest
 from patchstore.tensors.bits import TensorPatch, bits, grouped, joined
 from patchstore.tensors.changes import Changes
 from patchstore.tensors.state_digest import Sums
 
 Change = tuple[TensorSpec, TensorPatch, torch.Tensor]
 """A tensor, exactly what changed of it, and the tensor before; the patch is on the CPU."""
+PartChange = tuple[Part, TensorPatch, torch.Tensor]
+"""A part of a tensor, exactly what changed of it, by place in the flattened part, and the part before,
+contiguous; the patch is on the CPU."""
+
+
+Array = npt.NDArray[Any]
+
+
+class _Change(NamedTuple):
+    part: Part
+    patch: TensorPatch
+    """By place in the part."""
+    parent: torch.Tensor
+    """The part before."""
+    cut: Tiling | None
+    """How it is coded; None where that does not pay, or it cannot be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +56,14 @@ class EncodedDelta:
     """Elements whose bits changed."""
     listed: Sequence[TensorSpec] = ()
     """The tensors that the file states by positions and values, ascending by name."""
+    firsts: Mapping[str, int] = field(default_factory=dict)
+    """From where the gaps of some of them count; see `EncodedTensor.first`."""
     entries: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The file's tensors by name, in any order, in host memory."""
     sum_growth: Mapping[str, Sums] = field(default_factory=dict)
-    """By how much the digest sums of each tensor with changes grow."""
+    """By how much the digest sums of each part with changes grow, by key: the name of a whole tensor."""
     parent_sums: Mapping[str, Sums] = field(default_factory=dict)
-    """The digest sums of those tensors before the change, if the encoding depends on them; otherwise
-    empty."""
+    """The digest sums of those parts before the change, if the encoding depends on them; otherwise empty."""
 
     def file(self, metadata: Mapping[str, str]) -> Callable[[], Iterator[Chunk]]:
         """Return a function that streams the delta file; it may be called again for a retry.
@@ -51,14 +79,22 @@ NO_CHANGES = EncodedDelta(encoding="gap", num_changed=0)
 
 
 def encode(
-    schema: Sequence[TensorSpec], changes: Changes, parent: Mapping[str, torch.Tensor], encoding: Encoding
+    schema: Sequence[TensorSpec],
+    of: Mapping[str, Part],
+    changes: Changes,
+    parent: Mapping[str, torch.Tensor],
+    encoding: Encoding,
 ) -> EncodedDelta:
     """Encode changes against the parent's tensors, which are on any device and stay as they are.
 
     Memory beside the result: one large tensor, or a few million elements of small ones.
+
+    Args:
+        schema: of the run: whole tensors.
+        of: what each of the parent's tensors is a part of, by its name there.
     """
     encoder = DeltaEncoder(schema, encoding)
-    encoder.add_all((spec, patch, parent[spec.name]) for spec, patch in changes.patches())
+    encoder.add_parts((of[spec.name], patch, parent[spec.name]) for spec, patch in changes.patches())
     return encoder.delta()
 
 
@@ -69,8 +105,10 @@ class DeltaEncoder:
         self._places = {spec.name: place for place, spec in enumerate(schema)}
         self._encoding = encoding
         self._num_changed = 0
+        self._row_sets = RowSets()
         self._coded: list[tuple[int, Coded]] = []
-        self._listed: list[tuple[TensorSpec, TensorPatch]] = []
+        self._listed: list[tuple[Part, TensorPatch]] = []
+        """Positions in the whole tensors; bridged where a part is whole."""
         self._growth: dict[str, Sums] = {}
         self._parents: dict[str, Sums] = {}
 
@@ -81,66 +119,139 @@ class DeltaEncoder:
             changes: of each tensor that has any. Some of them are held meanwhile: `tensors.bits.TOGETHER`
                 elements, or one large tensor of each dtype.
         """
+        self.add_parts((Part.whole(spec), patch, parent) for spec, patch, parent in changes)
+
+    def add_parts(self, changes: Iterable[PartChange]) -> None:
+        """Encode the changes of parts of tensors; a tensor may have several, without elements in common.
+
+        Args:
+            changes: as of `add_all`.
+        """
         if not isinstance(self._encoding, Context):
             self._add_listed(changes)
             return
         for group in grouped(
-            ((spec, patch, parent.cpu()) for spec, patch, parent in changes),
-            lambda each: (each[0].dtype, pays(each[0], len(each[1].indices))),
-            lambda each: each[0].num_elements,
+            (
+                _Change(part, patch, parent.cpu(), part_tiling(part, len(patch.indices)))
+                for part, patch, parent in changes
+            ),
+            lambda each: (each.part.spec.dtype, each.cut is not None),
+            lambda each: each.part.num_elements,
         ):
-            self._add_coded(group)
+            self._add_group(group)
 
-    def _add_listed(self, changes: Iterable[Change]) -> None:
+    def _add_listed(self, changes: Iterable[PartChange]) -> None:
         """State positions and values; of the parent only stated elements are read."""
         exact, before = [], []
-        for spec, patch, parent in changes:
-            stated, old = with_bridges(patch, parent, self._encoding.index)
+        for part, patch, parent in changes:
+            stated, old = self._stated(part, patch, parent)
             self._num_changed += len(patch.indices)
-            self._listed.append((spec, stated))
-            exact.append(patch)
-            before.append(replace(patch, values=old))
-        old_sums = state_digest.of_patches(before)
-        for name, sums in state_digest.of_patches(exact).items():
-            self._growth[name] = sums.minus(old_sums[name])
+            self._listed.append((part, stated))
+            at = parts.positions(part, patch.indices)
+            exact.append(replace(patch, name=part.key, indices=at))
+            before.append(replace(exact[-1], values=old))
+        old_sums, new_sums = state_digest.of_patches(before), state_digest.of_patches(exact)
+        self._growth |= {key: new_sums[key].minus(old_sums[key]) for key in new_sums}
 
-    def _add_coded(self, group: list[Change]) -> None:
-        """Code the changes of tensors of one dtype; coding pays for all of them, or for none."""
-        # Tensors of one shape beside each other are cut into tiles together.
-        group.sort(key=lambda each: each[0].shape)
-        specs = [spec for spec, _, _ in group]
-        sizes = np.array([spec.num_elements for spec in specs])
-        counts = np.array([len(patch.indices) for _, patch, _ in group])
-        positions = torch.cat([patch.indices.to(torch.int64) for _, patch, _ in group]).numpy()
-        old = joined([parent for _, _, parent in group])
-        new = joined([patch.values for _, patch, _ in group])
+    def _stated(
+        self, part: Part, patch: TensorPatch, parent: torch.Tensor
+    ) -> tuple[TensorPatch, torch.Tensor]:
+        """Return what a file states of a part, by position in the tensor, and the old values of changes."""
+        index = self._encoding.index
+        if part.is_whole:
+            return with_bridges(patch, parent, index)
+        # A publisher of a part does not know what lies between its elements.
+        old = bits(parent)[patch.indices.to(parent.device)].cpu().view(patch.values.dtype)
+        at = parts.positions(part, patch.indices)
+        return replace(patch, name=part.spec.name, indices=at), old
+
+    def _add_group(self, group: list[_Change]) -> None:
+        """Encode the changes of parts of tensors of one dtype; coding pays for all of them, or for none."""
+        # Parts that are cut alike, beside each other, are cut into tiles together.
+        group.sort(key=lambda each: part_order(each.part))
+        sizes = np.array([each.part.num_elements for each in group])
+        counts = np.array([len(each.patch.indices) for each in group])
+        places = [each.patch.indices.to(torch.int64) for each in group]
+        positions = torch.cat(places).numpy()
+        old = joined([each.parent for each in group])
+        new = joined([each.patch.values for each in group])
         replaced = old[positions + np.repeat(sizes.cumsum() - sizes, counts)]
-        before = state_digest.of_each(replaced, counts, positions)
-        after = state_digest.of_each(new, counts, positions)
-        parents = state_digest.of_each(old, sizes)
-        for spec, its_before, its_after, its_parent in zip(specs, before, after, parents, strict=True):
-            self._growth[spec.name] = its_after.minus(its_before)
-            self._parents[spec.name] = its_parent
+        stated = positions
+        if not all(each.part.is_whole for each in group):
+            stated = np.concatenate(
+                [each.part.positions(local.numpy()) for each, local in zip(group, places, strict=True)]
+            )
+        before = state_digest.of_each(replaced, counts, stated)
+        after = state_digest.of_each(new, counts, stated)
+        parents = self._parent_sums(group, old, sizes)
+        for each, its_before, its_after, its_parent in zip(group, before, after, parents, strict=True):
+            self._growth[each.part.key] = its_after.minus(its_before)
+            self._parents[each.part.key] = its_parent
         self._num_changed += int(counts.sum())
-        if pays(specs[0], int(counts[0])):
-            coded = encode_all(specs, old, counts, positions, new)
-            self._coded += zip((self._places[spec.name] for spec in specs), coded, strict=True)
-        else:
-            index = self._encoding.index
-            self._listed += ((spec, with_bridges(patch, parent, index)[0]) for spec, patch, parent in group)
+        cuts = [each.cut for each in group if each.cut is not None]
+        if cuts:
+            dtype = group[0].part.spec.dtype
+            coded = encode_all(dtype, cuts, old, counts, positions, new, self._row_sets)
+            self._coded += zip((self._places[each.part.spec.name] for each in group), coded, strict=True)
+            return
+        for each in group:
+            patch, _ = self._stated(each.part, each.patch, each.parent)
+            self._listed.append((each.part, patch))
+
+    def _parent_sums(self, group: Sequence[_Change], old: Array, sizes: Array) -> list[Sums]:
+        """Digest parts before the change, at their positions in the whole tensors."""
+        if all(each.part.is_whole for each in group):
+            return state_digest.of_each(old, sizes)
+        return [parts.digest(each.part, each.parent) for each in group]
 
     def delta(self) -> EncodedDelta:
         """Return the delta of all that was added."""
-        listed = sorted(self._listed, key=lambda each: each[0].name)
-        coded = packed(sorted(self._coded, key=lambda each: each[0]))
+        index = self._encoding.index
+        listed = listed_parts(self._listed)
+        entries, firsts = delta_file.encoded(listed, index)
         return EncodedDelta(
             encoding=self._encoding.name,
             num_changed=self._num_changed,
-            listed=[spec for spec, _ in listed],
-            entries={**coded, **delta_file.encoded(listed, self._encoding.index)},
+            listed=[part.spec for part, _ in listed],
+            firsts=firsts,
+            entries={**packed(self._coded), **entries},
             sum_growth=self._growth,
             parent_sums=self._parents,
         )
+
+
+def part_tiling(part: Part, num_changed: int) -> Tiling | None:
+    """Return how a part with so many changes is coded; None where that does not pay, or it cannot be."""
+    box = part.box
+    if box is None:
+        return None
+    cut = tiling_of_part(part.spec.shape, None if part.is_whole else box, num_changed)
+    return cut if pays(part.spec, num_changed, cut) else None
+
+
+def part_order(part: Part) -> tuple[tuple[int, ...], ...]:
+    """Return what parts that are coded together are sorted by: those that are cut alike are neighbours."""
+    return part.spec.shape, part.start, part.size
+
+
+def listed_parts(stated: Iterable[tuple[Part, TensorPatch]]) -> list[tuple[Part, TensorPatch]]:
+    """Join what a file states of parts of one tensor; the result ascends by name.
+
+    Args:
+        stated: by position in the tensor.
+    """
+    by_name: dict[str, list[tuple[Part, TensorPatch]]] = {}
+    for part, patch in stated:
+        by_name.setdefault(part.spec.name, []).append((part, patch))
+    return [_joined(by_name[name]) for name in sorted(by_name)]
+
+
+def _joined(stated: Sequence[tuple[Part, TensorPatch]]) -> tuple[Part, TensorPatch]:
+    if len(stated) == 1:
+        return stated[0]
+    indices, order = torch.cat([patch.indices.to(torch.int64) for _, patch in stated]).sort()
+    values = torch.cat([patch.values for _, patch in stated])[order]
+    return stated[0][0], TensorPatch(name=stated[0][1].name, indices=indices, values=values)
 
 
 def with_bridges(

@@ -9,16 +9,34 @@ from patchstore.encodings import EncodedTensor, IndexEncoding, encoding
 from patchstore.encodings.context import Coded, Context, unpacked
 from patchstore.errors import CorruptObject
 from patchstore.format.json_fields import json_object
-from patchstore.format.records import FORMAT_VERSION, Manifest, TensorSpec
+from patchstore.format.records import FORMAT_VERSION, Manifest, Part, TensorSpec
 from patchstore.payloads.tensor_file import aligned, check_metadata, listed_spec, open_buffer
 from patchstore.tensors.bits import TensorPatch, spec_of
 
+Stored = EncodedTensor | Coded
+"""What a payload states of a tensor: some elements by position, or all changes of a part."""
+
 
 def delta_metadata(
-    version: int, parent: int, step: int, run_id: str, encoding: str, specs: Iterable[TensorSpec]
+    version: int,
+    parent: int,
+    step: int,
+    run_id: str,
+    encoding: str,
+    specs: Iterable[TensorSpec],
+    firsts: Mapping[str, int],
 ) -> dict[str, str]:
-    """The metadata of a delta's files: all that is needed to understand one on its own."""
-    tensors = {spec.name: {"dtype": spec.dtype, "shape": list(spec.shape)} for spec in specs}
+    """The metadata of a delta's files: all that is needed to understand one on its own.
+
+    Args:
+        specs: of the tensors that are stated by positions and values.
+        firsts: by name, from where the gaps of some of them count.
+    """
+    tensors = {
+        spec.name: {"dtype": spec.dtype, "shape": list(spec.shape)}
+        | ({"first": firsts[spec.name]} if spec.name in firsts else {})
+        for spec in specs
+    }
     return {
         "format": "patchstore",
         "format_version": str(FORMAT_VERSION),
@@ -33,15 +51,25 @@ def delta_metadata(
 
 
 def encoded(
-    patches: Iterable[tuple[TensorSpec, TensorPatch]], encoding: IndexEncoding
-) -> dict[str, torch.Tensor]:
-    """Return the entries of a delta file for these patches."""
+    patches: Iterable[tuple[Part, TensorPatch]], encoding: IndexEncoding
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Return the entries of a delta file for these patches, and from where the gaps of some of them count.
+
+    Args:
+        patches: of different tensors, by position in the tensor. Those of a whole tensor have the positions
+            that the encoding asks for, see `IndexEncoding.with_bridges`.
+    """
     stored: dict[str, torch.Tensor] = {}
-    for spec, patch in patches:
-        each = encoding.encode(patch, spec)
-        stored[f"{spec.name}.idx"] = each.idx
-        stored[f"{spec.name}.val"] = each.val
-    return stored
+    firsts: dict[str, int] = {}
+    for part, patch in patches:
+        name = part.spec.name
+        encode = encoding.encode if part.is_whole else encoding.encode_part
+        each = encode(patch, part.spec)
+        stored[f"{name}.idx"] = each.idx
+        stored[f"{name}.val"] = each.val
+        if each.first:
+            firsts[name] = each.first
+    return stored, firsts
 
 
 def in_order(stored: Mapping[str, torch.Tensor]) -> tuple[list[TensorSpec], list[torch.Tensor]]:
@@ -52,14 +80,14 @@ def in_order(stored: Mapping[str, torch.Tensor]) -> tuple[list[TensorSpec], list
 
 def read_delta(
     where: str, buffer: bytearray | memoryview, manifest: Manifest, schema: Mapping[str, TensorSpec]
-) -> dict[str, EncodedTensor | Coded]:
+) -> dict[str, tuple[Stored, ...]]:
     """Read a delta file and check that it is the one its manifest means.
 
     Args:
         schema: of the run, in its order.
 
     Returns:
-        Per tensor name what is stored.
+        Per tensor name what is stored: any number of coded parts, and positions once at most.
 
     Raises:
         CorruptObject: not a delta, or one of another run, version, parent or encoding; a tensor that
@@ -79,12 +107,10 @@ def read_delta(
     }
     check_metadata(where, header, expected)
     listed = json_object(f"{where}: its list of tensors", header.metadata.get("tensors", ""))
-    found: dict[str, EncodedTensor | Coded] = {}
+    found: dict[str, tuple[Stored, ...]] = {}
     if isinstance(encoding(manifest.delta.encoding), Context):
         found |= unpacked(where, tensors, list(schema.values()))
     for name, value in listed.items():
-        if name in found:
-            raise CorruptObject(f"{where}: it has {name!r:.100} twice")
         if name not in schema:
             raise CorruptObject(f"{where}: it changes tensor {name!r:.100}, which this run does not have")
         if listed_spec(where, name, value) != schema[name]:
@@ -96,9 +122,25 @@ def read_delta(
         idx, val = tensors.pop(f"{name}.idx"), tensors.pop(f"{name}.val")
         if not idx.numel():
             raise CorruptObject(f"{where}: it lists {name!r}, and states no element of it")
-        found[name] = EncodedTensor(idx=idx, val=val)
+        stated = EncodedTensor(idx=idx, val=val, first=_first(where, schema[name], value))
+        found[name] = (*found.get(name, ()), stated)
     if tensors:
         raise CorruptObject(f"{where}: it holds {min(tensors)!r:.100}, which belongs to no listed tensor")
     if not found:
         raise CorruptObject(f"{where}: it changes no tensor; a delta without changes has no payloads")
     return found
+
+
+def _first(where: str, spec: TensorSpec, value: Mapping[str, object]) -> int:
+    """Return the position from which a tensor's gaps count.
+
+    Raises:
+        CorruptObject
+    """
+    first = value.get("first", 0)
+    if type(first) is not int or not 0 <= first < max(spec.num_elements, 1):
+        raise CorruptObject(
+            f"{where}: positions of {spec.name!r} count from {first!r:.100}, which is none of its "
+            f"{spec.num_elements} elements"
+        )
+    return first

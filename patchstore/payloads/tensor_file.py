@@ -61,6 +61,19 @@ def aligned(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     return sorted(specs, key=lambda spec: -DTYPE_BYTES[spec.dtype])
 
 
+def split(tensors: Iterable[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+    """Group tensors into files, each in the order of `aligned`; a larger tensor has a file of its own."""
+    files: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in aligned(tensors):
+        if files[-1] and size + spec.num_bytes > max_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(spec)
+        size += spec.num_bytes
+    return files
+
+
 def write(
     specs: Sequence[TensorSpec], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
 ) -> Iterator[Chunk]:

@@ -5,14 +5,23 @@ Tensors are streamed, so that memory is bounded by one of them.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from patchstore.format import layout
-from patchstore.format.records import Anchor, Payload, Schema, StoreHeader, TensorSpec
+from patchstore.format.records import Anchor, Part, Payload, StoreHeader, TensorSpec
 from patchstore.format.state_sums import Sums
 from patchstore.payloads import anchor_file, tensor_file
 from patchstore.stores.base import Chunk
+
+
+class ReadOnly(Protocol):
+    """A snapshot, as far as an anchor is made of it; see `snapshot.Snapshot`."""
+
+    def read(self, part: Part) -> tuple[torch.Tensor, Sums]: ...
+
+    def digest(self, tensor: torch.Tensor) -> Sums: ...
 
 
 def upload_anchor(
@@ -20,7 +29,7 @@ def upload_anchor(
     step: int,
     write_id: str,
     header: StoreHeader,
-    tensors: Callable[[str], tuple[torch.Tensor, Sums]],
+    snapshot: ReadOnly,
     files: Mapping[str, bytes],
     *,
     max_shard_bytes: int,
@@ -29,7 +38,7 @@ def upload_anchor(
     """Upload a whole model; returns where it is, and the digest sums of its tensors.
 
     Args:
-        tensors: returns a tensor of the schema by name, in host memory, and its digest sums.
+        snapshot: has the tensors.
         files: by name; each is stored beside the shards.
         upload: stores an object by key; may ask for its chunks several times.
     """
@@ -37,12 +46,12 @@ def upload_anchor(
 
     def digested(specs: Sequence[TensorSpec]) -> Iterator[torch.Tensor]:
         for spec in specs:
-            tensor, sums[spec.name] = tensors(spec.name)
+            tensor, sums[spec.name] = snapshot.read(Part.whole(spec))
             yield tensor
 
     prefix = layout.anchor_prefix(version, write_id)
     metadata = anchor_file.anchor_metadata(version, step, header.run_id)
-    shards = _split(header.schema, max_shard_bytes)
+    shards = tensor_file.split(header.schema.tensors, max_shard_bytes)
 
     def shard(specs: Sequence[TensorSpec]) -> Iterator[Chunk]:
         return tensor_file.write(specs, digested(specs), metadata)
@@ -58,16 +67,3 @@ def upload_anchor(
         beside["model.safetensors.index.json"] = anchor_file.index_json(header.schema, weight_map)
     stored = [upload(prefix + name, partial(iter, (data,))) for name, data in sorted(beside.items())]
     return Anchor(payloads=tuple(payloads), files=tuple(stored)), sums
-
-
-def _split(schema: Schema, max_shard_bytes: int) -> list[list[TensorSpec]]:
-    """Group tensors into the shards of an anchor, in order; a larger tensor has a shard of its own."""
-    shards: list[list[TensorSpec]] = [[]]
-    size = 0
-    for spec in tensor_file.aligned(schema.tensors):
-        if shards[-1] and size + spec.num_bytes > max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(spec)
-        size += spec.num_bytes
-    return shards

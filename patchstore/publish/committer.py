@@ -7,14 +7,11 @@ by one create-only put. A crash in between leaves payloads that no version names
 import logging
 import os
 import socket
-import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import TypeVar
-
-import torch
 
 from patchstore.errors import (
     DataError,
@@ -27,31 +24,21 @@ from patchstore.errors import (
     VersionNotFound,
 )
 from patchstore.format import hashing, history, layout, manifest_json
-from patchstore.format.records import (
-    Anchor,
-    Delta,
-    Manifest,
-    Payload,
-    StateDigest,
-    StoreHeader,
-    Writer,
-)
+from patchstore.format.records import Anchor, Delta, Manifest, Payload, StateDigest, StoreHeader, Writer
 from patchstore.format.state_sums import Sums, pack_sums, state_total
 from patchstore.payloads import delta_file
 from patchstore.payloads.delta import EncodedDelta
-from patchstore.publish.anchor_upload import upload_anchor
-from patchstore.stores.base import Chunk, Store
+from patchstore.publish.anchor_upload import ReadOnly, upload_anchor
+from patchstore.publish.signatures import store_signature
+from patchstore.publish.uploads import Uploads
+from patchstore.signing.signers import Signer
+from patchstore.stores.base import Store
 from patchstore.support.worker import Task, Worker
 
 logger = logging.getLogger(__name__)
 
-_Result = TypeVar("_Result")
-
-ATTEMPTS = 5
-"""Tries of a store request, each within the time of the store (`docs/stores.md`, "Time")."""
 _OF_NOTHING = "gap"
 """The encoding of an empty delta: any release reads it."""
-FIRST_PAUSE_S = 0.5  # doubles with each try: 7.5 s in all, longer than a load balancer takes to fail over
 
 
 def now() -> str:
@@ -73,6 +60,51 @@ class _Missing(StoreUnavailable):
     """The store does not show what should be there; perhaps not yet, or not at the moment."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What a publication is going to be, if it is committed."""
+
+    version: int
+    parent: int | None
+    write_id: str
+
+
+def check_parents(delta: EncodedDelta, before: Mapping[str, Sums], version: int) -> None:
+    """Raises PublishFailed where a delta was encoded against other tensors than those with these sums."""
+    if wrong := [name for name, sums in delta.parent_sums.items() if before[name] != sums]:
+        raise PublishFailed(
+            f"the snapshot is no longer version {version}: {len(wrong)} tensors differ, such as "
+            f"{wrong[0]!r}; the next publication will be an anchor"
+        )
+
+
+def store_delta(
+    uploads: Uploads,
+    header: StoreHeader,
+    attempt: Attempt,
+    step: int,
+    delta: EncodedDelta,
+    *,
+    place: int = 0,
+    num_places: int = 1,
+) -> Delta:
+    """Upload a delta, or the part of one that a rank has.
+
+    Args:
+        place: of the rank in its group.
+    """
+    assert attempt.parent is not None
+    payloads: tuple[Payload, ...] = ()
+    if delta.num_changed:
+        metadata = delta_file.delta_metadata(
+            *(attempt.version, attempt.parent, step, header.run_id),
+            *(delta.encoding, delta.listed, delta.firsts),
+        )
+        key = layout.delta_key(attempt.version, attempt.write_id, place + 1, num_places)
+        payloads = (uploads.upload(key, delta.file(metadata)),)
+    return Delta(encoding=delta.encoding, num_changed=delta.num_changed, payloads=payloads)
+
+
 class Committer:
     """The single writer's place in a run's log. Not for use from several threads at once."""
 
@@ -87,6 +119,7 @@ class Committer:
         files: Mapping[str, bytes],
         max_shard_bytes: int,
         beside: tuple[Worker, Worker],
+        signer: Signer | None = None,
     ) -> None:
         """Take a place behind `head`; the next version builds on `parent`.
 
@@ -97,13 +130,16 @@ class Committer:
                 anchor without a delta.
             beside: threads for what is asked and stored while a delta is uploaded. They exist before the
                 first publication, which must not fail because the system starts no more.
+            signer: signs each version.
         """
         self.store = store
         self.header = header
+        self._uploads = Uploads(store)
         self.parent = parent
-        self._files = files
+        self.files = files
         self._max_shard_bytes = max_shard_bytes
         self._beside = beside
+        self._signer = signer
         self._next = 0 if head is None else head.version + 1
         self._epoch = 1 if head is None else head.writer.epoch + 1
         self._id = writer_id()
@@ -125,6 +161,22 @@ class Committer:
         new = self._manifest(self.parent.step, self.parent.state, delta, None, new_write_id())
         return self._commit(new, self._sums)
 
+    def begin(self, *, is_anchor: bool) -> Attempt:
+        """Return what the next publication is going to be; what is committed then carries this write id.
+
+        Raises:
+            RunLost: an anchor is to be uploaded, but the store no longer holds the parent.
+        """
+        if is_anchor:
+            self._settle()
+            # Here too, or a whole model would be uploaded to where the run is no more.
+            self._check_run()
+        parent = None if self.parent is None else self.parent.version
+        return Attempt(version=self._next, parent=parent, write_id=new_write_id())
+
+    def abandon(self, error: Exception) -> None:
+        """Nothing of a publication is stored, and no other process waits for it."""
+
     def commit_delta(self, step: int, delta: EncodedDelta) -> Manifest:
         """Publish a delta to the parent.
 
@@ -133,24 +185,21 @@ class Committer:
             RunLost: the store no longer holds the parent.
             PublishFailed: the store did not take it; the parent is what it was.
         """
-        return self._finish(step, self._after(delta), delta, None, new_write_id())
+        after, attempt = self._after(delta), self.begin(is_anchor=False)
+        return self.finish(
+            step, after, attempt, lambda: store_delta(self._uploads, self.header, attempt, step, delta), None
+        )
 
-    def commit_anchor(
-        self, step: int, tensors: Callable[[str], tuple[torch.Tensor, Sums]], delta: EncodedDelta | None
-    ) -> Manifest:
+    def commit_anchor(self, step: int, snapshot: ReadOnly, delta: EncodedDelta | None) -> Manifest:
         """Publish the whole model, and a delta to the parent where there is one.
 
         Args:
-            tensors: returns a tensor of the schema by name, in host memory, and its digest sums; must not
-                change before this returns.
+            snapshot: must not change before this returns.
 
         Raises:
             As `commit_delta`.
         """
-        self._settle()
-        # Here too, or a whole model would be uploaded to where the run is no more.
-        self._check_run()
-        write_id = new_write_id()
+        attempt = self.begin(is_anchor=True)
         after: dict[str, Sums] | None = None
         if delta is not None and self.parent is not None:
             try:
@@ -158,15 +207,20 @@ class Committer:
             except PublishFailed as exc:
                 logger.warning("version %d will be an anchor without a delta: %s", self._next, exc)
         anchor, sums = upload_anchor(
-            *(self._next, step, write_id, self.header, tensors, self._files),
+            *(attempt.version, step, attempt.write_id, self.header, snapshot, self.files),
             max_shard_bytes=self._max_shard_bytes,
-            upload=self._upload,
+            upload=self._uploads.upload,
         )
         if delta is None or after is None:
-            return self._finish(step, sums, None, anchor, write_id)
+            return self.finish(step, sums, attempt, lambda: None, anchor)
         wrong = [name for name in sums if after[name] != sums[name]]
         assert not wrong, f"the changes do not add up to the model: {wrong[:3]}"
-        return self._finish(step, after, delta, anchor, write_id)
+        found = delta
+
+        def store() -> Delta:
+            return store_delta(self._uploads, self.header, attempt, step, found)
+
+        return self.finish(step, after, attempt, store, anchor)
 
     def _after(self, delta: EncodedDelta) -> dict[str, Sums]:
         """Return the digest sums of all tensors after a delta.
@@ -176,20 +230,22 @@ class Committer:
         """
         before = self._sums
         assert self.parent is not None and before is not None
-        if wrong := [name for name, sums in delta.parent_sums.items() if before[name] != sums]:
-            raise PublishFailed(
-                f"the snapshot is no longer version {self.parent.version}: {len(wrong)} tensors differ, such "
-                f"as {wrong[0]!r}; the next publication will be an anchor"
-            )
-        return {**before, **{name: before[name].plus(sums) for name, sums in delta.sum_growth.items()}}
+        check_parents(delta, before, self.parent.version)
+        return self.grown(delta.sum_growth)
 
-    def _finish(
+    def grown(self, growth: Mapping[str, Sums]) -> dict[str, Sums]:
+        """Return the digest sums of all tensors after those of some have grown."""
+        before = self._sums
+        assert before is not None
+        return {**before, **{name: before[name].plus(sums) for name, sums in growth.items()}}
+
+    def finish(
         self,
         step: int,
         sums: Mapping[str, Sums],
-        encoded: EncodedDelta | None,
+        attempt: Attempt,
+        store_delta: Callable[[], Delta | None],
         anchor: Anchor | None,
-        write_id: str,
     ) -> Manifest:
         """Upload what a version has beside its anchor, and commit it.
 
@@ -197,16 +253,16 @@ class Committer:
         round trip to the store.
         """
         checked = Task(self._check_run)
-        stored = Task(partial(self._upload_state, sums, write_id, is_anchor=anchor is not None))
+        stored = Task(partial(self._upload_state, sums, attempt.write_id, is_anchor=anchor is not None))
         first, second = self._beside
         first.hand_over(checked)
         second.hand_over(stored)
         try:
-            delta = None if encoded is None else self._upload_delta(step, encoded, write_id)
+            delta = store_delta()
         finally:
             checked.wait()
             stored.wait()
-        new = self._manifest(step, stored.result(), delta, anchor, write_id)
+        new = self._manifest(step, stored.result(), delta, anchor, attempt.write_id)
         try:
             checked.result()
         except RunLost:
@@ -214,29 +270,13 @@ class Committer:
             raise
         return self._commit(new, sums)
 
-    def _upload_delta(self, step: int, delta: EncodedDelta, write_id: str) -> Delta:
-        assert self.parent is not None
-        payloads: tuple[Payload, ...] = ()
-        if delta.num_changed:
-            metadata = delta_file.delta_metadata(
-                self._next,
-                self.parent.version,
-                step,
-                self.header.run_id,
-                delta.encoding,
-                delta.listed,
-            )
-            key = layout.delta_key(self._next, write_id, 1, 1)
-            payloads = (self._upload(key, delta.file(metadata)),)
-        return Delta(encoding=delta.encoding, num_changed=delta.num_changed, payloads=payloads)
-
     def _upload_state(self, sums: Mapping[str, Sums], write_id: str, *, is_anchor: bool) -> StateDigest:
         """Store the digest sums, or name the parent's again if they are the same and there is no anchor."""
         total = state_total(self.header.schema, sums)
         if self.parent is not None and self.parent.state.total == total and not is_anchor:
             return self.parent.state
         data = pack_sums(self.header.schema, sums)
-        stored = self._upload(layout.sums_key(self._next, write_id), partial(iter, (data,)))
+        stored = self._uploads.upload(layout.sums_key(self._next, write_id), partial(iter, (data,)))
         return StateDigest(total=total, sums=stored)
 
     def _check_run(self) -> None:
@@ -256,7 +296,7 @@ class Committer:
                 raise _Missing(f"{self.store.url} has no {key} any more") from exc
 
         try:
-            data = self._retried(f"looking for {key}", look)
+            data = self._uploads.retried(f"looking for {key}", look)
         except PublishFailed as exc:
             if isinstance(exc.__cause__, _Missing):
                 raise self._lost(f"it has no {key} any more") from exc
@@ -294,39 +334,6 @@ class Committer:
             except PatchstoreError as exc:
                 logger.warning("%s stays behind, though no version names it: %s", each.key, exc)
 
-    def _upload(self, key: str, chunks: Callable[[], Iterable[Chunk]]) -> Payload:
-        """Store an object and make sure that all of it is there."""
-
-        def attempt() -> Payload:
-            hasher = hashing.Hasher()
-            self.store.upload(key, hasher.through(chunks()))
-            try:
-                stored = self.store.size(key)
-            except NotFound as exc:
-                raise StoreUnavailable(f"{key} was sent, but is not stored") from exc
-            if stored != hasher.num_bytes:
-                raise StoreUnavailable(f"{key}: sent {hasher.num_bytes:,} bytes, but {stored:,} are stored")
-            return Payload(key=key, size=hasher.num_bytes, digest=hasher.digest())
-
-        return self._retried(f"upload of {key}", attempt)
-
-    def _retried(self, what: str, attempt: Callable[[], _Result]) -> _Result:
-        pause_s = FIRST_PAUSE_S
-        for tries in range(1, ATTEMPTS + 1):
-            try:
-                return attempt()
-            except StoreUnavailable as exc:
-                if tries == ATTEMPTS:
-                    raise PublishFailed(
-                        f"{what} failed {tries} times; the store holds version "
-                        f"{self.parent and self.parent.version} still, and the next publication "
-                        f"will be an anchor: {exc}"
-                    ) from exc
-                logger.warning("%s failed, trying again in %.1f s: %s", what, pause_s, exc)
-                time.sleep(pause_s)
-                pause_s *= 2
-        raise AssertionError("unreachable")
-
     def _manifest(
         self,
         step: int,
@@ -349,8 +356,11 @@ class Committer:
         )
 
     def _commit(self, new: Manifest, sums: Mapping[str, Sums] | None) -> Manifest:
+        if self._signer is not None:
+            # First: a reader that requires signatures must never find a version without one.
+            store_signature(self._uploads, self.store, self._signer, self.header, new)
         try:
-            self._retried(f"commit of version {new.version}", lambda: history.commit(self.store, new))
+            self._uploads.retried(f"commit of version {new.version}", lambda: history.commit(self.store, new))
         except PublishFailed:
             self._uncertain.append((new, sums))
             raise

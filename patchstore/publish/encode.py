@@ -1,9 +1,9 @@
 """Choose how a delta is encoded, and where: the only place that decides either."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from patchstore.encodings import ENCODINGS, Encoding
-from patchstore.format.records import TensorSpec
+from patchstore.format.records import Part, TensorSpec
 from patchstore.payloads import delta
 from patchstore.payloads.delta import NO_CHANGES, EncodedDelta
 from patchstore.publish.snapshot import Snapshot
@@ -23,16 +23,25 @@ def choose(name: str, snapshot: Snapshot) -> Encoding:
 
 
 def encode(
-    schema: Sequence[TensorSpec], changes: Changes, parent: Snapshot, encoding: Encoding
+    schema: Sequence[TensorSpec],
+    parts: Mapping[str, Part],
+    changes: Changes,
+    parent: Snapshot,
+    encoding: Encoding,
 ) -> EncodedDelta:
-    """Encode changes against the snapshot that they were found with; the snapshot stays as it is."""
+    """Encode changes against the snapshot that they were found with; the snapshot stays as it is.
+
+    Args:
+        schema: of the run.
+        parts: by the keys of the snapshot, what its tensors are.
+    """
     if changes.num_changed == 0:
         return NO_CHANGES
     if isinstance(changes, DeviceChanges) and _has_kernels(parent):
         from patchstore.publish import encode_gpu
 
-        return encode_gpu.encode(schema, changes, encoding)
-    return delta.encode(schema, changes, parent.tensors, encoding)
+        return encode_gpu.encode(schema, parts, changes, encoding)
+    return delta.encode(schema, parts, changes, parent.tensors, encoding)
 
 
 def _has_kernels(snapshot: Snapshot) -> bool:

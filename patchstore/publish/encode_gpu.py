@@ -6,31 +6,46 @@ Imports Triton, so only what runs kernels may import it.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from patchstore.encodings import Encoding
-from patchstore.encodings.context import Coded, Context, packed_table, pays, tiling
-from patchstore.format.records import DTYPE_BYTES, TensorSpec
+from patchstore.encodings import Encoding, IndexEncoding
+from patchstore.encodings.context import Coded, Context, Tiling, packed_table
+from patchstore.format.records import DTYPE_BYTES, Part, TensorSpec
 from patchstore.kernels import context_encode, context_tables, digest
 from patchstore.kernels.segments import Kind
 from patchstore.payloads import delta_file
-from patchstore.payloads.delta import EncodedDelta, with_bridges
+from patchstore.payloads.delta import EncodedDelta, listed_parts, part_order, part_tiling, with_bridges
+from patchstore.publish.snapshot.block import Block
 from patchstore.publish.snapshot.device import DeviceChanges, on
-from patchstore.tensors.bits import TensorPatch, bits
-from patchstore.tensors.state_digest import Sums
+from patchstore.tensors.bits import TensorPatch, bits, grouped
+from patchstore.tensors.parts import positions
+from patchstore.tensors.state_digest import Sums, of_elements
 
 
-def encode(schema: Sequence[TensorSpec], changes: DeviceChanges, encoding: Encoding) -> EncodedDelta:
+def encode(
+    schema: Sequence[TensorSpec],
+    parts: Mapping[str, Part],
+    changes: DeviceChanges,
+    encoding: Encoding,
+) -> EncodedDelta:
     """Encode changes against the snapshot that they were found with, which is still the parent's.
 
     Waits for the device.
+
+    Args:
+        schema: of the run: whole tensors.
+        parts: what each of the snapshot's tensors is a part of, by its name there.
     """
     snapshot = changes.snapshot
     with snapshot.here(), on(snapshot.side):
         if isinstance(encoding, Context):
-            return _encode_context(schema, changes, encoding)
+            return _encode_context(schema, changes, encoding, parts)
+        if not _are_whole(parts):
+            return _encode_parts(changes, encoding.index, parts)
         block = changes.block(gaps=encoding.name == "gap").on_host()
         return EncodedDelta(
             encoding=encoding.name,
@@ -41,59 +56,132 @@ def encode(schema: Sequence[TensorSpec], changes: DeviceChanges, encoding: Encod
         )
 
 
-def _encode_context(schema: Sequence[TensorSpec], changes: DeviceChanges, encoding: Context) -> EncodedDelta:
-    block, parents = changes.block(gaps=False), changes.snapshot.tensors
-    patches = {spec.name: found for spec, found in block.patches()}
-    changed = [(place, spec) for place, spec in enumerate(schema) if spec.name in patches]
-    coded = [(place, spec) for place, spec in changed if pays(spec, len(patches[spec.name].indices))]
-    rest = [spec for _, spec in changed if not pays(spec, len(patches[spec.name].indices))]
-    stated = [
-        (spec, with_bridges(_on_host(patches[spec.name]), parents[spec.name], encoding.index)[0])
-        for spec in rest
-    ]
+def _are_whole(parts: Mapping[str, Part]) -> bool:
+    return all(part.is_whole for part in parts.values())
+
+
+class _Found(NamedTuple):
+    """What changed of a part, on the device."""
+
+    part: Part
+    patch: TensorPatch
+    """By place in the part."""
+    parent: torch.Tensor
+    """The part before."""
+    cut: Tiling | None
+    """How it is coded; None where it is listed."""
+
+
+def _found(
+    changes: DeviceChanges, block: Block, parts: Mapping[str, Part], *, is_coded: bool
+) -> list[_Found]:
+    """Return what changed, ascending by the names of parts."""
+    found = []
+    for spec, patch in block.patches():
+        part = parts[spec.name]
+        cut = part_tiling(part, len(patch.indices)) if is_coded else None
+        found.append(_Found(part, patch, changes.snapshot.tensors[spec.name], cut))
+    return found
+
+
+def _encode_parts(changes: DeviceChanges, index: IndexEncoding, parts: Mapping[str, Part]) -> EncodedDelta:
+    block = changes.block(gaps=False, parts=parts)
+    found = _found(changes, block, parts, is_coded=False)
+    listed = listed_parts([(each.part, _stated(each, index)) for each in found])
+    entries, firsts = delta_file.encoded(listed, index)
     return EncodedDelta(
-        encoding=encoding.name,
+        encoding=index.name,
         num_changed=changes.num_changed,
-        listed=rest,
-        entries={**_coded(coded, patches, parents), **delta_file.encoded(stated, encoding.index)},
-        sum_growth=block.sum_growth(),
-        parent_sums=_digests([spec for _, spec in changed], parents, changes.snapshot.device),
+        listed=[part.spec for part, _ in listed],
+        firsts=firsts,
+        entries=entries,
+        sum_growth=_growth(block, found),
     )
 
 
-def _on_host(found: TensorPatch) -> TensorPatch:
-    return replace(found, indices=found.indices.cpu(), values=found.values.cpu())
+def _encode_context(
+    schema: Sequence[TensorSpec],
+    changes: DeviceChanges,
+    encoding: Context,
+    parts: Mapping[str, Part],
+) -> EncodedDelta:
+    block = changes.block(gaps=False, parts=None if _are_whole(parts) else parts)
+    found = _found(changes, block, parts, is_coded=True)
+    places = {spec.name: place for place, spec in enumerate(schema)}
+    coded = [each for each in found if each.cut is not None]
+    rest = [(each.part, _stated(each, encoding.index)) for each in found if each.cut is None]
+    listed = listed_parts(rest)
+    entries, firsts = delta_file.encoded(listed, encoding.index)
+    return EncodedDelta(
+        encoding=encoding.name,
+        num_changed=changes.num_changed,
+        listed=[part.spec for part, _ in listed],
+        firsts=firsts,
+        entries={**_coded(coded, places), **entries},
+        sum_growth=_growth(block, found),
+        parent_sums=_digests(found, changes.snapshot.device),
+    )
 
 
-def _coded(
-    coded: Sequence[tuple[int, TensorSpec]],
-    patches: Mapping[str, TensorPatch],
-    parents: Mapping[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    """Return the file's entries for coded tensors."""
+def _stated(found: _Found, index: IndexEncoding) -> TensorPatch:
+    """Return what a file states of a part, by position in the tensor, on the host."""
+    patch = replace(found.patch, indices=found.patch.indices.cpu(), values=found.patch.values.cpu())
+    if found.part.is_whole:
+        return with_bridges(patch, found.parent, index)[0]
+    return replace(patch, indices=positions(found.part, patch.indices))
+
+
+def _growth(block: Block, found: Sequence[_Found]) -> dict[str, Sums]:
+    """Return by how much the digest sums of parts grow, by key."""
+    growth = block.sum_growth()
+    for each in found:
+        if each.part.lines is not None:
+            continue
+        # Cut in three dimensions, which is rare.
+        local = each.patch.indices.to(torch.int64)
+        at, old = positions(each.part, local), bits(each.parent)[local]
+        growth[each.part.key] = of_elements(at, each.patch.values).minus(of_elements(at, old))
+    return growth
+
+
+def _coded(coded: Sequence[_Found], places: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Return the file's entries for coded parts."""
     if not coded:
         return {}
-    mine = [patches[spec.name] for _, spec in coded]
-    is_wide = any(each.indices.dtype == torch.int64 for each in mine)
+    # Row sets are chosen in the order in which `payloads.delta` does.
+    grouped_parts = list(
+        grouped(coded, lambda each: each.part.spec.dtype, lambda each: each.part.num_elements)
+    )
+    ordered = sorted(coded, key=lambda each: (places[each.part.spec.name], each.part.box_start))
+    numbers = {id(each): number for number, each in enumerate(ordered)}
+    groups = [
+        [numbers[id(each)] for each in sorted(group, key=lambda each: part_order(each.part))]
+        for group in grouped_parts
+    ]
+    cuts = [each.cut for each in ordered if each.cut is not None]
+    is_wide = any(each.patch.indices.dtype == torch.int64 for each in ordered)
     found = context_encode.encode(
-        context_tables.geometry([tiling(spec.shape) for _, spec in coded]),
-        np.array([context_tables.FORMATS[spec.dtype] for _, spec in coded], dtype=np.int64),
-        np.array([parents[spec.name].data_ptr() for _, spec in coded], dtype=np.int64),
-        _joined([each.indices for each in mine], torch.int64 if is_wide else torch.int32),
-        _joined([bits(each.values) for each in mine], torch.int16),
-        np.array([0, *accumulate(len(each.indices) for each in mine)], dtype=np.int64),
+        context_tables.geometry(cuts),
+        np.array([context_tables.FORMATS[each.part.spec.dtype] for each in ordered], dtype=np.int64),
+        np.array([each.parent.data_ptr() for each in ordered], dtype=np.int64),
+        _joined([each.patch.indices for each in ordered], torch.int64 if is_wide else torch.int32),
+        _joined([bits(each.patch.values) for each in ordered], torch.int16),
+        np.array([0, *accumulate(len(each.patch.indices) for each in ordered)], dtype=np.int64),
+        groups,
     )
     streams = torch.empty(
         found.streams.shape, dtype=torch.uint8, device="cpu", pin_memory=found.streams.is_cuda
     )
     streams.copy_(found.streams)
-    num_tiles = [tiling(spec.shape).num_tiles for _, spec in coded]
-    rows = np.split(found.rows, np.cumsum(found.num_classes)[:-1])
-    lengths = np.split(found.lengths, np.cumsum(num_tiles)[:-1])
+    lengths = np.split(found.lengths, np.cumsum([cut.num_tiles for cut in cuts])[:-1])
+    sets = [found.sets[number] for number in found.row_sets.tolist()]
     nothing = np.zeros(0, dtype=np.uint8)
     items = [
-        (place, Coded(lo=int(lo), rows=its_rows, lengths=its_lengths, data=nothing))
-        for (place, _), lo, its_rows, its_lengths in zip(coded, found.lo, rows, lengths, strict=True)
+        (
+            places[each.part.spec.name],
+            Coded(tiling=cut, lo=its.lo, rows=its.rows, lengths=its_lengths, data=nothing),
+        )
+        for each, cut, its, its_lengths in zip(ordered, cuts, sets, lengths, strict=True)
     ]
     return {"table": packed_table(items), "tiles": streams}
 
@@ -110,31 +198,45 @@ def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([each.to(dtype) for each in parts])
 
 
-def _digests(
-    specs: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor], device: torch.device
-) -> dict[str, Sums]:
-    """Digest tensors, all of one element width at once."""
-    found: dict[str, Sums] = {}
-    for width in sorted({DTYPE_BYTES[spec.dtype] for spec in specs}):
-        same = [spec for spec in specs if DTYPE_BYTES[spec.dtype] == width]
-        rows = [
-            (0, 0, spec.num_elements, 0, tensors[spec.name].data_ptr(), 0, spec.num_elements, 0)
-            for spec in same
-        ]
-        counts = np.array([-(-spec.num_elements // digest.BLOCK) for spec in same])
+def _digests(found: Sequence[_Found], device: torch.device) -> dict[str, Sums]:
+    """Digest parts before the change, all of one element width and kind of region at once."""
+    sums: dict[str, Sums] = {}
+    groups: dict[tuple[int, bool], list[_Found]] = {}
+    for each in found:
+        key = DTYPE_BYTES[each.part.spec.dtype], each.part.run is not None
+        groups.setdefault(key, []).append(each)
+    for (width, is_run), same in sorted(groups.items(), key=lambda item: item[0]):
+        ranks = 0 if is_run else max(len(each.part.size) for each in same)
+        rows = [_region(each, ranks) for each in same]
+        counts = np.array([-(-each.part.num_elements // digest.BLOCK) for each in same])
         owners = np.repeat(np.arange(len(same)), counts)
         blocks = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
         kind = Kind(
             value_width=width,
             memory_width=width,
-            num_dims=0,
-            is_narrow=all(spec.num_elements < 2**31 for spec in same),
-            is_aligned=all(row[4] % 16 == 0 for row in rows),
+            num_dims=ranks,
+            is_narrow=all(each.part.spec.num_elements < 2**31 for each in same),
+            is_aligned=is_run and all(row[4] % 16 == 0 for row in rows),
         )
         jobs = np.stack([owners, blocks], axis=1).astype(np.int32)
         table = torch.tensor(rows, device="cpu").to(device)
-        sums = digest.digest(kind, table, torch.from_numpy(jobs).to(device)).tolist()
-        found |= {
-            spec.name: Sums(one % 2**64, two % 2**64) for spec, (one, two, _) in zip(same, sums, strict=True)
-        }
-    return found
+        results = digest.digest(kind, table, torch.from_numpy(jobs).to(device)).tolist()
+        for each, (one, two, _) in zip(same, results, strict=True):
+            sums[each.part.key] = Sums(one % 2**64, two % 2**64)
+    return sums
+
+
+def _region(found: _Found, num_dims: int) -> tuple[int, ...]:
+    """Return the row of a part in the table of segments; see `kernels.segments`."""
+    part, address = found.part, found.parent.data_ptr()
+    if part.run is not None and not num_dims:
+        return (0, 0, part.num_elements, 0, address, part.run, part.run + part.num_elements, 0)
+    shape = part.spec.shape
+    source = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    target = [prod(part.size[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(start * stride for start, stride in zip(part.start, source, strict=True))
+    last = first + sum((size - 1) * stride for size, stride in zip(part.size, source, strict=True))
+    # Dimensions of one index in front, where parts of fewer dimensions are digested with these.
+    more = num_dims - len(shape)
+    dims = (*(1,) * more, *part.size, *(1,) * more, *source, *(1,) * more, *target)
+    return (0, 0, part.num_elements, 0, address, first, last + 1, 0, *dims)

@@ -9,6 +9,7 @@ import torch
 
 from patchstore.encodings import CHOICES
 from patchstore.errors import RunExists, SchemaMismatch, UsageError, VersionConflict
+from patchstore.signing.signers import Signer
 from patchstore.support.arguments import whole_number
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -59,12 +60,20 @@ def on_one_rank() -> Iterator[None]:
             raise
         if rank.startswith("rank 0 "):
             raise type(exc)(
-                f"{exc}. This is {rank}: if the others open a Publisher too, let only this one do so"
+                f"{exc}. This is {rank}: if the others open a Publisher too, let only this one do so, or "
+                "pass group= on all of them"
             ) from exc
         raise type(exc)(
-            f"this is {rank}, and a run is published from one rank: open the Publisher only where "
-            f"torch.distributed.get_rank() == 0, and let the other ranks go on without one. {exc}"
+            f"this is {rank}, and this Publisher publishes alone: open it only where "
+            "torch.distributed.get_rank() == 0, and let the other ranks go on without one; or pass group= on "
+            f"all ranks that publish together. {exc}"
         ) from exc
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of several ranks of torch.distributed."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _rank() -> str | None:
@@ -114,3 +123,31 @@ def resume_from(value: Any) -> bool | int | str:
 def check_encoding(value: Any) -> None:
     if value not in CHOICES:
         raise UsageError(f"encoding must be one of {', '.join(CHOICES)}, not {value!r}")
+
+
+def seconds(name: str, value: Any) -> float:
+    """Return a positive number of seconds.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UsageError(f"{name} must be a positive number of seconds, not {value!r}")
+    return float(value)
+
+
+def signer_name(signer: Signer | None) -> str | None:
+    """Return what a signer is called; None without one.
+
+    Raises:
+        UsageError: it is no signer.
+    """
+    if signer is None:
+        return None
+    name = getattr(signer, "name", None)
+    if not isinstance(name, str) or not callable(getattr(signer, "sign", None)):
+        raise UsageError(
+            "signer must have a name and a method sign, such as patchstore.signing.KeySigner(path), not be "
+            f"a {type(signer).__name__}"
+        )
+    return name

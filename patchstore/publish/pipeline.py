@@ -12,18 +12,16 @@ known, and the next publication stores the whole model.
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-
-import torch
 
 from patchstore.encodings import Encoding
 from patchstore.errors import PatchstoreError, PublishFailed, VersionConflict
-from patchstore.format.records import Manifest, TensorSpec
+from patchstore.format.records import Manifest, Part, TensorSpec
 from patchstore.payloads.delta import EncodedDelta
-from patchstore.publish.committer import Committer
 from patchstore.publish.encode import encode
-from patchstore.publish.snapshot import Snapshot
+from patchstore.publish.opening import Commits
+from patchstore.publish.snapshot import Snapshot, Tensors
 from patchstore.support.worker import Task, Worker
 from patchstore.tensors.changes import Changes
 
@@ -99,9 +97,10 @@ class Pipeline:
     def __init__(
         self,
         schema: Sequence[TensorSpec],
+        parts: Sequence[Part],
         snapshot: Snapshot,
         encoding: Encoding,
-        committer: Committer,
+        committer: Commits,
         threads: tuple[Worker, Worker],
         *,
         is_stored: bool,
@@ -111,10 +110,13 @@ class Pipeline:
         """Take over threads that do nothing yet: one encodes, one uploads and commits.
 
         Args:
+            schema: of the run.
+            parts: what is published, by the keys of the snapshot.
             is_stored: whether the version to build on has the snapshot's weights.
             since_anchor: versions since the newest anchor.
         """
-        self._schema, self._snapshot, self._encoding, self._committer = schema, snapshot, encoding, committer
+        self._schema, self._parts = schema, {part.key: part for part in parts}
+        self._snapshot, self._encoding, self._committer = snapshot, encoding, committer
         self._encoder, self._uploader = threads
         self._anchor_every, self._since_anchor = anchor_every, since_anchor
         self._last = 0
@@ -130,9 +132,7 @@ class Pipeline:
         self.conflict: VersionConflict | None = None
         """Why nothing can be published any more."""
 
-    def publish(
-        self, step: int, current: Mapping[str, torch.Tensor], *, began: float, max_pending: int
-    ) -> Publication:
+    def publish(self, step: int, current: Tensors, *, began: float, max_pending: int) -> Publication:
         """Compare, and hand the rest to the threads. If this raises, nothing is published.
 
         Args:
@@ -157,6 +157,19 @@ class Pipeline:
         self._encoder.hand_over(_Stage(job, partial(self._encode, job)))
         self._since_anchor = 0 if is_anchor else self._since_anchor + 1
         return publication
+
+    def abandon(self, step: int, error: Exception) -> None:
+        """Queue a publication that this process could not make, so that other ranks hear why.
+
+        The caller raises the error.
+        """
+        publication = Publication(step, waited_s=0)
+        publication.reported = True
+        job = _Job(publication, self._last + 1, began=time.monotonic(), changes=None, is_anchor=False)
+        job.error = error
+        publication._task = _Stage(job, partial(self._commit, job))
+        self._last += 1
+        self._encoder.hand_over(_Stage(job, partial(self._encode, job)))
 
     def _can_follow(self) -> bool:
         """Whether a delta to the snapshot leads from the newest version, if nothing under way fails."""
@@ -208,7 +221,7 @@ class Pipeline:
 
     def _encoded(self, job: _Job, changes: Changes) -> EncodedDelta | None:
         try:
-            return encode(self._schema, changes, self._snapshot, self._encoding)
+            return encode(self._schema, self._parts, changes, self._snapshot, self._encoding)
         except Exception as exc:
             if not job.is_anchor:
                 raise
@@ -257,21 +270,21 @@ class Pipeline:
         step = job.publication.step
         if self.conflict is not None:
             raise self.conflict
-        if job.error is not None:
-            raise PublishFailed(
-                f"step {step} could not be encoded, and the next publication will be an anchor: "
-                f"{type(job.error).__name__}: {job.error}"
-            ) from job.error
         follows = job.parent is not None and job.parent == self._in_store
-        if job.is_anchor:
-            return self._committer.commit_anchor(step, self._snapshot.read, job.delta if follows else None)
-        if not follows:
-            raise PublishFailed(
-                f"step {step} builds on a publication that was not stored; "
-                "the next publication will be an anchor"
-            )
-        assert job.delta is not None
-        return self._committer.commit_delta(step, job.delta)
+        if job.error is None and job.is_anchor:
+            return self._committer.commit_anchor(step, self._snapshot, job.delta if follows else None)
+        if job.error is None and follows:
+            assert job.delta is not None
+            return self._committer.commit_delta(step, job.delta)
+        failed = PublishFailed(
+            f"step {step} could not be encoded, and the next publication will be an anchor: "
+            f"{type(job.error).__name__}: {job.error}"
+            if job.error is not None
+            else f"step {step} builds on a publication that was not stored; the next publication will be an "
+            "anchor"
+        )
+        self._committer.abandon(failed)
+        raise failed from job.error
 
     def _ask_whether_it_trains(self, manifest: Manifest) -> None:
         """Warn once where many publications found nothing to publish."""

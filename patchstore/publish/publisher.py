@@ -8,6 +8,7 @@ comparison; `pipeline` does the rest on threads.
 import logging
 import os
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, Self
@@ -16,40 +17,44 @@ import torch
 
 from patchstore.errors import (
     PublishFailed,
-    SchemaMismatch,
     UsageError,
     VersionConflict,
 )
-from patchstore.format import history
+from patchstore.format import history, replica_mark
 from patchstore.format.json_fields import MAX_INTEGER
-from patchstore.format.records import Schema, TensorSpec
+from patchstore.format.records import Part, Schema, StoreHeader, TensorSpec
 from patchstore.publish import checkpoint_files
 from patchstore.publish import snapshot as snapshots
-from patchstore.publish.committer import Committer
+from patchstore.publish.base_checkpoint import BaseCheckpoint
 from patchstore.publish.encode import choose
+from patchstore.publish.offered import Offered
+from patchstore.publish.opening import Alone, Settings, Together, ranks_that_publish
 from patchstore.publish.options import (
     check_encoding,
-    check_range,
     dtype_of,
+    is_distributed,
     on_one_rank,
     out_of_inference,
     resume_from,
+    seconds,
+    signer_name,
     threads_start,
 )
 from patchstore.publish.pipeline import Pipeline, Publication
-from patchstore.publish.resume import open_run
-from patchstore.publish.sources import Source, Weights
+from patchstore.publish.sources import Source
+from patchstore.signing.signers import Signer
 from patchstore.stores import opened
 from patchstore.stores.base import Store
-from patchstore.stores.probe import check_create_only
 from patchstore.support import at_exit
 from patchstore.support.arguments import whole_number
 from patchstore.support.worker import Worker
-from patchstore.tensors.bits import spec_of
 
 __all__ = ["Publication", "Publisher", "Source"]
 
 logger = logging.getLogger(__name__)
+
+_NEVER = 2**53
+"""Publications from one anchor to the next where none is wanted."""
 
 
 class Publisher:
@@ -75,27 +80,38 @@ class Publisher:
         *,
         dtype: torch.dtype | str | None = torch.bfloat16,
         encoding: str = "auto",
-        anchor_every: int = 64,
+        anchor_every: int | None = 64,
         files: str | os.PathLike[str] | None = None,
         resume: bool | int | Literal["anchor", "auto"] = False,
         max_pending: int = 2,
         max_shard_bytes: int = 5_000_000_000,
         snapshot: snapshots.Place = "device",
+        group: "torch.distributed.ProcessGroup | None" = None,
+        rank_timeout_s: float = 600.0,
+        signer: Signer | None = None,
     ) -> None:
         """Create a run, or claim an existing one with `resume`.
 
+        If the source has tensors that are sharded over several ranks (DTensors, or partitions of DeepSpeed's
+        ZeRO-3), each of these ranks opens a publisher with the same arguments, and makes the same calls.
+        Otherwise one rank does so alone, or several with `group`.
+
         Args:
             store: an open store, or the URL or path of one, which is opened and closed with the publisher.
-            source: the model or its tensors. Names, shapes and tied tensors must stay the same; a mapping
-                may have other tensor objects under its names at each call. The prefixes of torch.compile,
-                DistributedDataParallel and activation checkpointing are removed from names.
+            source: the model, or its tensors by name, or a function that yields names and tensors anew in
+                each pass: two to open the publisher, one in each publication. Values may be `LocalPart`.
+                Names, shapes, parts and tied tensors must stay the same; there may be other tensor objects
+                under the names at each call. The prefixes of torch.compile, DistributedDataParallel and
+                activation checkpointing are removed from names; adapters of PEFT are merged. `mapped` and
+                `as_saved` publish under other names.
             dtype: the dtype in which floating-point tensors of 16 bits or more are compared and served, such
                 as torch.bfloat16 or "bfloat16"; None to publish every tensor in its own dtype.
             encoding: how changes are stored. "raw": positions, 6 bytes per change in bf16. "gap": distances
                 between positions, 4 bytes. "context": encoded against the parent, whose tensors a reader
                 needs, about 0.9 bytes. "auto": "context" where kernels encode it, "gap" on the CPU.
             anchor_every: publications from one anchor to the next; the versions in between store
-                changes only.
+                changes only. None: only what no delta can reach is an anchor, such as version 0. Then no call
+                waits for the upload of an anchor; `patchstore compact STORE --follow` adds anchors.
             files: a checkpoint folder whose config and tokenizer files go into every anchor. Its config must
                 fit the source: the same sizes, ties that are there, quantised only if the tensors are.
             resume: False for a new run. True to continue from the newest version that has exactly these
@@ -109,34 +125,55 @@ class Publisher:
                 takes no memory of the device, and a comparison takes a little longer than copying the
                 snapshot over the bus. The Path of a folder: in a file there that has no name and is gone with
                 the process; takes 512 MiB of host memory and what the page cache can spare; slowest.
+            group: the ranks that publish together, each of them with a publisher of its own: a process group
+                of torch.distributed. Each publishes what it has; of tensors that several have, one of them is
+                chosen. If not given, these are the ranks of the mesh of sharded tensors; with ZeRO-3, all.
+            rank_timeout_s: how long to wait for another rank, to open the publisher and in each publication.
+            signer: signs each version before it exists, such as `patchstore.signing.KeySigner`. Costs one
+                small upload per version. Ranks that publish together give the same signer.
 
         Raises:
             RunExists: the store has a run and `resume` is False.
-            ResumeMismatch: no version has these weights, or the one named has others.
+            IsReplica: the store is a replica, which `patchstore replicate` alone writes to.
+            ResumeMismatch: no version that is kept has these weights, or the one named has others.
+            VersionRetired: the version to resume from is retired.
             SchemaMismatch: a tensor cannot be stored, has numbers that `dtype` cannot hold, or the run was
                 created with other tensors.
             UnsupportedStore: the store cannot create exclusively.
             StoreUnavailable: the store does not answer.
-            UsageError: an argument is impossible, memory for the snapshot is short, or the system starts no
-                more threads; no run was created.
+            RankFailed: another rank of the group failed, or did not open a publisher in time.
+            UsageError: an argument is impossible, or differs among ranks; memory for the snapshot is short,
+                or the system starts no more threads; no run was created.
             VersionConflict: another publisher claimed the run at the same time.
         """
         self._dtype = dtype_of(dtype)
-        self._anchor_every = whole_number("anchor_every", anchor_every, least=1)
+        self._anchor_every = (
+            _NEVER if anchor_every is None else whole_number("anchor_every", anchor_every, least=1)
+        )
         self._max_pending = whole_number("max_pending", max_pending, least=1)
-        max_shard_bytes = whole_number("max_shard_bytes", max_shard_bytes, least=1)
-        going_on = resume_from(resume)
-        check_encoding(encoding)
         snapshots.check_place(snapshot)
-        found_files = checkpoint_files.read_folder(files)
+        if not is_distributed():
+            # Among ranks, the one that commits reads them: the others may lack the folder.
+            checkpoint_files.read_folder(files)
+        check_encoding(encoding)
+        settings = Settings(
+            dtype=str(self._dtype),
+            encoding=encoding,
+            anchor_every=self._anchor_every,
+            resume=resume_from(resume),
+            max_shard_bytes=whole_number("max_shard_bytes", max_shard_bytes, least=1),
+            rank_timeout_s=seconds("rank_timeout_s", rank_timeout_s),
+            signer=signer_name(signer),
+        )
+        self._signer = signer
         at_exit.check_still_running()
         self._process = os.getpid()
         self._closed = False
         self._closing = ExitStack()
         with self._closing:
             self._store = self._closing.enter_context(opened(store))
-            with out_of_inference(), threads_start(), on_one_rank():
-                self._open(source, encoding, going_on, snapshot, found_files, max_shard_bytes)
+            with out_of_inference(), threads_start():
+                self._open(source, settings, snapshot, files, group)
             at_exit.expect(self)
             # Opened: from here on `close` ends what was begun.
             self._closing = self._closing.pop_all()
@@ -144,59 +181,78 @@ class Publisher:
     def _open(
         self,
         source: Source,
-        encoding: str,
-        resume: bool | int | str,
+        settings: Settings,
         snapshot: snapshots.Place,
-        files: dict[str, bytes],
-        max_shard_bytes: int,
+        files: str | os.PathLike[str] | None,
+        group: "torch.distributed.ProcessGroup | None",
     ) -> None:
-        store = self._store
-        # A read first: if the store does not answer, it fails at once, while the probe would try repeatedly.
-        begun = history.read_header(store)
-        self._weights = Weights(source, () if begun is None else begun.schema.by_name())
-        current, self._tied = self._weights.read()
-        self._served = {name: (self._served_dtype(tensor), tensor.shape) for name, tensor in current.items()}
-        schema = Schema(
-            tensors=tuple(self._spec(name, current[name]) for name in sorted(current)), tied=self._tied
-        )
-        checkpoint_files.check_fits(files, source, schema)
-        for name, tensor in current.items():
-            check_range(name, tensor, self._served[name][0])
-        self._snapshot = snapshots.take(current, schema.tensors, snapshot)
-        # Before anything is written: without its threads a publisher could not go on.
-        checks, sums_uploads, uploads, encodes = (
-            self._started(f"patchstore-{name}") for name in ("check", "state", "upload", "encode")
-        )
-        check_create_only(store)
-        header, head, parent, sums = open_run(
-            store, schema, snapshots.Served(current, schema.tensors), resume
-        )
-        self.run_id = header.run_id
-        self._specs = header.schema.by_name()
-        self._committer = Committer(
-            store,
-            header,
-            head=head,
-            parent=parent,
-            sums=sums,
-            files=files,
-            max_shard_bytes=max_shard_bytes,
-            beside=(checks, sums_uploads),
-        )
-        since_anchor = 0
-        if parent is not None:
-            claim = self._committer.claim()
-            if sums is not None:
-                since_anchor = len(history.read_lineage(store, claim.version)) - 1
+        failure: Exception | None = None
+        begun: StoreHeader | None = None
+        try:
+            # A read first: if the store does not answer, it fails at once; the probe would try repeatedly.
+            replica_mark.check_writable(self._store)
+            begun = history.read_header(self._store)
+        except Exception as exc:  # noqa: BLE001 -- raised below, when other ranks can hear of it
+            failure = exc
+        stored = () if begun is None else begun.schema.by_name()
+        self._offered = offered = Offered(source, self._dtype, stored)
+        try:
+            # Also after a failure: it tells which ranks must hear of that.
+            offered.read()
+        except Exception as exc:  # noqa: BLE001 -- as above
+            failure = failure or exc
+        ranks = ranks_that_publish(group, offered.ranks)
+        self._is_alone = ranks is None
+
+        def describe() -> tuple[tuple[Part, ...], Mapping[str, str]]:
+            if failure is not None:
+                raise failure
+            if self._is_alone:
+                offered.join()
+            return offered.parts, offered.tied
+
+        def check_schema(schema: Schema) -> dict[str, bytes]:
+            found = checkpoint_files.read_folder(files)
+            checkpoint_files.check_fits(found, offered.given, schema)
+            return found
+
+        if ranks is None:
+            with on_one_rank():
+                alone = Alone(self._store, settings, describe, check_schema, signer=self._signer)
+                self._open_as(alone, settings, snapshot)
+        else:
+            base = BaseCheckpoint(files)
+            together = Together(self._store, settings, describe, check_schema, ranks, base, self._signer)
+            self._open_as(together, settings, snapshot)
+
+    def _open_as(self, opening: Alone | Together, settings: Settings, snapshot: snapshots.Place) -> None:
+        """Create or continue the run, and start what publishes."""
+        self._closing.callback(opening.leave)
+        offered = self._offered
+        offered.choose(opening.parts)
+        specs = [TensorSpec(name=part.key, dtype=part.spec.dtype, shape=part.size) for part in opening.parts]
+        current = offered.first(specs)
+        workers: list[Worker] = []
+
+        def prepare() -> None:
+            self._snapshot = snapshots.take(current, specs, snapshot)
+            # Before anything is written: without its threads a publisher could not go on.
+            names = ("check", "state", "upload", "encode")
+            workers.extend(self._started(f"patchstore-{name}") for name in names)
+
+        served = snapshots.Served(current, specs, lambda: self._snapshot.tensors)
+        run = opening.open(prepare, served, workers)
+        self.run_id = run.header.run_id
+        self.schema = run.header.schema
+        """The tensors of the run."""
         self._pipeline = Pipeline(
-            header.schema.tensors,
-            self._snapshot,
-            choose(encoding, self._snapshot),
-            self._committer,
-            (encodes, uploads),
-            is_stored=sums is not None,
+            *(run.header.schema.tensors, opening.parts, self._snapshot),
+            choose(settings.encoding, self._snapshot),
+            run.committer,
+            (workers[3], workers[2]),
+            is_stored=run.is_stored,
             anchor_every=self._anchor_every,
-            since_anchor=since_anchor,
+            since_anchor=run.since_anchor,
         )
 
     def _started(self, name: str) -> Worker:
@@ -215,8 +271,10 @@ class Publisher:
             step: the trainer's count, from -(2**53 - 1) to 2**53 - 1, because JSON keeps these exactly.
 
         Raises:
-            PublishFailed: an earlier publication was not stored, and that was not raised yet. This call
-                published nothing; the next one publishes the whole model.
+            PublishFailed: an earlier publication was not stored, and that was not raised yet. If this process
+                publishes alone, this call published nothing, and the next one publishes the whole model. Of
+                several ranks each has handed over this call's publication, because one rank may hear of the
+                failure a call later than another.
             VersionConflict: another publisher has this run; this publisher can publish nothing any more.
             RunLost: the store no longer holds this run; nothing can be published any more.
             SchemaMismatch: names, shapes, dtypes or ties of the source have changed. This call published
@@ -234,10 +292,22 @@ class Publisher:
             )
         if self._pipeline.conflict is not None:
             raise self._pipeline.conflict
-        self._raise_unreported()
+        earlier = self._unreported()
+        if earlier is not None and self._is_alone:
+            raise earlier
         began = time.monotonic()
         with out_of_inference():
-            return self._pipeline.publish(step, self._current(), began=began, max_pending=self._max_pending)
+            try:
+                current = self._offered.current()
+                found = self._pipeline.publish(step, current, began=began, max_pending=self._max_pending)
+            except Exception as exc:
+                if not self._is_alone:
+                    self._pipeline.abandon(step, exc)
+                raise
+        if earlier is not None:
+            # All ranks make the same calls, although one may hear of a failure before another.
+            raise earlier
+        return found
 
     def close(self) -> None:
         """Wait until everything published is committed or has failed, and end the threads.
@@ -253,7 +323,8 @@ class Publisher:
         self._pipeline.stop()
         self._closing.close()
         at_exit.forget(self)
-        self._raise_unreported()
+        if (error := self._unreported()) is not None:
+            raise error
 
     def __enter__(self) -> Self:
         return self
@@ -294,43 +365,16 @@ class Publisher:
             'Restart with resume="auto", which publishes whatever weights the trainer has then'
         )
 
-    def _raise_unreported(self) -> None:
+    def _unreported(self) -> BaseException | None:
+        """Return why earlier publications were not stored, unless that was raised. The caller raises it."""
         failed = self._pipeline.failed
         unreported = [each for each in tuple(failed) if each.done() and not each.reported]
         while failed and failed[0].reported:
             failed.popleft()
         for publication in unreported:
             publication.reported = True
-        if unreported:
-            # The later ones failed because the first did.
-            assert unreported[0]._task is not None and unreported[0]._task.error is not None
-            raise unreported[0]._task.error
-
-    def _served_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        if self._dtype is not None and tensor.is_floating_point() and tensor.element_size() >= 2:
-            return self._dtype
-        return tensor.dtype
-
-    def _spec(self, name: str, tensor: torch.Tensor) -> TensorSpec:
-        return spec_of(name, torch.empty(tensor.shape, dtype=self._served_dtype(tensor), device="meta"))
-
-    def _is_served(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of this name, dtype and shape is one of the run's."""
-        dtype, shape = self._served.get(name, (None, None))
-        return self._served_dtype(tensor) == dtype and tensor.shape == shape
-
-    def _current(self) -> dict[str, torch.Tensor]:
-        """Return the source's tensors, each once.
-
-        Raises:
-            SchemaMismatch: they are not those of the run; the snapshot is untouched.
-        """
-        current, tied = self._weights.read()
-        if tied != self._tied:
-            raise SchemaMismatch(f"tensors were tied as {self._tied}, but are tied as {tied} now")
-        if len(current) != len(self._served) or not all(map(self._is_served, current, current.values())):
-            for name in sorted(current.keys() | self._specs.keys()):
-                found = self._spec(name, current[name]) if name in current else None
-                if found != self._specs.get(name):
-                    raise SchemaMismatch(f"tensor {name!r} was {self._specs.get(name)}, but is {found} now")
-        return current
+        if not unreported:
+            return None
+        # The later ones failed because the first did.
+        assert unreported[0]._task is not None and unreported[0]._task.error is not None
+        return unreported[0]._task.error

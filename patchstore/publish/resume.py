@@ -5,29 +5,26 @@ Nothing is ever deleted or overwritten to make a resumption fit.
 
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import closing, suppress
 
-import torch
-
-from patchstore.errors import ResumeMismatch, RunExists, SchemaMismatch, VersionNotFound
-from patchstore.format import history
+from patchstore.errors import ResumeMismatch, RunExists, SchemaMismatch, VersionNotFound, VersionRetired
+from patchstore.format import history, kept
 from patchstore.format.records import Manifest, Schema, StoreHeader
 from patchstore.format.state_sums import Sums, state_total
 from patchstore.publish.committer import now
 from patchstore.stores.base import Store
-from patchstore.tensors import state_digest
 
 logger = logging.getLogger(__name__)
 
 
 def open_run(
-    store: Store, schema: Schema, snapshot: Mapping[str, torch.Tensor], resume: bool | int | str
+    store: Store, schema: Schema, sums_now: Callable[[], dict[str, Sums]], resume: bool | int | str
 ) -> tuple[StoreHeader, Manifest | None, Manifest | None, dict[str, Sums] | None]:
     """Create a run, or find the version that these weights are.
 
     Args:
-        snapshot: the weights as they are served.
+        sums_now: returns the digest sums of the weights as they are served; called at most once.
         resume: as `Publisher` takes it.
 
     Returns:
@@ -60,10 +57,11 @@ def open_run(
     history.check_newest(store, head)
     if head is None or resume == "anchor":
         return header, head, head, None
-    sums = state_digest.of_tensors(header.schema, snapshot.items())
+    sums = sums_now()
     total = state_total(header.schema, sums)
     if resume is not True and resume != "auto":
         parent = history.read_manifest(store, int(resume))
+        kept.check(store, parent.version)
         if parent.state.total != total:
             raise ResumeMismatch(
                 f"version {resume} has state digest {parent.state.total}, these weights {total}; "
@@ -71,22 +69,30 @@ def open_run(
             )
         return header, head, parent, sums
     found = _newest_with(store, head, total)
-    if found is not None:
+    if found is not None and not _is_retired(store, found.version):
         return header, head, found, sums
     if resume == "auto":
         logger.warning(
-            "no version in %s has these weights (state digest %s), so the next publication will be the whole "
-            "model, behind version %d",
+            "no version that is kept in %s has these weights (state digest %s), so the next publication will "
+            "be the whole model, behind version %d",
             store.url,
             total,
             head.version,
         )
         return header, head, head, None
     raise ResumeMismatch(
-        f"none of the {head.version + 1} versions in {store.url} has these weights, whose state digest is "
-        f"{total}; "
+        f"none of the {head.version + 1} versions in {store.url} has these weights and is kept; their state "
+        f"digest is {total}; "
         'load one of them first, or use resume="anchor" to publish these weights whole'
     )
+
+
+def _is_retired(store: Store, version: int) -> bool:
+    try:
+        kept.check(store, version)
+    except VersionRetired:
+        return True
+    return False
 
 
 def _newest_with(store: Store, head: Manifest, total: str) -> Manifest | None:

@@ -1,6 +1,7 @@
 """Open the deltas of a plan, verified, and turn them into patches."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
@@ -8,19 +9,26 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from patchstore.encodings import EncodedTensor, encoding
-from patchstore.encodings.context import Coded, Context, Tiles, decode_patches
+from patchstore.encodings import encoding
+from patchstore.encodings.context import Chosen, Coded, Context, Tiles, Tiling, decode_patches
 from patchstore.encodings.gap import Gap
-from patchstore.errors import CorruptObject
 from patchstore.format.records import Manifest, Payload, TensorSpec
+from patchstore.format.state_sums import Sums
 from patchstore.payloads import delta_file
+from patchstore.payloads.delta_file import Stored
 from patchstore.read import ranges
 from patchstore.read.download import fill, in_memory, room_for
+from patchstore.read.parts import Parts, check_boxes, check_listed, check_patches
 from patchstore.stores.base import Store
-from patchstore.tensors.bits import TensorPatch, bits, grouped
+from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, grouped
+from patchstore.tensors.state_digest import of_elements
 
 if TYPE_CHECKING:
     from patchstore.read.host_cache import HostCache
+
+
+_AT_A_TIME = 8
+"""Payloads of which ranges are read at the same time."""
 
 
 class Wanted(NamedTuple):
@@ -29,9 +37,13 @@ class Wanted(NamedTuple):
     spec: TensorSpec
     held: torch.Tensor | None
     """The parent's tensor; None if no stored change of it is relative to the parent."""
-    tiles: Tiles = None
-    """Numbers of those tiles that `held` really has, ascending; None for all. Relative patches contain
-    nothing of the other tiles."""
+    tiles: Chosen | None = None
+    """Which tiles of a part `held` really has; None for all. Relative patches contain nothing of the other
+    tiles."""
+
+
+Version = tuple[Manifest, Mapping[str, Parts]]
+"""A version, and by name what its payloads state of each tensor."""
 
 
 class Deltas:
@@ -40,14 +52,17 @@ class Deltas:
     Large tensors are decoded one at a time, small ones many at a time.
     """
 
-    def __init__(self, versions: list[tuple[Manifest, str, dict[str, EncodedTensor | Coded]]]) -> None:
+    def __init__(self, versions: Sequence[Version], schema: Mapping[str, TensorSpec]) -> None:
         self._versions = versions
-        self.names = {name for _, _, stored in versions for name in stored}
+        self._schema = schema
+        self.names = {name for _, stored in versions for name in stored}
         """Tensors that any of the deltas states."""
 
     def is_relative(self, name: str) -> bool:
         """Whether any of them is relative: it can be decoded only beside the tensor that it changes."""
-        return any(isinstance(stored.get(name), Coded) for _, _, stored in self._versions)
+        return any(
+            isinstance(each, Coded) for _, stored in self._versions for _, each in stored.get(name, ())
+        )
 
     def apply(self, tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> None:
         """Write the changes of all deltas into tensors that have the version before the first delta.
@@ -61,6 +76,25 @@ class Deltas:
                 assert each.held is not None
                 _write(patch, each.held)
 
+    def apply_counted(self, tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> dict[str, Sums]:
+        """`apply`, and return by how much the digest sums of each changed tensor grew. Raises as `apply`."""
+        growth: dict[str, Sums] = {}
+        stated = (Wanted(spec, tensor) for spec, tensor in tensors if spec.name in self.names)
+        for group in self._grouped(stated):
+            for each, patch in self._patches(group):
+                assert each.held is not None
+                before = each.held.view(-1)[patch.indices.to(torch.int64)]
+                added = of_elements(patch.indices, patch.values).minus(of_elements(patch.indices, before))
+                growth[patch.name] = growth.get(patch.name, Sums()).plus(added)
+                _write(patch, each.held)
+        return growth
+
+    def after(self, spec: TensorSpec, before: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor with all deltas applied. Raises as `apply`."""
+        tensor = before.clone()
+        self.apply([(spec, tensor)])
+        return tensor
+
     def _grouped(self, wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
         return grouped(wanted, lambda each: each.spec.dtype, lambda each: each.spec.num_elements)
 
@@ -73,65 +107,69 @@ class Deltas:
         Raises:
             CorruptObject: positions that no encoder writes, or one that two payloads of a version state.
         """
-        version, stated = None, dict[str, list[torch.Tensor]]()
-        for number, (manifest, key, _) in enumerate(self._versions):
-            if manifest.version != version:
-                version, stated = manifest.version, {}
-            for each, patch in self._decoded(number, group):
-                parts = stated.setdefault(patch.name, [])
-                parts.append(patch.indices)
-                if len(parts) > 1 and len(torch.unique(torch.cat(parts))) < sum(map(len, parts)):
-                    raise CorruptObject(
-                        f"{key}: it states an element of {patch.name!r} that another payload of version "
-                        f"{version} states too"
-                    )
-                yield each, patch
+        for number in range(len(self._versions)):
+            yield from self._decoded(number, group)
 
     def _decoded(self, number: int, group: Sequence[Wanted]) -> Iterator[tuple[Wanted, TensorPatch]]:
-        """Yield the patches that one delta has of tensors of one dtype."""
-        manifest, key, stored = self._versions[number]
+        """Yield the patches that one version has of tensors of one dtype. Raises as `_patches`."""
+        manifest, stored = self._versions[number]
         assert manifest.delta is not None
-        coded: list[tuple[Wanted, Coded]] = []
+        index = encoding(manifest.delta.encoding).index
+        coded: list[tuple[Wanted, str, Coded, Tiles]] = []
         for each in group:
-            its = stored.get(each.spec.name)
-            if isinstance(its, Coded):
-                coded.append((each, its))
-            elif its is not None:
-                yield each, encoding(manifest.delta.encoding).index.decode(its, each.spec, key)
+            parts = stored.get(each.spec.name, ())
+            listed = []
+            for key, its in parts:
+                if isinstance(its, Coded):
+                    tiles = None if each.tiles is None else each.tiles(its.tiling)
+                    if tiles is None or len(tiles):
+                        coded.append((each, key, its, tiles))
+                else:
+                    listed.append((key, index.decode(its, each.spec, key)))
+            if len(parts) > 1:
+                check_patches(manifest.version, each.spec, parts, listed)
+            yield from ((each, patch) for _, patch in listed)
         if not coded:
             return
-        # Neighbours of one shape are cut into tiles together.
-        coded.sort(key=lambda pair: pair[0].spec.shape)
+        # Neighbours that are cut alike are cut into tiles together.
+        coded.sort(key=lambda one: one[0].spec.shape)
         olds = []
-        for each, _ in coded:
+        for each, *_ in coded:
             assert each.held is not None
             olds.append(each.held.cpu())
         patches = decode_patches(
-            [each.spec for each, _ in coded],
-            [its for _, its in coded],
+            [each.spec for each, *_ in coded],
+            [its for _, _, its, _ in coded],
             olds,
-            [key] * len(coded),
-            [each.tiles for each, _ in coded],
+            [key for _, key, *_ in coded],
+            [tiles for *_, tiles in coded],
         )
-        yield from zip((each for each, _ in coded), patches, strict=True)
+        yield from zip((each for each, *_ in coded), patches, strict=True)
 
-    def stored(self) -> list[Mapping[str, tuple[str, EncodedTensor | Coded]]] | None:
-        """Return for each version, oldest first, by name what is stored, and the key of its object.
+    def tilings(self) -> Iterator[tuple[str, Tiling]]:
+        """Yield for each coded part its tensor's name, and how it is cut into tiles."""
+        for _, stored in self._versions:
+            for name, parts in stored.items():
+                yield from ((name, each.tiling) for _, each in parts if isinstance(each, Coded))
+
+    def stored(self) -> list[Mapping[str, Parts]] | None:
+        """Return for each version, oldest first, by name what is stored, and the keys of its objects.
 
         None where any of them has positions that are not gaps.
-        """
-        found: dict[int, dict[str, tuple[str, EncodedTensor | Coded]]] = {}
-        for manifest, key, stored in self._versions:
-            assert manifest.delta is not None
-            if not isinstance(encoding(manifest.delta.encoding).index, Gap):
-                return None
-            mine = found.setdefault(manifest.version, {})
-            if mine.keys() & stored.keys():
-                return None
-            mine |= {name: (key, encoded) for name, encoded in stored.items()}
-        return list(found.values())
 
-    def merged(self, spec: TensorSpec, held: torch.Tensor | None, tiles: Tiles = None) -> TensorPatch:
+        Raises:
+            CorruptObject: positions that no encoder writes, or one that two payloads of a version state.
+        """
+        for manifest, stored in self._versions:
+            assert manifest.delta is not None
+            index = encoding(manifest.delta.encoding).index
+            if not isinstance(index, Gap):
+                return None
+            for name, parts in stored.items():
+                check_listed(manifest.version, self._schema[name], parts, index)
+        return [stored for _, stored in self._versions]
+
+    def merged(self, spec: TensorSpec, held: torch.Tensor | None, tiles: Chosen | None = None) -> TensorPatch:
         """Return one patch with the effect of all; see `merged_each`."""
         ((_, patch),) = self.merged_each([Wanted(spec, held, tiles)])
         return patch
@@ -149,31 +187,37 @@ class Deltas:
             CorruptObject: positions that no encoder writes.
         """
         for group in self._grouped(wanted):
-            if len(self._versions) == 1:
-                yield from self._decoded(0, group)
-                continue
-            copies = [
-                each._replace(held=each.held.clone())
-                if each.held is not None and self.is_relative(each.spec.name)
-                else each
-                for each in group
-            ]
             found: dict[str, list[TensorPatch]] = {each.spec.name: [] for each in group}
-            for each, patch in self._patches(copies):
-                found[patch.name].append(patch)
-                if each.held is not None and self.is_relative(patch.name):
-                    _write(patch, each.held)
-            yield from ((each, _merged(found[each.spec.name])) for each in group)
+            if len(self._versions) == 1:
+                for _, patch in self._decoded(0, group):
+                    found[patch.name].append(patch)
+            else:
+                copies = [
+                    each._replace(held=each.held.clone())
+                    if each.held is not None and self.is_relative(each.spec.name)
+                    else each
+                    for each in group
+                ]
+                for each, patch in self._patches(copies):
+                    found[patch.name].append(patch)
+                    if each.held is not None and self.is_relative(patch.name):
+                        _write(patch, each.held)
+            yield from ((each, _merged(each.spec, found[each.spec.name])) for each in group)
 
 
 def _write(patch: TensorPatch, tensor: torch.Tensor) -> None:
     bits(tensor)[patch.indices.to(tensor.device)] = bits(patch.values).to(tensor.device)
 
 
-def _merged(patches: Sequence[TensorPatch]) -> TensorPatch:
+def _merged(spec: TensorSpec, patches: Sequence[TensorPatch]) -> TensorPatch:
     """Return one patch of a tensor with the effect of several."""
     if len(patches) == 1:
         return patches[0]
+    if not patches:
+        nothing = torch.empty(0, dtype=TORCH_DTYPES[spec.dtype], device="cpu")
+        return TensorPatch(
+            name=spec.name, indices=torch.empty(0, dtype=torch.int32, device="cpu"), values=nothing
+        )
     order = torch.cat([patch.indices.to(torch.int64) for patch in patches])
     indices, by = order.sort(stable=True)
     last = torch.ones(len(indices), dtype=torch.bool, device=indices.device)
@@ -218,24 +262,41 @@ def open_deltas(
 
     with ExitStack() as files:
         lend = None if cache is None else files.enter_context(cache.lease())
-        versions: list[tuple[Manifest, str, dict[str, EncodedTensor | Coded]]] = []
+        versions: list[Version] = []
         for manifest in manifests:
             assert manifest.delta is not None
             # Before anything is fetched, so that a newer release's bucket fails at once.
-            encoding(manifest.delta.encoding)
-            first = len(versions)
-            for wanted in manifest.delta.payloads:
-                if needs is not None and isinstance(encoding(manifest.delta.encoding), Context):
-                    with room_for(store, wanted, "memory"):
-                        found = ranges.read(store, wanted, manifest, schema, needs)
-                else:
-                    found = delta_file.read_delta(wanted.key, local(wanted), manifest, schema)
-                for _, _, others in versions[first:]:
-                    # Each is coded against the parent, and not against the result of another payload.
-                    both = found.keys() & others.keys()
-                    if any(isinstance(each[name], Coded) for name in both for each in (found, others)):
-                        raise CorruptObject(
-                            f"{wanted.key}: it has a coded tensor that another payload has too"
-                        )
-                versions.append((manifest, wanted.key, found))
-        yield Deltas(versions)
+            is_coded = isinstance(encoding(manifest.delta.encoding), Context)
+            stored: dict[str, Parts] = {}
+            if needs is not None and is_coded:
+                payloads = _ranges(store, manifest, schema, needs)
+            else:
+                payloads = (
+                    (wanted.key, delta_file.read_delta(wanted.key, local(wanted), manifest, schema))
+                    for wanted in manifest.delta.payloads
+                )
+            for key, found in payloads:
+                for name, parts in found.items():
+                    stored[name] = (*stored.get(name, ()), *((key, each) for each in parts))
+            for name, its in stored.items():
+                check_boxes(manifest.version, schema[name], its)
+            versions.append((manifest, stored))
+        yield Deltas(versions, schema)
+
+
+def _ranges(
+    store: Store, manifest: Manifest, schema: Mapping[str, TensorSpec], needs: ranges.Needs
+) -> Iterator[tuple[str, dict[str, tuple[Stored, ...]]]]:
+    """Read what is needed of the payloads of a version, some of them at a time."""
+    assert manifest.delta is not None
+
+    def read(wanted: Payload) -> tuple[str, dict[str, tuple[Stored, ...]]]:
+        with room_for(store, wanted, "memory"):
+            return wanted.key, ranges.read(store, wanted, manifest, schema, needs)
+
+    payloads = manifest.delta.payloads
+    if len(payloads) < 2:
+        yield from map(read, payloads)
+        return
+    with ThreadPoolExecutor(min(_AT_A_TIME, len(payloads)), "patchstore-ranges") as pool:
+        yield from pool.map(read, payloads)

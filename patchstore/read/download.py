@@ -14,6 +14,7 @@ import torch
 
 from patchstore.errors import CorruptObject, HostError, NotFound
 from patchstore.format import hashing
+from patchstore.format.missing import missing
 from patchstore.format.records import Payload
 from patchstore.stores.base import Store
 from patchstore.support import host
@@ -40,7 +41,7 @@ def chunks(store: Store, wanted: Payload) -> Iterator[bytes]:
         with host.reading(wanted.key):
             yield from hashing.verified(store.read(wanted.key, end=wanted.size + 1), wanted)
     except NotFound as exc:
-        raise _missing(store, wanted) from exc
+        raise missing(store, wanted) from exc
 
 
 def check_size(store: Store, wanted: Payload) -> None:
@@ -53,13 +54,9 @@ def check_size(store: Store, wanted: Payload) -> None:
         with host.reading(wanted.key):
             size = store.size(wanted.key)
     except NotFound as exc:
-        raise _missing(store, wanted) from exc
+        raise missing(store, wanted) from exc
     if size != wanted.size:
         raise CorruptObject(f"{wanted.key} should have {wanted.size:,} bytes but has {size:,}")
-
-
-def _missing(store: Store, wanted: Payload) -> CorruptObject:
-    return CorruptObject(f"{wanted.key} is missing from {store.url}, though its version names it")
 
 
 def download(store: Store, wanted: Payload, path: Path) -> None:

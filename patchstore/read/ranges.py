@@ -9,24 +9,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from patchstore.encodings import EncodedTensor
-from patchstore.encodings.context import Coded, Tiles, unpack
+from patchstore.encodings.context import Tiles, Tiling, unpack
 from patchstore.errors import CorruptObject, NotFound
+from patchstore.format.missing import missing
 from patchstore.format.records import REQUEST_BYTES, Manifest, Payload, TensorSpec
 from patchstore.payloads import delta_file, tensor_file
+from patchstore.payloads.delta_file import Stored
 from patchstore.stores.base import Store
 from patchstore.support import host
 
 FIRST_BYTES = 1 << 16
 """Size of the first request: contains header and table of most payloads."""
 
-Needs = Callable[[TensorSpec], Tiles]
-"""Which tiles of a tensor are needed, ascending; None for all."""
+Needs = Callable[[TensorSpec, Tiling], Tiles]
+"""Which tiles of a part of a tensor are needed, ascending; None for all."""
 
 
 def read(
     store: Store, wanted: Payload, manifest: Manifest, schema: Mapping[str, TensorSpec], needs: Needs
-) -> dict[str, EncodedTensor | Coded]:
+) -> dict[str, tuple[Stored, ...]]:
     """Read the parts of a delta of encoding `context` that some tiles need.
 
     Returns:
@@ -56,7 +57,7 @@ def read(
             for first, last in _ranges(wanted.key, listed, tiles.spec.num_bytes, schema, needs):
                 _fill(store, wanted, view, max(end + first, done), end + last)
     except NotFound as exc:
-        raise CorruptObject(f"{wanted.key} is missing from {store.url}, though its version names it") from exc
+        raise missing(store, wanted) from exc
     return delta_file.read_delta(wanted.key, view, manifest, schema)
 
 
@@ -98,7 +99,7 @@ def _ranges(
     chosen = np.zeros(len(ends), dtype=np.bool_)
     for number, place in enumerate(found.indices.tolist()):
         mine = chosen[found.lengths_at[number] : found.lengths_at[number + 1]]
-        tiles = needs(specs[place])
+        tiles = needs(specs[place], found.cuts[number])
         mine[slice(None) if tiles is None else tiles] = True
     chosen &= found.lengths > 0
     yield from _joined(zip((ends - found.lengths)[chosen].tolist(), ends[chosen].tolist(), strict=True))

@@ -5,16 +5,18 @@ on its way: memory holds one tensor or some small ones, not the model. Nothing a
 output's name before every payload digest and the state digest have been checked.
 """
 
+import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from patchstore.errors import CorruptObject, UsageError, VersionNotFound
-from patchstore.format import history, planning
+from patchstore.format import history, kept, lineage, tags
+from patchstore.format.missing import PayloadMissing
 from patchstore.format.records import Manifest, Plan, StoreHeader, TensorSpec
 from patchstore.format.state_sums import read_sums
 from patchstore.payloads import anchor_file, tensor_file
@@ -22,11 +24,15 @@ from patchstore.read import download
 from patchstore.read.anchors import stream_anchor
 from patchstore.read.deltas import Deltas, open_deltas
 from patchstore.read.unfinished import flush, unfinished, write_file
+from patchstore.retention.lease import Lease
+from patchstore.signing.required import Keys, RequiredKeys, checks
 from patchstore.stores import Store, opened
 from patchstore.support import host
 from patchstore.support.arguments import local_path, version_number
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import batches
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far and the bytes in all."""
@@ -35,55 +41,116 @@ Progress = Callable[[int, int], None]
 @host.asked("rebuilding a version", kinds=host.SHORT_OF_MEMORY)
 def replay(
     store: Store | str | os.PathLike[str],
-    version: int | None = None,
+    version: int | str | None = None,
     *,
     out: str | os.PathLike[str],
     progress: Progress | None = None,
+    required_keys: RequiredKeys | Keys | Sequence[Keys] | None = None,
 ) -> Manifest:
     """Write a version as a Hugging Face checkpoint folder.
 
     Args:
         store: an open store, or the URL or path of one.
-        version: None for the head.
+        version: its number, or a tag; None for the head.
         out: a folder that does not exist yet. Its parent needs room for the checkpoint and the
             deltas.
+        required_keys: PEM files with public keys, one of which must have signed the version.
 
     Returns:
         The version's manifest.
 
     Raises:
         UsageError: `out` exists, or cannot be created.
-        VersionNotFound: no such version.
+        VersionNotFound: no such version, or no such tag.
+        VersionRetired: the version is retired, or was retired while it was read.
         WrongParent: the version cannot be reached from an anchor.
         CorruptObject, StateMismatch: the bucket's bytes are wrong. As after every error, nothing
             exists under `out`.
+        Unsigned, WrongSignature: no required key has signed the version; no payload was read.
         HostError: there is no space for it, or the system refuses something else.
     """
     target = local_path("out", out)
-    version = None if version is None else version_number(version)
+    version = _version(version)
+    required = RequiredKeys.of(required_keys)
     if os.path.lexists(target):
         raise UsageError(f"{target} exists; name a folder that does not")
     with opened(store) as source:
-        return _replay(source, version, target, progress)
+        return _replay(source, version, target, progress, required)
 
 
-def _replay(store: Store, version: int | None, target: Path, progress: Progress | None) -> Manifest:
-    header, route = route_to(store, version)
-    assert route.anchor is not None and route.anchor.anchor is not None
-    with unfinished(target, is_folder=True) as partial:
-        metadata = anchor_file.anchor_metadata(route.target.version, route.target.step, header.run_id)
-        for name, specs, tensors in _files(store, header, route, partial, progress):
-            write_file(partial / name, tensor_file.write(specs, tensors, metadata))
-        for wanted in route.anchor.anchor.files:
-            download.download(store, wanted, partial / wanted.key.rsplit("/", 1)[1])
-        for path in (*partial.iterdir(), partial):
-            flush(path)
+def _version(version: int | str | None) -> int | str | None:
+    """Return a version's number, or a tag as it is. Raises UsageError before a store is opened."""
+    if isinstance(version, str):
+        return tags.check_name(version)
+    return None if version is None else version_number(version)
+
+
+def _kept(store: Store, version: int | str | None) -> int | None:
+    """Return the number of a version, which is not retired; None for the head, which never is.
+
+    Raises:
+        VersionNotFound, VersionRetired
+    """
+    if version is None:
+        return None
+    number = tags.version_of(store, version)
+    kept.check(store, number)
+    return number
+
+
+def _replay(
+    store: Store,
+    version: int | str | None,
+    target: Path,
+    progress: Progress | None,
+    required: RequiredKeys | None,
+) -> Manifest:
+    def rebuild(header: StoreHeader, route: Plan) -> None:
+        assert route.anchor is not None and route.anchor.anchor is not None
+        with unfinished(target, is_folder=True) as partial:
+            metadata = anchor_file.anchor_metadata(route.target.version, route.target.step, header.run_id)
+            for name, specs, tensors in _files(store, header, route, partial, progress):
+                write_file(partial / name, tensor_file.write(specs, tensors, metadata))
+            for wanted in route.anchor.anchor.files:
+                download.download(store, wanted, partial / wanted.key.rsplit("/", 1)[1])
+            for path in (*partial.iterdir(), partial):
+                flush(path)
+
+    return _rebuilt(store, _kept(store, version), required, rebuild)
+
+
+def _rebuilt(
+    store: Store,
+    version: int | None,
+    required: RequiredKeys | None,
+    rebuild: Callable[[StoreHeader, Plan], None],
+) -> Manifest:
+    """Have a version rebuilt, under a lease; if a shortcut leads over deleted payloads, without shortcuts.
+
+    Raises:
+        VersionRetired: it was retired meanwhile.
+    """
+    header, route = route_to(store, version, required)
+    number = route.target.version
+    with kept.explained(store, number), Lease(store, header.run_id, [number]):
+        try:
+            rebuild(header, route)
+        except PayloadMissing as exc:
+            _, around = route_to(store, number, required, over_shortcuts=False)
+            if around == route or not kept.is_of_retired(store, exc):
+                raise
+            logger.warning("version %d is rebuilt without shortcuts: %s", number, exc)
+            rebuild(header, around)
     return route.target
 
 
 @host.asked("rebuilding a version", kinds=host.SHORT_OF_MEMORY)
 def verify(
-    store: Store | str | os.PathLike[str], version: int | None = None, *, progress: Progress | None = None
+    store: Store | str | os.PathLike[str],
+    version: int | str | None = None,
+    *,
+    progress: Progress | None = None,
+    required_keys: RequiredKeys | Keys | Sequence[Keys] | None = None,
 ) -> Manifest:
     """Rebuild a version without keeping it, and check every object it names, needed for that or not.
 
@@ -91,18 +158,28 @@ def verify(
 
     Args:
         store: an open store, or the URL or path of one.
-        version: None for the head.
+        version: its number, or a tag; None for the head.
+        required_keys: PEM files with public keys, one of which must have signed the version.
 
     Raises:
         As `replay`.
     """
-    version = None if version is None else version_number(version)
+    version = _version(version)
+    required = RequiredKeys.of(required_keys)
     with opened(store) as source:
-        return _verify(source, version, progress)
+        return _verify(source, version, progress, required)
 
 
-def _verify(store: Store, version: int | None, progress: Progress | None) -> Manifest:
-    header, route = route_to(store, version)
+def _verify(
+    store: Store, version: int | str | None, progress: Progress | None, required: RequiredKeys | None
+) -> Manifest:
+    def rebuild(header: StoreHeader, route: Plan) -> None:
+        _verify_route(store, header, route, progress)
+
+    return _rebuilt(store, _kept(store, version), required, rebuild)
+
+
+def _verify_route(store: Store, header: StoreHeader, route: Plan, progress: Progress | None) -> None:
     assert route.anchor is not None and route.anchor.anchor is not None
     if route.anchor.parent is not None:
         # Rebuilding needs nothing that is older, but the anchor's version claims to descend from it.
@@ -112,13 +189,17 @@ def _verify(store: Store, version: int | None, progress: Progress | None) -> Man
     read_sums(store, header.schema, route.target)
     for wanted in route.anchor.anchor.files:
         deque(download.chunks(store, wanted), maxlen=0)
-    if route.target == route.anchor and route.target.delta is not None:
-        # Rebuilding started from the anchor, but readers at the parent take the delta.
+    if route.target.delta is not None and route.target not in route.deltas:
+        # Rebuilding did not need the delta, but readers at the parent take it.
         assert route.target.parent is not None, "a manifest with a delta has a parent"
         _, before = route_to(store, route.target.parent)
         by_delta = replace(before, target=route.target, deltas=(*before.deltas, route.target))
-        deque(tensors_of(store, header, by_delta), maxlen=0)
-    return route.target
+        try:
+            deque(tensors_of(store, header, by_delta), maxlen=0)
+        except PayloadMissing as exc:
+            # No reader can be at the parent any more, if what it was rebuilt from was given up.
+            if not kept.is_of_retired(store, exc):
+                raise
 
 
 def tensors_of(
@@ -133,11 +214,21 @@ def tensors_of(
         yield from zip(specs, tensors, strict=True)
 
 
-def route_to(store: Store, version: int | None) -> tuple[StoreHeader, Plan]:
+def route_to(
+    store: Store,
+    version: int | None,
+    required: RequiredKeys | None = None,
+    *,
+    over_shortcuts: bool = True,
+) -> tuple[StoreHeader, Plan]:
     """Return the run, and how to rebuild a version from its nearest anchor; None for the head.
+
+    Args:
+        over_shortcuts: see `lineage.read`.
 
     Raises:
         VersionNotFound, WrongParent
+        Unsigned, WrongSignature: keys are required, and none has signed the version.
     """
     header = history.read_header(store)
     if header is None:
@@ -147,7 +238,8 @@ def route_to(store: Store, version: int | None) -> tuple[StoreHeader, Plan]:
         if newest is None:
             raise VersionNotFound(f"{store.url} has no version yet")
         version = newest.version
-    route = planning.plan(history.read_lineage(store, version), None, version)
+    check = checks(required, store, header)
+    route = lineage.read(store, version, check=check, over_shortcuts=over_shortcuts).plan()
     if route.target.run_id != header.run_id:
         raise CorruptObject(
             f"version {version} is of run {route.target.run_id}, but the store of run {header.run_id}"

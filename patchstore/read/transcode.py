@@ -74,7 +74,7 @@ def transcode(
     sums |= {name: sums[name].plus(growth) for name, growth in found.sum_growth.items()}
     state_digest.check_state(store, header.schema, sums, wanted)
     metadata = delta_file.delta_metadata(
-        version, wanted.parent, wanted.step, wanted.run_id, encoding, found.listed
+        version, wanted.parent, wanted.step, wanted.run_id, encoding, found.listed, found.firsts
     )
     with unfinished(target, is_folder=False) as partial:
         write_file(partial, found.file(metadata)())

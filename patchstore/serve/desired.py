@@ -15,8 +15,9 @@ from itertools import takewhile
 from pathlib import Path
 
 from patchstore.errors import StoreReplaced, UsageError, VersionNotFound
-from patchstore.format import history, json_fields
+from patchstore.format import history, json_fields, kept, tags
 from patchstore.format.records import Manifest
+from patchstore.retention.lease import Lease
 from patchstore.stores.base import Store
 
 _NUM_REMEMBERED = 10_000
@@ -134,6 +135,8 @@ class DesiredVersion:
         self._found: Manifest | None = None
         """Of the pinned version."""
         self._pin = Pin(version=at) if at is not None else None
+        self._lease: Lease | None = None
+        """Of the pinned version, which may be retired while servers are pinned to it."""
         if pin_file is not None:
             if not os.access(pin_file.parent, os.W_OK | os.X_OK):
                 raise UsageError(f"{pin_file} cannot be kept: {pin_file.parent} is no folder to write to")
@@ -152,12 +155,15 @@ class DesiredVersion:
 
         Raises:
             VersionNotFound: the store lacks the version that servers are pinned to.
+            VersionRetired: that version was retired before this process held it.
             UsageError: that version is of a run that is no longer in the store.
             StoreUnavailable, DataError: the store could not be read.
         """
         self.head = head = self.watcher.refresh()
         with self._lock:
             pin = self._pin
+        if self._lease is not None and (pin is None or self._lease.versions != (pin.version,)):
+            self.close()
         if pin is None or head is None:
             return head
         if pin.run_id not in (None, head.run_id):
@@ -166,22 +172,41 @@ class DesiredVersion:
                 f"{self.watcher.store.url} now holds run {head.run_id}: unpin them, or pin them to another"
             )
         if self._found is None or (self._found.version, self._found.run_id) != (pin.version, head.run_id):
-            self._found = history.read_manifest(self.watcher.store, pin.version)
+            found = history.read_manifest(self.watcher.store, pin.version)
+            kept.check(self.watcher.store, pin.version)
+            self.close()
+            self._lease = Lease(self.watcher.store, head.run_id, [pin.version]).__enter__()
+            self._found = found
             with self._lock:
                 if self._pin == pin:
                     self._pin = Pin(version=pin.version, run_id=head.run_id)
         return self._found
 
-    def pin(self, version: int) -> None:
-        """Pin servers to a version from the next `refresh` on.
+    def close(self) -> None:
+        """End the lease of the pinned version."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.end()
+
+    def pin(self, version: int | str) -> int:
+        """Pin servers to a version from the next `refresh` on, and return its number.
+
+        Args:
+            version: its number, or a tag. If the tag moves later, the servers stay.
 
         Raises:
             VersionNotFound: the store lacks it; nothing changed. So after all other errors.
+            VersionRetired: the version is retired.
+            UsageError: neither a number nor a name of a tag.
             StoreUnavailable, DataError: the store could not be read.
             OSError: the file could not be written.
         """
-        found = history.read_manifest(self.watcher.store, version)
-        self._set(Pin(version=version, run_id=found.run_id))
+        store = self.watcher.store
+        number = tags.version_of(store, version)
+        found = history.read_manifest(store, number)
+        kept.check(store, number)
+        self._set(Pin(version=number, run_id=found.run_id))
+        return number
 
     def unpin(self) -> None:
         """Follow the store's newest version from the next `refresh` on.

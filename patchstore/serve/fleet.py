@@ -72,6 +72,8 @@ class ServerView:
     is_up: bool = False
     """Whether it answered."""
     serving: int | None = None
+    run_id: str | None = None
+    """The run of that version; None if it serves none, or opened the store just now."""
     num_engines: int = 1
     engines_differ: bool = False
     half_applied: bool = False
@@ -135,6 +137,8 @@ class _Worker:
             url=self.view.url,
             is_up=status is not None,
             serving=serving,
+            # Before it opened the store, it may have followed another run.
+            run_id=None if status is None or done.outcome == "initialised" else status.run_id,
             num_engines=self.view.num_engines if status is None else status.num_engines,
             engines_differ=status is not None and status.engines_differ and done.outcome != "applied",
             half_applied=status is not None and status.half_applied and done.outcome != "applied",

@@ -1,9 +1,11 @@
-"""Whether a fleet is healthy, and its problems: values for `/healthz`."""
+"""Whether a fleet is healthy, and its problems; and whether servers are ready: `/healthz` and `/readyz`."""
 
 import time
 from collections.abc import Iterator
 from typing import Any
 
+from patchstore.errors import NotFound
+from patchstore.format.records import Manifest
 from patchstore.serve.fleet import FleetStatus, ServerView
 
 _NUM_LOOKS = 10
@@ -33,6 +35,7 @@ def _server(view: ServerView) -> dict[str, Any]:
     return {
         "up": view.is_up,
         "serving": view.serving,
+        "run_id": view.run_id,
         "num_engines": view.num_engines,
         "engines_differ": view.engines_differ,
         "half_applied": view.half_applied,
@@ -60,3 +63,59 @@ def _problems(fleet: FleetStatus, unhealthy_after_s: float) -> Iterator[dict[str
         is_behind = fleet.target is not None and view.serving != fleet.target.version
         if is_behind and (late_s is None or late_s > unhealthy_after_s):
             yield {"problem": "behind", "of": view.url, "seconds": late_s}
+
+
+def readiness(fleet: FleetStatus, *, server: str | None = None, max_lag: int = 0) -> dict[str, Any]:
+    """Return as JSON values whether servers serve the desired version, as their last step found them.
+
+    Args:
+        server: the URL of the only server to look at; None for all.
+        max_lag: so many versions may a server be behind. A server that is ahead, because an older version is
+            desired, is not ready.
+
+    Returns:
+        `ready`, `target`, and `reasons`: one sentence for each server, or for the store, that is not ready.
+        While the store does not answer, the last desired version counts.
+
+    Raises:
+        NotFound: no server with that URL is followed.
+    """
+    views = [view for view in fleet.servers if server is None or view.url == server.rstrip("/")]
+    if server is not None and not views:
+        raise NotFound(f"{server} is not followed here")
+    reasons = list(_unready(fleet, views, max_lag))
+    target = None if fleet.target is None else fleet.target.version
+    return {"ready": not reasons, "target": target, "reasons": reasons}
+
+
+def _unready(fleet: FleetStatus, views: list[ServerView], max_lag: int) -> Iterator[str]:
+    if not fleet.is_alive:
+        yield "the store is not polled any more; restart this process"
+    if not views:
+        yield "no server is followed"
+    if fleet.target is None:
+        error = fleet.failure and fleet.failure.error
+        yield f"the desired version is not known: {error or f'{fleet.store} has no version yet'}"
+        return
+    for view in views:
+        if reason := _lack(view, fleet.target, max_lag):
+            yield f"{view.url} {reason}"
+
+
+def _lack(view: ServerView, target: Manifest, max_lag: int) -> str | None:
+    """What keeps a server from being ready."""
+    if not view.is_alive:
+        return "is not followed any more; restart this process"
+    if not view.is_up:
+        return f"does not answer{f': {view.failure.error}' if view.failure else ''}"
+    if view.half_applied:
+        return "has parts of two versions"
+    if view.engines_differ:
+        return "has data-parallel engines with different versions"
+    if view.serving is None:
+        return f"serves no version yet; version {target.version} is desired"
+    if view.run_id != target.run_id:
+        return f"serves version {view.serving} of run {view.run_id}; run {target.run_id} is desired"
+    if not 0 <= target.version - view.serving <= max_lag:
+        return f"serves version {view.serving}; version {target.version} is desired"
+    return None

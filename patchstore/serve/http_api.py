@@ -4,6 +4,7 @@
 |---|---|
 | `GET /metrics` | figures in Prometheus' format |
 | `GET /healthz` | 200, or 503 if there are problems; a JSON object with the state, and `problems` |
+| `GET /readyz` | 200 if all servers serve the desired version, or 503 with `reasons`: `health.readiness` |
 | `GET /livez` | 200 while the process can answer at all |
 | `POST /pin` `{"version": 12}` | servers go to version 12, older or newer, and stay there |
 | `POST /unpin` | servers follow the newest version again |
@@ -20,17 +21,21 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import parse_qs
 
 from patchstore.errors import HostError, InternalError, NotFound, PatchstoreError, UsageError
+from patchstore.format.tags import check_name
 from patchstore.serve.desired import DesiredVersion
 from patchstore.serve.fleet import Fleet
-from patchstore.serve.health import describe
+from patchstore.serve.health import describe, readiness
 from patchstore.serve.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 _MAX_BODY = 1 << 16
 _TIMEOUT_S = 30.0
+_MAX_DIGITS = 19
+"""Of a version."""
 
 
 class _Http6(ThreadingHTTPServer):
@@ -40,32 +45,24 @@ class _Http6(ThreadingHTTPServer):
 Answer = tuple[HTTPStatus, bytes, str]
 
 
-class Control:
+class Listener:
     """An HTTP server on a separate thread."""
 
     def __init__(
-        self,
-        address: tuple[str, int],
-        fleet: Fleet,
-        desired: DesiredVersion,
-        metrics: Metrics,
-        *,
-        unhealthy_after_s: float,
+        self, address: tuple[str, int], answer: Callable[[str, str, str, str, bytes], Answer]
     ) -> None:
         """Listen, and answer at once.
 
         Args:
             address: host and port; port 0 picks a free one.
-            unhealthy_after_s: see `health.describe`.
+            answer: called with method, path, query, the header Accept and the body; may raise, on any thread.
 
         Raises:
             UsageError: it cannot listen at this address.
         """
-        self._fleet, self._desired, self._metrics = fleet, desired, metrics
-        self._unhealthy_after_s = unhealthy_after_s
         try:
             kind = _Http6 if ":" in address[0] else ThreadingHTTPServer
-            self._http = kind(address, _handler(self._answer))
+            self._http = kind(address, _handler(answer))
         except OSError as exc:
             raise UsageError(f"cannot listen at {address[0]}:{address[1]}: {exc}") from exc
         self._http.daemon_threads = True
@@ -73,31 +70,6 @@ class Control:
         self.url = f"http://{host}:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, name="follow-http", daemon=True)
         self._thread.start()
-
-    def _answer(self, method: str, path: str, accept: str, body: bytes) -> Answer:
-        match method, path:
-            case "GET", "/metrics":
-                data, content_type = self._metrics.expose(accept)
-                return HTTPStatus.OK, data, content_type
-            case "GET", "/healthz":
-                found = describe(self._fleet.status(), unhealthy_after_s=self._unhealthy_after_s)
-                return _json(HTTPStatus.SERVICE_UNAVAILABLE if found["problems"] else HTTPStatus.OK, found)
-            case "GET", "/livez":
-                return _json(HTTPStatus.OK, {})
-            case "POST", "/pin":
-                version = _version(body)
-                self._desired.pin(version)
-                logger.info(
-                    "servers are pinned to version %d", version, extra={"event": "pinned", "version": version}
-                )
-                self._fleet.wake()
-                return _json(HTTPStatus.OK, {"pinned": version})
-            case "POST", "/unpin":
-                self._desired.unpin()
-                logger.info("servers follow the newest version", extra={"event": "unpinned"})
-                self._fleet.wake()
-                return _json(HTTPStatus.OK, {"pinned": None})
-        return _error(HTTPStatus.NOT_FOUND, NotFound.kind, f"there is no {method} {path}")
 
     def close(self) -> None:
         self._http.shutdown()
@@ -113,14 +85,86 @@ class Control:
         self.close()
 
 
-def _version(body: bytes) -> int:
+class Control(Listener):
+    """The listener of a fleet."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        fleet: Fleet,
+        desired: DesiredVersion,
+        metrics: Metrics,
+        *,
+        unhealthy_after_s: float,
+    ) -> None:
+        """Listen, and answer at once.
+
+        Args:
+            address: as of `Listener`.
+            unhealthy_after_s: see `health.describe`.
+
+        Raises:
+            UsageError: it cannot listen at this address.
+        """
+        self._fleet, self._desired, self._metrics = fleet, desired, metrics
+        self._unhealthy_after_s = unhealthy_after_s
+        super().__init__(address, self._answer)
+
+    def _answer(self, method: str, path: str, query: str, accept: str, body: bytes) -> Answer:
+        match method, path:
+            case "GET", "/metrics":
+                data, content_type = self._metrics.expose(accept)
+                return HTTPStatus.OK, data, content_type
+            case "GET", "/healthz":
+                found = describe(self._fleet.status(), unhealthy_after_s=self._unhealthy_after_s)
+                return _json(HTTPStatus.SERVICE_UNAVAILABLE if found["problems"] else HTTPStatus.OK, found)
+            case "GET", "/readyz":
+                gate = readiness(self._fleet.status(), **_gate(query))
+                return _json(HTTPStatus.OK if gate["ready"] else HTTPStatus.SERVICE_UNAVAILABLE, gate)
+            case "GET", "/livez":
+                return _json(HTTPStatus.OK, {})
+            case "POST", "/pin":
+                version = self._desired.pin(_version(body))
+                logger.info(
+                    "servers are pinned to version %d", version, extra={"event": "pinned", "version": version}
+                )
+                self._fleet.wake()
+                return _json(HTTPStatus.OK, {"pinned": version})
+            case "POST", "/unpin":
+                self._desired.unpin()
+                logger.info("servers follow the newest version", extra={"event": "unpinned"})
+                self._fleet.wake()
+                return _json(HTTPStatus.OK, {"pinned": None})
+        return _error(HTTPStatus.NOT_FOUND, NotFound.kind, f"there is no {method} {path}")
+
+
+def _version(body: bytes) -> int | str:
     try:
         version = json.loads(body)["version"]
     except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise UsageError('the body must be a JSON object such as {"version": 12}') from exc
+    if isinstance(version, str):
+        return check_name(version)
     if type(version) is not int or version < 0:
-        raise UsageError(f"a version is a number from 0 on, not {version!r:.80}")
+        raise UsageError(f"a version is a number from 0 on or a tag, not {version!r:.80}")
     return version
+
+
+def _gate(query: str) -> dict[str, Any]:
+    """Read the parameters of `/readyz`."""
+    try:
+        given = parse_qs(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError as exc:
+        raise UsageError(f"{query!r:.80} is no list of parameters: {exc}") from exc
+    if given.keys() - {"server", "max_lag"} or any(len(values) > 1 for values in given.values()):
+        raise UsageError(f"the parameters are server and max_lag, each at most once, not {query!r:.80}")
+    found: dict[str, Any] = {name: values[0] for name, values in given.items()}
+    if "max_lag" in found:
+        text = found["max_lag"]
+        if not (text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS):
+            raise UsageError(f"max_lag is a number of versions from 0 on, not {text!r:.80}")
+        found["max_lag"] = int(text)
+    return found
 
 
 def _json(status: HTTPStatus, value: dict[str, Any]) -> Answer:
@@ -131,7 +175,7 @@ def _error(status: HTTPStatus, kind: str, message: str) -> Answer:
     return _json(status, {"error": {"kind": kind, "message": message}})
 
 
-def _handler(answer: Callable[[str, str, str, bytes], Answer]) -> type[BaseHTTPRequestHandler]:
+def _handler(answer: Callable[[str, str, str, str, bytes], Answer]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = _TIMEOUT_S
 
@@ -155,9 +199,9 @@ def _handler(answer: Callable[[str, str, str, bytes], Answer]) -> type[BaseHTTPR
             except ValueError:
                 what = "Content-Length is no size, or too large"
                 return _error(HTTPStatus.BAD_REQUEST, UsageError.kind, what)
-            path = self.path.partition("?")[0]
+            path, _, query = self.path.partition("?")
             try:
-                return answer(self.command, path, self.headers.get("Accept", ""), body)
+                return answer(self.command, path, query, self.headers.get("Accept", ""), body)
             except NotFound as exc:
                 return _error(HTTPStatus.NOT_FOUND, exc.kind, str(exc))
             except UsageError as exc:

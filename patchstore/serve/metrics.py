@@ -11,7 +11,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from patchstore.errors import PatchstoreError
-from patchstore.format import history, planning
+from patchstore.format import lineage
 from patchstore.serve.desired import HeadWatcher
 from patchstore.serve.fleet import FleetStatus
 from patchstore.serve.reconcile import StepResult
@@ -191,7 +191,7 @@ def _cost(store: Store) -> Callable[[str | None, int | None, int], int]:
     @lru_cache(maxsize=1024)
     def cost(_run_id: str | None, start: int | None, target: int) -> int:
         try:
-            return planning.plan(history.read_lineage(store, target, start), start, target).num_bytes
+            return lineage.read(store, target, start).plan().num_bytes
         except PatchstoreError as exc:
             # The server was updated; that the store is gone since then is reported elsewhere.
             logger.info("bytes from version %s to %d are not known: %s", start, target, exc)

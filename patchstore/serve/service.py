@@ -60,10 +60,11 @@ def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator
     )
     metrics.watch(fleet.status)
     with ExitStack() as stack:
+        stack.callback(desired.close)
         if settings.listen is not None:
             # A server that waits for `update_interval_s` is not late.
             unhealthy_after_s = settings.unhealthy_after_s + settings.update_interval_s
-            address = _address(settings.listen)
+            address = address_of(settings.listen)
             control = Control(address, fleet, desired, metrics, unhealthy_after_s=unhealthy_after_s)
             stack.enter_context(control)
             logger.info("listening at %s", control.url, extra={"event": "listening", "url": control.url})
@@ -96,7 +97,12 @@ def _log(event: FollowEvent, store: str) -> None:
     logger.log(level, "%s: %s", event.server or store, done, extra=fields)
 
 
-def _address(listen: str) -> tuple[str, int]:
+def address_of(listen: str) -> tuple[str, int]:
+    """Return the host and port of `[HOST:]PORT`; the host is 127.0.0.1 by default.
+
+    Raises:
+        UsageError: it is none.
+    """
     host, _, port = listen.rpartition(":")
     if not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise UsageError(f"{listen!r} is no place to listen at: give PORT, or HOST:PORT")

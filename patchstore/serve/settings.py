@@ -29,7 +29,12 @@ class PrefixCache(StrEnum):
     """What happens to keys and values that older weights computed."""
 
     RESET = "reset"
+    """They are forgotten. Running requests compute theirs again."""
+    VERSION = "version"
+    """Running requests keep theirs, and later requests reuse only what newer weights computed. Needs
+    patchstore's plugin in vLLM's engine core, and is refused otherwise; see `vllm_plugin.prefixes`."""
     KEEP = "keep"
+    """Running requests keep theirs, and later requests reuse them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,13 +105,14 @@ class VllmCalls:
         """Ask every rank what it serves, and all data-parallel engines whether that is true of them too.
 
         The first time, and whenever it failed before, the server is asked first how it was started; see
-        `check_backend`.
+        `check_backend`. With `PrefixCache.VERSION` it is refused unless it can do that.
 
         Args:
             desired: a version that the server should serve next. If the server has a store of that run open,
                 and no update is under way there, each rank begins to fetch the version in the same call.
         """
-        if not self._has_backend:
+        is_new = not self._has_backend
+        if is_new:
             self.check_backend()
         # What fails may come back as another server, at the same address.
         self._has_backend = False
@@ -119,6 +120,8 @@ class VllmCalls:
             ranks = self._http.every_rank("delta_status")
         else:
             ranks = self._http.every_rank("delta_prefetch", desired.version, desired.run_id)
+        if is_new and self._prefix_cache is PrefixCache.VERSION:
+            self._http.every_rank("delta_prefixes")
         self._has_backend = True
         if not all(rank["initialised"] for rank in ranks):
             # As after a restart that no call noticed.
@@ -247,6 +250,9 @@ class VllmCalls:
             switch: the mark that the server is to keep from here on; None to leave it as it is.
         """
         info: dict[str, Any] = {"version": version} | ({} if switch is None else {"switch": switch})
+        if self._prefix_cache is PrefixCache.VERSION:
+            # vLLM's engine core takes it, and renews prefixes in the call that writes the weights.
+            info["new_prefixes"] = True
         self._http.post("/update_weights", {"update_info": info})
 
     def finish_weight_update(self, weight_version: str) -> None:
@@ -280,6 +286,10 @@ class VllmCalls:
         """
         # What is half applied waits as it is, also where versions are applied without a pause.
         mode = PauseMode.KEEP if self._pause_mode is PauseMode.NONE else self._pause_mode
+        if mode is PauseMode.KEEP and self._prefix_cache is PrefixCache.VERSION:
+            # As below, without the 20 ms that vLLM waits after it.
+            self._http.every_rank("delta_pause")
+            return
         # vLLM 0.26 to 0.33 forget prefixes, those of running requests too, and images, which older weights
         # encoded. They do so in every mode, although the help of 0.32 says that `keep` ignores this.
         clear_cache = "true" if self._prefix_cache is PrefixCache.RESET else "false"
@@ -288,6 +298,10 @@ class VllmCalls:
     def resume(self) -> None:
         """Let generation go on."""
         self._http.post("/resume", {})
+
+    def renew_prefixes(self) -> None:
+        """Let later requests reuse no keys and values that were computed so far; running ones keep theirs."""
+        self._http.every_rank("delta_prefixes", True)
 
     def reset_prefix_cache(self) -> None:
         """Forget the keys and values of all prefixes; requests under way compute theirs again."""

@@ -31,7 +31,7 @@ class Connection:
         # would then fail although the server is well.
         fresh = httpx.Limits(max_keepalive_connections=0)
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S))
-        self._http = httpx.Client(base_url=self.url, timeout=timeout, limits=fresh, verify=_trusted())
+        self._http = httpx.Client(base_url=self.url, timeout=timeout, limits=fresh, verify=trusted())
 
     def close(self) -> None:
         self._http.close()
@@ -94,7 +94,7 @@ class Connection:
 
 
 @cache
-def _trusted() -> ssl.SSLContext:
+def trusted() -> ssl.SSLContext:
     """The machine's certificates; reading them takes longer than a call, so all clients share them."""
     return httpx.create_ssl_context()
 

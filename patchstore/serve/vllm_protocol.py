@@ -12,11 +12,12 @@ from patchstore.errors import PatchstoreError, ServerUnavailable
 
 _REASON = re.compile(r"\[([a-z]+(?:-[a-z]+)*)\] (.*)", re.DOTALL)
 _VLLM_SUFFIX = "', please check the stack trace"
-_ERRORS = {
+ERRORS = {
     error.kind: error
     for error in vars(errors).values()
     if isinstance(error, type) and issubclass(error, PatchstoreError) and error is not PatchstoreError
 }
+"""Kind -> class."""
 
 Switch = Literal["resume", "stay-paused"]
 """How an update ends: generation is resumed, or stays as it is, paused or not."""
@@ -127,8 +128,8 @@ def refusal(call: str, response: httpx.Response) -> PatchstoreError:
         text = one_line(response.text)
     if found := _REASON.search(text):
         kind, message = found[1], found[2].partition(_VLLM_SUFFIX)[0]
-        if kind in _ERRORS:
-            return _ERRORS[kind](f"{call}: {message}")
+        if kind in ERRORS:
+            return ERRORS[kind](f"{call}: {message}")
         return ServerUnavailable(f"{call}: [{kind}] {message}")
     if response.status_code == httpx.codes.NOT_FOUND:
         return NoSuchRoute(f"{call}: no such route; is the server vLLM with VLLM_SERVER_DEV_MODE=1?")

@@ -130,8 +130,9 @@ class VllmServer(VllmCalls):
             with suppress(PatchstoreError):
                 self._settle(switch)
             raise
-        # A pause of ours has reset the cache, and nothing was computed since.
-        self.end_switch(switch, is_reset=switch == "resume")
+        # A pause of ours has reset the cache, and nothing was computed since; or the write renewed prefixes.
+        is_reset = switch == "resume" or self._prefix_cache is PrefixCache.VERSION
+        self.end_switch(switch, is_reset=is_reset)
         return True
 
     def _settle(self, switch: Switch) -> None:
@@ -144,15 +145,19 @@ class VllmServer(VllmCalls):
             self.pause()
 
     def end_switch(self, switch: Switch, *, is_reset: bool = False) -> None:
-        """End a switch that any client began: reset the prefix cache, and let generation go on.
+        """End a switch that any client began: reset or renew prefixes, and let generation go on.
 
         Repeating it is harmless.
 
         Args:
-            is_reset: the prefix cache was reset, with the server paused, and it was not resumed since.
+            is_reset: the prefix cache was reset, with the server paused, and it was not resumed since; or
+                prefixes were renewed.
         """
         if self._prefix_cache is PrefixCache.RESET and not is_reset:
             self.reset_prefix_cache()
+        if self._prefix_cache is PrefixCache.VERSION and not is_reset:
+            # Another client may have written without renewing them.
+            self.renew_prefixes()
         if switch == "resume":
             self.resume()
         self._mark(None)

@@ -23,6 +23,8 @@ class Engine:
     """Version -> how often it was asked for; the third time it is there."""
     held: int | None = None
     switch: str | None = None
+    is_salted: bool = False
+    """The update gives later requests other prefixes."""
     run_id: str | None = None
 
 
@@ -77,6 +79,8 @@ class StubServer:
         }
         """How it was started, as far as clients ask."""
         self.num_ranks = 1
+        self.has_plugin = True
+        """The engine core answers the calls about prefixes."""
         self._num_engines = num_engines
         self.opened: dict[str, Any] = {}
         """What the server was told to open."""
@@ -131,7 +135,9 @@ class StubServer:
         }
 
     def collective(self, method: str, args: list[Any], engine: Engine) -> list[Any]:
-        """What the ranks of one engine answer."""
+        """What the ranks of one engine answer, or the core for them."""
+        if method in {"delta_prefixes", "delta_pause"}:
+            return self.core(method, args)
         match method:
             case "delta_status":
                 return [self.status(rank, engine) for rank in range(self.num_ranks)]
@@ -158,6 +164,14 @@ class StubServer:
                 return [None] * self.num_ranks
         raise KeyError(method)
 
+    def core(self, method: str, args: list[Any]) -> list[Any]:
+        """What an engine core answers for its ranks."""
+        if not self.has_plugin:
+            return [{"error": "the engine core did not load the plugin"}] * self.num_ranks
+        self.paused = self.paused or method == "delta_pause"
+        self.stale_prefixes = self.stale_prefixes and not args
+        return [{}]
+
     def do(self, path: str, body: dict[str, Any], engine: Engine) -> None:
         """What a route does to one engine."""
         match path:
@@ -169,6 +183,7 @@ class StubServer:
                 if not engine.update_open:
                     raise ValueError("start_weight_update must be called before update_weights.")
                 engine.staged = body["update_info"]["version"]
+                engine.is_salted = body["update_info"].get("new_prefixes", False)
                 engine.switch = body["update_info"].get("switch", engine.switch)
             case "/finish_weight_update" if self.tears:
                 engine.half_applied, engine.update_open, engine.held = True, False, None
@@ -236,7 +251,8 @@ class StubServer:
             case "/init_weight_transfer_engine":
                 self.opened = body["init_info"]
             case "/finish_weight_update":
-                self.weight_version, self.stale_prefixes = body["weight_version"], not self.has_no_prefixes
+                self.weight_version = body["weight_version"]
+                self.stale_prefixes = not (self.has_no_prefixes or self.engines[0].is_salted)
                 self.history.append(self.held)
             case "/update_weight_version":
                 self.weight_version = body["new_version"]

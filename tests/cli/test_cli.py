@@ -231,7 +231,9 @@ def test_replay_writes_a_version(bucket, lines, tmp_path: Path) -> None:
         (("nosuch",), 2, "usage"),
         (("log", "{bucket}/none"), 2, "version-not-found"),
         (("show", "{bucket}", "-1"), 2, "usage"),
-        (("show", "{bucket}", "newest"), 2, "usage"),
+        (("show", "{bucket}", "newest"), 2, "version-not-found"),
+        (("show", "{bucket}", "head"), 2, "usage"),
+        (("show", "{bucket}", "1_000"), 2, "usage"),
         (("verify", "{bucket}", "77"), 2, "version-not-found"),
         (("verify", "{bucket}", "1", "--all"), 2, "usage"),
         (("verify", "--server", "localhost"), 2, "usage"),
@@ -437,7 +439,7 @@ def test_completion_installs_itself_for_the_command_and_completes(tmp_path: Path
         "COMP_WORDS=(patchstore follow --prefix-cache ''); COMP_CWORD=3; _patchstore_completion patchstore"
     )
     found = shell(f'source "$HOME/.bashrc"; {asked}; echo "${{COMPREPLY[@]}}"', env=environment)
-    assert (found.returncode, found.stdout.split()) == (0, ["reset", "keep"]), found.stderr
+    assert (found.returncode, found.stdout.split()) == (0, ["reset", "version", "keep"]), found.stderr
     asked = "COMP_WORDS=(patchstore ver); COMP_CWORD=1; _patchstore_completion patchstore"
     found = shell(f'source "$HOME/.bashrc"; {asked}; echo "${{COMPREPLY[@]}}"', env=environment)
     assert (found.returncode, found.stdout.split()) == (0, ["verify"]), found.stderr

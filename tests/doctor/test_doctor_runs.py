@@ -5,7 +5,9 @@ import json
 import pytest
 from findings import found, wrong
 
-from patchstore.format import history, layout
+from patchstore.format import history, layout, replica_mark
+from patchstore.replicate.replicator import Replicator
+from patchstore.stores.memory import MemoryStore
 from tests.support.weights import Run
 
 
@@ -17,7 +19,21 @@ def test_a_run_of_a_later_format_is_not_understood(run: Run) -> None:
     assert "release" in str(findings["format-unknown"].advice)
 
 
-@pytest.mark.parametrize("key", [layout.HEADER, layout.manifest_key(5)])
+def test_a_replica_says_that_publishers_are_refused_until_it_is_promoted(run: Run) -> None:
+    target = MemoryStore("memory://examined-replica")
+    replicator = Replicator(run.store, target)
+    replicator.open()
+    assert "publishers are refused" in found(target)["replica"].found
+    assert len(list(replicator.versions())) == 6
+    findings = found(target)
+    assert wrong(findings) == []
+    assert f"a replica of {run.store.url}: " in findings["replica"].found
+    replica_mark.promote(target, "2026-01-31T12:00:00.000Z")
+    assert "promoted at 2026-01-31T12:00:00.000Z: publishers may write" in found(target)["replica"].found
+    assert "replica" not in found(run.store)
+
+
+@pytest.mark.parametrize("key", [layout.HEADER, layout.REPLICA, layout.manifest_key(5)])
 def test_a_run_whose_records_are_spoilt_is_unreadable(run: Run, key: str) -> None:
     run.store.put(key, b"{")
     findings = found(run.store)

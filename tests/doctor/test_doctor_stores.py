@@ -13,6 +13,7 @@ import pytest
 from findings import OF_A_RUN, found, wrong
 
 from patchstore.errors import UnsupportedStore, UsageError
+from patchstore.format import layout
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
 from tests.stores.test_probe import ChecksThenWrites, IgnoresConditions
@@ -218,9 +219,12 @@ def test_what_cannot_be_removed_is_said() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a defect"), UsageError("refused")])
-def test_a_check_that_breaks_off_is_a_finding_and_hides_no_other(run: Run, error: Exception) -> None:
+def test_a_check_that_fails_is_a_finding_and_hides_no_other(run: Run, error: Exception) -> None:
     class CannotList(FaultyStore):
         def list(self, prefix: str = "") -> Iterator[str]:
+            # Nothing but a way to the newest version asks for these.
+            if prefix == layout.SHORTCUTS:
+                return iter(())
             raise error
 
     findings = found(CannotList(run.store))

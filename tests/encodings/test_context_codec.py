@@ -10,6 +10,7 @@ import pytest
 
 from patchstore.encodings.context import (
     Coded,
+    RowSets,
     decode,
     decode_all,
     encode,
@@ -23,6 +24,7 @@ from patchstore.encodings.context.parameters import BINS, DENSE, bin_of, choose_
 from patchstore.errors import CorruptObject
 from patchstore.format.records import TensorSpec
 from tests.encodings import context_plain
+from tests.format.table_edits import Head, edited, setting
 
 SHAPES = [
     (),
@@ -113,7 +115,7 @@ def test_tiles_are_those_of_the_description(shape: tuple[int, ...]) -> None:
     cut.scatter(np.array(wanted), target, some)
     assert np.flatnonzero(target >= 0).tolist() == sorted(wanted)
     assert (target[wanted] == wanted).all()
-    level, row, col, num_rows, num_cols = cut.box(np.arange(len(plain)))
+    level, row, col, num_rows, num_cols = cut.places(np.arange(len(plain)))
     assert (((level * cut.rows + row) * cut.cols + col) == [tile[0] for tile in plain]).all()
     assert (num_rows * num_cols == cut.sizes()).all()
 
@@ -195,19 +197,37 @@ def together(cases: list[Case]) -> tuple[list[TensorSpec], Array, Array, Array, 
     return [case[0] for case in cases], olds, np.array([len(case[2]) for case in cases]), positions, news
 
 
+def encode_together(cases: list[Case]) -> list[Coded]:
+    specs, *arrays = together(cases)
+    return encode_all(specs[0].dtype, [tiling(spec.shape) for spec in specs], *arrays, RowSets())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tensors_that_are_coded_together_have_the_bytes_of_each_alone(dtype: str) -> None:
+def test_tensors_that_are_coded_together_share_rows(dtype: str) -> None:
     cases = mixed_cases(dtype)
-    found = encode_all(*together(cases))
-    kinds = set()
-    for case, coded in zip(cases, found, strict=True):
+    found = encode_together(cases)
+    sets = {(coded.lo, coded.rows.tobytes()): coded for coded in found}
+    assert 1 < len(sets) < len(found)
+    size = sum(len(coded.data) for coded in found) + sum(2 + coded.rows.size for coded in sets.values())
+    alone = [encode(*case) for case in cases]
+    size_alone = sum(len(coded.data) + 2 + coded.rows.size for coded in alone)
+    assert size < size_alone
+    kinds = {(len(coded.rows) > 1, row[0] == DENSE) for coded in found for row in coded.rows.tolist()}
+    assert {(False, True), (True, False)} <= kinds
+    # Rows of its own are always an answer, but for what rounding and estimates make of small streams.
+    for coded, other in zip(found, alone, strict=True):
+        assert len(coded.data) <= 1.1 * (len(other.data) + other.rows.size + 2) + 8
+
+
+def test_large_tensors_have_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("patchstore.encodings.context.row_sets.SHARING", 0)
+    cases = mixed_cases("BF16")
+    for case, coded in zip(cases, encode_together(cases), strict=True):
         alone = encode(*case)
         assert coded.lo == alone.lo
         assert np.array_equal(coded.rows, alone.rows)
         assert np.array_equal(coded.lengths, alone.lengths)
         assert coded.data.tobytes() == alone.data.tobytes()
-        kinds |= {(len(coded.rows) > 1, row[0] == DENSE) for row in coded.rows.tolist()}
-    assert {(False, False), (False, True), (True, False)} <= kinds
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -215,7 +235,7 @@ def test_tensors_that_are_decoded_together_are_those_of_each_alone(dtype: str) -
     rng = np.random.default_rng(1)
     cases = mixed_cases(dtype)
     specs, olds, counts, positions, news = together(cases)
-    coded = encode_all(specs, olds, counts, positions, news)
+    coded = encode_together(cases)
     where = ["payload"] * len(specs)
     found = decode_all(specs, coded, olds, where)
     for got, expected in zip(found, (counts, positions, news), strict=True):
@@ -250,8 +270,8 @@ DAMAGE: dict[str, Callable[[Coded], Coded]] = {
 def test_one_bad_tensor_among_good_ones_is_refused_by_its_name(damage: str) -> None:
     cases = [make_case("BF16", (48, 32), 0.02, "steps", seed) for seed in range(5)]
     cases = [(replace(case[0], name=f"w{number}"), *case[1:]) for number, case in enumerate(cases)]
-    specs, olds, counts, positions, news = together(cases)
-    coded = encode_all(specs, olds, counts, positions, news)
+    specs, olds, *_ = together(cases)
+    coded = encode_together(cases)
     coded[3] = DAMAGE[damage](coded[3])
     with pytest.raises(CorruptObject, match=r"key3: .*'w3'"):
         decode_all(specs, coded, olds, [f"key{number}" for number in range(5)])
@@ -261,7 +281,7 @@ def test_a_change_by_nothing_among_good_ones_is_refused_by_its_name() -> None:
     good = make_case("F8_E4M3", (1,), 1, "any")
     coded = encode(*good)
     row = np.array([[0x80, 0, 8]], dtype=np.uint8)
-    bad = Coded(lo=0, rows=row, lengths=np.array([2]), data=np.array([0b01, 0b00], dtype=np.uint8))
+    bad = replace(coded, lo=0, rows=row, lengths=np.array([2]), data=np.array([0b01, 0b00], dtype=np.uint8))
     specs = [replace(good[0], name=f"w{number}") for number in range(3)]
     with pytest.raises(CorruptObject, match=r"key1: .*'w1' changes an element by nothing"):
         decode_all(specs, [coded, bad, coded], np.repeat(good[1], 3), ["key0", "key1", "key2"])
@@ -314,7 +334,8 @@ def test_damaged_streams_are_refused_or_decode_to_something() -> None:
 def test_a_change_by_nothing_is_refused() -> None:
     spec = TensorSpec(name="w", dtype="F8_E4M3", shape=(1,))
     row = np.array([[0x80, 0, 8]], dtype=np.uint8)  # one element, Rice with k = 8
-    coded = Coded(lo=0, rows=row, lengths=np.array([2]), data=np.array([0b01, 0b00], dtype=np.uint8))
+    data = np.array([0b01, 0b00], dtype=np.uint8)
+    coded = Coded(tiling=tiling(()), lo=0, rows=row, lengths=np.array([2]), data=data)
     with pytest.raises(CorruptObject):  # 1 << 8 steps, in 8 bits
         decode(spec, coded, np.zeros(1, dtype=np.uint8), "payload")
 
@@ -347,37 +368,80 @@ def test_a_table_comes_back() -> None:
 
 def test_a_table_of_no_tensors_is_refused() -> None:
     with pytest.raises(CorruptObject, match="no tensors"):
-        unpack("payload", np.zeros(4, dtype=np.uint8), 0, make_table()[0])
+        unpack("payload", np.zeros(12, dtype=np.uint8), 0, make_table()[0])
 
 
-BAD_BYTES = [
-    (0, 4),  # more tensors than there are
-    (0, 2),  # fewer
-    (4 + 12, 0),  # the same tensor twice
-    (4 + 12, 1),  # one of a dtype that has no classes
-    (4 + 12, 3),  # one without elements
-    (4 + 24, 5),  # none of the schema
-    (4 + 31, 1),  # out of the schema, by its last byte
-    (4 + 5, 0),  # no classes
-    (4 + 5, 17),  # too many
-    (4 + 6, 33),  # lengths too wide
-    (4 + 7, 1),  # not zero
-    (4 + 8, 255),  # another sum of lengths
-    (4 + 11, 255),
-    (4 + 36, 0x7E),  # no code
-    (4 + 37, 0x40),
-    (4 + 38, 0x10),
+BAD_FIELDS = [
+    ("place", 1, 0),  # the same tensor twice
+    ("place", 1, 1),  # one of a dtype that has no classes
+    ("place", 1, 3),  # one without elements
+    ("place", 2, 3),  # none of the schema
+    ("place", 2, 2**32 - 1),
+    ("levels", 0, 2),  # more than there are
+    ("first", 0, 1),  # all levels, and not the first
+    ("rows", 0, 97),
+    ("row", 0, 96),
+    ("row", 0, 2**48),
+    ("columns", 0, 65),
+    ("column", 0, 2**64 - 1),
+    ("slices", 0, 0x45),  # 32 slices of rows
+    ("slices", 0, 0x54),
+    ("slices", 1, 0x01),  # 33 rows in two slices
+    ("set", 0, 3),
+    ("w", 0, 33),
+    ("least", 0, 255),  # another sum of lengths
+    ("least", 0, 2**32 - 1),
 ]
 
 
-@pytest.mark.parametrize(("at", "value"), BAD_BYTES)
-def test_a_bad_table_is_refused(at: int, value: int) -> None:
+@pytest.mark.parametrize(("column", "number", "value"), BAD_FIELDS)
+def test_a_bad_table_is_refused(column: str, number: int, value: int) -> None:
+    refused(setting(column, number, value))
+
+
+def set_row(at: int, value: int) -> Callable[[Head], None]:
+    def edit(head: Head) -> None:
+        head.rows[0][at] = value
+
+    return edit
+
+
+BAD_HEADS: dict[str, Callable[[Head], object]] = {
+    "no code": set_row(0, 0x7E),
+    "no runs": set_row(1, 0x40),
+    "no rice": set_row(2, 0x10),
+    "no classes": lambda head: head.num_classes.__setitem__(0, 0),
+    "17 classes": lambda head: head.num_classes.__setitem__(0, 17),
+    "a class less": lambda head: head.rows.pop(),
+    "a part less": lambda head: setattr(head, "num_parts", 2),
+    "a part more": lambda head: setattr(head, "num_parts", 4),
+    "no part": lambda head: setattr(head, "num_parts", 0),
+    "2**32 - 1 parts": lambda head: setattr(head, "num_parts", 2**32 - 1),
+    "no set": lambda head: setattr(head, "num_sets", 0),
+    "a set less": lambda head: setattr(head, "num_sets", head.num_sets - 1),
+    "more sets than parts": lambda head: setattr(head, "num_sets", 4),
+    "a byte behind the rows": lambda head: setattr(head, "more", b"\0"),
+    "a byte behind the stream": lambda head: setattr(head, "trailing", b"\0"),
+    "a million bytes behind the rows": lambda head: setattr(head, "more", bytes(10**6)),
+}
+
+
+@pytest.mark.parametrize("what", BAD_HEADS)
+def test_a_bad_head_is_refused(what: str) -> None:
+    refused(edited(BAD_HEADS[what]))
+
+
+def refused(edit: Callable[[bytes], bytes]) -> None:
     specs, items = make_table()
     table, parts = pack(items)
-    data = np.frombuffer(table, dtype=np.uint8).copy()
-    data[at] = value
+    assert edited(lambda _: None)(table) == table
     with pytest.raises(CorruptObject):
-        unpack("payload", data, sum(map(len, parts)), specs)
+        unpack("payload", np.frombuffer(edit(table), dtype=np.uint8), sum(map(len, parts)), specs)
+
+
+def test_a_head_that_is_not_compressed_is_refused() -> None:
+    refused(lambda table: table[:12] + bytes(Head(table).data()) + Head(table).rest)
+    refused(lambda table: table[:12] + b"\0" + table[13:])
 
 
 def test_a_table_of_another_length_or_padding_is_refused() -> None:
@@ -393,9 +457,7 @@ def test_a_table_of_another_length_or_padding_is_refused() -> None:
     with pytest.raises(CorruptObject):
         unpack("payload", np.frombuffer(table, dtype=np.uint8), num_bytes + 1, [spec])
     # One tile and one bit of length: seven of padding.
-    padded = bytearray(table)
-    padded[4 + 6] = 1
-    padded += b"\x02"
+    padded = bytearray(setting("w", 0, 1)(table) + b"\x02")
     with pytest.raises(CorruptObject):
         unpack("payload", np.frombuffer(bytes(padded), dtype=np.uint8), num_bytes, [spec])
     padded[-1] = 0
@@ -439,9 +501,9 @@ def test_rows_of_many_tensors_are_those_of_each() -> None:
     num_elements = changes.sum(axis=2) * rng.integers(1, 100, (50, 16)) + 5
     num_classes = np.full(50, 16)
     width = rng.integers(1, 3, 50)
-    nums, rows = choose_rows(num_elements, changes, num_classes, width)
+    nums, rows, bits = choose_rows(num_elements, changes, num_classes, width)
     for number in range(50):
-        one, its_rows = choose_rows(
+        one, its_rows, its_bits = choose_rows(
             num_elements[number : number + 1],
             changes[number : number + 1],
             num_classes[:1],
@@ -449,3 +511,4 @@ def test_rows_of_many_tensors_are_those_of_each() -> None:
         )
         assert one[0] == nums[number]
         assert np.array_equal(its_rows[0], rows[number])
+        assert its_bits[0] == bits[number]

@@ -1,6 +1,5 @@
 """Deltas in encoding `context` with a fault, and deltas whose payloads do not fit together."""
 
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,9 @@ from tests.format.bucket_edits import (
     uint16s,
 )
 from tests.format.surgery import Entries
+from tests.format.table_edits import Head, edited, setting, table_of
+
+Sides = tuple[int, int, int, int, int, int]
 
 CASES: list[Bad] = []
 bad = into(CASES)
@@ -28,12 +30,10 @@ bad = into(CASES)
 # Encoding `context`. Version 1 codes tensors 0, 1, 3, 5 and 6 of the schema: `bf16.classes` with 6 classes;
 # `bf16.dense` (30 elements, one tile), `f16.levels`, `f8_e4m3.ragged` and `f8_e5m2.swapped` with one each.
 CONTEXT: dict[str, Any] = {"bucket": "v1-context", "version": 1}
-RECORDS, ROWS = 4, 4 + 5 * 12
-"""Where they begin in the table."""
-DENSE, LEVELS, RAGGED, SWAPPED = (RECORDS + 12 * number for number in range(1, 5))
-"""Where the records of these tensors do."""
-DENSE_ROW, DENSE_BYTES = ROWS + 6 * 3, slice(31, 52)
-"""The class of `bf16.dense` in the table, and its stream in the tiles."""
+CLASSES, DENSE, LEVELS, RAGGED, SWAPPED = range(5)
+"""Their numbers in the table."""
+DENSE_ROW, DENSE_BYTES = 6, slice(31, 52)
+"""The class of `bf16.dense` among the rows of the table, and its stream in the tiles."""
 
 
 def in_entry(name: str, edit: Callable[[bytes], bytes]) -> Callable[[Any, Entries], None]:
@@ -62,15 +62,26 @@ def dense_stream(edit: Callable[[bytes], bytes]) -> Callable[[Any, Entries], Non
         stream = edit(data[DENSE_BYTES])
         data = data[: DENSE_BYTES.start] + stream + data[DENSE_BYTES.stop :]
         tensors["tiles"] = ("U8", [len(data)], data)
-        in_entry("table", bytes_at(DENSE + 8, len(stream)))(metadata, tensors)
+        in_entry("table", setting("least", DENSE, len(stream)))(metadata, tensors)
 
     return change
 
 
-def coding(place: int, row: tuple[int, int, int], lengths: list[int], streams: bytes) -> Entries:
-    """A change of one tensor with one class."""
-    table = struct.pack("<IIBBBBI", 1, place, 0, 1, 8, 0, 0) + bytes(row) + bytes(lengths)
+def coding(
+    place: int, row: tuple[int, int, int], lengths: list[int], streams: bytes, box: Sides = (0,) * 6
+) -> Entries:
+    """A change of a part of one tensor, with one class; rows in 16 slices where there are 16 lengths."""
+    slices = 4 if len(lengths) == 16 else 0
+    table = table_of(0, [row], [*lengths[:-1], lengths[-1]], place, box=box, slices=slices)
     return {"table": ("U8", [len(table)], table), "tiles": ("U8", [len(streams)], streams)}
+
+
+def pad(head: Head, at: int) -> None:
+    head.rest = head.rest[:at] + bytes([head.rest[at] | 128]) + head.rest[at + 1 :]
+
+
+def set_row(head: Head, row: tuple[int, int, int]) -> None:
+    head.rows[DENSE_ROW] = list(row)
 
 
 # Bits, the first in front: a change, its sign, a run of no ones, 15 ones and a zero, and 14 in four bits.
@@ -98,32 +109,57 @@ for name, edit in {
     "is a byte shorter": lambda data: data[:-1],
     "is a byte longer": lambda data: data + b"\0",
     "is empty": lambda _: b"",
-    "has 3 bytes": lambda data: data[:3],
-    "ends behind its records": lambda data: data[:ROWS],
-    "has a tensor less": bytes_at(0, 4),
-    "has a tensor more": bytes_at(0, 6),
-    "claims 2**32-1 tensors": bytes_at(0, 255, 255, 255, 255),
-    "has K = 0": bytes_at(RECORDS + 5, 0),
-    "has K = 17": bytes_at(RECORDS + 5, 17),
-    "has w = 33": bytes_at(RECORDS + 6, 33),
-    "has w = 255": bytes_at(RECORDS + 6, 255),
-    "has another byte than zero": bytes_at(RECORDS + 7, 1),
-    "has a place beyond the schema": bytes_at(SWAPPED, 10),
-    "has a place far beyond the schema": bytes_at(SWAPPED + 3, 255),
-    "has a place twice": bytes_at(DENSE, 0),
-    "has places that descend": bytes_at(RECORDS, 2),
-    "has the place of an F32 tensor": bytes_at(RAGGED, 4),
-    "has the place of an I8 tensor": bytes_at(SWAPPED, 7),
-    "has the place of a tensor without elements": bytes_at(SWAPPED, 9),
-    "has the place of a tensor of fewer tiles": bytes_at(SWAPPED, 8),
-    "says less than there is": bytes_at(DENSE + 8, 20),
-    "says more than there is": bytes_at(DENSE + 8, 22),
-    "says 2**32-1": bytes_at(DENSE + 8, 255, 255, 255, 255),
+    "has 11 bytes": lambda data: data[:11],
+    "ends behind its front": lambda data: data[:12],
+    "ends behind its head": lambda data: data[: len(data) - len(Head(data).rest)],
+    "has a part less": edited(lambda head: setattr(head, "num_parts", 4)),
+    "has a part more": edited(lambda head: setattr(head, "num_parts", 6)),
+    "has no parts": edited(lambda head: setattr(head, "num_parts", 0)),
+    "claims 2**32-1 parts": edited(lambda head: setattr(head, "num_parts", 2**32 - 1)),
+    "has no row sets": edited(lambda head: setattr(head, "num_sets", 0)),
+    "has more row sets than parts": edited(lambda head: setattr(head, "num_sets", 6)),
+    "has a head that is not compressed": lambda data: data[:12] + Head(data).data() + Head(data).rest,
+    "has a damaged head": lambda data: bytes_at(20, data[20] ^ 255)(data),
+    "has a head of a byte more": edited(lambda head: setattr(head, "more", b"\0")),
+    "has a head of a million bytes more": edited(lambda head: setattr(head, "more", bytes(10**6))),
+    "has a head of a row less": edited(lambda head: head.rows.pop()),
+    "has a byte behind the compressed head": edited(lambda head: setattr(head, "trailing", b"\0")),
+    "has K = 0": edited(lambda head: head.num_classes.__setitem__(0, 0)),
+    "has K = 17": edited(lambda head: head.num_classes.__setitem__(0, 17)),
+    "has a row set that there is not": setting("set", DENSE, 5),
+    "has w = 33": setting("w", CLASSES, 33),
+    "has w = 255": setting("w", CLASSES, 255),
+    "has a place beyond the schema": setting("place", SWAPPED, 5),
+    "has a place far beyond the schema": setting("place", SWAPPED, 2**32 - 1),
+    "has a part twice": setting("place", DENSE, 0),
+    "has the place of an F32 tensor": setting("place", RAGGED, 1),
+    "has the place of an I8 tensor": setting("place", SWAPPED, 2),
+    "has the place of a tensor without elements": setting("place", SWAPPED, 4),
+    "has the place of a tensor of fewer tiles": setting("place", SWAPPED, 3),
+    "has more levels than there are": setting("levels", LEVELS, 4),
+    "has no levels": setting("first", LEVELS, 1),
+    "has more rows than there are": setting("rows", CLASSES, 17),
+    "has a row beyond all": setting("row", CLASSES, 2**63),
+    "has more columns than there are": setting("columns", DENSE, 31),
+    "has 32 slices": setting("slices", CLASSES, 5),
+    "has slices that do not divide": setting("slices", DENSE, 0x20),
+    "has another number of slices": setting("slices", CLASSES, 3),
+    "says less than there is": setting("least", DENSE, 20),
+    "says more than there is": setting("least", DENSE, 22),
+    "says 2**32-1": setting("least", DENSE, 2**32 - 1),
 }.items():
     bad(f"table {name}", in_file("delta", 1, in_entry("table", edit)), **CONTEXT)
+
+
+def as_still(head: Head) -> None:
+    """The part of `bf16.dense` is one of `bf16.still`, of 20 elements and not 30."""
+    head.columns["place"][DENSE] = 2
+    head.columns["place"][LEVELS] = 1
+
+
 bad(
     "table has the place of a smaller tensor",
-    in_file("delta", 1, in_entry("table", bytes_at(DENSE, 2))),
+    in_file("delta", 1, in_entry("table", edited(as_still))),
     CORRUPT,
     STATE,
     **CONTEXT,
@@ -131,7 +167,7 @@ bad(
 bad(
     "table has lengths padded with a one",
     # Two lengths of three bits, of `f8_e4m3.ragged`.
-    in_file("delta", 4, in_entry("table", flip(8 * (4 + 4 * 15 + 16 * 3 // 8 + 48 * 3 // 8) + 7))),
+    in_file("delta", 4, in_entry("table", edited(lambda head: pad(head, 16 * 3 // 8 + 48 * 3 // 8)))),
     bucket="v1-context",
     version=4,
 )
@@ -152,7 +188,7 @@ for row in (
 ):
     bad(
         f"table has the row {row}",
-        in_file("delta", 1, in_entry("table", bytes_at(DENSE_ROW, *row))),
+        in_file("delta", 1, in_entry("table", edited(lambda head, row=row: set_row(head, row)))),
         **CONTEXT,
     )
 bad("tiles are a byte shorter", in_file("delta", 1, in_entry("tiles", lambda data: data[:-1])), **CONTEXT)
@@ -214,6 +250,26 @@ bad(
     second_payload(coding(1, (0, 0, 0), [1], b"\xfc"), {}),
     **CONTEXT,
 )
+bad(
+    "a second payload codes a part of what the first codes",
+    second_payload(coding(1, (0, 0, 0), [1], b"\xfc", (0, 0, 0, 0, 7, 1)), {}),
+    **CONTEXT,
+)
+# Version 1 of `v1-parts` has three payloads, each with some rows of every tensor.
+PARTS: dict[str, Any] = {"bucket": "v1-parts", "version": 1}
+
+
+def also_listed(_: Any, tensors: Entries) -> None:
+    """An element of `bf16.matrix` that the first payload codes, in one that codes other rows."""
+    tensors |= {"bf16.matrix.idx": ("U16", [1], uint16s(5)), "bf16.matrix.val": ("BF16", [1], bytes(2))}
+
+
+for number in range(3):
+    bad(
+        f"payload {number} lists an element that the first codes",
+        in_file("delta", 1, both(listed("bf16.matrix", "BF16", [48, 64]), also_listed), number),
+        **PARTS,
+    )
 bad(
     "a coded delta is labelled gap",
     lambda objects: (

@@ -71,8 +71,10 @@ def in_manifest(version: int, edit: Callable[[Any], object]) -> Callable[[Object
     return lambda objects: surgery.edit_manifest(objects, version, edit)
 
 
-def in_file(part: str, version: int, edit: Callable[[Any, Entries], object]) -> Callable[[Objects], None]:
-    return lambda objects: surgery.edit_file(objects, version, part, edit)
+def in_file(
+    part: str, version: int, edit: Callable[[Any, Entries], object], number: int = 0
+) -> Callable[[Objects], None]:
+    return lambda objects: surgery.edit_file(objects, version, part, edit, number)
 
 
 def in_header(part: str, version: int, edit: Callable[[Any], object]) -> Callable[[Objects], None]:

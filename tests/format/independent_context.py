@@ -1,18 +1,35 @@
 """Encoding `context`, decoded as docs/format.md alone says: no torch, no numpy, no patchstore."""
 
 import struct
+import zlib
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise, repeat
+from itertools import accumulate, pairwise, product, repeat
 from math import prod
+from typing import NamedTuple
 
 CODED = {"BF16": (16, 7, 8), "F16": (16, 10, 5), "F8_E4M3": (8, 3, 4), "F8_E5M2": (8, 2, 5)}
 """Of the dtypes that are coded: the width in bits, the exponent's lowest bit, and how many it has."""
 
 Schema = dict[str, tuple[str, tuple[int, ...]]]
 """Name -> dtype and shape, in the order of the schema."""
-Tile = tuple[int, range, range]
-"""Position of the level's first element, positions of the rows in it, of the columns in a row."""
+Box = tuple[range, range, range]
+"""Levels, rows and columns."""
+Tile = Box
+COLUMNS = {"place": 4, "first": 8, "levels": 8, "row": 8, "rows": 8, "column": 8, "columns": 8}
+COLUMNS |= {"slices": 1, "set": 4, "w": 1, "least": 4}
+"""The columns of parts in a table's head, and the bytes of a number."""
+
+
+class Part(NamedTuple):
+    """What a table says of a part."""
+
+    name: str
+    box: Box
+    slices: tuple[int, int]
+    lo: int
+    rows: list[bytes]
+    lengths: list[int]
 
 
 class Bits:
@@ -54,72 +71,138 @@ def changes(
         LookupError, ValueError, struct.error: a rule is broken.
     """
     start = 0
-    for name, lo, rows, lengths in parse_table(table, len(streams), schema):
-        dtype, shape = schema[name]
+    for part in parse_table(table, len(streams), schema):
+        dtype, shape = schema[part.name]
         width = CODED[dtype][0]
         num_bytes = width // 8
-        old = struct.unpack(f"<{len(parent[name]) // num_bytes}{'BH'[num_bytes - 1]}", parent[name])
-        for tile, length in zip(tiles(shape), lengths, strict=True):
+        held = parent[part.name]
+        old = struct.unpack(f"<{len(held) // num_bytes}{'BH'[num_bytes - 1]}", held)
+        _, r, c = view(shape)
+        for tile, length in zip(tiles(shape, part.box, part.slices), part.lengths, strict=True):
             stream = streams[start : start + length]
             start += length
             if stream:
-                for position, d in _tile_changes(stream, old, tile, dtype, lo, rows):
+                places = [(level * r + row) * c + column for level, row, column in product(*tile)]
+                for position, d in _tile_changes(stream, old, places, dtype, part.lo, part.rows):
                     need(d % 2**width != 0, "a change by 0")
                     new = bits_of((key_of(old[position], width) + d) % 2**width, width)
-                    yield name, position, new.to_bytes(num_bytes, "little")
+                    yield part.name, position, new.to_bytes(num_bytes, "little")
 
 
-def parse_table(
-    table: bytes, num_bytes: int, schema: Schema
-) -> list[tuple[str, int, list[bytes], list[int]]]:
-    """Return name, `lo`, rows, and lengths of tiles of every coded tensor."""
-    (count,) = struct.unpack_from("<I", table)
+def parse_table(table: bytes, num_bytes: int, schema: Schema) -> list[Part]:
+    """Return what a table says of every coded part."""
+    count, num_sets, num_squeezed = struct.unpack_from("<III", table)
     need(count > 0, "a table of no tensors")
-    headers = [struct.unpack_from("<IBBBBI", table, 4 + 12 * i) for i in range(count)]
-    places, names, at = [header[0] for header in headers], list(schema), 4 + 12 * count
-    need(all(a < b for a, b in pairwise(places)), "places do not ascend")
-    rows: list[list[bytes]] = []
-    for _, _, k, w, zero, _ in headers:
-        need(1 <= k <= 16 and w <= 32 and zero == 0, "a tensor's line of the table breaks a rule")
-        rows.append([table[at + 3 * i : at + 3 * i + 3] for i in range(k)])
-        at += 3 * k
-    for row in (row for its_rows in rows for row in its_rows):
-        need(len(row) == 3 and _is_row(*row), f"the row {row!r} means nothing")
-    found = []
-    for (place, lo, _, w, _, least), its_rows in zip(headers, rows, strict=True):
+    need(0 < num_sets <= count, "no row sets, or more than parts")
+    at = 12 + num_squeezed
+    need(at <= len(table), "the table is too short")
+    head = inflated(table[12:at], count * sum(COLUMNS.values()) + num_sets * 50)
+    columns: dict[str, list[int]] = {}
+    for name, size in COLUMNS.items():
+        planes, head = head[: size * count], head[size * count :]
+        need(len(planes) == size * count, "the head is too short")
+        columns[name] = [int.from_bytes(planes[i::count], "little") for i in range(count)]
+    los, ks, head = head[:num_sets], head[num_sets : 2 * num_sets], head[2 * num_sets :]
+    need(len(ks) == num_sets and all(1 <= k <= 16 for k in ks), "a row set has no classes, or too many")
+    need(len(head) == 3 * sum(ks), "the head is too short or too long")
+    every = [bytes(head[i :: sum(ks)]) for i in range(sum(ks))]
+    need(all(_is_row(*row) for row in every), "a row means nothing")
+    ends = [*accumulate(ks)]
+    places = [*accumulate(columns["place"])]
+    names, found, order = list(schema), list[Part](), list[tuple[int, ...]]()
+    for i, place in enumerate(places):
         dtype, shape = schema[names[place]]
         need(dtype in CODED, f"{names[place]!r} is of a dtype that is not coded")
         need(0 not in shape, f"{names[place]!r} has no elements")
-        num_tiles = len(tiles(shape))
+        sides = [(columns[one][i], columns[many][i]) for one, many in PAIRS]
+        box = []
+        for side, (first, size) in zip(view(shape), sides, strict=True):
+            need(size > 0 or first == 0, "a part begins behind 0 and has a whole side")
+            box.append(range(first, first + size) if size else range(side))
+            need(box[-1].stop <= side, "a part reaches beyond its tensor")
+        slices = 1 << columns["slices"][i] % 16, 1 << columns["slices"][i] // 16
+        for side, number in zip(view(shape)[1:], slices, strict=True):
+            need(number <= 16 and side % number == 0, "a side cannot be cut in so many slices")
+        need(columns["set"][i] < num_sets, "there is no such row set")
+        its, w, least = columns["set"][i], columns["w"][i], columns["least"][i]
+        need(w <= 32, "lengths have too many bits")
+        order.append((place, *(each.start for each in box)))
+        num_tiles = len(tiles(shape, tuple(box), slices))
         size = (num_tiles * w + 7) // 8
         need(at + size <= len(table), "the table is too short")
         bits = Bits(table[at : at + size])
-        found.append((names[place], lo, its_rows, [least + bits.take(w) for _ in range(num_tiles)]))
+        lengths = [least + bits.take(w) for _ in range(num_tiles)]
         need(bits.take(8 * size - bits.at) == 0, "lengths are padded with other bits than zeros")
         at += size
+        rows = every[ends[its] - ks[its] : ends[its]]
+        found.append(Part(names[place], tuple(box), slices, los[its], rows, lengths))
+    need(all(a < b for a, b in pairwise(order)), "parts do not ascend")
     need(at == len(table), "the table is too long")
-    need(sum(sum(lengths) for *_, lengths in found) == num_bytes, "lengths do not add up")
+    need(sum(sum(part.lengths) for part in found) == num_bytes, "lengths do not add up")
+    check_apart([(part.name, part.box) for part in found])
     return found
 
 
-@lru_cache(256)
-def tiles(shape: tuple[int, ...]) -> list[Tile]:
-    """A tensor's tiles in their order."""
-    if 0 in shape:
-        return []
+def positions_of(part: Part, schema: Schema) -> set[int]:
+    """The flat positions of a part's elements."""
+    _, r, c = view(schema[part.name][1])
+    return {(level * r + row) * c + column for level, row, column in product(*part.box)}
+
+
+PAIRS = (("first", "levels"), ("row", "rows"), ("column", "columns"))
+
+
+def check_apart(boxes: list[tuple[str, Box]]) -> None:
+    """Refuse parts of one version that have an element in common."""
+    for i, (name, box) in enumerate(boxes):
+        for other_name, other in boxes[:i]:
+            common = all(a.start < b.stop and b.start < a.stop for a, b in zip(box, other, strict=True))
+            need(name != other_name or not common, "parts overlap")
+
+
+def inflated(squeezed: bytes, most: int) -> bytes:
+    stream = zlib.decompressobj()
+    try:
+        head = stream.decompress(squeezed, most + 1)
+    except zlib.error as exc:
+        raise ValueError("the head is not compressed") from exc
+    need(stream.eof and not stream.unused_data and len(head) <= most, "the head has another length")
+    return head
+
+
+def view(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Levels, rows and columns."""
     *others, r, c = (1, 1, *(size for size in shape if size != 1))
-    t, columns = _pieces(c, 65536)
-    _, rows = _pieces(r, 65536 // t)
+    return prod(others), r, c
+
+
+def whole(shape: tuple[int, ...]) -> tuple[Box, tuple[int, int]]:
+    """A tensor as a part of itself, and the usual numbers of slices."""
+    levels, r, c = view(shape)
+    return (range(levels), range(r), range(c)), (1 if r % 16 else 16, 1 if c % 16 else 16)
+
+
+@lru_cache(256)
+def tiles(shape: tuple[int, ...], box: Box, slices: tuple[int, int]) -> list[Tile]:
+    """A part's tiles in their order."""
+    _, r, c = view(shape)
+    t, columns = _pieces(c, slices[1], 65536)
+    _, rows = _pieces(r, slices[0], 65536 // t)
+    cut = [
+        [piece for piece in (_common(piece, side) for piece in pieces) if piece]
+        for pieces, side in ((rows, box[1]), (columns, box[2]))
+    ]
     return [
-        (level * r * c, range(down.start * c, down.stop * c, c), across)
-        for level in range(prod(others))
-        for down in rows
-        for across in columns
+        (range(level, level + 1), down, across) for level in box[0] for down in cut[0] for across in cut[1]
     ]
 
 
-def _pieces(side: int, limit: int) -> tuple[int, list[range]]:
-    s = side if side % 16 else side // 16
+def _common(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _pieces(side: int, number: int, limit: int) -> tuple[int, list[range]]:
+    s = side // number
     p = 1
     while s % (2 * p) == 0 and 2 * p <= limit:
         p *= 2
@@ -128,13 +211,12 @@ def _pieces(side: int, limit: int) -> tuple[int, list[range]]:
 
 
 def _tile_changes(
-    stream: bytes, old: tuple[int, ...], tile: Tile, dtype: str, lo: int, rows: list[bytes]
+    stream: bytes, old: tuple[int, ...], places: list[int], dtype: str, lo: int, rows: list[bytes]
 ) -> Iterator[tuple[int, int]]:
-    """Position and difference of keys of every change in a tile that has bytes."""
-    first, down, across = tile
+    """Position and difference of keys of every change in a tile of these elements that has bytes."""
     width, lowest, num_bits = CODED[dtype]
     classes: list[list[int]] = [[] for _ in rows]
-    for position in (first + row + column for row in down for column in across):
+    for position in places:
         exponent = old[position] >> lowest & (1 << num_bits) - 1
         classes[min(max(exponent - lo, 0), len(rows) - 1)].append(position)
     bits = Bits(stream)

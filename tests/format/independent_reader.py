@@ -133,14 +133,15 @@ def added(i: int, x: int) -> tuple[int, int]:
     return y, (y >> 32) * (y & LOW)
 
 
-def positions(encoding: str, dtype: str, idx: bytes, num_elements: int) -> list[int]:
+def positions(encoding: str, dtype: str, idx: bytes, num_elements: int, first: int = 0) -> list[int]:
     """Section 6: the flat positions that a stored `idx` states."""
-    if encoding == "gap":
-        _need(dtype == "U16", "gaps must be uint16")
+    _need(type(first) is int and 0 <= first < max(num_elements, 1), "gaps count from no position")
+    if encoding == "gap" and dtype == "U16":
         gaps = struct.unpack(f"<{len(idx) // 2}H", idx)
-        found = [total + i for i, total in enumerate(accumulate(gaps))]
+        found = [first + total + i for i, total in enumerate(accumulate(gaps))]
     else:
         _need(dtype == ("I64" if num_elements >= 2**31 else "I32"), "positions have the wrong width")
+        _need(first == 0, "positions count from 0")
         found = list(struct.unpack(f"<{len(idx) // WIDTHS[dtype]}{'q' if dtype == 'I64' else 'i'}", idx))
     _need(all(a < b for a, b in pairwise(found)), "positions do not ascend")
     _need(not found or (found[0] >= 0 and found[-1] < num_elements), "a position beyond the tensor")
@@ -192,10 +193,11 @@ def _apply(
         _need(len(streams) != 1, "a table without tiles, or tiles without a table")
         if streams:
             table, tiles = (stream for _, _, stream in streams)
-            for name, *_ in independent_context.parse_table(table, len(tiles), schema):
-                # A coded tensor is in one payload, so it leaves no element to another one.
-                _need(name not in stated, "a coded tensor is stored twice")
-                stated[name] = set(range(len(parent[name])))
+            for part in independent_context.parse_table(table, len(tiles), schema):
+                # A coded part leaves no element of it to another payload.
+                where = independent_context.positions_of(part, schema)
+                _need(stated.setdefault(part.name, set()).isdisjoint(where), "an element is stated twice")
+                stated[part.name].update(where)
             for name, position, new in independent_context.changes(table, tiles, schema, parent):
                 state[name][2][position * len(new) : (position + 1) * len(new)] = new
         encoding = "gap"
@@ -210,7 +212,7 @@ def _apply(
         idx_dtype, idx_shape, idx = tensors[f"{name}.idx"]
         val_dtype, val_shape, val = tensors[f"{name}.val"]
         _need(val_dtype == dtype and idx_shape == val_shape and len(idx_shape) == 1, "idx and val do not fit")
-        where = positions(encoding, idx_dtype, idx, len(target) // width)
+        where = positions(encoding, idx_dtype, idx, len(target) // width, spec.get("first", 0))
         _need(len(where) > 0, f"nothing of {name!r} is stated")
         _need(stated.setdefault(name, set()).isdisjoint(where), "an element is stated in two payloads")
         stated[name].update(where)

@@ -2,23 +2,33 @@
 
 import re
 import struct
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from patchstore.encodings import context
-from patchstore.format.records import TensorSpec
+from patchstore.errors import CorruptObject
+from patchstore.format.records import Box, TensorSpec
 from tests.format.bad_buckets import CASES
-from tests.format.independent_context import Schema, bits_of, changes, key_of, parse_table, tiles
+from tests.format.independent_context import (
+    Schema,
+    Tile,
+    bits_of,
+    changes,
+    key_of,
+    parse_table,
+    tiles,
+    whole,
+)
+from tests.format.table_edits import Head, Row, table_of, usual
 
 ONE = 0x3F80
 """1.0 in bf16, of exponent 7f."""
 REFUSED = (LookupError, ValueError, struct.error)
-
-Row = tuple[int, int, int]
 
 
 def packed(*fields: str) -> bytes:
@@ -26,14 +36,6 @@ def packed(*fields: str) -> bytes:
     bits = "".join(fields).replace(" ", "")
     bits += "1" * (-len(bits) % 8)
     return bytes(int(bits[i : i + 8][::-1], 2) for i in range(0, len(bits), 8)).rstrip(b"\xff")
-
-
-def table_of(lo: int, rows: list[Row], lengths: list[int], place: int = 0, w: int = 8) -> bytes:
-    """The table of one tensor; lengths in whole bytes, unless told otherwise."""
-    least = min(lengths) if w else lengths[0]
-    number = sum((length - least) << i * w for i, length in enumerate(lengths))
-    head = struct.pack("<IIBBBBI", 1, place, lo, len(rows), w, 0, least)
-    return head + bytes(sum(rows, ())) + number.to_bytes((len(lengths) * w + 7) // 8, "little")
 
 
 def decoded(
@@ -46,8 +48,9 @@ def decoded(
 ) -> dict[int, int]:
     """Position and new bits of every change of one tensor."""
     parent = b"".join(bits.to_bytes(1 if dtype.startswith("F8") else 2, "little") for bits in old)
-    table = table_of(lo, rows, [len(stream) for stream in streams])
-    found = changes(table, b"".join(streams), {"a": (dtype, shape or (len(old),))}, {"a": parent})
+    shape = shape or (len(old),)
+    table = table_of(lo, rows, [len(stream) for stream in streams], slices=usual(shape))
+    found = changes(table, b"".join(streams), {"a": (dtype, shape)}, {"a": parent})
     return {position: int.from_bytes(new, "little") for _, position, new in found}
 
 
@@ -69,16 +72,16 @@ def patterns(text: str) -> list[int]:
 
 
 def test_the_page_has_an_example_of_each_kind_of_row_and_of_tiles() -> None:
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
     rows = [
         tuple(row)
         for each in EXAMPLES.values()
-        for _, _, its_rows, _ in parse_table(
+        for part in parse_table(
             bytes.fromhex(each["table"]),
             len(bytes.fromhex(each["tiles"])),
             {"a": ("BF16", tuple(map(int, each["shape"].split())))},
         )
-        for row in its_rows
+        for row in part.rows
     ]
     assert {(127, 0, 0), (128, 0, 1), (128, 0, 128)} < set(rows)
     assert any(first < 127 and second for first, second, _ in rows)
@@ -91,23 +94,41 @@ def test_an_example_of_the_page_is_what_the_encoder_writes_and_both_readers_read
     shape = tuple(map(int, example["shape"].split()))
     old, new = (np.array(patterns(example[name]), dtype=np.uint16) for name in ("old", "new"))
     table, streams = bytes.fromhex(example["table"]), bytes.fromhex(example["tiles"])
-    assert len(old) == len(new) == prod(shape)
-    positions = np.flatnonzero(old != new)
+    box = Box(*map(int, example["part"].split())) if "part" in example else None
+    assert len(old) == len(new) == (prod(shape) if box is None else box.num_elements)
+    local = np.flatnonzero(old != new)
+    cut = context.tiling_of_part(shape, box, len(local))
+    positions = cut.positions(local)
 
     spec = TensorSpec(name="a", dtype="BF16", shape=shape)
-    entries = context.packed([(0, context.encode(spec, old, positions, new[positions]))])
-    assert entries["table"].numpy().tobytes() == table
+    row_sets = context.RowSets()
+    coded = context.encode_all("BF16", [cut], old, np.array([len(local)]), local, new[local], row_sets)
+    entries = context.packed([(0, coded[0])])
+    # Another zlib compresses to other bytes.
+    written = Head(entries["table"].numpy().tobytes())
+    assert written.data() == Head(table).data() == spelled_head(example["head"])
+    assert written.rest == Head(table).rest
     assert entries["tiles"].numpy().tobytes() == streams
 
-    coded = context.unpacked("the page", entries, [spec])["a"]
-    its_positions, its_new = context.decode(spec, coded, old, "the page")
+    whole = np.full(prod(shape), 0x4000, dtype=np.uint16)
+    whole[cut.positions(np.arange(len(old)))] = old
+    stored = {"table": torch.frombuffer(bytearray(table), dtype=torch.uint8), "tiles": entries["tiles"]}
+    (part,) = context.unpacked("the page", stored, [spec])["a"]
+    its_positions, its_new = context.decode(spec, part, whole, "the page")
     assert its_positions.tolist() == positions.tolist()
-    assert its_new.tolist() == new[positions].tolist()
+    assert its_new.tolist() == new[local].tolist()
 
-    found = changes(table, streams, {"a": ("BF16", shape)}, {"a": old.astype("<u2").tobytes()})
-    assert {position: int.from_bytes(its, "little") for _, position, its in found} == {
-        int(position): int(new[position]) for position in positions
-    }
+    found = changes(table, streams, {"a": ("BF16", shape)}, {"a": whole.astype("<u2").tobytes()})
+    assert {position: int.from_bytes(its, "little") for _, position, its in found} == dict(
+        zip(positions.tolist(), new[local].tolist(), strict=True)
+    )
+
+
+def spelled_head(text: str) -> bytes:
+    """A head as the page writes it: `00*48` is 48 zeros."""
+    return b"".join(
+        bytes.fromhex(word.partition("*")[0]) * int(word.partition("*")[2] or 1) for word in text.split()
+    )
 
 
 BITS = {
@@ -140,20 +161,26 @@ def test_the_page_names_the_kind_of_every_refusal() -> None:
 
 def test_a_table_with_a_silent_class_that_pays_for_nothing() -> None:
     """Valid, though our encoder would use one class."""
-    table = bytes.fromhex("01000000  00000000 7f 02 00 00 01000000  010000 7f0000")
+    table = table_of(0x7F, [(1, 0, 0), (127, 0, 0)], [1], w=0)
     parent = struct.pack("<4H", 0x3F80, 0x3F80, 0x4000, 0x3F80)
     found = list(changes(table, b"\xfa", {"a": ("BF16", (4,))}, {"a": parent}))
     assert found == [("a", 1, b"\x81\x3f")]
-    assert table_of(0x7F, [(1, 0, 0), (127, 0, 0)], [1], w=0) == table
     assert packed("0101") == b"\xfa"
 
 
+def of_whole(shape: tuple[int, ...]) -> list[Tile]:
+    """The tiles of a tensor in the usual slices."""
+    return tiles(shape, *whole(shape))
+
+
 def test_the_examples_of_tiles() -> None:
-    small = tiles((3, 64, 40))
+    small = of_whole((3, 64, 40))
     assert len(small) == 48
     assert {(len(down), len(across)) for _, down, across in small} == {(4, 40)}
-    assert [level for level, _, _ in small] == [0] * 16 + [2560] * 16 + [5120] * 16
-    large = tiles((50257, 4096))
+    assert [level.start for level, _, _ in small] == [0] * 16 + [1] * 16 + [2] * 16
+    part = tiles((3, 64, 40), (range(1, 2), range(10, 30), range(40)), (16, 1))
+    assert [len(down) for _, down, _ in part] == [2, 4, 4, 4, 4, 2]
+    large = of_whole((50257, 4096))
     assert {len(across) for _, _, across in large} == {256}
     assert [len(down) for _, down, across in large if across.start == 0] == [256] * 196 + [81]
     assert [across.start for _, _, across in large[:17]] == [*range(0, 4096, 256), 0]
@@ -176,7 +203,7 @@ def test_the_examples_of_tiles() -> None:
     ],
 )
 def test_sides_are_cut(shape: tuple[int, ...], rows: set[int], columns: set[int]) -> None:
-    found = tiles(shape)
+    found = of_whole(shape)
     assert {len(down) for _, down, _ in found} == rows
     assert {len(across) for _, _, across in found} == columns
     assert sum(len(down) * len(across) for _, down, across in found) == prod(shape)
@@ -304,10 +331,11 @@ def test_rows_and_columns_of_a_tile() -> None:
 
 def test_lengths_of_some_bits() -> None:
     lengths = [2, 3, 4, 5, 6, 7, 8, 9, 2, 2, 2, 2, 2, 2, 2, 9]
-    table = table_of(5, [(0, 0, 0)], lengths, w=3)
+    table = table_of(5, [(0, 0, 0)], lengths, w=3, slices=usual((16, 3)))
     assert table[-6:].hex() == "88c6fa0000e0"
     schema: Schema = {"a": ("F16", (16, 3))}
-    assert parse_table(table, sum(lengths), schema) == [("a", 5, [b"\0\0\0"], lengths)]
+    (part,) = parse_table(table, sum(lengths), schema)
+    assert (part.name, part.lo, part.rows, part.lengths) == ("a", 5, [b"\0\0\0"], lengths)
     with pytest.raises(REFUSED):
         parse_table(table, sum(lengths) + 1, schema)
 
@@ -356,19 +384,57 @@ def test_tables_of_another_length_are_refused() -> None:
 
 def test_tables_that_name_other_tensors_are_refused() -> None:
     schema: Schema = {"a": ("F32", (4,)), "b": ("BF16", (4,)), "c": ("F16", (4,))}
-    line, row = struct.Struct("<IBBBBI"), bytes(3)
-    for places, fine in (((1,), True), ((1, 2), True), ((1, 1), False), ((0,), False), ((3,), False)):
-        lines = b"".join(line.pack(place, 0, 1, 0, 0, 0) for place in places)
-        table = struct.pack("<I", len(places)) + lines + row * len(places)
+    for places, fine in (((1,), True), ((1, 1), True), ((1, 0), False), ((0,), False), ((3,), False)):
+        head = Head(table_of(0, [(0, 0, 0)], [0], w=0))
+        head.num_parts = len(places)
+        for name, column in head.columns.items():
+            head.columns[name] = list(places) if name == "place" else column * len(places)
         if fine:
-            assert [name for name, *_ in parse_table(table, 0, schema)] == ["abc"[place] for place in places]
+            found = [part.name for part in parse_table(head.table(), 0, schema)]
+            assert found == ["abc"[place] for place in accumulate(places)]
         else:
             with pytest.raises(REFUSED):
-                parse_table(table, 0, schema)
+                parse_table(head.table(), 0, schema)
     for k, w in ((0, 0), (17, 0), (1, 33)):
-        table = struct.pack("<I", 1) + line.pack(1, 0, k, w, 0, 0) + row * k + bytes(5 if w else 0)
         with pytest.raises(REFUSED):
-            parse_table(table, 0, schema)
+            parse_table(table_of(0, [(0, 0, 0)] * k, [0], 1, w), 0, schema)
+
+
+Sides = tuple[int, int, int, int, int, int]
+
+
+@pytest.mark.parametrize(
+    ("box", "slices", "fine"),
+    [
+        ((0, 0, 0, 0, 0, 0), 0x14, True),
+        ((1, 2, 0, 0, 0, 0), 0x00, True),
+        ((1, 3, 0, 0, 0, 0), 0x00, False),  # beyond the levels
+        ((1, 0, 0, 0, 0, 0), 0x00, False),  # none of them
+        ((0, 0, 31, 1, 39, 1), 0x34, True),
+        ((0, 0, 31, 2, 0, 0), 0x00, False),
+        ((0, 0, 2**63, 1, 0, 0), 0x00, False),
+        ((0, 0, 0, 0, 39, 2), 0x00, False),
+        ((0, 0, 0, 0, 0, 0), 0x05, False),  # 32 slices
+        ((0, 0, 0, 0, 0, 0), 0x40, False),  # 16 of 40
+        ((0, 0, 0, 0, 0, 0), 0xF0, False),
+    ],
+)
+def test_parts_and_slices(box: Sides, slices: int, fine: bool) -> None:
+    shape = (3, 32, 40)
+    sides = [range(a, a + b) if b else range(n) for a, b, n in zip(box[::2], box[1::2], shape, strict=True)]
+    num = len(tiles(shape, tuple(sides), (1 << slices % 16, 1 << slices // 16))) if fine else 1
+    table = table_of(0, [(0, 0, 0)], [0] * num, w=0, box=box, slices=slices)
+    schema: Schema = {"a": ("BF16", shape)}
+    spec = TensorSpec(name="a", dtype="BF16", shape=shape)
+    data = np.frombuffer(table, dtype=np.uint8)
+    if fine:
+        assert parse_table(table, 0, schema)[0].box == tuple(sides)
+        assert context.unpack("here", data, 0, [spec]).cuts[0].num_tiles == num
+        return
+    with pytest.raises(REFUSED):
+        parse_table(table, 0, schema)
+    with pytest.raises(CorruptObject):
+        context.unpack("here", data, 0, [spec])
 
 
 @pytest.mark.parametrize(

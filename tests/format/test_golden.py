@@ -19,7 +19,8 @@ from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, raw_bytes, spec_of
 from tests.format import independent_context, independent_reader
 from tests.format.golden_buckets import EXPECTED, GOLDEN, sha256
-from tests.format.test_context_page import packed, table_of
+from tests.format.table_edits import Head, table_of
+from tests.format.test_context_page import packed
 
 VECTORS: dict[str, Any] = json.loads((GOLDEN / "vectors.json").read_bytes())
 VERSIONS = [(bucket, int(version)) for bucket, versions in EXPECTED.items() for version in versions]
@@ -119,7 +120,9 @@ def test_vectors_of_encoding_context_hold(vector: dict[str, Any]) -> None:
     assert (coded.lo, coded.rows.tolist()) == (vector["lo"], vector["rows"])
     assert coded.lengths.tolist() == vector["lengths"]
     assert coded.data.tobytes().hex() == vector["data"]
-    assert context.pack([(0, coded)])[0].hex() == vector["table"]
+    # Another zlib compresses to other bytes.
+    head, stated = (Head(each) for each in (context.pack([(0, coded)])[0], bytes.fromhex(vector["table"])))
+    assert (head.data(), head.rest) == (stated.data(), stated.rest)
     table, data = bytes.fromhex(vector["table"]), bytes.fromhex(vector["data"])
     stored = context.unpack("here", np.frombuffer(table, dtype=np.uint8), len(data), [spec])
     found = stored.coded(0, np.frombuffer(data, dtype=np.uint8))

@@ -17,7 +17,7 @@ from patchstore.errors import (
     VersionConflict,
     VersionNotFound,
 )
-from patchstore.format import history, layout, manifest_json
+from patchstore.format import history, layout, lineage, manifest_json
 from patchstore.format.records import (
     Anchor,
     Delta,
@@ -237,9 +237,9 @@ def test_ancestry_goes_where_a_trainer_went_back(run: Run) -> None:
     run.train()
     newest = run.publish()
     assert [found.version for found in history.ancestry(run.store, newest.version)] == [8, 7, 6, 2, 1, 0]
-    assert history.read_lineage(run.store, 8).keys() == {8, 7, 6, 2, 1, 0}
-    assert history.read_lineage(run.store, 8, held=1).keys() == {8, 7, 6, 2, 1}
-    assert history.read_lineage(run.store, 8, held=4).keys() == {8, 7, 6, 2, 1, 0}
+    assert lineage.read(run.store, 8).ways.keys() == {8, 7, 6, 2, 1, 0}
+    assert lineage.read(run.store, 8, held=1).ways.keys() == {8, 7, 6, 2, 1}
+    assert lineage.read(run.store, 8, held=4).ways.keys() == {8, 7, 6, 2, 1, 0}
 
 
 def test_an_empty_store_has_no_run() -> None:

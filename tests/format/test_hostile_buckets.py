@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from patchstore.apply.replica import Replica
 from patchstore.errors import CorruptObject, DataError, StoreError, StoreReplaced, UsageError, WrongParent
-from patchstore.format import hashing, history, manifest_json, planning
+from patchstore.format import hashing, lineage, manifest_json
 from patchstore.format.records import DTYPE_BYTES, Payload
 from patchstore.payloads import tensor_file
 from patchstore.read import replay
@@ -382,7 +382,7 @@ def test_a_plan_leads_from_what_is_held_to_the_target(data: st.DataObject) -> No
     target = data.draw(st.integers(0, count - 1))
     held = data.draw(st.none() | st.integers(0, count - 1))
     try:
-        plan = planning.plan(history.read_lineage(store, target, held), held, target)
+        plan = lineage.read(store, target, held).plan()
     except WrongParent:
         pytest.fail("every version without a parent has an anchor, so there is always a way")
     steps = [version.version for version in plan.deltas]

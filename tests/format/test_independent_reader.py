@@ -10,7 +10,7 @@ from blake3 import blake3
 from patchstore.apply.replica import Replica
 from patchstore.errors import PublishFailed, SchemaMismatch
 from patchstore.format import history
-from patchstore.publish import committer
+from patchstore.publish import uploads
 from patchstore.publish.publisher import Publisher
 from patchstore.read import replay
 from patchstore.stores.folder import FolderStore
@@ -81,9 +81,9 @@ def test_an_eventful_run_has_versions_of_every_kind() -> None:
 def test_both_readers_rebuild_what_follows_a_failed_publication(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effect: Effect
 ) -> None:
-    monkeypatch.setattr(committer, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(uploads, "FIRST_PAUSE_S", 0.0)
     bucket = tmp_path / "bucket"
-    failing = Fault(verb="upload", key="deltas/00000002-*", effect=effect, times=committer.ATTEMPTS)
+    failing = Fault(verb="upload", key="deltas/00000002-*", effect=effect, times=uploads.ATTEMPTS)
     inner = MemoryStore()
     store = FaultyStore(inner, failing)
     run = Run(tensors_of_every_dtype(), None)

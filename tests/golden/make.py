@@ -23,13 +23,15 @@ from patchstore.encodings import ENCODINGS
 from patchstore.encodings.context import encode, pack
 from patchstore.errors import PublishFailed
 from patchstore.format import history
-from patchstore.publish import committer, publisher, resume
+from patchstore.format.records import Part, TensorSpec
+from patchstore.publish import committer, publisher, resume, uploads
 from patchstore.publish.publisher import Publisher
 from patchstore.read import replay
 from patchstore.stores.folder import FolderStore
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, raw_bytes, spec_of, unsigned
 from patchstore.testing.faults import Fault, FaultyStore
+from tests.support import sharded
 
 State = dict[str, torch.Tensor]
 MAKERS: dict[str, Callable[[Path], None]] = {}
@@ -158,7 +160,7 @@ def v1_sharded(folder: Path) -> None:
 def v1_recovered(folder: Path) -> None:
     """The delta of step 1 was never stored, so version 1 is step 2, as an anchor without a delta."""
     inner = FolderStore(folder)
-    fault = Fault(verb="upload", key="deltas/00000001-*", effect="truncate", times=committer.ATTEMPTS)
+    fault = Fault(verb="upload", key="deltas/00000001-*", effect="truncate", times=uploads.ATTEMPTS)
     tensors = {"weight": torch.arange(6, dtype=torch.float16)}
     with Publisher(FaultyStore(inner, fault), tensors, dtype=None, encoding="gap") as writer:
         for step in range(4):
@@ -220,6 +222,57 @@ def v1_context(folder: Path) -> None:
 
     changes = [nothing, small_steps, special_values, nothing, back_from_special_values, float32_alone]
     publish(FolderStore(folder), tensors, [*changes, scalar_alone], encoding="context")
+
+
+@bucket
+def v1_parts(folder: Path) -> None:
+    """Three processes with parts of each tensor: rows, then columns, then boxes and levels; then `gap`."""
+    old = {
+        "bf16.experts": weights(torch.bfloat16, 3, 32, 20),
+        "bf16.matrix": weights(torch.bfloat16, 48, 64, salt=1),
+        "bf16.norm": weights(torch.bfloat16, 64, salt=2),
+        "bf16.pairs": weights(torch.bfloat16, 2, 3, 6, 5, salt=3),
+        "f32.listed": weights(torch.float32, 9, 7),
+        "f8_e4m3.odd": weights(torch.float8_e4m3fn, 33, 50),
+        "scalar": torch.tensor(1.5, dtype=torch.bfloat16),
+    }
+    store = FolderStore(folder)
+    publish(store, old, [nothing], encoding="context")
+    specs = [spec_of(name, tensor) for name, tensor in sorted(old.items())]
+
+    def step(ranks: list[list[Part]], encoding: str, salt: int) -> None:
+        nonlocal old
+        new = {name: tensor.clone() for name, tensor in old.items()}
+        for number, tensor in enumerate(new.values()):
+            move(tensor, salt + 10 * number, 0.1, (1, 1, 1, 2, 7), up_to=0.02)
+        sharded.publish(store, ranks, old, new, encoding)
+        old = new
+
+    def cut(spec: TensorSpec, dim: int) -> list[Part]:
+        if not spec.shape:
+            return [Part.whole(spec)]
+        side = spec.shape[dim % len(spec.shape)]
+        return sharded.cut(spec, dim % len(spec.shape), [0, side // 5, side // 5 + side // 2, side])
+
+    def ranks(dims: dict[str, int]) -> list[list[Part]]:
+        found: list[list[Part]] = [[], [], []]
+        for spec in specs:
+            for rank, part in enumerate(cut(spec, dims.get(spec.name, dims[""]))):
+                found[rank].append(part)
+        return found
+
+    step(ranks({"": 0}), "context", 100)
+    step(ranks({"": -1}), "context", 200)
+    # Two parts of one tensor in a payload; a part that is no box, and is listed beside coded ones.
+    pairs = next(spec for spec in specs if spec.name == "bf16.pairs")
+    mixed = ranks({"": -2, "bf16.pairs": 0})
+    for held in mixed:
+        held[:] = [part for part in held if part.spec is not pairs]
+    mixed[0] += [Part(pairs, (0, 1, 0, 0), (2, 2, 6, 5))]
+    mixed[1] += [Part(pairs, (0, 0, 0, 0), (1, 1, 6, 5)), Part(pairs, (1, 0, 0, 0), (1, 1, 6, 2))]
+    mixed[2] += [Part(pairs, (1, 0, 0, 2), (1, 1, 6, 3))]
+    step(mixed, "context", 300)
+    step(ranks({"": 0, "bf16.matrix": 1}), "gap", 400)
 
 
 def expected(folder: Path) -> dict[str, Any]:
@@ -385,7 +438,7 @@ def make(folder: Path) -> None:
             mock.patch.object(resume, "now", return_value="2026-01-31T12:00:00.000Z"),
             mock.patch.object(committer, "now", return_value="2026-01-31T12:00:01.000Z"),
             mock.patch.object(committer, "writer_id", return_value="golden"),
-            mock.patch.object(committer, "FIRST_PAUSE_S", 0.0),
+            mock.patch.object(uploads, "FIRST_PAUSE_S", 0.0),
         ):
             maker(path)
         (path / ".tmp").rmdir()

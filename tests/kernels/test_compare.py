@@ -1,6 +1,6 @@
 """The kernels of a publication against `tensors.elements`, and payloads against those made on the CPU."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -384,6 +384,37 @@ def test_a_run_goes_on_from_any_snapshot(place: snapshot.Place) -> None:
     held: dict[str, torch.Tensor] = {}
     Replica(store, held).update()
     assert_same_bits(held, {name: tensor.to(torch.bfloat16).cpu() for name, tensor in tensors.items()})
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_a_stream_is_compared_once_however_much_has_changed(
+    monkeypatch: pytest.MonkeyPatch, place: snapshot.Place
+) -> None:
+    monkeypatch.setattr(snapshot.streamed, "STREAMED_BYTES", 4 << 10)
+    torch.manual_seed(0)
+    weights = {f"{i % 3}.{i}": torch.randn(501 + 700 * i).to(torch.bfloat16) for i in range(6)}
+    weights |= {"1.scale": torch.randn(300), "none": torch.empty(0)}
+    passes = 0
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal passes
+        passes += 1
+        for name in sorted(weights, key=lambda name: name[::-1], reverse=bool(passes % 2)):
+            yield name, weights[name].to(DEVICE, copy=True)
+
+    store = MemoryStore()
+    with Publisher(store, source, dtype=None, snapshot=place, encoding=QUICK) as publisher:
+        publisher.publish_patch(0).result()
+        for step, share in enumerate((1, 1000, 1, 3), 1):
+            for tensor in weights.values():
+                tensor[::share] += 1
+            before = passes
+            manifest = publisher.publish_patch(step).result()
+            assert passes == before + 1
+            assert manifest.delta is not None and manifest.kind == "delta"
+            held: dict[str, torch.Tensor] = {}
+            Replica(store, held).update()
+            assert_same_bits(held, weights)
 
 
 @pytest.mark.usefixtures("_kernels")

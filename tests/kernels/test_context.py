@@ -1,17 +1,17 @@
 """The kernels of the encoding `context` against its CPU form: the same bytes, and the same changes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from patchstore.encodings.context import Coded, decode, encode
+from patchstore.encodings.context import Coded, RowSets, decode, encode_all, tiling
 from patchstore.encodings.context.classes import moved
-from patchstore.encodings.context.tiles import tiling
 from patchstore.errors import CorruptObject
-from patchstore.format.records import TensorSpec
+from patchstore.format.records import Box, TensorSpec
 from tests.support.interpreted import DEVICE, kernels
 
 # Some minutes, where they are interpreted: a tile takes a tenth of a second, and so do a few changes.
@@ -38,13 +38,23 @@ STRANGE = {
 
 
 class Change:
-    """A tensor, and a change of it as the CPU codes it."""
+    """A tensor, or a part of one, and a change of it as the CPU codes it."""
 
-    def __init__(self, dtype: str, shape: tuple[int, ...], old: Array, at: Array, new: Array) -> None:
+    def __init__(
+        self,
+        dtype: str,
+        shape: tuple[int, ...],
+        old: Array,
+        at: Array,
+        new: Array,
+        box: Box | None = None,
+        slices: tuple[int, int] | None = None,
+    ) -> None:
+        """Code a change; all but `shape` is of the part."""
         self.spec = TensorSpec(name="w", dtype=dtype, shape=shape)
         self.old, self.at, self.new = old, at, new
-        self.coded: Coded = encode(self.spec, old, at, new)
-        self.tiling = tiling(shape)
+        self.tiling = tiling(shape, box, slices)
+        self.coded: Coded = encode_all(dtype, [self.tiling], old, np.array([len(at)]), at, new, RowSets())[0]
         self.memory = on_device(old)
 
 
@@ -105,25 +115,69 @@ def assert_decoded(changes: Sequence[Change]) -> None:
     assert decoded.first_wrong is None
     for i, each in enumerate(changes):
         positions, values = listed(decoded, i, each.old.dtype)
-        assert np.array_equal(positions, each.at)
+        assert np.array_equal(positions, each.tiling.positions(each.at))
         assert np.array_equal(values, each.new)
 
 
-def assert_encoded(changes: Sequence[Change], index: torch.dtype = torch.int32) -> None:
-    encoded = encoding.encode(
+def encoded(
+    changes: Sequence[Change],
+    index: torch.dtype = torch.int32,
+    groups: Sequence[Sequence[int]] | None = None,
+) -> Any:
+    return encoding.encode(
         tables.geometry([each.tiling for each in changes]),
         np.array([tables.FORMATS[each.spec.dtype] for each in changes]),
         np.array([each.memory.data_ptr() for each in changes]),
         torch.from_numpy(np.concatenate([each.at for each in changes])).to(DEVICE, index),
         on_device(np.concatenate([each.new.astype(np.uint16) for each in changes])),
         np.concatenate([[0], np.cumsum([len(each.at) for each in changes])]),
+        groups,
     )
-    coded = [each.coded for each in changes]
-    assert encoded.lo.tolist() == [each.lo for each in coded]
-    assert encoded.num_classes.tolist() == [len(each.rows) for each in coded]
-    assert np.array_equal(encoded.rows, np.concatenate([each.rows for each in coded]))
-    assert np.array_equal(encoded.lengths, np.concatenate([each.lengths for each in coded]))
-    assert np.array_equal(encoded.streams.cpu().numpy(), np.concatenate([each.data for each in coded]))
+
+
+def assert_same(found: Any, coded: Sequence[Coded]) -> None:
+    sets = [found.sets[number] for number in found.row_sets.tolist()]
+    assert [each.lo for each in sets] == [each.lo for each in coded]
+    assert [each.rows.tolist() for each in sets] == [each.rows.tolist() for each in coded]
+    assert np.array_equal(found.lengths, np.concatenate([each.lengths for each in coded]))
+    assert np.array_equal(found.streams.cpu().numpy(), np.concatenate([each.data for each in coded]))
+
+
+def assert_encoded(changes: Sequence[Change], index: torch.dtype = torch.int32) -> None:
+    # Each alone, as the reference is: parts of one payload would share rows.
+    for each in changes:
+        assert_same(encoded([each], index), [each.coded])
+
+
+def assert_encoded_together(changes: Sequence[Change]) -> None:
+    """Parts of one dtype in one payload, which share row sets."""
+    coded = encode_all(
+        changes[0].spec.dtype,
+        [each.tiling for each in changes],
+        np.concatenate([each.old for each in changes]),
+        np.array([len(each.at) for each in changes]),
+        np.concatenate([each.at for each in changes]),
+        np.concatenate([each.new for each in changes]),
+        RowSets(),
+    )
+    found = encoded(changes, groups=[range(len(changes))])
+    assert_same(found, coded)
+    for change, each in zip(changes, coded, strict=True):
+        change.coded = each
+    assert_decoded(changes)
+
+
+def part(
+    dtype: str,
+    shape: tuple[int, ...],
+    box: Box,
+    num: int,
+    seed: int = 0,
+    slices: tuple[int, int] | None = None,
+) -> Change:
+    """A change of `num` elements of a part of a tensor."""
+    local = change(dtype, (box.levels, box.rows, box.cols), num, seed=seed)
+    return Change(dtype, shape, local.old, local.at, local.new, box, slices)
 
 
 CASES = {
@@ -157,6 +211,32 @@ def test_a_change_is_decoded_as_on_the_cpu(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_change_is_encoded_as_on_the_cpu(case: str) -> None:
     assert_encoded(CASES[case]())
+
+
+PARTS = {
+    "rows of a grid": lambda: [
+        part("BF16", (48, 32), Box(0, 1, *rows, 0, 32), 30, rows[0]) for rows in ((0, 7), (7, 40), (47, 1))
+    ],
+    "columns of a grid": lambda: [
+        part("BF16", (32, 48), Box(0, 1, 0, 32, *cols), 20, cols[0]) for cols in ((0, 5), (5, 43))
+    ],
+    "boxes of experts": lambda: [
+        part("F16", (5, 33, 50), Box(1, 3, 4, 20, 7, 11), 40),
+        part("F16", (5, 33, 50), Box(0, 1, 0, 33, 0, 50), 30, 1),
+    ],
+    "fewer slices": lambda: [part("F8_E4M3", (64, 64), Box(0, 1, 5, 30, 0, 64), 50, slices=(4, 2))],
+    "exponents that others lack": lambda: [
+        change("BF16", (40,), 12, wild=True),
+        part("BF16", (64, 40), Box(0, 1, 3, 9, 0, 40), 40, 1),
+        change("BF16", (20, 3), 9, wild=True, seed=5),
+    ],
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_are_encoded_and_decoded_as_on_the_cpu(case: str) -> None:
+    assert_encoded_together(PARTS[case]())
 
 
 def test_some_case_has_many_classes_and_runs_of_small_steps() -> None:
@@ -226,7 +306,7 @@ def test_streams_that_mean_nothing_are_refused_as_on_the_cpu() -> None:
             data = data[: rng.integers(1, len(data))]
         if trial % 4 == 3:
             data = np.append(data, rng.integers(0, 255, 3).astype(np.uint8))
-        tensor.coded = Coded(lo=good.lo, rows=good.rows, lengths=np.array([len(data)]), data=data)
+        tensor.coded = replace(good, lengths=np.array([len(data)]), data=data)
         decoded = decoding.decode(cut, held, *streams_of([tensor]))
         try:
             positions, new = decode(tensor.spec, tensor.coded, tensor.old, "here")
@@ -260,7 +340,7 @@ def test_the_number_of_launches_does_not_depend_on_that_of_the_tensors(
                 for name in names:
                     patched.setattr(module, name, Counted(getattr(module, name), counted))
             assert_decoded(changes)
-            assert_encoded(changes)
+            encoded(changes)
         return len(counted)
 
     assert launches(1) == launches(3)

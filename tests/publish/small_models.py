@@ -1,7 +1,9 @@
 """Small models to publish, and what a reader of a store gets."""
 
 import warnings
+from typing import Any
 
+import pytest
 import torch
 
 from patchstore import Publisher, Replica, verify
@@ -52,3 +54,22 @@ def in_float8(model: torch.nn.Module) -> torch.nn.Module:
 
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
         return convert_to_float8_training(model, config=config)
+
+
+def experts() -> Any:
+    """Return a model of transformers 5 that fuses experts."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(0)
+    return transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)

@@ -16,7 +16,7 @@ from tests.support.weights import Run, assert_same_bits, newest, served
 
 
 def test_a_passing_outage_is_waited_out(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchstore.publish.committer.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
     model = {"w": torch.zeros(10)}
     faulty = FaultyStore(store, Fault(verb="upload", effect="fail-before", times=2))
     with Publisher(faulty, model) as publisher:
@@ -34,7 +34,7 @@ def test_a_commit_whose_answer_was_lost_is_settled_as_ones_own(store: MemoryStor
 def test_a_truncated_upload_is_found_before_the_commit(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("patchstore.publish.committer.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
     model = {"w": torch.zeros(10)}
     faulty = FaultyStore(store, Fault(verb="upload", effect="truncate", times=1))
     with Publisher(faulty, model) as publisher:
@@ -50,7 +50,7 @@ def outage(store: Store, verb: str, key: str, skip: int = 0) -> FaultyStore:
 def test_a_publication_that_finally_fails_makes_the_next_one_an_anchor(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("patchstore.publish.committer.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
     run = Run(outage(store, "upload", "deltas/*"))
     run.publish()
     run.train()
@@ -69,7 +69,7 @@ def test_a_publication_that_finally_fails_makes_the_next_one_an_anchor(
 def test_a_failure_that_was_not_asked_about_surfaces_in_the_next_call(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("patchstore.publish.committer.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
     model = {"w": torch.zeros(10)}
     publisher = Publisher(outage(store, "put", "versions/*"), model)
     failed = publisher.publish_patch(0)
@@ -86,7 +86,7 @@ def test_a_failure_that_was_not_asked_about_surfaces_in_the_next_call(
 def test_a_failure_that_was_not_asked_about_surfaces_at_close(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("patchstore.publish.committer.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
     publisher = Publisher(outage(store, "put", "versions/*"), {"w": torch.zeros(10)})
     publisher.publish_patch(0)
     with pytest.raises(PublishFailed):
@@ -119,7 +119,7 @@ def test_a_store_that_refuses_fails_the_publication_without_retries(store: Memor
 def test_publications_behind_a_failed_one_do_not_commit_on_its_base(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("patchstore.publish.committer.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
     gate = threading.Event()
 
     class Waiting(FaultyStore):
@@ -148,7 +148,7 @@ def test_publications_behind_a_failed_one_do_not_commit_on_its_base(
 def test_a_commit_that_takes_place_after_it_was_given_up_is_adopted(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("patchstore.publish.committer.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
     model = {"w": torch.zeros(10)}
     # Every put of version 1 is carried out late: the answer is lost, and so is every look at the slot.
     faulty = FaultyStore(
@@ -172,7 +172,7 @@ def test_a_commit_that_takes_place_after_it_was_given_up_is_adopted(
 def test_the_first_of_two_commits_without_answers_is_recognised_as_ones_own(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("patchstore.publish.committer.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
     model = {"w": torch.zeros(10)}
     slot, late = "versions/00000001.json", []
 
@@ -257,7 +257,7 @@ def test_threads_that_cannot_start_are_a_typed_error_and_no_run(
 def test_a_parent_that_a_store_does_not_show_at_once_is_waited_for(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("patchstore.publish.committer.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
     model = {"w": torch.zeros(10)}
     slow = FaultyStore(store, Fault(verb="get", key="versions/*", effect="stale", times=3))
     with Publisher(slow, model) as publisher:

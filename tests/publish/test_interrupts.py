@@ -14,7 +14,7 @@ from patchstore.tensors import diff
 from tests.support.weights import Run, assert_same_bits, newest, served
 
 
-def test_a_comparison_that_breaks_off_makes_the_next_version_whole(
+def test_a_comparison_that_fails_makes_the_next_version_whole(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.publish()

@@ -19,7 +19,7 @@ from tests.support.weights import Run, assert_same_bits, newest, served
 @pytest.fixture(params=["folder", "memory"])
 def lasting(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A store that can be emptied behind a publisher's back; what is missing is not looked for as long."""
-    monkeypatch.setattr("patchstore.publish.committer.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
     return FolderStore(tmp_path / "bucket") if request.param == "folder" else MemoryStore()
 
 
@@ -90,7 +90,7 @@ def test_a_manifest_that_was_exchanged_stops_the_publisher_that_builds_on_it(run
 def test_an_anchor_is_not_uploaded_to_where_its_run_is_no_more(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("patchstore.publish.committer.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
     watched = FaultyStore(run.store)
     with suppress(RunLost), Publisher(watched, run.model, anchor_every=1) as publisher:
         publisher.publish_patch(0).result()

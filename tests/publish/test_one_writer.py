@@ -35,7 +35,7 @@ def test_a_second_rank_is_told_to_leave_publishing_to_one(
     if said is None:
         assert "rank" not in str(caught.value)
     else:
-        assert f"{said}, and a run is published from one rank" in str(caught.value)
+        assert f"{said}, and this Publisher publishes alone: open it only where" in str(caught.value)
 
 
 def test_the_rank_of_an_initialised_group_comes_before_the_environment(

@@ -22,7 +22,7 @@ from patchstore.errors import StoreUnavailable
 from patchstore.stores.folder import FolderStore
 
 import patchstore.publish.committer
-patchstore.publish.committer.FIRST_PAUSE_S = 0.001
+patchstore.publish.uploads.FIRST_PAUSE_S = 0.001
 
 class Slow(FolderStore):
     '''Takes a while for each payload, on a thread of a pool like real stores, and may fail.'''

@@ -14,8 +14,8 @@ from patchstore.stores.memory import MemoryStore
 from tests.support.weights import assert_same_bits, served
 
 
-def test_sharded_float8_parameters_are_refused_and_gathered_ones_published(
-    store: MemoryStore, torchao: ModuleType, group: None
+def test_sharded_parameters_that_are_cast_to_float8_are_published_in_bf16(
+    torchao: ModuleType, group: None
 ) -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -25,22 +25,18 @@ def test_sharded_float8_parameters_are_refused_and_gathered_ones_published(
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    with pytest.raises(SchemaMismatch, match=r"get_model_state_dict.*full_state_dict=True"):
-        Publisher(store, model)
-    assert_same_bits(published(store, gathered(model)), expected)
+    for source in (model, gathered(model)):
+        assert_same_bits(published(MemoryStore(), source), expected)
 
 
-def test_sharded_parameters_are_refused_and_gathered_ones_published(store: MemoryStore, group: None) -> None:
+def test_parameters_sharded_over_one_rank_are_published_as_they_are(group: None) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model = layers()
     expected = served(copy.deepcopy(model).state_dict())
     fully_shard(model)
-    for source in (model, dict(model.named_parameters())):
-        with pytest.raises(SchemaMismatch, match=r"DTensor.*get_model_state_dict.*full_state_dict=True"):
-            Publisher(store, source)
-    assert list(store.list()) == []
-    assert_same_bits(published(store, gathered(model)), expected)
+    for source in (model, dict(model.named_parameters()), gathered(model)):
+        assert_same_bits(published(MemoryStore(), source), expected)
 
 
 def test_a_model_in_fsdp1_is_refused(store: MemoryStore, group: None) -> None:

@@ -97,7 +97,7 @@ def test_what_is_no_models_weights_is_refused_with_what_to_pass(
         lambda model: model.parameters(),
         lambda model: model.named_parameters(),
         lambda model: list(model.state_dict().items()),
-        lambda model: model.state_dict,
+        type,
         lambda model: torch.optim.SGD(model.parameters()),
         lambda model: model[0].weight,
         lambda model: None,

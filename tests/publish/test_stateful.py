@@ -57,13 +57,14 @@ class Training(RuleBasedStateMachine):
         key = "versions/*" if effect == "exists" else "*"
         fault = Fault(verb=verb, key=key, effect=effect, times=times)  # type: ignore[arg-type]
         faulty = FaultyStore(self.inner, fault)
-        self.publisher._committer.store = faulty
+        committer = self.publisher._pipeline._committer
+        committer.store = committer._uploads._store = faulty
         try:
             self.publish()
         except PublishFailed:
             pass
         finally:
-            self.publisher._committer.store = self.inner
+            committer.store = committer._uploads._store = self.inner
         # A commit may have taken place although its answer was lost: its version has these bits.
         head = history.head(self.inner)
         assert head is not None
@@ -112,7 +113,7 @@ class Training(RuleBasedStateMachine):
 
 
 def fast_retries(monkeypatch) -> None:
-    monkeypatch.setattr("patchstore.publish.committer.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.0)
 
 
 def test_every_acknowledged_version_survives_any_history(monkeypatch) -> None:

@@ -8,7 +8,7 @@ from cache_host import WORKERS, LoggedStore, results
 
 from patchstore import Replica
 from patchstore.errors import PatchstoreError
-from patchstore.format import history, planning
+from patchstore.format import history, lineage
 from patchstore.read.anchors import open_anchor, stream_anchor
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
@@ -28,7 +28,7 @@ def rebuilt(store: Store, version: int, folder: Path, everybody: Any = None) -> 
     header = history.read_header(store)
     assert header is not None
     schema = header.schema.by_name()
-    route = planning.plan(history.read_lineage(store, version), None, version)
+    route = lineage.read(store, version).plan()
     assert route.anchor is not None
     with (
         open_deltas(store, route.deltas, schema, None, cache) as deltas,

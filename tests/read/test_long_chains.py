@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from patchstore import Publisher, Replica, replay, verify
-from patchstore.encodings.context import Tiles
+from patchstore.encodings.context import Tiles, Tiling
 from patchstore.errors import CorruptObject, HostError, PatchstoreError
 from patchstore.format import history
 from patchstore.format.records import Manifest, TensorSpec
@@ -140,7 +140,7 @@ def test_a_server_stages_a_long_chain_with_few_files_open(
     assert in_a_process(_staged, chain.folder, tmp_path / "cache", is_partial) == chain.last
 
 
-def _every_tile(spec: TensorSpec) -> Tiles:
+def _every_tile(spec: TensorSpec, tiling: Tiling) -> Tiles:
     return None
 
 

@@ -1,13 +1,14 @@
 """Parts of coded payloads: no more than what is needed is read, and what is read is what the whole has."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from patchstore import Publisher
-from patchstore.encodings.context import Tiles, tiling
+from patchstore.encodings.context import Tiles, Tiling
 from patchstore.errors import CorruptObject
 from patchstore.format import history
 from patchstore.format.json_fields import MAX_INTEGER
@@ -47,9 +48,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Counting:
     return store
 
 
-def some(spec: TensorSpec) -> Tiles:
+def some(spec: TensorSpec, tiles: Tiling) -> Tiles:
     """A quarter of the rows of `a`, every second column of `b`, and nothing else."""
-    tiles = tiling(spec.shape)
     if spec.name == "a":
         return np.arange(tiles.num_tiles // 4)
     return np.arange(1, tiles.num_tiles, 2)
@@ -65,7 +65,7 @@ def decoded(store: Counting, needs: ranges.Needs | None) -> dict[str, torch.Tens
         before |= dict(zip(_names(store, base), tensors, strict=True))
     with open_deltas(store, (manifest,), specs, None, None, needs) as deltas:
         for name in deltas.names:
-            tiles = None if needs is None or name == "n" else needs(specs[name])
+            tiles = None if needs is None or name == "n" else partial(needs, specs[name])
             patch = deltas.merged(specs[name], before[name], tiles)
             bits(before[name])[patch.indices] = bits(patch.values)
     return before

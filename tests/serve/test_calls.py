@@ -50,6 +50,8 @@ def once(calls: list[str]) -> list[str]:
         (PauseMode.KEEP, PrefixCache.RESET, WITH_PAUSE),
         (PauseMode.KEEP, PrefixCache.KEEP, WITH_PAUSE),
         (PauseMode.NONE, PrefixCache.RESET, WITHOUT_PAUSE),
+        (PauseMode.KEEP, PrefixCache.VERSION, ["delta_pause" if c == "/pause" else c for c in WITH_PAUSE]),
+        (PauseMode.NONE, PrefixCache.VERSION, [c for c in WITHOUT_PAUSE if c != "/reset_prefix_cache"]),
     ],
 )
 def test_one_update_asks_nothing_twice(stub, store, asked, pause_mode, prefix_cache, expected):

@@ -79,19 +79,19 @@ def test_the_sidecars_probes_ask_for_routes_that_exist(pod):
     follow = next(each for each in pod["containers"] if each["name"] == "follow")
     listen = follow_options(follow["args"])["listen"]
     routes = set(re.findall(r'"GET", "(/\w+)"', (ROOT / "patchstore/serve/http_api.py").read_text()))
-    for probe, path in (("readinessProbe", "/healthz"), ("livenessProbe", "/livez")):
+    for probe, url in (("readinessProbe", "/readyz?max_lag=1"), ("livenessProbe", "/livez")):
         program, flag, code = follow[probe]["exec"]["command"]
         assert (program, flag) == ("python", "-c")
         compile(code, probe, "exec")
-        assert f'"http://{listen}{path}"' in code
-        assert path in routes
+        assert f'"http://{listen}{url}"' in code
+        assert url.partition("?")[0] in routes
 
 
 def test_the_gate_lets_no_one_at_the_routes_that_update_weights(pod, manifests):
     gate = manifests["ConfigMap"]["data"]["default.conf"]
     assert gate.count("{") == gate.count("}")
     forwarded = dict(re.findall(r"location (?:= )?(\S+) \{ proxy_pass (\S+);", gate))
-    assert set(forwarded) == {"/v1/", "/health", "/metrics", "/follow/metrics"}
+    assert set(forwarded) == {"/v1/", "/health", "/metrics", "/follow/metrics", "/follow/readyz"}
     assert forwarded["/follow/metrics"].endswith(":9464/metrics")
     # Nothing else is reachable from other pods.
     ports = {port["containerPort"] for each in pod["containers"] for port in each.get("ports", [])}

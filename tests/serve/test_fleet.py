@@ -18,7 +18,7 @@ from patchstore.stores.memory import MemoryStore
 from patchstore.testing.vllm_stub import StubServer, serving
 from tests.support.manifests import begin_run, commit
 
-NOBODY = "http://127.0.0.1:9"
+UNREACHABLE = "http://127.0.0.1:9"
 
 
 class FeedStore(MemoryStore):
@@ -96,7 +96,7 @@ def test_a_stores_feed_ends_the_wait_of_the_store_and_of_every_server(store, stu
 def test_servers_that_hang_or_are_gone_hold_up_no_other(store, stubs):
     slow, *others = stubs
     go_on = slow.block("/update_weights")
-    with running(store, [NOBODY, *urls(stubs)]) as fleet:
+    with running(store, [UNREACHABLE, *urls(stubs)]) as fleet:
         try:
             assert slow.entered["/update_weights"].wait(60)
             for version in range(1, 4):
@@ -107,7 +107,7 @@ def test_servers_that_hang_or_are_gone_hold_up_no_other(store, stubs):
             go_on.set()
         fleet.until(lambda: fleet.applied(slow.url, 3))
     assert slow.history == [0, 3]
-    assert set(fleet.did(NOBODY)) == {"failed"}
+    assert set(fleet.did(UNREACHABLE)) == {"failed"}
 
 
 def test_a_restarted_server_is_brought_back(store, stubs):
@@ -183,7 +183,7 @@ def test_a_store_that_does_not_answer_is_told_and_the_servers_are_still_looked_a
 
 
 def test_of_one_failure_again_and_again_fewer_and_fewer_are_told(store):
-    with running(store, [NOBODY]) as fleet:
+    with running(store, [UNREACHABLE]) as fleet:
         fleet.until(lambda: len(fleet.told) == 5)
     assert [told.num_times for told in fleet.told][:5] == [1, 2, 4, 8, 16]
 

@@ -16,7 +16,7 @@ import torch
 from patchstore import Publisher, open_store
 from patchstore.testing.vllm_stub import StubServer, serving
 
-NOBODY = "http://127.0.0.1:9"
+UNREACHABLE = "http://127.0.0.1:9"
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
 
@@ -91,13 +91,13 @@ def test_each_change_is_one_json_object_and_a_signal_ends_it_well(
 
 
 def test_a_server_that_is_down_is_said_and_waited_for(follow: Callable[..., Following]) -> None:
-    following = follow("--server", NOBODY, "--json")
+    following = follow("--server", UNREACHABLE, "--json")
     event = following.event()
     code, _, _ = following.end()
     assert (event["event"], event["error"]["kind"], event["server"]) == (
         "failed",
         "server-unavailable",
-        NOBODY,
+        UNREACHABLE,
     )
     assert code == 0
 
@@ -112,7 +112,7 @@ def test_several_servers_are_followed_by_one_process(
         listed = bucket.parent / "servers"
         listed.write_text(others[1].url)
         following = follow(
-            *("--server", stub.url, "--server", others[0].url, "--server", NOBODY),
+            *("--server", stub.url, "--server", others[0].url, "--server", UNREACHABLE),
             *("--servers-file", listed, "--json"),
         )
         applied = set()
@@ -126,12 +126,13 @@ def test_several_servers_are_followed_by_one_process(
 def test_the_log_is_json_with_what_machines_ask_for(
     stub: StubServer, follow: Callable[..., Following]
 ) -> None:
-    following = follow("--server", stub.url, "--server", NOBODY, "--log-format", "json")
+    following = follow("--server", stub.url, "--server", UNREACHABLE, "--log-format", "json")
     applied = following.logged(lambda line: line.get("event") == "applied")
     assert (applied["server"], applied["version"], applied["level"]) == (stub.url, 0, "info")
     assert applied["seconds"] >= 0
     failed = following.logged(lambda line: line.get("event") == "failed")
-    assert (failed["server"], failed["kind"], failed["level"]) == (NOBODY, "server-unavailable", "warning")
+    assert failed["server"] == UNREACHABLE
+    assert (failed["kind"], failed["level"]) == ("server-unavailable", "warning")
     code, out, rest = following.end()
     assert (code, out) == (0, "")
     assert all(json.loads(line)["time"] for line in rest.splitlines())
@@ -146,11 +147,11 @@ def test_people_read_lines(stub: StubServer, follow: Callable[..., Following]) -
 
 
 def test_a_failure_is_one_line_and_told_once(follow: Callable[..., Following]) -> None:
-    following = follow("--server", NOBODY)
+    following = follow("--server", UNREACHABLE)
     assert following.process.stdout is not None
     line = following.process.stdout.readline()
     _, _, complaints = following.end()
-    assert re.match(rf"{TIME} {re.escape(NOBODY)}: step failed: \[server-unavailable\] ", line)
+    assert re.match(rf"{TIME} {re.escape(UNREACHABLE)}: step failed: \[server-unavailable\] ", line)
     assert "refused" in line
     assert "step failed" not in complaints
 
@@ -183,6 +184,24 @@ def test_the_command_line_can_name_the_version(stub: StubServer, follow: Callabl
         pass
     following.end()
     assert (stub.held, [pause["mode"] for pause in stub.pauses]) == (0, ["abort"])
+
+
+def test_the_command_line_can_keep_running_requests_from_computing_again(
+    stub: StubServer, follow: Callable[..., Following]
+) -> None:
+    following = follow("--server", stub.url, "--prefix-cache", "version", "--json")
+    while following.event()["event"] != "applied":
+        pass
+    following.end()
+    assert (stub.held, stub.paused, stub.stale_prefixes, stub.pauses) == (0, False, False, [])
+
+    stub.restart()
+    stub.has_plugin = False
+    following = follow("--server", stub.url, "--prefix-cache", "version", "--json")
+    event = following.event()
+    following.end()
+    assert (event["event"], event["error"]["kind"], stub.held) == ("failed", "server-unavailable", None)
+    assert "did not load the plugin" in event["error"]["message"]
 
 
 def test_a_switch_under_way_is_ended_before_the_process_ends(
@@ -225,12 +244,12 @@ def test_a_server_that_hangs_in_a_switch_is_left_running_when_time_is_up(
         ("--server", "localhost:8000"),
         ("--server", "http://127.0.0.1:80o0"),
         ("--server", "http://"),
-        ("--server", f"{NOBODY}/v1"),
-        ("--server", f"{NOBODY}/v1/"),
-        ("--server", f"{NOBODY}?key=value"),
+        ("--server", f"{UNREACHABLE}/v1"),
+        ("--server", f"{UNREACHABLE}/v1/"),
+        ("--server", f"{UNREACHABLE}?key=value"),
         ("--server", "http://user:secret@127.0.0.1:9"),
-        ("--server", NOBODY, "--pin-file", "/none/pin.json"),
-        ("--server", NOBODY, "--listen", "here"),
+        ("--server", UNREACHABLE, "--pin-file", "/none/pin.json"),
+        ("--server", UNREACHABLE, "--listen", "here"),
         ("--servers-file", "/none"),
     ],
 )
@@ -250,7 +269,7 @@ def test_a_store_without_a_version_is_said_so(stub: StubServer, tmp_path: Path) 
 
 
 def test_the_text_log_begins_with_the_time_in_utc(follow: Callable[..., Following]) -> None:
-    following = follow("--server", NOBODY, "--log-format", "text")
+    following = follow("--server", UNREACHABLE, "--log-format", "text")
     assert following.process.stderr is not None
     line = following.process.stderr.readline()
     following.end()

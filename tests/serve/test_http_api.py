@@ -19,12 +19,12 @@ from patchstore.serve.desired import HeadWatcher
 from patchstore.serve.http_api import Control
 from patchstore.serve.metrics import Metrics
 from patchstore.serve.reconcile import StepResult
-from patchstore.serve.service import _address
+from patchstore.serve.service import address_of
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.vllm_stub import StubServer
 from tests.support.manifests import begin_run, commit, commit_at_no_time
 
-NOBODY = "http://127.0.0.1:9"
+UNREACHABLE = "http://127.0.0.1:9"
 
 
 class Service:
@@ -96,6 +96,7 @@ def test_a_fleet_at_its_version_is_well_and_says_what_it_serves(serve, stub):
     assert found["servers"][stub.url] == {
         "up": True,
         "serving": 0,
+        "run_id": "run",
         "num_engines": 1,
         "engines_differ": False,
         "half_applied": False,
@@ -104,23 +105,23 @@ def test_a_fleet_at_its_version_is_well_and_says_what_it_serves(serve, stub):
 
 
 def test_a_server_that_is_gone_is_named_and_the_others_are_not(serve, stub):
-    with serve([stub.url, NOBODY]) as service:
-        service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(NOBODY))
+    with serve([stub.url, UNREACHABLE]) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(UNREACHABLE))
         while (answer := service.get("/healthz")) and len(found := problems(answer)) != 2:
             pass
         assert answer.status_code == 503
-        assert found == {("failing", NOBODY), ("behind", NOBODY)}
-        assert answer.json()["servers"][NOBODY]["error"]["kind"] == "server-unavailable"
+        assert found == {("failing", UNREACHABLE), ("behind", UNREACHABLE)}
+        assert answer.json()["servers"][UNREACHABLE]["error"]["kind"] == "server-unavailable"
         assert service.get("/livez").status_code == 200
 
 
 def test_patience_is_for_those_who_were_well_before(serve, stub):
-    with serve([stub.url, NOBODY], unhealthy_after_s=10_000) as service:
-        service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(NOBODY))
+    with serve([stub.url, UNREACHABLE], unhealthy_after_s=10_000) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(UNREACHABLE))
         stub.down = True
         service.fleet.until(lambda: "failed" in service.fleet.did(stub.url))
         # One never came to its version, and the other may come back.
-        assert problems(service.get("/healthz")) == {("behind", NOBODY)}
+        assert problems(service.get("/healthz")) == {("behind", UNREACHABLE)}
 
 
 def test_a_store_that_does_not_answer_is_a_problem(serve, store, stub, monkeypatch):
@@ -204,23 +205,21 @@ def test_a_state_that_cannot_be_written_is_said(serve, stub, tmp_path: Path):
 
 
 def test_every_figure_is_there(serve, stub):
-    with serve([stub.url, NOBODY]) as service:
-        service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(NOBODY))
+    with serve([stub.url, UNREACHABLE]) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(UNREACHABLE))
         figures = service.figures()
         assert figures["patchstore_store_up",] == 1
-        assert (figures["patchstore_up", stub.url], figures["patchstore_up", NOBODY]) == (1, 0)
+        assert (figures["patchstore_up", stub.url], figures["patchstore_up", UNREACHABLE]) == (1, 0)
         assert figures["patchstore_serving_version", stub.url] == 0
-        assert ("patchstore_serving_version", NOBODY) not in figures
-        assert (figures["patchstore_lag_versions", stub.url], figures["patchstore_lag_versions", NOBODY]) == (
-            0,
-            1,
-        )
+        assert ("patchstore_serving_version", UNREACHABLE) not in figures
+        assert figures["patchstore_lag_versions", stub.url] == 0
+        assert figures["patchstore_lag_versions", UNREACHABLE] == 1
         assert figures["patchstore_lag_seconds", stub.url] == 0
-        assert figures["patchstore_lag_seconds", NOBODY] > 0
+        assert figures["patchstore_lag_seconds", UNREACHABLE] > 0
         assert figures["patchstore_updates_total", stub.url] == 1
         assert figures["patchstore_stage_seconds_count", stub.url] == 1
         assert figures["patchstore_apply_seconds_count", stub.url] == 1
-        assert figures["patchstore_failures_total", "server-unavailable", NOBODY] >= 1
+        assert figures["patchstore_failures_total", "server-unavailable", UNREACHABLE] >= 1
         assert figures["patchstore_engines", stub.url] == 1
         openmetrics = {"Accept": "application/openmetrics-text; version=1.0.0"}
         answer = httpx.get(f"{service.control.url}/metrics", headers=openmetrics)
@@ -241,12 +240,12 @@ def test_a_head_without_a_time_in_utc_is_a_problem_and_the_figures_are_still_ser
 
 def test_a_server_that_is_followed_no_more_leaves_the_figures(serve, stub, tmp_path: Path):
     listed = tmp_path / "servers"
-    listed.write_text(f"{stub.url}\n{NOBODY}")
+    listed.write_text(f"{stub.url}\n{UNREACHABLE}")
     with serve([], servers_file=listed) as service:
-        service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(NOBODY))
-        assert any(NOBODY in key for key in service.figures())
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(UNREACHABLE))
+        assert any(UNREACHABLE in key for key in service.figures())
         listed.write_text(stub.url)
-        while any(NOBODY in key for key in service.figures()):
+        while any(UNREACHABLE in key for key in service.figures()):
             pass
         assert service.figures()["patchstore_updates_total", stub.url] == 1
 
@@ -295,13 +294,13 @@ def test_a_proof_that_fails_is_counted_by_its_kind(store):
     ],
 )
 def test_only_this_host_is_listened_to_unless_another_is_named(said, address):
-    assert _address(said) == address
+    assert address_of(said) == address
 
 
 @pytest.mark.parametrize("said", ["", "localhost", "host:", "1:99999", "1:-1"])
 def test_a_place_that_is_none_is_refused(said):
     with pytest.raises(UsageError):
-        _address(said)
+        address_of(said)
 
 
 def test_a_port_that_is_taken_is_refused(serve, stub):

@@ -322,6 +322,61 @@ def test_generation_is_paused_in_the_way_that_was_chosen(stub, mode, cache, clea
     assert (stub.held, stub.paused, stub.stale_prefixes) == (12, False, cache == "keep")
 
 
+@pytest.mark.parametrize(
+    ("mode", "pauses"),
+    [
+        ("keep", []),
+        ("wait", [{"mode": "wait", "clear_cache": "false"}]),
+        ("abort", [{"mode": "abort", "clear_cache": "false"}]),
+        ("none", []),
+    ],
+)
+def test_prefixes_are_told_apart_in_each_mode_and_nothing_is_reset(stub, mode, pauses):
+    with VllmServer(stub.url, timeout_s=30, pause_mode=mode, prefix_cache="version") as server:
+        server.apply(12)
+    assert stub.pauses == pauses
+    assert ("delta_pause" in stub.calls) == (mode == "keep")
+    assert "/reset_prefix_cache" not in stub.calls
+    assert (stub.held, stub.paused, stub.stale_prefixes, stub.switch) == (12, False, False, None)
+
+
+def test_a_server_that_cannot_tell_prefixes_apart_is_refused_and_serves_what_it_did(stub):
+    with VllmServer(stub.url, timeout_s=30) as server:
+        server.apply(11)
+    stub.has_plugin = False
+    calls = len(stub.calls)
+    with VllmServer(stub.url, timeout_s=30, prefix_cache="version") as server:
+        for _ in range(2):
+            with pytest.raises(ServerUnavailable, match="did not load the plugin"):
+                server.apply(12)
+        assert set(stub.calls[calls:]) == {"delta_prefixes"}
+        assert stub.held == 11
+        stub.has_plugin = True
+        server.apply(12)
+    assert stub.held == 12
+
+
+def test_a_server_that_restarts_without_the_plugin_is_noticed(stub):
+    with VllmServer(stub.url, timeout_s=30, prefix_cache="version") as server:
+        server.apply(11)
+        stub.down = True
+        with pytest.raises(ServerUnavailable):
+            server.status()
+        stub.restart()
+        stub.down, stub.has_plugin = False, False
+        with pytest.raises(ServerUnavailable, match="did not load the plugin"):
+            server.apply(12)
+    assert stub.held is None
+
+
+def test_prefixes_are_renewed_where_another_driver_left_a_switch(stub):
+    with VllmServer(stub.url, timeout_s=30, prefix_cache="version") as server:
+        stub.switch, stub.paused, stub.stale_prefixes = "resume", True, True
+        server.end_switch("resume")
+    assert (stub.paused, stub.stale_prefixes, stub.switch) == (False, False, None)
+    assert "/reset_prefix_cache" not in stub.calls
+
+
 def test_pause_mode_none_pauses_nothing(stub):
     with VllmServer(stub.url, timeout_s=30, pause_mode="none") as server:
         server.apply(12)

@@ -17,7 +17,7 @@ import s3fs
 from fsspec.callbacks import Callback
 
 from patchstore.errors import PublishFailed, StoreUnavailable, UsageError
-from patchstore.publish import committer
+from patchstore.publish import uploads
 from patchstore.stores import multipart, open_store, s3
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Store
 from patchstore.stores.deadline import DEFAULT_TIMEOUT_S, Deadline, Overdue, Patience, allowance
@@ -326,8 +326,8 @@ def test_what_a_library_left_behind_does_not_keep_a_process_from_exiting(client:
 def test_a_publication_to_a_store_that_falls_silent_fails_and_the_publisher_closes(
     s3_options: dict[str, Any], s3_url: str, monkeypatch: pytest.MonkeyPatch, client: str
 ) -> None:
-    monkeypatch.setattr(committer, "FIRST_PAUSE_S", 0)
-    monkeypatch.setattr(committer, "ATTEMPTS", 2)
+    monkeypatch.setattr(uploads, "FIRST_PAUSE_S", 0)
+    monkeypatch.setattr(uploads, "ATTEMPTS", 2)
     is_silent = threading.Event()
     with holding(s3_options["endpoint_url"], lambda request: is_silent.is_set()) as url:
         options = {**s3_options, "endpoint_url": url, "client": client, "timeout_s": 5}

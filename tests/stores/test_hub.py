@@ -429,7 +429,7 @@ def test_a_subscriber_is_woken_by_a_change_and_no_more_when_it_has_ended(
     assert not woken.acquire(blocking=False)
 
 
-def test_a_feed_that_breaks_off_is_taken_up_again(
+def test_a_feed_that_ends_early_is_opened_again(
     hub: Hub, opened: Callable[..., HubStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_events, "_FIRST_WAIT_S", 0.01)

@@ -135,7 +135,7 @@ def test_an_upload_that_fails_leaves_nothing_to_be_seen(hub: Hub, store: HubStor
 
 
 @pytest.mark.parametrize("part", ["/v1/reconstructions/", "/xorb-data/"])
-def test_a_download_that_breaks_off_is_unavailable(hub: Hub, store: HubStore, part: str) -> None:
+def test_a_download_that_ends_early_is_unavailable(hub: Hub, store: HubStore, part: str) -> None:
     size = 2 * PART_BYTES
     store.upload("large", patterned(size))
     hub.fault = always("GET", part, 503)

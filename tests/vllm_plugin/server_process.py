@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -30,12 +31,16 @@ _ENVIRONMENT = {
 class ServerProcess:
     """Starts, kills and restarts one server under one URL."""
 
-    def __init__(self, log: Path, *arguments: str, eager: bool = True) -> None:
+    def __init__(
+        self, log: Path, *arguments: str, eager: bool = True, environment: Mapping[str, str] | None = None
+    ) -> None:
         """Choose a port.
 
         Args:
             eager: False to let vLLM compile the model and capture graphs.
+            environment: in addition to that of every server.
         """
+        self._environment = _ENVIRONMENT | dict(environment or {})
         self.log = log
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -61,7 +66,7 @@ class ServerProcess:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
-                env=os.environ | _ENVIRONMENT,
+                env=os.environ | self._environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -85,7 +85,13 @@ class Stored(Deltas):
     """Patches of versions as a store has them, each in one buffer."""
 
     def __init__(self, *versions: Iterable[TensorPatch]) -> None:
-        super().__init__([(manifest(i), "a/key", stored(each)) for i, each in enumerate(versions)])
+        super().__init__(
+            [
+                (manifest(i), {name: (("a/key", its),) for name, its in stored(each).items()})
+                for i, each in enumerate(versions)
+            ],
+            SCHEMA.by_name(),
+        )
 
 
 def manifest(version: int) -> Any:

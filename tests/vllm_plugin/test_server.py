@@ -16,7 +16,7 @@ import torch
 import vllm
 from server_process import MODEL_NAME, ServerProcess
 
-from examples.demo import report
+from examples.demo import tables
 from patchstore import PatchstoreError, replay
 from patchstore.doctor import examine
 from patchstore.errors import StateMismatch, UsageError
@@ -469,8 +469,8 @@ def test_status_tells_what_is_served_and_how(server, trainer):
     assert (mapped["mapped"], mapped["is_proved"]) == (len(trainer.tensors), True)
     assert (mapped["num_computed"], mapped["num_partial"], mapped["num_absent"]) == (0, 0, 0)
     # What the demo shows of an update.
-    table = report.versions_table()
-    report.add_version(
+    table = tables.versions_table()
+    tables.add_version(
         table, manifest, loss=1.0, share=0.02, publish_s=0.1, timings=rank["timings"], equal=True
     )
     assert table.row_count == 1

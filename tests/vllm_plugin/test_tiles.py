@@ -9,15 +9,16 @@ import torch
 from patchstore import Publisher
 from patchstore.encodings.context import tiling
 from patchstore.format import history
-from patchstore.format.records import Schema, TensorSpec
+from patchstore.format.records import Box, Part, Schema, TensorSpec
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits
+from tests.support import sharded
 from tests.support.interpreted import DEVICE, kernels
 from vllm_plugin.mapping import WeightMap
 from vllm_plugin.post_load import Derived
-from vllm_plugin.tiles import boxes
+from vllm_plugin.tiles import are_cut, boxes, numbers
 from vllm_plugin.weights import LiveWeights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -124,6 +125,91 @@ def test_every_rank_decodes_its_own_part(
             assert torch.equal(bits(getattr(module, name)), bits(module.part(name, tensor.to(DEVICE)))), name
 
 
+def thirds(spec: TensorSpec, dim: int) -> list[Part]:
+    """Three uneven parts."""
+    side = spec.shape[dim]
+    return sharded.cut(spec, dim, [0, side // 5, side // 5 + side // 3, side])
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "encoding", "num_versions", "is_partial"),
+    [
+        *(("plain", *each, 1, True) for each in ((1, "context"), (2, "context"), (4, "gap"), (8, "context"))),
+        *(("plain", *each, 3, False) for each in ((1, "gap"), (2, "context"), (2, "raw"), (4, "context"))),
+        ("kernels", 2, "gap", 1, False),
+        # Triton's interpreter takes minutes for these.
+        pytest.param("kernels", 4, "context", 1, True, marks=pytest.mark.exhaustive),
+        pytest.param("kernels", 2, "context", 2, False, marks=pytest.mark.exhaustive),
+        pytest.param("kernels", 2, "gap", 2, False, marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_every_rank_applies_what_several_processes_published(
+    tmp_path, dim, kind, num_ranks, encoding, num_versions, is_partial
+):
+    random = torch.Generator().manual_seed(1)
+    started = {n: (0.02 * torch.randn(s, generator=random)).to(torch.bfloat16) for n, s in SHAPES.items()}
+    store = MemoryStore()
+    with Publisher(store, started, dtype=None, encoding="context", anchor_every=100) as publisher:
+        publisher.publish_patch(0).result()
+    header = history.read_header(store)
+    specs = header.schema.by_name()
+    ranks = [[thirds(spec, dim)[rank] for spec in specs.values()] for rank in range(3)]
+    model = started
+    for _ in range(num_versions):
+        before, model = model, {name: tensor.clone() for name, tensor in model.items()}
+        for tensor in model.values():
+            chosen = torch.rand(tensor.numel(), generator=random) < 0.02
+            bits(tensor)[chosen] += 1
+        sharded.publish(store, ranks, before, model, encoding)
+    which = LiveWeights if kind == "plain" else kernels("vllm_plugin.weights_gpu").DeviceWeights
+    manifests = tuple(history.read_manifest(store, version + 1) for version in range(num_versions))
+    for module, live in live_weights(which, num_ranks, torch.bfloat16, header.schema):
+        live.load(started)
+        needs = live.needs if is_partial else None
+        with open_deltas(store, manifests, specs, None, HostCache(tmp_path), needs) as deltas:
+            # Rows of a fused pair are in twice as many slices as there are ranks.
+            assert live.cut_by(deltas) <= ({"fused"} if num_ranks == 8 else set())
+            live.cut |= live.cut_by(deltas)
+        base = {name: started[name] for name in live.cut}
+        with open_deltas(store, manifests, specs, None, HostCache(tmp_path), needs) as deltas:
+            assert not live.cut_by(deltas)
+            change = live.stage_deltas(deltas, sorted(deltas.names), base, keep_old=True)
+        live.scatter(change)
+        for name, tensor in model.items():
+            held, expected = getattr(module, name), module.part(name, tensor.to(DEVICE))
+            assert torch.equal(bits(held), bits(expected)), name
+
+
+def test_a_rank_notices_tiles_of_small_parts_that_it_holds_in_part(tmp_path):
+    started = {"row": (0.02 * torch.randn(16, 4096)).to(torch.bfloat16)}
+    model = {name: tensor.clone() for name, tensor in started.items()}
+    bits(model["row"])[::4000] += 1
+    store = MemoryStore()
+    with Publisher(store, started, dtype=None, encoding="context") as publisher:
+        publisher.publish_patch(0).result()
+    header = history.read_header(store)
+    (spec,) = header.schema.tensors
+    sharded.publish(
+        store, [sharded.chunks(spec, 0, 2)[:1], sharded.chunks(spec, 0, 2)[1:]], started, model, "context"
+    )
+    manifests = (history.read_manifest(store, 1),)
+    for num_ranks, is_cut in ((8, False), (16, True)):
+        module = torch.nn.Module()
+        module.row = torch.nn.Parameter(torch.zeros(16, 4096 // num_ranks).bfloat16(), requires_grad=False)
+
+        def load(model, weights, num_ranks=num_ranks) -> None:
+            for _, tensor in weights:
+                model.row.data.copy_(tensor.chunk(num_ranks, 1)[1])
+
+        live = LiveWeights([module], load, Derived([], print))
+        traced = live.trace(header.schema)
+        live.follow(WeightMap(header.schema, traced, [live.share(traced)]))
+        live.cut = frozenset()  # of which the other ranks' parts are not here
+        with open_deltas(store, manifests, header.schema.by_name(), None, HostCache(tmp_path)) as deltas:
+            assert live.cut_by(deltas) == ({"row"} if is_cut else set())
+
+
 def test_a_rank_holds_whole_tiles_in_boxes_of_its_memory():
     schema = Schema(tensors=(TensorSpec(name="row", dtype="BF16", shape=(48, 64)),))
     model = torch.nn.Module()
@@ -137,11 +223,17 @@ def test_a_rank_holds_whole_tiles_in_boxes_of_its_memory():
     traced = live.trace(schema)
     live.follow(WeightMap(schema, traced, [live.share(traced)]))
     (box,) = boxes(schema.tensors[0], live.map.regions["row"])
-    tiles = tiling((48, 64))
-    assert (tiles.tile_rows, tiles.tile_cols) == (3, 4)
-    assert (box.levels, box.row_tiles, box.col_tiles) == (range(1), range(16), range(8, 12))
+    assert box.elements == Box(0, 1, 0, 48, 32, 16)
     assert (box.origin, box.strides[1:]) == (-32, (16, 1))
-    levels, rows, cols, _, _ = tiles.box(box.numbers(tiles))
+    tiles = tiling((48, 64))
+    levels, rows, cols, _, _ = tiles.places(numbers(tiles, [box]))
     assert set(cols.tolist()) == {32, 36, 40, 44}
     assert np.unique(rows).tolist() == list(range(0, 48, 3))
     assert levels.max() == 0
+    assert not are_cut(tiles, [box])
+    # Tiles of 16 columns, from column 24 on: the first of the box's is cut by the part, and not by the box.
+    part = tiling((48, 64), Box(0, 1, 5, 20, 24, 40), (1, 4))
+    assert numbers(part, [box]).tolist() == [1]
+    assert not are_cut(part, [box])
+    assert are_cut(tiling((48, 64), Box(0, 1, 5, 20, 24, 40), (1, 2)), [box])
+    assert not are_cut(tiling((48, 64), Box(0, 1, 5, 20, 0, 32), (1, 1)), [box])

@@ -9,7 +9,9 @@ from server_process import MODEL_NAME
 from patchstore.errors import LoadFailed, StateMismatch
 from patchstore.format import history
 from patchstore.serve.reconcile import Reconciler
+from patchstore.serve.settings import PrefixCache
 from patchstore.serve.verify import verify_server
+from patchstore.serve.vllm_server import VllmServer
 from patchstore.testing.tiny_qwen import served
 
 # A server may take minutes to start on a busy machine.
@@ -108,3 +110,26 @@ def test_servers_are_held_at_an_older_version_bit_for_bit(server, trainer):
         expected = served(trainer.history[wanted])
         assert {name: fingerprint[name] for name in expected} == expected
         assert verify_server(trainer.store, server, wanted).num_engines == 2
+
+
+def test_later_requests_of_both_engines_meet_nothing_that_older_weights_computed(server, trainer):
+    trainer.step(density=0.5)
+    question = {"model": MODEL_NAME, "prompt": list(range(1, 101)), "max_tokens": 4, "temperature": 0}
+
+    def num_cached() -> list[int]:
+        """Of enough requests to reach both engines."""
+        found = []
+        for _ in range(6):
+            response = httpx.post(f"{server.url}/v1/completions", json=question, timeout=60)
+            details = response.raise_for_status().json()["usage"]["prompt_tokens_details"] or {}
+            found.append(details.get("cached_tokens") or 0)
+        return found
+
+    num_cached()
+    assert num_cached() == [96] * 6
+    with VllmServer(server.url, timeout_s=120, prefix_cache=PrefixCache.VERSION) as driver:
+        driver.apply(1)
+        status = driver.status()
+    assert (status.serving, status.engines_differ, server.is_paused()) == (1, False, False)
+    # Each engine computes it once.
+    assert sorted(num_cached()) == [0, 0, 96, 96, 96, 96]

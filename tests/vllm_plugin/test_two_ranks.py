@@ -4,7 +4,9 @@ import pytest
 
 from patchstore import PatchstoreError
 from patchstore.errors import ServerUnavailable, StateMismatch, UsageError
+from patchstore.serve.settings import PrefixCache
 from patchstore.serve.verify import verify_server
+from patchstore.serve.vllm_server import VllmServer
 
 # A server may take minutes to start on a busy machine.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -44,13 +46,26 @@ def test_a_failure_in_one_rank_leaves_both_as_they_were(server, trainer, rank):
     assert server.fingerprint() != before
 
 
+def test_an_update_that_tells_prefixes_apart_fails_and_succeeds_as_others_do(server, trainer):
+    trainer.step(density=0.5)
+    with VllmServer(server.url, timeout_s=120, prefix_cache=PrefixCache.VERSION) as driver:
+        fail_writes(driver, 1, 0)
+        with pytest.raises(PatchstoreError, match="made to fail"):
+            driver.apply(1)
+        assert ranks(driver, "serving") == [0, 0]
+        assert not driver.is_paused()
+        driver.apply(1)
+        assert ranks(driver, "serving") == [1, 1]
+    verify_server(trainer.store, server, 1)
+
+
 def test_a_refusal_by_all_ranks_is_one_error(server, trainer):
     with pytest.raises(PatchstoreError) as caught:
         server.apply(77)
     assert caught.value.kind == "version-not-found"
     assert ranks(server, "serving") == [0, 0]
     with pytest.raises(PatchstoreError) as caught:
-        server.init_weight_transfer(trainer.url + "-of-nobody")
+        server.init_weight_transfer(trainer.url + "-that-is-missing")
     assert caught.value.kind == "version-not-found"
     assert ranks(server, "serving") == [0, 0]
 

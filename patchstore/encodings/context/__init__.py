@@ -6,6 +6,7 @@ from patchstore.encodings.context.classes import is_coded
 from patchstore.encodings.context.decoder import decode, decode_all
 from patchstore.encodings.context.encoder import encode, encode_all
 from patchstore.encodings.context.entries import (
+    Chosen,
     Tiles,
     decode_patches,
     packed,
@@ -13,14 +14,17 @@ from patchstore.encodings.context.entries import (
     pays,
     unpacked,
 )
+from patchstore.encodings.context.row_sets import RowSets
 from patchstore.encodings.context.stream import Coded
 from patchstore.encodings.context.table import Table, pack, unpack
-from patchstore.encodings.context.tiles import Tiling, tiling
+from patchstore.encodings.context.tiles import Tiling, tiling, tiling_of_part
 from patchstore.encodings.gap import Gap
 
 __all__ = [
+    "Chosen",
     "Coded",
     "Context",
+    "RowSets",
     "Table",
     "Tiles",
     "Tiling",
@@ -35,6 +39,7 @@ __all__ = [
     "packed_table",
     "pays",
     "tiling",
+    "tiling_of_part",
     "unpack",
     "unpacked",
 ]

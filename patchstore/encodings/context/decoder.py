@@ -11,7 +11,7 @@ from patchstore.encodings.context.lanes import Lanes
 from patchstore.encodings.context.parameters import SILENT, valid_rows
 from patchstore.encodings.context.planes import class_words, plane
 from patchstore.encodings.context.stream import Array, Coded, TileSet, split
-from patchstore.encodings.context.tiles import Layout, tiling
+from patchstore.encodings.context.tiles import Layout
 from patchstore.errors import CorruptObject
 from patchstore.format.records import TensorSpec
 
@@ -26,14 +26,15 @@ def decode(
     """Return the changed positions, int64 ascending, and their new bit patterns.
 
     Args:
-        old: uint8 or uint16 [num_elements], all old bit patterns; of `tiles`, if those are given.
+        old: uint8 or uint16 [num_elements], all old bit patterns; of the part and `tiles` alone they count.
         where: names the change in errors.
         tiles: the tiles to decode, ascending; all by default.
 
     Raises:
         CorruptObject: the streams or their lengths break the format's rules.
     """
-    _, positions, new = decode_all([spec], [coded], old, [where], None if tiles is None else [tiles])
+    some = None if tiles is None else [tiles]
+    _, positions, new = decode_all([spec], [coded], coded.tiling.of_whole(old), [where], some)
     return positions, new
 
 
@@ -44,20 +45,22 @@ def decode_all(
     where: Sequence[str],
     tiles: Sequence[Array | None] | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Array]:
-    """Decode changes of tensors of one dtype; as `decode`.
+    """Decode changes of parts of tensors of one dtype; as `decode`.
 
     Memory: several times that of the elements, see `tensors.grouped`.
 
     Args:
-        old: uint8 or uint16, all old bit patterns, tensor after tensor.
+        specs: the whole tensors.
+        old: uint8 or uint16, all old bit patterns of the parts, one after the other.
 
     Returns:
-        int64 [T], how many elements of each tensor change; their positions in it, ascending; their new bits.
+        int64 [T], how many elements of each part change; their positions in the tensor, ascending; their new
+        bits.
     """
     dtype = specs[0].dtype
-    layout = Layout.of([spec.shape for spec in specs])
+    layout = Layout.of([each.tiling for each in coded])
     sizes = layout.sizes()
-    num_tiles = np.array([tiling(spec.shape).num_tiles for spec in specs])
+    num_tiles = np.array([each.tiling.num_tiles for each in coded])
     rows, lengths = _checked(specs, coded, where, num_tiles, sizes)
     is_chosen = lengths > 0
     tiles_at = bounds_of(num_tiles).tolist()
@@ -102,9 +105,12 @@ def decode_all(
         layout.scatter(new, target, chosen)
         layout.scatter(mask, is_changed, chosen)
     positions = np.flatnonzero(is_changed)
-    bounds = bounds_of(np.array([spec.num_elements for spec in specs]))
-    counts = np.diff(np.searchsorted(positions, bounds))
-    return counts, positions - np.repeat(bounds[:-1], counts), target[positions]
+    bounds = bounds_of(np.array([each.tiling.num_elements for each in coded]))
+    ends = np.searchsorted(positions, bounds)
+    found = [
+        each.tiling.positions(positions[ends[i] : ends[i + 1]] - bounds[i]) for i, each in enumerate(coded)
+    ]
+    return np.diff(ends), np.concatenate(found), target[positions]
 
 
 def _checked(

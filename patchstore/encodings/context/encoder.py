@@ -1,7 +1,7 @@
-"""Encode changes of tensors: choose classes and codes from the changes, and write the streams."""
+"""Encode changes of parts of tensors: choose classes and codes from the changes, and write the streams."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -9,14 +9,16 @@ import numpy.typing as npt
 from patchstore.encodings.context.bits import bounds_of, of_each, ramps
 from patchstore.encodings.context.classes import MAX_CLASSES, WIDTHS, classes, exponents, steps
 from patchstore.encodings.context.fields import Fields, fields_of_class
-from patchstore.encodings.context.parameters import BINS, bin_of, choose_classes, choose_rows
-from patchstore.encodings.context.planes import class_words, count, plane
+from patchstore.encodings.context.parameters import BINS, SILENT, bin_of
+from patchstore.encodings.context.planes import class_words, plane
+from patchstore.encodings.context.row_sets import RowSets, Totals, first_exponent, told_apart
 from patchstore.encodings.context.stream import Array, Coded, TileSet, split
-from patchstore.encodings.context.tiles import Layout, tiling
+from patchstore.encodings.context.tiles import Layout, Tiling, tiling_of_part
 from patchstore.format.records import TensorSpec
 
 _WRITTEN_TOGETHER = 1 << 21
 """Elements. Temporaries of a few times this stay in the cache: twice as fast as all of 4096 x 4096."""
+_COUNTED_TOGETHER = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class _Group:
     steps: npt.NDArray[np.int64]
     classes: npt.NDArray[np.uint8]
     words: dict[int, npt.NDArray[np.uint64]]
-    """A bit for each element, by the classes with changes in any of the tensors."""
+    """A bit for each element, by the classes that are not silent in all of the parts."""
 
 
 def encode(spec: TensorSpec, old: Array, positions: Array, new: Array) -> Coded:
@@ -42,38 +44,54 @@ def encode(spec: TensorSpec, old: Array, positions: Array, new: Array) -> Coded:
         positions: int64, ascending, of the elements with other bits than before; at least one.
         new: their new bit patterns.
     """
-    return encode_all([spec], old, np.array([len(positions)]), positions, new)[0]
+    cut = tiling_of_part(spec.shape, None, len(positions))
+    return encode_all(spec.dtype, [cut], old, np.array([len(positions)]), positions, new, RowSets())[0]
 
 
 def encode_all(
-    specs: Sequence[TensorSpec], old: Array, counts: Array, positions: Array, new: Array
+    dtype: str,
+    cuts: Sequence[Tiling],
+    old: Array,
+    counts: Array,
+    positions: Array,
+    new: Array,
+    row_sets: RowSets,
 ) -> list[Coded]:
-    """Encode changes of tensors of one dtype. The bytes are those that `encode` makes of each.
+    """Encode changes of parts of tensors of one dtype.
 
     Memory: several times that of the elements, see `tensors.grouped`.
 
     Args:
-        old: uint8 or uint16, all old bit patterns, tensor after tensor.
+        cuts: how each part is cut into tiles; see `tiles.tiling_of_part`.
+        old: uint8 or uint16, all old bit patterns, part after part.
         counts: int64 [T], changes of each; at least one.
-        positions: int64, ascending in each tensor, of its elements with other bits than before.
+        positions: int64, ascending in each part, of its elements with other bits than before.
         new: their new bit patterns.
+        row_sets: those of the payload so far, which grow by what these parts need.
     """
-    num, dtype = len(specs), specs[0].dtype
-    layout = Layout.of([spec.shape for spec in specs])
-    ends = bounds_of(np.array([spec.num_elements for spec in specs]))
+    num = len(cuts)
+    layout = Layout.of(cuts)
+    ends = bounds_of(np.array([cut.num_elements for cut in cuts]))
     owner = np.repeat(np.arange(num), counts)
     at = positions + of_each(ends[:-1], owner)
     replaced = old[at]
     moves = np.zeros_like(old)
-    moves[at] = steps(replaced, new)
-    old_exponents = exponents(replaced, dtype)
-    changed = np.bincount(owner * 256 + old_exponents, minlength=256 * num).reshape(num, 256)
-    lo, nums = choose_classes(changed)
-    wanted = np.flatnonzero(np.bincount(classes(old_exponents, of_each(lo, owner), of_each(nums, owner))))
-    sizes, num_tiles = layout.sizes(), [tiling(spec.shape).num_tiles for spec in specs]
+    moves[at] = by = steps(replaced, new)
+    numbers = row_sets.choose(_totals(dtype, old, ends, owner, replaced, by))
+    sets = [row_sets.sets[number] for number in numbers.tolist()]
+    lo = np.array([each.lo for each in sets])
+    nums = np.array([len(each.rows) for each in sets])
+    rows = np.zeros((num, MAX_CLASSES, 3), dtype=np.uint8)
+    rows[:, :, 0] = SILENT
+    for number, each in enumerate(sets):
+        rows[number, : len(each.rows)] = each.rows
+    # Bits of an unchanged dense class are told too.
+    wanted = np.flatnonzero((rows[:, :, 0] != SILENT).any(axis=0))
+    sizes, num_tiles = layout.sizes(), [cut.num_tiles for cut in cuts]
     tile_owner = np.repeat(np.arange(num), num_tiles)
-    groups = [
-        _group(
+    parts = []
+    for tiles in split(layout, np.arange(len(sizes)), _WRITTEN_TOGETHER):
+        group = _group(
             layout.gather(old, tiles),
             layout.gather(moves, tiles),
             TileSet(tile_owner[tiles], sizes[tiles]),
@@ -82,37 +100,39 @@ def encode_all(
             nums,
             wanted,
         )
-        for tiles in split(layout, np.arange(len(sizes)), _WRITTEN_TOGETHER)
-    ]
-    del moves
-
-    num_elements = np.zeros((num, MAX_CLASSES), dtype=np.int64)
-    changes = np.zeros((num, MAX_CLASSES, BINS), dtype=np.int64)
-    for group in groups:
-        tiles = group.tiles
-        bounds = tiles.ends[np.searchsorted(tiles.owner, np.arange(num + 1))]
-        for number, words in group.words.items():
-            num_elements[:, number] += count(words, bounds)
-        key = (tiles.owner[group.tile] * MAX_CLASSES + group.classes) * BINS + bin_of(np.abs(group.steps))
-        changes += np.bincount(key, minlength=changes.size).reshape(changes.shape)
-    num_elements[np.arange(num), nums - 1] += np.diff(ends) - num_elements.sum(axis=1)
-    kept, rows = choose_rows(num_elements, changes, nums, WIDTHS[dtype])
-    joined = kept != nums
-    if joined.any():
-        groups = [_joined(group, joined) for group in groups]
-    parts = [_streams(group, rows, 8 * WIDTHS[dtype]) for group in groups]
+        parts.append(_streams(group, rows, 8 * WIDTHS[dtype]))
     lengths, data = (np.concatenate(part) for part in zip(*parts, strict=True))
     tiles_at = bounds_of(np.array(num_tiles)).tolist()
     bytes_at = bounds_of(lengths)[tiles_at].tolist()
     return [
         Coded(
-            lo=int(lo[i]),
-            rows=rows[i, : kept[i]],
+            tiling=cuts[i],
+            lo=sets[i].lo,
+            rows=sets[i].rows,
             lengths=lengths[tiles_at[i] : tiles_at[i + 1]],
             data=data[bytes_at[i] : bytes_at[i + 1]],
         )
         for i in range(num)
     ]
+
+
+def _totals(dtype: str, old: Array, ends: Array, owner: Array, replaced: Array, by: Array) -> Totals:
+    """Count what decides on the rows of parts."""
+    num = len(ends) - 1
+    counts = np.zeros((num, 256), dtype=np.int64)
+    for part in range(num):
+        for start in range(int(ends[part]), int(ends[part + 1]), _COUNTED_TOGETHER):
+            end = min(start + _COUNTED_TOGETHER, int(ends[part + 1]))
+            counts[part] += np.bincount(exponents(old[start:end], dtype), minlength=256)
+    exponent = exponents(replaced, dtype).astype(np.int64)
+    changed = np.bincount(owner * 256 + exponent, minlength=256 * num).reshape(num, 256)
+    base = first_exponent(changed)
+    among = np.clip(exponent - base[owner], 0, MAX_CLASSES - 1)
+    key = (owner * MAX_CLASSES + among) * BINS + bin_of(np.abs(by))
+    changes = np.bincount(key, minlength=num * MAX_CLASSES * BINS).reshape(num, MAX_CLASSES, BINS)
+    return Totals(
+        changed=changed, num_elements=told_apart(counts, base), changes=changes, width=WIDTHS[dtype]
+    )
 
 
 def _group(
@@ -131,21 +151,6 @@ def _group(
         words=class_words(
             old, dtype, tiles.of_elements(lo.astype(np.uint8)), tiles.of_elements(last), wanted
         ),
-    )
-
-
-def _joined(group: _Group, joined: Array) -> _Group:
-    """One class for all elements of some tensors."""
-    tiles = group.tiles
-    words = np.zeros(int(tiles.ends[-1]) // 64 + 1, dtype=np.uint64)
-    every = np.repeat(joined[tiles.owner], tiles.sizes)
-    packed = np.packbits(every, bitorder="little")
-    words.view(np.uint8)[: len(packed)] = packed
-    others = {} if joined.all() else group.words
-    return replace(
-        group,
-        classes=np.where(joined[tiles.owner[group.tile]], 0, group.classes),
-        words=others | {0: words | others[0] if 0 in others else words},
     )
 
 

@@ -54,7 +54,7 @@ def choose_classes(changed: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[n
 
 def choose_rows(
     num_elements: Array, changes: Array, num_classes: Array, width: Array | int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
     """Return the codes of each class of tensors, by least expected length.
 
     Args:
@@ -64,8 +64,8 @@ def choose_rows(
         num_classes: int64 [T], as `choose_classes` gave it.
         width: bytes of an element, [T] or one for all.
 
-    Returns: K int64 [T]: `num_classes`, or 1 where one class for all is not longer; and uint8
-        [T, 16, 3], with the first K rows in use.
+    Returns: K int64 [T]: `num_classes`, or 1 where one class for all is not longer; uint8 [T, 16, 3], with
+        the first K rows in use; and the bits of the streams that are expected then, float64 [T].
     """
     num_tensors = len(num_elements)
     width = np.broadcast_to(width, num_tensors)
@@ -74,12 +74,33 @@ def choose_rows(
     rows = np.zeros((num_tensors, MAX_CLASSES, 3), dtype=np.uint8)
     rows[:, :, 0] = SILENT
     rows[owner, number], costs = _best(num_elements[owner, number], changes[owner, number], width[owner])
-    apart = np.bincount(owner, weights=costs, minlength=num_tensors) + _ROW_BITS * num_classes
+    apart = np.bincount(owner, weights=costs, minlength=num_tensors)
     joined, cost = _best(num_elements.sum(axis=1), changes.sum(axis=1), width)
-    one = cost + _ROW_BITS <= apart
+    one = cost + _ROW_BITS <= apart + _ROW_BITS * num_classes
     rows[one] = (SILENT, 0, 0)
     rows[one, 0] = joined[one]
-    return np.where(one, 1, num_classes), rows
+    return np.where(one, 1, num_classes), rows, np.where(one, cost, apart)
+
+
+def runs_bits(runs: Array, num: Array, among: Array) -> npt.NDArray[np.float64]:
+    """Return the bits that runs of these lengths are expected to take for `num` events among so many."""
+    rate = np.clip(num / np.maximum(among, 1), 1e-9, 1 - 1e-9)
+    stay = np.log1p(-rate)
+    return np.where(num > 0, _bits_of_event(stay, runs) * num, among / runs)
+
+
+def rice_bits(changes: Array, width: int) -> tuple[Array, Array]:
+    """Return the bits of the Rice codes of |d| - 2 and of |d|, float64 [.., k].
+
+    Args:
+        changes: int64 [.., BINS].
+        width: bytes of an element.
+    """
+    # Counts times whole numbers of bits: exact in float64, in whatever order they are summed. Not a product
+    # of matrices, for which NumPy starts a thread on every core: that took two seconds of CPU time.
+    both = np.einsum("...b,br->...r", changes.astype(np.float64), _RICE_BITS[8 * width])
+    first, second = np.split(both, 2, axis=-1)
+    return first, second
 
 
 def valid_rows(rows: Array) -> npt.NDArray[np.bool_]:
@@ -103,9 +124,7 @@ def _best(num_elements: Array, changes: Array, width: Array) -> tuple[Array, Arr
         at = np.flatnonzero(width == bits // 8)
         if not len(at):
             continue
-        # Counts times whole numbers of bits: exact in float64, in whatever order they are summed.
-        sums = changes[at].astype(np.float64) @ _RICE_BITS[bits]
-        sparse_rice[at], dense_rice[at] = np.hsplit(sums, 2)
+        sparse_rice[at], dense_rice[at] = rice_bits(changes[at], bits // 8)
     same = (num_elements - num).astype(np.float64)
     dense_rice += same[:, None] * np.arange(1, MAX_RICE + 2)
     swapped = dense_rice[:, 0] + same - changes[:, 0]
@@ -134,14 +153,19 @@ def _best_runs(num: Array, among: Array) -> tuple[Array, Array]:
     least = np.full(len(rate), np.inf)
     for shift in range(-_NEAR, _NEAR + 1):
         code = np.clip(middle + shift, 0, len(RUNS) - 1)
-        runs = RUNS[code]
-        low = np.frexp(runs.astype(np.float64))[1] - 1
-        short = (2 << low.astype(np.int64)) - runs
-        none = np.exp(stay * runs)
-        cost = low + (1 + np.exp(stay * short) - none) / (1 - none)
+        cost = _bits_of_event(stay, RUNS[code])
         better = cost < least
         best[better], least[better] = code[better], cost[better]
     return best, least * num
+
+
+def _bits_of_event(stay: Array, runs: Any) -> Array:
+    """Return the bits of an event and of the runs before it; `stay` is the logarithm of its absence."""
+    low = np.frexp(runs.astype(np.float64))[1] - 1
+    short = (2 << low.astype(np.int64)) - runs
+    none = np.exp(stay * runs)
+    cost: Array = low + (1 + np.exp(stay * short) - none) / (1 - none)
+    return cost
 
 
 def _rice_bits(value: Array, width: int) -> npt.NDArray[np.float64]:

@@ -1,5 +1,10 @@
-"""The table of a payload's coded tensors: which they are, their classes, and the lengths of their streams."""
+"""The table of coded parts: what they are, how each is coded, and how long the streams of its tiles are.
 
+A front of fixed length, a compressed head in columns, and the lengths. The columns of a whole model's tensors
+compress to almost nothing, and so do those of a shard of it.
+"""
+
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,68 +15,105 @@ import numpy.typing as npt
 from patchstore.encodings.context.bits import bounds_of, put, ramps, windows
 from patchstore.encodings.context.classes import MAX_CLASSES, is_coded
 from patchstore.encodings.context.parameters import valid_rows
+from patchstore.encodings.context.row_sets import RowSet
 from patchstore.encodings.context.stream import Coded
-from patchstore.encodings.context.tiles import tiling
+from patchstore.encodings.context.tiles import SLICES, Tiling, slices_of, tiling
 from patchstore.errors import CorruptObject
-from patchstore.format.records import TensorSpec
+from patchstore.format.records import Box, TensorSpec, view_of
 
-_RECORD = np.dtype(
-    [("index", "<u4"), ("lo", "u1"), ("num_classes", "u1"), ("bits", "u1"), ("zero", "u1"), ("least", "<u4")]
+_FRONT = 12
+_COLUMNS = (
+    *(("place", "<u4"), ("level", "<u8"), ("levels", "<u8"), ("row", "<u8"), ("rows", "<u8")),
+    *(
+        ("col", "<u8"),
+        ("cols", "<u8"),
+        ("slices", "u1"),
+        ("row_set", "<u4"),
+        ("bits", "u1"),
+        ("least", "<u4"),
+    ),
 )
+_PART_BYTES = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS)
+_MOST_SET_BYTES = 2 + 3 * MAX_CLASSES
 _MAX_BITS = 32
+_LEVEL = 9
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """What a table says of T tensors, K classes and N tiles in all."""
+    """What a table says of T parts and N tiles in all."""
 
     indices: npt.NDArray[np.int64]
-    """[T], ascending, the tensors' places in the run's schema."""
-    lo: npt.NDArray[np.int64]
+    """[T], ascending, the places of the parts' tensors in the run's schema."""
+    cuts: Sequence[Tiling]
     """[T]"""
-    rows: npt.NDArray[np.uint8]
-    """[K, 3], tensor by tensor."""
-    rows_at: npt.NDArray[np.int64]
-    """[T + 1], where each tensor's rows begin, and the end."""
+    row_sets: npt.NDArray[np.int64]
+    """[T], the number of each part's row set."""
+    sets: Sequence[RowSet]
     lengths: npt.NDArray[np.int64]
-    """[N], bytes of each tile's stream, tensor by tensor."""
+    """[N], bytes of each tile's stream, part by part."""
     lengths_at: npt.NDArray[np.int64]
-    """[T + 1], where each tensor's lengths begin, and the end."""
+    """[T + 1], where each part's lengths begin, and the end."""
     bytes_at: npt.NDArray[np.int64]
-    """[T + 1], where each tensor's streams begin in the tiles, and the end."""
+    """[T + 1], where each part's streams begin in the tiles, and the end."""
 
     def coded(self, number: int, tiles: npt.NDArray[np.uint8]) -> Coded:
-        """Return the change of the table's tensor of this number, over the entry `tiles`."""
+        """Return the change of the table's part of this number, over the entry `tiles`."""
+        row_set = self.sets[self.row_sets[number]]
         return Coded(
-            lo=int(self.lo[number]),
-            rows=self.rows[self.rows_at[number] : self.rows_at[number + 1]],
+            tiling=self.cuts[number],
+            lo=row_set.lo,
+            rows=row_set.rows,
             lengths=self.lengths[self.lengths_at[number] : self.lengths_at[number + 1]],
             data=tiles[self.bytes_at[number] : self.bytes_at[number + 1]],
         )
 
 
+def order(item: tuple[int, Coded]) -> tuple[int, ...]:
+    """Return what a table's parts, (place in the schema, change), ascend by."""
+    box = item[1].tiling.box
+    return item[0], box.level, box.row, box.col
+
+
 def pack(items: Sequence[tuple[int, Coded]]) -> tuple[bytes, list[npt.NDArray[np.uint8]]]:
-    """Return the table of some (index in the schema, change), ascending, and the parts of `tiles`."""
-    records = np.zeros(len(items), dtype=_RECORD)
+    """Return the table of some (place in the schema, change), in `order`, and the parts of `tiles`."""
     num_tiles = np.array([len(coded.lengths) for _, coded in items])
     lengths = np.concatenate([coded.lengths for _, coded in items])
     starts = num_tiles.cumsum() - num_tiles
     least = np.minimum.reduceat(lengths, starts)
     bits = np.frexp((np.maximum.reduceat(lengths, starts) - least).astype(np.float64))[1].astype(np.int64)
-    records["index"] = [index for index, _ in items]
-    records["lo"] = [coded.lo for _, coded in items]
-    records["num_classes"] = [len(coded.rows) for _, coded in items]
-    records["bits"] = bits
-    records["least"] = least
+    # Sets are numbered as parts use them first.
+    numbers: dict[tuple[int, bytes], int] = {}
+    sets: list[Coded] = []
+    chosen = []
+    for _, coded in items:
+        key = coded.lo, coded.rows.tobytes()
+        if key not in numbers:
+            numbers[key] = len(sets)
+            sets.append(coded)
+        chosen.append(numbers[key])
+    sides = [_sides(coded.tiling) for _, coded in items]
+    columns = {
+        "place": np.diff([place for place, _ in items], prepend=0),
+        **dict(zip(("level", "levels", "row", "rows", "col", "cols"), zip(*sides, strict=True), strict=True)),
+        "slices": [_code_of(coded.tiling) for _, coded in items],
+        "row_set": chosen,
+        "bits": bits,
+        "least": least,
+    }
+    head = b"".join(_planes(np.array(columns[name]).astype(kind)) for name, kind in _COLUMNS)
+    head += bytes(each.lo for each in sets) + bytes(len(each.rows) for each in sets)
+    head += np.concatenate([each.rows for each in sets]).T.tobytes()
+    squeezed = zlib.compress(head, _LEVEL)
+    front = np.array([len(items), len(sets), len(squeezed)], dtype="<u4").tobytes()
     num_bytes = -(-num_tiles * bits // 8)
     words = np.zeros(int(num_bytes.sum()) // 8 + 2, dtype=np.uint64)
     at, _ = _fields(num_tiles, bits, num_bytes)
     put(words, at, (lengths - np.repeat(least, num_tiles)).astype(np.uint64))
     packed = words.view(np.uint8)[: int(num_bytes.sum())]
-    rows = np.concatenate([coded.rows for _, coded in items])
-    return _head(records) + rows.tobytes() + packed.tobytes(), [coded.data for _, coded in items]
+    return front + squeezed + packed.tobytes(), [coded.data for _, coded in items]
 
 
 def unpack(
@@ -87,37 +129,37 @@ def unpack(
     Raises:
         CorruptObject: the table breaks the format's rules, or does not suit the tensors or the tiles.
     """
-    rest = np.ascontiguousarray(table)
-    count, rest = _take(where, rest, 4)
-    num_tensors = int(count.view("<u4")[0])
-    head, rest = _take(where, rest, num_tensors * _RECORD.itemsize)
-    records = head.view(_RECORD)
-    if not num_tensors:
+    front, rest = _take(where, np.ascontiguousarray(table), _FRONT)
+    num_parts, num_sets, num_squeezed = front.view("<u4").tolist()
+    if not num_parts:
         raise CorruptObject(f"{where}: a table of no tensors")
-    indices = records["index"].astype(np.int64)
-    num_classes = records["num_classes"].astype(np.int64)
-    bits = records["bits"].astype(np.int64)
-    if (np.diff(indices) <= 0).any() or (indices >= len(specs)).any():
-        raise CorruptObject(f"{where}: tensors do not ascend, or are none of the schema's {len(specs)}")
-    named = [specs[index] for index in indices.tolist()]
-    for spec in named:
-        if not is_coded(spec.dtype) or spec.num_elements == 0:
-            raise CorruptObject(
-                f"{where}: {spec.name!r} ({spec.dtype}, {spec.shape}) cannot be coded by context"
-            )
-    if (
-        (num_classes < 1).any()
-        or (num_classes > MAX_CLASSES).any()
-        or (bits > _MAX_BITS).any()
-        or records["zero"].any()
-    ):
-        raise CorruptObject(f"{where}: a tensor's record has a field out of range")
-    packed_rows, rest = _take(where, rest, 3 * int(num_classes.sum()))
-    rows = packed_rows.reshape(-1, 3)
-    if not valid_rows(rows).all():
-        raise CorruptObject(f"{where}: a class has a code without meaning")
+    if not num_sets or num_sets > num_parts:
+        raise CorruptObject(f"{where}: {num_sets} row sets of {num_parts} parts")
+    squeezed, rest = _take(where, rest, num_squeezed)
+    head = _inflated(where, squeezed, num_parts * _PART_BYTES + num_sets * _MOST_SET_BYTES)
+    columns, head = _columns(where, head, num_parts)
+    sets = _sets(where, head, num_sets)
+    row_sets = columns["row_set"]
+    if (row_sets >= num_sets).any():
+        raise CorruptObject(f"{where}: a part has a row set that is none of the {num_sets}")
+    indices, bits = columns["place"].cumsum(), columns["bits"]
+    if (indices >= len(specs)).any():
+        raise CorruptObject(f"{where}: a part is of none of the schema's {len(specs)} tensors")
+    if (bits > _MAX_BITS).any():
+        raise CorruptObject(f"{where}: a part's lengths have too many bits")
+    cuts = _cuts(where, [specs[index] for index in indices.tolist()], columns)
+    keys = np.stack([indices, *np.array([(c.level, c.down.first, c.across.first) for c in cuts]).T], axis=1)
+    step = np.diff(keys, axis=0)
+    first = np.take_along_axis(step, np.argmax(step != 0, axis=1)[:, None], axis=1)
+    if (first <= 0).any():
+        raise CorruptObject(f"{where}: parts do not ascend")
 
-    num_tiles = np.array([tiling(spec.shape).num_tiles for spec in named], dtype=np.int64)
+    # Before anything as large as the tiles is made.
+    stated = np.bincount(indices, weights=[cut.num_elements for cut in cuts])
+    for index in np.unique(indices).tolist():
+        if stated[index] > specs[index].num_elements:
+            raise CorruptObject(f"{where}: parts of {specs[index].name!r} overlap")
+    num_tiles = np.array([cut.num_tiles for cut in cuts], dtype=np.int64)
     num_bytes = -(-num_tiles * bits // 8)
     packed, rest = _take(where, rest, int(num_bytes.sum()))
     if len(rest):
@@ -130,24 +172,114 @@ def unpack(
     every = windows(np.concatenate([packed, np.zeros(9, dtype=np.uint8)]))
     field = every[at >> 3] >> (at & 7).view(np.uint64)
     field &= (np.uint64(1) << owner_bits.view(np.uint64)) - np.uint64(1)
-    lengths = field.view(np.int64) + np.repeat(records["least"].astype(np.int64), num_tiles)
+    lengths = field.view(np.int64) + np.repeat(columns["least"], num_tiles)
     lengths_at = bounds_of(num_tiles)
     bytes_at = bounds_of(lengths)[lengths_at]
     if bytes_at[-1] != num_tile_bytes:
         raise CorruptObject(f"{where}: streams of {bytes_at[-1]} bytes, but {num_tile_bytes} bytes of tiles")
     return Table(
         indices=indices,
-        lo=records["lo"].astype(np.int64),
-        rows=rows,
-        rows_at=bounds_of(num_classes),
+        cuts=cuts,
+        row_sets=row_sets,
+        sets=sets,
         lengths=lengths,
         lengths_at=lengths_at,
         bytes_at=bytes_at,
     )
 
 
-def _head(records: Array) -> bytes:
-    return len(records).to_bytes(4, "little") + records.tobytes()
+def _sides(cut: Tiling) -> tuple[int, ...]:
+    """Return the first and the number of levels, rows and columns; 0 and 0 of a side that is whole."""
+    box, levels = cut.box, cut.whole_levels
+    found: list[int] = []
+    for first, size, side in (
+        (box.level, box.levels, levels),
+        (box.row, box.rows, cut.rows),
+        (box.col, box.cols, cut.cols),
+    ):
+        found += (0, 0) if size == side else (first, size)
+    return tuple(found)
+
+
+def _code_of(cut: Tiling) -> int:
+    """Return the logarithms of the numbers of slices, of columns in the upper half."""
+    return (cut.down.slices.bit_length() - 1) | (cut.across.slices.bit_length() - 1) << 4
+
+
+def _planes(column: Array) -> bytes:
+    """Return numbers as their lowest bytes, then their second lowest, and so on."""
+    return column.view(np.uint8).reshape(len(column), -1).T.tobytes()
+
+
+def _inflated(where: str, squeezed: Array, most: int) -> Array:
+    """Raises: CorruptObject."""
+    stream = zlib.decompressobj()
+    try:
+        head = stream.decompress(squeezed.tobytes(), most + 1)
+    except zlib.error as exc:
+        raise CorruptObject(f"{where}: the head of its table is not compressed: {exc}") from exc
+    if len(head) > most or not stream.eof or stream.unused_data:
+        raise CorruptObject(f"{where}: the head of its table has another length than it says")
+    return np.frombuffer(head, dtype=np.uint8)
+
+
+def _columns(where: str, head: Array, num: int) -> tuple[dict[str, npt.NDArray[np.int64]], Array]:
+    """Return the columns of parts, and what follows them.
+
+    Raises:
+        CorruptObject
+    """
+    found = {}
+    for name, kind in _COLUMNS:
+        planes, head = _take(where, head, num * np.dtype(kind).itemsize)
+        column = np.ascontiguousarray(planes.reshape(-1, num).T).view(kind).reshape(-1)
+        if kind == "<u8" and (column >> np.uint64(48)).any():
+            raise CorruptObject(f"{where}: a part lies beyond every tensor")
+        found[name] = column.astype(np.int64)
+    return found, head
+
+
+def _sets(where: str, head: Array, num: int) -> list[RowSet]:
+    """Raises: CorruptObject."""
+    lo, head = _take(where, head, num)
+    num_classes, head = _take(where, head, num)
+    if (num_classes < 1).any() or (num_classes > MAX_CLASSES).any():
+        raise CorruptObject(f"{where}: a row set has no classes, or too many")
+    ends = bounds_of(num_classes.astype(np.int64))
+    packed, head = _take(where, head, 3 * int(ends[-1]))
+    if len(head):
+        raise CorruptObject(f"{where}: {len(head)} bytes follow the head of the table")
+    rows = np.ascontiguousarray(packed.reshape(3, -1).T)
+    if not valid_rows(rows).all():
+        raise CorruptObject(f"{where}: a class has a code without meaning")
+    return [RowSet(first, rows[ends[i] : ends[i + 1]]) for i, first in enumerate(lo.tolist())]
+
+
+def _cuts(where: str, named: Sequence[TensorSpec], columns: dict[str, npt.NDArray[np.int64]]) -> list[Tiling]:
+    """Return how parts are cut.
+
+    Raises:
+        CorruptObject
+    """
+    sides = np.stack([columns[name] for name in ("level", "levels", "row", "rows", "col", "cols")], axis=1)
+    cuts = []
+    for spec, each, code in zip(named, sides.tolist(), columns["slices"].tolist(), strict=True):
+        if not is_coded(spec.dtype) or spec.num_elements == 0:
+            raise CorruptObject(
+                f"{where}: {spec.name!r} ({spec.dtype}, {spec.shape}) cannot be coded by context"
+            )
+        whole = view_of(spec.shape)
+        box = []
+        for side, first, size in zip(whole, each[::2], each[1::2], strict=True):
+            if first + size > side or (first and not size):
+                raise CorruptObject(f"{where}: a part of {spec.name!r} reaches beyond it")
+            box += [first, size or side]
+        slices = 1 << (code & 15), 1 << (code >> 4)
+        if any(num > SLICES or side % num for num, side in zip(slices, whole[1:], strict=True)):
+            raise CorruptObject(f"{where}: {spec.name!r} cannot be cut in {slices} slices")
+        is_whole = not any(each) and slices == slices_of(spec.shape)
+        cuts.append(tiling(spec.shape) if is_whole else tiling(spec.shape, Box(*box), slices))
+    return cuts
 
 
 def _take(where: str, data: Array, num: int) -> tuple[Array, Array]:

@@ -1,49 +1,137 @@
-"""Tiles: the parts of a tensor that are coded apart, so that a rank reads only those of its own slices.
+"""Tiles: the pieces of a tensor that are coded apart, so that a rank reads only those of its own slices.
 
-Every slice of a side in 2, 4, 8 or 16 equal parts is a union of tiles, where 16 divides the side.
+Every slice of a side in as many equal parts as the grid has is a union of tiles. A part of a tensor has the
+tiles of the whole tensor's grid, cut by the part's edges: however a trainer shards a tensor, no tile reaches
+over an edge of a server's slices.
 """
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from patchstore.format.records import Box, view_of
+
 MAX_ELEMENTS = 65536
 SLICES = 16
+FEWEST_SLICES = 8
+"""A publisher never chooses fewer: servers of up to so many ranks decode every part in place."""
+TILE_BYTES = 1.1
+"""What a tile costs: its length in the table, and rounding to bytes."""
+CHANGE_BYTES = 0.87
+"""What a change costs, by which tiles are chosen."""
+TILE_SHARE = 0.015
+"""How much of a part's bytes its tiles may cost."""
 
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling:
-    """How a tensor, seen as levels x rows x cols, is cut into tiles.
+@dataclass(frozen=True, slots=True)
+class Side:
+    """How the rows or the columns of a part are cut."""
 
-    Tiles are numbered row-major over (level, row tile, column tile), elements of a tile row-major. The
-    last tile of a slice is smaller where the tile's side does not divide the slice's.
+    length: int
+    """Of the whole tensor; so are the next two."""
+    of_slice: int
+    of_tile: int
+    first: int
+    """Of the part."""
+    size: int
+
+    @property
+    def slices(self) -> int:
+        return self.length // self.of_slice
+
+    def tile_of(self, at: int) -> int:
+        """Return which tile of the whole side has a row (or column)."""
+        number, within = divmod(at, self.of_slice)
+        return number * -(-self.of_slice // self.of_tile) + within // self.of_tile
+
+    @property
+    def first_tile(self) -> int:
+        return self.tile_of(self.first)
+
+    @property
+    def num_tiles(self) -> int:
+        return self.tile_of(self.first + self.size - 1) - self.first_tile + 1
+
+    def ranges(self, tile: Array) -> tuple[Array, Array]:
+        """Return the first row (or column) of tiles of the part, in the tensor, and how many they have."""
+        number, nth = np.divmod(self.first_tile + tile, -(-self.of_slice // self.of_tile))
+        start = number * self.of_slice + nth * self.of_tile
+        end = np.minimum(start + self.of_tile, (number + 1) * self.of_slice)
+        start = np.maximum(start, self.first)
+        return start, np.minimum(end, self.first + self.size) - start
+
+    def touched(self, first: int, size: int) -> tuple[int, int] | None:
+        """Return the first tile of the part that has any of some rows (or columns), and how many have."""
+        first, end = max(first, self.first), min(first + size, self.first + self.size)
+        if first >= end:
+            return None
+        tile = self.tile_of(first)
+        return tile - self.first_tile, self.tile_of(end - 1) - tile + 1
+
+    def is_cut(self, first: int, size: int) -> bool:
+        """Whether a tile of the part has some of these rows (or columns), and others too."""
+        end, last = first + size, self.first + self.size
+        if first >= last or end <= self.first:
+            return False
+        inside = [at for at in (first, end) if self.first < at < last]
+        return any(at % self.of_slice % self.of_tile for at in inside)
+
+    def even(self) -> int | None:
+        """Return the side of the tiles if all have the same; else None."""
+        step = self.size // self.num_tiles
+        # Tiles in between are whole, unless a slice ends with a shorter one.
+        sizes = self.ranges(np.arange(self.num_tiles))[1]
+        return step if bool((sizes == step).all()) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """How a part of a tensor, seen as levels x rows x cols, is cut into tiles.
+
+    Tiles are numbered row-major over (level, row tile, column tile), elements of a tile row-major. Elements
+    of the part alone lie in memory, row-major.
     """
 
     levels: int
-    rows: int
-    cols: int
-    slice_rows: int
-    slice_cols: int
-    tile_rows: int
-    tile_cols: int
+    """Of the part."""
+    level: int
+    """The first of them."""
+    whole_levels: int
+    """Of the whole tensor."""
+    down: Side
+    across: Side
 
     @property
+    def rows(self) -> int:
+        """Of a level of the whole tensor."""
+        return self.down.length
+
+    @property
+    def cols(self) -> int:
+        """Of the whole tensor."""
+        return self.across.length
+
+    @property
+    def box(self) -> Box:
+        down, across = self.down, self.across
+        return Box(self.level, self.levels, down.first, down.size, across.first, across.size)
+
+    @cached_property
     def row_tiles(self) -> int:
-        """Tiles along the rows of a level, through all slices."""
-        return self.rows // self.slice_rows * -(-self.slice_rows // self.tile_rows)
+        """Tiles along the rows of a level of the part."""
+        return self.down.num_tiles
 
-    @property
+    @cached_property
     def col_tiles(self) -> int:
-        """Tiles along the columns, through all slices."""
-        return self.cols // self.slice_cols * -(-self.slice_cols // self.tile_cols)
+        """Tiles along the columns of the part."""
+        return self.across.num_tiles
 
     @property
     def num_tiles(self) -> int:
@@ -51,54 +139,110 @@ class Tiling:
 
     @property
     def num_elements(self) -> int:
-        return self.levels * self.rows * self.cols
+        return self.levels * self.down.size * self.across.size
 
     @property
-    def is_even(self) -> bool:
-        """Whether all tiles have the same sides."""
-        return self.slice_rows % self.tile_rows == 0 and self.slice_cols % self.tile_cols == 0
+    def largest(self) -> int:
+        """Elements of its largest tile, at most."""
+        return min(self.down.of_tile, self.down.size) * min(self.across.of_tile, self.across.size)
 
-    def box(self, tile: Array) -> tuple[Array, Array, Array, Array, Array]:
-        """Return (level, first row, first column, number of rows, number of columns) of tiles."""
+    @cached_property
+    def even(self) -> tuple[int, int] | None:
+        """Rows and columns of the tiles, if all have the same."""
+        rows, cols = self.down.even(), self.across.even()
+        return None if rows is None or cols is None else (rows, cols)
+
+    def places(self, tile: Array) -> tuple[Array, Array, Array, Array, Array]:
+        """Return (level, first row, first column, number of rows, number of columns) of tiles.
+
+        They count in the whole tensor.
+        """
         band, col_tile = np.divmod(np.asarray(tile, dtype=np.int64), self.col_tiles)
         level, row_tile = np.divmod(band, self.row_tiles)
-        row, num_rows = _side(row_tile, self.slice_rows, self.tile_rows)
-        col, num_cols = _side(col_tile, self.slice_cols, self.tile_cols)
-        return level, row, col, num_rows, num_cols
+        row, num_rows = self.down.ranges(row_tile)
+        col, num_cols = self.across.ranges(col_tile)
+        return self.level + level, row, col, num_rows, num_cols
 
     def sizes(self) -> npt.NDArray[np.int64]:
         """Return the number of elements of each tile, int64 [num_tiles]."""
-        num_rows = _side(np.arange(self.row_tiles), self.slice_rows, self.tile_rows)[1]
-        num_cols = _side(np.arange(self.col_tiles), self.slice_cols, self.tile_cols)[1]
+        num_rows = self.down.ranges(np.arange(self.row_tiles))[1]
+        num_cols = self.across.ranges(np.arange(self.col_tiles))[1]
         sizes: npt.NDArray[np.int64] = np.tile(np.outer(num_rows, num_cols).reshape(-1), self.levels)
         return sizes
 
+    def positions(self, local: Array) -> Array:
+        """Return where elements of the flattened part stand in the flattened tensor, int64."""
+        box = self.box
+        if box.cols == self.cols and (box.rows == self.rows or box.levels == 1):
+            return local + (box.level * self.rows + box.row) * self.cols
+        line, col = np.divmod(local, box.cols)
+        level, row = np.divmod(line, box.rows)
+        found: Array = ((box.level + level) * self.rows + box.row + row) * self.cols + box.col + col
+        return found
+
+    def of_whole(self, flat: Array) -> Array:
+        """Return the part's elements of a flattened tensor, flat; where they lie together, its memory."""
+        box = self.box
+        whole = flat.reshape(-1, self.rows, self.cols)
+        return whole[
+            box.level : box.level + box.levels, box.row : box.row + box.rows, box.col : box.col + box.cols
+        ].reshape(-1)
+
+    def ranges_within(self, box: Box) -> tuple[int, int, int, int, int, int] | None:
+        """Return the first level, tile row and tile column, in the part, that have elements of a box of the
+        tensor, and how many; None if none has.
+        """
+        first = max(box.level, self.level)
+        levels = min(box.level + box.levels, self.level + self.levels) - first
+        down, across = self.down.touched(box.row, box.rows), self.across.touched(box.col, box.cols)
+        if levels <= 0 or down is None or across is None:
+            return None
+        return first - self.level, down[0], across[0], levels, down[1], across[1]
+
+    def is_cut(self, box: Box) -> bool:
+        """Whether a tile has elements of a box of the tensor, and others too."""
+        if self.ranges_within(box) is None:
+            return False
+        return self.down.is_cut(box.row, box.rows) or self.across.is_cut(box.col, box.cols)
+
+    def within(self, box: Box) -> npt.NDArray[np.int64]:
+        """Return the tiles that have elements of a box of the tensor, ascending."""
+        found = self.ranges_within(box)
+        if found is None:
+            return np.zeros(0, dtype=np.int64)
+        levels, rows, cols = (np.arange(found[k], found[k] + found[k + 3]) for k in range(3))
+        numbers = (levels[:, None, None] * self.row_tiles + rows[:, None]) * self.col_tiles + cols
+        flat: npt.NDArray[np.int64] = numbers.reshape(-1)
+        return flat
+
     def gather(self, flat: Array, tiles: Array) -> Array:
-        """Return the elements of `tiles` (ascending), tile after tile, of a flattened tensor.
+        """Return the elements of `tiles` (ascending), tile after tile, of a flattened part.
 
         The result may share memory with `flat`.
         """
-        if self.is_even:
+        if self.even is not None:
             elements: Array = self._by_tile(flat)[self._pick(tiles)].reshape(-1)
             return elements
-        return np.concatenate([self._part(flat, *at).reshape(-1) for at in self._boxes(tiles)])
+        return np.concatenate([self._part(flat, *at).reshape(-1) for at in self._each(tiles)])
 
     def scatter(self, elements: Array, flat: Array, tiles: Array) -> None:
-        """Put elements, in the order of `gather`, into a flattened tensor."""
-        if self.is_even:
+        """Put elements, in the order of `gather`, into a flattened part."""
+        if self.even is not None:
             pick = self._pick(tiles)
             across = (self.col_tiles,) if isinstance(pick, slice) else ()
-            self._by_tile(flat)[pick] = elements.reshape(-1, *across, self.tile_rows, self.tile_cols)
+            self._by_tile(flat)[pick] = elements.reshape(-1, *across, *self.even)
             return
         start = 0
-        for at in self._boxes(tiles):
+        for at in self._each(tiles):
             part = self._part(flat, *at)
             part[...] = elements[start : start + part.size].reshape(part.shape)
             start += part.size
 
     def _by_tile(self, flat: Array) -> Array:
         """A view [bands, tiles of a band, rows, columns]."""
-        view: Array = flat.reshape(-1, self.tile_rows, self.col_tiles, self.tile_cols).transpose(0, 2, 1, 3)
+        assert self.even is not None
+        rows, cols = self.even
+        view: Array = flat.reshape(-1, rows, self.col_tiles, cols).transpose(0, 2, 1, 3)
         return view
 
     def _pick(self, tiles: Array) -> Any:
@@ -108,28 +252,30 @@ class Tiling:
             return slice(first // self.col_tiles, end // self.col_tiles)
         return np.divmod(tiles, self.col_tiles)
 
-    def _boxes(self, tiles: Array) -> list[tuple[int, ...]]:
+    def _each(self, tiles: Array) -> list[tuple[int, ...]]:
         # Uneven tiles are large ones: one step of Python for each costs little.
-        return list(zip(*(side.tolist() for side in self.box(tiles)), strict=True))
+        return list(zip(*(side.tolist() for side in self.places(tiles)), strict=True))
 
     def _part(self, flat: Array, level: int, row: int, col: int, num_rows: int, num_cols: int) -> Array:
-        whole = flat.reshape(self.levels, self.rows, self.cols)
-        return whole[level, row : row + num_rows, col : col + num_cols]
+        box = self.box
+        row, col = row - box.row, col - box.col
+        held = flat.reshape(box.levels, box.rows, box.cols)
+        return held[level - box.level, row : row + num_rows, col : col + num_cols]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Tensors that lie one after the other in one array, and their tiles, numbered through."""
+    """Parts that lie one after the other in one array, and their tiles, numbered through."""
 
     runs: tuple[Tiling, ...]
-    """Neighbours of one shape are cut together, as one tensor of more levels."""
+    """Neighbours that are cut alike are cut together, as one part of more levels."""
 
     @classmethod
-    def of(cls, shapes: Sequence[tuple[int, ...]]) -> "Layout":
+    def of(cls, cuts: Sequence[Tiling]) -> "Layout":
         runs = []
-        for shape, same in groupby(shapes):
-            cut = tiling(shape)
-            runs.append(replace(cut, levels=cut.levels * sum(1 for _ in same)))
+        for (down, across), same in groupby(cuts, lambda cut: (cut.down, cut.across)):
+            levels = sum(cut.levels for cut in same)
+            runs.append(Tiling(levels=levels, level=0, whole_levels=levels, down=down, across=across))
         return cls(tuple(runs))
 
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -160,27 +306,62 @@ class Layout:
             first, start = last, end
 
 
-@lru_cache(maxsize=4096)
-def _tiling(shape: tuple[int, ...]) -> Tiling:
-    sides = [side for side in shape if side != 1]
-    cols = sides[-1] if sides else 1
-    rows = sides[-2] if len(sides) > 1 else 1
-    slice_rows, slice_cols = (side // SLICES if side % SLICES == 0 else side for side in (rows, cols))
+@lru_cache(maxsize=65536)
+def _tiling(shape: tuple[int, ...], box: Box | None, row_slices: int, col_slices: int) -> Tiling:
+    levels, rows, cols = view_of(shape)
+    if box is None:
+        box = Box(0, levels, 0, rows, 0, cols)
+    slice_rows, slice_cols = rows // row_slices, cols // col_slices
     tile_cols = _cut(slice_cols, MAX_ELEMENTS)
     return Tiling(
-        levels=math.prod(sides[:-2]),
-        rows=rows,
-        cols=cols,
-        slice_rows=slice_rows,
-        slice_cols=slice_cols,
-        tile_rows=_cut(slice_rows, MAX_ELEMENTS // tile_cols),
-        tile_cols=tile_cols,
+        levels=box.levels,
+        level=box.level,
+        whole_levels=levels,
+        down=Side(rows, slice_rows, _cut(slice_rows, MAX_ELEMENTS // tile_cols), box.row, box.rows),
+        across=Side(cols, slice_cols, tile_cols, box.col, box.cols),
     )
 
 
-def tiling(shape: Sequence[int]) -> Tiling:
-    """Return how a tensor of this shape, which has elements, is cut."""
-    return _tiling(tuple(shape))
+def slices_of(shape: Sequence[int]) -> tuple[int, int]:
+    """Return in how many slices the rows and the columns of a tensor are usually cut."""
+    _, rows, cols = view_of(tuple(shape))
+    return tuple(SLICES if side % SLICES == 0 else 1 for side in (rows, cols))  # type: ignore[return-value]
+
+
+def tiling(shape: Sequence[int], box: Box | None = None, slices: tuple[int, int] | None = None) -> Tiling:
+    """Return how a part of a tensor of this shape, which has elements, is cut.
+
+    Args:
+        box: the part; all of the tensor by default.
+        slices: of the rows and of the columns; see `slices_of`.
+    """
+    return _tiling(tuple(shape), box, *(slices_of(shape) if slices is None else slices))
+
+
+def tiling_of_part(shape: Sequence[int], box: Box | None, num_changed: int) -> Tiling:
+    """Return how a publisher cuts a part with so many changes: in fewer slices where tiles would cost much.
+
+    Args:
+        box: None for the whole tensor, whose slices are always the usual ones.
+    """
+    found = tiling(shape, box)
+    if box is None:
+        return found
+    most = max(1.0, TILE_SHARE * CHANGE_BYTES / TILE_BYTES * num_changed)
+    slices = slices_of(shape)
+    while found.num_tiles > most:
+        fewer = [
+            tiling(shape, box, each)
+            for each in ((slices[0], slices[1] // 2), (slices[0] // 2, slices[1]))
+            if min(each) >= 1
+            and all(new == old or new >= FEWEST_SLICES for new, old in zip(each, slices, strict=True))
+        ]
+        # The side of which the part has more slices; of the columns, where it has as many of both.
+        best = min(fewer, key=lambda each: each.num_tiles, default=found)
+        if best.num_tiles >= found.num_tiles:
+            break
+        found, slices = best, (best.down.slices, best.across.slices)
+    return found
 
 
 def _cut(side: int, limit: int) -> int:
@@ -189,10 +370,3 @@ def _cut(side: int, limit: int) -> int:
         return side
     even = min(side & -side, 1 << (limit.bit_length() - 1))
     return even if 4 * even >= limit else limit
-
-
-def _side(tile: Array, slice_side: int, tile_side: int) -> tuple[Array, Array]:
-    """Return the first row (or column) of tiles along one side, and their number of rows."""
-    number, chunk = np.divmod(tile, -(-slice_side // tile_side))
-    start = chunk * tile_side
-    return number * slice_side + start, np.minimum(tile_side, slice_side - start)

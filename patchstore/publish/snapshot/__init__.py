@@ -5,15 +5,15 @@ from typing import Protocol
 
 import torch
 
-from patchstore.format.records import TensorSpec
+from patchstore.format.records import Part, TensorSpec
 from patchstore.kernels import are_usable
 from patchstore.publish.snapshot.device import DeviceSnapshot, Kernels
-from patchstore.publish.snapshot.memory import Place, Served, check_place
+from patchstore.publish.snapshot.memory import Place, Served, Stream, Tensors, check_place, devices_of
 from patchstore.publish.snapshot.plain import PlainSnapshot
 from patchstore.tensors.changes import Changes
 from patchstore.tensors.state_digest import Sums
 
-__all__ = ["Place", "Served", "Snapshot", "check_place", "kernels_for", "take"]
+__all__ = ["Place", "Served", "Snapshot", "Stream", "Tensors", "check_place", "kernels_for", "take"]
 
 
 class Snapshot(Protocol):
@@ -27,7 +27,7 @@ class Snapshot(Protocol):
         """By name, contiguous, where the snapshot is; views of its memory."""
         ...
 
-    def compare(self, current: Mapping[str, torch.Tensor]) -> Changes:
+    def compare(self, current: Tensors) -> Changes:
         """Return how the model's tensors differ from the snapshot, which stays as it is.
 
         The tensors may change once this returns. What it returns is valid until the next call.
@@ -38,16 +38,20 @@ class Snapshot(Protocol):
         """Write the changes that the last comparison found. If this raises, some of them may be missing."""
         ...
 
-    def replace(self, current: Mapping[str, torch.Tensor]) -> None:
+    def replace(self, current: Tensors) -> None:
         """Copy all of the model's tensors. If this raises, the snapshot may have parts of two states."""
         ...
 
-    def read(self, name: str) -> tuple[torch.Tensor, Sums]:
-        """Return a tensor in host memory, and its digest sums; one thread at a time."""
+    def read(self, part: Part) -> tuple[torch.Tensor, Sums]:
+        """Return a part in host memory, and its digest sums; one thread at a time."""
+        ...
+
+    def digest(self, tensor: torch.Tensor) -> Sums:
+        """Return the digest sums of a tensor in host memory, computed where that is fastest."""
         ...
 
 
-def take(current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], place: Place) -> Snapshot:
+def take(current: Tensors, specs: Sequence[TensorSpec], place: Place) -> Snapshot:
     """Copy tensors as they are served.
 
     Args:
@@ -57,7 +61,7 @@ def take(current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], place
     Raises:
         UsageError: not enough memory there.
     """
-    devices = {tensor.device for tensor in current.values()}
+    devices = set(devices_of(current).values())
     kernels = kernels_for(devices)
     if kernels is not None:
         return DeviceSnapshot(current, specs, place, devices.pop(), kernels)

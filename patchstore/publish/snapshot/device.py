@@ -12,12 +12,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from patchstore.format.records import DTYPE_BYTES, TensorSpec
+from patchstore.format.records import DTYPE_BYTES, Part, TensorSpec
 from patchstore.kernels import new_stream
-from patchstore.publish.snapshot.memory import Place, allocating, in_file, pinned, served, views
+from patchstore.publish.snapshot.block import Block
+from patchstore.publish.snapshot.memory import (
+    Place,
+    Stream,
+    Tensors,
+    allocating,
+    in_file,
+    in_turn,
+    pinned,
+    served,
+    views,
+)
 from patchstore.publish.snapshot.plain import write_patches
+from patchstore.publish.snapshot.streamed import in_groups, make_room, runs
+from patchstore.tensors import parts as part_sums
 from patchstore.tensors import state_digest
-from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, index_dtype
+from patchstore.tensors.bits import TORCH_DTYPES, index_dtype
 from patchstore.tensors.changes import Changes, Patches
 from patchstore.tensors.state_digest import Sums
 
@@ -45,75 +58,6 @@ def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-class Block:
-    """All changes as `kernels.index_encode` writes them: a head, and the data of a payload."""
-
-    def __init__(
-        self,
-        specs: Sequence[TensorSpec],
-        entries: Sequence[tuple[int, TensorSpec]],
-        memory: torch.Tensor,
-        data_start: int,
-    ) -> None:
-        """Take a block that is complete, on the device or in host memory; waits for the head.
-
-        Args:
-            specs: all tensors of the run, in the order of the head.
-            entries: in the order of the data, which of `specs` each is of, and its spec but for its length.
-            memory: uint8.
-            data_start: bytes of the head.
-        """
-        self._specs, self._entries, self._memory, self._data_start = specs, entries, memory, data_start
-        count = len(specs)
-        head = memory[:data_start].cpu().view(torch.int64).tolist()
-        self._nums = head[:count]
-        self._sums = head[count:]
-
-    @property
-    def specs(self) -> list[TensorSpec]:
-        """The tensors with changes, ascending by name."""
-        found = (spec for spec, num in zip(self._specs, self._nums, strict=True) if num)
-        return sorted(found, key=lambda spec: spec.name)
-
-    def sum_growth(self) -> dict[str, Sums]:
-        """By how much the digest sums of the tensors with changes grow."""
-        return {
-            spec.name: Sums(self._sums[2 * i] % 2**64, self._sums[2 * i + 1] % 2**64)
-            for i, spec in enumerate(self._specs)
-            if self._nums[i]
-        }
-
-    def on_host(self) -> "Block":
-        """Return a copy in host memory, pinned where it comes from a GPU."""
-        memory = torch.empty_like(self._memory, device="cpu", pin_memory=self._memory.is_cuda)
-        memory.copy_(self._memory)
-        return Block(self._specs, self._entries, memory, self._data_start)
-
-    def stored(self) -> dict[str, torch.Tensor]:
-        """The payload's tensors by name, which share the block: positions or gaps, and values."""
-        found = {}
-        start = self._data_start
-        for tensor, entry in self._entries:
-            end = start + self._nums[tensor] * DTYPE_BYTES[entry.dtype]
-            if end > start:
-                found[entry.name] = self._memory[start:end].view(TORCH_DTYPES[entry.dtype])
-            start = end
-        return found
-
-    def patches(self) -> list[tuple[TensorSpec, TensorPatch]]:
-        """The changes, of a block in encoding `raw`; ascending by name, and sharing the block."""
-        stored = self.stored()
-        return [
-            (
-                spec,
-                TensorPatch(
-                    name=spec.name, indices=stored[f"{spec.name}.idx"], values=stored[f"{spec.name}.val"]
-                ),
-            )
-            for spec in self.specs
-        ]
-
-
 class DeviceChanges(Changes):
     """Changes that kernels found; they stay on the device as words until `block` or `patches` is called."""
 
@@ -127,9 +71,14 @@ class DeviceChanges(Changes):
         self.snapshot = snapshot
         self._nums = nums
 
-    def block(self, *, gaps: bool) -> Block:
-        """Encode in `gap`, or `raw`, on the device; on the current stream, and waits for it."""
-        return self.snapshot.block(self._nums, gaps=gaps)
+    def block(self, *, gaps: bool, parts: Mapping[str, Part] | None = None) -> Block:
+        """Encode in `gap`, or `raw`, on the device; on the current stream, and waits for it.
+
+        Args:
+            parts: by the snapshot's names, if these are parts of tensors. Digest sums are those of elements
+                at their positions in the tensors; they mean nothing for parts without `Part.lines`.
+        """
+        return self.snapshot.block(self._nums, gaps=gaps, parts=parts)
 
     def patches(self) -> Patches:
         with self.snapshot.here(), on(self.snapshot.side):
@@ -145,7 +94,7 @@ class DeviceSnapshot:
 
     def __init__(
         self,
-        current: Mapping[str, torch.Tensor],
+        current: Tensors,
         specs: Sequence[TensorSpec],
         place: Place,
         device: torch.device,
@@ -184,9 +133,9 @@ class DeviceSnapshot:
         if not self.is_file:
             self._compile(current)
 
-    def _compile(self, current: Mapping[str, torch.Tensor]) -> None:
+    def _compile(self, current: Tensors) -> None:
         """Compare once without changes, so that kernels are compiled here and not while a trainer waits."""
-        found = self.compare(current)
+        found = self.compare(self.tensors if isinstance(current, Stream) else current)
         with self.here():
             DeviceChanges(self, [0] * len(self._tiles.by_width())).block(gaps=False)
         self.apply(found)
@@ -217,7 +166,7 @@ class DeviceSnapshot:
         )
         return entries, order
 
-    def compare(self, current: Mapping[str, torch.Tensor]) -> Changes:
+    def compare(self, current: Tensors) -> Changes:
         found = self._found
         with self.here():
             # The buffer of one step that changed everything must not stay for ever.
@@ -243,17 +192,18 @@ class DeviceSnapshot:
             if self.side is not None:
                 self.side.synchronize()
 
-    def replace(self, current: Mapping[str, torch.Tensor]) -> None:
+    def replace(self, current: Tensors) -> None:
         with self.here():
-            for spec in self._specs:
-                self.tensors[spec.name].copy_(served(current[spec.name], spec))
+            specs = {spec.name: spec for spec in self._specs}
+            for name, given in in_turn(current):
+                self.tensors[name].copy_(served(given, specs[name]))
             if self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
 
-    def read(self, name: str) -> tuple[torch.Tensor, Sums]:
-        tensor = self.tensors[name]
+    def read(self, part: Part) -> tuple[torch.Tensor, Sums]:
+        tensor = self.tensors[part.key]
         if self._reader is None:
-            return tensor, state_digest.of_tensor(tensor)
+            return tensor, part_sums.digest(part, tensor)
         with torch.cuda.stream(self._reader):
             host = tensor
             if tensor.device.type == "cuda":
@@ -261,28 +211,52 @@ class DeviceSnapshot:
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
                 host.copy_(tensor, non_blocking=True)
             try:
-                sums = self._digested(tensor)
+                sums = self._digested(part, tensor)
             except torch.OutOfMemoryError:
                 sums = None
             self._reader.synchronize()
-            return host, state_digest.of_tensor(host) if sums is None else sums
+            return host, part_sums.digest(part, host) if sums is None else sums
 
-    def _digested(self, tensor: torch.Tensor) -> Sums:
-        """Digest a tensor on the device, in parts where it is not there."""
-        if tensor.device.type == "cuda":
+    def digest(self, tensor: torch.Tensor) -> Sums:
+        if self._reader is None:
             return state_digest.of_tensor(tensor)
+        with torch.cuda.stream(self._reader):
+            try:
+                return self._digested_run(0, tensor)
+            except torch.OutOfMemoryError:
+                return state_digest.of_tensor(tensor)
+
+    def _digested(self, part: Part, tensor: torch.Tensor) -> Sums:
+        """Digest a part on the device, in pieces where it is not there."""
+        if tensor.device.type == "cuda":
+            return part_sums.digest(part, tensor)
+        if (first := part.run) is not None:
+            return self._digested_run(first, tensor)
+        return part_sums.digest(part, tensor)
+
+    def _digested_run(self, first: int, tensor: torch.Tensor) -> Sums:
+        """Digest elements that follow each other from position `first` on, on the device."""
         sums, flat = Sums(), tensor.view(-1)
         step = DIGEST_BYTES // tensor.element_size()
-        for first in range(0, flat.numel(), step):
-            sums = sums.plus(state_digest.of_run(first, flat[first : first + step].to(self.device)))
+        for start in range(0, flat.numel(), step):
+            some = flat[start : start + step].to(self.device)
+            sums = sums.plus(state_digest.of_run(first + start, some))
         return sums
 
     def here(self) -> AbstractContextManager[object]:
         """Kernels are launched on the current device."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _find(self, current: Mapping[str, torch.Tensor]) -> None:
+    def _find(self, current: Tensors) -> None:
         """Compare all tensors: at once, but for the memory that converted ones take."""
+        if isinstance(current, Stream):
+            for group, size in in_groups(current, self._specs, self.device):
+                # A stream cannot be read again, so there must be room for all that may have changed.
+                make_room(self._found, size // self._kernels.compare.WORD + len(group))
+                addresses = [group[i].data_ptr() if i in group else 0 for i in range(len(self._specs))]
+                for i, end in runs(group):
+                    self._find_among(addresses, range(*(self._tiles.first_tiles[at] for at in (i, end))))
+            return
         addresses, converted = [], []
         for spec in self._specs:
             tensor = current[spec.name]
@@ -370,11 +344,17 @@ class DeviceSnapshot:
         if start >= 0:
             yield range(begin, tiles.stop), start, end
 
-    def block(self, nums: Sequence[int], *, gaps: bool) -> Block:
+    def block(self, nums: Sequence[int], *, gaps: bool, parts: Mapping[str, Part] | None = None) -> Block:
         """See `DeviceChanges.block`."""
+        lines = None
+        if parts is not None:
+            listed = [parts[spec.name].lines or (0, 1, 0) for spec in self._specs]
+            lines = torch.tensor(listed, dtype=torch.int64, device=self.device)
         entries, order = self._orders[gaps]
         head = self._kernels.encode.head_bytes(len(self._specs))
         size = head + self._tiles.max_data_bytes(nums, gaps=gaps)
         memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._kernels.encode.encode(self._found, order, self._memory.data_ptr(), memory, gaps=gaps)
+        self._kernels.encode.encode(
+            self._found, order, self._memory.data_ptr(), memory, gaps=gaps, lines=lines
+        )
         return Block(self._specs, entries, memory, head)

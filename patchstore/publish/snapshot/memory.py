@@ -4,10 +4,10 @@ import errno
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -28,13 +28,47 @@ def check_place(place: object) -> None:
         raise UsageError(f'snapshot must be "device", "host" or the Path of a folder, not {place!r}')
 
 
+class Stream(NamedTuple):
+    """Tensors that exist one after the other."""
+
+    devices: Mapping[str, torch.device]
+    """By name."""
+    read: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    """Begins a pass, which yields each tensor once, in any order; it may cost a trainer much."""
+
+
+Tensors = Mapping[str, torch.Tensor] | Stream
+"""A model's tensors."""
+
+
+def in_turn(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return names and tensors; a pass of a stream."""
+    return tensors.read() if isinstance(tensors, Stream) else tensors.items()
+
+
+def devices_of(tensors: Tensors) -> Mapping[str, torch.device]:
+    if isinstance(tensors, Stream):
+        return tensors.devices
+    return {name: tensor.device for name, tensor in tensors.items()}
+
+
 class Served(Mapping[str, torch.Tensor]):
     """A model's tensors in the dtype in which they are served, each converted when it is read."""
 
-    def __init__(self, current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+    def __init__(
+        self, current: Tensors, specs: Sequence[TensorSpec], copied: Callable[[], Mapping[str, torch.Tensor]]
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            copied: returns copies of the tensors as they are served. A stream is read there.
+        """
         self._current, self._specs = current, {spec.name: spec for spec in specs}
+        self._copied = copied
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if isinstance(self._current, Stream):
+            return self._copied()[name]
         return served(self._current[name], self._specs[name])
 
     def __iter__(self) -> Iterator[str]:

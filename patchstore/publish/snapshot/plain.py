@@ -5,9 +5,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from patchstore.format.records import TensorSpec
-from patchstore.publish.snapshot.memory import Place, allocating, in_file, served, views
+from patchstore.format.records import Part, TensorSpec
+from patchstore.publish.snapshot.memory import (
+    Place,
+    Tensors,
+    allocating,
+    devices_of,
+    in_file,
+    in_turn,
+    served,
+    views,
+)
 from patchstore.tensors import diff, state_digest
+from patchstore.tensors import parts as part_sums
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits
 from patchstore.tensors.changes import Changes
 from patchstore.tensors.state_digest import Sums
@@ -16,11 +26,10 @@ from patchstore.tensors.state_digest import Sums
 class PlainSnapshot:
     """A snapshot of tensors on any devices, compared one after the other; small ones on the CPU together."""
 
-    def __init__(
-        self, current: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], place: Place
-    ) -> None:
+    def __init__(self, current: Tensors, specs: Sequence[TensorSpec], place: Place) -> None:
         self._specs = {spec.name: spec for spec in specs}
         num_bytes = sum(spec.num_bytes for spec in specs)
+        devices = devices_of(current)
         with allocating(place, num_bytes):
             if isinstance(place, os.PathLike):
                 starts = [0]
@@ -32,13 +41,13 @@ class PlainSnapshot:
                     spec.name: torch.empty(
                         spec.shape,
                         dtype=TORCH_DTYPES[spec.dtype],
-                        device=current[spec.name].device if place == "device" else "cpu",
+                        device=devices[spec.name] if place == "device" else "cpu",
                     )
                     for spec in specs
                 }
         self.replace(current)
 
-    def compare(self, current: Mapping[str, torch.Tensor]) -> Changes:
+    def compare(self, current: Tensors) -> Changes:
         patches = [
             (
                 self._specs[name],
@@ -50,28 +59,32 @@ class PlainSnapshot:
         patches.sort(key=lambda each: each[0].name)
         return Changes(sum(len(patch.indices) for _, patch in patches), patches)
 
-    def _pairs(self, current: Mapping[str, torch.Tensor]) -> Iterator[diff.Pair]:
-        for name, spec in self._specs.items():
-            tensor = served(current[name], spec)
+    def _pairs(self, current: Tensors) -> Iterator[diff.Pair]:
+        for name, given in in_turn(current):
+            tensor = served(given, self._specs[name])
             yield name, tensor, self.tensors[name].to(tensor.device)
 
     def apply(self, changes: Changes) -> None:
         write_patches(self.tensors, changes)
         self._wait(self.tensors)
 
-    def replace(self, current: Mapping[str, torch.Tensor]) -> None:
-        for name, spec in self._specs.items():
-            self.tensors[name].copy_(served(current[name], spec))
+    def replace(self, current: Tensors) -> None:
+        for name, given in in_turn(current):
+            self.tensors[name].copy_(served(given, self._specs[name]))
         self._wait(current)
 
-    def _wait(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _wait(self, tensors: Tensors) -> None:
         # Other threads, and so other streams, read the snapshot next.
-        for device in {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in set(devices_of(tensors).values()):
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
-    def read(self, name: str) -> tuple[torch.Tensor, Sums]:
-        tensor = self.tensors[name].cpu()
-        return tensor, state_digest.of_tensor(tensor)
+    def read(self, part: Part) -> tuple[torch.Tensor, Sums]:
+        tensor = self.tensors[part.key].cpu()
+        return tensor, part_sums.digest(part, tensor)
+
+    def digest(self, tensor: torch.Tensor) -> Sums:
+        return state_digest.of_tensor(tensor)
 
 
 def write_patches(tensors: Mapping[str, torch.Tensor], changes: Changes) -> None:

@@ -1,0 +1,153 @@
+"""The servers' side: real vLLM servers, and the process that keeps them at the bucket's head."""
+
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import torch
+
+from examples.processes import Program, free_port, wait_for
+from patchstore.format import hashing
+from patchstore.serve.vllm_protocol import ServerStatus
+from patchstore.serve.vllm_server import VllmServer
+from patchstore.tensors.bits import raw_bytes
+
+MODEL = "demo"
+_FOLLOW_S = 60.0
+
+
+class Vllm(Program):
+    """`vllm serve` with the delta backend."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        log: Path,
+        *,
+        hub: str | None = None,
+        port: int | None = None,
+        device: Literal["cpu", "cuda"] = "cpu",
+        num_threads: int | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            hub: endpoint of the only Hugging Face Hub that it may ask; without it, it asks none.
+            port: of 127.0.0.1, for a server that takes another's place; by default a free one.
+            device: where its model runs. On a GPU it takes a tenth of the memory, so that others fit.
+            num_threads: that compute on the CPU; by default one a core.
+        """
+        port = port or free_port()
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        command = [
+            # The module that the `vllm` command runs; some installations lack the command.
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)),
+            *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)),
+            *("--worker-extension-cls", "vllm_plugin.DeltaWorkerExtension"),
+            *("--weight-transfer-config", '{"backend": "delta"}'),
+            *("--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", str(256 << 20)),
+            *("--gpu-memory-utilization", "0.1"),
+        ]
+        environment = {
+            # Serves the routes that update weights.
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if device == "cpu" else {}),
+            **({"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}),
+            **({"HF_ENDPOINT": hub} if hub else {"HF_HUB_OFFLINE": "1"}),
+        }
+        super().__init__(command, log=log, environment=environment)
+        self._api = VllmServer(self.url)
+
+    def wait_until_healthy(self) -> None:
+        wait_for(self, f"{self.url}/health")
+
+    def status(self) -> ServerStatus:
+        """Ask the server which version it holds, and its state digest."""
+        return self._api.status()
+
+    def holds(self, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the live parameters have the bits of these checkpoint weights, by their digests.
+
+        vLLM keeps q, k and v in one parameter, and gate and up in another.
+        """
+        live = dict(weights)
+        for parts, fused in (
+            (("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+            (("gate_proj", "up_proj"), "gate_up_proj"),
+        ):
+            for name in [name for name in weights if f".{parts[0]}." in name]:
+                pieces = [live.pop(name.replace(parts[0], part)) for part in parts]
+                live[name.replace(parts[0], fused)] = torch.cat(pieces)
+        expected = {name: hashing.digest(raw_bytes(tensor)) for name, tensor in live.items()}
+        (found,) = self._api.fingerprint()
+        return expected.items() <= found.items()
+
+    def label(self) -> str | None:
+        """Return the weight version that the server puts on its answers."""
+        return self._api.weight_version()
+
+    def complete(self, prompts: Sequence[str], num_tokens: int) -> list[str]:
+        """Return the greedy continuation of each prompt."""
+        request = {"model": MODEL, "prompt": list(prompts), "max_tokens": num_tokens, "temperature": 0}
+        answer = httpx.post(f"{self.url}/v1/completions", json=request, timeout=120).raise_for_status()
+        return [
+            choice["text"] for choice in sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+        ]
+
+
+class FollowCommand(Program):
+    """`patchstore follow STORE --server URL... --json`."""
+
+    def __init__(
+        self, store: str, options: Mapping[str, str], servers: str | Sequence[str], log: Path
+    ) -> None:
+        command = [sys.executable, "-m", "patchstore", "follow", store, "--json"]
+        for server in [servers] if isinstance(servers, str) else servers:
+            command += ["--server", server]
+        for key, value in options.items():
+            command += ["--option", f"{key}={value}"]
+        super().__init__(command, log=log, piped=True)
+        self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def stop(self) -> None:
+        """End the command, and read the last of what it printed."""
+        super().stop()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._events.put(json.loads(line))
+
+    def wait_for(self, version: int) -> dict[str, Any]:
+        """Return the next event that brought a server to a version.
+
+        Raises:
+            TimeoutError: it did not come within a minute.
+            RuntimeError: the command ended.
+        """
+        deadline = time.monotonic() + _FOLLOW_S
+        event: dict[str, Any] = {}
+        while time.monotonic() < deadline:
+            try:
+                event = self._events.get(timeout=1)
+            except queue.Empty:
+                self.check_alive()
+                continue
+            if event.get("version") == version and event["event"] in {"initialised", "applied"}:
+                return event
+        raise TimeoutError(
+            f"no server came to version {version} in {_FOLLOW_S:.0f} s; the last event is {event}"
+        )

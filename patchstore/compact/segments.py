@@ -1,0 +1,100 @@
+"""Which shortcuts a run lacks: a pure function of its manifests and of the shortcuts that it has."""
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Literal
+
+from patchstore.errors import UsageError
+from patchstore.format.records import Manifest
+from patchstore.format.shortcuts import Ends
+
+SHORTEST = 8
+"""Deltas that the shortest rollup replaces. Shorter ones would save few requests, and take as many bytes."""
+STRIDE = 16
+"""Behind the last anchor, rollups are made for so many deltas at a time: a reader reads so many one by one
+before it looks for shortcuts."""
+LONGEST = 4096
+"""Deltas of one segment at most: all of them are open at once when it is compacted."""
+
+Every = int | Literal["auto"]
+"""After how many deltas an anchor is due; or `auto`: when the deltas since the last one have its size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """An anchor, and the deltas behind it up to where the next anchor is due or is."""
+
+    first: Manifest
+    """Has an anchor, perhaps among the shortcuts."""
+    path: Sequence[Manifest]
+    """The versions behind it, each the child of the one before."""
+    needs_anchor: bool
+    """The last version of the path is to get an anchor."""
+
+    @property
+    def last(self) -> Manifest:
+        return self.path[-1]
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield which rollups the segment should have: each from and to a place in `[first, *path]`.
+
+        Each has a power of two deltas, and begins at a multiple of that. Shorter ones come first.
+        """
+        length = SHORTEST
+        while length <= len(self.path):
+            yield from ((end - length, end) for end in range(length, len(self.path) + 1, length))
+            length *= 2
+
+
+def check_every(every: object) -> Every:
+    """Return after how many deltas an anchor is due, as a user names it.
+
+    Raises:
+        UsageError: neither `auto` nor a number from 2 to `LONGEST`.
+    """
+    if every == "auto":
+        return "auto"
+    try:
+        number = int(str(every))
+    except ValueError:
+        number = 0
+    if not 2 <= number <= LONGEST:
+        raise UsageError(f"an anchor is due every 2 to {LONGEST} deltas, or `auto`, not {every!r:.80}")
+    return number
+
+
+def segments(path: Iterable[Manifest], found: Set[Ends], every: Every) -> Iterator[Segment]:
+    """Cut a lineage where anchors are due, and yield each segment that lacks shortcuts, as far as keys tell.
+
+    A segment whose last version has an anchor among the shortcuts lacks none: that is made last. The deltas
+    behind the last anchor that is there or due make a segment too, `STRIDE` at a time.
+
+    Args:
+        path: a version with an anchor, perhaps among the shortcuts, and all its descendants that lead to the
+            head, oldest first.
+        found: the shortcuts that there are.
+    """
+    versions = iter(path)
+    first = next(versions)
+    size = _anchor_bytes(first)
+    since: list[Manifest] = []
+    spent = 0
+    for each in versions:
+        if each.delta is None:
+            # The version after a publication that was not stored. No delta leads to it.
+            first, since, spent, size = each, [], 0, _anchor_bytes(each)
+            continue
+        since.append(each)
+        spent += each.delta.num_bytes
+        has_anchor = each.anchor is not None or Ends(each.version, None) in found
+        is_due = len(since) >= LONGEST or (spent >= size if every == "auto" else len(since) >= every)
+        if has_anchor or is_due:
+            if Ends(each.version, None) not in found:
+                yield Segment(first=first, path=tuple(since), needs_anchor=not has_anchor)
+            first, since, spent = each, [], 0
+    if num := len(since) - len(since) % STRIDE:
+        yield Segment(first=first, path=tuple(since[:num]), needs_anchor=False)
+
+
+def _anchor_bytes(manifest: Manifest) -> int:
+    return 0 if manifest.anchor is None else manifest.anchor.num_bytes

@@ -1,0 +1,211 @@
+"""Read what a plan needs: the target and its ancestors, with shortcuts where many versions lie between."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from patchstore.errors import CorruptObject, DataError, NotFound, UsageError, VersionNotFound, WrongParent
+from patchstore.format import history, planning, shortcuts
+from patchstore.format.hashing import digest
+from patchstore.format.records import Manifest, Plan
+from patchstore.format.shortcuts import Ends
+from patchstore.stores.base import Store
+
+logger = logging.getLogger(__name__)
+
+_NEAR = 16
+"""Ancestors that are read before shortcuts are looked for: a reader that is near needs none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+    """A version, and what was read of its ancestors."""
+
+    target: Manifest
+    held: int | None
+    ways: Mapping[int, Manifest]
+    """By version, how it is reached: its manifest, or the same with a shortcut in place of its own delta."""
+
+    def plan(self) -> Plan:
+        """Return the cheapest plan from `held` to the target. Raises WrongParent where there is none."""
+        return replace(planning.plan(self.ways, self.held, self.target.version), target=self.target)
+
+
+def read(
+    store: Store,
+    target: int,
+    held: int | None = None,
+    check: history.Check | None = None,
+    *,
+    over_shortcuts: bool = True,
+) -> Lineage:
+    """Read a version, and of its ancestors what the cheapest plan from `held` needs.
+
+    A reader a few versions behind, or near an anchor, pays for no shortcut. Otherwise it lists them once, and
+    reads a number of records that grows with the logarithm of the versions between two anchors.
+
+    Args:
+        held: the version that the reader has; None for none.
+        check: is called with the target before anything else is read. Shortcuts are not used then: what it
+            checks, such as a signature, does not cover them.
+        over_shortcuts: whether shortcuts may be used. A version that is kept can always be reached without;
+            a shortcut may lead over payloads of retired versions.
+
+    Raises:
+        VersionNotFound: the target, or an ancestor that the plan needs, is not in the store.
+        CorruptObject: a manifest is not the one its child was built on.
+    """
+    with closing(_Walk(store, target, held, check)) as walk:
+        # A reader without weights needs an anchor, which is seldom near.
+        is_all = walk.go(None if check is not None else 1 if held is None else _NEAR)
+        ways: Mapping[int, Manifest] | None = None
+        if not is_all:
+            if over_shortcuts and (found := _listed(store)):
+                ways = _shortest(store, walk.known[target], found, held)
+            if ways is None:
+                walk.go()
+        return Lineage(target=walk.known[target], held=held, ways=ways or walk.known)
+
+
+def _shortest(
+    store: Store, target: Manifest, found: frozenset[Ends], held: int | None
+) -> Mapping[int, Manifest] | None:
+    """Return the cheapest of the ways over shortcuts, or None where there is none."""
+    ways = []
+    if held is not None and held < target.version:
+        ways.append(_shortened(store, target, found, held, is_held=True))
+    anchor = shortcuts.newest_anchor(found, target.version)
+    if anchor is not None or held is None:
+        ways.append(_shortened(store, target, found, anchor or 0))
+    costs: list[tuple[int, int]] = []
+    for place, way in enumerate(ways):
+        with suppress(WrongParent):
+            if way is not None:
+                costs.append((planning.plan(way, held, target.version).cost, place))
+    return ways[min(costs)[1]] if costs else None
+
+
+def _listed(store: Store) -> frozenset[Ends]:
+    """Return which shortcuts there are; none where the reader may not list the store."""
+    try:
+        return shortcuts.listed(store)
+    except UsageError as exc:
+        logger.info("shortcuts are not used: %s", exc)
+        return frozenset()
+
+
+def since_anchor(store: Store, version: int) -> int:
+    """Return how many deltas lead from the nearest anchor to a version.
+
+    Raises:
+        VersionNotFound, CorruptObject: as `read`.
+    """
+    added = shortcuts.newest_anchor(_listed(store), version)
+    with closing(history.ancestry(store, version)) as versions:
+        for num, found in enumerate(versions):
+            if found.anchor is not None or found.version == added:
+                return num
+    raise CorruptObject(f"{store.url}: no anchor was found among the ancestors of version {version}")
+
+
+class _Walk:
+    """A way back from a version: to the nearest anchor, and on to `held` if that may cost less."""
+
+    def __init__(self, store: Store, target: int, held: int | None, check: history.Check | None) -> None:
+        self.known: dict[int, Manifest] = {}
+        """What was read so far."""
+        self._held = held
+        self._versions = history.ancestry(store, target, held, check)
+        self._spent = 0  # as `Plan.cost`, from the last version read to the target
+        self._cheapest: int | None = None
+
+    def close(self) -> None:
+        self._versions.close()
+
+    def go(self, limit: int | None = None) -> bool:
+        """Go on until `limit` versions are read; return whether what is read is all that a plan needs."""
+        while limit is None or len(self.known) < limit:
+            try:
+                found = next(self._versions, None)
+            except VersionNotFound:
+                if self._cheapest is None:
+                    raise
+                return True
+            if found is None:
+                return True
+            self.known[found.version] = found
+            if self._cheapest is None and found.anchor is not None:
+                self._cheapest = self._spent + planning.anchor_cost(found)
+            if found.delta is None or found.version == self._held:
+                return True
+            self._spent += planning.delta_cost(found)
+            if self._cheapest is not None and (
+                self._held is None or found.version < self._held or self._spent > self._cheapest
+            ):
+                return True
+        return False
+
+
+def _shortened(
+    store: Store, target: Manifest, found: frozenset[Ends], goal: int, *, is_held: bool = False
+) -> dict[int, Manifest] | None:
+    """Return a way back from the target to `goal` over the longest rollups, or None where there is none.
+
+    Where a trainer went back to an older version, slots that follow each other are no lineage: then there may
+    be a way that is not found.
+
+    Args:
+        goal: an older version. The way begins at its anchor, if there is one among the shortcuts, or with
+            the version itself if the reader holds that.
+    """
+    parents: dict[int, int] = {}
+    for each in found:
+        if each.parent is not None and each.parent >= goal:
+            parents[each.version] = min(each.parent, parents.get(each.version, each.parent))
+    ends = [Ends(target.version, parents.get(target.version))]
+    while (last := ends[-1]).version > goal:
+        at = last.version - 1 if last.parent is None else last.parent
+        ends.append(Ends(at, parents.get(at)))
+    # Of the last one, everything but its anchor would lead beyond the goal.
+    ends[-1] = Ends(goal, None)
+    has_anchor = ends[-1] in found and not is_held
+    try:
+        return _linked(_fetched(store, ends, has_anchor=has_anchor), target)
+    except (DataError, NotFound, VersionNotFound) as exc:
+        logger.warning("%s: shortcuts to version %d are not used: %s", store.url, target.version, exc)
+        return None
+
+
+_Step = tuple[Manifest, str, Manifest]
+"""A version's manifest, the digest of its bytes, and how it is reached."""
+
+
+def _fetched(store: Store, ends: Sequence[Ends], *, has_anchor: bool) -> list[_Step]:
+    def fetch(each: Ends) -> _Step:
+        if each.parent is not None or (has_anchor and each == ends[-1]):
+            record = shortcuts.read(store, each)
+            return record.manifest, record.digest, record.way
+        manifest, data = history.read_stored(store, each.version)
+        return manifest, digest(data), manifest
+
+    with ThreadPoolExecutor(min(history.READ_AHEAD, len(ends)), "patchstore-shortcuts") as pool:
+        return list(pool.map(fetch, ends))
+
+
+def _linked(steps: Sequence[_Step], target: Manifest) -> dict[int, Manifest] | None:
+    """Check that each version is the one on which the next was built; None where one has another parent.
+
+    Raises:
+        CorruptObject: a record contains another manifest than its child names.
+    """
+    if steps[0][0] != target:
+        raise CorruptObject(f"a shortcut has another version {target.version} than the store")
+    for (_, _, child), (parent, found, _) in pairwise(steps):
+        if child.parent != parent.version:
+            return None
+        if child.parent_digest != found:
+            raise CorruptObject(f"a way to version {child.version} names another version {parent.version}")
+    return {way.version: way for _, _, way in steps}

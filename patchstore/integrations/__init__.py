@@ -1,0 +1,1 @@
+"""Frameworks for training, connected to a store: one module for each. Import them by name."""

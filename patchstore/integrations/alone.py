@@ -1,0 +1,172 @@
+"""Code that gathers from other ranks, run by one rank alone: what others would send is filled in.
+
+Nothing is sent. A collective that only moves tensors returns what this rank has in its place, and a filling
+in the places of others. Any other collective raises.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_FILLED_IN = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+)
+_REFUSED = (
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+    "batch_isend_irecv",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+)
+
+
+class NotAlone(Exception):
+    """This code needs other ranks."""
+
+
+class Alone:
+    """What stands in for other ranks."""
+
+    def __init__(self, filling: float) -> None:
+        self.num_filled = 0
+        """How many tensors of other ranks were filled in."""
+        self._filling = filling
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        self.num_filled += 1
+        tensor.fill_(self._filling)
+
+    def all_gather(self, tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        for rank, each in enumerate(tensor_list):
+            if rank == dist.get_rank(group):
+                each.copy_(tensor)
+            else:
+                self.fill(each)
+        return _done(async_op)
+
+    def all_gather_into_tensor(
+        self, output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
+    ) -> Any:
+        parts = list(output_tensor.reshape(dist.get_world_size(group), -1).unbind())
+        return self.all_gather(parts, input_tensor.reshape(-1), group, async_op)
+
+    def all_gather_object(self, object_list: Any, obj: Any, group: Any = None) -> None:
+        object_list[:] = [None] * len(object_list)
+        object_list[dist.get_rank(group)] = obj
+
+    def broadcast(
+        self, tensor: Any, src: Any = None, group: Any = None, async_op: bool = False, group_src: Any = None
+    ) -> Any:
+        if not _is_own(src, group, group_src):
+            self.fill(tensor)
+        return _done(async_op)
+
+    def broadcast_object_list(
+        self,
+        object_list: Any,
+        src: Any = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: Any = None,
+        **rest: Any,
+    ) -> None:
+        if not _is_own(src, group, group_src):
+            raise NotAlone("another rank broadcasts an object")
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Return at once: there is no other rank to wait for."""
+
+
+@contextmanager
+def alone(filling: float) -> Iterator[Alone]:
+    """Have this thread's collectives end here. Those of other threads are as ever.
+
+    Args:
+        filling: what tensors of other ranks have.
+
+    Raises:
+        NotAlone: a collective cannot be filled in.
+    """
+    thread, stand_in = threading.get_ident(), Alone(filling)
+    replaced: dict[str, Any] = {}
+    for name in (*_FILLED_IN, *_REFUSED):
+        if not hasattr(dist, name):
+            continue
+        replaced[name] = getattr(dist, name)
+        filled = getattr(stand_in, name) if name in _FILLED_IN else _refused(name)
+        setattr(dist, name, _for_thread(thread, replaced[name], filled))
+    try:
+        with _NoneSent():  # type: ignore[no-untyped-call]
+            yield stand_in
+    finally:
+        for name, function in replaced.items():
+            setattr(dist, name, function)
+
+
+class _NoneSent(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises where a collective reaches the backend in spite of all, through a reference taken before."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in {"c10d", "_c10d_functional", "c10d_functional", "_dtensor"}:
+            raise NotAlone(f"it calls {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def _for_thread(thread: int, real: Callable[..., Any], filled: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (filled if threading.get_ident() == thread else real)(*args, **kwargs)
+
+    return call
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise NotAlone(f"it calls torch.distributed.{name}")
+
+    return refuse
+
+
+def _is_own(src: Any, group: Any, group_src: Any) -> bool:
+    if group_src is not None:
+        return bool(group_src == dist.get_rank(group))
+    return bool((0 if src is None else src) == dist.get_rank())
+
+
+class _Done:
+    """The handle of a collective that is over."""
+
+    def wait(self, *args: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _done(async_op: bool) -> _Done | None:
+    return _Done() if async_op else None

@@ -1,0 +1,65 @@
+"""What publications cost, for the logs of trainers."""
+
+from collections import deque
+
+from patchstore.format.records import Manifest
+from patchstore.publish.publisher import Publication
+
+
+class Measured:
+    """Publications under way, and what was committed since it was last taken. Use from one thread."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Publication] = deque()
+        self._committed: list[tuple[Publication, Manifest]] = []
+        self._waited_s: float | None = None
+
+    def add(self, publication: Publication) -> None:
+        """Take note of a publication, which the trainer waited for while it was compared."""
+        self._pending.append(publication)
+
+    def add_wait(self, seconds: float) -> None:
+        """Take note that the trainer waited for servers."""
+        self._waited_s = (self._waited_s or 0.0) + seconds
+
+    def wait(self) -> None:
+        """Wait until everything is committed.
+
+        Raises:
+            As `Publication.result`.
+        """
+        while self._pending:
+            publication = self._pending.popleft()
+            self._committed.append((publication, publication.result()))
+
+    def take(self, num_elements: int) -> dict[str, float]:
+        """Return the figures of what was committed since the last call; empty if nothing was.
+
+        Args:
+            num_elements: of the run's tensors.
+
+        Returns:
+            `patchstore/version`, `/bytes` of payloads, `/changed`: the mean share of elements that deltas
+            changed (absent if there was no delta), `/blocked_ms`: for how long the trainer waited to publish,
+            and `/waited_s`: for servers (absent if it never did).
+
+        Raises:
+            As `Publication.result`, of a publication that failed.
+        """
+        while self._pending and self._pending[0].done():
+            publication = self._pending.popleft()
+            self._committed.append((publication, publication.result()))
+        committed, self._committed = self._committed, []
+        waited_s, self._waited_s = self._waited_s, None
+        found: dict[str, float] = {}
+        if committed:
+            manifests = [manifest for _, manifest in committed]
+            changed = [each.delta.num_changed for each in manifests if each.delta is not None]
+            found["patchstore/version"] = manifests[-1].version
+            found["patchstore/bytes"] = sum(each.num_bytes for each in manifests)
+            if changed:
+                found["patchstore/changed"] = sum(changed) / len(changed) / max(1, num_elements)
+            found["patchstore/blocked_ms"] = 1000 * sum(each.waited_s for each, _ in committed)
+        if waited_s is not None:
+            found["patchstore/waited_s"] = waited_s
+        return found

@@ -1,0 +1,232 @@
+"""Publish the weights of a `Trainer` of transformers, and of every trainer that derives from it, as TRL's."""
+
+import copy
+import inspect
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import TrainerCallback
+
+from patchstore import as_saved
+from patchstore.errors import PatchstoreError, UsageError
+from patchstore.integrations.measured import Measured
+from patchstore.publish.options import is_distributed
+from patchstore.publish.publisher import Publication, Publisher
+from patchstore.publish.sources import Source
+from patchstore.stores import opened
+from patchstore.stores.base import Store
+from patchstore.support.arguments import whole_number
+
+logger = logging.getLogger(__name__)
+
+_DECIDED = {"self", "store", "source", "group", "files", "resume"}
+"""Arguments of `Publisher` that the callback gives itself, or has under the same name."""
+_OPTIONS = inspect.signature(Publisher.__init__).parameters.keys() - _DECIDED
+
+
+class PublishCallback(TrainerCallback):  # type: ignore[misc]
+    """Publishes a trainer's weights: when training begins, behind steps, and when it ends.
+
+    Pass it to the trainer on every rank: `Trainer(..., callbacks=[PublishCallback("s3://bucket/run")])`. A
+    trainer of one process publishes alone. With several ranks each publishes its part, also with DDP, FSDP2,
+    tensor parallelism and ZeRO; nothing is gathered. A version's `step` is the trainer's `global_step`.
+    Adapters of PEFT are merged into copies. Tensors have the names that `save_pretrained` writes.
+
+    The trainer waits for the comparison of the weights, not for the store. It gets in its log, with the loss,
+    what was committed since the last time: `patchstore/version`, `/bytes`, `/changed` (share of the elements,
+    mean per version), `/blocked_ms` (sum) and, in a class that waits for servers, `/waited_s` (sum).
+
+    If something is not stored, the next step, log or end of training raises `PublishFailed`, and the trainer
+    stops. After `train()` has returned, every version is committed.
+    """
+
+    def __init__(
+        self,
+        store: Store | str | os.PathLike[str],
+        *,
+        every: int = 1,
+        files: str | os.PathLike[str] | None = None,
+        resume: bool | int | Literal["anchor", "auto"] = "auto",
+        **options: Any,
+    ) -> None:
+        """Prepare; nothing is opened until training begins.
+
+        Args:
+            store: an open store, or the URL or path of one.
+            every: steps from one publication to the next. The first and the last weights of each `train()`
+                are published in any case.
+            files: a checkpoint folder whose config and tokenizer go into every full checkpoint; None for the
+                trainer's own.
+            resume: as `Publisher` takes it. By default a run begins, or goes on: from the version that has
+                the weights with which training begins, or, if none has them, with a full checkpoint.
+            options: further ones of `Publisher`, such as `anchor_every` and `snapshot`.
+
+        Raises:
+            UsageError: an argument is impossible.
+        """
+        if unknown := sorted(options.keys() - _OPTIONS):
+            raise UsageError(
+                f"{type(self).__name__} has no option {', '.join(unknown)}; of Publisher's it takes "
+                f"{', '.join(sorted(_OPTIONS))}"
+            )
+        if not isinstance(store, Store | str | os.PathLike):
+            raise UsageError(
+                "a store is given by its URL, by a path, or as open_store returns it, not by "
+                f"{type(store).__name__}"
+            )
+        self.every = whole_number("every", every, least=1)
+        self._given_store, self._files, self._resume, self._options = store, files, resume, options
+        self._closing = ExitStack()
+        self._publisher: Publisher | None = None
+        self._store: Store | None = None
+        self._num_elements = 0
+        self._last: Publication | None = None
+        self._measured = Measured()
+
+    @property
+    def run_id(self) -> str | None:
+        """The run that is published; None while no publisher is open."""
+        return None if self._publisher is None else self._publisher.run_id
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the run, and publish the weights with which training begins."""
+        self._abandon()
+        self._open(kwargs["model"], kwargs.get("processing_class"))
+        self._publish(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Publish each step that is due, and the last one."""
+        if state.global_step % self.every == 0 or control.should_training_stop:
+            self._publish(state.global_step)
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add what was committed since the last log."""
+        if logs is None:
+            return
+        if "train_runtime" in logs:
+            # The summary of the training, after its last step.
+            self._measured.wait()
+        self._log(state, logs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Publish the last weights, if the last step did not, and wait until all is stored."""
+        if self._publisher is None:
+            return
+        is_replaced = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        if is_replaced or self._last is None or self._last.step != state.global_step:
+            self._publish(state.global_step)
+        self._close()
+        self._log(state, {})
+
+    def _open(self, model: torch.nn.Module, processing_class: Any) -> None:
+        with ExitStack() as opening:
+            self._store = opening.enter_context(opened(self._given_store))
+            group = torch.distributed.group.WORLD if is_distributed() else None
+            with _files(self._files, model, processing_class, self._options) as files:
+                self._publisher = Publisher(
+                    self._store,
+                    source_of(model),
+                    files=files,
+                    resume=self._resume,
+                    group=group,
+                    **self._options,
+                )
+            self._num_elements = self._publisher.schema.num_elements
+            self._closing = opening.pop_all()
+
+    def _publish(self, step: int) -> Publication:
+        assert self._publisher is not None, "opened when training begins"
+        self._last = self._publisher.publish_patch(step)
+        self._measured.add(self._last)
+        return self._last
+
+    def _close(self) -> None:
+        """Wait until everything is stored, and close what is open.
+
+        Raises:
+            As `Publisher.close`.
+        """
+        publisher, self._publisher, self._last = self._publisher, None, None
+        with self._closing:
+            if publisher is not None:
+                publisher.close()
+        self._store = None
+
+    def _abandon(self) -> None:
+        """Close what an earlier `train()` left open, as it failed."""
+        if self._publisher is None:
+            return
+        try:
+            self._close()
+        except PatchstoreError:
+            logger.exception("a publication of an earlier train() failed")
+        self._measured = Measured()
+
+    def _log(self, state: Any, logs: dict[str, Any]) -> None:
+        found = self._measured.take(self._num_elements)
+        logs.update(found)
+        if not found:
+            return
+        if not state.log_history or state.log_history[-1].get("step") != state.global_step:
+            state.log_history.append({"step": state.global_step})
+        # The trainer made its copy before it asked us.
+        state.log_history[-1].update(found)
+
+
+def source_of(model: torch.nn.Module) -> Source:
+    """Return what a publisher reads of a trainer's model, under the names that servers know."""
+    try:
+        return as_saved(model)
+    except UsageError:
+        # No model of transformers: its names are its own.
+        return model
+
+
+@contextmanager
+def _files(
+    given: str | os.PathLike[str] | None, model: Any, processing_class: Any, options: Mapping[str, Any]
+) -> Iterator[str | os.PathLike[str] | None]:
+    """Yield the folder of files for full checkpoints; None on ranks that do not read it."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config: Any = getattr(inner, "config", None)
+    is_first = not is_distributed() or torch.distributed.get_rank() == 0
+    if given is not None or not is_first or not hasattr(config, "save_pretrained"):
+        yield given
+        return
+    config = copy.deepcopy(config)
+    config.dtype = options.get("dtype", torch.bfloat16) or config.dtype
+    if not getattr(config, "architectures", None):
+        config.architectures = [_class_name(inner)]
+    with tempfile.TemporaryDirectory(prefix="patchstore-") as folder:
+        parts: tuple[Any, ...] = (config, getattr(inner, "generation_config", None), processing_class)
+        for part in parts:
+            if hasattr(part, "save_pretrained"):
+                try:
+                    part.save_pretrained(folder)
+                except (OSError, TypeError, ValueError) as exc:
+                    raise UsageError(
+                        f"{type(part).__name__} cannot be saved for full checkpoints ({exc}); give files=, a "
+                        "folder with the config and the tokenizer"
+                    ) from exc
+        yield Path(folder)
+
+
+def _class_name(model: torch.nn.Module) -> str:
+    """Return the name of a model's class, without those that FSDP2 derives from it."""
+    for each in type(model).__mro__:
+        if not each.__name__.startswith("FSDP"):
+            return each.__name__
+    return type(model).__name__

@@ -1,0 +1,337 @@
+"""TRL's trainers over a store: they publish what changed, and vLLM servers apply it. No NCCL, no gather.
+
+TRL has no argument for another weight sync in `GRPOTrainer` and its siblings. So one method of its class
+`VLLMGeneration` asks here first whether a generation belongs to a `ServerSync`. Others are left alone.
+"""
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial, wraps
+from typing import Any, Literal
+
+import torch
+from trl.generation import vllm_generation
+
+from patchstore.errors import UsageError
+from patchstore.integrations.serving import Serving, check_via
+from patchstore.integrations.transformers import PublishCallback
+from patchstore.publish.options import seconds
+from patchstore.publish.publisher import Publication
+from patchstore.stores.base import Store
+
+
+class _Served(PublishCallback):
+    """What both kinds of trainers have in common: a server that serves versions."""
+
+    def __init__(
+        self,
+        store: Store | str | os.PathLike[str],
+        *,
+        via: str,
+        storage_options: Mapping[str, Any] | None,
+        timeout_s: float,
+        files: str | os.PathLike[str] | None,
+        resume: bool | int | Literal["anchor", "auto"],
+        options: dict[str, Any],
+    ) -> None:
+        super().__init__(store, files=files, resume=resume, **options)
+        self._via, self._timeout_s = check_via(via), seconds("timeout_s", timeout_s)
+        self._storage_options = storage_options
+        self._serving: Serving | None = None
+
+    def _connect(self, url: str) -> None:
+        """Take the server of the trainer, on the process that generates."""
+        if self._serving is not None:
+            self._serving.close()
+        self._serving = Serving(
+            url, via=self._via, storage_options=self._storage_options, timeout_s=self._timeout_s
+        )
+        self._serving.check()
+
+    def _bring(self, publication: Publication) -> None:
+        """Return once the server serves a publication."""
+        assert self._serving is not None and self._store is not None
+        began = time.monotonic()
+        self._serving.bring(self._store, publication.result())
+        # The commit is waited for too.
+        self._measured.add_wait(time.monotonic() - began)
+
+
+class ServerSync(_Served):
+    """Weight sync of `GRPOTrainer`, and TRL's other trainers with `vllm_mode="server"`, through a store.
+
+    Pass it to the trainer, on every rank: `GRPOTrainer(..., callbacks=[ServerSync("s3://bucket/run")])`. TRL
+    then opens no NCCL group. Before it generates with new weights, each rank publishes its part of what
+    changed, and the process that generates waits until TRL's server serves that version. So training stays
+    on-policy. When training ends, the last weights are published too, though nothing waits for the server.
+
+    As `PublishCallback` otherwise: names, adapters of PEFT, ranks, figures in the log, resumption.
+    """
+
+    def __init__(
+        self,
+        store: Store | str | os.PathLike[str],
+        *,
+        via: str = "apply",
+        storage_options: Mapping[str, Any] | None = None,
+        timeout_s: float = 600.0,
+        files: str | os.PathLike[str] | None = None,
+        resume: bool | int | Literal["anchor", "auto"] = "auto",
+        **options: Any,
+    ) -> None:
+        """Prepare; nothing is opened until the trainer is made.
+
+        Args:
+            store: an open store, or the URL or path of one; servers must find it under the same URL.
+            via: "apply": this process applies each version to TRL's server. "follow": a `patchstore follow`
+                does, and TRL's server is asked for its version. The URL at which a `patchstore follow`
+                listens: that is asked, and all its servers are waited for.
+            storage_options: what TRL's server needs to open the store; for "apply".
+            timeout_s: how long to wait for a version, from its commit on.
+            files, resume: see `PublishCallback`.
+            options: further ones of `Publisher`.
+
+        Raises:
+            UsageError: an argument is impossible.
+        """
+        super().__init__(
+            store,
+            via=via,
+            storage_options=storage_options,
+            timeout_s=timeout_s,
+            files=files,
+            resume=resume,
+            options=options,
+        )
+        self._state: Any = None
+        self._is_attached = False
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Wait for TRL to make its client, which follows this in the trainer's constructor.
+
+        Raises:
+            UsageError: the trainer does not generate with a server.
+        """
+        if not getattr(args, "use_vllm", False) or getattr(args, "vllm_mode", None) != "server":
+            use_vllm, mode = getattr(args, "use_vllm", None), getattr(args, "vllm_mode", None)
+            raise UsageError(
+                'ServerSync is for trainers of TRL with use_vllm=True and vllm_mode="server"; this one has '
+                f"use_vllm={use_vllm}, vllm_mode={mode!r}. PublishCallback publishes the weights of any "
+                "trainer, and AsyncSync is for AsyncGRPOTrainer"
+            )
+        self._state = state
+        _ask_first()
+        _EXPECTED[model] = self
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the run, and publish the weights with which training begins."""
+        if not self._is_attached:
+            raise UsageError(
+                f"the trainer with {type(args).__name__} made no client of vLLM's server that is known here; "
+                "pass ServerSync in callbacks= of the trainer's constructor, not to add_callback"
+            )
+        self._state = state
+        super().on_train_begin(args, state, control, **kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave it to the next generation to publish."""
+
+    def _attach(self, generation: Any, connect: Callable[[], None]) -> None:
+        """Make the client of TRL's server, and replace its weight sync."""
+        client = vllm_generation.VLLMClient
+        sync = self
+
+        class Client(client):  # type: ignore[misc, valid-type]
+            """TRL's client, without a communicator."""
+
+            def init_communicator(self, device: Any = 0) -> None:
+                sync._connect(self.base_url)
+
+        vllm_generation.VLLMClient = Client
+        try:
+            connect()
+        finally:
+            vllm_generation.VLLMClient = client
+        generation.sync_weights = partial(self._sync, generation)
+        self._is_attached = True
+
+    def _sync(self, generation: Any) -> None:
+        """Publish the weights as they are now, and have the server serve them."""
+        is_training = self._publisher is not None
+        if not is_training:
+            # As in `trainer.evaluate()` before or after the training.
+            self._open(generation.model, generation.processing_class)
+        step = self._state.global_step
+        publication = self._last
+        if publication is None or publication.step != step:
+            publication = self._publish(step)
+        if generation.accelerator.is_main_process:
+            self._bring(publication)
+        if not is_training:
+            self._close()
+
+
+_EXPECTED: "weakref.WeakKeyDictionary[torch.nn.Module, ServerSync]" = weakref.WeakKeyDictionary()
+"""Models of trainers that are being made, whose generation is to be synced here."""
+
+
+def _ask_first() -> None:
+    """Have TRL's generations ask here whose they are, before they make a client; once in a process.
+
+    Raises:
+        UsageError: this release of TRL has another class.
+    """
+    kind = vllm_generation.VLLMGeneration
+    original = getattr(kind, "_init_vllm", None)
+    if original is None or not hasattr(kind, "sync_weights") or not hasattr(vllm_generation, "VLLMClient"):
+        raise UsageError(
+            "this release of TRL makes its clients of vLLM in another way; 1.16 is known to work"
+        )
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def init_vllm(self: Any) -> None:
+        sync = _EXPECTED.pop(self.model, None) if self.mode == "server" else None
+        if sync is None:
+            original(self)
+        else:
+            sync._attach(self, partial(original, self))
+
+    kind._init_vllm = init_vllm
+
+
+class AsyncSync(_Served):
+    """Weight sync of TRL's `AsyncGRPOTrainer` through a store: a `WeightTransferProtocol`, and a callback.
+
+    Pass the same object twice, on every rank:
+    `AsyncGRPOTrainer(..., weight_transfer=sync, callbacks=[sync])`. Each rank publishes its part of what
+    changed every `weight_sync_steps` steps, and training goes on: nothing is paused, gathered or merged into
+    the trainer's weights. Before the first rollouts the trainer waits until the server serves its weights.
+    """
+
+    def __init__(
+        self,
+        store: Store | str | os.PathLike[str],
+        *,
+        via: str = "follow",
+        wait: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        timeout_s: float = 600.0,
+        files: str | os.PathLike[str] | None = None,
+        resume: bool | int | Literal["anchor", "auto"] = "auto",
+        **options: Any,
+    ) -> None:
+        """Prepare; nothing is opened until training begins.
+
+        Args:
+            via: as `ServerSync`. With "apply" the trainer waits for every version, because it applies it.
+            wait: whether the trainer waits for every version until it is served, so that TRL's count of
+                versions, by which it drops stale samples, never runs ahead of the server.
+            store, storage_options, timeout_s, files, resume, options: as `ServerSync`.
+
+        Raises:
+            UsageError: an argument is impossible.
+        """
+        super().__init__(
+            store,
+            via=via,
+            storage_options=storage_options,
+            timeout_s=timeout_s,
+            files=files,
+            resume=resume,
+            options=options,
+        )
+        self._waits = wait or via == "apply"
+        self._is_first = True
+        self._url = ""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the trainer's settings.
+
+        Raises:
+            UsageError: this is another trainer.
+        """
+        if not hasattr(args, "weight_sync_steps") or not hasattr(args, "vllm_server_base_url"):
+            raise UsageError(
+                f"AsyncSync is for AsyncGRPOTrainer of TRL, not for a trainer with {type(args).__name__}; "
+                "ServerSync is for GRPOTrainer, and PublishCallback for any"
+            )
+        self.every, self._url = args.weight_sync_steps, args.vllm_server_base_url
+        _leave_weights()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the run, and publish the weights with which training begins."""
+        super().on_train_begin(args, state, control, **kwargs)
+        self._is_first = True
+
+    def init_weight_transfer(self) -> None:
+        """Connect to the server.
+
+        Raises:
+            UsageError: the trainer does not have this object among its callbacks, or its server was started
+                without the delta backend.
+        """
+        if self._publisher is None:
+            raise UsageError(
+                "pass the AsyncSync of the trainer's weight_transfer= in its callbacks= too, on every rank"
+            )
+        self._connect(self._url)
+
+    def pause(self) -> None:
+        """Do nothing: the server pauses by itself, and only while it writes."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Wait until the server serves the newest publication, the first time or where that was asked for.
+
+        Args:
+            iterator: is passed through, because other ranks may gather in it. TRL's own weights are not used.
+        """
+        for _ in iterator:
+            pass
+        assert self._last is not None
+        if self._is_first or self._waits:
+            self._bring(self._last)
+        self._is_first = False
+
+    def resume(self) -> None:
+        """Do nothing; see `pause`."""
+
+    def destroy(self) -> None:
+        """Close the connection to the server. The run was closed when training ended."""
+        if self._serving is not None:
+            self._serving.close()
+            self._serving = None
+
+
+def _leave_weights() -> None:
+    """Have asynchronous trainers with an `AsyncSync` neither gather nor merge; once in a process.
+
+    Raises:
+        UsageError: this release of TRL has another class.
+    """
+    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
+
+    original = getattr(AsyncGRPOTrainer, "_sync_weight_merged", None)
+    if original is None:
+        raise UsageError(
+            "this release of TRL syncs asynchronous trainers in another way; 1.16 is known to work"
+        )
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def sync_weight_merged(self: Any, t0: float) -> tuple[float, float, float]:
+        sync = next((each for each in self.callback_handler.callbacks if isinstance(each, AsyncSync)), None)
+        if sync is None:
+            return original(self, t0)  # type: ignore[no-any-return]
+        if self.accelerator.is_main_process:
+            sync.send_weights(iter(()))
+            self.model_version += 1
+            if self.rollout_worker:
+                self.rollout_worker.update_model_version(self.model_version)
+        return t0, t0, time.time()
+
+    AsyncGRPOTrainer._sync_weight_merged = sync_weight_merged

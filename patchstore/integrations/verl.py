@@ -1,0 +1,333 @@
+"""A checkpoint engine for verl: trainer ranks publish their shards, and rollout workers read the store.
+
+Set `actor_rollout_ref.rollout.checkpoint_engine` to
+
+    backend: delta_sharded
+    custom_backend_module: patchstore.integrations.verl
+    engine_kwargs: {delta_sharded: {store: s3://bucket/my-run}}
+
+Importing this module puts the engine in the place of verl's own `delta_sharded`: under that name alone verl
+hands over its training engine, which has the shards. What rollout workers read is handed on in verl's own
+format, so verl's receivers inside of vLLM and SGLang write it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.tensor import DTensor
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+from patchstore.apply.replica import Replica
+from patchstore.errors import PublishFailed, UsageError
+from patchstore.format.records import Manifest
+from patchstore.integrations.verl_flushes import Flush, all_entries, entries, flushes, has_nan
+from patchstore.publish.options import seconds
+from patchstore.publish.publisher import Publisher
+from patchstore.publish.sources import LocalPart
+from patchstore.publish.sources.dtensors import local_shape
+from patchstore.read.host_cache import HostCache
+from patchstore.stores import open_store
+
+BACKEND = "delta_sharded"
+_ENGINES = "verl.workers.engine."
+_DIRECT = {"fsdp", "torchtitan"}
+"""verl's engines whose shards are parts of a checkpoint's tensors, unless they say how to convert them.
+Megatron's have names and shapes of their own, and do not say so."""
+
+
+@CheckpointEngineRegistry.register(BACKEND)  # type: ignore[untyped-decorator, unused-ignore]
+class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """One trainer rank's, or one rollout worker's, end of the weight sync through a store.
+
+    A rollout worker keeps a copy of the served weights in host memory, against which each version is proved.
+    """
+
+    wire_format = "delta_flush"
+
+    def __init__(
+        self,
+        bucket_size: int,
+        *,
+        store: str = "",
+        is_master: bool | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        publisher: Mapping[str, Any] | None = None,
+        scratch: str | None = None,
+        timeout_s: float = 3600.0,
+    ) -> None:
+        """Prepare; nothing is opened until the first sync.
+
+        Args:
+            bucket_size: bytes that a rollout worker hands to verl's receiver at a time.
+            store: URL of the store, which all trainer ranks and rollout workers reach.
+            is_master: whether this is trainer rank 0; None in rollout workers. verl passes these two.
+            storage_options: how it is opened: see `patchstore.open_store`.
+            publisher: arguments of `Publisher`, such as `anchor_every`; `resume` is "auto" if not given.
+            scratch: a folder of this user alone on a local disk, in which the rollout workers of a host share
+                what they download; None if each downloads alone.
+            timeout_s: how long rollout workers wait for a version.
+
+        Raises:
+            UsageError: there is no store.
+        """
+        if not store:
+            raise UsageError(
+                f"set checkpoint_engine.engine_kwargs.{BACKEND}.store to the URL of a store, such as "
+                "s3://bucket/my-run"
+            )
+        self._url, self._options = store, dict(storage_options or {})
+        self._arguments = {"resume": "auto", **dict(publisher or {})}
+        self._bucket_bytes, self._is_master = bucket_size, bool(is_master)
+        self._scratch, self._timeout_s = scratch, seconds("timeout_s", timeout_s)
+        self._board: TCPStore | None = None
+        """Where trainer rank 0 says which version a sync led to."""
+        self._round = 0
+        self._meeting: Mapping[str, Any] = {}
+        self._engine: Any = None
+        self._is_gathered = False
+        self._num_elements = 0
+        self._publisher: Publisher | None = None
+        self._replica: Replica | None = None
+
+    def prepare(self) -> dict[str, Any]:
+        """Begin a sync. Trainer rank 0 returns where the others find it."""
+        if not self._is_master:
+            return {}
+        host = _own_address()
+        if self._board is None:
+            self._board = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        else:
+            self._board.delete_key(str(self._round))
+        self._round += 1
+        return {"host": host, "port": self._board.port, "round": self._round}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Give all workers what trainer rank 0 returned from `prepare`.
+
+        Raises:
+            UsageError: no trainer rank is the master.
+        """
+        found = next((each for each in metadata[:actor_wg_world_size] if each), None)
+        if found is None:
+            raise UsageError(
+                "no trainer rank was made with is_master=True: make one of them so, as it numbers versions"
+            )
+        return {"meeting": [found] * actor_wg_world_size}, {"meeting": [found] * rollout_world_size}
+
+    def init_process_group(self, meeting: Mapping[str, Any]) -> None:
+        """Take note of where trainer rank 0 is; there is no group of processes."""
+        self._meeting = meeting
+
+    def finalize(self) -> None:
+        """Keep everything: the next sync needs it."""
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
+        """Publish what changed as the next version, on every trainer rank, and name it to rollout workers.
+
+        Args:
+            weights: verl's training engine.
+            global_steps: kept as the version's step; None to count syncs.
+
+        Returns:
+            On rank 0, figures for verl's log; empty on the others.
+
+        Raises:
+            PatchstoreError: see `Publisher`. Rollout workers then raise `PublishFailed`, and keep what they
+                serve.
+        """
+        said: dict[str, Any] = {}
+        try:
+            count = int(self._meeting.get("round", 0))
+            manifest = self._publish(weights, count if global_steps is None else global_steps)
+            said = {"version": manifest.version}
+        except BaseException as exc:
+            said = {"error": f"{type(exc).__name__}: {exc}"}
+            raise
+        finally:
+            if self._board is not None:
+                self._board.set(str(self._round), json.dumps(said))
+        return self._figures(manifest) if self._is_master else {}
+
+    def _publish(self, engine: Any, step: int) -> Manifest:
+        if self._publisher is None:
+            if not hasattr(engine, "get_per_tensor_param_shard"):
+                raise UsageError(
+                    f"verl hands over its training engine under the name {BACKEND} alone; set "
+                    f"checkpoint_engine.backend to it, not to another name of this class (got {engine!r:.80})"
+                )
+            self._engine = engine
+            self._is_gathered = self._needs_gather()
+            is_one_of_several = dist.is_initialized() and dist.get_world_size() > 1
+            self._publisher = Publisher(
+                open_store(self._url, **self._options),
+                self._items,
+                group=dist.group.WORLD if is_one_of_several else None,
+                **self._arguments,
+            )
+        return self._publisher.publish_patch(step).result()
+
+    def _needs_gather(self) -> bool:
+        """Whether the engine's shards are no boxes of a checkpoint's tensors; the same on all ranks."""
+        modules = [cls.__module__ for cls in type(self._engine).__mro__]
+        named = [name.removeprefix(_ENGINES) for name in modules if name.startswith(_ENGINES)]
+        if not named or named[0].partition(".")[0] not in _DIRECT:
+            return True
+        try:
+            exported, _ = self._engine.get_per_tensor_param_shard()
+            found = [(name, spec) for name, _, spec in exported]
+        except NotImplementedError:
+            return True
+        self._num_elements = sum(prod(spec.full_shape) for _, spec in found)
+        return any(
+            spec.to_hf_chunk is not None or spec.hf_slots is not None or _is_adapted(name)
+            for name, spec in found
+        )
+
+    def _items(self) -> Iterator[tuple[str, Any]]:
+        """Yield what this rank has; a pass."""
+        if not self._is_gathered:
+            exported, _ = self._engine.get_per_tensor_param_shard()
+            for name, local, spec in exported:
+                yield name, _placed(local, spec)
+            return
+        exported, adapter = self._engine.get_per_tensor_param()
+        if adapter is not None:
+            raise UsageError("adapters are published merged: set actor_rollout_ref.model.lora.merge=True")
+        yield from exported
+
+    def _figures(self, manifest: Manifest) -> dict[str, float]:
+        found = {"checkpoint_engine/version": float(manifest.version)}
+        payloads = [*(manifest.delta.payloads if manifest.delta else ())]
+        payloads += manifest.anchor.payloads if manifest.anchor else ()
+        found["checkpoint_engine/payload_mbytes"] = sum(each.size for each in payloads) / 2**20
+        if manifest.delta is not None:
+            found["checkpoint_engine/changed_elems"] = float(manifest.delta.num_changed)
+            if self._num_elements:
+                found["checkpoint_engine/changed_ratio"] = manifest.delta.num_changed / self._num_elements
+        return found
+
+    def receive_weights(self, global_steps: int | None = None) -> Iterator[tuple[Flush, bool]]:
+        """Yield the version that the trainer published, as verl's receivers take it.
+
+        verl's adapter for SGLang wants a plain generator, so this blocks. The version is downloaded and
+        proved before the first yield. If it changes nothing, nothing is yielded. If the caller stops early,
+        the next sync hands over the whole model.
+
+        Yields:
+            Named tensors of one flush, and whether it is the last.
+
+        Raises:
+            PublishFailed: the trainer could not publish, or named no version in time.
+            PatchstoreError: see `Replica.stage`. Nothing was yielded.
+        """
+        version = self._told()
+        replica = self._replica
+        if replica is None:
+            replica = self._open()
+        # Until all of it was taken: after half of it, it is not known what a server has.
+        self._replica = None
+        try:
+            staged = replica.stage(version)
+            changed = entries(staged, replica)
+            if is_whole := has_nan(staged):
+                replica.apply(staged)
+                changed = all_entries(replica)
+            device = _device()
+            waiting: Flush | None = None
+            for flush in flushes(changed, self._bucket_bytes, device):
+                if waiting is not None:
+                    yield waiting, False
+                waiting = flush
+            if waiting is not None:
+                yield waiting, True
+            if not is_whole:
+                replica.apply(staged)
+            self._replica = replica
+        finally:
+            if self._replica is None:
+                replica.store.close()
+
+    def _told(self) -> int:
+        """Wait until trainer rank 0 names a version."""
+        where = self._meeting
+        said: dict[str, Any] = {}
+        try:
+            board = TCPStore(
+                where["host"],
+                where["port"],
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self._timeout_s),
+            )
+            said = json.loads(board.get(str(where["round"])))
+        except (RuntimeError, ValueError) as exc:
+            raise PublishFailed(
+                f"trainer rank 0 at {where['host']}:{where['port']} named no version within "
+                f"{self._timeout_s:g} s: {exc}"
+            ) from exc
+        if "error" in said:
+            raise PublishFailed(f"the trainer could not publish: {said['error']}")
+        return int(said["version"])
+
+    def _open(self) -> Replica:
+        cache = None if self._scratch is None else HostCache(Path(self._scratch))
+        store = open_store(self._url, **self._options)
+        try:
+            return Replica(store, {}, cache=cache)
+        except BaseException:
+            with suppress(Exception):
+                store.close()
+            raise
+
+
+def _own_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address()).strip("[]") if ray.is_initialized() else "127.0.0.1"
+
+
+def _device() -> torch.device:
+    """Return where verl's receivers expect tensors."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if found is None else torch.device(found.type)
+
+
+def _is_adapted(name: str) -> bool:
+    return "base_layer" in name.split(".") or ".lora_" in name
+
+
+def _placed(local: torch.Tensor, spec: Any) -> Any:
+    """Return the elements of a shard with the place where they belong.
+
+    Args:
+        local: [num_elements], contiguous.
+        spec: verl's `ShardSpec`.
+    """
+    shape = tuple(spec.full_shape)
+    if isinstance(spec.place, int):
+        return LocalPart(local, shape, offset=spec.place)
+    if spec.place is not None:
+        return LocalPart(
+            local.view(tuple(spec.place.local_shape)), shape, start=tuple(spec.place.global_offset)
+        )
+    if spec.mesh is None:
+        return local.view(shape)
+    return DTensor.from_local(
+        local.view(local_shape(shape, spec.mesh, spec.placements)),
+        spec.mesh,
+        spec.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
+    )

@@ -1,0 +1,1 @@
+"""Publishing from many ranks: who owns what, what ranks tell each other, and one commit for all."""

@@ -1,0 +1,352 @@
+"""Messages between the ranks of a publisher, through a key-value store of torch.distributed.
+
+No message is a collective: a rank that is dead or late keeps no other waiting beyond a timeout, and the
+groups that the trainer computes with are not touched. All ranks take part in *rounds*, in the same order. In
+a round each rank does its part and tells the leader the result. The leader concludes, and tells all. A
+failure of any rank is the result of the round on every rank.
+"""
+
+import hashlib
+import json
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from patchstore import errors
+from patchstore.errors import PatchstoreError, PublishFailed, RankFailed, UsageError
+
+Message: TypeAlias = dict[str, Any]
+"""What JSON can say."""
+
+_ANSWER_TIMES = 3
+"""The leader's answer is awaited for so many times the timeout: the leader waits for all others itself."""
+_LEAVING_S = 10.0
+_GRACE_S = 1.0
+"""After a rank has failed, so long others may go on with what they do in the round, and fail themselves."""
+_LEAST_POLL_S = 0.002
+_MOST_POLL_S = 0.2
+"""How long to wait before asking again: an eighth of the time so far, within these."""
+
+
+class Channel:
+    """One rank's end. For one thread at a time."""
+
+    def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
+        """Take part in a group of ranks; `meet` comes before all else.
+
+        Args:
+            ranks: global ranks, ascending; the first leads.
+            timeout_s: how long the leader waits for a rank in each round.
+
+        Raises:
+            UsageError: torch.distributed is not initialised, or this process is none of these ranks.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            raise UsageError("publishing from several ranks needs torch.distributed.init_process_group first")
+        self.ranks, self.timeout_s = tuple(ranks), timeout_s
+        self.rank = dist.get_rank()
+        if self.rank not in self.ranks:
+            raise UsageError(
+                f"this is rank {self.rank}, which is not in the publisher's group of ranks "
+                f"{_listed(self.ranks)}; open the Publisher on those ranks alone"
+            )
+        # A connection of its own: another thread of the trainer may wait on the one that it has.
+        default: Any = dist.distributed_c10d._get_default_store()
+        self._store = default.clone()
+        # Of one request: a host that is cut off from the network does not answer at all.
+        self._store.set_timeout(timedelta(seconds=timeout_s))
+        named = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
+        self._base = f"patchstore/{named}"
+        self.session = ""
+        self._call, self._stage = 0, 0
+        """Which call of the publisher this is, and which round of it. If ranks differ in where a call failed,
+        the next one still begins at the same place on all."""
+        self._old: list[str] = []
+        """Keys of rounds that all ranks have ended once they are heard of in the next one."""
+        self._heard: list[str] = []
+        """Keys by which ranks say that they have the answer of the last round."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the one that commits."""
+        return self.rank == self.ranks[0]
+
+    @property
+    def index(self) -> int:
+        """This rank's place in the group, from 0."""
+        return self.ranks.index(self.rank)
+
+    def name(self, rank: int) -> str:
+        """What errors call a rank."""
+        return f"rank {rank} of {len(self.ranks)}" if self.ranks[-1] < len(self.ranks) else f"rank {rank}"
+
+    def meet(self) -> None:
+        """Wait until all ranks are here, and agree on a name for this session.
+
+        Each rank makes itself known under a word of its own, so that a rank whose last attempt failed is not
+        taken for that attempt.
+
+        Raises:
+            RankFailed: some ranks did not come in time.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        with self._storing():
+            if self.leads:
+                self._welcome(deadline)
+                return
+            nonce = uuid.uuid4().hex
+            self._store.set(f"{self._base}/hello/{self.rank}", nonce)
+            key = f"{self._base}/welcome/{self.rank}/{nonce}"
+            if not self._wait([key], deadline):
+                raise RankFailed(
+                    f"{self.name(self.ranks[0])} did not open a publisher within {self.timeout_s:g} s, but "
+                    f"{self.name(self.rank)} did: every rank of a group must open it",
+                    (self.ranks[0],),
+                )
+            self.session = self._store.get(key).decode()
+            self._store.delete_key(key)
+            self._store.set(f"{self._base}/{self.session}/here/{self.rank}", "")
+
+    def _welcome(self, deadline: float) -> None:
+        self.session = uuid.uuid4().hex[:16]
+        missing, welcomed = set(self.ranks) - {self.rank}, dict[int, str]()
+        while missing:
+            for rank in sorted(missing):
+                hello = f"{self._base}/hello/{rank}"
+                if self._store.check([f"{self._base}/{self.session}/here/{rank}"]):
+                    missing.discard(rank)
+                    self._store.delete_key(hello)
+                elif self._store.check([hello]) and welcomed.get(rank) != (
+                    nonce := self._store.get(hello).decode()
+                ):
+                    welcomed[rank] = nonce
+                    self._store.set(f"{self._base}/welcome/{rank}/{nonce}", self.session)
+            if missing and time.monotonic() > deadline:
+                error = RankFailed(
+                    f"{_named(self, sorted(missing))} did not open a publisher within {self.timeout_s:g} s: "
+                    "every rank of a group must open it",
+                    tuple(sorted(missing)),
+                )
+                # Those that came are in the first round, and find its answer.
+                answer = json.dumps({"error": _told(error)})
+                self._store.set(f"{self._base}/{self.session}/0.1/answer", answer)
+                raise error
+            if missing:
+                time.sleep(10 * _LEAST_POLL_S)
+
+    def next_call(self) -> None:
+        """Begin the rounds of the next publication; all ranks count them."""
+        self._call, self._stage = self._call + 1, 0
+
+    def round(
+        self,
+        what: str,
+        local: Callable[[], Message],
+        conclude: Callable[[list[Message]], Message | list[Message]],
+    ) -> Message:
+        """Take part in the next round.
+
+        Args:
+            what: what ranks do in it, for errors.
+            local: this rank's part.
+            conclude: what the leader makes of the results of all ranks, in their order: one answer for all,
+                or a list with one for each.
+
+        Returns:
+            The leader's answer.
+
+        Raises:
+            RankFailed: a rank failed or was not heard of in time; the leader failed, unless with one of the
+                errors of `patchstore.errors`, which is raised as it is on all ranks.
+            What `local` raised, on this rank.
+        """
+        self._stage += 1
+        prefix = f"{self._base}/{self.session}/{self._call}.{self._stage}"
+        failure: Exception | None = None
+        try:
+            mine: Message = {"ok": local()}
+        except Exception as exc:  # noqa: BLE001 -- raised below, when the others know
+            failure, mine = exc, {"error": _told(exc)}
+        with self._storing():
+            if self.leads:
+                return self._lead(prefix, what, mine, failure, conclude)
+            return self._follow(prefix, what, mine, failure)
+
+    def _follow(self, prefix: str, what: str, mine: Message, failure: Exception | None) -> Message:
+        self._store.set(f"{prefix}/{self.rank}", json.dumps(mine))
+        if failure is not None:
+            raise failure
+        leader = self.ranks[0]
+        keys = [f"{prefix}/answer", f"{prefix}/answer/{self.rank}"]
+        deadline = time.monotonic() + _ANSWER_TIMES * self.timeout_s
+        if not self._wait(keys[:1], deadline, leader):
+            raise RankFailed(
+                f"{self.name(leader)}, which commits, did not answer within "
+                f"{_ANSWER_TIMES * self.timeout_s:g} s when ranks {what}; whether that was published is "
+                "unknown here",
+                (leader,),
+            )
+        answer: Message = json.loads(self._store.get(keys[0]))
+        if "each" in answer:
+            answer = json.loads(self._store.get(keys[1]))
+        self._store.set(f"{prefix}/heard/{self.rank}", "")
+        if "error" in answer:
+            raise _error(answer["error"])
+        found: Message = answer["ok"]
+        return found
+
+    def _lead(
+        self,
+        prefix: str,
+        what: str,
+        mine: Message,
+        failure: Exception | None,
+        conclude: Callable[[list[Message]], Message | list[Message]],
+    ) -> Message:
+        try:
+            if failure is not None:
+                raise failure
+            reports = [mine["ok"], *self._gather(prefix, what)]
+            # All have heard the answer of the round before: they are in this one.
+            for key in self._old:
+                self._store.delete_key(key)
+            self._old = []
+            self._heard = [f"{prefix}/heard/{rank}" for rank in self.ranks[1:]]
+            found = conclude(reports)
+        except Exception as exc:
+            told = _told(exc)
+            if not isinstance(exc, PatchstoreError):
+                told["message"] = f"{self.name(self.rank)}: {told['message']}"
+            # It stays: a rank that is late finds it whenever it comes.
+            self._store.set(f"{prefix}/answer", json.dumps({"error": told}))
+            raise
+        finally:
+            self._old += [f"{prefix}/{rank}" for rank in self.ranks[1:]]
+            self._old += [f"{prefix}/heard/{rank}" for rank in self.ranks[1:]]
+        self._old.append(f"{prefix}/answer")
+        if not isinstance(found, list):
+            self._store.set(f"{prefix}/answer", json.dumps({"ok": found}))
+            return found
+        for rank, each in zip(self.ranks[1:], found[1:], strict=True):
+            self._old.append(f"{prefix}/answer/{rank}")
+            self._store.set(f"{prefix}/answer/{rank}", json.dumps({"ok": each}))
+        self._store.set(f"{prefix}/answer", json.dumps({"each": True}))
+        return found[0]
+
+    def _gather(self, prefix: str, what: str) -> list[Message]:
+        """Wait for the results of all other ranks.
+
+        Raises:
+            RankFailed: one of them failed, or was not heard of in time.
+        """
+        began = time.monotonic()
+        found: dict[int, Message] = {}
+        missing, failed, failed_at = list(self.ranks[1:]), list[int](), began
+        while missing:
+            for rank in list(missing):
+                if self._store.check([f"{prefix}/{rank}"]):
+                    found[rank] = json.loads(self._store.get(f"{prefix}/{rank}"))
+                    missing.remove(rank)
+                    if "error" in found[rank]:
+                        failed_at = failed_at if failed else time.monotonic()
+                        failed.append(rank)
+                elif self._store.check([self._left(rank)]):
+                    raise RankFailed(f"{self.name(rank)} has closed its publisher", (rank,))
+            now = time.monotonic()
+            if failed and (not missing or now - failed_at > min(_GRACE_S, self.timeout_s)):
+                break
+            if missing and now - began > self.timeout_s:
+                raise RankFailed(
+                    f"{_named(self, missing)} {'was' if len(missing) == 1 else 'were'} not heard of within "
+                    f"{self.timeout_s:g} s when ranks {what}",
+                    tuple(missing),
+                )
+            if missing:
+                time.sleep(min(max((now - began) / 8, _LEAST_POLL_S), _MOST_POLL_S))
+        if failed:
+            told = found[min(failed)]["error"]["message"]
+            others = f"; {_named(self, sorted(failed)[1:])} failed too" if len(failed) > 1 else ""
+            raise RankFailed(f"{self.name(min(failed))}: {told}{others}", tuple(sorted(failed)))
+        return [found[rank]["ok"] for rank in self.ranks[1:]]
+
+    def leave(self) -> None:
+        """Tell the others that this rank takes part in no more rounds.
+
+        The leader waits a moment until they have its last answer: the store may end with its process.
+        """
+        if self.session:
+            try:
+                self._store.set(self._left(self.rank), "")
+                if self._heard:
+                    self._wait(self._heard, time.monotonic() + min(_LEAVING_S, self.timeout_s))
+            except RuntimeError:
+                # The store is gone, and so are the others.
+                return
+
+    def _wait(self, keys: Sequence[str], deadline: float, rank: int | None = None) -> bool:
+        """Wait until all of these keys exist; return whether they do.
+
+        Asks again and again: torch's own `wait` logs a warning for each time that it ends without a key.
+
+        Args:
+            rank: give up if this one has left.
+        """
+        began = time.monotonic()
+        while not self._store.check(list(keys)):
+            now = time.monotonic()
+            if now > deadline:
+                return False
+            if rank is not None and self._store.check([self._left(rank)]):
+                raise RankFailed(f"{self.name(rank)}, which commits, has closed its publisher", (rank,))
+            time.sleep(min(max((now - began) / 8, _LEAST_POLL_S), _MOST_POLL_S))
+        return True
+
+    def _left(self, rank: int) -> str:
+        return f"{self._base}/{self.session}/left/{rank}"
+
+    @contextmanager
+    def _storing(self) -> Iterator[None]:
+        """Raise RankFailed where the key-value store of the ranks does not answer."""
+        try:
+            yield
+        except (dist.DistError, BrokenPipeError, ConnectionError) as exc:
+            raise RankFailed(
+                f"{self.name(self.rank)} on {socket.gethostname()} cannot reach the key-value store of "
+                f"torch.distributed, through which the ranks speak; its host or process may have ended: {exc}"
+            ) from exc
+
+
+def _told(error: Exception) -> Message:
+    """Say what failed, for another rank."""
+    kind = type(error).__name__
+    is_ours = isinstance(error, PatchstoreError)
+    return {
+        "kind": kind if is_ours else "",
+        "message": str(error) if is_ours else f"{kind}: {error}",
+        "ranks": list(getattr(error, "ranks", ())),
+    }
+
+
+def _error(told: Message) -> Exception:
+    """Return the error that another rank told."""
+    kind = getattr(errors, told["kind"], None) if told["kind"] else None
+    if kind is RankFailed:
+        return RankFailed(told["message"], tuple(told["ranks"]))
+    if isinstance(kind, type) and issubclass(kind, PatchstoreError):
+        return kind(told["message"])
+    return PublishFailed(told["message"])
+
+
+def _named(channel: Channel, ranks: Sequence[int]) -> str:
+    return channel.name(ranks[0]) if len(ranks) == 1 else f"ranks {_listed(ranks)}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

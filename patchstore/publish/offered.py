@@ -1,0 +1,221 @@
+"""What a source offers to a publisher, and what of it this publisher publishes, as it is served."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from patchstore.errors import SchemaMismatch
+from patchstore.format.records import Part, TensorSpec
+from patchstore.publish.options import check_range
+from patchstore.publish.snapshot.memory import Stream, Tensors
+from patchstore.publish.sources import Given, Source, Weights
+from patchstore.tensors.bits import TORCH_DTYPES, spec_of
+
+
+class Offered:
+    """The tensors of a source, which must stay those that they were at first."""
+
+    def __init__(self, source: Source, dtype: torch.dtype | None, stored: Collection[str]) -> None:
+        """Look at a source; `read` comes next.
+
+        Args:
+            dtype: as `Publisher` takes it.
+            stored: see `Weights`.
+
+        Raises:
+            SchemaMismatch, UsageError: see `Weights`.
+        """
+        self._weights, self._dtype = Weights(source, stored), dtype
+        self.given = self._weights.given
+        self._given: Given | None = None
+        self._whole: dict[str, Part] = {}
+        """Tensors that this process has in several pieces, by name."""
+        self._keys: dict[str, str] = {}
+        """The key of what is published, by that of the source."""
+
+    @property
+    def ranks(self) -> set[int]:
+        """Global ranks among which tensors are sharded, as far as they were read."""
+        return self._weights.ranks
+
+    def read(self) -> None:
+        """Read the source for the first time.
+
+        Raises:
+            SchemaMismatch, UsageError: see `Weights`.
+        """
+        try:
+            self._given = self._weights.read()
+        except Exception:
+            self._weights.look_for_ranks()
+            raise
+        self.tied = self._given.tied
+        self._places = self._given.places
+        self._devices = self._given.devices or {
+            key: tensor.device for key, tensor in self._given.tensors.items()
+        }
+        self._served = {
+            key: (self._served_dtype(tensor), tensor.shape) for key, tensor in self._given.tensors.items()
+        }
+        parts = {key: self._part(key, *served) for key, served in self._served.items()}
+        self._parts = parts
+        """By key of the source."""
+        seen = set[Part]()
+        for part in parts.values():
+            if part in seen and part.num_elements:
+                raise SchemaMismatch(f"the source has {part.size} from {part.start} on of {part.spec} twice")
+            seen.add(part)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What this process has, ascending by key."""
+        found = {key: part for key, part in self._parts.items() if part.spec.name not in self._whole}
+        found |= self._whole
+        return tuple(found[key] for key in sorted(found))
+
+    def join(self) -> None:
+        """Make whole tensors of pieces, which is how one process publishes alone.
+
+        Raises:
+            SchemaMismatch: this process does not have all pieces, or has an element twice.
+        """
+        pieces = [part for part in self._parts.values() if not part.is_whole]
+        if pieces:
+            from patchstore.publish.group import ownership
+
+            ownership.own([pieces])
+            self._whole = {part.spec.name: Part.whole(part.spec) for part in pieces}
+
+    def choose(self, owned: Sequence[Part]) -> None:
+        """Say what of the parts this publisher publishes; the other ones are left out from now on."""
+        chosen = set(owned)
+        for key, part in self._parts.items():
+            joined = self._whole.get(part.spec.name)
+            if (part if joined is None else joined) in chosen:
+                self._keys[key] = part.key if joined is None else joined.key
+
+    def first(self, specs: Sequence[TensorSpec]) -> Tensors:
+        """Return the tensors as they were read first, by the keys of what is published.
+
+        Raises:
+            SchemaMismatch: a number is beyond the range of the dtype in which it is served; of a stream, when
+                it is read.
+        """
+        given, self._given = self._given, None
+        assert given is not None
+        dtypes = {spec.name: TORCH_DTYPES[spec.dtype] for spec in specs}
+        found = self._tensors(given)
+        if isinstance(found, Stream):
+            return Stream(found.devices, lambda: _in_range(found.read(), dtypes))
+        for name, tensor in found.items():
+            check_range(name, tensor, dtypes[name])
+        return found
+
+    def current(self) -> Tensors:
+        """Return the tensors as they are now, by the keys of what is published.
+
+        Raises:
+            SchemaMismatch: they are not those of the first time; of a stream, when it is read.
+        """
+        if self._weights.is_stream:
+            return self._tensors(None)
+        given = self._weights.read()
+        current = given.tensors
+        if given.is_unmoved:
+            return self._tensors(given)
+        try:
+            if given.tied != self.tied:
+                raise SchemaMismatch(f"tensors were tied as {self.tied}, but are tied as {given.tied} now")
+            if len(current) != len(self._served) or not all(map(self._is_served, current, current.values())):
+                for key in sorted(current.keys() | self._served.keys()):
+                    self._check(key, current.get(key))
+        except SchemaMismatch:
+            self._weights.forget()
+            raise
+        return self._tensors(given)
+
+    def _tensors(self, given: Given | None) -> Tensors:
+        """Return what is published of tensors that were read, or of the next pass of a stream."""
+        if given is not None and not self._weights.is_stream and not self._whole:
+            return {own: given.tensors[key] for key, own in self._keys.items()}
+        devices = {own: self._devices[key] for key, own in self._keys.items()}
+
+        def read() -> Iterator[tuple[str, torch.Tensor]]:
+            if self._weights.is_stream:
+                return self._joined(self._checked(self._weights.stream()))
+            assert given is not None
+            return self._joined(iter(given.tensors.items()))
+
+        return Stream(devices, read)
+
+    def _checked(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what a stream yields, if this is what it yielded at first."""
+        missing = dict.fromkeys(self._served)
+        for key, tensor in stream:
+            if not self._is_served(key, tensor):
+                self._check(key, tensor)
+            del missing[key]
+            yield key, tensor
+        for key in missing:
+            self._check(key, None)
+
+    def _joined(self, items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what is published, with pieces joined where that was asked for."""
+        open_: dict[str, tuple[torch.Tensor, int]] = {}
+        for key, tensor in items:
+            own = self._keys.get(key)
+            if own is None:
+                continue
+            if own not in self._whole:
+                yield own, tensor
+                continue
+            part = self._parts[key]
+            joined, missing = open_.get(own) or (
+                torch.empty(part.spec.shape, dtype=tensor.dtype, device=tensor.device),
+                part.spec.num_elements,
+            )
+            place = tuple(
+                slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)
+            )
+            joined[place] = tensor.detach()
+            open_[own] = joined, missing - part.num_elements
+            if open_[own][1] == 0:
+                del open_[own]
+                yield own, joined
+
+    def _served_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        if self._dtype is not None and tensor.is_floating_point() and tensor.element_size() >= 2:
+            return self._dtype
+        return tensor.dtype
+
+    def _part(self, key: str, dtype: torch.dtype, shape: torch.Size) -> Part:
+        """Describe what this process has under a key, as it is served."""
+        place = self._places.get(key)
+        spec = spec_of(key if place is None else place.name, torch.empty(shape, dtype=dtype, device="meta"))
+        if place is None:
+            return Part.whole(spec)
+        return Part(TensorSpec(name=place.name, dtype=spec.dtype, shape=place.shape), place.start, spec.shape)
+
+    def _is_served(self, key: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of this key, dtype and shape is one of the run's."""
+        dtype, shape = self._served.get(key, (None, None))
+        return self._served_dtype(tensor) == dtype and tensor.shape == shape
+
+    def _check(self, key: str, tensor: torch.Tensor | None) -> None:
+        """Raises SchemaMismatch unless a tensor, or that there is none, is as it was at first."""
+        if tensor is not None and self._is_served(key, tensor):
+            return
+        name = key.partition("\t")[0]
+        was = self._parts[key].spec if key in self._parts else None
+        now = None
+        if tensor is not None:
+            now = spec_of(name, torch.empty(tensor.shape, dtype=self._served_dtype(tensor), device="meta"))
+        raise SchemaMismatch(f"tensor {name!r} was {was}, but is {now} now")
+
+
+def _in_range(
+    items: Iterable[tuple[str, torch.Tensor]], dtypes: Mapping[str, torch.dtype]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in items:
+        check_range(name, tensor, dtypes[name])
+        yield name, tensor

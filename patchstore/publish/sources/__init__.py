@@ -1,0 +1,20 @@
+"""Sources: what a trainer hands to a publisher, one kind a file."""
+
+from patchstore.publish.sources.layouts import interleaved_qkv, joined_gate_up, without_padding
+from patchstore.publish.sources.mapped import mapped
+from patchstore.publish.sources.pieces import LocalPart
+from patchstore.publish.sources.saved import as_saved
+from patchstore.publish.sources.weights import Given, Place, Source, Weights
+
+__all__ = [
+    "Given",
+    "LocalPart",
+    "Place",
+    "Source",
+    "Weights",
+    "as_saved",
+    "interleaved_qkv",
+    "joined_gate_up",
+    "mapped",
+    "without_padding",
+]

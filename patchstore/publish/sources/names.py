@@ -1,0 +1,108 @@
+"""Names of tensors as servers know them: without what wrappers of models add."""
+
+from collections.abc import Collection
+
+import torch
+
+from patchstore.errors import SchemaMismatch
+from patchstore.publish.sources.plain import DISTRIBUTED, class_of
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Parts of a name that torch.compile, activation checkpointing and FSDP add, and nothing else."""
+_FAKE_QUANTISED = frozenset({"weight_fake_quant", "activation_post_process", "fake_quant_enabled"})
+"""Parts of names that torch's quantisation-aware training adds."""
+_PEFT = (
+    "an adapter's wrapper names them so; pass the PeftModel itself, which is published merged, or a mapping "
+    "from copy.deepcopy(model).merge_and_unload().state_dict()"
+)
+
+
+class Names:
+    """What the source calls tensors -> what they are published as."""
+
+    def __init__(self, source: object) -> None:
+        """Look at a source.
+
+        Raises:
+            SchemaMismatch: a wrapper around the model, of which no weights can be taken.
+        """
+        self._known: dict[object, str] = {}
+        self._parallel = look_into(source) if isinstance(source, torch.nn.Module) else []
+        """Beginnings of names, down to the `module.` of a DistributedDataParallel or DataParallel."""
+
+    def of(self, given: object) -> str:
+        """Return what a tensor is published as.
+
+        Raises:
+            SchemaMismatch: this is no name that servers know.
+        """
+        known = self._known.get(given)
+        if known is not None:
+            return known
+        if not isinstance(given, str):
+            raise SchemaMismatch(
+                f"names of tensors must be strings, but one is {given!r} ({class_of(given)})"
+            )
+        name = given
+        for prefix in self._parallel:
+            if name.startswith(prefix):
+                name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+        *parts, last = name.split(".")
+        if last in {"_flat_param", "flat_param"}:
+            raise SchemaMismatch(f"{given!r} is a flat parameter of FSDP; {DISTRIBUTED}")
+        if "base_layer" in parts or parts[:1] == ["prompt_encoder"]:
+            raise SchemaMismatch(f"{given!r} is no name that servers know: {_PEFT}")
+        if not _FAKE_QUANTISED.isdisjoint(name.split(".")):
+            raise SchemaMismatch(
+                f"{given!r} is of quantisation-aware training, and servers do not know it; pass the weights "
+                "alone, in a mapping by name"
+            )
+        self._known[given] = ".".join([*(part for part in parts if part not in _WRAPPERS), last])
+        return self._known[given]
+
+
+def check_all(names: Collection[str]) -> None:
+    """Raises SchemaMismatch where names as a whole are not those of a model's weights."""
+    if not names:
+        raise SchemaMismatch(
+            "the source has no tensors; get_model_state_dict(full_state_dict=True, cpu_offload=True) "
+            "returns them on rank 0 only, from where to publish"
+        )
+    for prefix, advice in (
+        (
+            "module.",
+            "a wrapper names them so; pass the wrapped model, often wrapper.module, or its state dict",
+        ),
+        ("base_model.", _PEFT),
+    ):
+        if all(name.startswith(prefix) for name in names):
+            raise SchemaMismatch(f"all names begin with {prefix!r}, as in {next(iter(names))!r}: {advice}")
+    for name in names:
+        if name.endswith("_orig") and f"{name.removesuffix('_orig')}_mask" in names:
+            raise SchemaMismatch(
+                f"{name!r} is what torch.nn.utils.prune keeps of a weight, with its mask beside it, and "
+                f"servers know {name.removesuffix('_orig')!r} alone; call prune.remove, or pass a mapping"
+            )
+
+
+def look_into(model: torch.nn.Module) -> list[str]:
+    """Return beginnings of names that end in a wrapper's `module.`, innermost first.
+
+    Raises:
+        SchemaMismatch: the model is wrapped by something of which no whole weights can be taken.
+    """
+    parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    found = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, parallel):
+            found.append(f"{path}.module." if path else "module.")
+        elif type(module).__name__ == "FullyShardedDataParallel":
+            raise SchemaMismatch(f"{path or 'the model'!r} is wrapped by FSDP; {DISTRIBUTED}")
+    names = [name for name, _ in model.named_parameters()]
+    wrapped = getattr(model, "module", None)
+    is_wrapper = isinstance(wrapped, torch.nn.Module) and not isinstance(model, parallel)
+    if is_wrapper and names and all(name.startswith("module.") for name in names):
+        raise SchemaMismatch(
+            f"{class_of(model)} wraps a model, whose names all begin with 'module.' there; pass its .module"
+        )
+    return sorted(found, key=len, reverse=True)

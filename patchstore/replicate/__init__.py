@@ -1,0 +1,1 @@
+"""Keep a bucket in another place equal to the one that the trainer writes: `patchstore replicate`."""

@@ -1,0 +1,367 @@
+"""Copy the versions of a run to another store, oldest first, payloads before manifests.
+
+The order is that of a publisher: a version exists in the target once its manifest does, and that comes last.
+So a reader of the target never sees a version whose payloads are absent, also after a kill at any moment.
+Manifests and `store.json` are copied byte for byte, each by one create-only put. So several replicators of
+one source may write to one target at once: what one finds taken has the bytes that it would have written.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from patchstore.errors import (
+    CorruptObject,
+    DataError,
+    NotFound,
+    PatchstoreError,
+    RunExists,
+    StoreReplaced,
+    UsageError,
+    VersionConflict,
+    VersionNotFound,
+)
+from patchstore.format import history, kept, layout, manifest_json, replica_mark, shortcuts
+from patchstore.format.json_fields import is_printable
+from patchstore.format.records import Manifest, Payload
+from patchstore.format.replica_mark import ReplicaMark
+from patchstore.replicate.copying import copy
+from patchstore.serve.logs import utc
+from patchstore.signing import stored as signatures
+from patchstore.stores.base import Store
+from patchstore.stores.probe import check_create_only
+
+logger = logging.getLogger(__name__)
+
+_NUM_COPIES = 4
+"""Payloads that are copied at once; each takes 8 parts of 8 MiB each way."""
+_HINT_EVERY = 64
+"""Versions after which `head.json` is written, while there are more; always after the last."""
+_NUM_REMEMBERED = 1000
+"""Payloads that are known to be in the target: versions with equal weights name the same sums."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """A version that the target has now."""
+
+    manifest: Manifest
+    num_bytes: int
+    """Of payloads that were copied for it; what several versions name counts for one of them."""
+    seconds: float
+    """From the end of the version before, or from the begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Coming:
+    """A version whose payloads are being copied."""
+
+    data: bytes
+    manifest: Manifest
+    copies: "list[Future[int]]"
+
+
+class Replicator:
+    """Copies one run from a source to a target. Not for use from several threads at once."""
+
+    def __init__(self, source: Store, target: Store, *, stop: threading.Event | None = None) -> None:
+        """Prepare; nothing is read or written yet.
+
+        Args:
+            stop: ends a call of `versions` soon after it is set, between two parts of a payload.
+
+        Raises:
+            UsageError: both are the same place.
+        """
+        if source.url == target.url:
+            raise UsageError(f"{source.url} cannot be a replica of itself: name another place")
+        self.source, self.target = source, target
+        self.newest: Manifest | None = None
+        """The newest version that both have, as far as it is known."""
+        self._stop = threading.Event() if stop is None else stop
+        self._run_id: str | None = None
+        self._copies: dict[Payload, Future[int]] = {}
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        """Make the target a replica of the source's run, or find that it is one; and find what it has.
+
+        Raises:
+            VersionNotFound: the source holds no run.
+            RunExists: the target holds another run, or one that is no replica.
+            UsageError: the target was promoted.
+            UnsupportedStore: the target does not create an object only once.
+            StoreReplaced: the source lacks a version that the target has, or has another.
+            CorruptObject, UnsupportedFormat: what a store has cannot be understood.
+            StoreUnavailable: a store did not answer. After each of these calling again is safe.
+        """
+        data = history.stored_header(self.source)
+        if data is None:
+            raise VersionNotFound(f"{self.source.url} holds no run, so there is nothing to replicate")
+        run_id = manifest_json.header_from_json(data).run_id
+        mark = replica_mark.read(self.target)
+        if mark is None:
+            mark = self._create_mark(run_id)
+        if mark.run_id != run_id:
+            raise RunExists(
+                f"{self.target.url} is a replica of run {mark.run_id} (from {mark.source}), but "
+                f"{self.source.url} holds run {run_id}: replicate to another place"
+            )
+        self._run_id = run_id
+        self._check_not_promoted(mark)
+        there = history.stored_header(self.target)
+        if there is None:
+            there = history.create(self.target, layout.HEADER, data)
+        if there != data:
+            raise RunExists(
+                f"{self.target.url} has another {layout.HEADER} than {self.source.url}, although it is "
+                "marked as its replica: replicate to another place"
+            )
+        self.newest = history.head(self.target)
+        self.check_source()
+
+    def _create_mark(self, run_id: str) -> ReplicaMark:
+        if (found := history.read_header(self.target)) is not None:
+            which = "this run" if found.run_id == run_id else f"run {found.run_id}"
+            raise RunExists(
+                f"{self.target.url} holds {which} already and is no replica, as it has no {layout.REPLICA}: "
+                "replicate to an empty place"
+            )
+        check_create_only(self.target)
+        url = self.source.url
+        mark = ReplicaMark(
+            run_id=run_id, source=url if is_printable(url) else ascii(url), created_at=utc(time.time())
+        )
+        return replica_mark.create(self.target, mark)
+
+    def _check_not_promoted(self, mark: ReplicaMark) -> None:
+        if mark.promoted_at is not None:
+            raise UsageError(
+                f"{self.target.url} was promoted at {mark.promoted_at}, so publishers may write there and it "
+                "is no replica any more: replicate to another place"
+            )
+
+    def check_source(self) -> None:
+        """Check that the source has the newest version that was copied, and that none after it was lost.
+
+        Raises:
+            StoreReplaced: it lacks that version, or has another.
+            CorruptObject: it lacks a version in between.
+        """
+        newest = self.newest
+        if newest is not None:
+            ours = history.stored(self.target, newest.version)
+            try:
+                theirs = history.stored(self.source, newest.version)
+            except VersionNotFound:
+                theirs = None
+            if theirs != ours:
+                raise StoreReplaced(
+                    f"{self.source.url} {'lacks' if theirs is None else 'has another'} version "
+                    f"{newest.version} of run {newest.run_id}, which {self.target.url} has: the source was "
+                    "emptied, replaced or set back. The replica was left as it is: put the source's objects "
+                    f"back, or run `patchstore promote {self.target.url}` and publish there"
+                )
+        try:
+            history.check_newest(self.source, newest)
+        except CorruptObject:
+            # Perhaps it has the version by now, and had not when it was looked for.
+            if not self._is_there(0 if newest is None else newest.version + 1):
+                raise
+
+    def _is_there(self, version: int) -> bool:
+        try:
+            history.stored(self.source, version)
+        except VersionNotFound:
+            return False
+        return True
+
+    def versions(self) -> Generator[Copied]:
+        """Copy each version that the target lacks, and yield it when the target has it.
+
+        Costs one read of the source if there is none. The first version is read alone, then twice as many at
+        once with each, up to 8, whose payloads are copied at the same time. They are committed in order.
+
+        Raises:
+            CorruptObject, UnsupportedFormat: a version of the source is wrong, or cannot be understood. It
+                and all after it were not copied.
+            VersionRetired: a version of the source is retired, and its payloads are deleted.
+            VersionConflict: the target has another version of that number.
+            UsageError: the target was promoted meanwhile.
+            StoreUnavailable: a store did not answer, several times.
+            Stopped: the event `stop` was set.
+        """
+        began, num_done = time.monotonic(), 0
+        ended = _Ended(self._stop)
+        readers = ThreadPoolExecutor(history.READ_AHEAD, thread_name_prefix="patchstore-replicate")
+        movers = ThreadPoolExecutor(_NUM_COPIES, thread_name_prefix="patchstore-copy")
+        coming: deque[Future[_Coming | None]] = deque()
+        version, width = self._next, 1
+        try:
+            while True:
+                while len(coming) < width:
+                    coming.append(readers.submit(self._begin, version, movers, ended))
+                    version += 1
+                found = coming.popleft().result()
+                if found is None:
+                    return
+                with kept.explained(self.source, found.manifest.version):
+                    num_bytes = sum(each.result() for each in found.copies)
+                self._commit(found)
+                num_done += 1
+                if num_done % _HINT_EVERY == 0:
+                    self._write_hint()
+                now = time.monotonic()
+                yield Copied(manifest=found.manifest, num_bytes=num_bytes, seconds=now - began)
+                began = time.monotonic()
+                width = min(2 * width, history.READ_AHEAD)
+        finally:
+            ended.set()
+            for pool in (readers, movers):
+                pool.shutdown(wait=True, cancel_futures=True)
+            # Copies that were ended have no result.
+            self._copies = {each: copy for each, copy in self._copies.items() if _succeeded(copy)}
+            if num_done:
+                self._write_hint()
+
+    def copy_shortcuts(self) -> int:
+        """Copy the shortcuts of versions that the target has; return how many. Costs a listing of each store.
+
+        One that was removed from the source meanwhile, or cannot be understood, is left out: no reader needs
+        it.
+
+        Raises:
+            StoreUnavailable: a store did not answer, several times.
+            Stopped: the event `stop` was set.
+        """
+        num_copied = 0
+        for ends in sorted(
+            shortcuts.listed(self.source) - shortcuts.listed(self.target), key=lambda each: each.version
+        ):
+            if ends.version >= self._next:
+                break
+            try:
+                data = shortcuts.stored(self.source, ends)
+                way = shortcuts.parsed(ends, data).way
+                for each in named(replace(way, delta=None) if ends.parent is None else way):
+                    copy(self.source, self.target, each, self._stop)
+            except (NotFound, DataError) as exc:
+                logger.warning("a shortcut to version %d is not copied: %s", ends.version, exc)
+                continue
+            history.create(self.target, layout.shortcut_key(ends.version, ends.parent), data)
+            num_copied += 1
+            logger.info("copied the shortcut %s", layout.shortcut_key(ends.version, ends.parent))
+        return num_copied
+
+    @property
+    def _next(self) -> int:
+        return 0 if self.newest is None else self.newest.version + 1
+
+    def _begin(self, version: int, movers: ThreadPoolExecutor, ended: threading.Event) -> _Coming | None:
+        """Read a manifest, and begin to copy what it names; None where there is none."""
+        try:
+            data = history.stored(self.source, version)
+        except VersionNotFound:
+            return None
+        manifest = manifest_json.from_json(layout.manifest_key(version), data)
+        if manifest.run_id != self._run_id:
+            raise StoreReplaced(
+                f"{self.source.url}: version {version} is of run {manifest.run_id}, not of {self._run_id}, "
+                f"which {self.target.url} is a replica of: the source was emptied and begun anew"
+            )
+        with self._lock:
+            return _Coming(
+                data=data,
+                manifest=manifest,
+                copies=[self._copied(each, movers, ended) for each in named(manifest)],
+            )
+
+    def _copied(self, wanted: Payload, movers: ThreadPoolExecutor, ended: threading.Event) -> "Future[int]":
+        """Begin to copy a payload, unless that was begun for another version."""
+        if wanted in self._copies:
+            found: Future[int] = Future()
+            self._copies[wanted].add_done_callback(lambda other: _pass_on(other, found))
+            return found
+        while len(self._copies) >= _NUM_REMEMBERED:
+            del self._copies[next(iter(self._copies))]
+        self._copies[wanted] = movers.submit(copy, self.source, self.target, wanted, ended)
+        return self._copies[wanted]
+
+    def _commit(self, coming: _Coming) -> None:
+        """Make a version exist in the target, which has its payloads."""
+        new = coming.manifest
+        mark = replica_mark.read(self.target)
+        if mark is None or mark.run_id != self._run_id:
+            raise StoreReplaced(
+                f"{self.target.url} is no replica of run {self._run_id} any more: its {layout.REPLICA} was "
+                "removed or replaced"
+            )
+        self._check_not_promoted(mark)
+        if new.parent is not None:
+            history.read_parent(self.target, new)
+        for key in self.source.list(layout.signature_prefix(new.version)):
+            # Before the manifest, as a publisher stores them. Readers verify them, and this does not.
+            if layout.is_signature_key(key) and (bundle := signatures.read(self.source, key)) is not None:
+                signatures.create(self.target, key, bundle)
+        there = history.create(self.target, layout.manifest_key(new.version), coming.data)
+        if there != coming.data:
+            raise VersionConflict(
+                f"{self.target.url} has another version {new.version} than {self.source.url}: a publisher "
+                "wrote there. The versions before are equal; replicate to another place"
+            )
+        self.newest = new
+
+    def _write_hint(self) -> None:
+        assert self.newest is not None
+        try:
+            history.write_hint(self.target, self.newest.version)
+        except PatchstoreError as exc:
+            logger.info("head.json was not updated, which costs readers a listing: %s", exc)
+
+
+class _Ended(threading.Event):
+    """Set by its owner, or through an event of the owner's caller."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        super().__init__()
+        self._outer = stop
+
+    def is_set(self) -> bool:
+        return super().is_set() or self._outer.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self.is_set():
+            left_s = 0.1 if end is None else min(0.1, end - time.monotonic())
+            if left_s <= 0:
+                break
+            super().wait(left_s)
+        return self.is_set()
+
+
+def _pass_on(done: "Future[int]", waiting: "Future[int]") -> None:
+    """Give a copy's end to another version that needs it; the bytes count once."""
+    if done.cancelled():
+        waiting.cancel()
+    elif (error := done.exception()) is not None:
+        waiting.set_exception(error)
+    else:
+        waiting.set_result(0)
+
+
+def _succeeded(done: "Future[int]") -> bool:
+    return done.done() and not done.cancelled() and done.exception() is None
+
+
+def named(manifest: Manifest) -> list[Payload]:
+    """Return all objects that a version needs, each once."""
+    found = [manifest.state.sums]
+    if manifest.delta is not None:
+        found += manifest.delta.payloads
+    if manifest.anchor is not None:
+        found += [*manifest.anchor.payloads, *manifest.anchor.files]
+    return list(dict.fromkeys(found))

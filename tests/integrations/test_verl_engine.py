@@ -1,0 +1,351 @@
+"""verl's own classes around our checkpoint engine: FSDP2's shards are published, and its receiver writes."""
+
+import asyncio
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.support.ranks import Ranks
+
+pytest.importorskip("verl.checkpoint_engine.base", reason="needs verl 0.9")
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    # verl's, where there is no GPU.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+RanksOf = Callable[[int], Ranks]
+BUCKET_BYTES = 2000
+
+
+class Layers(nn.Module):
+    """Sides that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(101, 24)
+        self.up = nn.Linear(24, 50)
+        self.norm = nn.LayerNorm(24)
+        self.register_buffer("steps", torch.arange(5))
+
+
+def engine_of(model: nn.Module) -> Any:
+    """Return verl's FSDP engine around a model, without all that it trains with."""
+    from verl.workers.engine.fsdp import transformer_impl
+
+    transformer_impl.get_device_id = lambda: "cpu"
+    engine = object.__new__(transformer_impl.FSDPEngine)
+    engine.module = model
+    engine._uses_fsdp2_cpu_offload_policy = engine._is_offload_param = False
+    return engine
+
+
+class Server:
+    """Weights as an inference engine has them, which verl's receiver for SGLang writes."""
+
+    def __init__(self) -> None:
+        spec = importlib.util.find_spec("verl")
+        assert spec is not None and spec.origin is not None
+        path = Path(spec.origin).parent / "workers" / "rollout" / "sglang_rollout" / "delta_loader.py"
+        # By its path: its package needs SGLang.
+        found = importlib.util.spec_from_file_location("delta_loader_of_verl", path)
+        assert found is not None and found.loader is not None
+        self._loader = importlib.util.module_from_spec(found)
+        found.loader.exec_module(self._loader)
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, chunk: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in chunk:
+            if name not in self.weights:
+                self.weights[name] = torch.zeros_like(tensor)
+            self.weights[name].copy_(tensor)
+
+    def update(self, flushes: Iterator[Any]) -> list[str]:
+        """Take flushes; return their encodings."""
+        encodings, lasts = [], []
+        for named, is_last in flushes:
+            spec = json.loads(bytes(dict(named)["__delta_spec__"].numpy().tobytes()))
+            encodings.append(spec["encoding"])
+            lasts.append(is_last)
+            self._loader.apply_delta(self, named)
+        assert lasts == [False] * (len(lasts) - 1) + [True] * bool(lasts)
+        return encodings
+
+
+def served(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, each in model.state_dict().items():
+        whole = each.full_tensor() if hasattr(each, "full_tensor") else each
+        found[name] = whole.detach().to(torch.bfloat16) if whole.is_floating_point() else whole.clone()
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, each in found.items():
+        assert each.dtype == expected[name].dtype, name
+        assert torch.equal(each.view(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)), (
+            name
+        )
+
+
+class Sync:
+    """What verl's manager does in each sync, and its workers on one rank. Rank 0 has a rollout worker too."""
+
+    def __init__(self, rank: int, url: str, engine: Any) -> None:
+        from verl.checkpoint_engine.base import CheckpointEngineRegistry
+
+        import patchstore.integrations.verl  # noqa: F401
+
+        def new(**kwargs: Any) -> Any:
+            return CheckpointEngineRegistry.new(
+                "delta_sharded", bucket_size=BUCKET_BYTES, store=url, timeout_s=30.0, **kwargs
+            )
+
+        self.engine, self.actor = engine, new(is_master=rank == 0, publisher={"rank_timeout_s": 60})
+        self.rollout = new()
+        self.server = Server()
+        self.is_first = rank == 0
+
+    def send(self, step: int | None = None) -> dict[str, float]:
+        metadata: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(metadata, self.actor.prepare())
+        actors, rollouts = type(self.actor).build_topology(
+            len(metadata), 1, [*metadata, self.rollout.prepare()]
+        )
+        self.actor.init_process_group(**{key: each[0] for key, each in actors.items()})
+        self.rollout.init_process_group(**{key: each[0] for key, each in rollouts.items()})
+        try:
+            found: dict[str, float] = asyncio.run(self.actor.send_weights(self.engine, global_steps=step))
+        finally:
+            self.actor.finalize()
+        return found
+
+    def receive(self) -> list[str]:
+        return self.server.update(self.rollout.receive_weights()) if self.is_first else []
+
+    def close(self) -> None:
+        if self.actor._publisher is not None:
+            self.actor._publisher.close()
+
+
+def syncs(rank: int, url: str) -> None:
+    model = fully_shard(Layers())
+    sync = Sync(rank, url, engine_of(model))
+    for step in range(4):
+        figures = sync.send(10 + step)
+        encodings = sync.receive()
+        expected = served(model)
+        if sync.is_first:
+            assert set(encodings) == ({"dense"} if step == 0 else {"indices"})
+            assert len(encodings) > 1
+            assert figures["checkpoint_engine/version"] == step
+            assert_same(sync.server.weights, expected)
+            if step:
+                assert 0 < figures["checkpoint_engine/changed_ratio"] < 0.6
+        else:
+            assert figures == {}
+        for each in model.parameters():
+            each.data.to_local().view(-1)[step::3] *= -1.5
+    sync.send()
+    sync.receive()
+
+    # Nothing changes.
+    sync.send()
+    assert sync.receive() == []
+
+    # NaN, which verl's receivers would leave out of a delta.
+    model.norm.weight.data.to_local()[:1] = float("nan")
+    sync.send()
+    assert set(sync.receive()) <= {"dense"}
+    expected = served(model)
+    if sync.is_first:
+        assert expected["norm.weight"].isnan().any()
+        assert_same(sync.server.weights, expected)
+    model.norm.weight.data.to_local()[:1] = 1.0
+    sync.send()
+    assert set(sync.receive()) <= {"indices"}
+    expected = served(model)
+    if sync.is_first:
+        assert_same(sync.server.weights, expected)
+
+    # A receiver that stops half-way gets the whole model next.
+    for each in model.parameters():
+        each.data.to_local().view(-1)[::2] += 1
+    sync.send()
+    if sync.is_first:
+        flushes = sync.rollout.receive_weights()
+        next(flushes)
+        flushes.close()
+    sync.send()
+    assert set(sync.receive()) <= {"dense"}
+    expected = served(model)
+    if sync.is_first:
+        assert_same(sync.server.weights, expected)
+    sync.close()
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_a_server_has_each_version_of_shards(ranks_of: RanksOf, tmp_path: Path, num: int) -> None:
+    ranks_of(num).run(syncs, str(tmp_path / "store"))
+
+
+def troubles(rank: int, url: str) -> None:
+    from patchstore.errors import PublishFailed
+
+    model = fully_shard(Layers())
+    engine = engine_of(model)
+    sync = Sync(rank, url, engine)
+    sync.send()
+    sync.receive()
+    before = {name: each.clone() for name, each in sync.server.weights.items()}
+
+    def broken(**kwargs: Any) -> Any:
+        raise ValueError("the weights are elsewhere")
+
+    good = engine.get_per_tensor_param_shard
+    engine.get_per_tensor_param_shard = broken
+    with pytest.raises(ValueError, match="elsewhere"):
+        sync.send()
+    if sync.is_first:
+        with pytest.raises(PublishFailed, match="could not publish: ValueError: the weights are elsewhere"):
+            sync.receive()
+        assert_same(sync.server.weights, before)
+    engine.get_per_tensor_param_shard = good
+    for _ in range(3):
+        # Ranks may hear of the failure a call later.
+        try:
+            sync.send()
+        except PublishFailed:
+            continue
+        break
+    sync.receive()
+    expected = served(model)
+    if sync.is_first:
+        assert_same(sync.server.weights, expected)
+    sync.close()
+
+
+def test_a_trainer_that_fails_tells_rollout_workers(ranks_of: RanksOf, tmp_path: Path) -> None:
+    ranks_of(2).run(troubles, str(tmp_path / "store"))
+
+
+class OfMegatron:
+    """As verl's engine for Megatron: its shards have other names, of which their specs say nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def get_per_tensor_param_shard(self) -> Any:
+        from verl.workers.engine.spec import ShardSpec
+
+        return iter([("decoder.qkv", torch.ones(4), ShardSpec(full_shape=(4,)))]), None
+
+    def get_per_tensor_param(self) -> Any:
+        return ((f"hf.{name}", tensor) for name, tensor in served(self._model).items()), None
+
+
+def gathered(rank: int, url: str, is_megatron: bool) -> None:
+    model = fully_shard(Layers())
+    engine = OfMegatron(model) if is_megatron else engine_of(model)
+    if not is_megatron:
+        export = engine.get_per_tensor_param_shard
+
+        def converted() -> Any:
+            found = list(export()[0])
+            for _, _, spec in found:
+                spec.hf_slots = [("a", (1,))]
+            return iter(found), None
+
+        engine.get_per_tensor_param_shard = converted
+        engine.get_per_tensor_param = OfMegatron(model).get_per_tensor_param
+    sync = Sync(rank, url, engine)
+    sync.send()
+    sync.receive()
+    expected = served(model)
+    if sync.is_first:
+        assert_same(sync.server.weights, {f"hf.{name}": each for name, each in expected.items()})
+    sync.close()
+
+
+@pytest.mark.parametrize("is_megatron", [False, True])
+def test_shards_in_other_coordinates_are_gathered_by_verl(
+    ranks_of: RanksOf, tmp_path: Path, is_megatron: bool
+) -> None:
+    ranks_of(2).run(gathered, str(tmp_path / "store"), is_megatron)
+
+
+def test_places_that_verl_states_itself() -> None:
+    from verl.workers.engine.spec import BlockPlacement, ShardSpec
+
+    from patchstore.integrations.verl import _placed
+
+    flat = torch.arange(6.0)
+    part = _placed(flat, ShardSpec(full_shape=(5, 4), place=7))
+    assert (part.offset, part.start, part.shape) == (7, None, (5, 4))
+    part = _placed(flat, ShardSpec(full_shape=(5, 4), place=BlockPlacement((3, 2), (1, 2), (5, 4))))
+    assert (part.start, part.tensor.shape) == ((1, 2), (3, 2))
+    assert _placed(flat, ShardSpec(full_shape=(2, 3))).shape == (2, 3)
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    from patchstore.errors import PublishFailed, UsageError
+    from patchstore.integrations.verl import PatchstoreCheckpointEngine as Ours
+
+    with pytest.raises(UsageError, match=r"engine_kwargs\.delta_sharded\.store"):
+        Ours(1)
+    with pytest.raises(UsageError, match="is_master"):
+        Ours.build_topology(1, 1, [{}, {}])
+    actor, rollout = Ours(1, store=str(tmp_path), is_master=True), Ours(1, store=str(tmp_path), timeout_s=0.2)
+    _, told = Ours.build_topology(1, 1, [actor.prepare(), {}])
+    rollout.init_process_group(told["meeting"][0])
+    with pytest.raises(PublishFailed, match=r"named no version within 0.2 s"):
+        next(rollout.receive_weights())
+    with pytest.raises(UsageError, match="delta_sharded alone"):
+        asyncio.run(actor.send_weights(iter([("w", torch.ones(1))])))
+    with pytest.raises(PublishFailed, match="delta_sharded alone"):
+        next(rollout.receive_weights())
+
+
+def test_adapters_must_be_merged(tmp_path: Path) -> None:
+    from patchstore.errors import UsageError
+    from patchstore.integrations.verl import PatchstoreCheckpointEngine
+
+    spec = SimpleNamespace(full_shape=(2,), to_hf_chunk=None, hf_slots=None, place=None, mesh=None)
+    engine = SimpleNamespace(
+        get_per_tensor_param_shard=lambda: (iter([("q.base_layer.weight", torch.ones(2), spec)]), None),
+        get_per_tensor_param=lambda: (iter([("q.weight", torch.ones(2))]), {"r": 8}),
+    )
+    actor = PatchstoreCheckpointEngine(1, store=str(tmp_path / "store"), is_master=True)
+    actor.init_process_group(actor.prepare())
+    with pytest.raises(UsageError, match=r"lora.merge=True"):
+        asyncio.run(actor.send_weights(engine))
+    assert not list(tmp_path.glob("store/versions/*"))
+
+
+def test_the_configuration_of_the_page_makes_an_engine(tmp_path: Path) -> None:
+    import importlib
+
+    import yaml
+    from verl.checkpoint_engine.base import CheckpointEngineRegistry
+
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    section = page.partition("\n## verl\n")[2].partition("\n## ")[0]
+    given = yaml.safe_load(section.partition("```yaml\n")[2].partition("```")[0])
+    config = given["actor_rollout_ref"]["rollout"]["checkpoint_engine"]
+    ours = importlib.import_module(config["custom_backend_module"])
+    arguments = config["engine_kwargs"][config["backend"]]
+    arguments["store"] = arguments["store"].replace("s3://bucket/my-run", str(tmp_path))
+    engine = CheckpointEngineRegistry.new(config["backend"], bucket_size=1 << 20, **arguments)
+    assert isinstance(engine, ours.PatchstoreCheckpointEngine)

@@ -1,0 +1,26 @@
+"""Mixtures of experts that FSDP2 shards are published with the names and bits of the saved files."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import saved_jobs
+import saved_models
+from test_layouts import check
+
+from tests.support.ranks import Ranks
+
+pytest.importorskip("transformers", minversion="5.19")
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("first", range(0, len(saved_models.KINDS), 5))
+def test_each_rank_publishes_its_part_of_the_saved_tensors(
+    ranks_of: Callable[[int], Ranks], tmp_path: Path, first: int
+) -> None:
+    url, kinds = str(tmp_path / "stores"), list(saved_models.KINDS)[first : first + 5]
+    results = ranks_of(2).run(saved_jobs.publish, url, str(tmp_path / "saved"), kinds)
+    for number, kind in enumerate(kinds):
+        check(f"{url}/{kind}", [[result[number]] for result in results])

@@ -1,0 +1,201 @@
+"""PEFT trains adapters. Published is what its merge_and_unload would leave, and the model is not touched."""
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import experts, published
+from torch import nn
+
+from patchstore import Publisher, as_saved
+from patchstore.errors import SchemaMismatch
+from patchstore.publish.sources import Weights
+from patchstore.stores.memory import MemoryStore
+from patchstore.tensors.bits import bits
+from tests.support.weights import assert_same_bits
+
+peft = pytest.importorskip("peft")
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3, 8, 16)), nn.Parameter(torch.randn(3, 16, 8))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        each = torch.einsum("eoi,bti->ebto", self.up, hidden)
+        return torch.einsum("eio,ebto->bti", self.down, each) * 1e-3
+
+
+class Net(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = {"model_type": "custom", "tie_word_embeddings": tied}
+        self.embed_tokens = nn.Embedding(32, 16)
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+        self.experts = Experts()
+        self.lm_head = nn.Linear(16, 32, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.down(torch.relu(self.up(self.embed_tokens(tokens))))
+        hidden = hidden + self.conv(hidden.transpose(1, 2)).transpose(1, 2) + self.experts(hidden)
+        found: torch.Tensor = self.lm_head(hidden) * self.scale
+        return found
+
+
+def adapted(*configs: Any, tied: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
+    model = peft.get_peft_model(Net(tied=tied).to(dtype), configs[0])
+    for number, config in enumerate(configs[1:]):
+        model.add_adapter(f"other{number}", config)
+    if len(configs) > 1:
+        model.base_model.set_adapter(["default", *(f"other{number}" for number in range(len(configs) - 1))])
+    # Adapters begin as zeros.
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "base_layer" not in name and "original_module" not in name and parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def lora(*modules: str, **options: Any) -> Any:
+    return peft.LoraConfig(target_modules=list(modules), r=4, **options)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "linear": lambda: adapted(lora("up", "down")),
+    "fp32": lambda: adapted(lora("up", "down"), dtype=torch.float32),
+    "rank-stabilised, with bias": lambda: adapted(lora("up", use_rslora=True, lora_bias=True)),
+    "embedding and convolution": lambda: adapted(lora("embed_tokens", "conv")),
+    "dora": lambda: adapted(lora("up", "down", "conv", use_dora=True)),
+    "modules to save": lambda: adapted(lora("up", modules_to_save=["lm_head"])),
+    "several": lambda: adapted(lora("up"), lora("up", "down", lora_alpha=3)),
+    "tokens": lambda: adapted(lora("up", trainable_token_indices={"embed_tokens": [3, 5]})),
+    "ia3": lambda: adapted(peft.IA3Config(target_modules=["up", "down"], feedforward_modules=["down"])),
+    "loha": lambda: adapted(peft.LoHaConfig(target_modules=["up"], r=2)),
+    "parameters": lambda: adapted(
+        peft.LoraConfig(target_modules=[], target_parameters=["experts.up", "experts.down"], r=2)
+    ),
+    "tied, embedding adapted": lambda: adapted(lora("embed_tokens"), tied=True),
+    "tied, head adapted": lambda: adapted(lora("lm_head"), tied=True),
+    "tied, both adapted": lambda: adapted(lora("embed_tokens", "lm_head"), tied=True),
+    "tied, head to save": lambda: adapted(lora("up", modules_to_save=["lm_head"]), tied=True),
+}
+
+
+def merged(model: Any) -> dict[str, torch.Tensor]:
+    """Return what PEFT merges."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dict(copy.deepcopy(model).merge_and_unload().state_dict())
+
+
+def held(model: Any) -> dict[str, Any]:
+    return {name: bits(each).clone() for name, each in model.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", MODELS)
+def test_each_version_is_what_peft_merges(store: MemoryStore, kind: str) -> None:
+    model = MODELS[kind]()
+    optimiser = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    with Publisher(store, model, dtype=None) as publisher:
+        for step in range(3):
+            before = held(model)
+            publication = publisher.publish_patch(step)
+            after = held(model)
+            assert all(torch.equal(before[name], after[name]) for name in before)
+            assert before.keys() == after.keys()
+            version = publication.result().version
+            expected = merged(model)
+            assert_same_bits(replayed(store, version, expected), expected)
+            model(torch.arange(8).reshape(2, 4)).square().mean().backward()
+            optimiser.step()
+            optimiser.zero_grad()
+
+
+def replayed(store: MemoryStore, version: int, names: Any) -> dict[str, torch.Tensor]:
+    """Return a version, with tied tensors under all of their names."""
+    from patchstore import Replica
+    from patchstore.format import history
+
+    found: dict[str, torch.Tensor] = {}
+    Replica(store, found).update(version)
+    header = history.read_header(store)
+    assert header is not None
+    return found | {alias: found[name] for alias, name in header.schema.tied.items() if alias not in found}
+
+
+def test_merged_adapters_are_published_as_they_are(store: MemoryStore) -> None:
+    model = MODELS["linear"]()
+    expected = merged(model)
+    model.merge_adapter()
+    found = published(store, model)
+    assert_same_bits(found, expected)
+
+
+def test_disabled_adapters_are_not_merged(store: MemoryStore) -> None:
+    model = MODELS["linear"]()
+    with Publisher(store, model) as publisher:
+        publisher.publish_patch(0).result()
+        with model.disable_adapter():
+            version = publisher.publish_patch(1).result().version
+    assert_same_bits(replayed(store, version, None), dict(Net().to(torch.bfloat16).state_dict()))
+
+
+def test_ddp_around_an_adapted_model(store: MemoryStore, group: None) -> None:
+    model = MODELS["linear"]()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    assert_same_bits(published(store, parallel), merged(model))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_peft_does_not_merge_is_refused(store: MemoryStore) -> None:
+    grouped = Net()
+    grouped.conv = nn.Conv1d(16, 16, 3, padding=1, groups=2)
+    model = peft.get_peft_model(grouped, lora("conv"))
+    with pytest.raises(SchemaMismatch, match=r"cannot merge the adapter of 'conv'"):
+        Publisher(store, model)
+    assert list(store.list()) == []
+
+
+def test_a_learnt_prompt_is_refused(store: MemoryStore) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), prompt)
+    with pytest.raises(SchemaMismatch, match="learns a prompt"):
+        Publisher(store, model)
+
+
+def test_one_layer_at_a_time_is_merged() -> None:
+    model = MODELS["linear"]()
+    own = {each.untyped_storage().data_ptr() for each in model.state_dict().values()}
+    copies: list[weakref.ref[Any]] = []
+    most = 0
+    for _, tensor in Weights(model).stream():
+        if tensor.untyped_storage().data_ptr() not in own:
+            copies.append(weakref.ref(tensor))
+        most = max(most, sum(copy() is not None for copy in copies))
+    # Weight and bias of two layers were yielded, but not held at once.
+    assert len(copies) == 4
+    assert most <= 2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_adapted_experts_of_transformers_are_published_as_saved(store: MemoryStore, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = peft.get_peft_model(experts(), lora("q_proj", "o_proj", init_lora_weights=False))
+    copy.deepcopy(model).merge_and_unload().save_pretrained(tmp_path)
+    assert_same_bits(published(store, as_saved(model)), safetensors.load_file(tmp_path / "model.safetensors"))

@@ -1,0 +1,503 @@
+"""A bucket that is kept equal to another."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from replicas import assert_equal, assert_whole, objects
+
+from patchstore import Publisher, Replica, verify
+from patchstore.errors import (
+    CorruptObject,
+    IsReplica,
+    PatchstoreError,
+    RunExists,
+    StoreReplaced,
+    StoreUnavailable,
+    UnsupportedFormat,
+    UsageError,
+    VersionConflict,
+    VersionNotFound,
+)
+from patchstore.format import history, layout, manifest_json, replica_mark
+from patchstore.replicate import copying
+from patchstore.replicate.copying import Stopped
+from patchstore.replicate.replicator import Replicator, named
+from patchstore.stores.base import Store
+from patchstore.stores.memory import MemoryStore
+from patchstore.testing.faults import Fault, FaultyStore
+from tests.support.weights import Run, assert_same_bits
+
+NOW = "2026-01-31T12:00:00.000Z"
+
+
+@pytest.fixture
+def target() -> MemoryStore:
+    return MemoryStore("memory://target")
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_FIRST_PAUSE_S", 0.0)
+
+
+def replicated(source: Store, target: Store) -> list[int]:
+    """Copy what the target lacks; returns the versions."""
+    replicator = Replicator(source, target)
+    replicator.open()
+    found = [done.manifest.version for done in replicator.versions()]
+    replicator.check_source()
+    return found
+
+
+def test_a_replica_has_every_version_and_nothing_that_no_version_names(source, target, run: Run) -> None:
+    assert replicated(source, target) == [0, 1, 2, 3, 4, 5]
+    assert_equal(source, target)
+    for version, state in run.history.items():
+        tensors: dict[str, torch.Tensor] = {}
+        Replica(target, tensors).update(version)
+        assert_same_bits(tensors, state)
+    assert verify(target).version == 5
+    assert replicated(source, target) == []
+
+
+def test_each_payload_is_read_once_and_each_manifest_comes_after_all_it_names(source, target) -> None:
+    theirs, ours = FaultyStore(source), FaultyStore(target)
+    replicated(theirs, ours)
+    reads = Counter(key for verb, key in theirs.calls if verb == "get")
+    payloads = {each.key for m in history.read_back(source, 5) for each in named(m)}
+    assert {reads[key] for key in payloads} == {1}
+    assert {reads[layout.manifest_key(version)] for version in range(1, 5)} == {1}
+    stored = [key for verb, key in ours.calls if verb in {"put", "upload"}]
+    for version in range(6):
+        at = stored.index(layout.manifest_key(version))
+        assert {each.key for each in named(history.read_manifest(source, version))} <= set(stored[:at])
+    # The mark is there before anything that a publisher would take for a run.
+    kept = [key for key in stored if not key.startswith(layout.PROBES)]
+    assert kept[:2] == [layout.REPLICA, layout.HEADER]
+
+
+def test_bytes_and_versions_are_told(source, target) -> None:
+    replicator = Replicator(source, target)
+    replicator.open()
+    done = list(replicator.versions())
+    sizes = [sum(each.size for each in named(found.manifest)) for found in done]
+    assert [found.num_bytes for found in done[:4]] == sizes[:4]
+    # Version 5, a claim, names the sums of its parent. Whichever asked first has their bytes.
+    assert named(done[5].manifest) == [done[4].manifest.state.sums]
+    assert done[4].num_bytes + done[5].num_bytes == sizes[4]
+
+
+def test_a_new_version_costs_a_replica_what_it_has_and_nothing_costs_one_read(source, target, run) -> None:
+    theirs = FaultyStore(source)
+    replicator = Replicator(theirs, target)
+    replicator.open()
+    list(replicator.versions())
+    theirs.calls.clear()
+    assert list(replicator.versions()) == []
+    assert theirs.calls == [("get", layout.manifest_key(6))]
+    run.open(resume=True)
+    run.train()
+    run.publish(9)
+    assert [done.manifest.version for done in replicator.versions()] == [6, 7]
+    assert_equal(source, target)
+
+
+# Killed, lost and wrong.
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Mortal(FaultyStore):
+    """A store whose user is killed at one of its calls, before or after that is done."""
+
+    def __init__(self, inner: Store, at: int, *, after: bool) -> None:
+        super().__init__(inner)
+        self.left, self.after = at, after
+        self.guard = threading.Lock()
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+        self._maybe(lambda: super(Mortal, self).put(key, data, if_absent=if_absent))
+
+    def upload(self, key: str, chunks) -> None:
+        self._maybe(lambda: super(Mortal, self).upload(key, chunks))
+
+    def _maybe(self, act: Callable[[], None]) -> None:
+        with self.guard:
+            self.left -= 1
+            if self.left == 0 and self.after:
+                act()
+            if self.left <= 0:
+                raise Killed
+            act()
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_at_any_write_a_replica_is_whole_and_is_completed(source, after: bool, monkeypatch) -> None:
+    monkeypatch.setattr("patchstore.replicate.replicator.check_create_only", lambda store: None)
+    num_killed, seen = 0, set()
+    while True:
+        target = MemoryStore(f"memory://killed-{after}-{num_killed}")
+        try:
+            replicated(source, Mortal(target, num_killed + 1, after=after))
+            break
+        except Killed:
+            num_killed += 1
+        seen.add(assert_whole(source, target))
+        with pytest.raises(IsReplica) if layout.REPLICA in objects(target) else nullcontext():
+            replica_mark.check_writable(target)
+        replicated(source, target)
+        assert_equal(source, target)
+    assert num_killed >= 20
+    assert seen == {0, 1, 2, 3, 4, 5, 6} if after else seen >= {0, 1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_replica_becomes_equal_over_stores_that_fail_and_spoil(source, target, seed: int) -> None:
+    theirs = FaultyStore(
+        source,
+        Fault(verb="get", effect="fail-before", times=None, chance=0.1),
+        Fault(verb="get", key="*/*/*", effect="flip", times=None, chance=0.1),
+        Fault(verb="get", key="*/*/*", effect="truncate", times=None, chance=0.05),
+        seed=seed,
+    )
+    ours = FaultyStore(
+        target,
+        Fault(verb="put", key="[!p]*", effect="fail-before", times=None, chance=0.1),
+        Fault(verb="put", key="[!p]*", effect="fail-after", times=None, chance=0.1),
+        Fault(verb="put", key="[!ph]*", effect="exists", times=None, chance=0.1),
+        Fault(verb="upload", effect="fail-after", times=None, chance=0.1),
+        Fault(verb="upload", effect="truncate", times=2, chance=0.1),
+        Fault(verb="size", effect="fail-before", times=None, chance=0.05),
+        seed=seed + 100,
+    )
+    for _ in range(200):
+        try:
+            replicated(theirs, ours)
+            break
+        except (StoreUnavailable, CorruptObject):
+            # A truncated upload may be seen for a moment, but no version names it.
+            versions = [v for v in map(layout.manifest_version, objects(target)) if v is not None]
+            for version in versions:
+                for wanted in named(history.read_manifest(target, version)):
+                    assert target.get(wanted.key) == source.get(wanted.key)
+    assert_equal(source, target)
+
+
+def test_a_wrong_byte_at_the_source_is_never_stored_and_later_versions_wait(source, target) -> None:
+    key = history.read_manifest(source, 2).delta.payloads[0].key
+    right = source.get(key)
+    source.put(key, bytes([right[0] ^ 1]) + right[1:])
+    with pytest.raises(CorruptObject, match=f"memory://.*{key} should have digest"):
+        replicated(source, target)
+    assert key not in objects(target)
+    assert history.head(target).version == 1
+    source.put(key, right)
+    assert replicated(source, target) == [2, 3, 4, 5]
+    assert_equal(source, target)
+
+
+@pytest.mark.parametrize("what", ["missing", "longer", "shorter"])
+def test_a_payload_of_another_size_is_never_stored(source, target, what: str) -> None:
+    key = history.read_manifest(source, 0).anchor.payloads[0].key
+    right = source.get(key)
+    if what == "missing":
+        source.delete(key)
+    else:
+        source.put(key, right + b"x" if what == "longer" else right[:-1])
+    with pytest.raises(CorruptObject, match=key):
+        replicated(source, target)
+    assert key not in objects(target) and history.head(target) is None
+
+
+def test_what_the_target_has_is_verified_and_only_replaced_if_it_is_wrong(source, target) -> None:
+    first = history.read_manifest(source, 0)
+    anchor, sums = first.anchor.payloads[0], first.state.sums
+    target.put(anchor.key, b"x" * anchor.size)
+    target.put(sums.key, source.get(sums.key))
+    theirs = FaultyStore(source)
+    replicated(theirs, target)
+    assert ("get", anchor.key) in theirs.calls
+    assert ("get", sums.key) not in theirs.calls
+    assert_equal(source, target)
+
+
+def test_half_an_upload_that_the_store_kept_does_not_stop_the_next_replicator(source, target) -> None:
+    broken = FaultyStore(target, Fault(verb="upload", key="anchors/*", effect="truncate", times=None))
+    with pytest.raises(StoreUnavailable, match="are stored"):
+        replicated(source, broken)
+    assert history.head(target) is None
+    replicated(source, target)
+    assert_equal(source, target)
+
+
+def test_a_version_of_a_later_format_ends_the_copy_before_it(source, target) -> None:
+    key = layout.manifest_key(3)
+    later = source.get(key).replace(b'"format_version": 1', b'"format_version": 2')
+    source.put(key, later)
+    with pytest.raises(UnsupportedFormat, match="format version 2"):
+        replicated(source, target)
+    assert history.head(target).version == 2
+    assert not any("00000003" in key for key in objects(target))
+
+
+def test_fields_of_later_releases_are_copied_byte_for_byte(source, target) -> None:
+    # The last one: its digest is named by none.
+    key = layout.manifest_key(5)
+    source.put(key, source.get(key).replace(b"{", b'{"added_later": [1, 2],', 1))
+    replicated(source, target)
+    assert target.get(key) == source.get(key)
+
+
+def test_a_manifest_that_does_not_descend_from_the_version_before_is_not_copied(source, target) -> None:
+    key = layout.manifest_key(2)
+    source.put(key, source.get(key).replace(b'"step": 2', b'"step": 3'))
+    with pytest.raises(CorruptObject, match="not the manifest that version 3 names"):
+        replicated(source, target)
+    assert history.head(target).version == 2
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_replicators_that_write_at_once_do_no_harm(source, target, threads: int) -> None:
+    start = threading.Barrier(threads)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        start.wait()
+        try:
+            replicated(source, target)
+        except BaseException as exc:  # noqa: BLE001
+            errors.append(exc)
+
+    every = [threading.Thread(target=work) for _ in range(threads)]
+    for each in every:
+        each.start()
+    for each in every:
+        each.join()
+    assert errors == []
+    assert_equal(source, target)
+
+
+def test_a_stop_ends_a_copy_between_two_parts(source, target, monkeypatch) -> None:
+    stop = threading.Event()
+    replicator = Replicator(source, target, stop=stop)
+    replicator.open()
+    real = copying._until
+
+    def until(event, chunks):
+        stop.set()
+        return real(event, chunks)
+
+    monkeypatch.setattr(copying, "_until", until)
+    with pytest.raises(Stopped):
+        list(replicator.versions())
+    assert assert_whole(source, target) == 0
+    replicated(source, target)
+    assert_equal(source, target)
+
+
+# What is refused.
+
+
+def another_run(store: Store) -> None:
+    with Publisher(store, {"w": torch.zeros(3)}) as publisher:
+        publisher.publish_patch(0).result()
+
+
+def test_a_place_that_holds_another_run_is_refused_and_left_as_it_is(source, target) -> None:
+    another_run(target)
+    before = objects(target)
+    with pytest.raises(RunExists, match=r"memory://target holds run .* already and is no replica"):
+        replicated(source, target)
+    assert objects(target) == before
+
+
+def test_a_copy_without_a_mark_is_refused(source, target) -> None:
+    for key, data in objects(source).items():
+        target.put(key, data)
+    with pytest.raises(RunExists, match="holds this run already and is no replica"):
+        replicated(source, target)
+    assert layout.REPLICA not in objects(target)
+
+
+def test_a_replica_of_another_run_is_refused(source, target) -> None:
+    other = MemoryStore("memory://other")
+    another_run(other)
+    replicated(other, target)
+    before = objects(target)
+    with pytest.raises(RunExists, match=r"is a replica of run .* \(from memory://other\)"):
+        replicated(source, target)
+    assert objects(target) == before
+
+
+def test_a_source_without_a_run_and_a_source_that_is_the_target_are_refused(source, target) -> None:
+    with pytest.raises(VersionNotFound, match="holds no run"):
+        replicated(target, MemoryStore("memory://empty"))
+    assert objects(target) == {}
+    with pytest.raises(UsageError, match="cannot be a replica of itself"):
+        Replicator(source, source)
+
+
+def test_a_replica_of_a_replica_is_a_replica_and_its_mark_its_own(source, target) -> None:
+    third = MemoryStore("memory://third")
+    replicated(source, target)
+    replicated(target, third)
+    assert_equal(source, third)
+    assert replica_mark.read(third).source == "memory://target"
+
+
+def test_a_publisher_refuses_a_replica_and_writes_nothing_there(source, target, run: Run) -> None:
+    replicated(source, target)
+    before = dict(target._objects)
+    for resume in (False, True, "auto", "anchor", 3):
+        with pytest.raises(IsReplica, match="is a replica of memory://: publish there"):
+            Publisher(target, run.model, resume=resume)
+    assert target._objects == before
+
+
+def test_a_promoted_replica_is_published_to_and_replicated_to_no_more(source, target, run: Run) -> None:
+    replicated(source, target)
+    mark, newest = replica_mark.promote(target, NOW)
+    assert (mark.promoted_at, newest.version) == (NOW, 5)
+    # Again, as after a lost answer: the time stays.
+    assert replica_mark.promote(target, "2027-01-01T00:00:00.000Z")[0] == mark
+    publisher = Publisher(target, run.model, resume=True)
+    run.train()
+    assert publisher.publish_patch(9).result().version == 7
+    publisher.close()
+    assert verify(target).version == 7
+    with pytest.raises(UsageError, match=f"was promoted at {NOW}"):
+        replicated(source, target)
+    # The source may be replicated elsewhere, and so may the promoted one.
+    again = MemoryStore("memory://again")
+    replicated(target, again)
+    assert_equal(target, again)
+
+
+def test_a_replicator_whose_target_is_promoted_meanwhile_commits_nothing_more(source, target, run) -> None:
+    replicator = Replicator(source, target)
+    replicator.open()
+    copied = replicator.versions()
+    assert [next(copied).manifest.version for _ in range(2)] == [0, 1]
+    replica_mark.promote(target, NOW)
+    with pytest.raises(UsageError, match="was promoted"):
+        next(copied)
+    assert history.head(target).version == 1
+
+
+def test_a_version_that_a_publisher_took_in_the_target_ends_the_replicator(source, target, run: Run) -> None:
+    replicator = Replicator(source, target)
+    replicator.open()
+    copied = replicator.versions()
+    assert [next(copied).manifest.version for _ in range(2)] == [0, 1]
+    # As if it was promoted between the replicator's look at the mark and its commit.
+    mark = target.get(layout.REPLICA)
+    replica_mark.promote(target, NOW)
+    with Publisher(target, run.model, resume="anchor"):
+        pass
+    target.put(layout.REPLICA, mark)
+    with pytest.raises(VersionConflict, match="another version 2 than memory://: a publisher wrote there"):
+        list(copied)
+    assert history.read_manifest(target, 2).writer.epoch == 2
+
+
+def test_only_a_replica_with_a_version_is_promoted(source, target) -> None:
+    with pytest.raises(UsageError, match="is no replica"):
+        replica_mark.promote(source, NOW)
+    with pytest.raises(UsageError, match="is no replica"):
+        replica_mark.promote(target, NOW)
+    Replicator(source, target).open()
+    with pytest.raises(UsageError, match="without a version"):
+        replica_mark.promote(target, NOW)
+    with pytest.raises(IsReplica):
+        replica_mark.check_writable(target)
+
+
+# Sources that are not what they were.
+
+
+@pytest.mark.parametrize("what", ["emptied", "set back", "another run"])
+def test_a_source_that_was_emptied_or_set_back_leaves_the_replica(source, target, what: str) -> None:
+    replicated(source, target)
+    before = objects(target)
+    for key in list(source.list()):
+        if what != "set back" or key in {layout.HEAD, layout.manifest_key(5)}:
+            source.delete(key)
+    if what == "another run":
+        another_run(source)
+    expected: type[PatchstoreError]
+    expected = {"emptied": VersionNotFound, "set back": StoreReplaced, "another run": RunExists}[what]
+    with pytest.raises(expected):
+        replicated(source, target)
+    assert objects(target) == before
+
+
+def test_a_source_that_is_emptied_and_begun_anew_meanwhile_is_noticed(source, target) -> None:
+    replicator = Replicator(source, target)
+    replicator.open()
+    copied = replicator.versions()
+    next(copied)
+    copied.close()
+    for key in list(source.list()):
+        source.delete(key)
+    assert list(replicator.versions()) == []
+    with pytest.raises(StoreReplaced, match="lacks version 0"):
+        replicator.check_source()
+    with Publisher(source, {"w": torch.zeros(3)}) as publisher:
+        for step in range(2):
+            publisher.publish_patch(step).result()
+    with pytest.raises(StoreReplaced, match="is of run"):
+        list(replicator.versions())
+    assert history.head(target).version == 0
+
+
+def test_a_gap_in_the_source_is_no_end(source, target) -> None:
+    source.delete(layout.manifest_key(3))
+    with pytest.raises(CorruptObject, match="versions were removed"):
+        replicated(source, target)
+    assert history.head(target).version == 2
+
+
+def test_a_hint_that_comes_before_its_version_is_seen_is_no_gap(source, target) -> None:
+    replicator = Replicator(source, target)
+    replicator.open()
+    copied = replicator.versions()
+    next(copied)
+    copied.close()
+    # head.json of the source names version 5, and the next slot, 1, is there.
+    replicator.check_source()
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b"", CorruptObject),
+        (b"[]", CorruptObject),
+        (b"{}", CorruptObject),
+        (b"x" * 200_000, CorruptObject),
+        (b'{"format_version": 2}', UnsupportedFormat),
+        (b'{"format_version": 1, "run_id": 5, "source": "x", "created_at": "y"}', CorruptObject),
+    ],
+)
+def test_a_mark_that_cannot_be_understood_is_refused_by_all(source, target, data: bytes, error) -> None:
+    replicated(source, target)
+    target.put(layout.REPLICA, data)
+    with pytest.raises(error, match=r"replica\.json"):
+        replicated(source, target)
+    with pytest.raises(error, match=r"replica\.json"):
+        Publisher(target, {"w": torch.zeros(3)}, resume=True)
+    with pytest.raises(error, match=r"replica\.json"):
+        replica_mark.promote(target, NOW)
+
+
+def test_a_mark_is_read_as_it_was_written() -> None:
+    mark = replica_mark.ReplicaMark(run_id="r", source="s3://a/b", created_at=NOW)
+    for each in (mark, replace(mark, promoted_at=NOW)):
+        assert replica_mark.from_json(replica_mark.to_json(each)) == each
+    assert manifest_json.MAX_HINT_BYTES
