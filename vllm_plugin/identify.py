@@ -13,7 +13,7 @@ import torch
 
 from patchstore.errors import CorruptObject, StateMismatch, VersionNotFound
 from patchstore.format import history, lineage, planning
-from patchstore.format.records import Manifest, Payload, Schema, TensorSpec
+from patchstore.format.records import REQUEST_BYTES, Manifest, Payload, Schema, TensorSpec
 from patchstore.format.state_sums import state_total
 from patchstore.payloads import tensor_file
 from patchstore.read import host_cache
@@ -24,6 +24,8 @@ from patchstore.support import host
 from patchstore.tensors.bits import spec_of
 from patchstore.tensors.state_digest import Sums, of_tensor
 from vllm_plugin.mapping import SumsArray
+
+_MANIFESTS_AT_LEAST = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,8 @@ def _worth_knowing(store: Store, anchor_bytes: int) -> Generator[Manifest, None,
     head = history.head(store)
     if head is None:
         return
-    spent, anchor = 0, None
+    # Small models: a few more manifests cost less than any anchor with the requests around it.
+    spent, anchor, limit = 0, None, anchor_bytes + _MANIFESTS_AT_LEAST * 2 * REQUEST_BYTES
     with closing(history.ancestry(store, head.version)) as versions, suppress(VersionNotFound):
         for manifest in versions:
             yield manifest
@@ -80,7 +83,7 @@ def _worth_knowing(store: Store, anchor_bytes: int) -> Generator[Manifest, None,
             if manifest.delta is None:
                 return
             spent += planning.delta_cost(manifest)
-            if spent > (anchor_bytes if anchor is None else anchor):
+            if spent > (limit if anchor is None else anchor):
                 return
 
 
