@@ -17,6 +17,7 @@ from patchstore.kernels import are_usable
 from vllm_plugin.arguments import keywords
 from vllm_plugin.mapping import StagedSums
 from vllm_plugin.opening import Opening
+from vllm_plugin.permission import required_keys
 from vllm_plugin.post_load import Derived
 from vllm_plugin.prefixes import NOT_LOADED, UPDATE_KEY
 from vllm_plugin.rank_engine import InitInfo, RankEngine, UpdateInfo
@@ -44,11 +45,14 @@ class DeltaWeightTransferEngine(RankEngine):
         """Take over a model that has just been loaded.
 
         Raises:
-            UsageError: its weights do not have the layout in which they are loaded.
+            UsageError: its weights do not have the layout in which they are loaded, or the keys that the
+                server was started to require cannot be read.
         """
         super().__init__(config, vllm_config, device, model)
         self._serving = Serving(vllm_config, model)
         self._serving.check_layout([model])
+        self.required = required_keys()
+        """Of this server, as it was started; None if it takes unsigned versions."""
         self.live = self._live([model])
         self.updater: Updater | None = None
         """None before the first `init_transfer_engine`."""
@@ -144,7 +148,9 @@ class DeltaWeightTransferEngine(RankEngine):
         folder = Path(self.model_config.model)
         is_loaded = self.vllm_config.load_config.load_format in {"auto", "hf", "safetensors"}
         is_checkpoint = self._is_as_started and is_loaded and folder.is_dir()
-        return Opening(given, self._together, self._models_live, folder if is_checkpoint else None)
+        return Opening(
+            given, self._together, self._models_live, folder if is_checkpoint else None, self.required
+        )
 
     def _models_live(self) -> LiveWeights:
         """Check that a store can be opened here, and return the weights that will follow it."""

@@ -58,7 +58,8 @@ class DeltaWorkerExtension:
 
         Keys: `rank`, `release` (of patchstore), `vllm`, `initialised`, `asleep`, `draft` (None without a
         speculative draft model, `followed` if it is updated together with the model, `separate` if its
-        checkpoint is another, so that it stays as it is), `store`, `run_id`, `held` (version or None),
+        checkpoint is another, so that it stays as it is), `required_keys` (names of the public keys that it
+        was started to require, in the order of the alphabet), `store`, `run_id`, `held` (version or None),
         `parent`, `step` and `state_digest` (of the held version), `staged` (version or None), `update_open`,
         `switch` (see `delta_switch`), `half_applied`, `last_error` (None, or `rank`, `kind`, `message`),
         `timings` (seconds, of the last update), `staging_bytes` (of the device's memory, that staging took at
@@ -77,6 +78,7 @@ class DeltaWorkerExtension:
             "initialised": engine.is_open,
             "asleep": engine.is_asleep,
             "draft": engine.draft,
+            "required_keys": [] if engine.required is None else engine.required.names,
             "store": None if updater is None else updater.store.url,
             "run_id": None if updater is None else updater.header.run_id,
             "serving": None if held is None else held.version,

@@ -17,6 +17,7 @@ from patchstore.format.records import REQUEST_BYTES, Manifest, Payload, Schema, 
 from patchstore.format.state_sums import state_total
 from patchstore.payloads import tensor_file
 from patchstore.read import host_cache
+from patchstore.read.anchors import open_anchor
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
 from patchstore.stores.base import Store
@@ -88,12 +89,27 @@ def _worth_knowing(store: Store, anchor_bytes: int) -> Generator[Manifest, None,
 
 
 def read_contents(
-    store: Store, schema: Schema, version: int, names: Iterable[str], cache: HostCache
+    store: Store,
+    schema: Schema,
+    version: int,
+    names: Iterable[str],
+    cache: HostCache,
+    check: history.Check | None = None,
 ) -> Contents:
-    """Read a version's manifest and digest sums, and some of its tensors. Raises as `read_tensors`."""
-    manifest = history.read_manifest(store, version)
+    """Read a version's manifest and digest sums, and some of its tensors.
+
+    Args:
+        check: raises if the version must not be used. With it every byte that is used is verified by a
+            digest that the manifest, or one of its ancestors, names; so whole payloads are read.
+
+    Raises:
+        As `read_tensors`, and as `check`.
+    """
+    manifest, data = history.read_stored(store, version)
+    if check is not None:
+        check(manifest, data)
     recorded = host_cache.cached_sums(store, schema, manifest, cache)
-    found = read_tensors(store, schema, version, names, recorded, cache)
+    found = read_tensors(store, schema, manifest, names, recorded, cache, check)
     return Contents(manifest=manifest, recorded=recorded, tensors=found)
 
 
@@ -105,15 +121,17 @@ def sums_array(schema: Schema, sums: Mapping[str, Sums]) -> SumsArray:
 def read_tensors(
     store: Store,
     schema: Schema,
-    version: int,
+    target: Manifest,
     names: Iterable[str],
     recorded: Mapping[str, Sums],
     cache: HostCache,
+    check: history.Check | None = None,
 ) -> dict[str, torch.Tensor]:
     """Rebuild some tensors of a version, reading no more of its anchor than they need.
 
     Args:
-        recorded: the version's digest sums.
+        recorded: the version's digest sums. They reveal damage, and not what somebody forged.
+        check: see `read_contents`.
 
     Raises:
         VersionNotFound, WrongParent: the store has no way to that version.
@@ -123,14 +141,20 @@ def read_tensors(
     wanted = {name: specs[name] for name in names}
     if not wanted:
         return {}
-    route = lineage.read(store, version).plan()
+    route = lineage.read(store, target.version, check=check).plan()
     assert route.anchor is not None
-    found = dict(_of_anchor(store, route.anchor, wanted))
+    if check is None:
+        found = dict(_of_anchor(store, route.anchor, wanted))
+    else:
+        with open_anchor(store, route.anchor, specs, cache) as anchor:
+            found = {name: anchor[name].clone() for name in wanted}
     with open_deltas(store, route.deltas, specs, None, cache) as deltas:
         deltas.apply((wanted[name], found[name]) for name in wanted.keys() & deltas.names)
     for name in wanted:
         if name not in found or of_tensor(found[name]) != recorded[name]:
-            raise StateMismatch(f"{name!r} as rebuilt from the store is not what version {version} has")
+            raise StateMismatch(
+                f"{name!r} as rebuilt from the store is not what version {target.version} has"
+            )
     return found
 
 

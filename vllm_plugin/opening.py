@@ -13,12 +13,14 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from patchstore.errors import UsageError
 from patchstore.read.host_cache import MAX_BYTES, HostCache
+from patchstore.signing.required import RequiredKeys
 from patchstore.stores import open_store
 from vllm_plugin.arguments import keywords
 from vllm_plugin.identify import Contents, read_folder
 from vllm_plugin.mapping import RankSlices, SliceSums
-from vllm_plugin.permission import check_scratch, check_store, unquoted
+from vllm_plugin.permission import KEYS, check_scratch, check_store, unquoted
 from vllm_plugin.ranks import Failure, RanksFailed
 from vllm_plugin.trace import Trace
 from vllm_plugin.update import Updater, use_device
@@ -45,6 +47,7 @@ class Opening:
         together: Together,
         prepare: Callable[[], LiveWeights],
         folder: Path | None,
+        required: RequiredKeys | None = None,
     ) -> None:
         """Begin with nothing.
 
@@ -52,6 +55,7 @@ class Opening:
             given: as `DeltaWeightTransferEngine.init_transfer_engine` describes, unchecked.
             prepare: checks that the server can be updated, and returns its weights.
             folder: the checkpoint that the weights were loaded from; None if they are no longer those.
+            required: the keys that this rank requires; None for none.
         """
         self.given = given
         self.failures: list[Failure] = []
@@ -61,6 +65,7 @@ class Opening:
         self._together = together
         self._prepare = prepare
         self._folder = folder
+        self._required = required
         self._traced: Trace
         self._contents: Contents | None = None
         self._steps = self._run()
@@ -115,7 +120,8 @@ class Opening:
 
     def _run(self) -> Generator[Callable[[], Any], list[Any] | None, None]:
         """Yield each step that may have to wait, and be sent its results in all ranks."""
-        self._together(self._begin)
+        required = self._together(self._begin)
+        self._together(lambda: _check_same_keys(required))
         yield self._open
         shares = self._together(self._share)
         slice_sums = yield lambda: self._survey(shares)
@@ -125,10 +131,17 @@ class Opening:
         version = found[0]
         yield lambda: self._read(version)
 
-    def _begin(self) -> None:
+    def _begin(self) -> list[str] | None:
+        """Check what was given; return the names of the keys that this rank requires."""
         keywords("init_info", self.given, _TYPES, required={"store"})
         self.live = self._prepare()
         check_store(self.given["store"], self.given.get("storage_options", {}))
+        if self._required is not None and self.given.get("partial"):
+            raise UsageError(
+                "this server requires signatures, which cover whole payloads: leave out partial, which reads "
+                "parts of them"
+            )
+        return None if self._required is None else self._required.names
 
     def _open(self) -> None:
         url, folder = self.given["store"], self.given.get("scratch")
@@ -139,7 +152,11 @@ class Opening:
         try:
             with unquoted(url):
                 self.updater = Updater(
-                    store, self._weights(), cache, is_partial=self.given.get("partial", False)
+                    store,
+                    self._weights(),
+                    cache,
+                    is_partial=self.given.get("partial", False),
+                    required=self._required,
                 )
         except BaseException:
             store.close()
@@ -175,3 +192,16 @@ class Opening:
                 1, "patchstore-open", initializer=use_device, initargs=(self._weights().device,)
             )
         return self._thread.submit(step)
+
+
+def _check_same_keys(required: Sequence[list[str] | None]) -> None:
+    """Refuse to serve from ranks of which some would take what others refuse.
+
+    Raises:
+        UsageError: the ranks were started with different keys.
+    """
+    if any(each != required[0] for each in required):
+        raise UsageError(
+            f"the ranks of this server require different keys: {required}. Set {KEYS} to the same keys "
+            "everywhere, and give all hosts the same files"
+        )

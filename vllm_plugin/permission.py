@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from patchstore.errors import DataError, UsageError
+from patchstore.signing.required import RequiredKeys
 
 STORES = "PATCHSTORE_ALLOWED_STORES"
 """Environment variable: URLs and folders, with commas between. Only what is there or below may be opened."""
@@ -20,6 +21,8 @@ ENDPOINTS = "PATCHSTORE_ALLOWED_ENDPOINTS"
 """Environment variable: further URLs that this server's own credentials may be sent to."""
 SCRATCH = "PATCHSTORE_ALLOWED_SCRATCH"
 """Environment variable: folders below which a request may have temporary files."""
+KEYS = "PATCHSTORE_REQUIRED_KEYS"
+"""Environment variable: PEM files with public keys. Only versions that one of them has signed are applied."""
 
 _OWN_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "HF_ENDPOINT")
 """Environment variables that say where this server's credentials belong."""
@@ -53,6 +56,26 @@ def check_store(url: str, options: Mapping[str, Any]) -> None:
                 "an endpoint was given without credentials, and this server does not send its own there: "
                 f"give them with it, or set {ENDPOINTS} to the endpoint where the server is started"
             )
+
+
+def required_keys() -> RequiredKeys | None:
+    """Read the keys that this server requires, when it starts; None if the operator named none.
+
+    No request can change them.
+
+    Raises:
+        UsageError: the variable is set, and names no key, or a file that is none. The server must not start:
+            it would serve versions that no one signed.
+    """
+    if os.environ.get(KEYS) is None:
+        return None
+    paths = _listed(KEYS)
+    if not paths:
+        raise UsageError(f"{KEYS} is set but names no key: name PEM files with public keys, or unset it")
+    try:
+        return RequiredKeys.of(paths)
+    except UsageError as exc:
+        raise UsageError(f"{KEYS}: {exc}") from exc
 
 
 def check_scratch(folder: Path) -> None:

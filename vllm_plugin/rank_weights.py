@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from patchstore.errors import HalfApplied, HostError, SchemaMismatch, StateMismatch, UsageError
+from patchstore.format import history
 from patchstore.format.records import Manifest, Plan, Schema
 from patchstore.read import host_cache
 from patchstore.read.anchors import open_anchor
@@ -77,18 +78,20 @@ class RankWeights:
         background: Executor,
         *,
         is_partial: bool,
+        check: history.Check | None = None,
     ) -> None:
         """Take over weights of which no version is known.
 
         Args:
             background: removes files, which takes longer than writing weights does.
             is_partial: whether to read only what this rank needs of coded deltas.
+            check: see `identify.read_contents`.
         """
         self.live = live
         self.is_map_proved = False
         """The map agreed, in every element that is copied, with weights that vLLM's own loader had loaded."""
         self._store, self._schema, self._cache = store, schema, cache
-        self._background, self._is_partial = background, is_partial
+        self._background, self._is_partial, self._check = background, is_partial, check
         self._recorded: SumsArray | None = None
         """The held version's digest sums, as the store has them."""
         self._mirror: dict[str, torch.Tensor] = {}
@@ -199,7 +202,9 @@ class RankWeights:
             opened = partial(open_deltas, self._store, plan.deltas, specs, None, self._cache, needs)
             deltas = leases.enter_context(opened())
             if plan.anchor is None and plan.held is not None and (more := self.live.cut_by(deltas)):
-                found = read_contents(self._store, self._schema, plan.held, more, self._cache).tensors
+                found = read_contents(
+                    self._store, self._schema, plan.held, more, self._cache, self._check
+                ).tensors
                 self._mirror = {**self._mirror, **found}
                 self.live.cut |= more
                 deltas = leases.enter_context(opened())

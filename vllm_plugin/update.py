@@ -4,6 +4,7 @@ The engine calls the same steps in all ranks, and gathers between them what the 
 without waiting for another rank.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 
 from patchstore.apply.update import Update
-from patchstore.errors import StateMismatch, UsageError, VersionNotFound
+from patchstore.errors import StateMismatch, Unsigned, UsageError, VersionNotFound, WrongSignature
 from patchstore.format import history
 from patchstore.format.records import Schema
 from patchstore.read.host_cache import HostCache
+from patchstore.signing.required import RequiredKeys, checks
 from patchstore.stores.base import Store
 from patchstore.support import host
 from vllm_plugin.identify import Contents, find_version, read_contents, sums_array
@@ -25,6 +27,8 @@ from vllm_plugin.mapping import RankSlices, SliceSums, StagedSums, WeightMap
 from vllm_plugin.rank_weights import RankWeights, Staged
 from vllm_plugin.trace import Trace
 from vllm_plugin.weights import LiveWeights
+
+logger = logging.getLogger(__name__)
 
 
 class Updater(Update[Staged]):
@@ -35,12 +39,19 @@ class Updater(Update[Staged]):
     """
 
     def __init__(
-        self, store: Store, live: LiveWeights, cache: HostCache, *, is_partial: bool = False
+        self,
+        store: Store,
+        live: LiveWeights,
+        cache: HostCache,
+        *,
+        is_partial: bool = False,
+        required: RequiredKeys | None = None,
     ) -> None:
         """Open a run.
 
         Args:
             is_partial: whether to read only what this rank needs of coded deltas.
+            required: keys, one of which must have signed each version that is used.
 
         Raises:
             VersionNotFound: the store holds no run.
@@ -54,8 +65,16 @@ class Updater(Update[Staged]):
         self._background = ThreadPoolExecutor(
             1, thread_name_prefix="patchstore-prefetch", initializer=use_device, initargs=(live.device,)
         )
-        self.weights = RankWeights(store, header.schema, live, cache, self._background, is_partial=is_partial)
-        super().__init__(store, header, self.weights, reopen="open the store again")
+        self.weights = RankWeights(
+            store,
+            header.schema,
+            live,
+            cache,
+            self._background,
+            is_partial=is_partial,
+            check=checks(required, store, header),
+        )
+        super().__init__(store, header, self.weights, reopen="open the store again", required=required)
         self._live = live
         self._cache = cache
         self._ahead: tuple[int, Future[Staged]] | None = None
@@ -117,7 +136,7 @@ class Updater(Update[Staged]):
         return find_version(self.store, self.schema, sums, self._cache)
 
     def read(self, version: int | None) -> Contents | None:
-        """Read what `adopt` needs of a version; None if the version is.
+        """Read what `adopt` needs of a version; None if the version is, or no required key has signed it.
 
         Raises:
             SchemaMismatch: the version has two tensors where this server has one.
@@ -125,7 +144,11 @@ class Updater(Update[Staged]):
         if version is None:
             return None
         wanted = self.map.computed | self.map.partial | self._live.cut
-        contents = read_contents(self.store, self.schema, version, wanted, self._cache)
+        try:
+            contents = read_contents(self.store, self.schema, version, wanted, self._cache, self.check_signed)
+        except (Unsigned, WrongSignature) as exc:
+            logger.warning("these are the weights of version %d, which is not used: %s", version, exc)
+            return None
         self.weights.check_dropped(contents.manifest, sums_array(self.schema, contents.recorded))
         return contents
 

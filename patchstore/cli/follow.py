@@ -5,10 +5,11 @@ from typing import Annotated
 
 import typer
 
-from patchstore.cli.options import Json, StorageOption, StoreUrl, parsed
+from patchstore.cli.options import Json, RequireSignature, StorageOption, StoreUrl, parsed
 from patchstore.cli.stores import open_with, version_named
 from patchstore.cli.watching import LogOption, MaxPollInterval, UnhealthyAfter, set_up_log, shown
 from patchstore.serve.settings import DEFAULTS, PauseMode, PrefixCache, Settings
+from patchstore.signing.required import RequiredKeys
 
 
 def follow(
@@ -33,6 +34,7 @@ def follow(
         PauseMode,
         typer.Option(help="During the write keep, wait for or abort running requests; or do not pause."),
     ] = DEFAULTS.pause_mode,
+    require_signature: RequireSignature = None,
     prefix_cache: Annotated[
         PrefixCache,
         typer.Option(help="Which requests reuse keys and values that older weights computed."),
@@ -67,6 +69,7 @@ def follow(
     settings = Settings(
         servers=server or [],
         servers_file=servers_file,
+        required_keys=RequiredKeys.of(require_signature or None),
         storage_options=parsed(option),
         at=version_named(bucket, at),
         pin_file=pin_file,

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from patchstore.cli import output
-from patchstore.cli.options import Json, StorageOption, StoreUrl
+from patchstore.cli.options import Json, RequireSignature, StorageOption, StoreUrl
 from patchstore.cli.stores import header, open_with
 from patchstore.cli.watching import (
     KeepFollowing,
@@ -17,6 +17,7 @@ from patchstore.cli.watching import (
     set_up_log,
     shown,
 )
+from patchstore.signing.required import RequiredKeys
 
 
 def mirror(
@@ -51,6 +52,7 @@ def mirror(
             min=0, help="Older versions whose folders are kept; by default 1, or 0 with --then or --post."
         ),
     ] = None,
+    require_signature: RequireSignature = None,
     listen: Listen = None,
     unhealthy_after: UnhealthyAfter = 60.0,
     max_poll_interval: MaxPollInterval = 2.0,
@@ -70,6 +72,7 @@ def mirror(
     set_up_log(log_format, progress.__name__)
     consumers: list[Consumer] = [Command(each, timeout_s=timeout) for each in then or ()]
     consumers += [Post(each, body=post_body or BODY, timeout_s=timeout) for each in post or ()]
+    required = RequiredKeys.of(require_signature or None)
     bucket = open_with(store, option)
     # Imports torch, which takes seconds: after the checks of what was asked for.
     from patchstore.mirror import service
@@ -82,6 +85,7 @@ def mirror(
             at=version,
             keep=keep,
             consumers=consumers,
+            required=required,
             listen=listen,
             unhealthy_after_s=unhealthy_after,
             max_poll_interval_s=max_poll_interval,
@@ -89,7 +93,13 @@ def mirror(
     else:
         header(bucket)
         events = service.mirror(
-            bucket, folder, at=version, keep=keep, consumers=consumers, stop=threading.Event()
+            bucket,
+            folder,
+            at=version,
+            keep=keep,
+            consumers=consumers,
+            stop=threading.Event(),
+            required=required,
         )
     num_events = sum(1 for _ in shown(events, log_format, as_json=as_json))
     if not follow and not num_events and not as_json:

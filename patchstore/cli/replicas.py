@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from patchstore.cli import output
-from patchstore.cli.options import Json, StorageOption, parsed
+from patchstore.cli.options import Json, RequireSignature, StorageOption, parsed
 from patchstore.cli.stores import open_with
 from patchstore.cli.watching import (
     KeepFollowing,
@@ -18,6 +18,7 @@ from patchstore.cli.watching import (
     set_up_log,
     shown,
 )
+from patchstore.signing.required import RequiredKeys
 from patchstore.stores import open_store
 
 
@@ -34,6 +35,7 @@ def replicate(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="The same of TARGET."),
     ] = None,
+    require_signature: RequireSignature = None,
     listen: Listen = None,
     unhealthy_after: UnhealthyAfter = 60.0,
     max_poll_interval: MaxPollInterval = 2.0,
@@ -48,6 +50,7 @@ def replicate(
     if listen is not None and not follow:
         raise typer.BadParameter("--listen is of use only with --follow")
     set_up_log(log_format, progress.__name__)
+    required = RequiredKeys.of(require_signature or None)
     theirs, ours = open_store(source, **parsed(source_option)), open_store(target, **parsed(target_option))
     # Without --follow Ctrl-C and SIGTERM end the command at once, as they end any other.
     stop = stop_on_signals() if follow else threading.Event()
@@ -56,12 +59,13 @@ def replicate(
             theirs,
             ours,
             stop,
+            required=required,
             listen=listen,
             unhealthy_after_s=unhealthy_after,
             max_poll_interval_s=max_poll_interval,
         )
         if follow
-        else service.replicate(theirs, ours, stop)
+        else service.replicate(theirs, ours, stop, required=required)
     )
     num_versions, num_bytes = 0, 0
     for event in shown(events, log_format, as_json=as_json):

@@ -27,6 +27,7 @@ from patchstore.read import download
 from patchstore.read.deltas import Deltas, open_deltas
 from patchstore.read.replay import replay
 from patchstore.read.unfinished import flush, unfinished
+from patchstore.signing.required import RequiredKeys, checks
 from patchstore.stores.base import Store
 from patchstore.support import host
 from patchstore.tensors import state_digest
@@ -53,13 +54,21 @@ _SLACK = 64
 """Spaces that a new header gets, so that it can be replaced by one with longer numbers."""
 
 
-def verify(store: Store, header: StoreHeader, manifest: Manifest, folder: Path) -> None:
+def verify(
+    store: Store,
+    header: StoreHeader,
+    manifest: Manifest,
+    folder: Path,
+    required: RequiredKeys | None = None,
+) -> None:
     """Check that a folder has a version's weights, and the files of its anchor beside them. Reads all of it.
 
     Raises:
+        Unsigned, WrongSignature: keys are required, and none has signed the version.
         CorruptObject, StateMismatch: it has not.
         WrongParent, VersionNotFound: the version cannot be reached from an anchor.
     """
+    route = lineage.read(store, manifest.version, check=checks(required, store, header)).plan()
     sums: dict[str, Sums] = {}
     places: dict[str, str] = {}
     for path in weight_files(folder):
@@ -74,7 +83,6 @@ def verify(store: Store, header: StoreHeader, manifest: Manifest, folder: Path) 
     if sums.keys() != header.schema.by_name().keys():
         raise CorruptObject(f"{folder} does not have each tensor of the run")
     state_digest.check_state(store, header.schema, sums, manifest)
-    route = lineage.read(store, manifest.version).plan()
     assert route.anchor is not None and route.anchor.anchor is not None
     _check_others(folder, route.anchor.anchor.files, places)
 
@@ -103,13 +111,13 @@ def _name(payload: Payload) -> str:
     return payload.key.rpartition("/")[2]
 
 
-def rebuild(store: Store, version: int, out: Path) -> None:
+def rebuild(store: Store, version: int, out: Path, required: RequiredKeys | None = None) -> None:
     """Write the folder of a version from its nearest anchor; see `replay`.
 
     Raises:
         As `replay`.
     """
-    replay(store, version, out=out)
+    replay(store, version, out=out, required_keys=required)
     _protect(out)
 
 

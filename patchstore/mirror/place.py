@@ -14,7 +14,7 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Record:
     """The store's URL, for people."""
     told: str | None = None
     """The name of the folder that all consumers have accepted last."""
+    signed: bool = False
+    """Each folder was made of a version that a required key had signed."""
 
 
 class Place:
@@ -125,14 +127,28 @@ class Place:
         for each in self.path.glob(f".{LINK}.*"):
             each.unlink(missing_ok=True)
 
-    def begin(self, run_id: str, store: str) -> None:
+    def check_signed(self, *, is_signed: bool) -> None:
+        """Check that all folders here were made with required keys, or all without.
+
+        Raises:
+            UsageError: they were made otherwise than this process would make them.
+        """
+        if self.record is None or self.record.signed == is_signed:
+            return
+        raise UsageError(
+            f"{self.path} was begun without --require-signature, so what it has may be forged; name another"
+            if is_signed
+            else f"{self.path} was begun with --require-signature: name the public keys, or another folder"
+        )
+
+    def begin(self, run_id: str, store: str, *, is_signed: bool = False) -> None:
         """Take note of the run that is mirrored here.
 
         Raises:
             StoreReplaced: it is another one than before.
         """
         if self.record is None:
-            self._write(Record(run_id=run_id, store=store))
+            self._write(Record(run_id=run_id, store=store, signed=is_signed))
         elif self.record.run_id != run_id:
             raise StoreReplaced(
                 f"{self.path} mirrors run {self.record.run_id} (from {self.record.store}), but {store} holds "
@@ -142,7 +158,7 @@ class Place:
     def tell(self, folder: Path) -> None:
         """Take note of the folder that all consumers have accepted."""
         assert self.record is not None
-        self._write(Record(run_id=self.record.run_id, store=self.record.store, told=folder.name))
+        self._write(replace(self.record, told=folder.name))
 
     def _folders(self) -> list[Path]:
         return [each for each in self.path.iterdir() if _NAME.fullmatch(each.name) and each.is_dir()]
@@ -156,7 +172,9 @@ class Place:
                 raise TypeError("run_id and store must be texts")
             if not isinstance(told, str | None):
                 raise TypeError("told must be a text")
-            return Record(run_id=found["run_id"], store=found["store"], told=told)
+            if not isinstance(signed := found.get("signed", False), bool):
+                raise TypeError("signed must be true or false")
+            return Record(run_id=found["run_id"], store=found["store"], told=told, signed=signed)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as exc:

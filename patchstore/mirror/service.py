@@ -15,6 +15,7 @@ from patchstore.mirror.consumers import Consumer, Stopped
 from patchstore.mirror.place import LINK, Place, Stat, stats, version_of
 from patchstore.serve.desired import DesiredVersion, HeadWatcher
 from patchstore.serve.progress import Event, Progress
+from patchstore.signing.required import RequiredKeys, checks
 from patchstore.stores.base import Store
 from patchstore.support import host
 from patchstore.support.arguments import local_path
@@ -37,6 +38,7 @@ class Mirror:
         keep: int | None = None,
         consumers: Sequence[Consumer] = (),
         stop: threading.Event | None = None,
+        required: RequiredKeys | None = None,
     ) -> None:
         """Prepare; nothing is read yet.
 
@@ -46,12 +48,18 @@ class Mirror:
                 until the next version to be read. The folder that consumers accepted last is always kept.
             consumers: are told of each version, one after the other, until all have accepted it.
             stop: ends the wait for a consumer.
+            required: keys, one of which must have signed each version that is mirrored.
+
+        Raises:
+            UsageError: the folder was begun with required keys and there are none now, or the reverse.
         """
+        place.check_signed(is_signed=required is not None)
         self.version: int | None = None
         """What the link leads to, once it was verified."""
         self._store, self._place, self._consumers = store, place, consumers
         self._keep = keep if keep is not None else 0 if consumers else 1
-        self._desired = DesiredVersion(HeadWatcher(store), at=at)
+        self._required = required
+        self._desired = DesiredVersion(HeadWatcher(store), at=at, required=required)
         self._stop = threading.Event() if stop is None else stop
         self._header: StoreHeader | None = None
         self._held: Manifest | None = None
@@ -65,6 +73,7 @@ class Mirror:
 
         Raises:
             VersionNotFound: the store lacks the wanted version.
+            Unsigned, WrongSignature: keys are required, and none has signed the wanted version.
             StoreReplaced: the store holds another run than the one that is mirrored.
             ConsumerFailed: a consumer did not accept the version; the link leads to it already.
             HostError: there is no space, or the system refuses something else. The link leads where it did.
@@ -75,7 +84,7 @@ class Mirror:
             yield Event(outcome="waiting")
             return
         header = self._run(wanted)
-        self._place.begin(header.run_id, self._store.url)
+        self._place.begin(header.run_id, self._store.url, is_signed=self._required is not None)
         if not self._is_known:
             self._look(header)
         if self._held is None or self._held.version != wanted.version:
@@ -118,7 +127,7 @@ class Mirror:
         try:
             manifest = history.read_manifest(self._store, version_of(folder))
             with host.asked(f"reading {folder}", kinds=(OSError,)):
-                build.verify(self._store, header, manifest, folder)
+                build.verify(self._store, header, manifest, folder, self._required)
         except (DataError, VersionNotFound, WrongParent) as exc:
             logger.warning("%s is not used: %s", folder, exc)
             return None
@@ -134,7 +143,8 @@ class Mirror:
         self._place.prune(max(0, self._keep - 1))
         out = self._place.free_name(wanted.version)
         held = self._held if self._is_untouched() else None
-        plan = lineage.read(self._store, wanted.version, None if held is None else held.version).plan()
+        check = checks(self._required, self._store, header)
+        plan = lineage.read(self._store, wanted.version, None if held is None else held.version, check).plan()
         if plan.anchor is None and held is not None and self._folder is not None:
             try:
                 build.patch(self._store, header, self._folder, held, plan.deltas, out)
@@ -142,8 +152,8 @@ class Mirror:
                 logger.warning("version %d is made from its anchor: %s", wanted.version, exc)
             else:
                 return out, plan.num_bytes
-            plan = lineage.read(self._store, wanted.version).plan()
-        build.rebuild(self._store, wanted.version, out)
+            plan = lineage.read(self._store, wanted.version, check=check).plan()
+        build.rebuild(self._store, wanted.version, out, self._required)
         return out, plan.num_bytes
 
     def _is_untouched(self) -> bool:
@@ -190,6 +200,7 @@ def mirror(
     keep: int | None = None,
     consumers: Sequence[Consumer] = (),
     stop: threading.Event | None = None,
+    required: RequiredKeys | None = None,
 ) -> Generator[Event]:
     """Bring a folder to a version, tell the consumers, and yield what was done; nothing if it was there.
 
@@ -198,7 +209,7 @@ def mirror(
         And as `Mirror.work`.
     """
     with closing(Place(local_path("folder", folder))) as place:
-        found = Mirror(store, place, at=at, keep=keep, consumers=consumers, stop=stop)
+        found = Mirror(store, place, at=at, keep=keep, consumers=consumers, stop=stop, required=required)
         for event in found.work():
             if event.outcome == "waiting":
                 raise VersionNotFound(f"{store.url} holds no version yet; publish one, or use --follow")
@@ -213,6 +224,7 @@ def follow(
     at: int | None = None,
     keep: int | None = None,
     consumers: Sequence[Consumer] = (),
+    required: RequiredKeys | None = None,
     listen: str | None = None,
     unhealthy_after_s: float = 60.0,
     min_poll_interval_s: float = 0.1,
@@ -234,7 +246,7 @@ def follow(
     """
     progress = Progress("mirror", store, unhealthy_after_s=unhealthy_after_s)
     with closing(Place(local_path("folder", folder))) as place:
-        found = Mirror(store, place, at=at, keep=keep, consumers=consumers, stop=stop)
+        found = Mirror(store, place, at=at, keep=keep, consumers=consumers, stop=stop, required=required)
 
         def work() -> Iterator[Event]:
             try:

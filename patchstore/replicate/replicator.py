@@ -32,6 +32,7 @@ from patchstore.format.replica_mark import ReplicaMark
 from patchstore.replicate.copying import copy
 from patchstore.serve.logs import utc
 from patchstore.signing import stored as signatures
+from patchstore.signing.required import RequiredKeys, checks
 from patchstore.stores.base import Store
 from patchstore.stores.probe import check_create_only
 
@@ -68,11 +69,19 @@ class _Coming:
 class Replicator:
     """Copies one run from a source to a target. Not for use from several threads at once."""
 
-    def __init__(self, source: Store, target: Store, *, stop: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        source: Store,
+        target: Store,
+        *,
+        stop: threading.Event | None = None,
+        required: RequiredKeys | None = None,
+    ) -> None:
         """Prepare; nothing is read or written yet.
 
         Args:
             stop: ends a call of `versions` soon after it is set, between two parts of a payload.
+            required: keys, one of which must have signed each version that is copied.
 
         Raises:
             UsageError: both are the same place.
@@ -83,6 +92,8 @@ class Replicator:
         self.newest: Manifest | None = None
         """The newest version that both have, as far as it is known."""
         self._stop = threading.Event() if stop is None else stop
+        self._required = required
+        self._check: history.Check | None = None
         self._run_id: str | None = None
         self._copies: dict[Payload, Future[int]] = {}
         self._lock = threading.Lock()
@@ -102,7 +113,8 @@ class Replicator:
         data = history.stored_header(self.source)
         if data is None:
             raise VersionNotFound(f"{self.source.url} holds no run, so there is nothing to replicate")
-        run_id = manifest_json.header_from_json(data).run_id
+        header = manifest_json.header_from_json(data)
+        run_id, self._check = header.run_id, checks(self._required, self.source, header)
         mark = replica_mark.read(self.target)
         if mark is None:
             mark = self._create_mark(run_id)
@@ -190,6 +202,8 @@ class Replicator:
             CorruptObject, UnsupportedFormat: a version of the source is wrong, or cannot be understood. It
                 and all after it were not copied.
             VersionRetired: a version of the source is retired, and its payloads are deleted.
+            Unsigned, WrongSignature: keys are required, and none has signed a version of the source. It and
+                all after it were not copied.
             VersionConflict: the target has another version of that number.
             UsageError: the target was promoted meanwhile.
             StoreUnavailable: a store did not answer, several times.
@@ -231,6 +245,8 @@ class Replicator:
     def copy_shortcuts(self) -> int:
         """Copy the shortcuts of versions that the target has; return how many. Costs a listing of each store.
 
+        None is copied if keys are required: no signature covers a shortcut.
+
         One that was removed from the source meanwhile, or cannot be understood, is left out: no reader needs
         it.
 
@@ -239,6 +255,8 @@ class Replicator:
             Stopped: the event `stop` was set.
         """
         num_copied = 0
+        if self._required is not None:
+            return num_copied
         for ends in sorted(
             shortcuts.listed(self.source) - shortcuts.listed(self.target), key=lambda each: each.version
         ):
@@ -273,6 +291,8 @@ class Replicator:
                 f"{self.source.url}: version {version} is of run {manifest.run_id}, not of {self._run_id}, "
                 f"which {self.target.url} is a replica of: the source was emptied and begun anew"
             )
+        if self._check is not None:
+            self._check(manifest, data)
         with self._lock:
             return _Coming(
                 data=data,

@@ -9,22 +9,25 @@ from patchstore.format import history
 from patchstore.replicate.copying import Stopped
 from patchstore.replicate.replicator import Replicator
 from patchstore.serve.progress import Event, Progress
+from patchstore.signing.required import RequiredKeys
 from patchstore.stores.base import Store
 
 _RECHECK_S = 30.0
 """After this time without a new version the source is checked: an emptied one seems to have nothing new."""
 
 
-def replicate(source: Store, target: Store, stop: threading.Event) -> Generator[Event]:
+def replicate(
+    source: Store, target: Store, stop: threading.Event, *, required: RequiredKeys | None = None
+) -> Generator[Event]:
     """Make the target equal to the source as it is now, and yield each version that is copied.
 
-    Ends early if `stop` is set. After any error, and after a kill, the target is a replica of the versions
-    that it has, and calling again continues.
+    With required keys only what one of them has signed is copied. Ends early if `stop` is set. After any
+    error, and after a kill, the target is a replica of the versions that it has, and calling again continues.
 
     Raises:
         As `Replicator.open` and `Replicator.versions`.
     """
-    replicator = Replicator(source, target, stop=stop)
+    replicator = Replicator(source, target, stop=stop, required=required)
     replicator.open()
     yield from _copied(replicator)
     if not stop.is_set():
@@ -39,6 +42,7 @@ def follow(
     target: Store,
     stop: threading.Event,
     *,
+    required: RequiredKeys | None = None,
     listen: str | None = None,
     unhealthy_after_s: float = 60.0,
     min_poll_interval_s: float = 0.1,
@@ -49,6 +53,7 @@ def follow(
     Failures are yielded too, and tried again.
 
     Args:
+        required: keys, one of which must have signed each version that is copied.
         listen: `[HOST:]PORT` for figures and health.
         unhealthy_after_s: how long failures may last before `/healthz` reports them.
         min_poll_interval_s: wait between two looks at the source after a version was copied; doubled by each
@@ -58,7 +63,7 @@ def follow(
     Raises:
         UsageError: both are the same place, or it cannot listen; nothing was done.
     """
-    replicator = Replicator(source, target, stop=stop)
+    replicator = Replicator(source, target, stop=stop, required=required)
     progress = Progress("replica", source, unhealthy_after_s=unhealthy_after_s)
     is_open, checked, looked = False, 0.0, 0.0
 

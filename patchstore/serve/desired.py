@@ -9,15 +9,18 @@ import os
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 
-from patchstore.errors import StoreReplaced, UsageError, VersionNotFound
+from patchstore.errors import StoreReplaced, Unsigned, UsageError, VersionNotFound, WrongSignature
 from patchstore.format import history, json_fields, kept, tags
 from patchstore.format.records import Manifest
 from patchstore.retention.lease import Lease
+from patchstore.signing.required import RequiredKeys
+from patchstore.signing.trust import Trust
 from patchstore.stores.base import Store
 
 _NUM_REMEMBERED = 10_000
@@ -117,21 +120,30 @@ class Pin:
 class DesiredVersion:
     """The version that servers should serve. `refresh` is for one thread, the rest for any."""
 
-    def __init__(self, watcher: HeadWatcher, *, at: int | None = None, pin_file: Path | None = None) -> None:
+    def __init__(
+        self,
+        watcher: HeadWatcher,
+        *,
+        at: int | None = None,
+        pin_file: Path | None = None,
+        required: RequiredKeys | None = None,
+    ) -> None:
         """Begin with the newest version, or with the last pin.
 
         Args:
             at: the version to pin servers to at first; a later pin, which `pin_file` keeps, outranks it.
             pin_file: stores the pin for the next process.
+            required: keys, one of which must have signed each version that servers should serve.
 
         Raises:
             UsageError: the file is invalid, or its folder is not writable.
         """
         self.watcher = watcher
+        self._trust = None if required is None else Trust(watcher.store, required)
         self._pin_file = pin_file
         self._lock = threading.Lock()
         self.head: Manifest | None = None
-        """The store's newest version, as seen last."""
+        """The store's newest version, as seen last; if keys are required, the newest one that was signed."""
         self._found: Manifest | None = None
         """Of the pinned version."""
         self._pin = Pin(version=at) if at is not None else None
@@ -157,11 +169,20 @@ class DesiredVersion:
             VersionNotFound: the store lacks the version that servers are pinned to.
             VersionRetired: that version was retired before this process held it.
             UsageError: that version is of a run that is no longer in the store.
+            Unsigned, WrongSignature: no required key has signed the version that servers should serve.
             StoreUnavailable, DataError: the store could not be read.
         """
-        self.head = head = self.watcher.refresh()
+        head = self.watcher.refresh()
         with self._lock:
             pin = self._pin
+        if pin is None or head is None or self._trust is None:
+            self._check(head)
+            self.head = head
+        else:
+            # Servers do not go to the newest version, so an unsigned one does not keep them from theirs.
+            with suppress(Unsigned, WrongSignature):
+                self._check(head)
+                self.head = head
         if self._lease is not None and (pin is None or self._lease.versions != (pin.version,)):
             self.close()
         if pin is None or head is None:
@@ -173,6 +194,7 @@ class DesiredVersion:
             )
         if self._found is None or (self._found.version, self._found.run_id) != (pin.version, head.run_id):
             found = history.read_manifest(self.watcher.store, pin.version)
+            self._check(found)
             kept.check(self.watcher.store, pin.version)
             self.close()
             self._lease = Lease(self.watcher.store, head.run_id, [pin.version]).__enter__()
@@ -181,6 +203,10 @@ class DesiredVersion:
                 if self._pin == pin:
                     self._pin = Pin(version=pin.version, run_id=head.run_id)
         return self._found
+
+    def _check(self, found: Manifest | None) -> None:
+        if found is not None and self._trust is not None:
+            self._trust.check(found)
 
     def close(self) -> None:
         """End the lease of the pinned version."""
@@ -197,6 +223,7 @@ class DesiredVersion:
         Raises:
             VersionNotFound: the store lacks it; nothing changed. So after all other errors.
             VersionRetired: the version is retired.
+            Unsigned, WrongSignature: no required key has signed it; nothing changed.
             UsageError: neither a number nor a name of a tag.
             StoreUnavailable, DataError: the store could not be read.
             OSError: the file could not be written.
@@ -204,6 +231,7 @@ class DesiredVersion:
         store = self.watcher.store
         number = tags.version_of(store, version)
         found = history.read_manifest(store, number)
+        self._check(found)
         kept.check(store, number)
         self._set(Pin(version=number, run_id=found.run_id))
         return number

@@ -107,6 +107,7 @@ class Reconciler:
         verify_every_s: float | None = DEFAULTS.verify_every_s,
         min_poll_interval_s: float = DEFAULTS.min_poll_interval_s,
         max_poll_interval_s: float = DEFAULTS.max_poll_interval_s,
+        is_signed: bool = False,
     ) -> None:
         """Prepare to follow; nothing is read yet.
 
@@ -120,11 +121,14 @@ class Reconciler:
             min_poll_interval_s: wait after a step that changed something; doubled by each step that did not,
                 or failed.
             max_poll_interval_s: the longest wait, also between attempts that fail.
+            is_signed: `desired` returns only versions that a required key has signed. A server that does not
+                require a key itself is refused: it reads the store again, and could be given other bytes.
         """
         self.store = store
         self.server = server
         self._desired = desired or HeadWatcher(store).refresh
         self._is_called = desired is not None
+        self._is_signed = is_signed
         self._storage_options = storage_options
         self._update_interval_s, self._verify_every_s = update_interval_s, verify_every_s
         self._min_poll_interval_s, self._max_poll_interval_s = min_poll_interval_s, max_poll_interval_s
@@ -189,6 +193,7 @@ class Reconciler:
                         "server was left as it is"
                     )
                 return StepResult(outcome="nothing", version=status.serving, before=status)
+            self._check_keys(status)
             self._check_alone(status, desired)
             if not self._is_open(status, desired):
                 return self._initialise(status, desired)
@@ -211,6 +216,13 @@ class Reconciler:
             return self._desired(), None
         except Exception as exc:  # noqa: BLE001  (the caller raises it after the server's status)
             return None, exc
+
+    def _check_keys(self, status: ServerStatus) -> None:
+        if self._is_signed and not status.required_keys:
+            raise UsageError(
+                f"{self.server.url} requires no signatures, so it would apply what no key has signed: start "
+                "it with PATCHSTORE_REQUIRED_KEYS in its environment, which names files with the public keys"
+            )
 
     def _check_alone(self, status: ServerStatus, desired: Manifest) -> None:
         """Report that another process drives this server too, once for each of its changes.

@@ -28,7 +28,9 @@ def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator
         ServerUnavailable: an update of a server did not end in time, so the server may be paused.
     """
     watcher = HeadWatcher(store)
-    desired = DesiredVersion(watcher, at=settings.at, pin_file=settings.pin_file)
+    desired = DesiredVersion(
+        watcher, at=settings.at, pin_file=settings.pin_file, required=settings.required_keys
+    )
     metrics = Metrics(watcher)
 
     def begin(url: str, target: Callable[[], Manifest | None], stop: threading.Event) -> Reconciler:
@@ -47,6 +49,7 @@ def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator
             verify_every_s=settings.verify_every_s,
             min_poll_interval_s=settings.min_poll_interval_s,
             max_poll_interval_s=settings.max_poll_interval_s,
+            is_signed=settings.required_keys is not None,
         )
 
     fleet = Fleet(

@@ -10,6 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from patchstore.signing.required import RequiredKeys
+
 
 class PauseMode(StrEnum):
     """What happens to running requests while a server's weights are written."""
@@ -45,6 +47,8 @@ class Settings:
     """URLs."""
     servers_file: Path | None = None
     """A file with one URL per line; see `Fleet`."""
+    required_keys: RequiredKeys | None = None
+    """Keys, one of which must have signed each version that servers are brought to; None for none."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     """Options that servers need to open the store."""
     at: int | None = None

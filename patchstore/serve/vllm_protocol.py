@@ -60,6 +60,8 @@ class ServerStatus:
     """Some rank serves parts of two versions."""
     last_error: str | None
     """`[kind] message` of the last call, where it failed."""
+    required_keys: tuple[str, ...] = ()
+    """Names of the public keys of which every rank requires a signature; empty if some rank requires none."""
     prefetched: int | None = None
     """The requested version that every rank has fetched and verified, or has failed to."""
     ranks: tuple[Mapping[str, Any], ...]
@@ -97,6 +99,7 @@ def fold(
         update_open=any(rank["update_open"] for rank in ranks),
         switch=agreed("switch"),
         half_applied=any(rank["half_applied"] for rank in ranks),
+        required_keys=tuple(agreed("required_keys") or ()),
         last_error=f"[{failed[0]['kind']}] {failed[0]['message']}" if failed else None,
         ranks=tuple(ranks),
     )

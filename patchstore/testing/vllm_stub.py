@@ -78,6 +78,8 @@ class StubServer:
             "model_config": {"quantization": None},
         }
         """How it was started, as far as clients ask."""
+        self.required_keys: list[str] = []
+        """The names of the keys that it was started to require."""
         self.num_ranks = 1
         self.has_plugin = True
         """The engine core answers the calls about prefixes."""
@@ -123,6 +125,7 @@ class StubServer:
         return {
             "rank": rank,
             "initialised": engine.initialised,
+            "required_keys": self.required_keys,
             "store": self.spelled or self.opened.get("store"),
             "run_id": engine.run_id if engine.initialised else None,
             "serving": self.held_by_rank.get(rank, engine.held),

@@ -14,14 +14,19 @@ import pytest
 import torch
 from trainer import Trainer
 
-from patchstore.errors import UsageError
+from patchstore.errors import CorruptObject, UsageError
+from patchstore.format import history
 from patchstore.read.host_cache import MAX_BYTES, HostCache
+from patchstore.signing import KeySigner, RequiredKeys, stored
+from patchstore.signing.required import checks
 from patchstore.stores import open_store
 from patchstore.stores.base import Store
 from patchstore.tensors.bits import bits
+from tests.support.keys import key_pair
 from vllm_plugin import opening, rank_engine
 from vllm_plugin.arguments import keywords
 from vllm_plugin.engine import DeltaWeightTransferEngine
+from vllm_plugin.identify import read_contents
 from vllm_plugin.post_load import Derived
 from vllm_plugin.rank_engine import InitInfo
 from vllm_plugin.update import Updater
@@ -72,7 +77,7 @@ def _engine(tmp_path, monkeypatch, trainer) -> DeltaWeightTransferEngine:
     traced = updater.trace()
     updater.follow(traced, [engine.live.share(traced)])
     engine.is_open, engine.update_open, engine._sleep_level, engine._is_as_started = True, False, None, True
-    engine._opening = engine.last_error = engine.switch = None
+    engine._opening = engine.last_error = engine.switch = engine.required = None
     engine.model_config = SimpleNamespace(model=str(tmp_path / "no checkpoint"))
     engine.vllm_config = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
     engine._serving = SimpleNamespace(
@@ -263,3 +268,104 @@ def test_values_that_may_be_secrets_are_not_repeated():
         with pytest.raises(UsageError) as caught:
             keywords("init_info", given, {"store": str, "storage_options": dict}, required={"store"})
         assert "hunter2" not in str(caught.value)
+
+
+# Servers that require signatures.
+
+
+@pytest.fixture
+def sign(trainer, tmp_path) -> Callable[..., None]:
+    """Sign versions of the trainer's with a key, which is made when it is first named."""
+    header = history.read_header(trainer.store)
+    signers: dict[str, KeySigner] = {}
+
+    def sign(*versions: int, key: str = "trainer") -> None:
+        if key not in signers:
+            signers[key] = KeySigner(key_pair(tmp_path, key)[0])
+        for version in versions:
+            stored.sign_version(trainer.store, signers[key], header, version)
+
+    sign()
+    return sign
+
+
+@pytest.fixture
+def requiring(engine, sign, tmp_path, monkeypatch) -> Iterator[Callable[..., None]]:
+    """Open the store with an engine that requires the trainer's key."""
+    engine.required = RequiredKeys.of(tmp_path / "trainer.pub")
+    worker = Worker(engine)
+    monkeypatch.setattr(rank_engine, "_workers", {worker})
+    url = engine.updater.store.url
+
+    def open_it(**given: object) -> None:
+        given = {"store": url, "scratch": str(tmp_path / "signed"), **given}
+        engine.init_transfer_engine(InitInfo(given=given))
+
+    return open_it
+
+
+def bits_of(engine) -> list[torch.Tensor]:
+    return [bits(each.data).clone() for each in engine.live._models[0].parameters()]
+
+
+def test_only_what_a_required_key_signed_is_applied(engine, requiring, sign):
+    sign(0)
+    requiring()
+    assert engine.updater.held.version == 0
+    before = bits_of(engine)
+    for key in ("other", "third"):
+        with pytest.raises(RuntimeError, match=r"\[unsigned\] version 1"):
+            update(engine, 1)
+        assert (engine.updater.held.version, engine.updater.staged, engine.update_open) == (0, None, False)
+        assert all(map(torch.equal, before, bits_of(engine)))
+        sign(1, key=key)
+    engine.prefetch(1)
+    with pytest.raises(RuntimeError, match=r"\[unsigned\]"):
+        update(engine, 1)
+    sign(1)
+    update(engine, 1)
+    assert engine.updater.held.version == 1
+    assert not all(map(torch.equal, before, bits_of(engine)))
+
+
+def test_weights_of_an_unsigned_version_are_held_as_no_version(engine, requiring, sign):
+    requiring()
+    assert engine.updater.held is None
+    sign(1)
+    update(engine, 1)
+    assert engine.updater.held.version == 1
+
+
+def test_a_request_cannot_switch_the_check_off(engine, requiring):
+    before = engine.updater
+    for given in ({"partial": True}, {"required_keys": []}, {"required": None}, {"store": "memory://none"}):
+        with pytest.raises(RuntimeError, match=r"\[(usage|version-not-found)\]"):
+            requiring(**given)
+        assert engine.updater is before
+    requiring()
+    with pytest.raises(RuntimeError, match=r"\[unsigned\]"):
+        update(engine, 1)
+
+
+def test_ranks_that_require_different_keys_open_no_store():
+    opening._check_same_keys([["a"], ["a"]])
+    opening._check_same_keys([None, None])
+    for one, other in ((["a"], None), (["a"], ["b"]), (None, ["a"])):
+        with pytest.raises(UsageError, match="different keys"):
+            opening._check_same_keys([one, other])
+
+
+def test_with_required_keys_the_whole_anchor_of_an_adopted_version_is_verified(trainer, sign, tmp_path):
+    sign(1)
+    store, header = trainer.store, history.read_header(trainer.store)
+    check = checks(RequiredKeys.of(tmp_path / "trainer.pub"), store, header)
+    cache = HostCache(tmp_path / "whole", max_bytes=0)
+    found = read_contents(store, header.schema, 1, ["a"], cache, check)
+    assert torch.equal(bits(found.tensors["a"]), bits(trainer.history[1]["a"]))
+    (payload,) = history.read_manifest(store, 0).anchor.payloads
+    data = store.get(payload.key)
+    # The last bytes are those of the other tensor, whose sums are not looked at.
+    store.put(payload.key, data[:-1] + bytes([data[-1] ^ 1]))
+    read_contents(store, header.schema, 1, ["a"], cache)
+    with pytest.raises(CorruptObject):
+        read_contents(store, header.schema, 1, ["a"], cache, check)
