@@ -19,7 +19,7 @@ LAYERS = {
     "patchstore.tensors": 3,
     "patchstore.encodings": 4,
     "patchstore.payloads": 5,
-    "patchstore.retention": 5,
+    "patchstore.retention": 6,
     "patchstore.read": 6,
     "patchstore.publish": 6,
     "patchstore.compact": 7,

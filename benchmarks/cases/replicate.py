@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.support.counting import CountingStore
 from patchstore import Publisher
-from patchstore.replicate.replicator import Replicator, named
+from patchstore.replicate.replicator import Replicator
 from patchstore.stores.base import Store
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import SlowStore
@@ -58,7 +58,7 @@ def _measured(source: Store, args: argparse.Namespace, latency_ms: float) -> dic
     needed = 0
     for _ in range(args.versions):
         found = next(copied).manifest
-        needed += sum(each.size for each in named(found))
+        needed += sum(each.size for each in found.objects)
     seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
     copied.close()
     counts = [len(each.calls) / args.versions for each in (theirs, ours)]

@@ -233,22 +233,25 @@ class Update(Generic[S]):
         try:
             return self._weights.stage(plan, once)
         except PayloadMissing as exc:
-            if once.was_entered or (around := self._plan_around(plan, exc)) is None:
-                raise
-            logger.warning("versions after %s were retired, so %s: %s", plan.held, around, exc)
+            around = None if once.was_entered else self._plan_around(plan, exc)
+            if around is None:
+                with kept.explained(self.store, version):
+                    raise
+            logger.warning("payloads after version %s were deleted, so %s: %s", plan.held, around, exc)
         return self._weights.stage(around, once)
 
     def _plan_around(self, plan: Plan, missed: PayloadMissing) -> Plan | None:
-        """Return a plan from the nearest anchor, if another one failed because it led over retired versions.
+        """Return a plan from the nearest anchor, if another one failed because it led over what was deleted.
 
         Raises:
             VersionRetired: the target itself is retired.
         """
         target = plan.target.version
         kept.check(self.store, target)
-        if not kept.is_of_retired(self.store, missed):
+        if not kept.is_given_up(self.store, missed):
             return None
-        around = replace(lineage.read(self.store, target, over_shortcuts=False).plan(), held=plan.held)
+        found = lineage.read(self.store, target, None, self.check_signed, over_rollups=False)
+        around = replace(found.plan(), held=plan.held)
         # Of another manifest it is not known whether it may be read, such as whether it is signed.
         return None if around == plan or around.target != plan.target else around
 

@@ -132,6 +132,10 @@ def collect(
     for count, what in (
         (found.num_waiting, "retired versions stay until their grace period has passed"),
         (found.num_leased, "retired versions stay, as a reader holds them"),
+        (
+            found.num_proved,
+            f"anchors that were added replace them, and {'were' if found.deleted else 'would be'} read first",
+        ),
         (found.num_noted, "attempts that no version names were seen for the first time; they may go later"),
     ):
         if count:

@@ -94,8 +94,8 @@ class Builder:
         self._versions = [segment.first, *segment.path]
         self._rollups = [
             _Rollup(begin=begin, end=end, write_id=new_write_id(), encoder=self._new_encoder())
-            for begin, end in segment.blocks()
-            if Ends(self._versions[end].version, self._versions[begin].version) not in found
+            for (begin, end), ends in zip(segment.blocks(), segment.rollups(), strict=True)
+            if ends not in found
         ]
         self._anchor_id = new_write_id()
         ends = {each.end for each in self._rollups} | {len(segment.path)}

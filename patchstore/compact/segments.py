@@ -45,6 +45,12 @@ class Segment:
             yield from ((end - length, end) for end in range(length, len(self.path) + 1, length))
             length *= 2
 
+    def rollups(self) -> Iterator[Ends]:
+        """Yield the same as shortcuts are named."""
+        versions = [self.first, *self.path]
+        for begin, end in self.blocks():
+            yield Ends(versions[end].version, versions[begin].version)
+
 
 def check_every(every: object) -> Every:
     """Return after how many deltas an anchor is due, as a user names it.

@@ -17,7 +17,7 @@ from typing import Any
 from patchstore.compact.build import Builder
 from patchstore.compact.segments import Every, Segment, check_every, segments
 from patchstore.encodings import ENCODINGS
-from patchstore.errors import PublishFailed, StoreUnavailable, UsageError, VersionNotFound
+from patchstore.errors import NotFound, PublishFailed, StoreUnavailable, UsageError, VersionNotFound
 from patchstore.format import history, kept, shortcuts
 from patchstore.format.missing import PayloadMissing
 from patchstore.format.records import Manifest, StoreHeader
@@ -109,12 +109,19 @@ class Compactor:
                 raise VersionNotFound(f"{self._store.url} holds no run, so there is nothing to compact")
         found = shortcuts.listed(self._store)
         self._extend()
-        for segment in segments(self._path, found, self._every):
+        gone: set[int] | None = None
+        for lacking in segments(self._path, found, self._every):
+            if lacking.first.version in self._given_up or (segment := self._with_anchor(lacking)) is None:
+                continue
+            if gone is None:
+                gone = kept.retired_versions(self._store, self._path[-1])
+            # `collect` deletes the rollups between retired versions.
+            useless = {each for each in segment.rollups() if gone.intersection((each.version, each.parent))}
             builder = Builder(
-                *(self._store, self._header, self._with_anchor(segment), found | self._tried),
+                *(self._store, self._header, segment, found | self._tried | useless),
                 *(self._encoding, self._scratch),
             )
-            if builder.has_work and segment.first.version not in self._given_up:
+            if builder.has_work:
                 began = time.monotonic()
                 try:
                     added = builder.build()
@@ -151,12 +158,19 @@ class Compactor:
                 self._path.clear()
         self._path += reversed(new)
 
-    def _with_anchor(self, segment: Segment) -> Segment:
-        """Return a segment whose first version names its anchor, also one among the shortcuts."""
+    def _with_anchor(self, segment: Segment) -> Segment | None:
+        """Return a segment whose first version names its anchor, also one among the shortcuts.
+
+        None if there is none, as the segment before has lost its payloads.
+        """
         first = segment.first
         if first.anchor is not None:
             return segment
-        return replace(segment, first=shortcuts.read(self._store, Ends(first.version, None)).way)
+        try:
+            return replace(segment, first=shortcuts.read(self._store, Ends(first.version, None)).way)
+        except NotFound:
+            logger.info("no shortcuts after version %d, which has no anchor", first.version)
+            return None
 
 
 def _order(ends: Ends) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from patchstore.errors import UsageError, VersionNotFound, VersionRetired
 from patchstore.format import history, retired, tags
 from patchstore.format.json_fields import time_of
 from patchstore.format.missing import PayloadMissing
-from patchstore.format.records import StoreHeader
+from patchstore.format.records import Manifest, StoreHeader
 from patchstore.format.tags import Tag
 from patchstore.format.times import CLOCK_MARGIN, Clock, spelled, utc_now
 from patchstore.stores.base import Store
@@ -51,6 +51,16 @@ def check(store: Store, version: int) -> None:
     )
 
 
+def retired_versions(store: Store, newest: Manifest) -> set[int]:
+    """Return all versions that are retired.
+
+    Raises:
+        CorruptObject, UnsupportedFormat: a record cannot be understood.
+    """
+    found = retired.read(store, newest.run_id).up_to(newest.version - 1).keys()
+    return found - {tag.version for tag in tags.read_all(store, newest.run_id).values()} if found else set()
+
+
 @contextmanager
 def explained(store: Store, version: int) -> Iterator[None]:
     """Say of a payload that the block misses whether it was deleted because the version was retired.
@@ -61,9 +71,38 @@ def explained(store: Store, version: int) -> Iterator[None]:
     """
     try:
         yield
-    except PayloadMissing:
+    except PayloadMissing as exc:
         check(store, version)
-        raise
+        if exc.version in {None, version} or _is_retired(store, exc) is not True:
+            raise
+        raise PayloadMissing(
+            f"{exc}. It was deleted with retired version {exc.version}, as an anchor nearer to version "
+            f"{version} was added; try again, which takes that one. Readers that require keys use no added "
+            "anchor, since no signature covers it: sign before you collect, or read this one without keys",
+            exc.key,
+        ) from exc
+
+
+def is_given_up(store: Store, missed: PayloadMissing) -> bool:
+    """Whether a payload that is missing may have been deleted, and another way may lead to the same version.
+
+    So it is if it was stored for a version that is retired, or if no manifest names it, but a shortcut did.
+    A reader that may not list the store does not know, and may look for another way.
+    """
+    if missed.version is None:
+        return False
+    if _is_retired(store, missed) is not False:
+        return True
+    found = history.read_manifest(store, missed.version)
+    return all(each.key != missed.key for each in found.objects)
+
+
+def _is_retired(store: Store, missed: PayloadMissing) -> bool | None:
+    try:
+        return is_of_retired(store, missed)
+    except UsageError as exc:
+        logger.info("whether version %s is retired is not known: %s", missed.version, exc)
+        return None
 
 
 def is_of_retired(store: Store, missed: PayloadMissing) -> bool:

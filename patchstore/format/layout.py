@@ -130,8 +130,15 @@ def anchor_signature_key(folder: str) -> str:
 
 def is_signature_key(key: str) -> bool:
     """Whether a signature of a version may have this key."""
+    return signed_version(key) is not None
+
+
+def signed_version(key: str) -> int | None:
+    """Return the version that a signature's key belongs to, or None for any other key."""
     match = _SIGNATURE.fullmatch(key)
-    return match is not None and f"{int(match[1]):0{_VERSION_DIGITS}d}" == match[1]
+    if match is None or f"{int(match[1]):0{_VERSION_DIGITS}d}" != match[1]:
+        return None
+    return int(match[1])
 
 
 def attempt_of(key: str) -> tuple[int, str] | None:

@@ -1,7 +1,7 @@
 """Read what a plan needs: the target and its ancestors, with shortcuts where many versions lie between."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ def read(
     held: int | None = None,
     check: history.Check | None = None,
     *,
-    over_shortcuts: bool = True,
+    over_rollups: bool = True,
 ) -> Lineage:
     """Read a version, and of its ancestors what the cheapest plan from `held` needs.
 
@@ -51,23 +51,41 @@ def read(
         held: the version that the reader has; None for none.
         check: is called with the target before anything else is read. Shortcuts are not used then: what it
             checks, such as a signature, does not cover them.
-        over_shortcuts: whether shortcuts may be used. A version that is kept can always be reached without;
-            a shortcut may lead over payloads of retired versions.
+        over_rollups: whether rollups may be used. A version that is kept can always be reached without: by
+            its nearest anchor, which may be among the shortcuts, and the deltas since. A rollup, and a way
+            from an older anchor, may lead over payloads that were deleted.
 
     Raises:
         VersionNotFound: the target, or an ancestor that the plan needs, is not in the store.
         CorruptObject: a manifest is not the one its child was built on.
     """
-    with closing(_Walk(store, target, held, check)) as walk:
-        # A reader without weights needs an anchor, which is seldom near.
-        is_all = walk.go(None if check is not None else 1 if held is None else _NEAR)
-        ways: Mapping[int, Manifest] | None = None
-        if not is_all:
-            if over_shortcuts and (found := _listed(store)):
-                ways = _shortest(store, walk.known[target], found, held)
-            if ways is None:
+    added: Container[int] = ()
+    if over_rollups or check is not None:
+        with closing(_Walk(store, target, held, check)) as walk:
+            # A reader without weights needs an anchor, which is seldom near.
+            if walk.go(None if check is not None else 1 if held is None else _NEAR):
+                return Lineage(target=walk.first, held=held, ways=walk.known)
+            found = _listed(store) or frozenset()
+            if found and (ways := _shortest(store, walk.first, found, held)) is not None:
+                return Lineage(target=walk.first, held=held, ways=ways)
+            added = {each.version for each in found if each.parent is None}
+            if not added:
                 walk.go()
-        return Lineage(target=walk.known[target], held=held, ways=ways or walk.known)
+                return Lineage(target=walk.first, held=held, ways=walk.known)
+    elif (listed := _listed(store)) is None:
+        added = _Any()
+    else:
+        added = {each.version for each in listed if each.parent is None}
+    with closing(_Walk(store, target, held, check, added)) as walk:
+        walk.go()
+        return Lineage(target=walk.first, held=held, ways=walk.known)
+
+
+class _Any(Container[int]):
+    """All versions: one by one they are asked for an anchor, because the shortcuts cannot be listed."""
+
+    def __contains__(self, version: object) -> bool:
+        return True
 
 
 def _shortest(
@@ -88,13 +106,13 @@ def _shortest(
     return ways[min(costs)[1]] if costs else None
 
 
-def _listed(store: Store) -> frozenset[Ends]:
-    """Return which shortcuts there are; none where the reader may not list the store."""
+def _listed(store: Store) -> frozenset[Ends] | None:
+    """Return which shortcuts there are; None where the reader may not list the store."""
     try:
         return shortcuts.listed(store)
     except UsageError as exc:
-        logger.info("shortcuts are not used: %s", exc)
-        return frozenset()
+        logger.info("shortcuts cannot be listed: %s", exc)
+        return None
 
 
 def since_anchor(store: Store, version: int) -> int:
@@ -103,7 +121,7 @@ def since_anchor(store: Store, version: int) -> int:
     Raises:
         VersionNotFound, CorruptObject: as `read`.
     """
-    added = shortcuts.newest_anchor(_listed(store), version)
+    added = shortcuts.newest_anchor(_listed(store) or (), version)
     with closing(history.ancestry(store, version)) as versions:
         for num, found in enumerate(versions):
             if found.anchor is not None or found.version == added:
@@ -114,10 +132,22 @@ def since_anchor(store: Store, version: int) -> int:
 class _Walk:
     """A way back from a version: to the nearest anchor, and on to `held` if that may cost less."""
 
-    def __init__(self, store: Store, target: int, held: int | None, check: history.Check | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        target: int,
+        held: int | None,
+        check: history.Check | None,
+        added: Container[int] = (),
+    ) -> None:
+        """Prepare; nothing is read yet.
+
+        Args:
+            added: versions that may have an anchor among the shortcuts.
+        """
         self.known: dict[int, Manifest] = {}
-        """What was read so far."""
-        self._held = held
+        """What was read so far; a version whose anchor is among the shortcuts has it here."""
+        self._store, self._target, self._held, self._added = store, target, held, added
         self._versions = history.ancestry(store, target, held, check)
         self._spent = 0  # as `Plan.cost`, from the last version read to the target
         self._cheapest: int | None = None
@@ -136,6 +166,10 @@ class _Walk:
                 return True
             if found is None:
                 return True
+            if found.version == self._target:
+                self.first = found
+            if found.version in self._added and found.anchor is None and found.version != self._held:
+                found = _with_anchor(self._store, found)
             self.known[found.version] = found
             if self._cheapest is None and found.anchor is not None:
                 self._cheapest = self._spent + planning.anchor_cost(found)
@@ -147,6 +181,21 @@ class _Walk:
             ):
                 return True
         return False
+
+
+def _with_anchor(store: Store, found: Manifest) -> Manifest:
+    """Return a version with its anchor among the shortcuts; as it is where there is none that can be used."""
+    try:
+        record = shortcuts.read(store, Ends(found.version, None))
+        if record.manifest != found:
+            raise CorruptObject(f"a shortcut has another version {found.version} than the store")
+    except NotFound:
+        return found
+    except (DataError, UsageError) as exc:
+        what = f"{store.url}: the anchor that was added to version {found.version}"
+        logger.warning("%s is not used: %s", what, exc)
+        return found
+    return record.way
 
 
 def _shortened(

@@ -336,6 +336,16 @@ class Manifest:
         return "delta" if self.anchor is None else "anchor"
 
     @property
+    def objects(self) -> list[Payload]:
+        """Return all objects that the version names, each once: payloads, files and digest sums."""
+        found = [self.state.sums]
+        if self.delta is not None:
+            found += self.delta.payloads
+        if self.anchor is not None:
+            found += [*self.anchor.payloads, *self.anchor.files]
+        return list(dict.fromkeys(found))
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all payloads."""
         return sum(part.num_bytes for part in (self.delta, self.anchor) if part is not None)

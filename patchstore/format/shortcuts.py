@@ -3,7 +3,8 @@
 A shortcut is a small record beside the versions. It names either an anchor of a version, or a *rollup*: one
 delta from an older version, in place of all deltas between. Anyone who may write the bucket can add one at
 any time. A shortcut changes no version. Readers may use it, and the version's state digest, which its own
-manifest names, proves what they reach. A record contains the version's manifest, byte for byte, so that a
+manifest names, proves what they reach. No reader needs a rollup. An anchor may become the only way to a
+version, when what it replaces is deleted. A record contains the version's manifest, byte for byte, so that a
 reader of the record needs no other object to know the version and its parent.
 """
 
@@ -13,7 +14,8 @@ from dataclasses import dataclass, replace
 from patchstore.errors import CorruptObject, UsageError
 from patchstore.format import hashing, history, layout, manifest_json
 from patchstore.format.json_fields import MAX_JSON_BYTES, Record, json_object
-from patchstore.format.records import FORMAT_VERSION, Anchor, Delta, Manifest
+from patchstore.format.records import FORMAT_VERSION, Anchor, Delta, Manifest, Payload
+from patchstore.format.times import Clock, spelled, utc_now
 from patchstore.stores.base import Store
 from patchstore.support import host
 
@@ -38,6 +40,19 @@ class Shortcut:
     way: Manifest
     """The same manifest with the shortcut's way in place of its own: an anchor; or the older parent, and the
     delta to that."""
+    created_at: str | None
+    """UTC, ISO 8601. None: its writer did not say. Then it replaces nothing that is to be deleted."""
+
+    @property
+    def payloads(self) -> tuple[Payload, ...]:
+        """All objects that the shortcut names beside those of the version."""
+        part = self.way.anchor if self.is_anchor else self.way.delta
+        assert part is not None
+        return (*part.payloads, *getattr(part, "files", ()))
+
+    @property
+    def is_anchor(self) -> bool:
+        return self.way.anchor is not None
 
 
 def listed(store: Store) -> frozenset[Ends]:
@@ -64,7 +79,14 @@ def stored(store: Store, ends: Ends) -> bytes:
         return store.get(key, 0, MAX_JSON_BYTES + 1)
 
 
-def create(store: Store, manifest: bytes, *, parent: tuple[int, str] | None, part: Anchor | Delta) -> bool:
+def create(
+    store: Store,
+    manifest: bytes,
+    *,
+    parent: tuple[int, str] | None,
+    part: Anchor | Delta,
+    clock: Clock = utc_now,
+) -> bool:
     """Add a shortcut, unless there is one between the same versions. Its payloads must be stored already.
 
     Args:
@@ -85,6 +107,7 @@ def create(store: Store, manifest: bytes, *, parent: tuple[int, str] | None, par
             "format_version": FORMAT_VERSION,
             "parent": None if parent is None else parent[0],
             "parent_digest": None if parent is None else parent[1],
+            "created_at": spelled(clock()),
             "delta": manifest_json.delta_fields(part) if isinstance(part, Delta) else None,
             "anchor": manifest_json.anchor_fields(part) if isinstance(part, Anchor) else None,
             "manifest": manifest.decode(),
@@ -110,8 +133,8 @@ def parsed(ends: Ends, data: bytes) -> Shortcut:
     text = record.value.get("manifest")
     if not isinstance(text, str):
         raise record.corrupt("manifest", "must be a text: the version's manifest")
-    spelled = text.encode()
-    manifest = manifest_json.from_json(layout.manifest_key(ends.version), spelled)
+    data_of_version = text.encode()
+    manifest = manifest_json.from_json(layout.manifest_key(ends.version), data_of_version)
     delta, anchor = manifest_json.delta_of(record), manifest_json.anchor_of(record)
     if ends.parent is None:
         if anchor is None or delta is not None or not record.is_null("parent"):
@@ -122,4 +145,5 @@ def parsed(ends: Ends, data: bytes) -> Shortcut:
             raise record.corrupt("delta", f"must lead from version {ends.parent}, as its key says")
         digest = record.digest("parent_digest")
         way = replace(manifest, parent=ends.parent, parent_digest=digest, delta=delta, anchor=None)
-    return Shortcut(manifest=manifest, digest=hashing.digest(spelled), way=way)
+    created_at = record.time("created_at") if "created_at" in record.value else None
+    return Shortcut(manifest=manifest, digest=hashing.digest(data_of_version), way=way, created_at=created_at)

@@ -1,5 +1,6 @@
 """Open the files of an anchor, verified: one tensor after the other, or mapped into memory."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -8,10 +9,12 @@ from typing import TYPE_CHECKING, BinaryIO
 import torch
 
 from patchstore.errors import CorruptObject
-from patchstore.format.records import Manifest, TensorSpec
+from patchstore.format.records import Manifest, StoreHeader, TensorSpec
 from patchstore.payloads import anchor_file, tensor_file
 from patchstore.read.download import chunks, in_memory
 from patchstore.stores.base import PART_BYTES, Store
+from patchstore.tensors import state_digest
+from patchstore.tensors.bits import batches
 
 if TYPE_CHECKING:
     from patchstore.read.host_cache import HostCache
@@ -46,6 +49,22 @@ def stream_anchor(
             tensors = (item[1] for item in stream if not isinstance(item, tensor_file.FileHeader))
             yield wanted.key.rsplit("/", 1)[1], specs, tensors
     _check_complete(manifest, schema, seen)
+
+
+def check_anchor(store: Store, header: StoreHeader, manifest: Manifest) -> None:
+    """Read all files of an anchor, and compare its weights with the state digest.
+
+    Raises:
+        CorruptObject, StateMismatch: they are not what the manifest says.
+    """
+    assert manifest.anchor is not None
+    sums: dict[str, state_digest.Sums] = {}
+    for _, specs, tensors in stream_anchor(store, manifest, header.schema.by_name()):
+        for batch in batches(specs, tensors):
+            sums |= state_digest.of_named({spec.name: tensor for spec, tensor in batch})
+    state_digest.check_state(store, header.schema, sums, manifest)
+    for wanted in manifest.anchor.files:
+        deque(chunks(store, wanted), maxlen=0)
 
 
 def _read(file: BinaryIO) -> Iterator[bytes]:

@@ -125,7 +125,7 @@ def _rebuilt(
     required: RequiredKeys | None,
     rebuild: Callable[[StoreHeader, Plan], None],
 ) -> Manifest:
-    """Have a version rebuilt, under a lease; if a shortcut leads over deleted payloads, without shortcuts.
+    """Have a version rebuilt, under a lease; if the way leads over deleted payloads, from the nearest anchor.
 
     Raises:
         VersionRetired: it was retired meanwhile.
@@ -136,10 +136,10 @@ def _rebuilt(
         try:
             rebuild(header, route)
         except PayloadMissing as exc:
-            _, around = route_to(store, number, required, over_shortcuts=False)
-            if around == route or not kept.is_of_retired(store, exc):
+            _, around = route_to(store, number, required, over_rollups=False)
+            if around == route or not kept.is_given_up(store, exc):
                 raise
-            logger.warning("version %d is rebuilt without shortcuts: %s", number, exc)
+            logger.warning("version %d is rebuilt in another way: %s", number, exc)
             rebuild(header, around)
     return route.target
 
@@ -219,12 +219,12 @@ def route_to(
     version: int | None,
     required: RequiredKeys | None = None,
     *,
-    over_shortcuts: bool = True,
+    over_rollups: bool = True,
 ) -> tuple[StoreHeader, Plan]:
     """Return the run, and how to rebuild a version from its nearest anchor; None for the head.
 
     Args:
-        over_shortcuts: see `lineage.read`.
+        over_rollups: see `lineage.read`.
 
     Raises:
         VersionNotFound, WrongParent
@@ -239,7 +239,7 @@ def route_to(
             raise VersionNotFound(f"{store.url} has no version yet")
         version = newest.version
     check = checks(required, store, header)
-    route = lineage.read(store, version, check=check, over_shortcuts=over_shortcuts).plan()
+    route = lineage.read(store, version, check=check, over_rollups=over_rollups).plan()
     if route.target.run_id != header.run_id:
         raise CorruptObject(
             f"version {version} is of run {route.target.run_id}, but the store of run {header.run_id}"

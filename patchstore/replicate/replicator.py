@@ -265,7 +265,7 @@ class Replicator:
             try:
                 data = shortcuts.stored(self.source, ends)
                 way = shortcuts.parsed(ends, data).way
-                for each in named(replace(way, delta=None) if ends.parent is None else way):
+                for each in (replace(way, delta=None) if ends.parent is None else way).objects:
                     copy(self.source, self.target, each, self._stop)
             except (NotFound, DataError) as exc:
                 logger.warning("a shortcut to version %d is not copied: %s", ends.version, exc)
@@ -297,7 +297,7 @@ class Replicator:
             return _Coming(
                 data=data,
                 manifest=manifest,
-                copies=[self._copied(each, movers, ended) for each in named(manifest)],
+                copies=[self._copied(each, movers, ended) for each in manifest.objects],
             )
 
     def _copied(self, wanted: Payload, movers: ThreadPoolExecutor, ended: threading.Event) -> "Future[int]":
@@ -375,13 +375,3 @@ def _pass_on(done: "Future[int]", waiting: "Future[int]") -> None:
 
 def _succeeded(done: "Future[int]") -> bool:
     return done.done() and not done.cancelled() and done.exception() is None
-
-
-def named(manifest: Manifest) -> list[Payload]:
-    """Return all objects that a version needs, each once."""
-    found = [manifest.state.sums]
-    if manifest.delta is not None:
-        found += manifest.delta.payloads
-    if manifest.anchor is not None:
-        found += [*manifest.anchor.payloads, *manifest.anchor.files]
-    return list(dict.fromkeys(found))

@@ -1,27 +1,29 @@
 """Delete payloads that no kept version needs.
 
-Deleted are only objects below `anchors/`, `deltas/`, `states/` and `pieces/`, and shortcuts to retired
-versions, never a manifest. What may go is found first, without writing, and deleted then. What may go now may
-also go later: a retired version does not come back after its grace period, and a number that was taken is
-taken for ever. So a collector may sleep, be killed at any point, or run twice at once.
+Deleted are only objects below `anchors/`, `deltas/`, `states/` and `pieces/`, and shortcuts over retired
+versions, never a manifest. An anchor that was added to a version later may take the place of all that the
+version was rebuilt from; it is read and proved first. What may go is found first, without writing, and
+deleted then. What may go now may also go later: a retired version does not come back after its grace period,
+and a number that was taken is taken for ever. So a collector may sleep, be killed at any point, or run twice
+at once.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from patchstore.errors import NotFound
+from patchstore.errors import CorruptObject, NotFound, StateMismatch
 from patchstore.format import history, kept, layout, leases, retired, shortcuts, tags, unnamed
 from patchstore.format.json_fields import time_of
 from patchstore.format.leases import LeaseRecord
-from patchstore.format.records import Manifest, Payload
-from patchstore.format.shortcuts import Ends
+from patchstore.format.records import Manifest
+from patchstore.format.shortcuts import Ends, Shortcut
 from patchstore.format.times import CLOCK_MARGIN, GRACE, Clock, utc_now
 from patchstore.retention.listing import Listing
-from patchstore.retention.policy import way_to
-from patchstore.retention.retire import anchors_of, read_all
+from patchstore.retention.retire import read_all
+from patchstore.retention.ways import Found, Ways
 from patchstore.stores.base import Store
 
 _NUM_AT_ONCE = 8
@@ -43,9 +45,11 @@ class Collection:
     num_objects: int
     """Objects that may go."""
     num_bytes: int
-    """Of those that a manifest names; the size of others is not known."""
+    """Of those that a manifest or a shortcut names; the size of others is not known."""
     num_unnamed: int
     """Of the objects that may go, those of attempts that no manifest names."""
+    num_proved: int
+    """Anchors that were added later and take the place of what may go. They are read before that goes."""
     num_noted: int
     """Such attempts that were seen for the first time, and may go after the grace period."""
     keys: tuple[str, ...] = field(repr=False)
@@ -58,12 +62,14 @@ class Collection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _Findings:
     """What may be done in one store."""
 
     run_id: str
+    to_prove: tuple[int, ...]
+    """Versions whose anchors among the shortcuts take the place of what goes."""
     shortcuts: tuple[str, ...]
-    """Records of shortcuts to retired versions."""
+    """Records of shortcuts that go."""
     objects: tuple[str, ...]
     """Payloads of retired versions, and of attempts that no manifest names."""
     records: tuple[str, ...]
@@ -84,12 +90,14 @@ def collect(store: Store, *, dry_run: bool = True, clock: Clock = utc_now) -> Co
     Raises:
         VersionNotFound: the store holds no version.
         CorruptObject: a manifest or record is missing or damaged, or a kept version cannot be rebuilt.
+        StateMismatch: an anchor that was added to a version has other weights.
         UnsupportedFormat: a manifest or record is of a format or kind that this release does not know.
         UsageError: this machine's clock is far behind the trainer's. After each of these nothing was deleted.
         StoreUnavailable: some objects may be deleted, and others not. Calling again is safe.
     """
     found = _find(store, clock)
     if not dry_run:
+        _prove(store, found.to_prove)
         if found.new_attempts:
             unnamed.put(store, found.run_id, found.new_attempts, clock())
         # Before what they name, so that no reader chooses a way that is being deleted.
@@ -108,7 +116,7 @@ def _delete(store: Store, keys: Iterable[str]) -> None:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _find(store: Store, clock: Clock) -> _Found:
+def _find(store: Store, clock: Clock) -> _Findings:
     # The listing comes first: an object that it shows, and that no manifest read later names, was for a
     # version that another attempt took.
     listing = Listing.of(store)
@@ -126,14 +134,21 @@ def _find(store: Store, clock: Clock) -> _Found:
     stay = manifests.keys() - gone.keys() | waiting | leased
     ripe = {version: manifests[version] for version in gone.keys() - stay}
     shorter = _shortcuts(store, listing.shortcuts)
-    spare = {each: keys for each, keys in shorter.items() if each.version in ripe}
-    needed = _needed(manifests, stay, gone.keys()) | listing.named_elsewhere(store)
-    for each in shorter.keys() - spare.keys():
-        needed |= shorter[each]
-    garbage = _garbage([[each.key for each in named(found)] for found in ripe.values()], listing, needed)
-    garbage |= _garbage(spare.values(), listing, needed)
-    names = {each.key for manifest in manifests.values() for each in named(manifest)}
-    strays = _strays(listing, names.union(needed, *spare.values()), newest.version)
+    ways = Ways(
+        manifests=manifests,
+        added=_added(shorter.values(), manifests, listing.stored, now),
+        signed=listing.signed,
+    )
+    found = ways.to(stay)
+    spare = _spare(shorter, ripe.keys(), found, ways.to_plain(stay))
+    needed = {each.key for version in found.versions for each in manifests[version].objects}
+    needed |= listing.named_elsewhere(store)
+    needed |= {each.key for ends in shorter.keys() - spare for each in shorter[ends].payloads}
+    owned = [*(manifest.objects for manifest in ripe.values()), *(shorter[ends].payloads for ends in spare)]
+    garbage = _garbage([[each.key for each in some] for some in owned], listing, needed)
+    names = {each.key for manifest in manifests.values() for each in manifest.objects}
+    names |= {each.key for shortcut in shorter.values() for each in shortcut.payloads}
+    strays = _strays(listing, names | needed, newest.version)
     notes = unnamed.read_all(store, listing.notes, run_id)
     due = {
         attempt
@@ -143,12 +158,21 @@ def _find(store: Store, clock: Clock) -> _Found:
     }
     noted = {attempt for note in notes.values() for attempt in note.attempts}
     old = [key for attempt in sorted(strays.keys() & due) for key in strays[attempt]]
-    sizes = {each.key: each.size for manifest in ripe.values() for each in named(manifest)}
-    versions = {v for v, manifest in ripe.items() if any(each.key in garbage for each in named(manifest))}
+    sizes = {each.key: each.size for some in owned for each in some}
+    versions = {v for v, manifest in ripe.items() if any(each.key in garbage for each in manifest.objects)}
+    to_prove = [
+        version
+        for version in sorted(ways.to_plain(stay - listing.signed).anchors & ways.added)
+        if any(
+            Ends(before, None) in spare or any(each.key in garbage for each in manifests[before].objects)
+            for before in ways.before(version)
+        )
+    ]
     objects = (*sorted(garbage), *old)
     new = tuple(sorted(strays.keys() - noted))
-    return _Found(
+    return _Findings(
         run_id=run_id,
+        to_prove=tuple(to_prove),
         shortcuts=tuple(sorted(layout.shortcut_key(each.version, each.parent) for each in spare)),
         objects=objects,
         records=(*_spent_leases(held, lease_keys, now), *_spent_notes(notes, strays, due)),
@@ -161,58 +185,83 @@ def _find(store: Store, clock: Clock) -> _Found:
             num_objects=len(objects),
             num_bytes=sum(sizes.get(key, 0) for key in garbage),
             num_unnamed=len(old),
+            num_proved=len(to_prove),
             num_noted=len(new),
             keys=objects,
         ),
     )
 
 
-def named(manifest: Manifest) -> list[Payload]:
-    """Return all objects that a manifest names."""
-    found = [manifest.state.sums]
-    if manifest.delta is not None:
-        found += manifest.delta.payloads
-    if manifest.anchor is not None:
-        found += [*manifest.anchor.payloads, *manifest.anchor.files]
+def _shortcuts(store: Store, listed: Iterable[Ends]) -> dict[Ends, Shortcut]:
+    """Read shortcuts. Raises CorruptObject, UnsupportedFormat: one cannot be understood."""
+
+    def read(ends: Ends) -> tuple[Ends, Shortcut] | None:
+        try:
+            return ends, shortcuts.read(store, ends)
+        except NotFound:
+            # Another collector deleted it.
+            return None
+
+    with ThreadPoolExecutor(history.READ_AHEAD, thread_name_prefix="patchstore-collect") as pool:
+        return dict(each for each in pool.map(read, listed) if each is not None)
+
+
+def _added(
+    shorter: Iterable[Shortcut], manifests: Mapping[int, Manifest], stored: Set[str], now: datetime
+) -> set[int]:
+    """Return the versions whose anchor among the shortcuts may take the place of what leads to them.
+
+    That anchor is as old as a retirement must be, so that readers which began without it have their day.
+    """
+    return {
+        each.manifest.version
+        for each in shorter
+        if each.is_anchor
+        and each.created_at is not None
+        and time_of(each.created_at) + GRACE <= now
+        and each.manifest.anchor is None
+        and manifests.get(each.manifest.version) == each.manifest
+        and all(payload.key in stored for payload in each.payloads)
+    }
+
+
+def _spare(listed: Iterable[Ends], ripe: Set[int], ways: Found, plain: Found) -> set[Ends]:
+    """Return the shortcuts that no version which stays needs.
+
+    An anchor stays at every version that a way passes, also where it does not count: it may count for another
+    collector, which sees more of the store. It stays beside the way of a signed version, which takes longer.
+    """
+    found = set()
+    for each in listed:
+        if each.parent is None:
+            is_spare = each.version in ripe and each.version not in plain.versions
+        else:
+            is_spare = each.version in ripe or (each.parent in ripe and each.parent not in ways.versions)
+        if is_spare:
+            found.add(each)
     return found
 
 
-def _needed(manifests: Mapping[int, Manifest], stay: Iterable[int], gone: Iterable[int]) -> set[str]:
-    """Return the keys that versions which stay need: their own, and those of all they are rebuilt from.
+def _prove(store: Store, versions: Iterable[int]) -> None:
+    """Read the anchors among the shortcuts of versions, and compare them with the versions' digests.
 
     Raises:
-        CorruptObject: one of them cannot be rebuilt.
+        CorruptObject, StateMismatch: one is wrong.
     """
-    wanted = set(stay)
-    anchors_of(manifests, wanted)
-    is_gone, ways = set(gone), set(wanted)
-    for version in wanted:
-        parent = manifests[version].parent
-        # A kept parent's way is walked for the parent.
-        if manifests[version].anchor is None and parent in is_gone and parent not in ways:
-            ways |= {each.version for each in way_to(manifests, parent)}
-    return {each.key for version in ways for each in named(manifests[version])}
+    from patchstore.read.anchors import check_anchor
 
-
-def _shortcuts(store: Store, listed: Iterable[Ends]) -> dict[Ends, set[str]]:
-    """Return the payloads that each shortcut names beside those of its version.
-
-    Raises:
-        CorruptObject, UnsupportedFormat: one cannot be understood.
-    """
-
-    def read(ends: Ends) -> set[str]:
+    header = history.read_header(store)
+    assert header is not None
+    for version in versions:
+        ends = Ends(version, None)
         try:
-            way = shortcuts.read(store, ends).way
-        except NotFound:
-            return set()
-        part = way.anchor if ends.parent is None else way.delta
-        assert part is not None
-        return {each.key for each in (*part.payloads, *getattr(part, "files", ()))}
-
-    wanted = [*listed]
-    with ThreadPoolExecutor(history.READ_AHEAD, thread_name_prefix="patchstore-collect") as pool:
-        return dict(zip(wanted, pool.map(read, wanted), strict=True))
+            check_anchor(store, header, shortcuts.read(store, ends).way)
+        except (CorruptObject, StateMismatch) as exc:
+            raise type(exc)(
+                f"the anchor that was added to version {version} is wrong, so nothing was deleted: {exc}. "
+                f"Delete {layout.shortcut_key(version, None)}, run `patchstore compact`, and try again a day "
+                "later"
+            ) from exc
 
 
 def _garbage(ripe: Iterable[Iterable[str]], listing: Listing, needed: set[str]) -> set[str]:

@@ -32,6 +32,8 @@ class Listing:
     notes: tuple[str, ...]
     """Records of the series `unnamed/`."""
     shortcuts: tuple[Ends, ...]
+    signed: frozenset[int]
+    """Versions that have a signature."""
     others: tuple[str, ...]
     """Objects of kinds that this release does not know."""
 
@@ -47,6 +49,7 @@ class Listing:
         versions: dict[str, int] = {}
         notes: list[str] = []
         found_ends: list[Ends] = []
+        signed: set[int] = set()
         others: list[str] = []
         for key in series.keys(store, ""):
             if key.startswith(_PAYLOADS):
@@ -60,6 +63,8 @@ class Listing:
                     notes.append(key)
             elif (ends := layout.shortcut_ends(key)) is not None:
                 found_ends.append(Ends(*ends))
+            elif (is_signed := layout.signed_version(key)) is not None:
+                signed.add(is_signed)
             elif (
                 key not in _SINGLE
                 and not key.startswith((layout.PROBES, layout.SIGNATURES))
@@ -72,6 +77,7 @@ class Listing:
             versions=versions,
             notes=tuple(notes),
             shortcuts=tuple(found_ends),
+            signed=frozenset(signed),
             others=tuple(others),
         )
 

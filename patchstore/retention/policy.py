@@ -1,6 +1,5 @@
 """The policy of a run: which of its versions are kept."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -59,23 +58,3 @@ class Retention:
         if self.keep_days is None:
             return False
         return time_of(version.created_at) + timedelta(days=self.keep_days) + CLOCK_MARGIN >= now
-
-
-def way_to(manifests: Mapping[int, Manifest], version: int) -> list[Manifest]:
-    """Return the versions that a reader needs to rebuild one: its nearest anchor, and all after it.
-
-    Args:
-        manifests: of the run, by version.
-
-    Returns:
-        From the version back to its anchor. Without an anchor at the end if there is none among its
-        ancestors, or a manifest is missing.
-    """
-    found: list[Manifest] = []
-    at: int | None = version
-    while at is not None and (manifest := manifests.get(at)) is not None:
-        found.append(manifest)
-        if manifest.anchor is not None:
-            break
-        at = manifest.parent
-    return found

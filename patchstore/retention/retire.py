@@ -4,16 +4,16 @@ Nothing is deleted here, and no manifest is changed, so the chain of digests sti
 descends from.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from patchstore.errors import CorruptObject, UsageError, VersionNotFound
-from patchstore.format import history, kept, retired, tags
+from patchstore.format import history, kept, layout, retired, series, shortcuts, tags
 from patchstore.format.records import Manifest
 from patchstore.format.retired import Range
 from patchstore.format.times import Clock, utc_now
 from patchstore.retention.policy import Retention
+from patchstore.retention.ways import Ways
 from patchstore.stores.base import Store
 
 
@@ -49,7 +49,7 @@ def retire(store: Store, retention: Retention, *, dry_run: bool = True, clock: C
     """Retire all versions that a policy does not keep.
 
     Kept besides, whatever the policy says: the newest version, all that have a tag, and for each kept version
-    the one whose anchor it is rebuilt from.
+    the one whose anchor it is rebuilt from, which may be among the shortcuts.
 
     Args:
         dry_run: write nothing.
@@ -76,7 +76,13 @@ def retire(store: Store, retention: Retention, *, dry_run: bool = True, clock: C
     # A version that an earlier call retired stays retired, and is not worth an anchor.
     wanted = {v for v in wanted if v not in before or v == newest.version}
     wanted |= {version for version in tagged if version in manifests}
-    wanted |= anchors_of(manifests, wanted)
+    added = {each.version for each in shortcuts.listed(store) if each.parent is None}
+    signed = {
+        version
+        for key in series.keys(store, layout.SIGNATURES)
+        if (version := layout.signed_version(key)) is not None
+    }
+    wanted |= Ways(manifests=manifests, added=added, signed=signed).to(wanted).anchors
     gone = [version for version in manifests if version not in wanted and version not in before]
     stay = {version for version in wanted if version not in before or version in tagged} | {newest.version}
     not_before = None
@@ -118,31 +124,3 @@ def read_all(store: Store) -> tuple[dict[int, Manifest], Manifest]:
                 f"{header.run_id}"
             )
     return found, newest
-
-
-def anchors_of(manifests: Mapping[int, Manifest], wanted: set[int]) -> set[int]:
-    """Return the versions whose anchors some versions are rebuilt from.
-
-    Raises:
-        CorruptObject: one of them has no anchor among its ancestors.
-    """
-    anchors: dict[int, int] = {}
-    for version in sorted(wanted):
-        way = []
-        at = version
-        # Most versions share their way with one before, so each step is taken once.
-        while at not in anchors:
-            manifest = manifests.get(at)
-            if manifest is None or (manifest.anchor is None and manifest.parent is None):
-                raise CorruptObject(
-                    f"version {version} cannot be rebuilt: there is no anchor among its ancestors"
-                )
-            way.append(at)
-            if manifest.anchor is not None:
-                anchors[at] = at
-            else:
-                assert manifest.parent is not None
-                at = manifest.parent
-        for each in way:
-            anchors[each] = anchors[at]
-    return {anchors[version] for version in wanted}

@@ -28,8 +28,8 @@ DAY_H = 27
 class Keeping(RuleBasedStateMachine):
     """One run with a trainer, an operator, and collectors that may be killed."""
 
-    @initialize(anchor_every=st.integers(1, 4))
-    def create(self, anchor_every: int) -> None:
+    @initialize(anchor_every=st.none() | st.integers(1, 4))
+    def create(self, anchor_every: int | None) -> None:
         torch.manual_seed(0)
         self.store = MemoryStore()
         self.anchor_every = anchor_every

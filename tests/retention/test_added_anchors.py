@@ -1,0 +1,233 @@
+"""Anchors that `compact` added take the place of what versions were rebuilt from, and never too early."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kept_runs import assert_rebuilt, later, rebuilt
+
+from patchstore import Replica, verify
+from patchstore.compact.service import Compactor
+from patchstore.errors import CorruptObject, StoreUnavailable, UsageError, VersionRetired
+from patchstore.format import layout, shortcuts
+from patchstore.format.shortcuts import Ends
+from patchstore.retention import Retention, collect, retire, tag
+from patchstore.signing import KeySigner
+from patchstore.stores.base import Store
+from patchstore.stores.memory import MemoryStore
+from patchstore.testing.faults import Fault, FaultyStore
+from tests.support.keys import key_pair
+from tests.support.weights import Run, State, assert_same_bits
+
+KEPT = [32, 38, 39, 40]
+DAY_H = 25.0
+
+
+def compacted(store: Store, every: int = 16) -> set[Ends]:
+    return {each for done in Compactor(store, anchor_every=every).compact() for each in done.added}
+
+
+@pytest.fixture(scope="module")
+def made() -> Run:
+    """Versions 0 to 40, of which 0 has the only anchor of its own; 16 and 32 have one among the shortcuts."""
+    return new_run()
+
+
+@pytest.fixture
+def run(made: Run) -> Run:
+    """The same in a store of its own."""
+    return copy_of(made)
+
+
+def copy_of(run: Run) -> Run:
+    copy, store = Run(MemoryStore()), run.store
+    assert isinstance(store, MemoryStore) and isinstance(copy.store, MemoryStore)
+    copy.store._objects, copy.history = dict(store._objects), run.history
+    return copy
+
+
+def new_run(*, is_compacted: bool = True, **options: object) -> Run:
+    torch.manual_seed(0)
+    run = Run(MemoryStore())
+    run.open(anchor_every=None, **options)
+    run.publish_versions(41)
+    run.close()
+    assert not is_compacted or {Ends(16, None), Ends(32, None)} <= compacted(run.store)
+    return run
+
+
+def versions_stored(store: Store) -> set[int]:
+    return {found[0] for key in store.list("") if (found := layout.attempt_of(key)) is not None}
+
+
+def test_what_led_to_an_added_anchor_is_deleted_with_the_shortcuts_over_it(run: Run, tmp_path: Path) -> None:
+    found = retire(run.store, Retention(keep_last=3), dry_run=False)
+    assert found.kept == ((32, 32), (38, 40))
+    would = collect(run.store, clock=later(DAY_H))
+    done = collect(run.store, dry_run=False, clock=later(DAY_H))
+    assert (would.num_objects, would.num_proved) == (done.num_objects, done.num_proved)
+    assert done.num_proved == 1
+    # 33 to 37 are on the way to 38.
+    assert versions_stored(run.store) == set(range(32, 41))
+    assert shortcuts.listed(run.store) == {Ends(32, None)}
+    assert_rebuilt(run, KEPT, tmp_path)
+    for version in KEPT:
+        assert verify(run.store, version).version == version
+    with pytest.raises(VersionRetired):
+        rebuilt(run.store, 37, tmp_path)
+    again = collect(run.store, dry_run=False, clock=later(DAY_H))
+    assert (again.num_objects, again.num_proved) == (0, 0)
+    # Nothing that was deleted is made again, also with anchors at other places.
+    assert compacted(run.store) == set()
+    assert {each.version for each in compacted(run.store, every=4)} <= set(range(32, 41))
+    assert_rebuilt(run, KEPT, tmp_path / "later")
+
+
+def test_an_anchor_counts_a_day_after_it_was_added(run: Run) -> None:
+    retire(run.store, Retention(keep_last=3), dry_run=False)
+    key = layout.shortcut_key(32, None)
+    record = json.loads(run.store.get(key))
+    added_at = record["created_at"]
+    for created_at in (later(2)().strftime("%Y-%m-%dT%H:%M:%S.000Z"), None):
+        record.pop("created_at", None)
+        if created_at is not None:
+            record["created_at"] = created_at
+        run.store.put(key, json.dumps(record).encode())
+        found = collect(run.store, clock=later(DAY_H))
+        # Version 16 has the nearest anchor that counts; 16 and 24 lose rollups.
+        gone = {layout.attempt_of(each)[0] for each in found.keys}  # type: ignore[index]
+        assert gone == {*range(16), 16, 24}
+        assert not any(each.startswith("anchors/00000016") for each in found.keys)
+    run.store.put(key, json.dumps({**record, "created_at": added_at}).encode())
+    assert collect(run.store, clock=later(DAY_H)).num_objects > found.num_objects
+
+
+def test_an_anchor_on_a_way_stays_also_if_this_collector_does_not_count_it(tmp_path: Path) -> None:
+    """Another collector, which sees all of it, may have deleted what the way around it needs."""
+    run = new_run(is_compacted=False)
+    retire(run.store, Retention(keep_last=1), dry_run=False)
+    assert {each for each in compacted(run.store) if each.parent is None} == {Ends(16, None), Ends(32, None)}
+    (payload,) = run.store.list("anchors/00000032-")
+
+    class Lagging(FaultyStore):
+        def list(self, prefix: str = "") -> Iterator[str]:
+            return (key for key in super().list(prefix) if key != payload)
+
+    assert collect(run.store, dry_run=False, clock=later(DAY_H)).num_versions == 31
+    assert collect(Lagging(run.store), dry_run=False, clock=later(DAY_H)).num_objects == 0
+    assert_rebuilt(run, [40], tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["flip", "remove", "state"])
+def test_a_wrong_anchor_takes_the_place_of_nothing(run: Run, damage: str) -> None:
+    retire(run.store, Retention(keep_last=3), dry_run=False)
+    (key,) = run.store.list("anchors/00000032-")
+    data = run.store.get(key)
+    match damage:
+        case "flip":
+            run.store.put(key, data[:-1] + bytes([data[-1] ^ 1]))
+        case "remove":
+            run.store.delete(key)
+        case _:
+            # Whole, and of the right run, but with other weights: those of version 16.
+            where, other = layout.shortcut_key(32, None), shortcuts.read(run.store, Ends(16, None))
+            record = json.loads(run.store.get(where))
+            assert other.way.anchor is not None
+            each = other.way.anchor.payloads[0]
+            record["anchor"]["payloads"] = [{"key": each.key, "size": each.size, "digest": each.digest}]
+            run.store.put(where, json.dumps(record).encode())
+    before = set(run.store.list(""))
+    if damage == "remove":
+        # It does not count, so version 16 has the nearest one.
+        assert collect(run.store, dry_run=False, clock=later(DAY_H)).num_proved == 1
+        assert 16 in versions_stored(run.store)
+        return
+    with pytest.raises(CorruptObject, match="added to version 32 is wrong, so nothing was deleted"):
+        collect(run.store, dry_run=False, clock=later(DAY_H))
+    assert set(run.store.list("")) == before
+
+
+def test_readers_that_began_earlier_or_may_not_list_go_another_way(run: Run) -> None:
+    class CannotList(FaultyStore):
+        def list(self, prefix: str = "") -> Iterator[str]:
+            raise UsageError(f"{self.url}: list {prefix}: access denied")
+
+    class SeesNoShortcutsAtFirst(FaultyStore):
+        num = 0
+
+        def list(self, prefix: str = "") -> Iterator[str]:
+            self.num += prefix == layout.SHORTCUTS
+            return iter(()) if prefix == layout.SHORTCUTS and self.num == 1 else super().list(prefix)
+
+    behind: State = {}
+    held = Replica(run.store, behind)
+    held.update(3)
+    retire(run.store, Retention(keep_last=3), dry_run=False)
+    collect(run.store, dry_run=False, clock=later(DAY_H))
+    held.update(40)
+    assert_same_bits(behind, run.history[40])
+    for store in (CannotList(run.store), SeesNoShortcutsAtFirst(run.store)):
+        tensors: State = {}
+        Replica(store, tensors).update(39)
+        assert_same_bits(tensors, run.history[39])
+
+
+def test_a_branch_that_was_left_needs_no_anchor_of_the_other_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    run = Run(MemoryStore())
+    run.open(anchor_every=None)
+    run.publish_versions(12)
+    run.close()
+    compacted(run.store, every=8)
+    back = run.history[5]
+    for name, tensor in back.items():
+        run.model[name].copy_(tensor)
+    run.open(resume=5, anchor_every=None)
+    run.publish_versions(20)
+    run.close()
+    tag(run.store, "left", 10)
+    compacted(run.store, every=8)
+    retire(run.store, Retention(keep_last=2), dry_run=False)
+    collect(run.store, dry_run=False, clock=later(DAY_H))
+    newest = max(run.history)
+    assert_rebuilt(run, [8, 10, newest - 1, newest], tmp_path)
+    # 9 is on the way to 10. The other branch begins at 5, and needs neither.
+    assert versions_stored(run.store) & set(range(12)) == {8, 9, 10}
+
+
+def test_a_signed_version_keeps_a_way_that_its_signature_covers(tmp_path: Path) -> None:
+    private, public = key_pair(tmp_path)
+    run = new_run(signer=KeySigner(private))
+    retire(run.store, Retention(keep_last=1), dry_run=False)
+    assert collect(run.store, dry_run=False, clock=later(DAY_H)).num_versions == 0
+    assert verify(run.store, 40, required_keys=[public]).version == 40
+    for key in run.store.list("signatures/"):
+        if layout.signed_version(key) == 40:
+            kept = key, run.store.get(key)
+        run.store.delete(key)
+    assert collect(run.store, dry_run=False, clock=later(DAY_H)).num_versions == 31
+    assert_rebuilt(run, [40], tmp_path)
+    run.store.put(*kept)
+    with pytest.raises(CorruptObject, match="sign before you collect"):
+        verify(run.store, 40, required_keys=[public])
+    with pytest.raises(CorruptObject, match="sign before you collect"):
+        Replica(run.store, {}, required_keys=[public]).update(40)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("effect", ["fail-before", "fail-after"])
+def test_a_collector_that_is_killed_at_any_call_leaves_a_way(run: Run, effect: str, tmp_path: Path) -> None:
+    original = run
+    retire(original.store, Retention(keep_last=3), dry_run=False)
+    for skip in range(0, 1000, 3):
+        run = copy_of(original)
+        fault = Fault(verb="*", effect=effect, skip=skip, times=None)  # type: ignore[arg-type]
+        try:
+            collect(FaultyStore(run.store, fault), dry_run=False, clock=later(DAY_H))
+        except StoreUnavailable:
+            assert_rebuilt(run, KEPT, tmp_path / str(skip))
+        else:
+            break
+    assert skip > 30
