@@ -256,7 +256,7 @@ class Channel:
                     if "error" in found[rank]:
                         failed_at = failed_at if failed else time.monotonic()
                         failed.append(rank)
-                elif self._store.check([self._left(rank)]):
+                elif self._has_left(rank) and not self._store.check([f"{prefix}/{rank}"]):
                     raise RankFailed(f"{self.name(rank)} has closed its publisher", (rank,))
             now = time.monotonic()
             if failed and (not missing or now - failed_at > min(_GRACE_S, self.timeout_s)):
@@ -302,10 +302,14 @@ class Channel:
             now = time.monotonic()
             if now > deadline:
                 return False
-            if rank is not None and self._store.check([self._left(rank)]):
+            # It may have answered and then left, both since the first look.
+            if rank is not None and self._has_left(rank) and not self._store.check(list(keys)):
                 raise RankFailed(f"{self.name(rank)}, which commits, has closed its publisher", (rank,))
             time.sleep(min(max((now - began) / 8, _LEAST_POLL_S), _MOST_POLL_S))
         return True
+
+    def _has_left(self, rank: int) -> bool:
+        return bool(self._store.check([self._left(rank)]))
 
     def _left(self, rank: int) -> str:
         return f"{self._base}/{self.session}/left/{rank}"

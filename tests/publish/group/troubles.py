@@ -64,7 +64,7 @@ def close(publisher: Publisher) -> None:
 def one_rank_fails(rank: int, url: str, failing: int) -> tuple[Outcome, tuple[str, int, jobs.Bits]]:
     """A rank's weights have another shape in one call."""
     tensors = sharded()
-    publisher = Publisher(url, tensors, rank_timeout_s=20)
+    publisher = Publisher(url, tensors, rank_timeout_s=120)
     publisher.publish_patch(0).result()
     train(tensors)
     kept = tensors[WEIGHT]
@@ -108,7 +108,7 @@ def one_rank_is_late(rank: int, url: str, late: int) -> tuple[Outcome, tuple[str
 
 def steps_differ(rank: int, url: str) -> tuple[Outcome, tuple[str, int, jobs.Bits]]:
     tensors = sharded()
-    publisher = Publisher(url, tensors, rank_timeout_s=20)
+    publisher = Publisher(url, tensors, rank_timeout_s=120)
     publisher.publish_patch(0).result()
     failed = publish(publisher, 1 + (rank == 1))
     found = failed, repaired(publisher, tensors, 2)
@@ -135,14 +135,14 @@ def one_rank_does_not_open(rank: int, url: str, missing: int) -> Outcome:
         found = attempt(lambda: Publisher(url, tensors, rank_timeout_s=2))
     dist.barrier()
     # All of them together now: what is left of the attempt before is no harm.
-    with Publisher(url, tensors, rank_timeout_s=30) as publisher:
+    with Publisher(url, tensors, rank_timeout_s=120) as publisher:
         publisher.publish_patch(0).result()
     return found
 
 
 def opened_otherwise(rank: int, urls: list[str], options: list[dict[str, Any]]) -> Outcome:
     tensors = sharded()
-    return attempt(lambda: Publisher(urls[rank], tensors, rank_timeout_s=20, **options[rank]).close())
+    return attempt(lambda: Publisher(urls[rank], tensors, rank_timeout_s=120, **options[rank]).close())
 
 
 def overlapping(rank: int, url: str) -> Outcome:
@@ -153,7 +153,7 @@ def overlapping(rank: int, url: str) -> Outcome:
     tensor = DTensor.from_local(
         local, mesh, [Shard(0)], run_check=False, shape=torch.Size((rows, 8)), stride=(8, 1)
     )
-    return attempt(lambda: Publisher(url, {WEIGHT: tensor}, rank_timeout_s=20).close())
+    return attempt(lambda: Publisher(url, {WEIGHT: tensor}, rank_timeout_s=120).close())
 
 
 def unreadable(rank: int, url: str) -> Outcome:
@@ -172,7 +172,7 @@ def store_unreadable(rank: int, url: str) -> Outcome:
 def partial(rank: int, url: str) -> Outcome:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensor = DTensor.from_local(torch.randn(4, 8), mesh, [Partial()], run_check=False)
-    return attempt(lambda: Publisher(url, {WEIGHT: tensor}, rank_timeout_s=20).close())
+    return attempt(lambda: Publisher(url, {WEIGHT: tensor}, rank_timeout_s=120).close())
 
 
 def alone_in_a_job(rank: int, url: str) -> Outcome:
@@ -193,7 +193,7 @@ def missing_part(rank: int, url: str) -> Outcome:
     group = dist.new_group([0, 1])
     if rank > 1:
         return "", "", [], 0.0
-    return attempt(lambda: Publisher(url, tensors, group=group, rank_timeout_s=20).close())
+    return attempt(lambda: Publisher(url, tensors, group=group, rank_timeout_s=120).close())
 
 
 def publish_until_killed(rank: int, url: str, ready: str) -> None:

@@ -1,0 +1,63 @@
+"""What a rank hears of another one that answers and closes its publisher at once."""
+
+import json
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from patchstore.errors import RankFailed
+from patchstore.publish.group.channel import Channel
+
+
+class BetweenLooks:
+    """A store of keys in which something is written before a certain key is looked for."""
+
+    def __init__(self, key: str, written: dict[str, str]) -> None:
+        self._store, self._key, self._written = dist.HashStore(), key, written
+
+    def check(self, keys: list[str]) -> bool:
+        if keys == [self._key]:
+            for key, value in self._written.items():
+                self._store.set(key, value)
+        return bool(self._store.check(keys))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def channel(rank: int, store: BetweenLooks) -> Channel:
+    """An end of a group of two ranks that have met."""
+    found = object.__new__(Channel)
+    found.ranks, found.rank, found.timeout_s = (0, 1), rank, 5.0
+    found._store, found._base, found.session = store, "base", "session"
+    found._call, found._stage, found._old, found._heard = 1, 0, [], []
+    return found
+
+
+LEFT = "base/session/left/"
+ROUND = "base/session/1.1"
+
+
+def test_a_leader_that_answered_before_it_left_is_heard() -> None:
+    said = {f"{ROUND}/answer": json.dumps({"ok": {"version": 3}}), f"{LEFT}0": ""}
+    follower = channel(1, BetweenLooks(f"{LEFT}0", said))
+    assert follower.round("publish", dict, lambda _: {}) == {"version": 3}
+
+
+def test_a_rank_that_reported_before_it_left_is_heard() -> None:
+    said = {f"{ROUND}/1": json.dumps({"ok": {"size": 7}}), f"{LEFT}1": ""}
+    leader = channel(0, BetweenLooks(f"{LEFT}1", said))
+    assert leader.round("publish", dict, lambda reports: {"reports": reports}) == {
+        "reports": [{}, {"size": 7}]
+    }
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_left_without_a_word_is_named(rank: int) -> None:
+    other = 1 - rank
+    with pytest.raises(RankFailed, match=f"rank {other} of 2.*has closed its publisher") as error:
+        channel(rank, BetweenLooks(f"{LEFT}{other}", {f"{LEFT}{other}": ""})).round(
+            "publish", dict, lambda _: {}
+        )
+    assert error.value.ranks == (other,)
