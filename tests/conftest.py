@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -26,6 +27,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # On a busy machine any example may take long; pytest's own timeout ends one that hangs.
 hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None)
 hypothesis.settings.load_profile("patient")
+
+_RANKS = "tests/publish/group/"
+"""Tests here share processes of a job, which take half a minute to start."""
 
 UNTIL = os.environ.get("PATCHSTORE_TESTS_UNTIL")
 """Seconds since 1970 after which no further exhaustive test begins. CI sets it, as its time is limited."""
@@ -65,13 +69,28 @@ def runner() -> Iterator["subprocess.Popen[str]"]:
         process.stdin.close()
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a file's tests to one process, as `--dist loadfile` does; all that share ranks to one too."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class BySharedProcesses(LoadFileScheduling):  # type: ignore[misc, unused-ignore]
+        def _split_scope(self, nodeid: str) -> str:
+            return _RANKS if nodeid.startswith(_RANKS) else super()._split_scope(nodeid)
+
+    return BySharedProcesses(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark all but some cases of each sampled test as exhaustive, and begin with what takes longest.
 
     Those tests have a limit of their own. They start servers and wait for them, while other processes test.
     """
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+    items.sort(
+        key=lambda item: 0 if item.get_closest_marker("timeout") else 1 if _RANKS in item.nodeid else 2
+    )
     cases: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sample"):

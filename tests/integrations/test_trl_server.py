@@ -18,7 +18,13 @@ from tests.support.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.vllm,
+    # Two minutes of a server and of GRPO steps. `make test` has TRL's interfaces without a server.
+    pytest.mark.exhaustive,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -149,11 +155,7 @@ def test_via_is_one_of_three(grpo: Any, via: Any) -> None:
 
 @pytest.mark.parametrize(
     ("num", "kind"),
-    [
-        pytest.param(2, "fsdp2", marks=pytest.mark.exhaustive),
-        pytest.param(3, "fsdp2", marks=pytest.mark.exhaustive),
-        pytest.param(2, "ddp", marks=pytest.mark.exhaustive),
-    ],
+    [(2, "fsdp2"), (3, "fsdp2"), (2, "ddp")],
 )
 def test_several_ranks_publish_their_parts_and_one_waits(
     grpo: Any, base: Path, server: Vllm, ranks_of: RanksOf, tmp_path: Path, num: int, kind: str

@@ -214,6 +214,12 @@ def test_a_change_is_encoded_as_on_the_cpu(case: str) -> None:
 
 
 PARTS = {
+    "fewer slices": lambda: [part("F8_E4M3", (64, 64), Box(0, 1, 5, 30, 0, 64), 50, slices=(4, 2))],
+    "exponents that others lack": lambda: [
+        change("BF16", (40,), 12, wild=True),
+        part("BF16", (64, 40), Box(0, 1, 3, 9, 0, 40), 40, 1),
+        change("BF16", (20, 3), 9, wild=True, seed=5),
+    ],
     "rows of a grid": lambda: [
         part("BF16", (48, 32), Box(0, 1, *rows, 0, 32), 30, rows[0]) for rows in ((0, 7), (7, 40), (47, 1))
     ],
@@ -223,12 +229,6 @@ PARTS = {
     "boxes of experts": lambda: [
         part("F16", (5, 33, 50), Box(1, 3, 4, 20, 7, 11), 40),
         part("F16", (5, 33, 50), Box(0, 1, 0, 33, 0, 50), 30, 1),
-    ],
-    "fewer slices": lambda: [part("F8_E4M3", (64, 64), Box(0, 1, 5, 30, 0, 64), 50, slices=(4, 2))],
-    "exponents that others lack": lambda: [
-        change("BF16", (40,), 12, wild=True),
-        part("BF16", (64, 40), Box(0, 1, 3, 9, 0, 40), 40, 1),
-        change("BF16", (20, 3), 9, wild=True, seed=5),
     ],
 }
 

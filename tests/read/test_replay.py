@@ -301,6 +301,7 @@ def test_what_a_killed_replay_left_is_removed_by_the_next_and_what_runs_is_not(t
         running.join()
 
 
+@pytest.mark.exhaustive
 def test_what_a_killed_replay_left_is_removed_though_a_child_of_it_lives(tmp_path: Path) -> None:
     run = Run(FolderStore(tmp_path / "bucket"))
     run.publish()
@@ -321,6 +322,7 @@ def test_what_a_killed_replay_left_is_removed_though_a_child_of_it_lives(tmp_pat
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.exhaustive
 def test_what_a_killed_transcoding_left_is_removed_by_the_next(tmp_path: Path) -> None:
     run = Run(FolderStore(tmp_path / "bucket"))
     run.publish_versions(2)

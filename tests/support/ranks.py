@@ -21,6 +21,8 @@ class Ranks:
 
     def __init__(self, num: int, timeout_s: float = TIMEOUT_S) -> None:
         self.num, self.timeout_s = num, timeout_s
+        self.has_failed = False
+        """Whether a function raised, or did not return."""
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         self._tasks = [context.Queue() for _ in range(num)]
@@ -56,6 +58,7 @@ class Ranks:
         """Wait for the results of these ranks."""
         found: dict[int, Any] = {}
         failed = []
+        self.has_failed, has_failed = True, self.has_failed
         while len(found) < len(ranks):
             try:
                 rank, result, error = self._results.get(timeout=self.timeout_s + IMPORT_S)
@@ -66,6 +69,7 @@ class Ranks:
                 if error:
                     failed.append(f"rank {rank}: {error}")
         assert not failed, "\n".join(sorted(failed))
+        self.has_failed = has_failed
         return [found[rank] for rank in ranks]
 
     def close(self) -> None:

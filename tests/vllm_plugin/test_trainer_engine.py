@@ -29,7 +29,8 @@ def checkpoint(model: Path) -> str:
     return str(model / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", ["ours", pytest.param("vllm's", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["ours", "vllm's"])
 def test_a_server_serves_each_version_that_is_sent(
     server: VllmServer, ranks: Ranks, checkpoint: str, tmp_path: Path, kind: str
 ) -> None:
@@ -55,6 +56,7 @@ def test_without_a_client_versions_are_stored(ranks: Ranks, checkpoint: str, tmp
     ranks.run(factory_job.end)
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_refuses_leaves_the_version_stored(
     server: VllmServer, ranks: Ranks, checkpoint: str, tmp_path: Path
 ) -> None:

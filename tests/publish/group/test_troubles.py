@@ -71,7 +71,7 @@ def test_a_rank_whose_store_fails_ends_the_publication_on_all(
     check_repaired(url, [found for _, found in results])
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_late_rank_ends_the_publication_within_the_timeout(ranks_of: RanksOf, url: str, late: int) -> None:
     results = ranks_of(3).run(troubles.one_rank_is_late, url, late)
     if late:
@@ -107,7 +107,7 @@ def test_a_rank_that_closes_ends_the_publication_of_the_others_at_once(
             assert took_s < 40
 
 
-@pytest.mark.parametrize("missing", [0, 2])
+@pytest.mark.parametrize("missing", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_does_not_open_is_named(ranks_of: RanksOf, url: str, missing: int) -> None:
     results = ranks_of(3).run(troubles.one_rank_does_not_open, url, missing)
     for rank, (kind, message, ranks, took_s) in enumerate(results):
@@ -184,7 +184,7 @@ def doomed() -> Iterator[Ranks]:
         process.kill()
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_after_a_kill_no_reader_sees_a_mixture_and_another_job_continues(
     ranks_of: RanksOf, doomed: Ranks, url: str, tmp_path: Path, killed: int
 ) -> None:
