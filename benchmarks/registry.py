@@ -17,6 +17,7 @@ from benchmarks.cases import (
     history,
     kernels,
     mirror,
+    quantized,
     rank_bytes,
     replay,
     replicate,
@@ -117,6 +118,13 @@ CASES = (
         gate="tests/mirror/test_mirror.py",
         arguments=mirror.arguments,
         run=mirror.run,
+    ),
+    Case(
+        name="quantized",
+        about="Publish the same steps in bf16 and in FP8, encoded in `context`, and count the bytes.",
+        gate="tests/publish/test_quantized.py",
+        arguments=quantized.arguments,
+        run=quantized.run,
     ),
     Case(
         name="rank-bytes",

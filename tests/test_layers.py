@@ -17,6 +17,7 @@ LAYERS = {
     "patchstore.signing": 3,
     "patchstore.kernels": 5,
     "patchstore.tensors": 3,
+    "patchstore.quantization": 3,
     "patchstore.encodings": 4,
     "patchstore.payloads": 5,
     "patchstore.retention": 6,

@@ -61,8 +61,8 @@ def entropy(steps: Iterable[Step]) -> Entropy:
             differences = difference(old[indices], new[indices])
             classes = exponents(old)
             total += [
-                *_bits(classes, indices, differences),
-                *_bits(np.zeros_like(classes), indices, differences),
+                *split_bits(classes, indices, differences),
+                *split_bits(np.zeros_like(classes), indices, differences),
             ]
             num_changed += indices.size
     if num_changed == 0:
@@ -97,7 +97,7 @@ def _key(bits: Bits) -> Bits:
     return np.where(bits >> 15, ~bits, bits | 0x8000).astype(np.uint16)
 
 
-def _bits(classes: Numbers, indices: Numbers, differences: Numbers) -> tuple[float, float]:
+def split_bits(classes: Numbers, indices: Numbers, differences: Numbers) -> tuple[float, float]:
     """Return the bits of the positions, given the class of each element, and the bits of the differences."""
     of = classes[indices]
     num, num_changed = np.bincount(classes, minlength=256), np.bincount(of, minlength=256)

@@ -46,6 +46,11 @@ class BaseCheckpoint:
             start = header.data_start + entry.start
             self._places[entry.spec.name] = _Place(file, entry.spec, start)
 
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """What the folder has."""
+        return [place.spec for place in self._places.values()]
+
     def has(self, spec: TensorSpec) -> bool:
         """Whether the folder has a tensor of this name, dtype and shape, with elements."""
         return spec.name in self._places and self._places[spec.name].spec == spec and spec.num_bytes > 0

@@ -8,14 +8,21 @@ from patchstore.errors import SchemaMismatch
 from patchstore.format.records import Part, TensorSpec
 from patchstore.publish.options import check_range
 from patchstore.publish.snapshot.memory import Stream, Tensors
-from patchstore.publish.sources import Given, Source, Weights
+from patchstore.publish.sources import Given, Quantized, Source, Weights
+from patchstore.quantization import Quantization
 from patchstore.tensors.bits import TORCH_DTYPES, spec_of
 
 
 class Offered:
     """The tensors of a source, which must stay those that they were at first."""
 
-    def __init__(self, source: Source, dtype: torch.dtype | None, stored: Collection[str]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        dtype: torch.dtype | None,
+        stored: Collection[str],
+        quantization: Quantization | None = None,
+    ) -> None:
         """Look at a source; `read` comes next.
 
         Args:
@@ -25,7 +32,11 @@ class Offered:
         Raises:
             SchemaMismatch, UsageError: see `Weights`.
         """
-        self._weights, self._dtype = Weights(source, stored), dtype
+        self._weights: Weights | Quantized = Weights(source, stored)
+        self._dtype = dtype
+        if quantization is not None:
+            # It converts what stays as it is, and its scales stay in float32.
+            self._weights, self._dtype = Quantized(self._weights, quantization, dtype), None
         self.given = self._weights.given
         self._given: Given | None = None
         self._whole: dict[str, Part] = {}
@@ -93,6 +104,8 @@ class Offered:
             joined = self._whole.get(part.spec.name)
             if (part if joined is None else joined) in chosen:
                 self._keys[key] = part.key if joined is None else joined.key
+        if isinstance(self._weights, Quantized):
+            self._weights.only(self._keys)
 
     def first(self, specs: Sequence[TensorSpec]) -> Tensors:
         """Return the tensors as they were read first, by the keys of what is published.
@@ -150,7 +163,8 @@ class Offered:
 
     def _checked(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what a stream yields, if this is what it yielded at first."""
-        missing = dict.fromkeys(self._served)
+        # Of codes, those of other owners are not even computed.
+        missing = dict.fromkeys(self._keys if isinstance(self._weights, Quantized) else self._served)
         for key, tensor in stream:
             if not self._is_served(key, tensor):
                 self._check(key, tensor)

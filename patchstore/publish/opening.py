@@ -38,6 +38,8 @@ class Settings:
     rank_timeout_s: float
     signer: str | None = None
     """The signer's name."""
+    quantization: str | None = None
+    """Form and rule, as `Quantization.described` writes them."""
 
 
 Describe = Callable[[], tuple[tuple[Part, ...], Mapping[str, str]]]

@@ -42,6 +42,7 @@ from patchstore.publish.options import (
 )
 from patchstore.publish.pipeline import Pipeline, Publication
 from patchstore.publish.sources import Source
+from patchstore.quantization import quantization_of
 from patchstore.signing.signers import Signer
 from patchstore.stores import opened
 from patchstore.stores.base import Store
@@ -89,6 +90,7 @@ class Publisher:
         group: "torch.distributed.ProcessGroup | None" = None,
         rank_timeout_s: float = 600.0,
         signer: Signer | None = None,
+        quantization: str | None = None,
     ) -> None:
         """Create a run, or claim an existing one with `resume`.
 
@@ -131,6 +133,12 @@ class Publisher:
             rank_timeout_s: how long to wait for another rank, to open the publisher and in each publication.
             signer: signs each version before it exists, such as `patchstore.signing.KeySigner`. Costs one
                 small upload per version. Ranks that publish together give the same signer.
+            quantization: None to publish weights as they are. "fp8-block": weights of linear layers as E4M3
+                codes with a scale per block of 128 x 128, as checkpoints of DeepSeek-V3 and Qwen3 in FP8
+                are. "fp8-channel": with a scale per row, as compressed-tensors writes them. Servers then
+                serve FP8 and compute nothing. A version's anchor is an ordinary checkpoint in FP8. `files`
+                says which layers are quantised, if it is the folder of such a checkpoint; otherwise all are
+                but embeddings, heads, norms and routers.
 
         Raises:
             RunExists: the store has a run and `resume` is False.
@@ -156,6 +164,11 @@ class Publisher:
             # Among ranks, the one that commits reads them: the others may lack the folder.
             checkpoint_files.read_folder(files)
         check_encoding(encoding)
+        chosen = None
+        if quantization is not None:
+            # Each rank rounds its own part, so each needs the rule.
+            base = checkpoint_files.read_folder(files)
+            chosen = quantization_of(quantization, base, BaseCheckpoint(files).specs)
         settings = Settings(
             dtype=str(self._dtype),
             encoding=encoding,
@@ -164,8 +177,10 @@ class Publisher:
             max_shard_bytes=whole_number("max_shard_bytes", max_shard_bytes, least=1),
             rank_timeout_s=seconds("rank_timeout_s", rank_timeout_s),
             signer=signer_name(signer),
+            quantization=None if chosen is None else chosen.described(),
         )
         self._signer = signer
+        self._quantization = chosen
         at_exit.check_still_running()
         self._process = os.getpid()
         self._closed = False
@@ -195,7 +210,7 @@ class Publisher:
         except Exception as exc:  # noqa: BLE001 -- raised below, when other ranks can hear of it
             failure = exc
         stored = () if begun is None else begun.schema.by_name()
-        self._offered = offered = Offered(source, self._dtype, stored)
+        self._offered = offered = Offered(source, self._dtype, stored, self._quantization)
         try:
             # Also after a failure: it tells which ranks must hear of that.
             offered.read()
@@ -214,7 +229,7 @@ class Publisher:
         def check_schema(schema: Schema) -> dict[str, bytes]:
             found = checkpoint_files.read_folder(files)
             checkpoint_files.check_fits(found, offered.given, schema)
-            return found
+            return found if self._quantization is None else self._quantization.complete(found, schema.tensors)
 
         if ranks is None:
             with on_one_rank():

@@ -3,6 +3,7 @@
 from patchstore.publish.sources.layouts import interleaved_qkv, joined_gate_up, without_padding
 from patchstore.publish.sources.mapped import mapped
 from patchstore.publish.sources.pieces import LocalPart
+from patchstore.publish.sources.quantized import Quantized
 from patchstore.publish.sources.saved import as_saved
 from patchstore.publish.sources.weights import Given, Place, Source, Weights
 
@@ -10,6 +11,7 @@ __all__ = [
     "Given",
     "LocalPart",
     "Place",
+    "Quantized",
     "Source",
     "Weights",
     "as_saved",

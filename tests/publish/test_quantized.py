@@ -1,0 +1,167 @@
+"""Runs in FP8: every version has the codes and scales of the weights at that step."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from patchstore import LocalPart, Publisher, Replica, as_saved, mapped
+from patchstore.errors import SchemaMismatch, UsageError
+from patchstore.quantization import FORMS
+from patchstore.stores.memory import MemoryStore
+from patchstore.tensors.bits import bits
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    return {
+        "model.embed_tokens.weight": torch.randn(256, 128).to(dtype),
+        UP: (torch.randn(384, 256) * 0.02).to(dtype),
+        "model.layers.0.mlp.gate.weight": torch.randn(8, 128).to(dtype),
+        "model.norm.weight": torch.ones(128, dtype=dtype),
+    }
+
+
+def step(tensors: dict[str, torch.Tensor]) -> None:
+    for tensor in tensors.values():
+        tensor.add_((torch.randn(tensor.shape) * 1e-3).to(tensor.dtype))
+
+
+def expected(tensors: dict[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
+    found = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    codes, scales = FORMS[form].quantize(found[UP])
+    return found | {UP: codes, FORMS[form].scale_name(UP): scales}
+
+
+def assert_served(store: MemoryStore, wanted: dict[str, torch.Tensor]) -> None:
+    """Compare the newest version, by its deltas from version 0 on."""
+    replica = Replica(store, {})
+    replica.update(0)
+    replica.update()
+    assert replica.tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(bits(replica.tensors[name]), bits(tensor)), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["mapping", "stream", "fp32", "pieces", "mapped"])
+def test_each_version_has_the_codes_of_its_weights(store: MemoryStore, form: str, kind: str) -> None:
+    trained = weights(torch.float32 if kind == "fp32" else torch.bfloat16)
+    source = {
+        "mapping": trained,
+        "fp32": trained,
+        "stream": lambda: iter(trained.items()),
+        "pieces": trained
+        | {
+            UP: [
+                LocalPart(trained[UP][:256], (384, 256), start=(0, 0)),
+                LocalPart(trained[UP][256:], (384, 256), start=(256, 0)),
+            ]
+        },
+        "mapped": mapped({f"x.{name}": tensor for name, tensor in trained.items()}, lambda name, _: name[2:]),
+    }[kind]
+
+    with Publisher(store, source, quantization=form) as publisher:
+        for number in range(3):
+            published = publisher.publish_patch(number).result()
+            assert_served(store, expected(trained, form))
+            assert (published.anchor is None) == (number > 0)
+            step(trained)
+
+
+def test_a_run_in_fp8_is_continued(store: MemoryStore) -> None:
+    trained = weights()
+    with Publisher(store, trained, quantization="fp8-block") as publisher:
+        publisher.publish_patch(0).result()
+    with Publisher(store, trained, quantization="fp8-block", resume=True) as publisher:
+        step(trained)
+        assert publisher.publish_patch(1).result().anchor is None
+    assert_served(store, expected(trained, "fp8-block"))
+
+    for other in (None, "fp8-channel"):
+        with pytest.raises(SchemaMismatch):
+            Publisher(store, trained, quantization=other, resume=True)
+
+
+def test_numbers_without_a_scale_publish_nothing_and_the_next_call_goes_on(store: MemoryStore) -> None:
+    trained = weights()
+    with Publisher(store, trained, quantization="fp8-block") as publisher:
+        publisher.publish_patch(0).result()
+        before = trained[UP][3, 4].clone()
+        trained[UP][3, 4] = float("inf")
+        with pytest.raises(UsageError, match=r"up_proj.*infinite or NaN"):
+            publisher.publish_patch(1)
+        trained[UP][3, 4] = before
+        step(trained)
+        assert publisher.publish_patch(2).result().version == 1
+        assert_served(store, expected(trained, "fp8-block"))
+
+
+@pytest.mark.parametrize(
+    ("form", "part", "message"),
+    [
+        ("fp8-block", slice(0, 200), "within a block of 128 x 128"),
+        ("fp8-block", slice(100, 384), "within a block of 128 x 128"),
+    ],
+)
+def test_a_part_that_cuts_a_block_is_refused(
+    store: MemoryStore, form: str, part: slice, message: str
+) -> None:
+    trained = weights()
+    cut = LocalPart(trained[UP][part], (384, 256), start=(part.start, 0))
+    with pytest.raises(SchemaMismatch, match="within a block of 128 x 128"):
+        Publisher(store, trained | {UP: cut}, quantization="fp8-block")
+
+
+def test_a_source_without_linear_layers_is_refused(store: MemoryStore) -> None:
+    with pytest.raises(SchemaMismatch, match="no weight of a linear layer among 2 tensors"):
+        Publisher(store, {"a": torch.ones(8, 8), "norm.weight": torch.ones(8)}, quantization="fp8-block")
+
+
+def test_weights_that_are_quantised_already_are_published_as_they_are(store: MemoryStore) -> None:
+    codes, scales = FORMS["fp8-block"].quantize(torch.randn(256, 256))
+    scales[0, 0], scales[0, 1], scales[1, 0] = 0.0, float("inf"), float("nan")
+    given = {
+        UP: codes,
+        UP + "_scale_inv": scales,
+        "packed.weight": torch.randint(0, 255, (64, 64), dtype=torch.uint8),
+    }
+    with Publisher(store, given, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+        assert_served(store, given)
+        bits(codes)[::7] ^= 1
+        scales[1, 1] *= 2
+        publisher.publish_patch(1).result()
+        assert_served(store, given)
+
+
+def test_anchors_are_checkpoints_that_transformers_opens(store: MemoryStore, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from patchstore.read.replay import replay
+
+    config = transformers.Qwen3Config(
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    with Publisher(store, as_saved(model), quantization="fp8-block", files=tmp_path / "base") as publisher:
+        publisher.publish_patch(0).result()
+    replay(store, out=tmp_path / "replayed")
+
+    opened = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "replayed",
+        dtype=torch.bfloat16,
+        quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
+    )
+
+    form = FORMS["fp8-block"]
+    for name, tensor in model.state_dict().items():
+        found = opened.state_dict()[name]
+        if name.endswith("_proj.weight"):
+            codes, scales = form.quantize(tensor)
+            whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            assert torch.equal(bits(found), bits((codes.float() * whole).to(torch.bfloat16))), name
+        else:
+            assert torch.equal(bits(found), bits(tensor)), name
