@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from patchstore.errors import CorruptObject, DataError, NotFound, UsageError, VersionNotFound, WrongParent
 from patchstore.format import history, planning, shortcuts
+from patchstore.format.anchoring import Since
 from patchstore.format.hashing import digest
 from patchstore.format.records import Manifest, Plan
 from patchstore.format.shortcuts import Ends
@@ -115,17 +116,19 @@ def _listed(store: Store) -> frozenset[Ends] | None:
         return None
 
 
-def since_anchor(store: Store, version: int) -> int:
-    """Return how many deltas lead from the nearest anchor to a version.
+def since_anchor(store: Store, version: int) -> Since:
+    """Return what leads from the nearest anchor to a version.
 
     Raises:
         VersionNotFound, CorruptObject: as `read`.
     """
     added = shortcuts.newest_anchor(_listed(store) or (), version)
     with closing(history.ancestry(store, version)) as versions:
-        for num, found in enumerate(versions):
+        num, num_bytes = 0, 0
+        for found in versions:
             if found.anchor is not None or found.version == added:
-                return num
+                return Since(num_deltas=num, num_bytes=num_bytes)
+            num, num_bytes = num + 1, num_bytes + (0 if found.delta is None else found.delta.num_bytes)
     raise CorruptObject(f"{store.url}: no anchor was found among the ancestors of version {version}")
 
 
