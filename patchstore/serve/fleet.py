@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 _RESCUE_S = 5.0
 """Limit for one call to a server that did not finish within the grace period."""
 
+SETTLED_S = 0.5
+"""A file of servers counts when it had the same content for so long. A program that writes it empties it
+first, and the servers that it is about to list again must not be let go of."""
+
 Begin = Callable[[str, Callable[[], Manifest | None], threading.Event], Reconciler]
 """Makes the reconciler of a server's URL. Gets a function that returns the desired version, and an event that
 is set when no update may begin any more."""
@@ -100,7 +104,7 @@ class Fleet:
 
         Args:
             servers_file: one URL per line, `#` begins a comment; read again when it changes, for servers that
-                come and go.
+                come and go; a change counts after `SETTLED_S`.
             observe: called with every step, on the thread that made it; None stands for the store.
             min_poll_interval_s: wait after the store had something new, doubled by each poll that finds
                 nothing.
@@ -136,6 +140,9 @@ class Fleet:
         self._failure: OngoingFailure | None = None
         self._poller = threading.Thread(target=self._poll, name="follow-store", daemon=True)
         self._listed: str | None = None
+        """The content of the file that counts."""
+        self._changing: tuple[str, float] | None = None
+        """Another content, and when it was first read."""
         if self._file is not None:
             self._read_file(self._file)
         elif not self._servers:
@@ -215,7 +222,8 @@ class Fleet:
             interval_s = (
                 self._min_poll_interval_s if is_new else min(2 * interval_s, self._max_poll_interval_s)
             )
-            self._wake.wait(0 if self._stop.is_set() else interval_s)
+            wait_s = interval_s if self._changing is None else min(interval_s, SETTLED_S)
+            self._wake.wait(0 if self._stop.is_set() else wait_s)
 
     def _news(self) -> tuple[Outcome, int | None]:
         """Return what is to be reported once of the newest version, and its number."""
@@ -268,13 +276,21 @@ class Fleet:
             listed = path.read_text()
         except (OSError, ValueError) as exc:
             raise UsageError(f"{path} cannot be read, so the list of servers stays as it was: {exc}") from exc
-        if listed != self._listed:
+        if listed == self._listed:
+            self._changing = None
+        elif self._listed is None or self._has_settled(listed):
             lines = [line.partition("#")[0].strip() for line in listed.splitlines()]
             try:
                 urls = [check_url(line) for line in lines if line]
             except UsageError as exc:
                 raise UsageError(f"{path}: {exc}") from exc
             self._servers, self._listed = tuple(dict.fromkeys([*self._named, *urls])), listed
+
+    def _has_settled(self, listed: str) -> bool:
+        now = time.monotonic()
+        if self._changing is None or self._changing[0] != listed:
+            self._changing = listed, now
+        return now - self._changing[1] >= SETTLED_S
 
     # The end.
 
