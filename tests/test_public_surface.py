@@ -52,7 +52,6 @@ KINDS = {
     "publish-failed",
     "rank-failed",
     "resume-mismatch",
-    "rollback",
     "run-exists",
     "run-lost",
     "schema-mismatch",

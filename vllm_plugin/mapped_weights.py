@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from patchstore.encodings.context import Chosen, Tiles, Tiling, is_coded
-from patchstore.errors import SchemaMismatch, UsageError
+from patchstore.errors import PatchstoreError, SchemaMismatch, UsageError
 from patchstore.format import hashing, mismatch
 from patchstore.format.records import Schema, TensorSpec
 from patchstore.read.deltas import Deltas
@@ -17,6 +17,7 @@ from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, bits, raw_bytes
 from patchstore.tensors.state_digest import Sums
 from vllm_plugin.mapping import RankSlices, SliceSums, WeightMap, share
+from vllm_plugin.pairing import ADVICE
 from vllm_plugin.post_load import Derived
 from vllm_plugin.regions import Region, View, locate, pieces, positions
 from vllm_plugin.runtime_bits import PIECE, UNMATCHED, flat, is_widened, narrowed, widened
@@ -34,16 +35,27 @@ class MappedWeights:
     """The parameters and buffers of one rank: of the model, and of a draft model that comes with it."""
 
     def __init__(
-        self, models: Sequence[torch.nn.Module], load: Load, derived: Derived, *, is_quantised: bool = False
+        self,
+        models: Sequence[torch.nn.Module],
+        load: Load,
+        derived: Derived,
+        *,
+        fits: Callable[[Schema], object] = bool,
+        load_traced: Load | None = None,
+        is_calculated: bool = False,
     ) -> None:
         """Take over models as they are.
 
         Args:
-            is_quantised: whether vLLM quantises weights while it loads them, so that nothing is copied.
+            fits: raises if a run's tensors are of another form than the models'.
+            load_traced: calls a model's loader for a trace; None for `load`.
+            is_calculated: whether vLLM quantises weights while it loads them, so that nothing is copied.
         """
         self._models = tuple(models)
-        self._is_quantised = is_quantised
-        self._load = load
+        self._is_calculated = is_calculated
+        self._fits = fits
+        self._load, self._load_traced = load, load_traced or load
+        self._is_quantised = load_traced is not None
         self._derived = derived
         self._map: WeightMap | None = None
         self._boxes: Mapping[str, list[Box] | None] = {}
@@ -70,10 +82,13 @@ class MappedWeights:
             UsageError: the loader cannot be traced, or the model keeps tensors that are made of weights and
                 that it cannot make again.
         """
-        if self._is_quantised:
+        self._fits(schema)
+        if self._is_calculated:
             self._derived.notice()
             return untraced(self._models, schema)
-        traced = trace(self._target_last(), schema, self._load)
+        traced = trace(self._target_last(), schema, self._load_traced)
+        if self._is_quantised and traced.computed:
+            raise self._calculated(schema, traced)
         bare = {n: count for n, count in traced.uncovered.items() if n not in self._derived.names}
         if bare:
             listed = ", ".join(f"{name!r} ({count:,} elements)" for name, count in sorted(bare.items())[:5])
@@ -95,6 +110,25 @@ class MappedWeights:
         reached = reached.union(*(indices for _, indices in traced.computed))
         self._derived.verify({traced.runtimes[index].storage.data_ptr() for index in reached})
         return traced
+
+    def _calculated(self, schema: Schema, traced: Trace) -> PatchstoreError:
+        """Say what keeps tensors of a quantised checkpoint from being written where they are served."""
+        specs = schema.by_name()
+        for group, indices in traced.computed:
+            served = {traced.runtimes[index].dtype for index in indices}
+            for name in sorted(group):
+                if TORCH_DTYPES[specs[name].dtype] not in served:
+                    has = ", ".join(sorted(map(str, served)))
+                    return SchemaMismatch(
+                        f"the run has {name!r} as {specs[name].dtype}, and this server as {has}: the lists "
+                        "of what is not quantised (modules_to_not_convert, or ignore, in "
+                        "quantization_config) differ; start vllm from the run's own checkpoint"
+                    )
+        names = sorted(name for group, _ in traced.computed for name in group)
+        return UsageError(
+            f"vLLM calculates something else from {len(names):,} tensors of this quantised checkpoint, such "
+            f"as {names[0]!r}, so versions cannot be written where they are served: {ADVICE}"
+        )
 
     def share(self, traced: Trace) -> RankSlices:
         return share(traced)

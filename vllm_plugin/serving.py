@@ -15,6 +15,9 @@ from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 
 from patchstore.errors import UsageError
+from patchstore.format.records import Schema
+from vllm_plugin import pairing, quantised
+from vllm_plugin.quantised import Objects
 from vllm_plugin.trace import Attributes
 
 
@@ -51,9 +54,36 @@ class Serving:
         return draft is not None and draft.model == self._config.model_config.model
 
     @property
-    def is_quantised(self) -> bool:
+    def form(self) -> str | None:
+        """Of the checkpoint that was loaded; see `pairing`."""
+        return pairing.of_checkpoint(self._checkpoint_config)
+
+    @property
+    def is_calculated(self) -> bool:
         """Whether vLLM quantises weights while it loads them, so that only its reload can write them."""
+        return self._is_quantised and self._checkpoint_config is None
+
+    @property
+    def is_loaded_quantised(self) -> bool:
+        """Whether the checkpoint has codes and scales already, so that they can be written where they lie."""
+        return self._is_quantised and self._checkpoint_config is not None
+
+    @property
+    def _is_quantised(self) -> bool:
         return self._config.model_config.quantization is not None
+
+    @property
+    def _checkpoint_config(self) -> object:
+        config = self._config.model_config
+        for holder in (config.hf_config, config.hf_text_config):
+            for name in ("quantization_config", "compression_config"):
+                if (found := getattr(holder, name, None)) is not None:
+                    return found
+        return None
+
+    def check_fits(self, schema: Schema) -> None:
+        """Refuse a run of another form than this server's. Raises as `pairing.check_pair`."""
+        pairing.check_pair(schema, self.form, is_calculated=self.is_calculated)
 
     def load(self, model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
         """Call a model's own loader, as vLLM does when it starts, or reloads.
@@ -66,21 +96,27 @@ class Serving:
             Whatever the loader raises.
         """
         with self._surroundings():
-            if self.is_quantised:
+            if self._is_quantised:
                 return self._reload(model, weights)
             model.load_weights(weights)  # type: ignore[operator]
             return set()
+
+    def load_traced(self, model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """As `load`, for a trace: nothing is executed. What layers become after loading is followed too."""
+        with self._surroundings():
+            quantised.load(model, lambda: model.load_weights(weights))  # type: ignore[operator]
 
     def _reload(self, model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
         """Load layers in full, have vLLM quantise them, and copy the result to where it was."""
         # Not with this module, as it imports all of torch's compiler.
         from vllm.model_executor.model_loader.reload import layerwise
 
-        before = Attributes(model)
+        before, objects = Attributes(model), Objects(model)
         places = {name: each.data_ptr() for name, each in model.named_parameters(remove_duplicate=False)}
         try:
             layerwise.initialize_layerwise_reload(model)
-            wanted = {name for name, each in model.named_parameters() if each.dim() > 0}
+            caches = quantised.cache_scales(model)
+            wanted = {n for n, each in model.named_parameters() if each.dim() > 0 and n not in caches}
             loaded = set(model.load_weights(weights) or ())  # type: ignore[operator]
             owners = {name.rpartition(".")[0] for name in loaded}
             if partial := sorted(n for n in wanted - loaded if n.rpartition(".")[0] in owners):
@@ -88,9 +124,14 @@ class Serving:
             layerwise.finalize_layerwise_reload(model, self._config.model_config)
         except BaseException:
             before.restore()
+            objects.restore()
             for module in model.modules():
                 layerwise.get_layerwise_info(module).reset()
             raise
+        if self.is_loaded_quantised:
+            # Kernels were made anew over tensors of their own, to which no version would be written.
+            before.restore()
+            objects.restore()
         # A tied weight is in the memory of the other, which was loaded.
         reached = {places.get(name) for name in loaded}
         return {name for name in wanted - loaded if places.get(name) not in reached}
@@ -124,13 +165,23 @@ class Serving:
                 "the delta backend needs experts where they were loaded, but --enable-eplb moves them "
                 "between ranks; start vllm without it"
             )
-        if self.is_quantised:
-            if getattr(config.hf_config, "quantization_config", None) is not None:
-                raise UsageError(
-                    f"the checkpoint itself is quantised ({config.quantization}), so its tensors are not the "
-                    "trainer's; serve the bf16 checkpoint, with --quantization fp8 if need be"
-                )
+        if self.is_calculated:
             return
+        if self.is_loaded_quantised:
+            if self.form is None:
+                raise UsageError(
+                    "of quantised checkpoints the delta backend takes FP8 with one scale a block or a row, "
+                    f"and this one is another ({config.quantization}): publish with "
+                    'Publisher(..., quantization="fp8-block"), and serve a checkpoint of that run; or serve '
+                    "the bf16 checkpoint"
+                )
+            cache = str(self._config.cache_config.cache_dtype)
+            if self._config.load_config.load_format == "dummy" and cache.startswith("fp8"):
+                raise UsageError(
+                    "with --load-format dummy vLLM makes up the scales of an FP8 cache, which no version "
+                    "replaces: start it from a checkpoint, or without --kv-cache-dtype fp8"
+                )
+            quantised.check_kernels(models)
         if getattr(current_platform, "is_zen_cpu", bool)():
             raise UsageError(
                 "the delta backend needs Linear weights as loaded, but this platform packs them for ZenDNN"

@@ -52,6 +52,9 @@ class KnownIndices(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.__getitem__ or func is torch.Tensor.__setitem__:
             args = (args[0], _indexed(args[1]), *args[2:])
+        elif func is torch.Tensor.data_ptr and args[0].is_meta:
+            # A kernel that was given this address, 0, would end the process.
+            raise UsageError("vLLM hands weights to a kernel after loading, which cannot be traced")
         return func(*args, **(kwargs or {}))
 
 

@@ -1,11 +1,13 @@
 """What only a GPU can show: captured graphs, sleep, and experts spread over two devices."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import tiny_fp8
 import torch
 from server_process import MODEL_NAME, ServerProcess
 from trainer import Trainer
@@ -46,8 +48,14 @@ def call(server: VllmServer, method: str, *args: object) -> list:
 class Serving:
     """A server, its client, and a way to start it anew."""
 
-    def __init__(self, folder: Path, *arguments: str, eager: bool = True) -> None:
-        self.process = ServerProcess(folder / "vllm.log", *arguments, eager=eager)
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        eager: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.process = ServerProcess(folder / "vllm.log", *arguments, eager=eager, environment=environment)
         self.client = VllmServer(self.process.url, timeout_s=240)
 
     def fresh(self, model: Path) -> VllmServer:
@@ -60,8 +68,8 @@ class Serving:
 def start(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
     made: list[Serving] = []
 
-    def begin(model: Path, *arguments: str, eager: bool = True) -> Serving:
-        made.append(Serving(tmp_path, *arguments, eager=eager))
+    def begin(model: Path, *arguments: str, **options: Any) -> Serving:
+        made.append(Serving(tmp_path, *arguments, **options))
         made[-1].fresh(model)
         return made[-1]
 
@@ -149,6 +157,60 @@ def test_a_quantised_server_equals_a_fresh_start(start, new_trainer, model, tmp_
 
     assert server.fingerprint() == before
     assert answer(server) == words
+
+
+TRITON = {"VLLM_USE_DEEP_GEMM": "0"}
+DEEP_GEMM = {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_DEEP_GEMM_WARMUP": "skip"}
+"""Scales as they are published; arranged in columns."""
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("form", "environment"),
+    [("fp8-block", TRITON), ("fp8-block", DEEP_GEMM), ("fp8-channel", {})],
+    ids=["blocks", "deep-gemm", "rows"],
+)
+def test_an_fp8_checkpoint_is_written_in_place_and_equals_a_fresh_start(
+    start, tmp_path, form, environment, experts
+):
+    base = tiny_fp8.save(tmp_path / "base", experts=experts)
+    with tiny_fp8.published(tmp_path / "store", base, form) as trainer:
+        for _ in range(4):
+            tiny_fp8.step(trainer, share=0.3)
+        first, third = (
+            tiny_fp8.replayed(trainer, version, tmp_path / str(version), base) for version in (0, 3)
+        )
+        arguments = ("--moe-backend", "triton") if experts and environment != DEEP_GEMM else ()
+        serving = start(first, *arguments, eager=False, environment=environment)
+        server = serving.client
+        server.init_weight_transfer(trainer.url)
+        assert server.status().serving == 0
+        addresses, answers = call(server, "delta_addresses"), {}
+        for version in (0, 1, 3, 0, 3):
+            server.apply(version)
+            found = answer(server)
+            assert answers.setdefault(version, found) == found
+        assert len({tuple(each) for each in answers.values()}) > 1
+        assert call(server, "delta_addresses") == addresses
+        assert server.status().ranks[0]["map"]["num_computed"] == 0
+        before = server.fingerprint()
+        call(server, "delta_fail_writes", 1)
+        with pytest.raises(PatchstoreError, match="made to fail"):
+            server.apply(4)
+        assert (server.fingerprint(), answer(server)) == (before, answers[3])
+
+        server = serving.fresh(third)
+
+        assert server.fingerprint() == before
+        assert answer(server) == answers[3]
+
+
+def test_scales_that_vllm_rounds_for_deep_gemm_are_refused_at_start(start, tmp_path):
+    base = tiny_fp8.save(tmp_path / "base")
+    with tiny_fp8.published(tmp_path / "store", base, "fp8-block") as trainer:
+        first = tiny_fp8.replayed(trainer, 0, tmp_path / "0", base)
+    with pytest.raises(Exception, match="VLLM_USE_DEEP_GEMM_E8M0=0"):
+        start(first, environment={"VLLM_USE_DEEP_GEMM_E8M0": "1", "VLLM_DEEP_GEMM_WARMUP": "skip"})
 
 
 EXPERTS = ("--tensor-parallel-size", "2", "--enable-expert-parallel")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ class Trainer:
         anchor_every: int = 100,
         dtype: torch.dtype | None = torch.bfloat16,
         encoding: str = "auto",
+        **options: Any,
     ) -> None:
         self.url = str(folder)
         self.store = open_store(self.url)
@@ -28,7 +30,7 @@ class Trainer:
         clones = {id(tensor): tensor.clone() for tensor in tensors.values()}
         self.tensors = {name: clones[id(tensor)] for name, tensor in tensors.items()}
         self._publisher = Publisher(
-            self.store, self.tensors, dtype=dtype, encoding=encoding, anchor_every=anchor_every
+            self.store, self.tensors, dtype=dtype, encoding=encoding, anchor_every=anchor_every, **options
         )
         self._random = torch.Generator().manual_seed(11)
         self.history: list[dict[str, torch.Tensor]] = []

@@ -1,0 +1,97 @@
+"""Tiny Qwen3 models whose sizes are multiples of 128, for runs and servers in FP8."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from trainer import Trainer
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from patchstore.quantization import FORMS
+from patchstore.read.replay import replay
+from patchstore.testing import tiny_qwen
+
+SIZES = {
+    "vocab_size": tiny_qwen.VOCABULARY,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+"""Each rank of two has whole blocks of every matrix."""
+
+
+def build(*, experts: bool = False) -> PreTrainedModel:
+    """Return the same random bf16 model each time."""
+    torch.manual_seed(7)
+    if experts:
+        more = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **more)).to(torch.bfloat16)
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, intermediate_size=512)).to(torch.bfloat16)
+
+
+def save(folder: Path, *, experts: bool = False) -> Path:
+    """Write the bf16 checkpoint."""
+    return tiny_qwen.save(build(experts=experts), folder)
+
+
+@contextmanager
+def published(folder: Path, base: Path, form: str | None) -> Iterator[Trainer]:
+    """A trainer of the bf16 checkpoint, which has published version 0 in a form: None for bf16."""
+    # From the file, which has experts one by one.
+    tensors = load_file(base / "model.safetensors")
+    trainer = Trainer(folder, tensors, quantization=form, files=base)
+    try:
+        trainer.publish()
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def step(trainer: Trainer, share: float = 0.02) -> None:
+    """Change some numbers by a tenth, and with them some codes and scales."""
+    random = torch.Generator().manual_seed(len(trainer.history))
+    for tensor in trainer.tensors.values():
+        chosen = torch.rand(tensor.shape, generator=random) < share
+        tensor[chosen] = (tensor[chosen].float() * 1.1).to(tensor.dtype)
+    trainer.publish()
+
+
+def replayed(trainer: Trainer, version: int, out: Path, base: Path) -> Path:
+    """A version as a folder that vLLM serves."""
+    replay(trainer.store, version, out=out)
+    for path in base.iterdir():
+        if not (out / path.name).exists() and path.suffix != ".safetensors":
+            (out / path.name).write_bytes(path.read_bytes())
+    return out
+
+
+def quantised(tensors: Mapping[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
+    """Quantise the matrices of linear layers, and leave the others."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        found[name] = tensor
+        if name.endswith("_proj.weight"):
+            found[name], found[FORMS[form].scale_name(name)] = FORMS[form].quantize(tensor)
+    return found
+
+
+def config(form: str) -> dict[str, object]:
+    """The `quantization_config` of a checkpoint."""
+    found: dict[str, object] = json.loads(json.dumps(FORMS[form].config(["lm_head"])))
+    return found
