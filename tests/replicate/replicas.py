@@ -1,7 +1,6 @@
 """What must be true of a replica, at any moment and at the end."""
 
 from patchstore.format import hashing, history, layout
-from patchstore.replicate.replicator import named
 from patchstore.stores.base import Store
 
 OWN = {layout.REPLICA, layout.HEAD}
@@ -26,7 +25,7 @@ def assert_whole(source: Store, target: Store) -> int:
     versions = sorted(v for v in map(layout.manifest_version, there) if v is not None)
     assert versions == list(range(len(versions)))
     for version in versions:
-        for wanted in named(history.read_manifest(target, version)):
+        for wanted in history.read_manifest(target, version).objects:
             assert hashing.digest(there[wanted.key]) == wanted.digest
     if versions:
         assert {layout.HEADER, layout.REPLICA} <= there.keys()
@@ -40,6 +39,6 @@ def assert_equal(source: Store, target: Store) -> None:
     assert assert_whole(source, target) == newest.version + 1
     needed = {layout.HEADER}
     for found in history.read_back(source, newest.version):
-        needed |= {layout.manifest_key(found.version), *(each.key for each in named(found))}
+        needed |= {layout.manifest_key(found.version), *(each.key for each in found.objects)}
     assert objects(target).keys() - OWN == needed
     assert history.head(target) == newest
