@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.cases import (
     anchor_memory,
+    anchors,
     apply,
     catch_up,
     chaos,
@@ -48,6 +49,13 @@ CASES = (
         gate="tests/read/test_replay.py",
         arguments=anchor_memory.arguments,
         run=anchor_memory.run,
+    ),
+    Case(
+        name="anchors",
+        about="For how long `publish_patch` blocks around anchors, its own and those of a process beside it.",
+        gate="tests/publish/test_compact_beside.py",
+        arguments=anchors.arguments,
+        run=anchors.run,
     ),
     Case(
         name="apply",

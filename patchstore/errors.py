@@ -164,6 +164,12 @@ class WrongSignature(DataError):
     kind = "wrong-signature"
 
 
+class RollbackRefused(DataError):
+    """A signed version is older than one that was used before; it was not used."""
+
+    kind = "rollback"
+
+
 # Stop: another process uses, or used, the same run or server.
 
 

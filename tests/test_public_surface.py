@@ -52,6 +52,7 @@ KINDS = {
     "publish-failed",
     "rank-failed",
     "resume-mismatch",
+    "rollback",
     "run-exists",
     "run-lost",
     "schema-mismatch",

@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from patchstore.errors import CorruptObject, HalfApplied, StateMismatch, UsageError
 from patchstore.kernels import are_usable
+from patchstore.signing.floor import Floor
 from vllm_plugin.arguments import keywords
 from vllm_plugin.mapping import StagedSums
 from vllm_plugin.opening import Opening
@@ -53,6 +54,8 @@ class DeltaWeightTransferEngine(RankEngine):
         self._serving.check_layout([model])
         self.required = required_keys()
         """Of this server, as it was started; None if it takes unsigned versions."""
+        self.floor = Floor()
+        """Where keys are required: the newest version that was served since the start, of any store."""
         self.live = self._live([model])
         self.updater: Updater | None = None
         """None before the first `init_transfer_engine`."""
@@ -137,6 +140,8 @@ class DeltaWeightTransferEngine(RankEngine):
         self.shutdown()
         self.updater, self.live, self.is_open = updater, live, True
         held = updater.held
+        if self.required is not None and held is not None:
+            self.floor.raise_to(held)
         logger.info(
             "following run %s at %s, holding %s",
             updater.header.run_id,
@@ -220,8 +225,9 @@ class DeltaWeightTransferEngine(RankEngine):
 
         Args:
             update_info: `version`, a number; optionally `switch`, a mark to keep from here on, as by
-                `DeltaWorkerExtension.delta_switch`.
-                The engine core takes `new_prefixes` out of it; see `vllm_plugin.prefixes`.
+                `DeltaWorkerExtension.delta_switch`; and `allow_rollback`: without it a server that requires
+                signatures goes to no older version than it served. The engine core takes `new_prefixes` out
+                of it; see `vllm_plugin.prefixes`.
 
         Raises:
             RuntimeError: any rank could not; nothing is staged in any and the update is closed.
@@ -244,12 +250,16 @@ class DeltaWeightTransferEngine(RankEngine):
         if UPDATE_KEY in given:
             # The engine core would have taken it.
             raise UsageError(NOT_LOADED)
-        known = keywords("update_info", given, {"version": int, "switch": str}, required={"version"})
+        types = {"version": int, "switch": str, "allow_rollback": bool}
+        known = keywords("update_info", given, types, required={"version"})
         if not self.update_open:
             raise UsageError("start_weight_update must be called before update_weights")
         self._check_awake()
         updater = self._opened()
         updater.stage(known["version"])
+        if self.required is not None and not known.get("allow_rollback", False):
+            assert updater.staged is not None
+            self.floor.check(updater.staged.manifest)
         return updater.changes()
 
     def _blame(self, failures: list[Failure]) -> list[Failure]:
@@ -304,6 +314,8 @@ class DeltaWeightTransferEngine(RankEngine):
         updater.accept()
         self.update_open = False
         assert updater.held is not None
+        if self.required is not None:
+            self.floor.raise_to(updater.held)
         logger.info("serving version %d: %s", updater.held.version, _spent(updater.timings))
 
     def _apply(self) -> None:

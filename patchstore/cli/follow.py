@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from patchstore.cli.options import Json, RequireSignature, StorageOption, StoreUrl, parsed
+from patchstore.cli.options import AllowRollback, Json, RequireSignature, StorageOption, StoreUrl, parsed
 from patchstore.cli.stores import open_with, version_named
-from patchstore.cli.watching import LogOption, MaxPollInterval, UnhealthyAfter, set_up_log, shown
+from patchstore.cli.watching import LogOption, MaxHeadAge, MaxPollInterval, UnhealthyAfter, set_up_log, shown
 from patchstore.serve.settings import DEFAULTS, PauseMode, PrefixCache, Settings
 from patchstore.signing.required import RequiredKeys
 
@@ -35,6 +35,11 @@ def follow(
         typer.Option(help="During the write keep, wait for or abort running requests; or do not pause."),
     ] = DEFAULTS.pause_mode,
     require_signature: RequireSignature = None,
+    floor_file: Annotated[
+        Path | None,
+        typer.Option(help="A file that stores the newest signed version, for the next start."),
+    ] = DEFAULTS.floor_file,
+    allow_rollback: AllowRollback = DEFAULTS.allow_rollback,
     prefix_cache: Annotated[
         PrefixCache,
         typer.Option(help="Which requests reuse keys and values that older weights computed."),
@@ -49,6 +54,7 @@ def follow(
         str | None,
         typer.Option(metavar="[HOST:]PORT", help="Serve metrics, health, readiness and pins; on 127.0.0.1."),
     ] = DEFAULTS.listen,
+    max_head_age: MaxHeadAge = DEFAULTS.max_head_age_s,
     unhealthy_after: UnhealthyAfter = DEFAULTS.unhealthy_after_s,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that updates under way may take after SIGTERM.")
@@ -70,6 +76,8 @@ def follow(
         servers=server or [],
         servers_file=servers_file,
         required_keys=RequiredKeys.of(require_signature or None),
+        floor_file=floor_file,
+        allow_rollback=allow_rollback,
         storage_options=parsed(option),
         at=version_named(bucket, at),
         pin_file=pin_file,
@@ -78,6 +86,7 @@ def follow(
         update_interval_s=update_interval,
         verify_every_s=verify_every,
         listen=listen,
+        max_head_age_s=max_head_age,
         unhealthy_after_s=unhealthy_after,
         grace_s=grace,
         timeout_s=timeout,

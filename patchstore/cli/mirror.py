@@ -6,12 +6,13 @@ from typing import Annotated
 import typer
 
 from patchstore.cli import output
-from patchstore.cli.options import Json, RequireSignature, StorageOption, StoreUrl
+from patchstore.cli.options import AllowRollback, Json, RequireSignature, StorageOption, StoreUrl
 from patchstore.cli.stores import header, open_with
 from patchstore.cli.watching import (
     KeepFollowing,
     Listen,
     LogOption,
+    MaxHeadAge,
     MaxPollInterval,
     UnhealthyAfter,
     set_up_log,
@@ -53,7 +54,9 @@ def mirror(
         ),
     ] = None,
     require_signature: RequireSignature = None,
+    allow_rollback: AllowRollback = False,
     listen: Listen = None,
+    max_head_age: MaxHeadAge = None,
     unhealthy_after: UnhealthyAfter = 60.0,
     max_poll_interval: MaxPollInterval = 2.0,
     log_format: LogOption = None,
@@ -67,6 +70,8 @@ def mirror(
 
     if listen is not None and not follow:
         raise typer.BadParameter("--listen is of use only with --follow")
+    if max_head_age is not None and not follow:
+        raise typer.BadParameter("--max-head-age is of use only with --follow")
     if post_body is not None and not post:
         raise typer.BadParameter("--post-body is of use only with --post")
     set_up_log(log_format, progress.__name__)
@@ -86,6 +91,8 @@ def mirror(
             keep=keep,
             consumers=consumers,
             required=required,
+            allow_rollback=allow_rollback,
+            max_head_age_s=max_head_age,
             listen=listen,
             unhealthy_after_s=unhealthy_after,
             max_poll_interval_s=max_poll_interval,
@@ -100,6 +107,7 @@ def mirror(
             consumers=consumers,
             stop=threading.Event(),
             required=required,
+            allow_rollback=allow_rollback,
         )
     num_events = sum(1 for _ in shown(events, log_format, as_json=as_json))
     if not follow and not num_events and not as_json:

@@ -30,6 +30,13 @@ RequireSignature = Annotated[
         help="A public key in PEM. Refuse versions that it has not signed; repeatable: one of them suffices.",
     ),
 ]
+AllowRollback = Annotated[
+    bool,
+    typer.Option(
+        "--allow-rollback",
+        help="Where signatures are required, accept an older version than was served before.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object per line.")]
 
 _CREDENTIALS = {"key", "secret", "token", "gateway_key", "gateway_secret", "username", "password"}

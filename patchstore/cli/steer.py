@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from patchstore.cli import output
-from patchstore.cli.options import Json, StorageOption
+from patchstore.cli.options import AllowRollback, Json, StorageOption
 from patchstore.cli.stores import number_or_tag, open_with
 from patchstore.format import tags
 
@@ -68,12 +68,18 @@ def wait(
         output.print_line(f"{url} serves version {serving}")
 
 
-def pin(version: Named, *, follow: Follow = _LISTENER, as_json: Json = False) -> None:
+def pin(
+    version: Named,
+    *,
+    allow_rollback: AllowRollback = False,
+    follow: Follow = _LISTENER,
+    as_json: Json = False,
+) -> None:
     """Have a running follow bring its servers to a version, older or newer, and keep them there."""
     from patchstore.serve.follow_client import FollowClient
 
     with FollowClient(follow) as client:
-        number = client.pin(number_or_tag(version))
+        number = client.pin(number_or_tag(version), allow_rollback=allow_rollback)
     if as_json:
         output.print_json({"pinned": number})
     else:

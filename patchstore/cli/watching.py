@@ -21,6 +21,10 @@ class LogFormat(StrEnum):
 UnhealthyAfter = Annotated[
     float, typer.Option(min=0, help="Seconds a failure may last before /healthz reports it.")
 ]
+MaxHeadAge = Annotated[
+    float | None,
+    typer.Option(min=1, help="Report a newest version that is older, in seconds by the trainer's clock."),
+]
 MaxPollInterval = Annotated[float, typer.Option(min=0.01, help="Longest time between polls, in seconds.")]
 LogOption = Annotated[
     LogFormat | None,

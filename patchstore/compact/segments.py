@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal
 
-from patchstore.errors import UsageError
+from patchstore.format.anchoring import Every, Since, is_due
 from patchstore.format.records import Manifest
 from patchstore.format.shortcuts import Ends
 
@@ -13,11 +12,6 @@ SHORTEST = 8
 STRIDE = 16
 """Behind the last anchor, rollups are made for so many deltas at a time: a reader reads so many one by one
 before it looks for shortcuts."""
-LONGEST = 4096
-"""Deltas of one segment at most: all of them are open at once when it is compacted."""
-
-Every = int | Literal["auto"]
-"""After how many deltas an anchor is due; or `auto`: when the deltas since the last one have its size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,23 +46,6 @@ class Segment:
             yield Ends(versions[end].version, versions[begin].version)
 
 
-def check_every(every: object) -> Every:
-    """Return after how many deltas an anchor is due, as a user names it.
-
-    Raises:
-        UsageError: neither `auto` nor a number from 2 to `LONGEST`.
-    """
-    if every == "auto":
-        return "auto"
-    try:
-        number = int(str(every))
-    except ValueError:
-        number = 0
-    if not 2 <= number <= LONGEST:
-        raise UsageError(f"an anchor is due every 2 to {LONGEST} deltas, or `auto`, not {every!r:.80}")
-    return number
-
-
 def segments(path: Iterable[Manifest], found: Set[Ends], every: Every) -> Iterator[Segment]:
     """Cut a lineage where anchors are due, and yield each segment that lacks shortcuts, as far as keys tell.
 
@@ -93,8 +70,7 @@ def segments(path: Iterable[Manifest], found: Set[Ends], every: Every) -> Iterat
         since.append(each)
         spent += each.delta.num_bytes
         has_anchor = each.anchor is not None or Ends(each.version, None) in found
-        is_due = len(since) >= LONGEST or (spent >= size if every == "auto" else len(since) >= every)
-        if has_anchor or is_due:
+        if has_anchor or is_due(every, Since(num_deltas=len(since), num_bytes=spent), size):
             if Ends(each.version, None) not in found:
                 yield Segment(first=first, path=tuple(since), needs_anchor=not has_anchor)
             first, since, spent = each, [], 0

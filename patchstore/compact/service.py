@@ -15,10 +15,11 @@ from tempfile import gettempdir
 from typing import Any
 
 from patchstore.compact.build import Builder
-from patchstore.compact.segments import Every, Segment, check_every, segments
+from patchstore.compact.segments import Segment, segments
 from patchstore.encodings import ENCODINGS
 from patchstore.errors import NotFound, PublishFailed, StoreUnavailable, UsageError, VersionNotFound
 from patchstore.format import history, kept, shortcuts
+from patchstore.format.anchoring import Every, check_every
 from patchstore.format.missing import PayloadMissing
 from patchstore.format.records import Manifest, StoreHeader
 from patchstore.format.shortcuts import Ends

@@ -9,8 +9,9 @@ from itertools import pairwise
 
 from patchstore.errors import CorruptObject, DataError, NotFound, UsageError, VersionNotFound, WrongParent
 from patchstore.format import history, planning, shortcuts
+from patchstore.format.anchoring import Since
 from patchstore.format.hashing import digest
-from patchstore.format.records import Manifest, Plan
+from patchstore.format.records import REQUEST_BYTES, Manifest, Plan
 from patchstore.format.shortcuts import Ends
 from patchstore.stores.base import Store
 
@@ -92,18 +93,30 @@ def _shortest(
     store: Store, target: Manifest, found: frozenset[Ends], held: int | None
 ) -> Mapping[int, Manifest] | None:
     """Return the cheapest of the ways over shortcuts, or None where there is none."""
-    ways = []
-    if held is not None and held < target.version:
-        ways.append(_shortened(store, target, found, held, is_held=True))
     anchor = shortcuts.newest_anchor(found, target.version)
+    best, cost = None, None
     if anchor is not None or held is None:
-        ways.append(_shortened(store, target, found, anchor or 0))
-    costs: list[tuple[int, int]] = []
-    for place, way in enumerate(ways):
-        with suppress(WrongParent):
-            if way is not None:
-                costs.append((planning.plan(way, held, target.version).cost, place))
-    return ways[min(costs)[1]] if costs else None
+        best, cost = _cheaper(
+            _fetched_way(store, target, found, _over(target, found, anchor or 0)), held, target
+        )
+    if held is not None and held < target.version:
+        ends = _over(target, found, held)
+        # A small model's anchor costs less than asking for the records of many rollups.
+        if cost is None or (len(ends) - 1) * REQUEST_BYTES < cost:
+            way, its = _cheaper(_fetched_way(store, target, found, ends, is_held=True), held, target)
+            if its is not None and (cost is None or its <= cost):
+                best = way
+    return best
+
+
+def _cheaper(
+    way: Mapping[int, Manifest] | None, held: int | None, target: Manifest
+) -> tuple[Mapping[int, Manifest] | None, int | None]:
+    """Return a way and its cost; None for both where it leads nowhere."""
+    with suppress(WrongParent):
+        if way is not None:
+            return way, planning.plan(way, held, target.version).cost
+    return None, None
 
 
 def _listed(store: Store) -> frozenset[Ends] | None:
@@ -115,17 +128,19 @@ def _listed(store: Store) -> frozenset[Ends] | None:
         return None
 
 
-def since_anchor(store: Store, version: int) -> int:
-    """Return how many deltas lead from the nearest anchor to a version.
+def since_anchor(store: Store, version: int) -> Since:
+    """Return what leads from the nearest anchor to a version.
 
     Raises:
         VersionNotFound, CorruptObject: as `read`.
     """
     added = shortcuts.newest_anchor(_listed(store) or (), version)
     with closing(history.ancestry(store, version)) as versions:
-        for num, found in enumerate(versions):
+        num, num_bytes = 0, 0
+        for found in versions:
             if found.anchor is not None or found.version == added:
-                return num
+                return Since(num_deltas=num, num_bytes=num_bytes)
+            num, num_bytes = num + 1, num_bytes + (0 if found.delta is None else found.delta.num_bytes)
     raise CorruptObject(f"{store.url}: no anchor was found among the ancestors of version {version}")
 
 
@@ -198,17 +213,11 @@ def _with_anchor(store: Store, found: Manifest) -> Manifest:
     return record.way
 
 
-def _shortened(
-    store: Store, target: Manifest, found: frozenset[Ends], goal: int, *, is_held: bool = False
-) -> dict[int, Manifest] | None:
-    """Return a way back from the target to `goal` over the longest rollups, or None where there is none.
+def _over(target: Manifest, found: frozenset[Ends], goal: int) -> list[Ends]:
+    """Return a way back from the target to `goal`, an older version, over the longest rollups, by their keys.
 
-    Where a trainer went back to an older version, slots that follow each other are no lineage: then there may
-    be a way that is not found.
-
-    Args:
-        goal: an older version. The way begins at its anchor, if there is one among the shortcuts, or with
-            the version itself if the reader holds that.
+    Where a trainer went back to an older version, slots that follow each other are no lineage: then this may
+    be no way, and another one is not found.
     """
     parents: dict[int, int] = {}
     for each in found:
@@ -220,6 +229,18 @@ def _shortened(
         ends.append(Ends(at, parents.get(at)))
     # Of the last one, everything but its anchor would lead beyond the goal.
     ends[-1] = Ends(goal, None)
+    return ends
+
+
+def _fetched_way(
+    store: Store, target: Manifest, found: frozenset[Ends], ends: Sequence[Ends], *, is_held: bool = False
+) -> dict[int, Manifest] | None:
+    """Read the records of a way, or return None where it is none.
+
+    Args:
+        is_held: whether the reader holds the version where the way begins. Otherwise it begins at that
+            version's anchor, if there is one among the shortcuts.
+    """
     has_anchor = ends[-1] in found and not is_held
     try:
         return _linked(_fetched(store, ends, has_anchor=has_anchor), target)

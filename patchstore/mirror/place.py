@@ -3,6 +3,7 @@
 - `current` is a link to `00000012`, and is replaced by one rename
 - `00000012/` is a checkpoint folder: complete once it has this name, and never written to after that
 - `mirror.json` says which run this is, and which folder the consumers have accepted
+- `floor.json`, where signatures are required, says which version was the newest
 - `.lock` is locked by the process that keeps the mirror
 """
 
@@ -25,6 +26,7 @@ from patchstore.support import host, locks
 LINK = "current"
 _RECORD = "mirror.json"
 _LOCK = ".lock"
+FLOOR = "floor.json"
 _NAME = re.compile(r"(\d{8,})(-\d+)?")
 _DIGITS = 8
 
@@ -61,7 +63,7 @@ class Place:
                 path.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError) as exc:
                 raise UsageError(f"{path} is no folder and cannot be one: {exc}; name another place") from exc
-            if not (path / _RECORD).exists() and {each.name for each in path.iterdir()} - {_LOCK}:
+            if not (path / _RECORD).exists() and {each.name for each in path.iterdir()} - {_LOCK, FLOOR}:
                 raise UsageError(
                     f"{path} is not empty, and no mirror, as it has no {_RECORD}; name a folder that is "
                     "empty or does not exist"

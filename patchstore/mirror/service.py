@@ -12,9 +12,10 @@ from patchstore.format import history, lineage
 from patchstore.format.records import Manifest, StoreHeader
 from patchstore.mirror import build
 from patchstore.mirror.consumers import Consumer, Stopped
-from patchstore.mirror.place import LINK, Place, Stat, stats, version_of
+from patchstore.mirror.place import FLOOR, LINK, Place, Stat, stats, version_of
 from patchstore.serve.desired import DesiredVersion, HeadWatcher
 from patchstore.serve.progress import Event, Progress
+from patchstore.signing.floor import Floor
 from patchstore.signing.required import RequiredKeys, checks
 from patchstore.stores.base import Store
 from patchstore.support import host
@@ -39,6 +40,8 @@ class Mirror:
         consumers: Sequence[Consumer] = (),
         stop: threading.Event | None = None,
         required: RequiredKeys | None = None,
+        allow_rollback: bool = False,
+        max_head_age_s: float | None = None,
     ) -> None:
         """Prepare; nothing is read yet.
 
@@ -48,7 +51,9 @@ class Mirror:
                 until the next version to be read. The folder that consumers accepted last is always kept.
             consumers: are told of each version, one after the other, until all have accepted it.
             stop: ends the wait for a consumer.
-            required: keys, one of which must have signed each version that is mirrored.
+            required: keys, one of which must have signed each version that is mirrored. An older version than
+                the folder was to have before is then refused.
+            allow_rollback, max_head_age_s: see `DesiredVersion`.
 
         Raises:
             UsageError: the folder was begun with required keys and there are none now, or the reverse.
@@ -59,7 +64,15 @@ class Mirror:
         self._store, self._place, self._consumers = store, place, consumers
         self._keep = keep if keep is not None else 0 if consumers else 1
         self._required = required
-        self._desired = DesiredVersion(HeadWatcher(store), at=at, required=required)
+        self._desired = DesiredVersion(
+            HeadWatcher(store),
+            at=at,
+            required=required,
+            floor=None if required is None else Floor(place.path / FLOOR),
+            allow_rollback=allow_rollback,
+            max_head_age_s=max_head_age_s,
+        )
+        self._was_old = False
         self._stop = threading.Event() if stop is None else stop
         self._header: StoreHeader | None = None
         self._held: Manifest | None = None
@@ -74,12 +87,14 @@ class Mirror:
         Raises:
             VersionNotFound: the store lacks the wanted version.
             Unsigned, WrongSignature: keys are required, and none has signed the wanted version.
+            RollbackRefused: keys are required, and it is older than a version that was mirrored before.
             StoreReplaced: the store holds another run than the one that is mirrored.
             ConsumerFailed: a consumer did not accept the version; the link leads to it already.
             HostError: there is no space, or the system refuses something else. The link leads where it did.
             CorruptObject, StateMismatch, WrongParent, StoreUnavailable: as `replay`; likewise.
         """
         wanted = self._desired.refresh()
+        self._say_age()
         if wanted is None:
             yield Event(outcome="waiting")
             return
@@ -102,6 +117,20 @@ class Mirror:
             self._place.prune(self._keep)
         if self._consumers:
             self._tell(wanted)
+
+    def is_head_old(self) -> bool:
+        """Whether the store's newest version is older than it may be. For any thread."""
+        return self._desired.is_head_old()
+
+    def _say_age(self) -> None:
+        was, self._was_old = self._was_old, self.is_head_old()
+        if self._was_old and not was:
+            logger.warning(
+                "the newest version of %s is older than --max-head-age allows: did the trainer stop, or does "
+                "the store answer with an old state?",
+                self._store.url,
+                extra={"event": "old-head"},
+            )
 
     def _run(self, wanted: Manifest) -> StoreHeader:
         if self._header is None or self._header.run_id != wanted.run_id:
@@ -201,6 +230,7 @@ def mirror(
     consumers: Sequence[Consumer] = (),
     stop: threading.Event | None = None,
     required: RequiredKeys | None = None,
+    allow_rollback: bool = False,
 ) -> Generator[Event]:
     """Bring a folder to a version, tell the consumers, and yield what was done; nothing if it was there.
 
@@ -209,7 +239,16 @@ def mirror(
         And as `Mirror.work`.
     """
     with closing(Place(local_path("folder", folder))) as place:
-        found = Mirror(store, place, at=at, keep=keep, consumers=consumers, stop=stop, required=required)
+        found = Mirror(
+            store,
+            place,
+            at=at,
+            keep=keep,
+            consumers=consumers,
+            stop=stop,
+            required=required,
+            allow_rollback=allow_rollback,
+        )
         for event in found.work():
             if event.outcome == "waiting":
                 raise VersionNotFound(f"{store.url} holds no version yet; publish one, or use --follow")
@@ -225,6 +264,8 @@ def follow(
     keep: int | None = None,
     consumers: Sequence[Consumer] = (),
     required: RequiredKeys | None = None,
+    allow_rollback: bool = False,
+    max_head_age_s: float | None = None,
     listen: str | None = None,
     unhealthy_after_s: float = 60.0,
     min_poll_interval_s: float = 0.1,
@@ -235,6 +276,7 @@ def follow(
     Failures are yielded too, and tried again.
 
     Args:
+        required, allow_rollback, max_head_age_s: as `Mirror` takes them.
         listen: `[HOST:]PORT` for figures and health.
         unhealthy_after_s: how long failures may last before `/healthz` reports them.
         min_poll_interval_s: wait between two looks at the store after something was done; doubled by each
@@ -246,7 +288,18 @@ def follow(
     """
     progress = Progress("mirror", store, unhealthy_after_s=unhealthy_after_s)
     with closing(Place(local_path("folder", folder))) as place:
-        found = Mirror(store, place, at=at, keep=keep, consumers=consumers, stop=stop, required=required)
+        found = Mirror(
+            store,
+            place,
+            at=at,
+            keep=keep,
+            consumers=consumers,
+            stop=stop,
+            required=required,
+            allow_rollback=allow_rollback,
+            max_head_age_s=max_head_age_s,
+        )
+        progress.watch_head(found.is_head_old)
 
         def work() -> Iterator[Event]:
             try:

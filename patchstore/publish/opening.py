@@ -8,6 +8,7 @@ import torch
 
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.format import lineage
+from patchstore.format.anchoring import Since
 from patchstore.format.records import Manifest, Part, Schema, StoreHeader
 from patchstore.format.state_sums import Sums
 from patchstore.payloads.delta import EncodedDelta
@@ -32,10 +33,12 @@ class Settings:
 
     dtype: str
     encoding: str
-    anchor_every: int
+    anchor_every: int | str
     resume: bool | int | str
     max_shard_bytes: int
     rank_timeout_s: float
+    max_pending: int = 2
+    compact: bool = False
     signer: str | None = None
     """The signer's name."""
     quantization: str | None = None
@@ -70,8 +73,10 @@ class Run(NamedTuple):
     committer: Commits
     is_stored: bool
     """Whether the version to build on has the publisher's weights."""
-    since_anchor: int
-    """Versions since the newest anchor."""
+    since_anchor: Since
+    """What leads from the newest anchor to the version to build on."""
+    is_leader: bool = True
+    """Whether this process commits."""
 
 
 class Alone:
@@ -178,7 +183,7 @@ class Together:
                 sums.update({part.key: part_sums.digest(part, served[part.key]) for part in self.parts})
             return sums
 
-        def create(schema: Schema, totals: dict[str, Sums]) -> tuple[Committer, bool, int]:
+        def create(schema: Schema, totals: dict[str, Sums]) -> tuple[Committer, bool, Since]:
             run = _opened(
                 self._store, schema, lambda: totals, self._settings, self._files, workers, self._signer
             )
@@ -192,7 +197,8 @@ class Together:
             found.committer,
             self._base,
         )
-        return Run(found.header, committer, found.is_stored, found.since_anchor)
+        is_leader = found.committer is not None
+        return Run(found.header, committer, found.is_stored, found.since_anchor, is_leader)
 
     def leave(self) -> None:
         """Tell the other ranks that this one publishes no more."""
@@ -221,7 +227,7 @@ def _opened(
         beside=(workers[0], workers[1]),
         signer=signer,
     )
-    since_anchor = 0
+    since_anchor = Since()
     if parent is not None:
         claim = committer.claim()
         if sums is not None:

@@ -9,6 +9,7 @@ import torch
 
 from patchstore.encodings import CHOICES
 from patchstore.errors import RunExists, SchemaMismatch, UsageError, VersionConflict
+from patchstore.format.anchoring import Every, check_every
 from patchstore.signing.signers import Signer
 from patchstore.support.arguments import whole_number
 
@@ -118,6 +119,28 @@ def resume_from(value: Any) -> bool | int | str:
     if not hasattr(value, "__index__"):
         raise UsageError(f'resume must be True, False, a version, "anchor" or "auto", not {value!r}')
     return whole_number("resume", value, least=0)
+
+
+def anchor_interval(value: Any, *, compact: Any) -> Every | None:
+    """Return after how many publications an anchor is due; None if none is.
+
+    Args:
+        compact: whether another process adds it.
+
+    Raises:
+        UsageError: no publisher has such an option.
+    """
+    if type(compact) is not bool:
+        raise UsageError(f"compact must be True or False, not {compact!r:.100}")
+    if value is None or (isinstance(value, str) and value == "auto"):
+        if compact and value is None:
+            raise UsageError(
+                "compact=True adds the anchors that anchor_every asks for: give a number of publications, or "
+                '"auto", instead of None'
+            )
+        return None if value is None else "auto"
+    number = whole_number("anchor_every", value, least=1)
+    return check_every(number) if compact else number
 
 
 def check_encoding(value: Any) -> None:

@@ -17,6 +17,7 @@ from functools import partial
 
 from patchstore.encodings import Encoding
 from patchstore.errors import PatchstoreError, PublishFailed, VersionConflict
+from patchstore.format.anchoring import Every, Since, is_due
 from patchstore.format.records import Manifest, Part, TensorSpec
 from patchstore.payloads.delta import EncodedDelta
 from patchstore.publish.encode import encode
@@ -104,8 +105,9 @@ class Pipeline:
         threads: tuple[Worker, Worker],
         *,
         is_stored: bool,
-        anchor_every: int,
-        since_anchor: int,
+        anchor_every: Every,
+        since_anchor: Since,
+        max_pending: int,
     ) -> None:
         """Take over threads that do nothing yet: one encodes, one uploads and commits.
 
@@ -113,14 +115,19 @@ class Pipeline:
             schema: of the run.
             parts: what is published, by the keys of the snapshot.
             is_stored: whether the version to build on has the snapshot's weights.
-            since_anchor: versions since the newest anchor.
+            since_anchor: what leads from the newest anchor to that version.
+            max_pending: publications that are under way before a call waits.
         """
         self._schema, self._parts = schema, {part.key: part for part in parts}
         self._snapshot, self._encoding, self._committer = snapshot, encoding, committer
         self._encoder, self._uploader = threads
-        self._anchor_every, self._since_anchor = anchor_every, since_anchor
-        self._last = 0
-        """The number of the newest publication."""
+        self._anchor_every, self._max_pending = anchor_every, max_pending
+        self._since_anchor, self._bytes_before = since_anchor.num_deltas, since_anchor.num_bytes
+        self._anchor_bytes = sum(spec.num_bytes for spec in schema)
+        self._bytes: dict[int, int] = {}
+        """Of the deltas since the newest anchor that are committed, by publication."""
+        self._last = self._anchor = 0
+        """The number of the newest publication, and of the newest anchor."""
         self._in_snapshot: int | None = 0
         """The publication whose weights the snapshot has; None if it has parts of two."""
         self._in_store: int | None = 0 if is_stored else None
@@ -132,14 +139,14 @@ class Pipeline:
         self.conflict: VersionConflict | None = None
         """Why nothing can be published any more."""
 
-    def publish(self, step: int, current: Tensors, *, began: float, max_pending: int) -> Publication:
+    def publish(self, step: int, current: Tensors, *, began: float) -> Publication:
         """Compare, and hand the rest to the threads. If this raises, nothing is published.
 
         Args:
             current: the tensors of the schema; they may change once this returns.
             began: when the call began, of `time.monotonic`.
         """
-        self._wait_until_at_most(max_pending - 1)
+        self._wait_until_at_most(self._max_pending - 1)
         self._encoder.wait_until_at_most(0)
         changes = self._snapshot.compare(current) if self._can_follow() else None
         number = self._last + 1
@@ -149,14 +156,28 @@ class Pipeline:
             self._in_snapshot = None
             self._snapshot.replace(current)
             self._in_snapshot = number
-        is_anchor = changes is None or self._since_anchor + 1 >= self._anchor_every
+        is_anchor = changes is None or self._is_anchor_due(number)
         publication = Publication(step, waited_s=time.monotonic() - began)
         job = _Job(publication, number, began=began, changes=changes, is_anchor=is_anchor)
         publication._task = _Stage(job, partial(self._commit, job))
         self._last = number
         self._encoder.hand_over(_Stage(job, partial(self._encode, job)))
-        self._since_anchor = 0 if is_anchor else self._since_anchor + 1
+        self._since_anchor += 1
+        if is_anchor:
+            self._since_anchor = self._bytes_before = 0
+            self._anchor = number
+            self._bytes.clear()
         return publication
+
+    def _is_anchor_due(self, number: int) -> bool:
+        """Whether a publication is to be an anchor; the same on all ranks that publish together.
+
+        Each of them knows the size of those deltas that are no longer under way, and perhaps of more.
+        """
+        known = range(self._anchor + 1, number - self._max_pending + 1)
+        num_bytes = self._bytes_before + sum(self._bytes.get(each, 0) for each in known)
+        since = Since(num_deltas=self._since_anchor + 1, num_bytes=num_bytes)
+        return is_due(self._anchor_every, since, self._anchor_bytes)
 
     def abandon(self, step: int, error: Exception) -> None:
         """Queue a publication that this process could not make, so that other ranks hear why.
@@ -253,6 +274,8 @@ class Pipeline:
         finally:
             job.delta = None
         self._in_store = job.number
+        if self._anchor_every == "auto" and manifest.delta is not None:
+            self._bytes[job.number] = manifest.delta.num_bytes
         self._ask_whether_it_trains(manifest)
         publication.publish_s = time.monotonic() - job.began
         logger.info(

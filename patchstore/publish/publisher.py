@@ -21,15 +21,18 @@ from patchstore.errors import (
     VersionConflict,
 )
 from patchstore.format import history, replica_mark
+from patchstore.format.anchoring import Every
 from patchstore.format.json_fields import MAX_INTEGER
 from patchstore.format.records import Part, Schema, StoreHeader, TensorSpec
 from patchstore.publish import checkpoint_files
 from patchstore.publish import snapshot as snapshots
 from patchstore.publish.base_checkpoint import BaseCheckpoint
+from patchstore.publish.beside import Compaction, CompactorProcess, job_of
 from patchstore.publish.encode import choose
 from patchstore.publish.offered import Offered
 from patchstore.publish.opening import Alone, Settings, Together, ranks_that_publish
 from patchstore.publish.options import (
+    anchor_interval,
     check_encoding,
     dtype_of,
     is_distributed,
@@ -61,7 +64,7 @@ _NEVER = 2**53
 class Publisher:
     """The one writer of a run. Use from one thread; close it, or use it as a context manager.
 
-    A publisher that is not closed keeps its four threads and its snapshot until the interpreter ends. It is
+    A publisher that is not closed keeps its threads and its snapshot until the interpreter ends. It is
     closed then. If something cannot be stored at that point, stderr says what, and the process exits with
     status 1; after an uncaught exception the status stays that of the exception.
 
@@ -81,7 +84,8 @@ class Publisher:
         *,
         dtype: torch.dtype | str | None = torch.bfloat16,
         encoding: str = "auto",
-        anchor_every: int | None = 64,
+        anchor_every: int | Literal["auto"] | None = 64,
+        compact: bool = False,
         files: str | os.PathLike[str] | None = None,
         resume: bool | int | Literal["anchor", "auto"] = False,
         max_pending: int = 2,
@@ -112,8 +116,12 @@ class Publisher:
                 between positions, 4 bytes. "context": encoded against the parent, whose tensors a reader
                 needs, about 0.9 bytes. "auto": "context" where kernels encode it, "gap" on the CPU.
             anchor_every: publications from one anchor to the next; the versions in between store
-                changes only. None: only what no delta can reach is an anchor, such as version 0. Then no call
-                waits for the upload of an anchor; `patchstore compact STORE --follow` adds anchors.
+                changes only. "auto": an anchor when the deltas since the last one have its size. None: only
+                what no delta can reach is an anchor, such as version 0; `patchstore compact` can add others.
+            compact: another process on this host adds the anchors that `anchor_every` asks for, and rollups
+                for readers that are far behind. So no call waits for the upload of a periodic anchor. The
+                process reads from the store what it needs, and ends with the publisher. Its failures are
+                warnings, and in `compaction`. The store must be one that another process can open.
             files: a checkpoint folder whose config and tokenizer files go into every anchor. Its config must
                 fit the source: the same sizes, ties that are there, quantised only if the tensors are.
             resume: False for a new run. True to continue from the newest version that has exactly these
@@ -155,9 +163,9 @@ class Publisher:
             VersionConflict: another publisher claimed the run at the same time.
         """
         self._dtype = dtype_of(dtype)
-        self._anchor_every = (
-            _NEVER if anchor_every is None else whole_number("anchor_every", anchor_every, least=1)
-        )
+        every = anchor_interval(anchor_every, compact=compact)
+        # The process beside this one makes them.
+        self._anchor_every: Every = _NEVER if every is None or compact else every
         self._max_pending = whole_number("max_pending", max_pending, least=1)
         snapshots.check_place(snapshot)
         if not is_distributed():
@@ -172,7 +180,9 @@ class Publisher:
         settings = Settings(
             dtype=str(self._dtype),
             encoding=encoding,
-            anchor_every=self._anchor_every,
+            anchor_every=self._anchor_every if every is None else every,
+            max_pending=self._max_pending,
+            compact=compact,
             resume=resume_from(resume),
             max_shard_bytes=whole_number("max_shard_bytes", max_shard_bytes, least=1),
             rank_timeout_s=seconds("rank_timeout_s", rank_timeout_s),
@@ -184,11 +194,20 @@ class Publisher:
         at_exit.check_still_running()
         self._process = os.getpid()
         self._closed = False
+        self._compactor: CompactorProcess | None = None
         self._closing = ExitStack()
         with self._closing:
             self._store = self._closing.enter_context(opened(store))
+            job = None
+            if compact:
+                assert every is not None
+                job = job_of(self._store, every)
             with out_of_inference(), threads_start():
-                self._open(source, settings, snapshot, files, group)
+                is_leader = self._open(source, settings, snapshot, files, group)
+            if job is not None and is_leader:
+                self._compactor = CompactorProcess(job, self._encoding.name)
+                self._closing.callback(self._compactor.stop)
+                self._compactor.start()
             at_exit.expect(self)
             # Opened: from here on `close` ends what was begun.
             self._closing = self._closing.pop_all()
@@ -200,7 +219,8 @@ class Publisher:
         snapshot: snapshots.Place,
         files: str | os.PathLike[str] | None,
         group: "torch.distributed.ProcessGroup | None",
-    ) -> None:
+    ) -> bool:
+        """Open the run, and return whether this process commits."""
         failure: Exception | None = None
         begun: StoreHeader | None = None
         try:
@@ -234,13 +254,12 @@ class Publisher:
         if ranks is None:
             with on_one_rank():
                 alone = Alone(self._store, settings, describe, check_schema, signer=self._signer)
-                self._open_as(alone, settings, snapshot)
-        else:
-            base = BaseCheckpoint(files)
-            together = Together(self._store, settings, describe, check_schema, ranks, base, self._signer)
-            self._open_as(together, settings, snapshot)
+                return self._open_as(alone, settings, snapshot)
+        base = BaseCheckpoint(files)
+        together = Together(self._store, settings, describe, check_schema, ranks, base, self._signer)
+        return self._open_as(together, settings, snapshot)
 
-    def _open_as(self, opening: Alone | Together, settings: Settings, snapshot: snapshots.Place) -> None:
+    def _open_as(self, opening: Alone | Together, settings: Settings, snapshot: snapshots.Place) -> bool:
         """Create or continue the run, and start what publishes."""
         self._closing.callback(opening.leave)
         offered = self._offered
@@ -257,18 +276,21 @@ class Publisher:
 
         served = snapshots.Served(current, specs, lambda: self._snapshot.tensors)
         run = opening.open(prepare, served, workers)
+        self._encoding = choose(settings.encoding, self._snapshot)
         self.run_id = run.header.run_id
         self.schema = run.header.schema
         """The tensors of the run."""
         self._pipeline = Pipeline(
             *(run.header.schema.tensors, opening.parts, self._snapshot),
-            choose(settings.encoding, self._snapshot),
+            self._encoding,
             run.committer,
             (workers[3], workers[2]),
             is_stored=run.is_stored,
             anchor_every=self._anchor_every,
             since_anchor=run.since_anchor,
+            max_pending=self._max_pending,
         )
+        return run.is_leader
 
     def _started(self, name: str) -> Worker:
         """Start a thread that ends with the publisher."""
@@ -314,7 +336,7 @@ class Publisher:
         with out_of_inference():
             try:
                 current = self._offered.current()
-                found = self._pipeline.publish(step, current, began=began, max_pending=self._max_pending)
+                found = self._pipeline.publish(step, current, began=began)
             except Exception as exc:
                 if not self._is_alone:
                     self._pipeline.abandon(step, exc)
@@ -323,6 +345,11 @@ class Publisher:
             # All ranks make the same calls, although one may hear of a failure before another.
             raise earlier
         return found
+
+    @property
+    def compaction(self) -> Compaction | None:
+        """What the process beside this publisher has done; None without one, and on ranks without it."""
+        return None if self._compactor is None else self._compactor.done
 
     def close(self) -> None:
         """Wait until everything published is committed or has failed, and end the threads.

@@ -10,8 +10,8 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
 
@@ -19,9 +19,11 @@ from patchstore.errors import StoreReplaced, Unsigned, UsageError, VersionNotFou
 from patchstore.format import history, json_fields, kept, tags
 from patchstore.format.records import Manifest
 from patchstore.retention.lease import Lease
+from patchstore.signing.floor import Floor
 from patchstore.signing.required import RequiredKeys
 from patchstore.signing.trust import Trust
 from patchstore.stores.base import Store
+from patchstore.support.durable import replace_text
 
 _NUM_REMEMBERED = 10_000
 """So many versions' times of creation are kept, to report how late a server is."""
@@ -98,12 +100,8 @@ class HeadWatcher:
     def _remember(self, found: Manifest) -> None:
         self._created.append((found.version, json_fields.time_of(found.created_at)))
 
-    def created(self, version: int) -> datetime | None:
-        """When a version was created, if it was seen. For any thread."""
-        return next((created for seen, created in reversed(self._created.copy()) if seen == version), None)
-
     def first_missing_at(self, serving: int) -> datetime | None:
-        """When the first version after `serving` was created, if one was seen; otherwise None."""
+        """When the first version after `serving` was created; None if none was seen. For any thread."""
         later = list(takewhile(lambda seen: seen[0] > serving, reversed(self._created.copy())))
         return later[-1][1] if later else None
 
@@ -115,6 +113,8 @@ class Pin:
     version: int
     run_id: str | None = None
     """The run that the version belongs to; None until the store was read."""
+    allow_rollback: bool = False
+    """The operator said that it may be older than what servers served."""
 
 
 class DesiredVersion:
@@ -127,26 +127,38 @@ class DesiredVersion:
         at: int | None = None,
         pin_file: Path | None = None,
         required: RequiredKeys | None = None,
+        floor: Floor | None = None,
+        allow_rollback: bool = False,
+        max_head_age_s: float | None = None,
     ) -> None:
         """Begin with the newest version, or with the last pin.
 
         Args:
             at: the version to pin servers to at first; a later pin, which `pin_file` keeps, outranks it.
             pin_file: stores the pin for the next process.
-            required: keys, one of which must have signed each version that servers should serve.
+            required: keys, one of which must have signed each version that servers should serve. An older
+                version than one that they were to serve before is then refused.
+            floor: remembers that version; None to begin without one.
+            allow_rollback: accept the version `at` also if it is older; without `at`, the store's newest
+                version once.
+            max_head_age_s: how old the newest version may be; None for any age.
 
         Raises:
             UsageError: the file is invalid, or its folder is not writable.
         """
         self.watcher = watcher
         self._trust = None if required is None else Trust(watcher.store, required)
+        self._floor = floor or Floor()
+        self._allow_rollback, self._max_head_age_s = allow_rollback, max_head_age_s
+        self._is_free = allow_rollback and at is None
+        """Whether the next newest version may be older, and is the floor then."""
         self._pin_file = pin_file
         self._lock = threading.Lock()
         self.head: Manifest | None = None
         """The store's newest version, as seen last; if keys are required, the newest one that was signed."""
         self._found: Manifest | None = None
         """Of the pinned version."""
-        self._pin = Pin(version=at) if at is not None else None
+        self._pin = Pin(version=at, allow_rollback=allow_rollback) if at is not None else None
         self._lease: Lease | None = None
         """Of the pinned version, which may be retired while servers are pinned to it."""
         if pin_file is not None:
@@ -155,9 +167,30 @@ class DesiredVersion:
             if pin_file.exists():
                 self._pin = _read(pin_file)
 
+    def is_head_old(self) -> bool:
+        """Whether the newest version is older than it may be."""
+        age_s = self.head_age_s()
+        return age_s is not None and self._max_head_age_s is not None and age_s > self._max_head_age_s
+
+    def head_age_s(self) -> float | None:
+        """Seconds since the newest version was created, by the trainer's clock; None before the first.
+
+        If keys are required, of the newest one that was signed.
+        """
+        head = self.head
+        if head is None:
+            return None
+        return max(0.0, (datetime.now(UTC) - json_fields.time_of(head.created_at)).total_seconds())
+
     @property
     def pinned(self) -> Pin | None:
         return self._pin
+
+    @property
+    def allows_rollback(self) -> bool:
+        """Whether the operator said that servers may go to an older version than they served."""
+        pin = self._pin
+        return self._allow_rollback if pin is None else pin.allow_rollback
 
     def refresh(self) -> Manifest | None:
         """Read the store, and return the manifest of the version that servers should serve.
@@ -170,13 +203,17 @@ class DesiredVersion:
             VersionRetired: that version was retired before this process held it.
             UsageError: that version is of a run that is no longer in the store.
             Unsigned, WrongSignature: no required key has signed the version that servers should serve.
+            RollbackRefused: it is older than one that they were to serve before.
+            HostError: the file of the floor could not be written.
             StoreUnavailable, DataError: the store could not be read.
         """
         head = self.watcher.refresh()
         with self._lock:
             pin = self._pin
         if pin is None or head is None or self._trust is None:
-            self._check(head)
+            if head is not None:
+                self._check(head)
+                self._take(head)
             self.head = head
         else:
             # Servers do not go to the newest version, so an unsigned one does not keep them from theirs.
@@ -196,17 +233,29 @@ class DesiredVersion:
             found = history.read_manifest(self.watcher.store, pin.version)
             self._check(found)
             kept.check(self.watcher.store, pin.version)
+            self._take(found, pin)
             self.close()
             self._lease = Lease(self.watcher.store, head.run_id, [pin.version]).__enter__()
             self._found = found
             with self._lock:
                 if self._pin == pin:
-                    self._pin = Pin(version=pin.version, run_id=head.run_id)
+                    self._pin = replace(pin, run_id=head.run_id)
         return self._found
 
-    def _check(self, found: Manifest | None) -> None:
-        if found is not None and self._trust is not None:
+    def _check(self, found: Manifest) -> None:
+        if self._trust is not None:
             self._trust.check(found)
+
+    def _take(self, found: Manifest, pin: Pin | None = None) -> None:
+        """Take note that servers are to serve a version, unless it is older than it may be."""
+        if self._trust is None:
+            return
+        if pin is None and self._is_free:
+            self._floor.set(found)
+            self._is_free = False
+        elif pin is None or not pin.allow_rollback:
+            self._floor.check(found)
+        self._floor.raise_to(found)
 
     def close(self) -> None:
         """End the lease of the pinned version."""
@@ -214,16 +263,18 @@ class DesiredVersion:
         if lease is not None:
             lease.end()
 
-    def pin(self, version: int | str) -> int:
+    def pin(self, version: int | str, *, allow_rollback: bool = False) -> int:
         """Pin servers to a version from the next `refresh` on, and return its number.
 
         Args:
             version: its number, or a tag. If the tag moves later, the servers stay.
+            allow_rollback: pin them also if keys are required and the version is older than one that servers
+                were to serve before.
 
         Raises:
             VersionNotFound: the store lacks it; nothing changed. So after all other errors.
             VersionRetired: the version is retired.
-            Unsigned, WrongSignature: no required key has signed it; nothing changed.
+            Unsigned, WrongSignature, RollbackRefused: it is not to be used; nothing changed.
             UsageError: neither a number nor a name of a tag.
             StoreUnavailable, DataError: the store could not be read.
             OSError: the file could not be written.
@@ -232,8 +283,10 @@ class DesiredVersion:
         number = tags.version_of(store, version)
         found = history.read_manifest(store, number)
         self._check(found)
+        if self._trust is not None and not allow_rollback:
+            self._floor.check(found)
         kept.check(store, number)
-        self._set(Pin(version=number, run_id=found.run_id))
+        self._set(Pin(version=number, run_id=found.run_id, allow_rollback=allow_rollback))
         return number
 
     def unpin(self) -> None:
@@ -252,22 +305,7 @@ class DesiredVersion:
 
 
 def _write(path: Path, pin: Pin | None) -> None:
-    record = None if pin is None else {"version": pin.version, "run_id": pin.run_id}
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with draft.open("w") as file:
-            json.dump({"pin": record}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    # The new name must outlive a crash of the machine too.
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    replace_text(path, json.dumps({"pin": None if pin is None else asdict(pin)}))
 
 
 def _read(path: Path) -> Pin | None:
@@ -275,7 +313,9 @@ def _read(path: Path) -> Pin | None:
         pin = json.loads(path.read_text())["pin"]
         if pin is None:
             return None
-        version, run_id = pin["version"], pin["run_id"]
+        version, run_id, allowed = pin["version"], pin["run_id"], pin.get("allow_rollback", False)
+        if type(allowed) is not bool:
+            raise TypeError
         if type(version) is not int or version < 0 or not isinstance(run_id, str | None):
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError) as exc:
@@ -283,4 +323,4 @@ def _read(path: Path) -> Pin | None:
             f"{path} does not say whether servers are pinned to a version: correct it, or remove it to "
             "follow the newest"
         ) from exc
-    return Pin(version=version, run_id=run_id)
+    return Pin(version=version, run_id=run_id, allow_rollback=allowed)

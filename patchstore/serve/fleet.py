@@ -8,15 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 from patchstore.errors import InternalError, PatchstoreError, UsageError
 from patchstore.format.records import Manifest
-from patchstore.serve.desired import DesiredVersion, Pin
-from patchstore.serve.logs import utc
+from patchstore.serve.desired import DesiredVersion
+from patchstore.serve.fleet_status import FleetStatus, FollowEvent, OngoingFailure, ServerView
 from patchstore.serve.reconcile import Outcome, Reconciler, StepResult
 from patchstore.serve.settings import DEFAULTS
 from patchstore.serve.vllm_http import check_url
@@ -27,79 +26,13 @@ logger = logging.getLogger(__name__)
 _RESCUE_S = 5.0
 """Limit for one call to a server that did not finish within the grace period."""
 
+SETTLED_S = 0.5
+"""A file of servers counts when it had the same content for so long. A program that writes it empties it
+first, and the servers that it is about to list again must not be let go of."""
+
 Begin = Callable[[str, Callable[[], Manifest | None], threading.Event], Reconciler]
 """Makes the reconciler of a server's URL. Gets a function that returns the desired version, and an event that
 is set when no update may begin any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FollowEvent:
-    """Something that happened and is reported."""
-
-    server: str | None
-    """URL; None for an event of the store."""
-    step: StepResult
-    num_times: int = 1
-    """How often this failure came in a row. Only the 1st, 2nd, 4th, 8th ... is reported."""
-    time: str = field(default_factory=lambda: utc(time.time()))
-    """When the step ended: UTC, ISO 8601."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        return {"time": self.time, "server": self.server, **self.step.to_dict()}
-
-    def __str__(self) -> str:
-        return f"{self.time} {self.server or 'store'}: {self.step}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OngoingFailure:
-    """A failure that has not ended yet."""
-
-    error: PatchstoreError
-    since: float
-    """Seconds of the monotonic clock."""
-    num_times: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerView:
-    """One server, as its last step found it. Times are seconds of the monotonic clock."""
-
-    url: str
-    is_alive: bool = True
-    """Whether its thread runs."""
-    is_up: bool = False
-    """Whether it answered."""
-    serving: int | None = None
-    run_id: str | None = None
-    """The run of that version; None if it serves none, or opened the store just now."""
-    num_engines: int = 1
-    engines_differ: bool = False
-    half_applied: bool = False
-    current: float | None = None
-    """When it last served the desired version, or came a version nearer; None for never."""
-    failure: OngoingFailure | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetStatus:
-    """The state of store and servers at one moment."""
-
-    store: str
-    head: Manifest | None
-    target: Manifest | None
-    """The desired version: the head, or the version that servers are pinned to."""
-    pin: Pin | None
-    is_alive: bool
-    """Whether the thread that polls the store runs."""
-    interval_s: float
-    """Longest time between two polls of the store."""
-    looked: float | None
-    """When the store last answered, in seconds of the monotonic clock; None for never."""
-    failure: OngoingFailure | None
-    """Of the store, or of the file of servers."""
-    servers: tuple[ServerView, ...]
 
 
 class _Worker:
@@ -171,7 +104,7 @@ class Fleet:
 
         Args:
             servers_file: one URL per line, `#` begins a comment; read again when it changes, for servers that
-                come and go.
+                come and go; a change counts after `SETTLED_S`.
             observe: called with every step, on the thread that made it; None stands for the store.
             min_poll_interval_s: wait after the store had something new, doubled by each poll that finds
                 nothing.
@@ -200,11 +133,16 @@ class Fleet:
         self.target: Manifest | None = None
         """The desired version; None while it is not known."""
         self._looked: float | None = None
+        self._is_old = False
+        """Whether an event said that the newest version is too old."""
         self._is_waiting = False
         """Whether an event said that the store has no version yet."""
         self._failure: OngoingFailure | None = None
         self._poller = threading.Thread(target=self._poll, name="follow-store", daemon=True)
         self._listed: str | None = None
+        """The content of the file that counts."""
+        self._changing: tuple[str, float] | None = None
+        """Another content, and when it was first read."""
         if self._file is not None:
             self._read_file(self._file)
         elif not self._servers:
@@ -256,6 +194,8 @@ class Fleet:
             interval_s=self._max_poll_interval_s,
             looked=self._looked,
             failure=self._failure,
+            head_age_s=self._desired.head_age_s(),
+            is_head_old=self._desired.is_head_old(),
             servers=tuple(replace(each.view, is_alive=each.thread.is_alive()) for each in workers),
         )
 
@@ -272,17 +212,29 @@ class Fleet:
             ]
             error = errors[-1] if errors else None
             seconds = time.monotonic() - began
-            is_empty = error is None and self._desired.head is None
-            news: Outcome = "waiting" if is_empty and not self._is_waiting else "nothing"
-            self._is_waiting = is_empty
-            done = StepResult(outcome="failed" if error else news, error=error, seconds=seconds)
+            news, version = ("nothing", None) if error else self._news()
+            done = StepResult(
+                outcome="failed" if error else news, version=version, error=error, seconds=seconds
+            )
             self._failure = _ongoing(self._failure, done)
             self.tell(None, done, self._failure)
             is_new = self.target != before
             interval_s = (
                 self._min_poll_interval_s if is_new else min(2 * interval_s, self._max_poll_interval_s)
             )
-            self._wake.wait(0 if self._stop.is_set() else interval_s)
+            wait_s = interval_s if self._changing is None else min(interval_s, SETTLED_S)
+            self._wake.wait(0 if self._stop.is_set() else wait_s)
+
+    def _news(self) -> tuple[Outcome, int | None]:
+        """Return what is to be reported once of the newest version, and its number."""
+        head = self._desired.head
+        was_waiting, self._is_waiting = self._is_waiting, head is None
+        if head is None:
+            return "nothing" if was_waiting else "waiting", None
+        was_old, self._is_old = self._is_old, self._desired.is_head_old()
+        if was_old == self._is_old:
+            return "nothing", None
+        return "old-head" if self._is_old else "new-head", head.version
 
     def _refresh(self) -> None:
         """Find the desired version, and wake all workers if it changed."""
@@ -324,13 +276,21 @@ class Fleet:
             listed = path.read_text()
         except (OSError, ValueError) as exc:
             raise UsageError(f"{path} cannot be read, so the list of servers stays as it was: {exc}") from exc
-        if listed != self._listed:
+        if listed == self._listed:
+            self._changing = None
+        elif self._listed is None or self._has_settled(listed):
             lines = [line.partition("#")[0].strip() for line in listed.splitlines()]
             try:
                 urls = [check_url(line) for line in lines if line]
             except UsageError as exc:
                 raise UsageError(f"{path}: {exc}") from exc
             self._servers, self._listed = tuple(dict.fromkeys([*self._named, *urls])), listed
+
+    def _has_settled(self, listed: str) -> bool:
+        now = time.monotonic()
+        if self._changing is None or self._changing[0] != listed:
+            self._changing = listed, now
+        return now - self._changing[1] >= SETTLED_S
 
     # The end.
 

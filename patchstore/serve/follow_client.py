@@ -36,11 +36,12 @@ class FollowClient:
         """Return the state of store and servers, healthy or not; see `health.describe`."""
         return self._call("GET", "/healthz", "servers")
 
-    def pin(self, version: int | str) -> int:
+    def pin(self, version: int | str, *, allow_rollback: bool = False) -> int:
         """Pin all servers to a version; returns before they serve it.
 
         Args:
             version: its number, or a tag of the store that it follows.
+            allow_rollback: where signatures are required, also if it is older than the newest before.
 
         Returns:
             The number.
@@ -48,8 +49,10 @@ class FollowClient:
         Raises:
             VersionNotFound: the store lacks it; nothing changed.
             VersionRetired: the version is retired; nothing changed.
+            Unsigned, WrongSignature, RollbackRefused: it is not to be used; nothing changed.
         """
-        return int(self._call("POST", "/pin", "pinned", json={"version": version})["pinned"])
+        body = {"version": version} | ({"allow_rollback": True} if allow_rollback else {})
+        return int(self._call("POST", "/pin", "pinned", json=body)["pinned"])
 
     def unpin(self) -> None:
         """Let all servers follow the newest version again."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from patchstore.errors import NotFound
 from patchstore.format.records import Manifest
-from patchstore.serve.fleet import FleetStatus, ServerView
+from patchstore.serve.fleet_status import FleetStatus, ServerView
 
 _NUM_LOOKS = 10
 """So many polling intervals without an answer of the store are a problem, whatever `unhealthy_after_s` is."""
@@ -53,6 +53,8 @@ def _problems(fleet: FleetStatus, unhealthy_after_s: float) -> Iterator[dict[str
     if fleet.failure is not None and now - fleet.failure.since > unhealthy_after_s:
         kind = fleet.failure.error.kind
         yield {"problem": "failing", "of": "store", "seconds": now - fleet.failure.since, "kind": kind}
+    if fleet.is_head_old:
+        yield {"problem": "old-head", "of": "store", "seconds": fleet.head_age_s}
     for view in fleet.servers:
         if not view.is_alive:
             yield {"problem": "stopped", "of": view.url}
@@ -93,6 +95,8 @@ def _unready(fleet: FleetStatus, views: list[ServerView], max_lag: int) -> Itera
         yield "the store is not polled any more; restart this process"
     if not views:
         yield "no server is followed"
+    if fleet.is_head_old and fleet.head is not None:
+        yield f"version {fleet.head.version}, the newest, is {fleet.head_age_s:.0f} s old, which is too old"
     if fleet.target is None:
         error = fleet.failure and fleet.failure.error
         yield f"the desired version is not known: {error or f'{fleet.store} has no version yet'}"

@@ -7,6 +7,7 @@
 | `GET /readyz` | 200 if all servers serve the desired version, or 503 with `reasons`: `health.readiness` |
 | `GET /livez` | 200 while the process can answer at all |
 | `POST /pin` `{"version": 12}` | servers go to version 12, older or newer, and stay there |
+| `POST /pin` `{"version": 12, "allow_rollback": true}` | also to an older one, where keys are required |
 | `POST /unpin` | servers follow the newest version again |
 
 There is no authentication: listen where only operators can connect.
@@ -124,7 +125,8 @@ class Control(Listener):
             case "GET", "/livez":
                 return _json(HTTPStatus.OK, {})
             case "POST", "/pin":
-                version = self._desired.pin(_version(body))
+                wanted, is_allowed = _pin(body)
+                version = self._desired.pin(wanted, allow_rollback=is_allowed)
                 logger.info(
                     "servers are pinned to version %d", version, extra={"event": "pinned", "version": version}
                 )
@@ -138,16 +140,20 @@ class Control(Listener):
         return _error(HTTPStatus.NOT_FOUND, NotFound.kind, f"there is no {method} {path}")
 
 
-def _version(body: bytes) -> int | str:
+def _pin(body: bytes) -> tuple[int | str, bool]:
+    """Read a version, and whether it may be older where signatures are required."""
     try:
-        version = json.loads(body)["version"]
-    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        found = json.loads(body)
+        version, is_allowed = found["version"], found.get("allow_rollback", False)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise UsageError('the body must be a JSON object such as {"version": 12}') from exc
+    if type(is_allowed) is not bool:
+        raise UsageError(f"allow_rollback is true or false, not {is_allowed!r:.80}")
     if isinstance(version, str):
-        return check_name(version)
+        return check_name(version), is_allowed
     if type(version) is not int or version < 0:
         raise UsageError(f"a version is a number from 0 on or a tag, not {version!r:.80}")
-    return version
+    return version, is_allowed
 
 
 def _gate(query: str) -> dict[str, Any]:

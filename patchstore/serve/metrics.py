@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from patchstore.errors import PatchstoreError
 from patchstore.format import lineage
 from patchstore.serve.desired import HeadWatcher
-from patchstore.serve.fleet import FleetStatus
+from patchstore.serve.fleet_status import FleetStatus
 from patchstore.serve.reconcile import StepResult
 from patchstore.stores.base import Store
 
@@ -129,7 +129,6 @@ class _Now(Collector):
     def collect(self) -> Iterable[Metric]:
         fleet, now = self._status(), datetime.now(UTC)
         head = None if fleet.head is None else fleet.head.version
-        created = None if head is None else self._watcher.created(head)
 
         store_up = _gauge("patchstore_store_up", "Whether the last look at the store succeeded.")
         store_up.add_metric((), fleet.looked is not None and fleet.failure is None)
@@ -143,9 +142,12 @@ class _Now(Collector):
         if head is not None:
             heads.add_metric((), head)
             yield heads
-        if created is not None:
-            age.add_metric((), max(0.0, (now - created).total_seconds()))
+        if fleet.head_age_s is not None:
+            age.add_metric((), fleet.head_age_s)
             yield age
+        old = _gauge("patchstore_head_old", "Whether the head is older than --max-head-age allows.")
+        old.add_metric((), fleet.is_head_old)
+        yield old
         if fleet.target is not None:
             target.add_metric((), fleet.target.version)
             yield target

@@ -104,6 +104,8 @@ class Progress:
         behind.set_function(lambda: 0.0 if self._is_current else time.monotonic() - self._current)
         up = Gauge(f"patchstore_{name}_up", "Whether the last try succeeded.", registry=self._registry)
         up.set_function(lambda: self._failure is None)
+        self._name = name
+        self._is_head_old: Callable[[], bool] | None = None
         self._done: int | None = None
         self._is_current = False
         self._current = time.monotonic()
@@ -114,6 +116,20 @@ class Progress:
         """Take note of the newest version that is done, also by an earlier process."""
         self._done = version
         self._version.set(-1 if version is None else version)
+
+    def watch_head(self, is_old: Callable[[], bool]) -> None:
+        """Report whether the store's newest version is older than it may be.
+
+        Args:
+            is_old: is called from any thread.
+        """
+        self._is_head_old = is_old
+        old = Gauge(
+            f"patchstore_{self._name}_head_old",
+            "Whether the store's newest version is older than --max-head-age allows.",
+            registry=self._registry,
+        )
+        old.set_function(lambda: float(is_old()))
 
     def repeat(
         self,
@@ -224,6 +240,8 @@ class Progress:
         problems = []
         if error is not None and now - self._failing_since > self._unhealthy_after_s:
             problems.append({"problem": "failing", "seconds": now - self._failing_since, "kind": error.kind})
+        if self._is_head_old is not None and self._is_head_old():
+            problems.append({"problem": "old-head"})
         return {
             "problems": problems,
             "store": self._store.url,

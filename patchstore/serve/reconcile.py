@@ -15,6 +15,7 @@ from patchstore.errors import (
     InternalError,
     NotFound,
     PatchstoreError,
+    RollbackRefused,
     SchemaMismatch,
     StateMismatch,
     StoreReplaced,
@@ -34,7 +35,17 @@ from patchstore.stores.base import Store
 logger = logging.getLogger(__name__)
 
 Outcome = Literal[
-    "initialised", "applied", "resumed", "labelled", "verified", "diverged", "waiting", "nothing", "failed"
+    "initialised",
+    "applied",
+    "resumed",
+    "labelled",
+    "verified",
+    "diverged",
+    "waiting",
+    "old-head",
+    "new-head",
+    "nothing",
+    "failed",
 ]
 
 _OUTDATED = {
@@ -52,9 +63,9 @@ class StepResult:
     outcome: Outcome
     """`resumed`: ended an update that a killed process had begun. `labelled`: answers had another version's
     number, which was corrected. `verified`: the weights are those of the version. `diverged`: they are not,
-    so the store was opened again, and the next step loads an anchor. `waiting`: the store has no version yet;
-    only polls of the store report it. `nothing`: the server serves its desired version, or must wait, or the
-    store has no version yet."""
+    so the store was opened again, and the next step loads an anchor. `nothing`: the server serves its desired
+    version, or must wait, or the store has no version yet. Only polls of the store report `waiting` (it has
+    no version yet), `old-head` (its newest version is older than it may be) and `new-head` (no longer)."""
     version: int | None = None
     """What the server serves after the step; for `failed`, the version that was tried, if any."""
     error: PatchstoreError | None = None
@@ -89,6 +100,9 @@ class StepResult:
             "verified": f"verified {version}",
             "diverged": f"opened the store again: [{StateMismatch.kind}] {self.error}",
             "waiting": "holds no version yet; servers wait for the first one",
+            "old-head": f"{version} is the newest, and is older than --max-head-age allows: did the trainer "
+            "stop, or does the store answer with an old state?",
+            "new-head": f"{version} is the newest, and is as new as --max-head-age wants",
             "nothing": "nothing new",
         }[self.outcome]
 
@@ -108,6 +122,7 @@ class Reconciler:
         min_poll_interval_s: float = DEFAULTS.min_poll_interval_s,
         max_poll_interval_s: float = DEFAULTS.max_poll_interval_s,
         is_signed: bool = False,
+        allow_rollback: Callable[[], bool] = lambda: False,
     ) -> None:
         """Prepare to follow; nothing is read yet.
 
@@ -123,12 +138,14 @@ class Reconciler:
             max_poll_interval_s: the longest wait, also between attempts that fail.
             is_signed: `desired` returns only versions that a required key has signed. A server that does not
                 require a key itself is refused: it reads the store again, and could be given other bytes.
+            allow_rollback: whether a server that requires signatures may go to an older version than it
+                served; asked before each update.
         """
         self.store = store
         self.server = server
         self._desired = desired or HeadWatcher(store).refresh
         self._is_called = desired is not None
-        self._is_signed = is_signed
+        self._is_signed, self._allow_rollback = is_signed, allow_rollback
         self._storage_options = storage_options
         self._update_interval_s, self._verify_every_s = update_interval_s, verify_every_s
         self._min_poll_interval_s, self._max_poll_interval_s = min_poll_interval_s, max_poll_interval_s
@@ -202,6 +219,7 @@ class Reconciler:
             if status.serving is not None and self._throttled_s() > 0:
                 return StepResult(outcome="nothing", version=status.serving, before=status)
             wanted = desired.version
+            self._check_not_older(status, desired)
             return self._apply(wanted, status)
         except PatchstoreError as exc:
             return StepResult(outcome="failed", version=wanted, error=exc, before=status)
@@ -222,6 +240,25 @@ class Reconciler:
             raise UsageError(
                 f"{self.server.url} requires no signatures, so it would apply what no key has signed: start "
                 "it with PATCHSTORE_REQUIRED_KEYS in its environment, which names files with the public keys"
+            )
+
+    def _check_not_older(self, status: ServerStatus, desired: Manifest) -> None:
+        """Refuse an older version than the server serves, which a process that follows anew may be offered.
+
+        Raises:
+            RollbackRefused: it is older, and keys are required.
+        """
+        serving = status.serving
+        if (
+            self._is_signed
+            and serving is not None
+            and desired.version < serving
+            and not self._allow_rollback()
+        ):
+            raise RollbackRefused(
+                f"{self.server.url} serves version {serving}, and version {desired.version} is older: the "
+                "store was set back, or something answers with an old state of it. The server was left as it "
+                "is. If it is meant, pin that version with --allow-rollback, or start this process with it"
             )
 
     def _check_alone(self, status: ServerStatus, desired: Manifest) -> None:
@@ -296,7 +333,7 @@ class Reconciler:
         # Before the answer, which may be lost.
         self._known.add(wanted)
         try:
-            timings = self.server.apply(wanted, status)
+            timings = self.server.apply(wanted, status, allow_rollback=self._allow_rollback())
         except PatchstoreError as exc:
             self._is_outdated = exc.kind in _OUTDATED and not self._is_fresh
             if isinstance(exc, SchemaMismatch | NotFound):

@@ -9,12 +9,14 @@ from contextlib import ExitStack
 from patchstore.errors import ServerUnavailable, UsageError
 from patchstore.format.records import Manifest
 from patchstore.serve.desired import DesiredVersion, HeadWatcher
-from patchstore.serve.fleet import Fleet, FollowEvent
+from patchstore.serve.fleet import Fleet
+from patchstore.serve.fleet_status import FollowEvent
 from patchstore.serve.http_api import Control
 from patchstore.serve.metrics import Metrics
 from patchstore.serve.reconcile import Reconciler
 from patchstore.serve.settings import Settings
 from patchstore.serve.vllm_server import VllmServer
+from patchstore.signing.floor import Floor
 from patchstore.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -28,8 +30,18 @@ def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator
         ServerUnavailable: an update of a server did not end in time, so the server may be paused.
     """
     watcher = HeadWatcher(store)
+    if settings.floor_file is not None and settings.required_keys is None:
+        raise UsageError(
+            "a floor file is of use only where signatures are required: name the public keys too"
+        )
     desired = DesiredVersion(
-        watcher, at=settings.at, pin_file=settings.pin_file, required=settings.required_keys
+        watcher,
+        at=settings.at,
+        pin_file=settings.pin_file,
+        required=settings.required_keys,
+        floor=Floor(settings.floor_file),
+        allow_rollback=settings.allow_rollback,
+        max_head_age_s=settings.max_head_age_s,
     )
     metrics = Metrics(watcher)
 
@@ -50,6 +62,7 @@ def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator
             min_poll_interval_s=settings.min_poll_interval_s,
             max_poll_interval_s=settings.max_poll_interval_s,
             is_signed=settings.required_keys is not None,
+            allow_rollback=lambda: desired.allows_rollback,
         )
 
     fleet = Fleet(
@@ -96,7 +109,8 @@ def _log(event: FollowEvent, store: str) -> None:
         "kind": None if done.error is None else done.error.kind,
         "num_times": event.num_times if done.outcome == "failed" else None,
     }
-    level = logging.INFO if done.error is None else logging.WARNING
+    is_well = done.error is None and done.outcome != "old-head"
+    level = logging.INFO if is_well else logging.WARNING
     logger.log(level, "%s: %s", event.server or store, done, extra=fields)
 
 

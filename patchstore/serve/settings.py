@@ -49,6 +49,11 @@ class Settings:
     """A file with one URL per line; see `Fleet`."""
     required_keys: RequiredKeys | None = None
     """Keys, one of which must have signed each version that servers are brought to; None for none."""
+    floor_file: Path | None = None
+    """With required keys: a file that keeps the newest version that servers were to serve, for the next
+    process."""
+    allow_rollback: bool = False
+    """Accept an older version than that; see `DesiredVersion`."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     """Options that servers need to open the store."""
     at: int | None = None
@@ -63,6 +68,9 @@ class Settings:
     """How often a server's weights are verified; None for never."""
     listen: str | None = None
     """`HOST:PORT` or `PORT` for metrics, health and pins; None for no listener."""
+    max_head_age_s: float | None = None
+    """How old the store's newest version may be, by the trainer's clock, before it is reported; None for any
+    age."""
     unhealthy_after_s: float = 60.0
     """How long a failure may last before `/healthz` reports it."""
     grace_s: float = 30.0

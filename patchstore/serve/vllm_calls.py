@@ -240,7 +240,9 @@ class VllmCalls:
         """Begin an update; one that is open begins anew."""
         self._http.post("/start_weight_update", {})
 
-    def update_weights(self, version: int, switch: Switch | None = None) -> None:
+    def update_weights(
+        self, version: int, switch: Switch | None = None, *, allow_rollback: bool = False
+    ) -> None:
         """Have every rank fetch and verify a version, unless `prefetch` did; what is served stays as it is.
 
         Generation waits meanwhile, as it does during every call of this kind.
@@ -248,8 +250,11 @@ class VllmCalls:
 
         Args:
             switch: the mark that the server is to keep from here on; None to leave it as it is.
+            allow_rollback: a server that requires signatures may go to an older version than it served.
         """
         info: dict[str, Any] = {"version": version} | ({} if switch is None else {"switch": switch})
+        if allow_rollback:
+            info["allow_rollback"] = True
         if self._prefix_cache is PrefixCache.VERSION:
             # vLLM's engine core takes it, and renews prefixes in the call that writes the weights.
             info["new_prefixes"] = True

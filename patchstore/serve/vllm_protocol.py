@@ -84,8 +84,8 @@ def fold(
     """
 
     def agreed(key: str) -> Any:
-        first = ranks[0][key]
-        return first if all(rank[key] == first for rank in ranks) else None
+        first = ranks[0].get(key)
+        return first if all(rank.get(key) == first for rank in ranks) else None
 
     failed = [rank["last_error"] for rank in ranks if rank["last_error"]]
     return ServerStatus(

@@ -58,7 +58,9 @@ class VllmServer(VllmCalls):
         self.abandoned = Event()
         """Set by a thread that is about to end that switch: `apply` then writes nothing any more."""
 
-    def apply(self, version: int, status: ServerStatus | None = None) -> UpdateTimings | None:
+    def apply(
+        self, version: int, status: ServerStatus | None = None, *, allow_rollback: bool = False
+    ) -> UpdateTimings | None:
         """Bring the server to a version, whole.
 
         Generation goes on while the version is fetched and verified, and is paused, if at all, only while the
@@ -69,6 +71,7 @@ class VllmServer(VllmCalls):
 
         Args:
             status: what the server said just now; None to ask it.
+            allow_rollback: a server that requires signatures may go to an older version than it served.
 
         Returns:
             How long it took; None if it was stopped before it switched, or abandoned before it wrote.
@@ -95,7 +98,7 @@ class VllmServer(VllmCalls):
         self.start_weight_update()
         self.switching = switch
         try:
-            self.update_weights(version, switch)
+            self.update_weights(version, switch, allow_rollback=allow_rollback)
         except PatchstoreError as exc:
             self.switching = begun
             is_far = status.serving is not None and version - status.serving > 1
@@ -107,7 +110,9 @@ class VllmServer(VllmCalls):
             logger.warning(
                 "%s: version %d is too far for the GPU's memory; to %d first", self.url, version, between
             )
-            return None if self.apply(between) is None else self.apply(version)
+            if self.apply(between, allow_rollback=allow_rollback) is None:
+                return None
+            return self.apply(version, allow_rollback=allow_rollback)
         staged = time.monotonic()
         if self._stop.is_set():
             self._mark(begun)

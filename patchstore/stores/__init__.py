@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -10,7 +10,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 from patchstore.errors import UnsupportedStore, UsageError
 from patchstore.stores.base import Store
 
-__all__ = ["Store", "open_store", "opened"]
+__all__ = ["Store", "open_store", "opened", "opened_elsewhere"]
 
 _KNOWN = ("s3", "s3a", "hf", "file", "memory", "gs", "gcs", "az", "abfs", "abfss", "adl", "http", "https")
 _MISTYPED = re.compile(rf"(?i)(?:({'|'.join(_KNOWN)})(?::|//)|([a-z][a-z0-9+.-]*):/|:/)/*(.*)", re.DOTALL)
@@ -38,7 +38,31 @@ def open_store(url: str | os.PathLike[str], /, **storage_options: Any) -> Store:
             wrong type.
         UnsupportedStore: a package is missing, or the store cannot create an object only once.
     """
-    url = _checked(url)
+    store = _open(_checked(url), storage_options)
+    if not store.url.startswith("memory://"):
+        store.opened_as = (store.url, storage_options)
+    return store
+
+
+def opened_elsewhere(store: Store) -> tuple[str, Mapping[str, Any]]:
+    """Return the URL and the options with which another process of this host opens the same place.
+
+    Raises:
+        UsageError: they are not known.
+    """
+    from patchstore.stores.folder import FolderStore
+
+    if store.opened_as is not None:
+        return store.opened_as
+    if isinstance(store, FolderStore):
+        return store.url, {}
+    raise UsageError(
+        f"{store.url}: another process cannot open this place: give a URL or a path, or what open_store "
+        "returns for one"
+    )
+
+
+def _open(url: str, storage_options: dict[str, Any]) -> Store:
     if wrong := sorted(storage_options.keys() & {"url", "self"}):
         # They would collide with what a store's constructor takes.
         raise UsageError(f"{_public(url)}: stores have no option {', '.join(wrong)}")

@@ -7,9 +7,10 @@ object stores are: listings may lag, and a write may have happened although it r
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
+from typing import Any
 
 from patchstore.errors import UsageError
 
@@ -40,6 +41,9 @@ class Store(ABC):
     single_writer: bool = False
     """Whether the store has no atomic create-only put, and the caller promised instead that no other
     publisher uses this place. A second publisher is not prevented, and not always noticed."""
+    opened_as: tuple[str, Mapping[str, Any]] | None = None
+    """URL and options with which `open_store` opened it; None if the caller made it, or it is in memory.
+    Contains secrets."""
 
     @abstractmethod
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:

@@ -22,6 +22,8 @@ class Engine:
     prefetches: Counter[int] = field(default_factory=Counter)
     """Version -> how often it was asked for; the third time it is there."""
     held: int | None = None
+    newest: int = 0
+    """Of the versions that it held."""
     switch: str | None = None
     is_salted: bool = False
     """The update gives later requests other prefixes."""
@@ -185,7 +187,12 @@ class StubServer:
             case "/update_weights":
                 if not engine.update_open:
                     raise ValueError("start_weight_update must be called before update_weights.")
-                engine.staged = body["update_info"]["version"]
+                version = body["update_info"]["version"]
+                is_allowed = body["update_info"].get("allow_rollback", False)
+                if self.required_keys and version < engine.newest and not is_allowed:
+                    engine.update_open = False
+                    raise ValueError(f"[rollback] version {engine.newest} was used before")
+                engine.staged = version
                 engine.is_salted = body["update_info"].get("new_prefixes", False)
                 engine.switch = body["update_info"].get("switch", engine.switch)
             case "/finish_weight_update" if self.tears:
@@ -193,6 +200,7 @@ class StubServer:
                 raise ValueError("[half-applied] parts of two versions")
             case "/finish_weight_update":
                 engine.held, engine.staged = engine.staged, None
+                engine.newest = max(engine.newest, engine.held or 0)
                 engine.update_open = engine.half_applied = False
 
     def each(self, path: str, act: Callable[[Engine], Any]) -> Any:

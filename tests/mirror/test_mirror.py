@@ -25,6 +25,7 @@ from patchstore.format import history
 from patchstore.mirror import build, service
 from patchstore.mirror.place import Place
 from patchstore.mirror.service import Mirror
+from patchstore.serve.progress import Progress
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
 from tests.support.weights import Run, assert_same_bits
@@ -500,3 +501,19 @@ def test_a_record_that_cannot_be_read_is_refused(folder, text: str) -> None:
     (folder / "mirror.json").write_text(text, errors="surrogateescape")
     with pytest.raises(UsageError, match=r"mirror\.json cannot be read"):
         Place(folder)
+
+
+def test_a_newest_version_that_is_too_old_is_reported(run: Run, mirrored, caplog) -> None:
+    run.publish(0)
+    mirror = mirrored(max_head_age_s=3600)
+    step(mirror)
+    assert not mirror.is_head_old()
+    mirror = mirrored(max_head_age_s=1e-9)
+    step(mirror)
+    step(mirror)
+    assert mirror.is_head_old()
+    assert sum("--max-head-age" in each.message for each in caplog.records) == 1
+    progress = Progress("mirror", run.store, unhealthy_after_s=60)
+    assert progress.describe()["problems"] == []
+    progress.watch_head(mirror.is_head_old)
+    assert progress.describe()["problems"] == [{"problem": "old-head"}]

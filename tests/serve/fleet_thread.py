@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from patchstore.serve.desired import DesiredVersion, HeadWatcher
-from patchstore.serve.fleet import Fleet, FollowEvent
+from patchstore.serve.fleet import Fleet
+from patchstore.serve.fleet_status import FollowEvent
 from patchstore.serve.reconcile import Reconciler
 from patchstore.serve.vllm_server import VllmServer
 
@@ -13,8 +14,10 @@ from patchstore.serve.vllm_server import VllmServer
 class FleetThread:
     """A fleet on a thread, and what it told."""
 
-    def __init__(self, store, urls, *, grace_s=30.0, max_poll_interval_s=0.05, **options) -> None:
-        self.desired = DesiredVersion(HeadWatcher(store, recheck_s=0))
+    def __init__(
+        self, store, urls, *, grace_s=30.0, max_poll_interval_s=0.05, max_head_age_s=None, **options
+    ) -> None:
+        self.desired = DesiredVersion(HeadWatcher(store, recheck_s=0), max_head_age_s=max_head_age_s)
 
         def begin(url, target, stop):
             server = VllmServer(url, timeout_s=30, stop=stop)

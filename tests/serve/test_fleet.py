@@ -1,6 +1,7 @@
 """Many servers and one store: no server waits for another, and events say what happens."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
@@ -227,6 +228,29 @@ def test_servers_of_a_file_come_and_go(store, stubs, tmp_path: Path):
 
         listed.write_text(f"{stubs[0].url}\n{stubs[2].url}")
         fleet.until(lambda: fleet.applied(stubs[0].url, 2))
+
+
+def test_a_file_that_is_read_while_it_is_written_lets_go_of_no_server(store, stubs, tmp_path, monkeypatch):
+    """A program that writes a file empties it first."""
+    monkeypatch.setattr("patchstore.serve.fleet.SETTLED_S", 600.0)
+    listed = tmp_path / "servers"
+    listed.write_text(stubs[0].url)
+    reads, read_text = [], Path.read_text
+    with running(store, [stubs[1].url], servers_file=listed) as fleet:
+        fleet.until(lambda: all(fleet.applied(url, 0) for url in urls(stubs[:2])))
+        before = dict(fleet.fleet._workers)
+        monkeypatch.setattr(
+            Path, "read_text", lambda path, *args: reads.append(path) or read_text(path, *args)
+        )
+        listed.write_text("")
+        while len(reads) < 4:
+            time.sleep(0.01)
+        assert fleet.fleet._workers == before
+        listed.write_text(stubs[0].url)
+        commit(store, 1)
+        fleet.until(lambda: all(fleet.applied(url, 1) for url in urls(stubs[:2])))
+        assert fleet.fleet._workers == before
+    assert stubs[0].calls.count("/init_weight_transfer_engine") == 1
 
 
 def test_a_file_that_is_gone_leaves_the_servers_that_it_named(store, stubs, tmp_path: Path):

@@ -139,6 +139,30 @@ def test_a_store_that_does_not_answer_is_a_problem(serve, store, stub, monkeypat
             assert service.figures()["patchstore_store_failures_total", "store-unavailable"] >= 1
 
 
+def test_a_newest_version_that_is_too_old_is_said_once_until_there_is_a_newer_one(serve, stub):
+    store = MemoryStore("memory://old")
+    begin_run(store)
+    commit(store, 0, created_at=(datetime.now(UTC) - timedelta(hours=2)).isoformat()[:23] + "Z")
+    metrics = Metrics(HeadWatcher(store))
+    with running(store, [stub.url], observe=metrics.observe, max_head_age_s=3600) as fleet:
+        metrics_of(fleet, metrics)
+        with Control(("127.0.0.1", 0), fleet.fleet, fleet.desired, metrics, unhealthy_after_s=60) as control:
+            service = Service(fleet, control, metrics)
+            fleet.until(lambda: fleet.did(None) == ["old-head"] and fleet.applied(stub.url, 0))
+            assert problems(service.get("/healthz")) == {("old-head", "store")}
+            answer = service.get("/readyz")
+            assert answer.status_code == 503 and "version 0, the newest, is 72" in answer.json()["reasons"][0]
+            figures = service.figures()
+            assert figures["patchstore_head_old",] == 1
+            assert 7200 <= figures["patchstore_head_age_seconds",] < 7300
+            commit(store, 1)
+            fleet.until(lambda: fleet.did(None) == ["old-head", "new-head"] and fleet.applied(stub.url, 1))
+            assert service.figures()["patchstore_head_old",] == 0
+            assert not problems(service.get("/healthz"))
+            while service.get("/readyz").status_code != 200:
+                pass
+
+
 def test_a_thread_that_died_is_a_problem(serve, stub, monkeypatch):
     with serve([stub.url], unhealthy_after_s=10_000) as service:
         service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
@@ -172,6 +196,7 @@ def test_servers_are_pinned_and_unpinned_by_request(serve, store, stub):
         ({"version": -1}, 400, "usage"),
         ({"version": "1"}, 400, "usage"),
         ({"version": True}, 400, "usage"),
+        ({"version": 0, "allow_rollback": "yes"}, 400, "usage"),
         ({}, 400, "usage"),
         ([1], 400, "usage"),
         (None, 400, "usage"),

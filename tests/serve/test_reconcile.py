@@ -149,8 +149,8 @@ def test_an_update_whose_answer_was_lost_is_no_other_drivers(follow, store, serv
     commit(store, 1)
     apply = server.apply
 
-    def losing(version, status):
-        apply(version, status)
+    def losing(version, status, **options):
+        apply(version, status, **options)
         raise ServerUnavailable("the answer was lost")
 
     with monkeypatch.context() as patched:

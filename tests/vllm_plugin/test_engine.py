@@ -18,6 +18,7 @@ from patchstore.errors import CorruptObject, UsageError
 from patchstore.format import history
 from patchstore.read.host_cache import MAX_BYTES, HostCache
 from patchstore.signing import KeySigner, RequiredKeys, stored
+from patchstore.signing.floor import Floor
 from patchstore.signing.required import checks
 from patchstore.stores import open_store
 from patchstore.stores.base import Store
@@ -78,6 +79,7 @@ def _engine(tmp_path, monkeypatch, trainer) -> DeltaWeightTransferEngine:
     updater.follow(traced, [engine.live.share(traced)])
     engine.is_open, engine.update_open, engine._sleep_level, engine._is_as_started = True, False, None, True
     engine._opening = engine.last_error = engine.switch = engine.required = None
+    engine.floor = Floor()
     engine.model_config = SimpleNamespace(model=str(tmp_path / "no checkpoint"))
     engine.vllm_config = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
     engine._serving = SimpleNamespace(
@@ -93,9 +95,9 @@ def _engine(tmp_path, monkeypatch, trainer) -> DeltaWeightTransferEngine:
     return engine
 
 
-def update(engine: DeltaWeightTransferEngine, version: int) -> None:
+def update(engine: DeltaWeightTransferEngine, version: int, **options: object) -> None:
     engine.start_weight_update()
-    engine.update_weights({"version": version})
+    engine.update_weights({"version": version, **options})
     engine.finish_weight_update()
 
 
@@ -328,6 +330,30 @@ def test_only_what_a_required_key_signed_is_applied(engine, requiring, sign):
     update(engine, 1)
     assert engine.updater.held.version == 1
     assert not all(map(torch.equal, before, bits_of(engine)))
+
+
+def test_a_server_goes_back_only_when_told_and_remembers_over_stores(engine, requiring, sign, trainer):
+    trainer.step(density=1.0)
+    sign(0, 1, 2)
+    requiring()
+    update(engine, 2)
+    before = bits_of(engine)
+    requiring()
+    engine.sleeping(2)
+    engine.sleeping(None)
+    for version in (0, 1):
+        with pytest.raises(RuntimeError, match=r"\[rollback\] version . is signed, but version 2 was used"):
+            update(engine, version)
+        assert (engine.updater.staged, engine.update_open) == (None, False)
+        assert all(map(torch.equal, before, bits_of(engine)))
+    update(engine, 0, allow_rollback=True)
+    assert engine.updater.held.version == 0
+    with pytest.raises(RuntimeError, match=r"\[rollback\]"):
+        update(engine, 1)
+    update(engine, 2)
+    assert engine.updater.held.version == 2
+    with pytest.raises(RuntimeError, match=r"\[usage\]"):
+        update(engine, 2, allow_rollback="yes")
 
 
 def test_weights_of_an_unsigned_version_are_held_as_no_version(engine, requiring, sign):

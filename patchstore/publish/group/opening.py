@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from patchstore.errors import NotFound, PatchstoreError, SchemaMismatch, UsageError
 from patchstore.format import history, layout
+from patchstore.format.anchoring import Since
 from patchstore.format.records import Part, Schema, StoreHeader, TensorSpec
 from patchstore.format.state_sums import Sums
 from patchstore.publish.committer import Committer
@@ -36,7 +38,7 @@ class Run(NamedTuple):
     header: StoreHeader
     is_stored: bool
     """Whether the version to build on has these weights."""
-    since_anchor: int
+    since_anchor: Since
     committer: Committer | None
     """On the leader alone."""
 
@@ -132,14 +134,14 @@ def open_run(
     store: Store,
     agreed: Agreed,
     prepare: Callable[[], Mapping[str, Sums]],
-    create: Callable[[Schema, dict[str, Sums]], tuple[Committer, bool, int]],
+    create: Callable[[Schema, dict[str, Sums]], tuple[Committer, bool, Since]],
 ) -> Run:
     """Create or continue the run.
 
     Args:
         prepare: makes this rank ready, and returns the digest sums of what it owns, by key, if needed.
         create: opens the run on the leader, given the sums of all tensors; returns the committer, whether the
-            version to build on has these weights, and how many versions ago the newest anchor was.
+            version to build on has these weights, and what was published since the newest anchor.
 
     Raises:
         As `Publisher`, and RankFailed; the same on all ranks.
@@ -168,7 +170,7 @@ def open_run(
         return {
             "run_id": committer.header.run_id,
             "is_stored": is_stored,
-            "since_anchor": since_anchor,
+            "since_anchor": asdict(since_anchor),
         }
 
     try:
@@ -181,7 +183,7 @@ def open_run(
     header = committer.header if committer is not None else history.read_header(store)
     if header is None or header.run_id != told["run_id"]:
         raise UsageError(f"{store.url} does not hold the run that the other ranks opened")
-    return Run(header, told["is_stored"], told["since_anchor"], committer)
+    return Run(header, told["is_stored"], Since(**told["since_anchor"]), committer)
 
 
 def _part(name: str, dtype: str, *sides: Sequence[int]) -> Part:

@@ -292,3 +292,27 @@ def fused(rank: int, url: str, options: dict[str, Any]) -> list[tuple[int, Bits]
             for each in tensors.values():
                 each.to_local().view(-1)[:: step + 2] += 1
     return published
+
+
+def halves(rank: int, url: str, num: int, **options: Any) -> tuple[list[str], bool]:
+    """Publish a tensor of which two ranks have a half each; return kinds, and if a process ran beside."""
+    whole = torch.zeros(2000, 10)
+    mine = slice(1000 * rank, 1000 * rank + 1000)
+    source = {"w": LocalPart(whole[mine], (2000, 10), start=(1000 * rank, 0))}
+    kinds = []
+    with Publisher(url, source, group=dist.group.WORLD, max_pending=2, **options) as publisher:
+        for step in range(num):
+            # One rank changes more than the other, so that neither could tell from its own bytes.
+            whole[mine][step % 10 :: 7 + 20 * rank] += 1
+            kinds.append(publisher.publish_patch(step))
+        found = [each.result().kind for each in kinds]
+        beside = publisher.compaction is not None
+    return found, beside
+
+
+def beside(rank: int, url: str) -> tuple[list[str], bool]:
+    return halves(rank, url, 6, anchor_every=2, compact=True)
+
+
+def auto(rank: int, url: str) -> tuple[list[str], bool]:
+    return halves(rank, url, 30, anchor_every="auto")

@@ -1,0 +1,21 @@
+"""The process that adds anchors beside a publisher opens the store with the publisher's options."""
+
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from patchstore import open_store
+from patchstore.publish import beside
+from tests.support.beside import check_beside
+
+
+@pytest.mark.exhaustive
+def test_it_works_with_the_options_of_s3(
+    ministack_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "INTERVAL_S", 0.1)
+    given = {name: value for name, value in ministack_options.items() if name != "session"}
+    options = {**given, "key": "an-access-key", "secret": "a-secret-key"}
+    with closing(open_store("s3://bucket/beside", **options)) as store:
+        check_beside(store, ("an-access-key", "a-secret-key"))
