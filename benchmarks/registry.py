@@ -18,6 +18,7 @@ from benchmarks.cases import (
     history,
     kernels,
     mirror,
+    publish,
     quantized,
     rank_bytes,
     replay,
@@ -126,6 +127,13 @@ CASES = (
         gate="tests/mirror/test_mirror.py",
         arguments=mirror.arguments,
         run=mirror.run,
+    ),
+    Case(
+        name="publish",
+        about="How long `publish_patch` blocks, with anchors between the deltas, in bf16 and in FP8.",
+        gate="tests/publish",
+        arguments=publish.arguments,
+        run=publish.run,
     ),
     Case(
         name="quantized",

@@ -66,6 +66,33 @@ def test_a_publication_that_finally_fails_makes_the_next_one_an_anchor(
     run.close()
 
 
+def test_shards_of_an_anchor_are_stored_at_once_and_one_that_fails_fails_them_all(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
+    met = threading.Barrier(2)
+
+    class TwoAtOnce(MemoryStore):
+        def upload(self, key, chunks):
+            if "model-0000" in key and not met.broken:
+                # Raises unless two shards are under way.
+                met.wait(30)
+            super().upload(key, chunks)
+
+    model = {str(i): torch.full((10,), float(i)) for i in range(6)}
+    together = TwoAtOnce()
+    with Publisher(together, model, max_shard_bytes=20) as publisher:
+        assert len(publisher.publish_patch(0).result().anchor.payloads) == 6
+    assert_same_bits(newest(together), served(model))
+
+    faulty = outage(store, "upload", "*model-00003-*")
+    with Publisher(faulty, model, max_shard_bytes=20) as publisher:
+        with pytest.raises(PublishFailed, match="model-00003-of-00006"):
+            publisher.publish_patch(0).result()
+        assert publisher.publish_patch(1).result().version == 0
+    assert_same_bits(newest(store), served(model))
+
+
 def test_a_failure_that_was_not_asked_about_surfaces_in_the_next_call(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,117 @@
+"""How long `publish_patch` blocks a trainer, with anchors between the deltas: in bf16 and in FP8.
+
+Each step adds noise to weights whose masters are anywhere in the interval that rounds to them, so small
+weights are likelier to change, as with AdamW. `blocking_ms` is what the trainer waits for in `publish_patch`,
+`stored_s` the time until the version exists. Calls after an anchor are told apart: they may wait for it.
+"""
+
+import argparse
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.support.shapes import SHAPES
+from benchmarks.support.software import software
+from patchstore import Publisher, open_store
+from patchstore.quantization import CHOICES
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-0.5b", help="of the model")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--forms", nargs="+", choices=["bf16", *CHOICES], default=["bf16", *CHOICES])
+    parser.add_argument("--steps", type=int, default=6, help="deltas after the first anchor")
+    parser.add_argument("--anchor-at", type=int, default=4, help="the publication that is an anchor too")
+    parser.add_argument("--rate", type=float, default=2.5e-7, help="standard deviation of a step's updates")
+    parser.add_argument(
+        "--store", type=Path, help="new folder, removed afterwards; a temporary one, if not given"
+    )
+
+
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row per form."""
+    device = torch.device(args.device)
+    for form in args.forms:
+        folder = args.store or Path(tempfile.mkdtemp(prefix="patchstore-bench-"))
+        try:
+            with closing(open_store(folder)) as store:
+                found = _publish(args, device, store, form)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        yield {"shape": args.shape, "form": form, **software(device), **found}
+
+
+def _publish(args: argparse.Namespace, device: torch.device, store: Any, form: str) -> dict[str, Any]:
+    random = torch.Generator(device).manual_seed(7)
+    weights = {
+        name: torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=random)
+        for name, size in SHAPES[args.shape].tensors().items()
+    }
+    blocking: list[float] = []
+    stored: list[float] = []
+    sizes: list[int] = []
+    began = time.perf_counter()
+    with Publisher(
+        store, weights, quantization=None if form == "bf16" else form, anchor_every=args.anchor_at
+    ) as publisher:
+        open_s = time.perf_counter() - began
+        began = time.perf_counter()
+        anchor = publisher.publish_patch(0).result()
+        anchor_s = time.perf_counter() - began
+        assert anchor.anchor is not None
+        last = None
+        for step in range(1, args.steps + 1):
+            for tensor in weights.values():
+                _take_step(tensor, args.rate, random)
+            _wait(device)
+            began = time.perf_counter()
+            publication = publisher.publish_patch(step)
+            blocking.append(time.perf_counter() - began)
+            if step != args.anchor_at:
+                manifest = publication.result()
+                stored.append(time.perf_counter() - began)
+                assert manifest.delta is not None
+                sizes.append(manifest.delta.num_bytes)
+                num_changed = manifest.delta.num_changed
+            last = publication
+        assert last is not None
+        last.result()
+        usual = [each for step, each in enumerate(blocking, 1) if step not in {1, args.anchor_at + 1}]
+        num_elements = publisher.schema.num_elements
+    return {
+        "open_s": open_s,
+        "anchor_bytes": anchor.anchor.num_bytes,
+        "anchor_s": anchor_s,
+        "anchor_gb_per_s": anchor.anchor.num_bytes / anchor_s / 1e9,
+        "blocking_ms": 1e3 * median(usual),
+        "all_blocking_ms": [1e3 * each for each in blocking],
+        "stored_s": median(stored),
+        "payload_bytes": int(median(sizes)),
+        "num_changed": num_changed,
+        "density": num_changed / num_elements,
+    }
+
+
+def _take_step(tensor: torch.Tensor, rate: float, random: torch.Generator) -> None:
+    """Add noise to weights whose masters are anywhere in the interval that rounds to them."""
+    flat = tensor.view(-1)
+    for start in range(0, flat.numel(), 1 << 26):
+        some = flat[start : start + (1 << 26)]
+        masters = some.float()
+        exponent = torch.frexp(masters)[1]
+        ulp = torch.ldexp(torch.ones_like(masters), exponent - 8)
+        masters += ulp * (torch.rand(masters.shape, generator=random, device=masters.device) - 0.5) * 0.999
+        masters += rate * torch.randn(masters.shape, generator=random, device=masters.device)
+        some.copy_(masters)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
