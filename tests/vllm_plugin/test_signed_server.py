@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from server_process import RUNNING, ServerProcess
 
-from patchstore.errors import PatchstoreError, Unsigned, UsageError
+from patchstore.errors import PatchstoreError, RollbackRefused, Unsigned, UsageError
 from patchstore.format import history
 from patchstore.serve.desired import DesiredVersion, HeadWatcher
 from patchstore.serve.reconcile import Reconciler
@@ -92,6 +92,10 @@ def test_only_signed_versions_reach_the_weights(requiring, signer, new_trainer):
         # Its parent has no signature, and is covered by the chain of digests.
         assert server.status().serving == 2
         assert server.fingerprint() != before
+        assert refusal(lambda: server.apply(0)) == RollbackRefused.kind
+        server.apply(0, allow_rollback=True)
+        assert server.status().serving == 0
+        assert follow.step().outcome == "applied"
         trainer.step()
         failed = follow.step()
         assert isinstance(failed.error, Unsigned)

@@ -14,6 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from patchstore import LocalPart, Publisher, mapped
+from patchstore.errors import PatchstoreError
+from patchstore.signing import KeySigner
 from patchstore.stores.folder import FolderStore
 from patchstore.tensors.bits import bits
 
@@ -316,3 +318,17 @@ def beside(rank: int, url: str) -> tuple[list[str], bool]:
 
 def auto(rank: int, url: str) -> tuple[list[str], bool]:
     return halves(rank, url, 30, anchor_every="auto")
+
+
+def train_and_sign(rank: int, url: str, keys: list[str | None], num_steps: int) -> Any:
+    """Publish with a signer; return the versions and their bits, or the kind of the error that ended it.
+
+    Args:
+        keys: the file of each rank's private key; None for a rank without a signer.
+    """
+    key = keys[rank]
+    options = {} if key is None else {"signer": KeySigner(key)}
+    try:
+        return train_and_publish(rank, fsdp2, url, num_steps, {"anchor_every": 2, **options}, False)
+    except PatchstoreError as exc:
+        return exc.kind
