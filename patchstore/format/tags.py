@@ -93,7 +93,12 @@ def read(store: Store, name: str, run_id: str | None = None) -> Tag | None:
 
 
 def read_all(store: Store, run_id: str | None = None) -> dict[str, Tag]:
-    """Return all tags that have a version, by name in ascending order.
+    """Return all tags that have a version, by name in ascending order. Costs and raises as `read_newest`."""
+    return {name: tag for name, tag in read_newest(store, run_id).items() if tag.version is not None}
+
+
+def read_newest(store: Store, run_id: str | None = None) -> dict[str, Tag]:
+    """Return the newest record of each tag, also of deleted ones, by name in ascending order.
 
     Costs a listing, and a read for each tag.
 
@@ -110,7 +115,7 @@ def read_all(store: Store, run_id: str | None = None) -> dict[str, Tag]:
             if before is None or number > before:
                 newest[name] = key
     found = series.get_all(store, newest.values(), partial(from_json, run_id=run_id))
-    return {tag.name: tag for tag in found if tag.version is not None}
+    return {tag.name: tag for tag in found}
 
 
 def put(store: Store, tag: Tag) -> str:

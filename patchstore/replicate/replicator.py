@@ -12,7 +12,9 @@ import time
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 from patchstore.errors import (
     CorruptObject,
@@ -25,11 +27,13 @@ from patchstore.errors import (
     VersionConflict,
     VersionNotFound,
 )
-from patchstore.format import history, kept, layout, manifest_json, replica_mark, shortcuts
+from patchstore.format import history, kept, layout, manifest_json, replica_mark, series, shortcuts
 from patchstore.format.json_fields import is_printable
 from patchstore.format.records import Manifest, Payload
 from patchstore.format.replica_mark import ReplicaMark
+from patchstore.replicate import records
 from patchstore.replicate.copying import copy
+from patchstore.retention.lease import Lease
 from patchstore.serve.logs import utc
 from patchstore.signing import stored as signatures
 from patchstore.signing.required import RequiredKeys, checks
@@ -42,6 +46,8 @@ _NUM_COPIES = 4
 """Payloads that are copied at once; each takes 8 parts of 8 MiB each way."""
 _HINT_EVERY = 64
 """Versions after which `head.json` is written, while there are more; always after the last."""
+_LEASE_AFTER_S = 600.0
+"""A call of `versions` that takes longer holds a lease on what it has still to copy."""
 _NUM_REMEMBERED = 1000
 """Payloads that are known to be in the target: versions with equal weights name the same sums."""
 
@@ -97,6 +103,8 @@ class Replicator:
         self._run_id: str | None = None
         self._copies: dict[Payload, Future[int]] = {}
         self._lock = threading.Lock()
+        self._seen: tuple[int | str, ...] = ()
+        """The newest version, and the keys of the source's records, when these were copied."""
 
     def open(self) -> None:
         """Make the target a replica of the source's run, or find that it is one; and find what it has.
@@ -215,6 +223,8 @@ class Replicator:
         movers = ThreadPoolExecutor(_NUM_COPIES, thread_name_prefix="patchstore-copy")
         coming: deque[Future[_Coming | None]] = deque()
         version, width = self._next, 1
+        lease: Lease | None = None
+        started, held = began, ExitStack()
         try:
             while True:
                 while len(coming) < width:
@@ -223,6 +233,9 @@ class Replicator:
                 found = coming.popleft().result()
                 if found is None:
                     return
+                if lease is None and time.monotonic() - started > _LEASE_AFTER_S:
+                    # What is far behind takes long: versions may be retired at the source, and collected.
+                    lease = held.enter_context(self._lease(found.manifest.version))
                 with kept.explained(self.source, found.manifest.version):
                     num_bytes = sum(each.result() for each in found.copies)
                 self._commit(found)
@@ -235,6 +248,7 @@ class Replicator:
                 width = min(2 * width, history.READ_AHEAD)
         finally:
             ended.set()
+            held.close()
             for pool in (readers, movers):
                 pool.shutdown(wait=True, cancel_futures=True)
             # Copies that were ended have no result.
@@ -242,10 +256,21 @@ class Replicator:
             if num_done:
                 self._write_hint()
 
+    def _lease(self, first: int) -> Lease:
+        """Return a lease on what is to be copied: the versions of the source from `first` on.
+
+        Without those that are retired already: they have a day from their retirement.
+        """
+        head = history.head(self.source, first)
+        assert head is not None and self._run_id is not None
+        versions = set(range(first, head.version + 1)) - kept.retired_versions(self.source, head)
+        return Lease(self.source, self._run_id, versions, after=timedelta())
+
     def copy_shortcuts(self) -> int:
         """Copy the shortcuts of versions that the target has; return how many. Costs a listing of each store.
 
-        None is copied if keys are required: no signature covers a shortcut.
+        None is copied if keys are required: no signature covers a shortcut. Nor are rollups from or to
+        versions that the target has retired.
 
         One that was removed from the source meanwhile, or cannot be understood, is left out: no reader needs
         it.
@@ -254,14 +279,17 @@ class Replicator:
             StoreUnavailable: a store did not answer, several times.
             Stopped: the event `stop` was set.
         """
+        if self._required is not None or self.newest is None:
+            return 0
+        wanted = shortcuts.listed(self.source) - shortcuts.listed(self.target)
+        gone = kept.retired_versions(self.target, self.newest) if wanted else set()
         num_copied = 0
-        if self._required is not None:
-            return num_copied
-        for ends in sorted(
-            shortcuts.listed(self.source) - shortcuts.listed(self.target), key=lambda each: each.version
-        ):
+        for ends in sorted(wanted, key=lambda each: each.version):
             if ends.version >= self._next:
                 break
+            if ends.parent is not None and gone.intersection((ends.version, ends.parent)):
+                # `collect` deletes the rollups between retired versions.
+                continue
             try:
                 data = shortcuts.stored(self.source, ends)
                 way = shortcuts.parsed(ends, data).way
@@ -274,6 +302,33 @@ class Replicator:
             num_copied += 1
             logger.info("copied the shortcut %s", layout.shortcut_key(ends.version, ends.parent))
         return num_copied
+
+    def copy_records(self) -> int:
+        """Copy what tags and retirements say of versions that the target has; return how many changed.
+
+        With required keys nothing is copied, as no signature covers them. If nothing is new, this costs two
+        listings of the source.
+
+        Raises:
+            CorruptObject, UnsupportedFormat: a record cannot be understood.
+            StoreUnavailable: a store did not answer, several times.
+        """
+        if self.newest is None or self._required is not None:
+            return 0
+        newest, run_id = self.newest.version, self.newest.run_id
+        seen: tuple[int | str, ...] = (
+            newest,
+            *series.keys(self.source, layout.TAGS),
+            *series.keys(self.source, layout.RETIRED),
+        )
+        if seen == self._seen:
+            return 0
+        num_set = records.copy_tags(self.source, self.target, run_id, newest)
+        num_retired = records.copy_retirements(self.source, self.target, run_id, newest)
+        if num_set or num_retired:
+            logger.info("%d tags were set, and %d versions were retired", num_set, num_retired)
+        self._seen = seen
+        return num_set + num_retired
 
     @property
     def _next(self) -> int:

@@ -33,6 +33,7 @@ def replicate(
     if not stop.is_set():
         with suppress(Stopped):
             replicator.copy_shortcuts()
+            replicator.copy_records()
         # Versions that were removed from the source would seem not to be there yet.
         replicator.check_source()
 
@@ -85,6 +86,7 @@ def follow(
                 looked = time.monotonic()
                 with suppress(Stopped):
                     replicator.copy_shortcuts()
+                    replicator.copy_records()
             if not stop.is_set() and time.monotonic() - checked > _RECHECK_S:
                 replicator.check_source()
                 checked = time.monotonic()

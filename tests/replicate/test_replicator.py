@@ -26,7 +26,7 @@ from patchstore.errors import (
 from patchstore.format import history, layout, manifest_json, replica_mark
 from patchstore.replicate import copying
 from patchstore.replicate.copying import Stopped
-from patchstore.replicate.replicator import Replicator, named
+from patchstore.replicate.replicator import Replicator
 from patchstore.stores.base import Store
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
@@ -69,13 +69,13 @@ def test_each_payload_is_read_once_and_each_manifest_comes_after_all_it_names(so
     theirs, ours = FaultyStore(source), FaultyStore(target)
     replicated(theirs, ours)
     reads = Counter(key for verb, key in theirs.calls if verb == "get")
-    payloads = {each.key for m in history.read_back(source, 5) for each in named(m)}
+    payloads = {each.key for m in history.read_back(source, 5) for each in m.objects}
     assert {reads[key] for key in payloads} == {1}
     assert {reads[layout.manifest_key(version)] for version in range(1, 5)} == {1}
     stored = [key for verb, key in ours.calls if verb in {"put", "upload"}]
     for version in range(6):
         at = stored.index(layout.manifest_key(version))
-        assert {each.key for each in named(history.read_manifest(source, version))} <= set(stored[:at])
+        assert {each.key for each in history.read_manifest(source, version).objects} <= set(stored[:at])
     # The mark is there before anything that a publisher would take for a run.
     kept = [key for key in stored if not key.startswith(layout.PROBES)]
     assert kept[:2] == [layout.REPLICA, layout.HEADER]
@@ -85,10 +85,10 @@ def test_bytes_and_versions_are_told(source, target) -> None:
     replicator = Replicator(source, target)
     replicator.open()
     done = list(replicator.versions())
-    sizes = [sum(each.size for each in named(found.manifest)) for found in done]
+    sizes = [sum(each.size for each in found.manifest.objects) for found in done]
     assert [found.num_bytes for found in done[:4]] == sizes[:4]
     # Version 5, a claim, names the sums of its parent. Whichever asked first has their bytes.
-    assert named(done[5].manifest) == [done[4].manifest.state.sums]
+    assert done[5].manifest.objects == [done[4].manifest.state.sums]
     assert done[4].num_bytes + done[5].num_bytes == sizes[4]
 
 
@@ -185,7 +185,7 @@ def test_a_replica_becomes_equal_over_stores_that_fail_and_spoil(source, target,
             # A truncated upload may be seen for a moment, but no version names it.
             versions = [v for v in map(layout.manifest_version, objects(target)) if v is not None]
             for version in versions:
-                for wanted in named(history.read_manifest(target, version)):
+                for wanted in history.read_manifest(target, version).objects:
                     assert target.get(wanted.key) == source.get(wanted.key)
     assert_equal(source, target)
 
