@@ -46,7 +46,7 @@ JOBS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lock-oldest demo grpo test test-quick test-exhaustive test-oldest conformance bench-gpu lint format types check clean
+.PHONY: help setup lock lock-oldest demo grpo test test-quick test-exhaustive test-oldest conformance bench-gpu lint format types audit check clean
 
 help: ## Show this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -120,7 +120,11 @@ format: $(INSTALLED) ## Fix style and formatting.
 types: $(INSTALLED) ## Check types.
 	$(BIN)/mypy
 
-check: lint types test test-oldest test-exhaustive ## What CI runs.
+audit: $(INSTALLED) ## Look for advisories about installed packages, and for insecure code.
+	$(BIN)/python -m bandit --quiet --configfile pyproject.toml --recursive patchstore vllm_plugin
+	$(BIN)/python requirements/audit.py
+
+check: lint types audit test test-oldest test-exhaustive ## What CI runs.
 
 clean: ## Remove .venv, caches and what the demo left.
 	rm -rf $(VENV) build dist demo-run grpo-run bench-run *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

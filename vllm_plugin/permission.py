@@ -84,7 +84,7 @@ def check_scratch(folder: Path) -> None:
     Raises:
         UsageError: see above.
     """
-    roots = [tempfile.gettempdir(), "/dev/shm", *_listed(SCRATCH)]  # noqa: S108  (a folder of this user is made there)
+    roots = [tempfile.gettempdir(), "/dev/shm", *_listed(SCRATCH)]  # noqa: S108 # nosec B108 # a folder of this user
     if not any(_is_below(os.fspath(folder), each) for each in roots):
         raise UsageError(
             f"scratch must be below {tempfile.gettempdir()} or /dev/shm, or in a folder that was allowed "

@@ -11,7 +11,7 @@ from patchstore.cli.options import Json, StorageOption, StoreUrl
 from patchstore.cli.stores import head, header, open_with
 from patchstore.signing import KeySigner, anchors, stored
 
-PASSWORD = "PATCHSTORE_KEY_PASSWORD"  # noqa: S105 -- the name of a variable
+PASSWORD = "PATCHSTORE_KEY_PASSWORD"  # noqa: S105 # nosec B105 # the name of a variable
 """Environment variable: of the private key."""
 
 

@@ -23,7 +23,7 @@ from patchstore.testing.hub.serving import Answer, HttpServer, Request, json_ans
 
 TOKEN, READ_TOKEN = "hf_test", "hf_reader"
 GATEWAY_KEY, GATEWAY_SECRET = "HFAKTEST", "gateway-secret"
-_OWN_TOKEN = "own"
+_OWN_TOKEN = "own"  # nosec B105 # of a server of tests
 _BUFFER_BYTES = 64 << 20
 
 
