@@ -159,7 +159,8 @@ class Quantized:
         given = self._weights.read()
         if given.tied != self._tied:
             raise SchemaMismatch(f"tensors were tied as {self._tied}, but are tied as {given.tied} now")
-        yield from given.tensors.items()
+        # In the order of the snapshot, so that neighbours are compared together.
+        yield from sorted(given.tensors.items())
 
     def _served_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         if self._dtype is not None and tensor.is_floating_point() and tensor.element_size() >= 2:
