@@ -81,6 +81,11 @@ class DeltaWeightTransferEngine(RankEngine):
         worker = self._worker()
         return None if worker is None else self._serving.draft_source(worker)
 
+    @property
+    def form(self) -> str | None:
+        """See `Serving.form`; `calculated` where vLLM quantised what it loaded."""
+        return "calculated" if self._serving.is_calculated else self._serving.form
+
     def fingerprint(self) -> dict[str, str]:
         """See `LiveWeights.fingerprint`. Needs no open store."""
         worker = self._worker()

@@ -58,7 +58,8 @@ class DeltaWorkerExtension:
 
         Keys: `rank`, `release` (of patchstore), `vllm`, `initialised`, `asleep`, `draft` (None without a
         speculative draft model, `followed` if it is updated together with the model, `separate` if its
-        checkpoint is another, so that it stays as it is), `required_keys` (names of the public keys that it
+        checkpoint is another, so that it stays as it is), `form` (`plain`, `fp8-block` or `fp8-channel`, as the
+        checkpoint that was loaded; `calculated` where vLLM quantised that), `required_keys` (names of the public keys that it
         was started to require, in the order of the alphabet), `store`, `run_id`, `held` (version or None),
         `parent`, `step` and `state_digest` (of the held version), `staged` (version or None), `update_open`,
         `switch` (see `delta_switch`), `half_applied`, `last_error` (None, or `rank`, `kind`, `message`),
@@ -78,6 +79,7 @@ class DeltaWorkerExtension:
             "initialised": engine.is_open,
             "asleep": engine.is_asleep,
             "draft": engine.draft,
+            "form": engine.form,
             "required_keys": [] if engine.required is None else engine.required.names,
             "store": None if updater is None else updater.store.url,
             "run_id": None if updater is None else updater.header.run_id,
@@ -170,8 +172,8 @@ class DeltaWorkerExtension:
     def delta_fits(self, header: str) -> dict[str, Any]:
         """Say whether the model's loader takes a run's tensors, by tracing it while generation waits.
 
-        Opens and changes nothing, and never raises: other ranks would be misunderstood. A quantised model is
-        not traced, and takes anything.
+        Opens and changes nothing, and never raises: other ranks would be misunderstood. A model that vLLM
+        quantised is not traced, and takes any names.
 
         Args:
             header: the text of the run's `store.json`.

@@ -22,6 +22,8 @@ from patchstore.serve.vllm_server import VllmServer
 _TIMEOUT_S = 60.0
 """vLLM examines its machine before it returns its configuration; tracing a large model takes seconds too."""
 _RESTART = "restart it, and look into its log"
+_FORMS = {"calculated": "quantised by vLLM"}
+"""Words for forms of weights in a rank's status, where they have others than their names."""
 _HERE = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -36,7 +38,6 @@ class Server:
         """
         self.client = VllmServer(url, timeout_s=_TIMEOUT_S)
         self.url, self.bucket = self.client.url, bucket
-        self.is_quantised = False
 
     @cached_property
     def status(self) -> ServerStatus:
@@ -89,7 +90,6 @@ def _configuration(server: Server) -> Iterator[Finding]:
     config = server.client.configuration()
     if config is None:
         raise ServerUnavailable("/server_info does not say how vLLM was started, as supported releases do")
-    server.is_quantised = config.is_quantised
     for option in config.missing:
         yield server.finding(option.kind, option.found, option.advice)
 
@@ -100,7 +100,9 @@ def _ranks(server: Server) -> Iterator[Finding]:
     others = f"; {status.num_engines} engines" if status.num_engines > 1 else ""
     draft = f", draft model {drafts.pop()}" if drafts else ""
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    yield server.finding("delta", f"the delta backend answers on {ranks}{draft}{others}")
+    form = status.ranks[0].get("form")
+    form = "" if form in {None, "plain"} else f", {_FORMS.get(form, form)}"
+    yield server.finding("delta", f"the delta backend answers on {ranks}{form}{draft}{others}")
 
 
 def _state(server: Server) -> Iterator[Finding]:
@@ -173,11 +175,10 @@ def _tensors(server: Server) -> Iterator[Finding]:
         # Opening the store traced the model's loader, and would have failed for a name or a shape.
         yield server.finding("tensors", taken + _use(status.ranks[0].get("map") or {}))
         return
-    if server.is_quantised or any(rank.get("asleep") for rank in status.ranks):
-        found = "sleeps, or is quantised, so it cannot tell whether its model takes the run's tensors"
-        yield server.finding(
-            "tensors-unknown", found, "patchstore follow finds out when the server opens the store"
-        )
+    finds_out = "patchstore follow finds out when the server opens the store"
+    if any(rank.get("asleep") for rank in status.ranks):
+        found = "sleeps, so it cannot tell whether its model takes the run's tensors"
+        yield server.finding("tensors-unknown", found, finds_out)
         return
     if not all("release" in rank for rank in status.ranks):
         found = "is of a release of patchstore that cannot say whether its model takes the run's tensors"
@@ -190,11 +191,15 @@ def _tensors(server: Server) -> Iterator[Finding]:
         raise ServerUnavailable(f"delta_fits answered HTTP {answer.status_code}: {answer.text!r:.100}")
     if failures := [result["failure"] for result in results if result["failure"]]:
         advice = "serve the model that is trained (vllm serve MODEL), or give the STORE of this one"
-        kind, reason = failures[0]["kind"], mismatch.brief(failures[0]["message"])
+        kind, reason = failures[0]["kind"], mismatch.brief(failures[0]["message"], max_chars=300)
         wrapped = mismatch.of_wrapper(header.schema)
         if kind == SchemaMismatch.kind and wrapped is not None:
             reason, advice = wrapped.found, wrapped.advice
         yield server.finding("tensors-unfit", f"its model does not take them all: [{kind}] {reason}", advice)
+        return
+    if any(rank.get("form") == "calculated" for rank in status.ranks):
+        found = "quantises what it loads, so it cannot tell whether its model takes the run's tensors"
+        yield server.finding("tensors-unknown", found, finds_out)
         return
     yield server.finding("tensors", taken)
 

@@ -24,7 +24,6 @@ class Configuration:
     """How a server was started, as far as it matters here."""
 
     missing: tuple[MissingOption, ...]
-    is_quantised: bool
 
 
 _NO_ROUTES = MissingOption(
@@ -42,12 +41,11 @@ _NO_EXTENSION = MissingOption(
 def parsed(response: httpx.Response) -> Configuration | None:
     """Read the answer of `GET /server_info?config_format=json`; None if its form is not known here."""
     if response.status_code == httpx.codes.NOT_FOUND:
-        return Configuration(missing=(_NO_ROUTES,), is_quantised=False)
+        return Configuration(missing=(_NO_ROUTES,))
     try:
         config = response.json()["vllm_config"]
         extension = config["parallel_config"]["worker_extension_cls"]
         backend = (config["weight_transfer_config"] or {}).get("backend")
-        quantisation = config["model_config"]["quantization"]
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     missing = [] if extension else [_NO_EXTENSION]
@@ -56,4 +54,4 @@ def parsed(response: httpx.Response) -> Configuration | None:
         missing.append(
             MissingOption(kind="no-delta-backend", found=found, advice=f"add {_BACKEND} to vllm serve")
         )
-    return Configuration(missing=tuple(missing), is_quantised=quantisation is not None)
+    return Configuration(missing=tuple(missing))

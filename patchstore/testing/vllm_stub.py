@@ -77,7 +77,6 @@ class StubServer:
         self.config: dict[str, Any] = {
             "parallel_config": {"worker_extension_cls": "vllm_plugin.DeltaWorkerExtension"},
             "weight_transfer_config": {"backend": "delta"},
-            "model_config": {"quantization": None},
         }
         """How it was started, as far as clients ask."""
         self.required_keys: list[str] = []

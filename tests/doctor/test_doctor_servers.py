@@ -215,10 +215,28 @@ def test_a_server_on_another_run_is_told_apart(run: Run, vllm: StubVllm) -> None
 def test_a_server_that_cannot_tell_about_tensors_is_not_asked(run: Run, vllm: StubVllm) -> None:
     vllm.initialised = False
     vllm.failure = {"rank": 0, "kind": "internal", "message": "was asked"}
-    vllm.config["model_config"]["quantization"] = "fp8"
+    vllm.extra = {"release": "0.1.0", "asleep": True}
     assert "tensors-unknown" in of_server(run, vllm.url)
-    vllm.config["model_config"]["quantization"], vllm.extra = None, {}
+    vllm.extra = {}
     assert "tensors-unknown" in of_server(run, vllm.url)
+
+
+def test_the_form_that_a_server_serves_is_said(run: Run, vllm: StubVllm) -> None:
+    vllm.initialised = False
+    vllm.extra["form"] = "fp8-block"
+    findings = of_server(run, vllm.url)
+    assert findings["delta"].found.endswith("on 1 rank, fp8-block")
+    assert "tensors" in findings
+
+
+def test_a_server_that_quantises_by_itself_knows_only_what_it_does_not_take(run: Run, vllm: StubVllm) -> None:
+    vllm.initialised = False
+    vllm.extra["form"] = "calculated"
+    findings = of_server(run, vllm.url)
+    assert findings["delta"].found.endswith("on 1 rank, quantised by vLLM")
+    assert "quantises what it loads" in findings["tensors-unknown"].found
+    vllm.failure = {"rank": 0, "kind": "schema-mismatch", "message": "the run publishes FP8"}
+    assert "the run publishes FP8" in of_server(run, vllm.url)["tensors-unfit"].found
 
 
 def test_a_store_that_a_server_cannot_open_is_a_warning(run: Run, vllm: StubVllm) -> None:

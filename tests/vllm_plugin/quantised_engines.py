@@ -75,6 +75,7 @@ class Case:
         return {
             "answers": None if self.experts else answers(llm),
             "serving": [status["serving"] for status in statuses],
+            "form": statuses[0]["form"],
             "map": statuses[0]["map"],
             # Scales of the cache, which vLLM makes up with --load-format dummy, are not of these checkpoints.
             "fingerprints": [{n: d for n, d in each.items() if ".attn." not in n} for each in fingerprints],

@@ -87,6 +87,7 @@ def _engine(tmp_path, monkeypatch, trainer) -> DeltaWeightTransferEngine:
         check_layout=lambda models: None,
         is_calculated=False,
         is_loaded_quantised=False,
+        form="plain",
         check_fits=print,
         load=lambda model, weights: model.load_weights(weights),
         refresh=print,

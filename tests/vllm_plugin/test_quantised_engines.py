@@ -62,6 +62,7 @@ def test_codes_and_scales_are_those_of_a_fresh_start_and_a_failed_update_leaves_
     case = found(form, FORMS)
     assert case.get("refused") is None, case
     assert case["serving"] == [0], "the version that it was started from is known by its bits"
+    assert case["form"] == form
     assert_followed(case, [1, 2, 3, 0, 3])
     assert len({str(case[number]["answers"]) for number in "0123"}) > 1
     failed = case["failed"]
