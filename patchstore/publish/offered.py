@@ -9,6 +9,7 @@ from patchstore.format.records import Part, TensorSpec
 from patchstore.publish.options import check_range
 from patchstore.publish.snapshot.memory import Stream, Tensors
 from patchstore.publish.sources import Given, Quantized, Source, Weights
+from patchstore.publish.sources.cuts import Exchange
 from patchstore.quantization import Quantization
 from patchstore.tensors.bits import TORCH_DTYPES, spec_of
 
@@ -96,6 +97,11 @@ class Offered:
 
             ownership.own([pieces])
             self._whole = {part.spec.name: Part.whole(part.spec) for part in pieces}
+
+    def share(self, exchange: Exchange) -> None:
+        """Have ranks compare what they must to round parts of blocks; see `Quantized.share`."""
+        if isinstance(self._weights, Quantized):
+            self._weights.share(exchange)
 
     def choose(self, owned: Sequence[Part]) -> None:
         """Say what of the parts this publisher publishes; the other ones are left out from now on."""

@@ -26,6 +26,8 @@ from patchstore.tensors import state_digest
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from patchstore.publish.group.maxima import Maxima
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -81,6 +83,8 @@ class Run(NamedTuple):
 
 class Alone:
     """Opens a run for one process."""
+
+    maxima = None
 
     def __init__(
         self,
@@ -167,6 +171,12 @@ class Together:
             self._channel.leave()
             raise
         self.parts = self._agreed.share.parts
+        self.maxima: Maxima | None = None
+        """What ranks share to round weights, if they do."""
+        if settings.quantization is not None:
+            from patchstore.publish.group import maxima
+
+            self.maxima = maxima.Maxima(ranks, settings.rank_timeout_s)
 
     def open(
         self, prepare: Callable[[], None], served: Mapping[str, torch.Tensor], workers: Sequence[Worker]
@@ -203,6 +213,8 @@ class Together:
     def leave(self) -> None:
         """Tell the other ranks that this one publishes no more."""
         self._channel.leave()
+        if self.maxima is not None:
+            self.maxima.leave()
 
 
 def _opened(

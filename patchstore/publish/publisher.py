@@ -264,6 +264,9 @@ class Publisher:
         self._closing.callback(opening.leave)
         offered = self._offered
         offered.choose(opening.parts)
+        self._maxima = opening.maxima
+        if self._maxima is not None:
+            offered.share(self._maxima.exchange)
         specs = [TensorSpec(name=part.key, dtype=part.spec.dtype, shape=part.size) for part in opening.parts]
         current = offered.first(specs)
         workers: list[Worker] = []
@@ -335,9 +338,13 @@ class Publisher:
         began = time.monotonic()
         with out_of_inference():
             try:
+                if self._maxima is not None:
+                    self._maxima.begin()
                 current = self._offered.current()
                 found = self._pipeline.publish(step, current, began=began)
             except Exception as exc:
+                if self._maxima is not None:
+                    self._maxima.abandon(exc)
                 if not self._is_alone:
                     self._pipeline.abandon(step, exc)
                 raise

@@ -91,6 +91,21 @@ class Form:
             codes[first : first + rows] = scaled.clamp(-LARGEST, LARGEST).to(E4M3)
         return codes, scales
 
+    def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return how many rows and columns of a matrix share a scale."""
+        return (1, max(shape[1], 1)) if self.block is None else self.block
+
+    def part(self, weights: torch.Tensor, start: tuple[int, ...]) -> torch.Tensor:
+        """Return a part of a matrix with zeros around it, so that it begins where a block does.
+
+        Args:
+            start: where the part begins in the matrix.
+        """
+        if self.block is None:
+            return weights
+        above, left = start[0] % self.block[0], start[1] % self.block[1]
+        return torch.nn.functional.pad(weights, (left, 0, above, 0)) if above or left else weights
+
     def config(self, kept: list[str]) -> dict[str, Any]:
         """Return the `quantization_config` of a checkpoint in this form.
 

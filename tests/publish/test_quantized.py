@@ -98,20 +98,39 @@ def test_numbers_without_a_scale_publish_nothing_and_the_next_call_goes_on(store
         assert_served(store, expected(trained, "fp8-block"))
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("form", "part", "message"),
+    "boxes",
     [
-        ("fp8-block", slice(0, 200), "within a block of 128 x 128"),
-        ("fp8-block", slice(100, 384), "within a block of 128 x 128"),
+        [(0, 0, 200, 256), (200, 0, 184, 256)],
+        [(0, 0, 384, 100), (0, 100, 384, 156)],
+        [(0, 0, 100, 60), (0, 60, 100, 196), (100, 0, 1, 256), (101, 0, 27, 256), (128, 0, 256, 256)],
     ],
 )
-def test_a_part_that_cuts_a_block_is_refused(
-    store: MemoryStore, form: str, part: slice, message: str
+def test_parts_that_cut_blocks_are_rounded_like_the_whole(
+    store: MemoryStore, form: str, boxes: list[tuple[int, int, int, int]]
 ) -> None:
     trained = weights()
-    cut = LocalPart(trained[UP][part], (384, 256), start=(part.start, 0))
-    with pytest.raises(SchemaMismatch, match="within a block of 128 x 128"):
-        Publisher(store, trained | {UP: cut}, quantization="fp8-block")
+    parts = [
+        LocalPart(trained[UP][row : row + rows, column : column + columns], (384, 256), start=(row, column))
+        for row, column, rows, columns in boxes
+    ]
+    with Publisher(store, trained | {UP: parts}, quantization=form) as publisher:
+        for number in range(3):
+            publisher.publish_patch(number).result()
+            assert_served(store, expected(trained, form))
+            step(trained)
+
+
+def test_a_stream_of_parts_that_cut_blocks_is_refused(store: MemoryStore) -> None:
+    trained = weights()
+    parts = [
+        LocalPart(trained[UP][:200], (384, 256), start=(0, 0)),
+        LocalPart(trained[UP][200:], (384, 256), start=(200, 0)),
+    ]
+    source = trained | {UP: parts}
+    with pytest.raises(SchemaMismatch, match="must yield whole blocks"):
+        Publisher(store, lambda: iter(source.items()), quantization="fp8-block")
 
 
 def test_a_source_without_linear_layers_is_refused(store: MemoryStore) -> None:

@@ -37,12 +37,13 @@ _MOST_POLL_S = 0.2
 class Channel:
     """One rank's end. For one thread at a time."""
 
-    def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, ranks: Sequence[int], timeout_s: float, purpose: str = "") -> None:
         """Take part in a group of ranks; `meet` comes before all else.
 
         Args:
             ranks: global ranks, ascending; the first leads.
             timeout_s: how long the leader waits for a rank in each round.
+            purpose: tells apart several channels of the same ranks.
 
         Raises:
             UsageError: torch.distributed is not initialised, or this process is none of these ranks.
@@ -62,7 +63,7 @@ class Channel:
         # Of one request: a host that is cut off from the network does not answer at all.
         self._store.set_timeout(timedelta(seconds=timeout_s))
         named = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
-        self._base = f"patchstore/{named}"
+        self._base = f"patchstore/{named}{purpose and '/' + purpose}"
         self.session = ""
         self._call, self._stage = 0, 0
         """Which call of the publisher this is, and which round of it. If ranks differ in where a call failed,

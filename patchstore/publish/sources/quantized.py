@@ -1,13 +1,14 @@
 """A source whose linear layers are published in FP8: each tensor is rounded when it is read."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from patchstore.errors import SchemaMismatch, UsageError
-from patchstore.format.records import TensorSpec
 from patchstore.kernels import are_usable
+from patchstore.publish.sources.cuts import Cuts, Exchange, Region, Values, alone
 from patchstore.publish.sources.weights import Given, Place, Weights
 from patchstore.quantization import Form, Quantization
 from patchstore.quantization.forms import E4M3
@@ -20,6 +21,10 @@ class _Rounded(NamedTuple):
     codes: str
     """Its key, and that of the codes."""
     scales: str
+    """Without meaning where the part has no scale of its own."""
+    start: tuple[int, ...] = (0, 0)
+    region: Region | None = None
+    """The blocks of a part; None for a whole tensor."""
 
 
 class Quantized:
@@ -44,6 +49,8 @@ class Quantized:
         """By key of the source, as they were at first; None of a tensor that is published as it is."""
         self._tied: dict[str, str] = {}
         self._wanted: frozenset[str] | None = None
+        self._cuts = Cuts(())
+        self._exchange: Exchange = alone
 
     @property
     def ranks(self) -> set[int]:
@@ -56,6 +63,10 @@ class Quantized:
     def forget(self) -> None:
         """See `Weights.forget`."""
         self._weights.forget()
+
+    def share(self, exchange: Exchange) -> None:
+        """Have maxima compared with those of other ranks, in each pass from now on."""
+        self._exchange = exchange
 
     def only(self, keys: Collection[str]) -> None:
         """Leave out all but these keys of codes, scales and other tensors from now on."""
@@ -86,14 +97,28 @@ class Quantized:
                 devices[key] = device
                 continue
             scales = form.scale_name(name)
+            size: tuple[int, ...] = form.scale_shape(tuple(tensor.shape))
+            rounded = _Rounded(key, scales)
             if place is not None:
-                start = _first_scale(form, spec, place.start, tuple(tensor.shape))
+                region = Region.of(shape, place.start, tuple(tensor.shape), form.block_of(shape))
                 scales = f"{scales}\t{key.partition(chr(9))[2]}"
-                places[scales] = Place(form.scale_name(name), form.scale_shape(shape), start)
-            self._rounded[key] = _Rounded(key, scales)
+                rounded = _Rounded(key, scales, place.start, region)
+                size = region.owned.rows, region.owned.columns
+                if min(size) > 0:
+                    first = region.owned.row, region.owned.column
+                    places[scales] = Place(form.scale_name(name), form.scale_shape(shape), first)
+                if region.cut and self._weights.is_stream:
+                    raise SchemaMismatch(
+                        f"a part of {name!r} begins or ends within a block that shares a scale: "
+                        f"{tuple(tensor.shape)} from {place.start} on, of {shape}; a source that is a "
+                        "function is read once, so it must yield whole blocks; pass a mapping of its tensors"
+                    )
+            self._rounded[key] = rounded
             tensors[key] = torch.empty(tensor.shape, dtype=E4M3, device="meta")
-            tensors[scales] = torch.empty(form.scale_shape(tuple(tensor.shape)), device="meta")
-            devices |= {key: device, scales: device}
+            devices[key] = device
+            if min(size) > 0:
+                tensors[scales] = torch.empty(size, device="meta")
+                devices[scales] = device
         if inner.tensors and not any(of_name.values()) and not inner.places:
             raise SchemaMismatch(
                 f"quantization={form.name!r} finds no weight of a linear layer among {len(of_name)} tensors, "
@@ -101,6 +126,14 @@ class Quantized:
                 "'.weight'; see patchstore.mapped"
             )
         self._tied = dict(inner.tied)
+        self._cuts = Cuts(
+            tuple(
+                (key.partition("\t")[0], box)
+                for key, rounded in sorted(self._rounded.items())
+                if rounded is not None and rounded.region is not None
+                for box in rounded.region.cut
+            )
+        )
         return Given(tensors, places, self._all_tied(inner.tied, of_name), devices)
 
     def _all_tied(self, tied: dict[str, str], is_rounded: dict[str, bool]) -> dict[str, str]:
@@ -126,7 +159,8 @@ class Quantized:
         """
         finite: dict[torch.device, list[torch.Tensor]] = {}
         names: dict[torch.device, list[str]] = {}
-        for key, tensor in self._inner():
+        shared, items = self._shared()
+        for key, tensor in items:
             rounded = self._rounded.get(key)
             given = tensor.detach().to(self._served_dtype(tensor))
             if rounded is None:
@@ -135,11 +169,11 @@ class Quantized:
                 continue
             if self._wanted is not None and self._wanted.isdisjoint(rounded):
                 continue
-            codes, scales = quantize(self._quantization.form, given)
+            codes, scales = self._quantized(given, rounded, shared.get(key))
             finite.setdefault(given.device, []).append(scales.isfinite().all())
             names.setdefault(given.device, []).append(key.partition("\t")[0])
             for each, made in ((rounded.codes, codes), (rounded.scales, scales)):
-                if self._wanted is None or each in self._wanted:
+                if made.numel() and (self._wanted is None or each in self._wanted):
                     yield each, made
         for device, flags in finite.items():
             # One wait for the device, and not one for each tensor.
@@ -152,15 +186,63 @@ class Quantized:
                     "next call goes on"
                 )
 
-    def _inner(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._weights.is_stream:
-            yield from self._weights.stream()
-            return
-        given = self._weights.read()
-        if given.tied != self._tied:
-            raise SchemaMismatch(f"tensors were tied as {self._tied}, but are tied as {given.tied} now")
-        # In the order of the snapshot, so that neighbours are compared together.
-        yield from sorted(given.tensors.items())
+    def _shared(self) -> tuple[dict[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]:
+        """Return the maxima of parts with cut blocks, by key, and the tensors of the source."""
+        items: Iterable[tuple[str, torch.Tensor]] = ()
+        tensors: dict[str, torch.Tensor] = {}
+        own: dict[str, torch.Tensor] = {}
+
+        def local() -> Values:
+            nonlocal items
+            if self._weights.is_stream:
+                items = self._weights.stream()
+                return np.zeros(0, dtype=np.float32)
+            given = self._weights.read()
+            if given.tied != self._tied:
+                raise SchemaMismatch(f"tensors were tied as {self._tied}, but are tied as {given.tied} now")
+            tensors.update(given.tensors)
+            # In the order of the snapshot, so that neighbours are compared together.
+            items = sorted(tensors.items())
+            values = []
+            for key, region in self._cut_regions():
+                tensor = tensors[key].detach()
+                own[key] = self._maxima(tensor.to(self._served_dtype(tensor)), key)
+                values += [own[key][box.within(region.touched)].reshape(-1) for box in region.cut]
+            return torch.cat(values).cpu().numpy() if values else np.zeros(0, dtype=np.float32)
+
+        found = torch.from_numpy(self._exchange(self._cuts, local).copy())
+        first = 0
+        for key, region in self._cut_regions():
+            for box in region.cut:
+                place = own[key][box.within(region.touched)]
+                place.copy_(found[first : first + box.num].view(place.shape))
+                first += box.num
+        return own, items
+
+    def _cut_regions(self) -> Iterator[tuple[str, Region]]:
+        for key, rounded in sorted(self._rounded.items()):
+            if rounded is not None and rounded.region is not None and rounded.region.cut:
+                yield key, rounded.region
+
+    def _maxima(self, given: torch.Tensor, key: str) -> torch.Tensor:
+        """Return the maxima of all blocks of a part, as far as this process has them."""
+        rounded = self._rounded[key]
+        assert rounded is not None
+        form = self._quantization.form
+        return form.maxima(form.part(given, rounded.start))
+
+    def _quantized(
+        self, given: torch.Tensor, rounded: _Rounded, maxima: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes of a tensor, or of a part, and the scales that are published with it."""
+        form, region = self._quantization.form, rounded.region
+        if maxima is None or region is None:
+            return quantize(form, given)
+        padded = form.part(given, rounded.start)
+        codes, scales = form.quantize(padded, maxima)
+        above, left = (padded.shape[dim] - given.shape[dim] for dim in range(2))
+        owned = scales[region.owned.within(region.touched)]
+        return codes[above:, left:].contiguous(), owned.contiguous()
 
     def _served_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         if self._dtype is not None and tensor.is_floating_point() and tensor.element_size() >= 2:
@@ -175,22 +257,3 @@ def quantize(form: Form, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
         return kernel.quantize(weights, form.block)
     return form.quantize(weights)
-
-
-def _first_scale(
-    form: Form, spec: TensorSpec, start: tuple[int, ...], size: tuple[int, ...]
-) -> tuple[int, int]:
-    """Return where the scales of a piece begin among those of the tensor.
-
-    Raises:
-        SchemaMismatch: the piece has a part of a block.
-    """
-    block = (1, spec.shape[1]) if form.block is None else form.block
-    for dim, step in enumerate(block):
-        end = start[dim] + size[dim]
-        if start[dim] % step or (end % step and end != spec.shape[dim]):
-            raise SchemaMismatch(
-                f"a part of {spec.name!r} begins or ends within a block of {block[0]} x {block[1]} that "
-                f"shares a scale: {size} from {start} on, of {spec.shape}; shard it in whole blocks"
-            )
-    return start[0] // block[0], start[1] // block[1]
