@@ -61,10 +61,10 @@ class DeltaWorkerExtension:
         checkpoint is another, so that it stays as it is), `form` (`plain`, `fp8-block` or `fp8-channel`, as
         the checkpoint that was loaded; `calculated` where vLLM quantised that), `required_keys` (names of the
         public keys that it was started to require, in the order of the alphabet), `store`, `run_id`, `held`
-        (version or None), `parent`, `step` and `state_digest` (of the held version), `staged` (version or None),
-        `update_open`, `switch` (see `delta_switch`), `half_applied`, `last_error` (None, or `rank`, `kind`, `message`),
-        `timings` (seconds, of the last update), `staging_bytes` (of the device's memory, that staging took at
-        most the last time), `map` (None, or see `_map`).
+        (version or None), `parent`, `step` and `state_digest` (of the held version), `staged` (version or
+        None), `update_open`, `switch` (see `delta_switch`), `half_applied`, `last_error` (None, or `rank`,
+        `kind`, `message`), `timings` (seconds, of the last update), `staging_bytes` (of the device's memory,
+        that staging took at most the last time), `map` (None, or see `_map`).
         """
         engine = self._delta_engine()
         updater = engine.updater
