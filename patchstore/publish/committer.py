@@ -115,6 +115,7 @@ class Committer:
         *,
         head: Manifest | None,
         parent: Manifest | None,
+        parent_digest: str | None,
         sums: Mapping[str, Sums] | None,
         files: Mapping[str, bytes],
         max_shard_bytes: int,
@@ -126,6 +127,7 @@ class Committer:
         Nothing is written yet. Where `head` exists, call `claim` before anything else.
 
         Args:
+            parent_digest: of the parent's manifest as it was read; None without a parent.
             sums: the parent's digest sums; None where they are not known, and the first publication is an
                 anchor without a delta.
             beside: threads for what is asked and stored while a delta is uploaded. They exist before the
@@ -146,12 +148,12 @@ class Committer:
         self._uncertain: list[tuple[Manifest, Mapping[str, Sums] | None]] = []
         """Attempts at the next version that got no answer, and its sums; any of them may yet take place."""
         self._sums = sums
-        self._parent_digest: str | None = None
-        if parent is not None:
-            self._parent_digest = history.stored_digest(store, parent.version)
+        self._parent_digest = parent_digest
 
-    def claim(self) -> Manifest:
+    def claim(self, *, is_signed: bool = True) -> Manifest:
         """Commit an empty delta on the parent, with a higher epoch: that fences all older publishers.
+
+        If the parent may be forged it is not signed, as it has the parent's weights; an anchor must follow.
 
         Raises:
             VersionConflict: another publisher was faster; nothing was written.
@@ -159,7 +161,7 @@ class Committer:
         assert self.parent is not None
         delta = Delta(encoding=_OF_NOTHING, num_changed=0, payloads=())
         new = self._manifest(self.parent.step, self.parent.state, delta, None, new_write_id())
-        return self._commit(new, self._sums)
+        return self._commit(new, self._sums, is_signed=is_signed)
 
     def begin(self, *, is_anchor: bool) -> Attempt:
         """Return what the next publication is going to be; what is committed then carries this write id.
@@ -355,8 +357,8 @@ class Committer:
             anchor=anchor,
         )
 
-    def _commit(self, new: Manifest, sums: Mapping[str, Sums] | None) -> Manifest:
-        if self._signer is not None:
+    def _commit(self, new: Manifest, sums: Mapping[str, Sums] | None, *, is_signed: bool = True) -> Manifest:
+        if self._signer is not None and is_signed:
             # First: a reader that requires signatures must never find a version without one.
             store_signature(self._uploads, self.store, self._signer, self.header, new)
         try:

@@ -227,24 +227,25 @@ def _opened(
     signer: Signer | None,
 ) -> Run:
     """Create or continue a run as the one process that commits."""
-    header, head, parent, sums = open_run(store, schema, sums_now, settings.resume)
+    found = open_run(store, schema, sums_now, settings.resume, signer)
     committer = Committer(
         store,
-        header,
-        head=head,
-        parent=parent,
-        sums=sums,
+        found.header,
+        head=found.head,
+        parent=found.parent,
+        parent_digest=found.parent_digest,
+        sums=found.sums,
         files=files,
         max_shard_bytes=settings.max_shard_bytes,
         beside=(workers[0], workers[1]),
         signer=signer,
     )
     since_anchor = Since()
-    if parent is not None:
-        claim = committer.claim()
-        if sums is not None:
+    if found.parent is not None:
+        claim = committer.claim(is_signed=found.is_signed)
+        if found.sums is not None:
             since_anchor = lineage.since_anchor(store, claim.version)
-    return Run(header, committer, sums is not None, since_anchor)
+    return Run(found.header, committer, found.sums is not None, since_anchor)
 
 
 def ranks_that_publish(group: "ProcessGroup | None", sharded: set[int]) -> list[int] | None:

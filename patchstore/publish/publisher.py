@@ -140,7 +140,8 @@ class Publisher:
                 chosen. If not given, these are the ranks of the mesh of sharded tensors; with ZeRO-3, all.
             rank_timeout_s: how long to wait for another rank, to open the publisher and in each publication.
             signer: signs each version before it exists, such as `patchstore.signing.KeySigner`. Costs one
-                small upload per version. Ranks that publish together give the same signer.
+                small upload per version. Ranks that publish together give the same signer. With it, `resume`
+                builds only on versions that it has signed.
             quantization: None to publish weights as they are. "fp8-block": weights of linear layers as E4M3
                 codes with a scale per block of 128 x 128, as checkpoints of DeepSeek-V3 and Qwen3 in FP8
                 are. "fp8-channel": with a scale per row, as compressed-tensors writes them. Servers then
@@ -151,7 +152,8 @@ class Publisher:
         Raises:
             RunExists: the store has a run and `resume` is False.
             IsReplica: the store is a replica, which `patchstore replicate` alone writes to.
-            ResumeMismatch: no version that is kept has these weights, or the one named has others.
+            ResumeMismatch: no version that is kept, and that the signer has signed if there is one, has these
+                weights; or the one named is not such a version.
             VersionRetired: the version to resume from is retired.
             SchemaMismatch: a tensor cannot be stored, has numbers that `dtype` cannot hold, or the run was
                 created with other tensors.

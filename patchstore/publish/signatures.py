@@ -1,12 +1,36 @@
-"""Store the signature of a version that is about to exist."""
+"""Store the signature of a version that is about to exist, and find out which versions a signer has signed.
 
-from patchstore.errors import PublishFailed
-from patchstore.format import manifest_json
+A signature covers what a version builds on. So a publisher with a signer builds only on versions that this
+signer has signed. Others may be forged, also with the digest of the publisher's own weights: that digest is a
+sum, and somebody who tries can find other weights with the same one.
+"""
+
+from patchstore.errors import PublishFailed, Unsigned
+from patchstore.format import history, manifest_json
 from patchstore.format.records import Manifest, StoreHeader
 from patchstore.publish.uploads import Uploads
 from patchstore.signing import stored
+from patchstore.signing.keys import PublicKey
+from patchstore.signing.required import RequiredKeys, checks
 from patchstore.signing.signers import Signer
 from patchstore.stores.base import Store
+
+
+def own(signer: Signer | None, store: Store, header: StoreHeader) -> history.Check | None:
+    """Return what raises for a version that this signer has not signed; None without a signer.
+
+    Of a signer without `public_key` nothing can be verified, so it raises for each version.
+    """
+    if signer is None:
+        return None
+    key = getattr(signer, "public_key", None)
+    if isinstance(key, PublicKey):
+        return checks(RequiredKeys([key]), store, header)
+
+    def unknown(found: Manifest, _data: bytes) -> None:
+        raise Unsigned(f"whether {signer.name} has signed version {found.version} cannot be verified")
+
+    return unknown
 
 
 def store_signature(

@@ -10,7 +10,11 @@ from patchstore.signing import keys, statement
 
 
 class Signer(Protocol):
-    """Signs statements. May be called from any thread, one call at a time."""
+    """Signs statements. May be called from any thread, one call at a time.
+
+    With an attribute `public_key`, a `PublicKey`, a publisher can verify which versions are this signer's,
+    and resume from them. Without it a resumption publishes the whole model.
+    """
 
     @property
     def name(self) -> str:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from patchstore.cli import main
 from patchstore.compact.service import Compactor
 from patchstore.errors import (
     CorruptObject,
+    PatchstoreError,
     PublishFailed,
+    ResumeMismatch,
     Unsigned,
     UsageError,
     VersionConflict,
@@ -220,12 +223,10 @@ def test_fields_of_a_later_release_in_the_header_change_nothing(run: Run, pair: 
 
 def test_the_chain_covers_unsigned_ancestors(run: Run, pair: Pair) -> None:
     run.open(anchor_every=64)
-    run.publish_versions(2)
-    run.publish(2)
-    run.close()
-    run.open(anchor_every=64, signer=KeySigner(pair[0]), resume=True)
-    run.train()
-    last = run.publish(3).version
+    run.publish_versions(4)
+    last, header = 3, history.read_header(run.store)
+    assert header is not None
+    stored.sign_version(run.store, KeySigner(pair[0]), header, last)
     replica = Replica(run.store, {}, required_keys=pair[1])
     replica.update(last)
     assert_same_bits(dict(replica.tensors), run.history[last])
@@ -330,6 +331,121 @@ def test_a_writer_that_lost_the_version_leaves_a_signature_that_nobody_asks_for(
     replica = Replica(run.store, {}, required_keys=pair[1])
     assert replica.update().writer.epoch == 2
     other.close()
+
+
+# A trainer that goes on, in a bucket that others may write to.
+
+
+def forge(run: Run, state: State | None = None) -> int:
+    """Publish weights of one's own behind the trainer's; return the version."""
+    run.close()
+    with Publisher(run.store, state or small_model(), resume="anchor") as forger:
+        return forger.publish_patch(9).result().version
+
+
+@pytest.mark.parametrize("resume", ["auto", "anchor"])
+def test_a_trainer_that_goes_on_signs_no_weights_of_others(run: Run, pair: Pair, resume: str) -> None:
+    """To fence other publishers it begins with a version that has its parent's weights."""
+    publish(run, pair[0])
+    forged = forge(run)
+    run.open(signer=KeySigner(pair[0]), resume=resume)
+    newest = history.head(run.store)
+    assert newest is not None and newest.version == forged + 1
+    for version in (forged - 1, forged, forged + 1):
+        with pytest.raises(Unsigned):
+            Replica(run.store, {}, required_keys=pair[1]).update(version)
+    first = run.publish(10)
+    run.train()
+    second = run.publish(11)
+    assert first.delta is None and first.anchor is not None
+    for held in ({}, dict(run.history[2])):
+        replica = Replica(run.store, held, held=2 if held else None, required_keys=pair[1])
+        for manifest in (first, second):
+            replica.update(manifest.version)
+            assert_same_bits(dict(replica.tensors), run.history[manifest.version])
+
+
+def test_a_trainer_goes_on_from_its_own_version_before_a_forged_one(run: Run, pair: Pair) -> None:
+    publish(run, pair[0])
+    run.publish(3)
+    forge(run)
+    run.open(signer=KeySigner(pair[0]), resume="auto")
+    claimed = history.head(run.store)
+    assert claimed is not None and (claimed.parent, claimed.delta is not None) == (3, True)
+    run.train()
+    last = run.publish(4)
+    replica = Replica(run.store, dict(run.history[3]), held=3, required_keys=pair[1])
+    for manifest in (claimed, last):
+        replica.update(manifest.version)
+    assert_same_bits(dict(replica.tensors), run.history[last.version])
+
+
+def test_a_forged_version_with_the_trainers_digest_is_not_built_on(run: Run, pair: Pair) -> None:
+    """Its payloads may have other weights with the same digest sums."""
+    publish(run, pair[0])
+    good = run.publish(3)
+    run.close()
+    edited(run.store, good.version, step=77)
+    for resume in (True, good.version):
+        with pytest.raises(ResumeMismatch, match="sign"):
+            run.open(signer=KeySigner(pair[0]), resume=resume)
+    run.open(signer=KeySigner(pair[0]), resume="auto")
+    first = run.publish(4)
+    assert (first.delta, first.anchor is None) == (None, False)
+    Replica(run.store, {}, required_keys=pair[1]).update(first.version)
+
+
+def test_a_parent_that_is_replaced_while_the_trainer_opens_is_not_signed_over(run: Run, pair: Pair) -> None:
+    publish(run, pair[0])
+    run.publish(3)
+    run.close()
+    inner, key, reads = run.store, layout.manifest_key(3), []
+    good = inner.get(key)
+    bad = manifest_json.to_json(replace(history.read_manifest(inner, 3), step=77))
+
+    class Switching(FaultyStore):
+        """Answers with another manifest from some read on."""
+
+        def get(self, wanted: str, start: int = 0, end: int | None = None) -> bytes:
+            data = super().get(wanted, start, end)
+            if wanted != key:
+                return data
+            reads.append(wanted)
+            return (good if len(reads) < self.after else bad)[start:end]
+
+        after = 0
+
+    for after in range(1, 9):
+        reads.clear()
+        run.store = store = Switching(inner)
+        store.after = after
+        with suppress(PatchstoreError):
+            run.open(signer=KeySigner(pair[0]), resume="auto")
+            run.close()
+        run.store = inner
+        newest = history.head(inner)
+        assert newest is not None
+        for version in range(4, newest.version + 1):
+            found = history.read_manifest(inner, version)
+            is_signed = bool(list(inner.list(layout.signature_prefix(version))))
+            assert not (is_signed and found.parent_digest == hashing.digest(bad)), after
+
+
+def test_a_signer_whose_key_is_not_known_goes_on_with_an_anchor(run: Run, pair: Pair) -> None:
+    class Device:
+        """A signer without a public key that this process knows."""
+
+        name = KeySigner(pair[0]).name
+        sign = KeySigner(pair[0]).sign
+
+    run.open(signer=Device())
+    run.publish_versions(2)
+    run.publish(2)
+    run.close()
+    run.open(signer=Device(), resume="auto")
+    first = run.publish(3)
+    assert (first.delta, first.anchor is None) == (None, False)
+    Replica(run.store, {}, required_keys=pair[1]).update(first.version)
 
 
 def test_a_signer_that_fails_publishes_nothing(run: Run) -> None:
