@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from patchstore.errors import CorruptObject, StateMismatch, VersionNotFound
-from patchstore.format import history, lineage, planning
-from patchstore.format.records import REQUEST_BYTES, Manifest, Payload, Schema, TensorSpec
+from patchstore.errors import CorruptObject, NotFound, StateMismatch, VersionNotFound
+from patchstore.format import history, kept, lineage, planning
+from patchstore.format.missing import PayloadMissing, missing
+from patchstore.format.records import REQUEST_BYTES, Manifest, Payload, Plan, Schema, TensorSpec
 from patchstore.format.state_sums import state_total
 from patchstore.payloads import tensor_file
 from patchstore.read import host_cache
@@ -58,7 +59,13 @@ def find_version(store: Store, schema: Schema, sums: Mapping[str, Sums], cache: 
             if is_all:
                 found = manifest.state.total == total
             else:
-                recorded = host_cache.cached_sums(store, schema, manifest, cache)
+                try:
+                    recorded = host_cache.cached_sums(store, schema, manifest, cache)
+                except PayloadMissing as exc:
+                    if not kept.is_of_retired(store, exc):
+                        raise
+                    # Its sums were deleted. A server of its weights starts from an anchor next.
+                    continue
                 found = all(recorded[name] == each for name, each in sums.items())
             if found:
                 return manifest.version
@@ -103,13 +110,15 @@ def read_contents(
             digest that the manifest, or one of its ancestors, names; so whole payloads are read.
 
     Raises:
+        VersionRetired: the version is retired, and payloads are deleted.
         As `read_tensors`, and as `check`.
     """
     manifest, data = history.read_stored(store, version)
     if check is not None:
         check(manifest, data)
-    recorded = host_cache.cached_sums(store, schema, manifest, cache)
-    found = read_tensors(store, schema, manifest, names, recorded, cache, check)
+    with kept.explained(store, version):
+        recorded = host_cache.cached_sums(store, schema, manifest, cache)
+        found = read_tensors(store, schema, manifest, names, recorded, cache, check)
     return Contents(manifest=manifest, recorded=recorded, tensors=found)
 
 
@@ -137,24 +146,51 @@ def read_tensors(
         VersionNotFound, WrongParent: the store has no way to that version.
         CorruptObject, StateMismatch: what it has is wrong.
     """
-    specs = schema.by_name()
-    wanted = {name: specs[name] for name in names}
+    wanted = {name: schema.by_name()[name] for name in names}
     if not wanted:
         return {}
-    route = lineage.read(store, target.version, check=check).plan()
-    assert route.anchor is not None
-    if check is None:
-        found = dict(_of_anchor(store, route.anchor, wanted))
-    else:
-        with open_anchor(store, route.anchor, specs, cache) as anchor:
-            found = {name: anchor[name].clone() for name in wanted}
-    with open_deltas(store, route.deltas, specs, None, cache) as deltas:
-        deltas.apply((wanted[name], found[name]) for name in wanted.keys() & deltas.names)
+
+    def rebuilt(*, over_rollups: bool) -> dict[str, torch.Tensor]:
+        route = lineage.read(store, target.version, check=check, over_rollups=over_rollups).plan()
+        return _rebuilt(store, schema, route, wanted, cache, is_whole=check is not None)
+
+    try:
+        found = rebuilt(over_rollups=True)
+    except PayloadMissing as exc:
+        if not kept.is_given_up(store, exc):
+            raise
+        found = rebuilt(over_rollups=False)
     for name in wanted:
         if name not in found or of_tensor(found[name]) != recorded[name]:
             raise StateMismatch(
                 f"{name!r} as rebuilt from the store is not what version {target.version} has"
             )
+    return found
+
+
+def _rebuilt(
+    store: Store,
+    schema: Schema,
+    route: Plan,
+    wanted: Mapping[str, TensorSpec],
+    cache: HostCache,
+    *,
+    is_whole: bool,
+) -> dict[str, torch.Tensor]:
+    """Rebuild tensors along a route; they are not proved.
+
+    Args:
+        is_whole: read and verify the whole anchor.
+    """
+    specs = schema.by_name()
+    assert route.anchor is not None
+    if is_whole:
+        with open_anchor(store, route.anchor, specs, cache) as anchor:
+            found = {name: anchor[name].clone() for name in wanted}
+    else:
+        found = dict(_of_anchor(store, route.anchor, wanted))
+    with open_deltas(store, route.deltas, specs, None, cache) as deltas:
+        deltas.apply((wanted[name], found[name]) for name in wanted.keys() & deltas.names)
     return found
 
 
@@ -169,7 +205,7 @@ def _of_anchor(
         for entry in header.entries:
             if wanted.get(entry.spec.name) == entry.spec:
                 start = header.data_start + entry.start
-                data = _range(store, each.key, start, start + entry.spec.num_bytes)
+                data = _range(store, each, start, start + entry.spec.num_bytes)
                 if len(data) != entry.spec.num_bytes:
                     raise CorruptObject(f"{each.key}: it ends before {entry.spec.name!r} does")
                 yield entry.spec.name, tensor_file.tensor_of(each.key, entry.spec, data)
@@ -177,12 +213,15 @@ def _of_anchor(
 
 def _beginning(store: Store, file: Payload, num_bytes: int) -> bytearray:
     """Read so many of a file's first bytes, and at least as many as most headers have."""
-    return _range(store, file.key, 0, min(file.size, max(num_bytes, 1 << 16)))
+    return _range(store, file, 0, min(file.size, max(num_bytes, 1 << 16)))
 
 
-def _range(store: Store, key: str, start: int, end: int) -> bytearray:
-    with host.reading(key):
-        return bytearray(b"".join(store.read(key, start=start, end=end)))
+def _range(store: Store, file: Payload, start: int, end: int) -> bytearray:
+    try:
+        with host.reading(file.key):
+            return bytearray(b"".join(store.read(file.key, start=start, end=end)))
+    except NotFound as exc:
+        raise missing(store, file) from exc
 
 
 def read_folder(folder: Path, schema: Schema) -> dict[str, torch.Tensor]:

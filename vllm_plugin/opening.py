@@ -129,7 +129,11 @@ class Opening:
         found = yield lambda: self._opened().find(slice_sums)
         assert found is not None
         version = found[0]
-        yield lambda: self._read(version)
+        are_read = yield lambda: self._read(version)
+        assert are_read is not None
+        if not all(are_read):
+            # One host may have in its cache what was deleted from the store.
+            self._contents = None
 
     def _begin(self) -> list[str] | None:
         """Check what was given; return the names of the keys that this rank requires."""
@@ -175,8 +179,9 @@ class Opening:
                 updater.check_map(read_folder(self._folder, updater.schema))
             return updater.slice_sums()
 
-    def _read(self, version: int | None) -> None:
+    def _read(self, version: int | None) -> bool:
         self._contents = self._opened().read(version)
+        return self._contents is not None
 
     def _opened(self) -> Updater:
         assert self.updater is not None

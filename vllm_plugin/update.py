@@ -15,7 +15,14 @@ from typing import Any
 import torch
 
 from patchstore.apply.update import Update
-from patchstore.errors import StateMismatch, Unsigned, UsageError, VersionNotFound, WrongSignature
+from patchstore.errors import (
+    StateMismatch,
+    Unsigned,
+    UsageError,
+    VersionNotFound,
+    VersionRetired,
+    WrongSignature,
+)
 from patchstore.format import history
 from patchstore.format.records import Schema
 from patchstore.read.host_cache import HostCache
@@ -136,7 +143,9 @@ class Updater(Update[Staged]):
         return find_version(self.store, self.schema, sums, self._cache)
 
     def read(self, version: int | None) -> Contents | None:
-        """Read what `adopt` needs of a version; None if the version is, or no required key has signed it.
+        """Read what `adopt` needs of a version.
+
+        None if the version is, if no required key has signed it, or if it is retired and payloads are gone.
 
         Raises:
             SchemaMismatch: the version has two tensors where this server has one.
@@ -146,7 +155,7 @@ class Updater(Update[Staged]):
         wanted = self.map.computed | self.map.partial | self._live.cut
         try:
             contents = read_contents(self.store, self.schema, version, wanted, self._cache, self.check_signed)
-        except (Unsigned, WrongSignature) as exc:
+        except (Unsigned, WrongSignature, VersionRetired) as exc:
             logger.warning("these are the weights of version %d, which is not used: %s", version, exc)
             return None
         self.weights.check_dropped(contents.manifest, sums_array(self.schema, contents.recorded))

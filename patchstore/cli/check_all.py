@@ -12,7 +12,7 @@ from patchstore.cli import output
 from patchstore.cli.failures import EXIT_CODES
 from patchstore.cli.stores import header, newest_slot
 from patchstore.errors import DataError, HostError, PatchstoreError, UsageError
-from patchstore.format import retired, tags
+from patchstore.format import kept
 from patchstore.format.json_fields import Record
 from patchstore.format.manifest_json import dump
 from patchstore.format.records import FORMAT_VERSION
@@ -43,32 +43,26 @@ def verify_all(bucket: Store, *, resume: Path | None, required: RequiredKeys | N
         )
         note = None if resume is None else _Note(resume, found.run_id)
         verdicts = list(whole.verify(note))
-    gone = _retired(bucket, verdicts[-1].version)
-    kept = [each for each in verdicts if each.version not in gone]
+    gone = kept.retired_versions(bucket, verdicts[-1].version)
+    left = [each for each in verdicts if each.version not in gone]
     if gone:
         # What led to a version may be deleted, and shortcuts lead to it now: ask for each that failed.
-        kept = [next(_each(bucket, [each.version], required)) if each.error else each for each in kept]
-    _report(kept, as_json=as_json, num_retired=len(gone))
-
-
-def _retired(bucket: Store, newest: int) -> set[int]:
-    """Return the versions that are retired and have no tag."""
-    gone = set(retired.read(bucket).up_to(newest - 1))
-    return gone - {tag.version for tag in tags.read_all(bucket).values()} if gone else gone
+        left = [next(_each(bucket, [each.version], required)) if each.error else each for each in left]
+    _report(left, as_json=as_json, num_retired=len(gone))
 
 
 def verify_sample(bucket: Store, count: int, *, required: RequiredKeys | None, as_json: bool) -> None:
     """Verify the newest version, and others that are chosen at random; `count` in all."""
     newest = newest_slot(bucket)
-    gone = _retired(bucket, newest)
-    kept = [version for version in range(newest) if version not in gone]
-    chosen = random.SystemRandom().sample(kept, min(count - 1, len(kept)))
+    gone = kept.retired_versions(bucket, newest)
+    left = [version for version in range(newest) if version not in gone]
+    chosen = random.SystemRandom().sample(left, min(count - 1, len(left)))
     verdicts = []
     with output.versions_progress("versions", shown=not as_json, total=len(chosen) + 1) as advance:
         for each in _each(bucket, sorted([*chosen, newest]), required):
             verdicts.append(each)
             advance()
-    _report(verdicts, as_json=as_json, num_all=len(kept) + 1, num_retired=len(gone))
+    _report(verdicts, as_json=as_json, num_all=len(left) + 1, num_retired=len(gone))
 
 
 def _each(bucket: Store, versions: list[int], required: RequiredKeys | None) -> "Iterator[Verdict]":

@@ -10,8 +10,8 @@ from patchstore.cli import output
 from patchstore.cli.failures import EXIT_CODES
 from patchstore.cli.options import Json, StorageOption, StoreUrl, Version
 from patchstore.cli.stores import head, header, newest_slot, open_with, version_named
-from patchstore.errors import DataError, VersionNotFound
-from patchstore.format import history
+from patchstore.errors import DataError, UsageError, VersionNotFound
+from patchstore.format import history, retired, shortcuts, tags
 from patchstore.format.records import Manifest
 from patchstore.format.state_sums import read_sums
 from patchstore.stores import Store
@@ -27,20 +27,41 @@ def log(
     bucket = open_with(store, option)
     run = header(bucket)
     newest = newest_slot(bucket)
+    marks, wrong = _marks(bucket, newest)
     with ThreadPoolExecutor(history.READ_AHEAD, thread_name_prefix="patchstore-log") as pool:
         versions = list(pool.map(partial(_slot, bucket), range(newest, max(-1, newest - limit), -1)))
     if as_json:
         for found in versions:
-            output.print_json(
-                found.to_dict() if isinstance(found, output.Unreadable) else output.summary(found)
-            )
+            is_read = not isinstance(found, output.Unreadable)
+            shown = output.summary(found) if isinstance(found, Manifest) else found.to_dict()
+            output.print_json({**shown, **(marks.of(found.version) if is_read and marks else {})})
     else:
-        output.print_log(run, versions)
-    unreadable = [found for found in versions if isinstance(found, output.Unreadable)]
-    for each in unreadable:
-        output.print_error(each.error.kind, str(each.error))
-    if unreadable:
+        output.print_log(run, versions, marks)
+    unreadable = [found.error for found in versions if isinstance(found, output.Unreadable)]
+    for error in [*unreadable, *([] if wrong is None else [wrong])]:
+        output.print_error(error.kind, str(error))
+    if unreadable or wrong is not None:
         raise typer.Exit(EXIT_CODES[DataError])
+
+
+def _marks(store: Store, newest: int) -> tuple[output.Marks | None, DataError | None]:
+    """Return what records beside the versions say of them, or why that is not known.
+
+    Neither where this user may not list the store.
+    """
+    try:
+        tagged = tags.read_all(store)
+        gone = retired.read(store).up_to(newest - 1).keys() - {tag.version for tag in tagged.values()}
+        added = {each.version for each in shortcuts.listed(store) if each.parent is None}
+    except UsageError:
+        return None, None
+    except DataError as exc:
+        return None, exc
+    names: dict[int, list[str]] = {}
+    for name, tag in tagged.items():
+        if tag.version is not None:
+            names.setdefault(tag.version, []).append(name)
+    return output.Marks(retired=gone, added=added, tags=names), None
 
 
 def _slot(store: Store, version: int) -> Manifest | output.Unreadable:

@@ -3,7 +3,7 @@
 import json
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -105,21 +105,56 @@ def full(found: Manifest, sums: Mapping[str, Sums] | None) -> dict[str, Any]:
     return record
 
 
-_COLUMNS = ("version", "parent", "step", "changed", "delta", "B/change", "anchor", "state")
-_LEFT_OUT_FIRST = ("B/change", "state", "step", "anchor", "delta")
+_COLUMNS = ("version", "parent", "step", "changed", "delta", "B/change", "anchor", "state", "marks")
+_LEFT_OUT_FIRST = ("B/change", "state", "step", "anchor", "delta", "marks")
 """Columns in the order in which a narrow terminal leaves them out."""
+_IF_ANY = ("parent", "marks")
+"""Columns that are shown only if a version has something there."""
 _BETWEEN = " │ "
 
 
-def print_log(header: StoreHeader, versions: Sequence[Manifest | Unreadable]) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """What records beside the versions say of them."""
+
+    retired: Set[int]
+    added: Set[int]
+    """Versions that have an anchor among the shortcuts."""
+    tags: Mapping[int, Sequence[str]]
+
+    def of(self, version: int) -> dict[str, Any]:
+        """Return what is said of a version, as JSON values."""
+        return {
+            "retired": version in self.retired,
+            "added_anchor": version in self.added,
+            "tags": [*self.tags.get(version, ())],
+        }
+
+    def row(self, version: int, shown: str) -> dict[str, str]:
+        """Return what is printed of it.
+
+        Args:
+            shown: its own anchor.
+        """
+        words = [*self.tags.get(version, ()), *(["retired"] if version in self.retired else [])]
+        row = {"marks": ", ".join(words)} if words else {}
+        return {**row, "anchor": "added"} if shown == "-" and version in self.added else row
+
+
+def print_log(
+    header: StoreHeader, versions: Sequence[Manifest | Unreadable], marks: Marks | None = None
+) -> None:
     """Print versions, one per line, in the given order. A parent is shown if it is not the version before.
 
     Not a table of rich, which takes 1.5 ms to lay out a line: a log may have thousands.
     """
     schema = header.schema
     rows = [_row(each, schema.num_elements) for each in versions]
+    if marks is not None:
+        pairs = zip(rows, versions, strict=True)
+        rows = [row | marks.row(each.version, row.get("anchor", "")) for row, each in pairs]
     widths = {name: max(len(name), *(len(row.get(name, "")) for row in rows)) for name in _COLUMNS}
-    shown = [name for name in _COLUMNS if name != "parent" or any("parent" in row for row in rows)]
+    shown = [name for name in _COLUMNS if name not in _IF_ANY or any(name in row for row in rows)]
     left_out = []
     for name in _LEFT_OUT_FIRST if _has_edge() else ():
         if sum(widths[each] for each in shown) + len(_BETWEEN) * (len(shown) - 1) <= out.width:

@@ -115,7 +115,7 @@ class Compactor:
             if lacking.first.version in self._given_up or (segment := self._with_anchor(lacking)) is None:
                 continue
             if gone is None:
-                gone = kept.retired_versions(self._store, self._path[-1])
+                gone = kept.retired_versions(self._store, self._path[-1].version)
             # `collect` deletes the rollups between retired versions.
             useless = {each for each in segment.rollups() if gone.intersection((each.version, each.parent))}
             builder = Builder(

@@ -11,7 +11,7 @@ from patchstore.errors import UsageError, VersionNotFound, VersionRetired
 from patchstore.format import history, retired, tags
 from patchstore.format.json_fields import time_of
 from patchstore.format.missing import PayloadMissing
-from patchstore.format.records import Manifest, StoreHeader
+from patchstore.format.records import StoreHeader
 from patchstore.format.tags import Tag
 from patchstore.format.times import CLOCK_MARGIN, Clock, spelled, utc_now
 from patchstore.stores.base import Store
@@ -51,14 +51,17 @@ def check(store: Store, version: int) -> None:
     )
 
 
-def retired_versions(store: Store, newest: Manifest) -> set[int]:
+def retired_versions(store: Store, newest: int) -> set[int]:
     """Return all versions that are retired.
+
+    Args:
+        newest: the newest version, which never is.
 
     Raises:
         CorruptObject, UnsupportedFormat: a record cannot be understood.
     """
-    found = retired.read(store, newest.run_id).up_to(newest.version - 1).keys()
-    return found - {tag.version for tag in tags.read_all(store, newest.run_id).values()} if found else set()
+    found = retired.read(store).up_to(newest - 1).keys()
+    return found - {tag.version for tag in tags.read_all(store).values()} if found else set()
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from patchstore.encodings import ENCODINGS
 from patchstore.errors import UsageError
-from patchstore.format.records import Manifest, TensorSpec
+from patchstore.format import kept
+from patchstore.format.records import Manifest, StoreHeader, TensorSpec
 from patchstore.format.state_sums import read_sums
 from patchstore.payloads import delta_file
 from patchstore.payloads.delta import DeltaEncoder
@@ -38,6 +40,7 @@ def transcode(
     Raises:
         UsageError: no such encoding, the version has no delta, `out` exists, or it cannot be created.
         VersionNotFound: no such version.
+        VersionRetired: it, or the version that it builds on, is retired, and payloads are deleted.
         WrongParent: its parent cannot be reached.
         CorruptObject, StateMismatch: the bucket's bytes are wrong. Nothing exists under `out`.
     """
@@ -55,18 +58,27 @@ def transcode(
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise UsageError(f"{target} cannot be made: {exc}; name another place") from exc
-    _, before = route_to(store, wanted.parent)
+    with kept.explained(store, wanted.parent), kept.explained(store, version):
+        size = _written(store, header, wanted, wanted.parent, encoding, target)
+    return wanted, size
+
+
+def _written(
+    store: Store, header: StoreHeader, wanted: Manifest, parent: int, encoding: str, target: Path
+) -> int:
+    """Write the file, and return its bytes."""
+    _, before = route_to(store, parent)
     schema = header.schema.by_name()
     encoder = DeltaEncoder(header.schema.tensors, ENCODINGS[encoding])
     with open_deltas(store, (wanted,), schema, None) as deltas:
 
         def changes() -> Iterator[tuple[TensorSpec, TensorPatch, torch.Tensor]]:
             stated = (pair for pair in tensors_of(store, header, before) if pair[0].name in deltas.names)
-            for (spec, parent, _), patch in deltas.merged_each(Wanted(*pair) for pair in stated):
-                assert parent is not None
-                exact = _exact(patch, parent)
+            for (spec, old, _), patch in deltas.merged_each(Wanted(*pair) for pair in stated):
+                assert old is not None
+                exact = _exact(patch, old)
                 if len(exact.indices):
-                    yield spec, exact, parent
+                    yield spec, exact, old
 
         encoder.add_all(changes())
     found = encoder.delta()
@@ -74,11 +86,12 @@ def transcode(
     sums |= {name: sums[name].plus(growth) for name, growth in found.sum_growth.items()}
     state_digest.check_state(store, header.schema, sums, wanted)
     metadata = delta_file.delta_metadata(
-        version, wanted.parent, wanted.step, wanted.run_id, encoding, found.listed, found.firsts
+        *(wanted.version, parent, wanted.step, wanted.run_id, encoding),
+        *(found.listed, found.firsts),
     )
     with unfinished(target, is_folder=False) as partial:
         write_file(partial, found.file(metadata)())
-    return wanted, target.stat().st_size
+    return target.stat().st_size
 
 
 def _exact(patch: TensorPatch, parent: torch.Tensor) -> TensorPatch:

@@ -263,7 +263,7 @@ class Replicator:
         """
         head = history.head(self.source, first)
         assert head is not None and self._run_id is not None
-        versions = set(range(first, head.version + 1)) - kept.retired_versions(self.source, head)
+        versions = set(range(first, head.version + 1)) - kept.retired_versions(self.source, head.version)
         return Lease(self.source, self._run_id, versions, after=timedelta())
 
     def copy_shortcuts(self) -> int:
@@ -282,7 +282,7 @@ class Replicator:
         if self._required is not None or self.newest is None:
             return 0
         wanted = shortcuts.listed(self.source) - shortcuts.listed(self.target)
-        gone = kept.retired_versions(self.target, self.newest) if wanted else set()
+        gone = kept.retired_versions(self.target, self.newest.version) if wanted else set()
         num_copied = 0
         for ends in sorted(wanted, key=lambda each: each.version):
             if ends.version >= self._next:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept_runs import new_run
+from kept_runs import later, new_run
 
 from patchstore.cli import main
+from patchstore.compact.service import Compactor
+from patchstore.retention import Retention, collect, retire
 from patchstore.stores.folder import FolderStore
 
 Call = Callable[..., tuple[int, str, str]]
@@ -79,3 +81,40 @@ def test_a_retired_version_is_refused_and_left_out_of_verify_all(call: Call, buc
     assert "are retired" in out.splitlines()[-1]
     assert call("show", bucket, 2)[0] == 0
     assert records(call("collect", bucket, "--yes", "--json")[1])[0]["num_waiting"] > 0
+
+
+def test_the_log_marks_tags_retired_versions_and_added_anchors(call: Call, bucket: Path) -> None:
+    code, out, _ = call("log", bucket)
+    assert code == 0 and "marks" not in out
+    list(Compactor(FolderStore(bucket), anchor_every=2).compact())
+    call("tag", bucket, "best", 3)
+    call("tag", bucket, "copy", 3)
+    call("retire", bucket, "--keep-last", 1, "--yes")
+    found = {each["version"]: each for each in records(call("log", bucket, "--json")[1])}
+    assert {v for v, each in found.items() if each["retired"]} == {0, 1, 4, 5}
+    assert {v for v, each in found.items() if each["added_anchor"]} == {2, 6}
+    assert found[3]["tags"] == ["best", "copy"]
+    lines = [[cell.strip() for cell in line.split("│")] for line in call("log", bucket)[1].splitlines()]
+    rows = {line[0]: line for line in lines if len(line) > 1}
+    assert (rows["3"][-1], rows["0"][-1], rows["6"][-1]) == ("best, copy", "retired", "")
+    assert rows["2"][rows["version"].index("anchor")] == "added"
+
+
+def test_a_record_that_is_damaged_does_not_hide_the_versions(call: Call, bucket: Path) -> None:
+    (bucket / "retired").mkdir()
+    (bucket / "retired" / "00000000.json").write_text("{}")
+    code, out, err = call("log", bucket, "--json")
+    assert (code, len(records(out))) == (3, 7)
+    assert "retired/00000000.json" in err
+
+
+def test_a_delta_that_was_deleted_with_its_version_cannot_be_transcoded(call: Call, bucket: Path) -> None:
+    store = FolderStore(bucket)
+    retire(store, Retention(keep_last=1), dry_run=False)
+    collect(store, dry_run=False, clock=later(25))
+    # 2 is retired; 4 is kept, but not what its delta builds on.
+    for version, retired in ((2, 2), (4, 3)):
+        code, _, err = call("transcode", bucket, bucket.parent / "out", version)
+        assert code == 2
+        assert f"(version-retired): version {retired} of " in err and "nearest kept version is 4" in err
+    assert not (bucket.parent / "out").exists()

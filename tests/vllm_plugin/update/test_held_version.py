@@ -4,16 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain_ranks import Fused, equal, schema_of, serves
+from plain_ranks import Fused, equal, publish, schema_of, serves
 
-from patchstore.errors import CorruptObject
+from patchstore.compact.service import Compactor
+from patchstore.errors import CorruptObject, VersionRetired
 from patchstore.format import history
 from patchstore.format.state_sums import Sums, read_sums
+from patchstore.format.times import GRACE, utc_now
 from patchstore.read.host_cache import HostCache
+from patchstore.retention import Retention, collect, retire
 from patchstore.tensors.bits import bits
 from patchstore.testing.faults import FaultyStore
 from tests.format import bad_buckets, surgery
-from vllm_plugin.identify import find_version, read_folder, read_tensors
+from vllm_plugin.identify import find_version, read_contents, read_folder, read_tensors
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -58,10 +61,11 @@ def test_an_element_of_bool_that_torch_does_not_have_is_refused_where_single_ten
     store = surgery.store_of(objects)
     schema = history.read_header(store).schema
     cache = HostCache(tmp_path / "cache")
-    recorded = read_sums(store, schema, history.read_manifest(store, 0))
-    read_tensors(store, schema, 0, ["u8.weight"], recorded, cache)
+    target = history.read_manifest(store, 0)
+    recorded = read_sums(store, schema, target)
+    read_tensors(store, schema, target, ["u8.weight"], recorded, cache)
     with pytest.raises(CorruptObject):
-        read_tensors(store, schema, 0, ["bool.weight"], recorded, cache)
+        read_tensors(store, schema, target, ["bool.weight"], recorded, cache)
 
 
 def test_a_truncated_checkpoint_file_is_named(tmp_path, trainer):
@@ -93,3 +97,25 @@ def test_a_version_is_found_by_its_total_where_all_names_are_known(trainer, tmp_
         assert find_version(reads, schema, sums, cache) == version
         assert find_version(reads, schema, sums | {"norm": Sums(1, 2)}, cache) is None
     assert find_version(reads, schema, {}, cache) is None
+
+
+def test_a_retired_version_of_which_payloads_are_gone_is_served_and_not_called_damaged(
+    new_trainer, tensors, open_ranks, tmp_path
+):
+    often = publish(new_trainer(tensors, dtype=None), 5)
+    list(Compactor(often.store, anchor_every=4).compact())
+    schema, cache = schema_of(often), HostCache(tmp_path / "cache")
+    sums = read_sums(often.store, schema, history.read_manifest(often.store, 3))
+    retire(often.store, Retention(keep_last=1), dry_run=False)
+    collect(often.store, dry_run=False, clock=lambda: utc_now() + GRACE)
+    with pytest.raises(VersionRetired, match="nearest kept version is 4"):
+        read_contents(often.store, schema, 3, ["norm"], cache)
+    assert find_version(often.store, schema, sums, cache) == 3
+    del sums["rotary"]
+    assert find_version(often.store, schema, sums, cache) is None
+    module = Fused()
+    module.load_weights((n, t.clone()) for n, t in often.history[3].items())
+    ranks = open_ranks(often, module)
+    assert ranks.held is None
+    ranks.apply(4)
+    assert serves(ranks, often.history[4])
