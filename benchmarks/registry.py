@@ -23,6 +23,7 @@ from benchmarks.cases import (
     rank_bytes,
     replay,
     replicate,
+    retention,
     serving,
     shards,
     staging_memory,
@@ -162,6 +163,13 @@ CASES = (
         gate="tests/replicate/test_replicator.py",
         arguments=replicate.arguments,
         run=replicate.run,
+    ),
+    Case(
+        name="retention",
+        about="What a bucket takes from day to day, under several policies of retention.",
+        gate="tests/retention/test_added_anchors.py",
+        arguments=retention.arguments,
+        run=retention.run,
     ),
     Case(
         name="serving",
