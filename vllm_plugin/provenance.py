@@ -6,6 +6,7 @@ model. `tracer` tells it what the loader does.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -38,6 +39,10 @@ class Node:
     """Names from which it was calculated; it then has no parts."""
     company: set[str] = field(default_factory=set)
     """All names that the loader read before it put this together, also those of elements that are gone."""
+    _spans: list[tuple[int, int]] = field(default_factory=list)
+    """From where to where parts lie, ascending; what overlaps is told only roughly."""
+    _seen: object = None
+    """The list of parts that the spans are of."""
 
     @property
     def whole(self) -> Region:
@@ -59,12 +64,37 @@ class Node:
         found = [(name, boxed(region, self.shape)) for name, region in parts]
         if boxes is None or any(each is None for _, each in found):
             return False
+        is_cut = False
         for box in boxes:
-            self.parts = [
-                (name, rest) for name, part in self.parts for rest in outside(part, box.target, self.shape)
-            ]
+            if not self._is_apart(box.target):
+                is_cut = True
+                self.parts = [
+                    (name, rest)
+                    for name, part in self.parts
+                    for rest in outside(part, box.target, self.shape)
+                ]
         self.parts += [(name, each) for name, several in found for each in several or ()]
+        if is_cut:
+            self._seen = None
         return True
+
+    def _is_apart(self, box: View) -> bool:
+        """Whether a box lies behind, before or between all that was put here, so that nothing is cut.
+
+        A layer of experts gets hundreds of parts, and would look at all of them for each.
+        """
+        if self._seen is not self.parts:
+            # Something else than `put` said what is held.
+            self._spans, self._seen = [(-1, -1)], self.parts
+            for start, end in sorted((part.target.offset, part.target.end) for _, part in self.parts):
+                self._spans.append((start, max(end, self._spans[-1][1])))
+        at = bisect_left(self._spans, (box.offset, box.end))
+        is_apart = self._spans[at - 1][1] <= box.offset and (
+            at == len(self._spans) or box.end <= self._spans[at][0]
+        )
+        if is_apart:
+            self._spans.insert(at, (box.offset, box.end))
+        return is_apart
 
 
 class Provenance:

@@ -1,5 +1,6 @@
 """Traces against what real loads do, bit for bit: random loaders, and those that models are known to have."""
 
+import random
 import time
 from collections.abc import Iterator
 
@@ -7,10 +8,21 @@ import pytest
 import torch
 from random_loader import RandomLoader
 from torch.nn import functional
-from trace_scene import Scene, assert_copied, assert_exact, check, checkpoint, makes_anew, model_of, schema_of
+from trace_scene import (
+    Scene,
+    assert_copied,
+    assert_exact,
+    check,
+    checkpoint,
+    makes_anew,
+    model_of,
+    schema_of,
+)
 
 from patchstore.format.records import Schema
 from patchstore.tensors.bits import bits
+from vllm_plugin.provenance import Node
+from vllm_plugin.regions import Region, View, positions
 from vllm_plugin.trace import same_parameters, trace
 
 pytestmark = pytest.mark.vllm
@@ -146,6 +158,27 @@ def test_a_buffer_of_the_loaders_own_is_followed_from_its_first_element() -> Non
     scene = Scene(model_of(p=(3, 4)), load, checkpoint(a=(4,), b=(4,), c=(4,)))
     assert_exact(scene)
     assert_copied(scene.trace, "a", "b", "c")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_memory_that_is_put_together_in_any_order_holds_what_was_put_last(seed: int) -> None:
+    chosen = random.Random(seed)
+    node, memory = Node(shape=(90, 10), dtype=torch.float32), torch.arange(900).view(90, 10)
+    held: dict[int, str] = {}
+    for i in range(60):
+        row, column, first = chosen.randrange(88), chosen.randrange(8), chosen.randrange(860)
+        rows, columns, run = memory[row], memory[row : row + 3, column : column + 3], memory.view(-1)
+        part = chosen.choice([rows, columns, run[first : first + chosen.randrange(1, 40)]])
+        where = View.of(part)
+        assert node.put(where, [(f"w{i}", Region(source=where, target=where))])
+        held |= dict.fromkeys(part.flatten().tolist(), f"w{i}")
+    found = [
+        (position, name)
+        for name, region in node.parts
+        for position in positions(region.target, memory.device).tolist()
+    ]
+    assert len(found) == len(held)
+    assert dict(found) == held
 
 
 def test_a_sum_in_a_buffer_names_all_that_went_in() -> None:
