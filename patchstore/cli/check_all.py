@@ -37,13 +37,18 @@ def verify_all(bucket: Store, *, resume: Path | None, required: RequiredKeys | N
 
     found = header(bucket)
     known = {} if resume is None else _read(resume, found.run_id)
+    newest = newest_slot(bucket)
+    gone = kept.retired_versions(bucket, newest)
     with output.progress("all versions", shown=not as_json) as progress:
         whole = WholeRun(
-            bucket, found, newest_slot(bucket), required=required, known=known, progress=progress
+            *(bucket, found, newest),
+            required=required,
+            known=known,
+            is_collected=bool(gone),
+            progress=progress,
         )
         note = None if resume is None else _Note(resume, found.run_id)
         verdicts = list(whole.verify(note))
-    gone = kept.retired_versions(bucket, verdicts[-1].version)
     left = [each for each in verdicts if each.version not in gone]
     if gone:
         # What led to a version may be deleted, and shortcuts lead to it now: ask for each that failed.

@@ -4,6 +4,7 @@ A *path* is an anchor, and versions that build on it one after the other. It end
 or with a version that has an anchor of its own. Where a trainer went back, paths have a beginning in common.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,10 +12,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from patchstore.errors import CorruptObject, HostError, PatchstoreError, StoreUnavailable
-from patchstore.format import hashing, history, layout, manifest_json
+from patchstore.errors import (
+    CorruptObject,
+    DataError,
+    HostError,
+    NotFound,
+    PatchstoreError,
+    StoreUnavailable,
+)
+from patchstore.format import hashing, history, layout, manifest_json, shortcuts
 from patchstore.format.records import Manifest, StoreHeader
 from patchstore.stores.base import Store
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +56,8 @@ class RunPaths:
         self._store, self._header, self._check_signed = store, header, check
         self.slots: dict[int, Slot] = {}
         """By version, ascending."""
+        self.added: dict[int, Manifest] = {}
+        """Versions that have an anchor among the shortcuts alone, with that anchor."""
 
     def read(self, newest: int) -> None:
         """Read all manifests, some of them ahead, and check how each follows its parent."""
@@ -66,6 +78,26 @@ class RunPaths:
                     if (error := caught(partial(self._check_link, found, before))) is not None:
                         slot.error, slot.is_linked = error, False
                 before = None if slot.manifest is None or data is None else (slot.manifest, data)
+
+    def read_added(self) -> None:
+        """Read the anchors among the shortcuts. Paths begin and end with them too from then on.
+
+        One that cannot be used is left out.
+        """
+        for ends in shortcuts.listed(self._store):
+            slot = self.slots.get(ends.version)
+            if ends.parent is not None or slot is None or slot.manifest is None or slot.manifest.anchor:
+                continue
+            try:
+                found = shortcuts.read(self._store, ends)
+            except (DataError, NotFound) as exc:
+                logger.warning("an anchor that was added to version %d is not used: %s", ends.version, exc)
+                continue
+            if found.manifest == slot.manifest:
+                self.added[ends.version] = found.way
+
+    def _has_anchor(self, slot: Slot) -> bool:
+        return found_in(slot).anchor is not None or slot.version in self.added
 
     def _read(self, slot: Slot) -> bytes | None:
         """Read a manifest, and check its run and its signature."""
@@ -100,7 +132,7 @@ class RunPaths:
         linked = [slot for slot in self.slots.values() if slot.is_linked]
         for slot in linked:
             found = found_in(slot)
-            if found.anchor is not None:
+            if self._has_anchor(slot):
                 slot.left.add("anchor")
             if found.delta is not None and found.parent is not None:
                 slot.left.add("delta")
@@ -115,7 +147,8 @@ class RunPaths:
                     for each in path[1:]:
                         each.left.discard("delta")
                 else:
-                    paths.append([found_in(each) for each in path])
+                    first = self.added.get(path[0].version) or found_in(path[0])
+                    paths.append([first, *(found_in(each) for each in path[1:])])
         return paths, left_out
 
     def _ways(self, anchor: int) -> Iterator[list[int]]:
@@ -123,14 +156,14 @@ class RunPaths:
         ways = [[anchor]]
         while ways:
             way = ways.pop()
-            while len(way) == 1 or found_in(self.slots[way[-1]]).anchor is None:
+            while len(way) == 1 or not self._has_anchor(self.slots[way[-1]]):
                 # Not a copy of the way for each version: there may be a hundred thousand.
                 if len(self.slots[way[-1]].children) != 1:
                     break
                 way.append(self.slots[way[-1]].children[0])
             last = self.slots[way[-1]]
             # A version with an anchor ends the way; its own way begins with it.
-            is_end = len(way) > 1 and found_in(last).anchor is not None
+            is_end = len(way) > 1 and self._has_anchor(last)
             if is_end or not last.children:
                 yield way
             else:

@@ -71,6 +71,7 @@ class WholeRun:
         *,
         required: RequiredKeys | None = None,
         known: Mapping[int, str] | None = None,
+        is_collected: bool = False,
         scratch: Path | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -81,6 +82,8 @@ class WholeRun:
             required: keys, one of which must have signed each version.
             known: version -> digest of its manifest, of versions that were verified before. A path is left
                 out if all its versions are known and have these digests still.
+            is_collected: payloads may have been deleted, so anchors that were added to versions are proved
+                too, and the versions behind them are proved from there. Not with required keys.
             scratch: folder for temporary files: the deltas between two anchors, or 64 of them and the
                 weights; for each of `PATHS_AT_ONCE` paths.
             progress: is called with the bytes read so far, and those to read in all.
@@ -89,6 +92,7 @@ class WholeRun:
         self._schema = header.schema.by_name()
         self._place = {spec.name: at for at, spec in enumerate(header.schema.tensors)}
         self._known, self._scratch, self._progress = known or {}, scratch, progress
+        self._over_added = is_collected and required is None
         self._run = RunPaths(store, header, checks(required, store, header))
         self._lock = threading.Lock()
         self._num_done = self._num_all = 0
@@ -105,6 +109,8 @@ class WholeRun:
             StoreUnavailable, HostError: the store or this host failed, so nothing is known of the rest.
         """
         self._run.read(self._newest)
+        if self._over_added:
+            self._run.read_added()
         paths, known = self._run.paths(self._known)
         self._num_all = sum(self._cost(path) for path in paths)
         self._prove_all(paths, note)

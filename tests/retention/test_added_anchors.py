@@ -11,8 +11,9 @@ from kept_runs import assert_rebuilt, later, rebuilt
 from patchstore import Replica, verify
 from patchstore.compact.service import Compactor
 from patchstore.errors import CorruptObject, StoreUnavailable, UsageError, VersionRetired
-from patchstore.format import layout, shortcuts
+from patchstore.format import history, layout, shortcuts
 from patchstore.format.shortcuts import Ends
+from patchstore.read.whole_run import WholeRun
 from patchstore.retention import Retention, collect, retire, tag
 from patchstore.signing import KeySigner
 from patchstore.stores.base import Store
@@ -172,6 +173,25 @@ def test_readers_that_began_earlier_or_may_not_list_go_another_way(run: Run) -> 
         tensors: State = {}
         Replica(store, tensors).update(39)
         assert_same_bits(tensors, run.history[39])
+
+
+def test_all_versions_are_verified_from_added_anchors_and_these_are_proved(run: Run) -> None:
+    retire(run.store, Retention(keep_last=12), dry_run=False)
+    collect(run.store, dry_run=False, clock=later(DAY_H))
+    header = history.read_header(run.store)
+    assert header is not None
+    watched = FaultyStore(run.store)
+    whole = WholeRun(watched, header, 40, is_collected=True)
+    wrong = {each.version for each in whole.verify() if each.error is not None}
+    # The delta of 16 leads from 15, which is gone; its anchor is right, and so is all behind it.
+    assert wrong == set(range(17))
+    read = sorted(key[:16] for verb, key in watched.calls if verb == "get" and key.startswith("anchors/"))
+    assert read == ["anchors/00000000", "anchors/00000016", "anchors/00000032"]
+    (key,) = run.store.list("anchors/00000032-")
+    data = run.store.get(key)
+    run.store.put(key, data[:-1] + bytes([data[-1] ^ 1]))
+    whole = WholeRun(run.store, header, 40, is_collected=True)
+    assert {each.version for each in whole.verify() if each.error is not None} == {*range(17), *range(32, 41)}
 
 
 def test_a_branch_that_was_left_needs_no_anchor_of_the_other_one(tmp_path: Path) -> None:
