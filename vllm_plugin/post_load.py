@@ -23,6 +23,8 @@ from patchstore.tensors.bits import bits
 from vllm_plugin.reachable import Slot, slots
 
 _HOOK = "process_weights_after_loading"
+_WATCHED = "watched_by_patchstore"
+"""Marks a function that `watch_loading` put there. With OpenTelemetry vLLM wraps its own too."""
 
 _Seen = dict[int, tuple["weakref.ref[torch.Tensor]", int | None]]
 """Tensors by id, with the number of writes to each."""
@@ -51,7 +53,7 @@ def watch_loading() -> None:
     from vllm.model_executor.model_loader import base_loader
 
     construct, process = base_loader.initialize_model, base_loader.process_weights_after_loading
-    if hasattr(construct, "__wrapped__"):
+    if _WATCHED in vars(construct):
         return
 
     @functools.wraps(construct)
@@ -66,6 +68,7 @@ def watch_loading() -> None:
         loaded(model)
         return answer
 
+    setattr(constructing, _WATCHED, True)
     base_loader.initialize_model, base_loader.process_weights_after_loading = constructing, processing
 
 

@@ -1,5 +1,7 @@
 """Tensors that modules make from weights are made again, and stay where they were."""
 
+import functools
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from patchstore.errors import LoadFailed, UsageError
 from patchstore.tensors.bits import bits
-from vllm_plugin.post_load import Derived, constructed, loaded
+from vllm_plugin.post_load import Derived, _loadings, constructed, loaded, watch_loading
 from vllm_plugin.reachable import slots
 
 pytestmark = pytest.mark.vllm
@@ -354,3 +356,26 @@ def test_reloading_leaves_hooks_to_vllm():
     derived = Derived([started(torch.nn.Sequential(layer))], refresh, hooks=False)
     derived.verify(set())
     assert derived.names == frozenset()
+
+
+def test_loading_is_watched_where_vllm_wraps_its_own_functions(monkeypatch) -> None:
+    with warnings.catch_warnings():
+        # It imports all of torch's compiler, and that some functions of other days.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from vllm.model_executor.model_loader import base_loader
+
+    def construct() -> torch.nn.Module:
+        return torch.nn.Linear(2, 2)
+
+    @functools.wraps(construct)
+    def traced() -> torch.nn.Module:
+        return construct()
+
+    monkeypatch.setattr(base_loader, "initialize_model", traced)
+    monkeypatch.setattr(base_loader, "process_weights_after_loading", lambda *_: None)
+    watch_loading()
+    watched = base_loader.initialize_model
+    watch_loading()
+
+    assert base_loader.initialize_model is watched
+    assert _loadings[base_loader.initialize_model()].is_known
