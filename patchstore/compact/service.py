@@ -110,14 +110,14 @@ class Compactor:
                 raise VersionNotFound(f"{self._store.url} holds no run, so there is nothing to compact")
         found = shortcuts.listed(self._store)
         self._extend()
-        gone: set[int] | None = None
+        gone: list[int] | None = None
         for lacking in segments(self._path, found, self._every):
             if lacking.first.version in self._given_up or (segment := self._with_anchor(lacking)) is None:
                 continue
             if gone is None:
-                gone = kept.retired_versions(self._store, self._path[-1].version)
-            # `collect` deletes the rollups between retired versions.
-            useless = {each for each in segment.rollups() if gone.intersection((each.version, each.parent))}
+                gone = sorted(kept.retired_versions(self._store, self._path[-1].version))
+            # `collect` deletes rollups over retired versions.
+            useless = {each for each in segment.rollups() if each.leads_over(gone)}
             builder = Builder(
                 *(self._store, self._header, segment, found | self._tried | useless),
                 *(self._encoding, self._scratch),

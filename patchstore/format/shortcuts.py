@@ -8,7 +8,8 @@ version, when what it replaces is deleted. A record contains the version's manif
 reader of the record needs no other object to know the version and its parent.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from patchstore.errors import CorruptObject, UsageError
@@ -27,6 +28,17 @@ class Ends:
     version: int
     parent: int | None
     """The older version that its delta builds on; None for an anchor."""
+
+    def leads_over(self, versions: Sequence[int]) -> bool:
+        """Whether a rollup begins or ends at one of some versions, or replaces its delta.
+
+        Args:
+            versions: ascending.
+        """
+        if self.parent is None:
+            return False
+        at = bisect_left(versions, self.parent)
+        return at < len(versions) and versions[at] <= self.version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

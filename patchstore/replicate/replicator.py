@@ -269,8 +269,8 @@ class Replicator:
     def copy_shortcuts(self) -> int:
         """Copy the shortcuts of versions that the target has; return how many. Costs a listing of each store.
 
-        None is copied if keys are required: no signature covers a shortcut. Nor are rollups from or to
-        versions that the target has retired.
+        None is copied if keys are required: no signature covers a shortcut. Nor are rollups over versions
+        that the target has retired.
 
         One that was removed from the source meanwhile, or cannot be understood, is left out: no reader needs
         it.
@@ -282,13 +282,13 @@ class Replicator:
         if self._required is not None or self.newest is None:
             return 0
         wanted = shortcuts.listed(self.source) - shortcuts.listed(self.target)
-        gone = kept.retired_versions(self.target, self.newest.version) if wanted else set()
+        gone = sorted(kept.retired_versions(self.target, self.newest.version)) if wanted else []
         num_copied = 0
         for ends in sorted(wanted, key=lambda each: each.version):
             if ends.version >= self._next:
                 break
-            if ends.parent is not None and gone.intersection((ends.version, ends.parent)):
-                # `collect` deletes the rollups between retired versions.
+            if ends.leads_over(gone):
+                # `collect` deletes rollups over retired versions.
                 continue
             try:
                 data = shortcuts.stored(self.source, ends)

@@ -226,17 +226,17 @@ def _added(
 
 
 def _spare(listed: Iterable[Ends], ripe: Set[int], ways: Found, plain: Found) -> set[Ends]:
-    """Return the shortcuts that no version which stays needs.
+    """Return the shortcuts that go: rollups over versions that are lost, and anchors beside all ways.
 
     An anchor stays at every version that a way passes, also where it does not count: it may count for another
     collector, which sees more of the store. It stays beside the way of a signed version, which takes longer.
     """
-    found = set()
+    found, lost = set(), sorted(ripe - ways.versions)
     for each in listed:
         if each.parent is None:
             is_spare = each.version in ripe and each.version not in plain.versions
         else:
-            is_spare = each.version in ripe or (each.parent in ripe and each.parent not in ways.versions)
+            is_spare = each.version in ripe or each.leads_over(lost)
         if is_spare:
             found.add(each)
     return found

@@ -86,6 +86,16 @@ def test_what_led_to_an_added_anchor_is_deleted_with_the_shortcuts_over_it(run: 
     assert_rebuilt(run, KEPT, tmp_path / "later")
 
 
+def test_rollups_over_deleted_versions_go_and_others_stay(run: Run, tmp_path: Path) -> None:
+    compacted(run.store, every=8)
+    assert {Ends(16, 0), Ends(32, 16), Ends(8, 0), Ends(40, 32)} <= shortcuts.listed(run.store)
+    retire(run.store, Retention(keep_last=9, keep_every=16), dry_run=False)
+    collect(run.store, dry_run=False, clock=later(DAY_H))
+    anchors = {Ends(version, None) for version in (16, 32, 40)}
+    assert shortcuts.listed(run.store) == {*anchors, Ends(40, 32)}
+    assert_rebuilt(run, [0, 16, *range(32, 41)], tmp_path)
+
+
 def test_an_anchor_counts_a_day_after_it_was_added(run: Run) -> None:
     retire(run.store, Retention(keep_last=3), dry_run=False)
     key = layout.shortcut_key(32, None)
