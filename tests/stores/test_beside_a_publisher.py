@@ -7,6 +7,7 @@ import pytest
 
 from patchstore import open_store
 from patchstore.publish import beside
+from patchstore.testing.hub.server import TOKEN, Hub
 from tests.support.beside import check_beside
 
 
@@ -19,3 +20,18 @@ def test_it_works_with_the_options_of_s3(
     options = {**given, "key": "an-access-key", "secret": "a-secret-key"}
     with closing(open_store("s3://bucket/beside", **options)) as store:
         check_beside(store, ("an-access-key", "a-secret-key"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("single_writer", [False, True])
+def test_it_works_with_the_options_of_the_hub(
+    monkeypatch: pytest.MonkeyPatch, *, single_writer: bool
+) -> None:
+    monkeypatch.setattr(beside, "INTERVAL_S", 0.1)
+    with Hub() as hub:
+        hub.create_bucket("user/runs")
+        options = hub.options("user")
+        if single_writer:
+            options = {"endpoint": hub.url, "token": TOKEN, "single_writer": True}
+        with closing(open_store("hf://buckets/user/runs/beside", **options)) as store:
+            check_beside(store, tuple(options[name] for name in options.keys() & {"token", "gateway_secret"}))
