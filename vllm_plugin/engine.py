@@ -153,6 +153,11 @@ class DeltaWeightTransferEngine(RankEngine):
             updater.store.url,
             "no version of it" if held is None else f"version {held.version}",
         )
+        if self._serving.is_calculated:
+            logger.warning(
+                "vLLM quantises whole layers anew for each version; a run that is published with "
+                "Publisher(..., quantization=) is written in place, by a server of its checkpoint"
+            )
 
     def _adopt(self, opening: Opening) -> bool:
         self._check_quiet()

@@ -32,11 +32,12 @@ class Case:
     served: str | None = ""
     """Of the server's checkpoint, where it is another."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    experts: bool = False
+    kind: str = "dense"
+    """Of model: see `tiny_fp8.build`. vLLM's CPU build cannot answer with experts in FP8."""
 
     def hold(self, folder: Path) -> dict[str, Any]:
         """Bring an engine to each version in turn, and let one update fail."""
-        base = tiny_fp8.save(folder / "base", experts=self.experts)
+        base = tiny_fp8.save(folder / "base", self.kind)
         with tiny_fp8.published(folder / "store", base, self.run) as trainer:
             for _ in range(4):
                 tiny_fp8.step(trainer)
@@ -73,13 +74,13 @@ class Case:
             llm.collective_rpc("delta_fingerprint"),
         )
         return {
-            "answers": None if self.experts else answers(llm),
+            "answers": answers(llm) if self.kind == "dense" else None,
             "serving": [status["serving"] for status in statuses],
             "form": statuses[0]["form"],
             "map": statuses[0]["map"],
             # Scales of the cache, which vLLM makes up with --load-format dummy, are not of these checkpoints.
             "fingerprints": [{n: d for n, d in each.items() if ".attn." not in n} for each in fingerprints],
-            "experts_read": llm.apply_model(_experts_read) if self.experts and len(statuses) == 1 else None,
+            "experts_read": llm.apply_model(_experts_read) if len(statuses) == 1 else None,
         }
 
 
@@ -112,14 +113,15 @@ def _refusal(llm: LLM, *calls: tuple[str, dict[str, Any]]) -> str | None:
 
 DUMMY = {"load_format": "dummy"}
 TWO = {"tensor_parallel_size": 2}
+STARTS = {"": {}, "dummy-": DUMMY, "two-": TWO, "dummy-two-": DUMMY | TWO}
+KINDS = {"": "dense", "experts-": "experts", "latent-": "latent"}
 CASES = {
-    **{form: Case(run=form) for form in FORMS},
-    **{f"dummy-{form}": Case(run=form, options=DUMMY) for form in FORMS},
-    **{f"two-{form}": Case(run=form, options=TWO) for form in FORMS},
-    **{f"dummy-two-{form}": Case(run=form, options=DUMMY | TWO) for form in FORMS},
-    **{f"experts-{form}": Case(run=form, experts=True) for form in FORMS},
-    **{f"dummy-experts-{form}": Case(run=form, options=DUMMY, experts=True) for form in FORMS},
-    **{f"dummy-two-experts-{form}": Case(run=form, options=DUMMY | TWO, experts=True) for form in FORMS},
+    **{
+        f"{start}{prefix}{form}": Case(run=form, options=options, kind=kind)
+        for start, options in STARTS.items()
+        for prefix, kind in KINDS.items()
+        for form in FORMS
+    },
     "block-to-plain": Case(run="fp8-block", served=None),
     "plain-to-block": Case(run=None, served="fp8-block"),
     "block-to-channel": Case(run="fp8-block", served="fp8-channel"),

@@ -164,23 +164,23 @@ DEEP_GEMM = {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_DEEP_GEMM_WARMUP": "skip"}
 """Scales as they are published; arranged in columns."""
 
 
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "latent"])
 @pytest.mark.parametrize(
     ("form", "environment"),
     [("fp8-block", TRITON), ("fp8-block", DEEP_GEMM), ("fp8-channel", {})],
     ids=["blocks", "deep-gemm", "rows"],
 )
 def test_an_fp8_checkpoint_is_written_in_place_and_equals_a_fresh_start(
-    start, tmp_path, form, environment, experts
+    start, tmp_path, form, environment, kind
 ):
-    base = tiny_fp8.save(tmp_path / "base", experts=experts)
+    base = tiny_fp8.save(tmp_path / "base", kind)
     with tiny_fp8.published(tmp_path / "store", base, form) as trainer:
         for _ in range(4):
             tiny_fp8.step(trainer, share=0.3)
         first, third = (
             tiny_fp8.replayed(trainer, version, tmp_path / str(version), base) for version in (0, 3)
         )
-        arguments = ("--moe-backend", "triton") if experts and environment != DEEP_GEMM else ()
+        arguments = ("--moe-backend", "triton") if kind != "dense" and environment != DEEP_GEMM else ()
         serving = start(first, *arguments, eager=False, environment=environment)
         server = serving.client
         server.init_weight_transfer(trainer.url)

@@ -71,7 +71,8 @@ def test_codes_and_scales_are_those_of_a_fresh_start_and_a_failed_update_leaves_
     assert (failed["fingerprints"], failed["answers"]) == (case["4"]["fingerprints"], case["4"]["answers"])
 
 
-KINDS = ("dummy-", "two-", "dummy-two-", "experts-", "dummy-experts-", "dummy-two-experts-")
+STARTS = ("dummy-", "two-", "dummy-two-")
+KINDS = (*STARTS, *(f"{start}{kind}-" for start in ("", *STARTS) for kind in ("experts", "latent")))
 MORE = tuple(kind + form for kind in KINDS for form in FORMS)
 PAIRS = {
     "block-to-plain": r"serves weights that are not quantised: start vllm from a checkpoint of this run",
@@ -88,8 +89,10 @@ def test_ranks_experts_and_servers_without_weights_of_their_own_follow_too(found
     case = found(name, ALL)
     assert set(case["serving"]) == ({None} if "dummy" in name else {0})
     assert_followed(case, [1, 2, 3, 0, 3])
+    # In layers of experts, of which the latent model has one.
+    layers = {"experts-fp8": 2, "latent-fp8": 1}.get(name.removeprefix("dummy-").rpartition("-")[0], 0)
     read = [case[number]["experts_read"] for number in "01234"]
-    assert read == ([[[True, True]]] * 5 if "experts" in name and "two" not in name else [None] * 5)
+    assert read == [None if "two-" in name else [[True] * layers]] * 5
 
 
 @pytest.mark.exhaustive

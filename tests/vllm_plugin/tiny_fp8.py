@@ -1,4 +1,4 @@
-"""Tiny Qwen3 models whose sizes are multiples of 128, for runs and servers in FP8."""
+"""Tiny models whose sizes are multiples of 128, for runs and servers in FP8."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 from trainer import Trainer
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -36,18 +38,43 @@ SIZES = {
 """Each rank of two has whole blocks of every matrix."""
 
 
-def build(*, experts: bool = False) -> PreTrainedModel:
-    """Return the same random bf16 model each time."""
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+"""Latent attention, whose parts of one projection vLLM keeps beside it, as numbers."""
+
+
+def build(kind: str = "dense") -> PreTrainedModel:
+    """Return the same random bf16 model each time: `dense`, with `experts`, or `latent` with both."""
     torch.manual_seed(7)
-    if experts:
-        more = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **more)).to(torch.bfloat16)
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, intermediate_size=512)).to(torch.bfloat16)
+    few = {"moe_intermediate_size": 256, "num_experts_per_tok": 2}
+    model: PreTrainedModel
+    if kind == "latent":
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES | few | LATENT, intermediate_size=512))
+    elif kind == "experts":
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **few, num_experts=4))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, intermediate_size=512))
+    return model.to(torch.bfloat16)
 
 
-def save(folder: Path, *, experts: bool = False) -> Path:
+def save(folder: Path, kind: str = "dense") -> Path:
     """Write the bf16 checkpoint."""
-    return tiny_qwen.save(build(experts=experts), folder)
+    return tiny_qwen.save(build(kind), folder)
 
 
 @contextmanager
