@@ -2,6 +2,8 @@
 
 The order is that of a publisher: a version exists in the target once its manifest does, and that comes last.
 So a reader of the target never sees a version whose payloads are absent, also after a kill at any moment.
+The exception are versions that the source retired and that lost payloads there: they are committed together
+with the first version behind them that can be rebuilt.
 Manifests and `store.json` are copied byte for byte, each by one create-only put. So several replicators of
 one source may write to one target at once: what one finds taken has the bytes that it would have written.
 """
@@ -10,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -29,8 +31,10 @@ from patchstore.errors import (
 )
 from patchstore.format import history, kept, layout, manifest_json, replica_mark, series, shortcuts
 from patchstore.format.json_fields import is_printable
+from patchstore.format.missing import PayloadMissing
 from patchstore.format.records import Manifest, Payload
 from patchstore.format.replica_mark import ReplicaMark
+from patchstore.format.shortcuts import Ends
 from patchstore.replicate import records
 from patchstore.replicate.copying import copy
 from patchstore.retention.lease import Lease
@@ -63,13 +67,17 @@ class Copied:
     """From the end of the version before, or from the begin."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Coming:
     """A version whose payloads are being copied."""
 
     data: bytes
     manifest: Manifest
     copies: "list[Future[int]]"
+    num_bytes: int | None = None
+    """Of its payloads, once they are copied; None also if it is retired and lost some of them."""
+    added: bytes | None = None
+    """The record of an anchor that was added to it, if that is what its readers begin with."""
 
 
 class Replicator:
@@ -103,6 +111,10 @@ class Replicator:
         self._run_id: str | None = None
         self._copies: dict[Payload, Future[int]] = {}
         self._lock = threading.Lock()
+        self._added: set[int] = set()
+        """Versions of the source that have an anchor among the shortcuts, when a gap began."""
+        self._gone: set[int] = set()
+        """Versions that are retired at the source, as far as that was looked for."""
         self._seen: tuple[int | str, ...] = ()
         """The newest version, and the keys of the source's records, when these were copied."""
 
@@ -209,7 +221,8 @@ class Replicator:
         Raises:
             CorruptObject, UnsupportedFormat: a version of the source is wrong, or cannot be understood. It
                 and all after it were not copied.
-            VersionRetired: a version of the source is retired, and its payloads are deleted.
+            VersionRetired: keys are required, and a version of the source is retired, and its payloads are
+                deleted. Without keys such a version is copied without payloads, and retired here too.
             Unsigned, WrongSignature: keys are required, and none has signed a version of the source. It and
                 all after it were not copied.
             VersionConflict: the target has another version of that number.
@@ -225,6 +238,8 @@ class Replicator:
         version, width = self._next, 1
         lease: Lease | None = None
         started, held = began, ExitStack()
+        waiting: list[_Coming] = []
+        """Versions whose payloads are gone, and those behind them."""
         try:
             while True:
                 while len(coming) < width:
@@ -232,20 +247,33 @@ class Replicator:
                     version += 1
                 found = coming.popleft().result()
                 if found is None:
+                    self._check_no_gap(waiting)
                     return
                 if lease is None and time.monotonic() - started > _LEASE_AFTER_S:
                     # What is far behind takes long: versions may be retired at the source, and collected.
                     lease = held.enter_context(self._lease(found.manifest.version))
-                with kept.explained(self.source, found.manifest.version):
-                    num_bytes = sum(each.result() for each in found.copies)
-                self._commit(found)
-                num_done += 1
-                if num_done % _HINT_EVERY == 0:
-                    self._write_hint()
-                now = time.monotonic()
-                yield Copied(manifest=found.manifest, num_bytes=num_bytes, seconds=now - began)
-                began = time.monotonic()
                 width = min(2 * width, history.READ_AHEAD)
+                with kept.explained(self.source, found.manifest.version):
+                    found.num_bytes = self._copied_bytes(found)
+                waiting.append(found)
+                is_gap = waiting[0].num_bytes is None
+                if is_gap and not self._ends_gap(waiting):
+                    # No reader is to meet these as the newest: a version must come that can be rebuilt.
+                    continue
+                for each in waiting:
+                    self._commit(each)
+                    num_done += 1
+                    if num_done % _HINT_EVERY == 0:
+                        self._write_hint()
+                if is_gap:
+                    self._end_gap(found)
+                seconds = time.monotonic() - began
+                for each in waiting:
+                    # What is behind a gap took the time.
+                    took_s = seconds if each is found else 0.0
+                    yield Copied(manifest=each.manifest, num_bytes=each.num_bytes or 0, seconds=took_s)
+                waiting.clear()
+                began = time.monotonic()
         finally:
             ended.set()
             held.close()
@@ -255,6 +283,64 @@ class Replicator:
             self._copies = {each: copy for each, copy in self._copies.items() if _succeeded(copy)}
             if num_done:
                 self._write_hint()
+
+    def _copied_bytes(self, found: _Coming) -> int | None:
+        """Wait until the payloads of a version are copied; return their bytes, or None if it lost some.
+
+        Raises:
+            PayloadMissing: it is not retired, or keys are required: no signature covers a retirement.
+        """
+        num_bytes, is_lost = 0, False
+        for each in found.copies:
+            try:
+                num_bytes += each.result()
+            except PayloadMissing:
+                if self._required is not None or not self._is_retired(found.manifest.version):
+                    raise
+                is_lost = True
+        return None if is_lost else num_bytes
+
+    def _is_retired(self, version: int) -> bool:
+        """Whether a version is retired at the source, where nothing comes back."""
+        if version not in self._gone:
+            head = history.head(self.source, version)
+            self._gone = set() if head is None else kept.retired_versions(self.source, head.version)
+        return version in self._gone
+
+    def _check_no_gap(self, waiting: Sequence[_Coming]) -> None:
+        """Raises CorruptObject where there are versions that wait for one that can be rebuilt."""
+        if waiting:
+            first, last = waiting[0].manifest.version, waiting[-1].manifest.version
+            raise CorruptObject(
+                f"{self.source.url} has lost payloads of version {first}, and no version up to {last} can be "
+                "rebuilt: these were not copied. If they were published just now, try again"
+            )
+
+    def _ends_gap(self, waiting: Sequence[_Coming]) -> bool:
+        """Whether the last of some versions can be rebuilt without those that lost payloads.
+
+        Copies the anchor that was added to it, if there is one.
+        """
+        found, first = waiting[-1], waiting[0].manifest.version
+        if found is waiting[0]:
+            self._added = {each.version for each in shortcuts.listed(self.source) if each.parent is None}
+        if found.num_bytes is None:
+            return False
+        version, parent = found.manifest.version, found.manifest.parent
+        if found.manifest.anchor is None and version in self._added:
+            found.added = self._copied_shortcut(Ends(version, None))
+        # A trainer that went back builds on a version from before the gap.
+        is_behind = parent is not None and parent < first
+        return found.manifest.anchor is not None or found.added is not None or is_behind
+
+    def _end_gap(self, found: _Coming) -> None:
+        """Create the record of its added anchor, and retire the versions before it as the source did."""
+        version = found.manifest.version
+        if found.added is not None:
+            history.create(self.target, layout.shortcut_key(version, None), found.added)
+        assert self._run_id is not None
+        records.copy_tags(self.source, self.target, self._run_id, version)
+        records.copy_retirements(self.source, self.target, self._run_id, version)
 
     def _lease(self, first: int) -> Lease:
         """Return a lease on what is to be copied: the versions of the source from `first` on.
@@ -290,18 +376,24 @@ class Replicator:
             if ends.leads_over(gone):
                 # `collect` deletes rollups over retired versions.
                 continue
-            try:
-                data = shortcuts.stored(self.source, ends)
-                way = shortcuts.parsed(ends, data).way
-                for each in (replace(way, delta=None) if ends.parent is None else way).objects:
-                    copy(self.source, self.target, each, self._stop)
-            except (NotFound, DataError) as exc:
-                logger.warning("a shortcut to version %d is not copied: %s", ends.version, exc)
+            if (data := self._copied_shortcut(ends)) is None:
                 continue
             history.create(self.target, layout.shortcut_key(ends.version, ends.parent), data)
             num_copied += 1
             logger.info("copied the shortcut %s", layout.shortcut_key(ends.version, ends.parent))
         return num_copied
+
+    def _copied_shortcut(self, ends: Ends) -> bytes | None:
+        """Copy the payloads of a shortcut; return its record, or None if there is none that can be used."""
+        try:
+            data = shortcuts.stored(self.source, ends)
+            way = shortcuts.parsed(ends, data).way
+            for each in (replace(way, delta=None) if ends.parent is None else way).objects:
+                copy(self.source, self.target, each, self._stop)
+        except (NotFound, DataError) as exc:
+            logger.warning("a shortcut to version %d is not copied: %s", ends.version, exc)
+            return None
+        return data
 
     def copy_records(self) -> int:
         """Copy what tags and retirements say of versions that the target has; return how many changed.

@@ -5,17 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from patchstore import replay
-from patchstore.errors import VersionRetired
+from patchstore import Replica, replay
+from patchstore.compact.service import Compactor
+from patchstore.errors import CorruptObject, VersionRetired
 from patchstore.format import history, layout, retired, tags
 from patchstore.replicate import replicator as replicators
 from patchstore.replicate import service
 from patchstore.replicate.replicator import Replicator
 from patchstore.retention import Retention, collect, delete_tag, retire, tag
+from patchstore.signing import KeySigner, RequiredKeys, stored
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import FaultyStore
 from tests.retention.kept_runs import later, new_run, rebuilt
-from tests.support.weights import Run, assert_same_bits
+from tests.support.keys import key_pair
+from tests.support.weights import Run, State, assert_same_bits
 
 
 @pytest.fixture
@@ -128,3 +131,92 @@ def test_what_is_far_behind_holds_a_lease_on_what_it_has_to_copy(
     assert collect(run.store, dry_run=False, clock=later(1)).num_leased == 8
     assert len(list(versions)) == 9
     assert list(run.store.list("leases/")) == []
+
+
+def newest_of(store: MemoryStore) -> State:
+    tensors: State = {}
+    Replica(store, tensors).update()
+    return tensors
+
+
+@pytest.mark.parametrize("anchor_every", [4, None])
+def test_a_replica_may_be_begun_after_payloads_were_deleted(
+    target: MemoryStore, tmp_path: Path, anchor_every: int | None
+) -> None:
+    run = new_run(MemoryStore("memory://source"), 20, anchor_every=anchor_every)
+    if anchor_every is None:
+        list(Compactor(run.store, anchor_every=8).compact())
+    tag(run.store, "best", 10)
+    retire(run.store, Retention(keep_last=2), dry_run=False)
+    collect(run.store, dry_run=False, clock=later(25))
+    seen: list[int] = []
+
+    class Watched(FaultyStore):
+        def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+            super().put(key, data, if_absent=if_absent)
+            if key == layout.HEAD:
+                seen.append(history.head(target).version)  # type: ignore[union-attr]
+
+    list(service.replicate(run.store, Watched(target), threading.Event()))
+    assert seen[-1] == 19
+    assert_same_bits(newest_of(target), run.history[19])
+    for version in (10, 18, 19):
+        assert_same_bits(rebuilt(target, version, tmp_path), run.history[version])
+    with pytest.raises(VersionRetired, match="nearest kept version"):
+        replay(target, 3, out=tmp_path / "3")
+    assert retired.read(target).up_to(100).keys() == retired.read(run.store).up_to(100).keys()
+    # It is a bucket like any other: nothing is missing that a kept version needs.
+    assert collect(target, clock=later(60)).num_versions == 0
+
+
+def test_versions_that_lost_payloads_become_visible_with_one_that_can_be_rebuilt(
+    run: Run, target: MemoryStore
+) -> None:
+    retire(run.store, Retention(keep_last=1), dry_run=False)
+    collect(run.store, dry_run=False, clock=later(25))
+    replicator = Replicator(run.store, target)
+    replicator.open()
+    versions = replicator.versions()
+    assert next(versions).manifest.version == 0
+    newest = history.head(target)
+    assert newest is not None and newest.version == 8
+    assert_same_bits(newest_of(target), run.history[8])
+    assert [each.manifest.version for each in versions] == list(range(1, 10))
+
+
+def test_a_branch_that_was_given_up_is_left_out(target: MemoryStore, tmp_path: Path) -> None:
+    run = new_run(MemoryStore("memory://source"), 8, anchor_every=100)
+    for name, tensor in run.history[3].items():
+        run.model[name].copy_(tensor)
+    run.open(resume=3, anchor_every=100)
+    run.publish_versions(3)
+    run.close()
+    newest = max(run.history)
+    retire(run.store, Retention(keep_last=2), dry_run=False)
+    collect(run.store, dry_run=False, clock=later(25))
+    replicate(run.store, target)
+    assert_same_bits(rebuilt(target, newest, tmp_path), run.history[newest])
+
+
+def test_what_is_lost_and_not_retired_is_still_an_error(run: Run, target: MemoryStore) -> None:
+    retire(run.store, Retention(keep_last=1), dry_run=False)
+    collect(run.store, dry_run=False, clock=later(25))
+    (key,) = run.store.list("deltas/00000009")
+    run.store.delete(key)
+    with pytest.raises(CorruptObject, match=key):
+        replicate(run.store, target)
+    newest = history.head(target)
+    assert newest is not None and newest.version == 8
+
+
+def test_with_required_keys_nothing_is_given_up(run: Run, target: MemoryStore, tmp_path: Path) -> None:
+    private, public = key_pair(tmp_path)
+    header = history.read_header(run.store)
+    assert header is not None
+    for version in range(10):
+        stored.sign_version(run.store, KeySigner(private), header, version)
+    retire(run.store, Retention(keep_last=1), dry_run=False)
+    collect(run.store, dry_run=False, clock=later(25))
+    with pytest.raises(VersionRetired):
+        list(service.replicate(run.store, target, threading.Event(), required=RequiredKeys.of([public])))
+    assert history.head(target) is None

@@ -18,7 +18,7 @@ def later(hours: float) -> Clock:
     return lambda: datetime.now(UTC) + timedelta(hours=hours)
 
 
-def new_run(store: Store, num_versions: int, *, anchor_every: int = 4) -> Run:
+def new_run(store: Store, num_versions: int, *, anchor_every: int | None = 4) -> Run:
     """Publish versions of small weights; the publisher is closed."""
     torch.manual_seed(0)
     run = Run(store)

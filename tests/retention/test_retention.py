@@ -15,7 +15,6 @@ from patchstore.errors import (
 )
 from patchstore.format import history, layout, planning, records, retired, tags
 from patchstore.format.times import CLOCK_MARGIN
-from patchstore.replicate.replicator import Replicator
 from patchstore.retention import Retention, collect, delete_tag, retire, tag
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import FaultyStore
@@ -256,13 +255,3 @@ def test_a_clock_that_is_far_behind_is_refused_and_an_hour_is_not() -> None:
         retire(run.store, Retention(keep_last=1), clock=later(-3))
     with pytest.raises(UsageError, match="clock"):
         collect(run.store, clock=later(-3))
-
-
-def test_a_replica_that_is_begun_too_late_says_why_it_cannot_be_made() -> None:
-    run = new_run(MemoryStore("memory://source"), 10)
-    retire(run.store, Retention(keep_last=1), dry_run=False)
-    collect(run.store, dry_run=False, clock=later(25))
-    replicator = Replicator(run.store, MemoryStore("memory://target"))
-    replicator.open()
-    with pytest.raises(VersionRetired, match="nearest kept version is 8"):
-        list(replicator.versions())
