@@ -19,6 +19,7 @@ from patchstore.tensors.state_digest import Sums
 from vllm_plugin.mapping import RankSlices, SliceSums, WeightMap, share
 from vllm_plugin.pairing import ADVICE
 from vllm_plugin.post_load import Derived
+from vllm_plugin.reachable import NO_WEIGHTS
 from vllm_plugin.regions import Region, View, locate, pieces, positions
 from vllm_plugin.runtime_bits import PIECE, UNMATCHED, flat, is_widened, narrowed, widened
 from vllm_plugin.tiles import Box, are_cut, boxes, numbers
@@ -89,7 +90,11 @@ class MappedWeights:
         traced = trace(self._target_last(), schema, self._load_traced)
         if self._is_quantised and traced.computed:
             raise self._calculated(schema, traced)
-        bare = {n: count for n, count in traced.uncovered.items() if n not in self._derived.names}
+        bare = {
+            n: count
+            for n, count in traced.uncovered.items()
+            if n not in self._derived.names and n.rpartition(".")[2] not in NO_WEIGHTS
+        }
         if bare:
             listed = ", ".join(f"{name!r} ({count:,} elements)" for name, count in sorted(bare.items())[:5])
             if any(".base_layer." in name for name in bare):

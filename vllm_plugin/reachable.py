@@ -20,7 +20,7 @@ _APART = ("vllm.config", "vllm.compilation", "vllm.distributed")
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
-_NO_WEIGHTS = frozenset(
+NO_WEIGHTS = frozenset(
     {
         *("kv_cache", "_q_scale", "_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu"),
         # Constants that vLLM 0.26 makes anew in the hook of each attention layer.
@@ -77,7 +77,7 @@ def slots(model: torch.nn.Module) -> Iterator[Slot]:
     for path, module in model.named_modules():
         for kind in ("_parameters", "_buffers"):
             for name, tensor in vars(module)[kind].items():
-                if tensor is not None and name not in _NO_WEIGHTS:
+                if tensor is not None and name not in NO_WEIGHTS:
                     yield Slot(_joined(path, name), module, (("attribute", kind), ("item", name)))
         # A list of what is ahead, so that a chain of objects is no chain of calls.
         ahead: list[tuple[str, tuple[Step, ...], Any]] = [
@@ -87,7 +87,7 @@ def slots(model: torch.nn.Module) -> Iterator[Slot]:
         ]
         while ahead:
             where, way, value = ahead.pop()
-            if way[-1][1] in _NO_WEIGHTS:
+            if way[-1][1] in NO_WEIGHTS:
                 continue
             if isinstance(value, torch.Tensor):
                 yield Slot(where, module, way)

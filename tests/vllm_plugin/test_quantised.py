@@ -276,6 +276,14 @@ def test_a_layer_that_comes_out_in_another_shape_is_refused_by_name():
         followed(model, checkpoint(1))
 
 
+def test_scales_of_a_cache_need_nothing_from_a_run():
+    # vLLM 0.27 makes them parameters of layers in compressed-tensors.
+    model, weights = started(left_alone, checkpoint(1)), checkpoint(1)
+    model.attn = torch.nn.Module()
+    model.attn.register_parameter("_k_scale", torch.nn.Parameter(torch.ones(()), requires_grad=False))
+    assert followed(model, weights).misplaced(weights) == []
+
+
 def test_a_tensor_that_the_run_has_as_numbers_and_the_server_as_codes_is_refused_by_name():
     model, weights = started(left_alone, checkpoint(1)), checkpoint(1)
     weights["up.weight"] = weights["up.weight"].to(torch.bfloat16)
