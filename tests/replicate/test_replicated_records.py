@@ -7,15 +7,15 @@ import pytest
 
 from patchstore import Replica, replay
 from patchstore.compact.service import Compactor
-from patchstore.errors import CorruptObject, VersionRetired
+from patchstore.errors import CorruptObject, PatchstoreError, VersionRetired
 from patchstore.format import history, layout, retired, tags
+from patchstore.replicate import copying, service
 from patchstore.replicate import replicator as replicators
-from patchstore.replicate import service
 from patchstore.replicate.replicator import Replicator
 from patchstore.retention import Retention, collect, delete_tag, retire, tag
 from patchstore.signing import KeySigner, RequiredKeys, stored
 from patchstore.stores.memory import MemoryStore
-from patchstore.testing.faults import FaultyStore
+from patchstore.testing.faults import Fault, FaultyStore
 from tests.retention.kept_runs import later, new_run, rebuilt
 from tests.support.keys import key_pair
 from tests.support.weights import Run, State, assert_same_bits
@@ -220,3 +220,27 @@ def test_with_required_keys_nothing_is_given_up(run: Run, target: MemoryStore, t
     with pytest.raises(VersionRetired):
         list(service.replicate(run.store, target, threading.Event(), required=RequiredKeys.of([public])))
     assert history.head(target) is None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("effect", ["fail-before", "fail-after"])
+def test_killed_at_any_call_within_a_gap_the_next_one_completes_it(
+    run: Run, effect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "_FIRST_PAUSE_S", 0.0)
+    retire(run.store, Retention(keep_last=1), dry_run=False)
+    collect(run.store, dry_run=False, clock=later(25))
+    gone = retired.read(run.store).up_to(100).keys()
+    for skip in range(0, 2000, 5):
+        target = MemoryStore("memory://target")
+        fault = Fault(verb="*", effect=effect, skip=skip, times=None)  # type: ignore[arg-type]
+        try:
+            list(service.replicate(run.store, FaultyStore(target, fault), threading.Event()))
+        except PatchstoreError:
+            replicate(run.store, target)
+        else:
+            break
+        assert retired.read(target).up_to(100).keys() == gone
+        assert_same_bits(newest_of(target), run.history[9])
+        assert collect(target, clock=later(60)).num_versions == 0
+    assert skip > 50
