@@ -89,7 +89,7 @@ class Serving:
         """Call a model's own loader, as vLLM does when it starts, or reloads.
 
         Returns:
-            Weights of a quantised model that nothing was loaded into.
+            Weights that nothing was loaded into, of a model that vLLM quantises.
 
         Raises:
             ValueError: only some of the weights of a quantised layer were loaded; they are as before.
@@ -132,6 +132,8 @@ class Serving:
             # Kernels were made anew over tensors of their own, to which no version would be written.
             before.restore()
             objects.restore()
+            # What was loaded is read back through the map, which tells more than names.
+            return set()
         # A tied weight is in the memory of the other, which was loaded.
         reached = {places.get(name) for name in loaded}
         return {name for name in wanted - loaded if places.get(name) not in reached}
