@@ -81,7 +81,7 @@ demo: $(INSTALLED) ## Train, publish, serve and replay, on this machine; STORE=f
 grpo: $(INSTALLED) ## Teach a small model by GRPO, with two vLLM servers, one of them killed; STORE=file, s3 or hf.
 	$(BIN)/python -m examples.grpo --store $(STORE)
 
-test: $(INSTALLED) ## Test every behaviour once, with real vLLM servers, in about ten minutes.
+test: $(INSTALLED) ## Test every behaviour once, with real vLLM servers, in about twelve minutes.
 	$(PYTEST)
 
 test-quick: $(INSTALLED) ## Run the tests that need no vLLM.

@@ -181,6 +181,7 @@ def part(
 
 
 CASES = {
+    "any bits": lambda: [change("BF16", (5, 33), 60, wild=True), change("F8_E4M3", (101,), 50, wild=True)],
     "awkward shapes": lambda: [
         change("BF16", (), 1),
         change("BF16", (7,), 3, wild=True),
@@ -191,7 +192,6 @@ CASES = {
     ],
     "many classes": lambda: [change("BF16", (29, 40), 100)],
     "tiles of whole vectors": lambda: [change("BF16", (20, 256), 120)],
-    "any bits": lambda: [change("BF16", (5, 33), 60, wild=True), change("F8_E4M3", (101,), 50, wild=True)],
     "most or all change": lambda: [
         change("BF16", (60,), 60, wild=True),
         change("BF16", (60,), 60),

@@ -14,8 +14,8 @@ from patchstore.serve.settings import PauseMode, PrefixCache
 from patchstore.serve.vllm_server import VllmServer
 from patchstore.testing import tiny_qwen
 
-# A server may take minutes to start on a busy machine.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+# A server of its own, and answers of thousands of tokens: four minutes on a busy machine.
+pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 
 BLOCK = 32
 LONG = 2000

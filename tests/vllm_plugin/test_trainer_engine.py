@@ -13,8 +13,8 @@ from tests.support.ranks import Ranks
 
 pytest.importorskip("vllm.distributed.weight_transfer.clients", reason="needs vLLM 0.28 or newer")
 
-# A server may take minutes to start on a busy machine.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+# Ranks and a server, which take minutes to start on a busy machine.
+pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,6 @@ def checkpoint(model: Path) -> str:
     return str(model / "model.safetensors")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["ours", "vllm's"])
 def test_a_server_serves_each_version_that_is_sent(
     server: VllmServer, ranks: Ranks, checkpoint: str, tmp_path: Path, kind: str
@@ -56,7 +55,6 @@ def test_without_a_client_versions_are_stored(ranks: Ranks, checkpoint: str, tmp
     ranks.run(factory_job.end)
 
 
-@pytest.mark.exhaustive
 def test_a_server_that_refuses_leaves_the_version_stored(
     server: VllmServer, ranks: Ranks, checkpoint: str, tmp_path: Path
 ) -> None:
