@@ -115,47 +115,54 @@ class Killed(BaseException):
 
 
 class Mortal(FaultyStore):
-    """A store whose user is killed at one of its calls, before or after that is done."""
+    """A store whose user is killed when it writes ``key``, before or after that is done.
 
-    def __init__(self, inner: Store, at: int, *, after: bool) -> None:
+    Several threads write objects, so their order differs from run to run. ``written`` lists the keys.
+    """
+
+    def __init__(self, inner: Store, key: str | None, *, after: bool) -> None:
         super().__init__(inner)
-        self.left, self.after = at, after
+        self.key, self.after = key, after
+        self.written: list[str] = []
+        self.dead = False
         self.guard = threading.Lock()
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
-        self._maybe(lambda: super(Mortal, self).put(key, data, if_absent=if_absent))
+        self._maybe(key, lambda: super(Mortal, self).put(key, data, if_absent=if_absent))
 
     def upload(self, key: str, chunks) -> None:
-        self._maybe(lambda: super(Mortal, self).upload(key, chunks))
+        self._maybe(key, lambda: super(Mortal, self).upload(key, chunks))
 
-    def _maybe(self, act: Callable[[], None]) -> None:
+    def _maybe(self, key: str, act: Callable[[], None]) -> None:
         with self.guard:
-            self.left -= 1
-            if self.left == 0 and self.after:
-                act()
-            if self.left <= 0:
+            if self.dead or (key == self.key and not self.after):
+                self.dead = True
                 raise Killed
             act()
+            self.written.append(key)
+            if key == self.key:
+                self.dead = True
+                raise Killed
 
 
 @pytest.mark.parametrize("after", [False, True])
 def test_killed_at_any_write_a_replica_is_whole_and_is_completed(source, after: bool, monkeypatch) -> None:
     monkeypatch.setattr("patchstore.replicate.replicator.check_create_only", lambda store: None)
-    num_killed, seen = 0, set()
-    while True:
-        target = MemoryStore(f"memory://killed-{after}-{num_killed}")
-        try:
-            replicated(source, Mortal(target, num_killed + 1, after=after))
-            break
-        except Killed:
-            num_killed += 1
+    unharmed = Mortal(MemoryStore(f"memory://unharmed-{after}"), None, after=after)
+    replicated(source, unharmed)
+    keys = list(dict.fromkeys(unharmed.written))
+    assert len(keys) >= 20
+    seen = set()
+    for number, key in enumerate(keys):
+        target = MemoryStore(f"memory://killed-{after}-{number}")
+        with pytest.raises(Killed):
+            replicated(source, Mortal(target, key, after=after))
         seen.add(assert_whole(source, target))
         with pytest.raises(IsReplica) if layout.REPLICA in objects(target) else nullcontext():
             replica_mark.check_writable(target)
         replicated(source, target)
         assert_equal(source, target)
-    assert num_killed >= 20
-    assert seen == {0, 1, 2, 3, 4, 5, 6} if after else seen >= {0, 1, 2, 3, 4, 5}
+    assert seen == {0, 1, 2, 3, 4, 5, 6}
 
 
 @pytest.mark.parametrize("seed", range(12))
