@@ -9,6 +9,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 OLDEST := $(VENV)/oldest
 
+# Tests start hundreds of processes. Where PYTHONDONTWRITEBYTECODE is set, as in many containers, each of them would compile
+# all of torch and vLLM: 13 s instead of 6 for one import of vLLM.
+export UV_COMPILE_BYTECODE ?= 1
+
 # uv does not read pip's settings, so those that say where packages come from are handed on to it.
 FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 ifneq ($(FIND_LINKS),)
