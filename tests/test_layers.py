@@ -44,7 +44,8 @@ FOREIGN = {
     "fsspec": lambda name: name.startswith("patchstore.stores"),
     "s3fs": lambda name: name.startswith("patchstore.stores"),
     "botocore": lambda name: name.startswith("patchstore.stores"),
-    "huggingface_hub": lambda name: name == "patchstore.stores.hub_api",
+    # The second looks for what vLLM downloaded, on this host alone.
+    "huggingface_hub": lambda name: name in {"patchstore.stores.hub_api", "vllm_plugin.opening"},
     "hf_xet": lambda name: (
         name == "patchstore.stores.hub_content" or name.startswith("patchstore.testing.hub")
     ),

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from patchstore.kernels import are_usable
 from patchstore.signing.floor import Floor
 from vllm_plugin.arguments import keywords
 from vllm_plugin.mapping import StagedSums
-from vllm_plugin.opening import Opening
+from vllm_plugin.opening import Opening, checkpoint_folder
 from vllm_plugin.permission import required_keys
 from vllm_plugin.post_load import Derived
 from vllm_plugin.prefixes import NOT_LOADED, UPDATE_KEY
@@ -167,12 +166,8 @@ class DeltaWeightTransferEngine(RankEngine):
         return opening.adopt()
 
     def _begin(self, given: Mapping[str, Any]) -> Opening:
-        folder = Path(self.model_config.model)
-        is_loaded = self.vllm_config.load_config.load_format in {"auto", "hf", "safetensors"}
-        is_checkpoint = self._is_as_started and is_loaded and folder.is_dir()
-        return Opening(
-            given, self._together, self._models_live, folder if is_checkpoint else None, self.required
-        )
+        folder = checkpoint_folder(self.vllm_config) if self._is_as_started else None
+        return Opening(given, self._together, self._models_live, folder, self.required)
 
     def _models_live(self) -> LiveWeights:
         """Check that a store can be opened here, and return the weights that will follow it."""

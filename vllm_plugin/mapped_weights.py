@@ -232,6 +232,11 @@ class MappedWeights:
                     return False
         return True
 
+    def serves_all(self, loaded: Mapping[str, torch.Tensor]) -> bool:
+        """Whether `serves` is true of every copied name, each of which these tensors have."""
+        names = sorted(name for name, found in self.map.regions.items() if found)
+        return loaded.keys() >= set(names) and all(self.serves(name, loaded[name]) for name in names)
+
     def misplaced(self, loaded: Mapping[str, torch.Tensor]) -> list[str]:
         """Names of which sampled elements are not where the map says.
 

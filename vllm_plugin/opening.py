@@ -12,6 +12,8 @@ from tempfile import gettempdir
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from huggingface_hub import snapshot_download
+from vllm.config import VllmConfig
 
 from patchstore.errors import UsageError
 from patchstore.read.host_cache import MAX_BYTES, HostCache
@@ -177,6 +179,7 @@ class Opening:
             updater.follow(self._traced, shares)
             if self._folder is not None:
                 updater.check_map(read_folder(self._folder, updater.schema))
+                updater.weights.loaded_from = self._folder
             return updater.slice_sums()
 
     def _read(self, version: int | None) -> bool:
@@ -197,6 +200,26 @@ class Opening:
                 1, "patchstore-open", initializer=use_device, initargs=(self._weights().device,)
             )
         return self._thread.submit(step)
+
+
+def checkpoint_folder(config: VllmConfig) -> Path | None:
+    """Return the folder of this host that vLLM loaded the weights from; None if there is none."""
+    if config.load_config.load_format not in {"auto", "hf", "safetensors"}:
+        return None
+    model = config.model_config.model
+    if (folder := Path(model)).is_dir():
+        return folder
+    try:
+        # What vLLM downloaded from the Hub. Nothing is asked of the network.
+        found = snapshot_download(
+            model,
+            revision=config.model_config.revision,
+            cache_dir=config.load_config.download_dir,
+            local_files_only=True,
+        )
+    except (OSError, ValueError):
+        return None
+    return Path(found)
 
 
 def _check_same_keys(required: Sequence[list[str] | None]) -> None:

@@ -10,12 +10,19 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from patchstore.errors import HalfApplied, HostError, SchemaMismatch, StateMismatch, UsageError
+from patchstore.errors import (
+    CorruptObject,
+    HalfApplied,
+    HostError,
+    SchemaMismatch,
+    StateMismatch,
+    UsageError,
+)
 from patchstore.format import history
 from patchstore.format.records import Manifest, Plan, Schema
 from patchstore.read import host_cache
@@ -26,44 +33,13 @@ from patchstore.stores.base import Store
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TensorPatch, bits
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.identify import Contents, read_contents, sums_array
+from vllm_plugin.identify import Contents, read_contents, read_folder, sums_array
 from vllm_plugin.mapping import SliceSums, StagedSums, SumsArray, WeightMap
 from vllm_plugin.regions import View
-from vllm_plugin.staged_write import StagedWrite
+from vllm_plugin.staged_update import Staged
 from vllm_plugin.weights import LiveWeights
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True)
-class Staged:
-    """An update that is ready to be written."""
-
-    plan: Plan
-    anchor: Mapping[str, torch.Tensor]
-    """Every tensor of the anchor that it starts from; empty where it starts from the held version."""
-    change: StagedWrite
-    """What the deltas change, of the names that are copied."""
-    computed: dict[str, torch.Tensor]
-    """Every calculated name that changes, and those loaded with it, in full."""
-    cut: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Every name of `LiveWeights.cut` that changes, in full."""
-    before: Mapping[str, Sums] = field(default_factory=dict)
-    after: Mapping[str, Sums] = field(default_factory=dict)
-    """Digest sums of the elements of calculated names that change."""
-    recorded: SumsArray
-    """The target's digest sums, as the store has them."""
-    partial: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Every name of which only a part is served, in full, where the update starts from an anchor."""
-    saved: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The runtimes that are written as a whole, as they are now."""
-    leases: ExitStack = field(default_factory=ExitStack)
-    """Holds the payloads' files, which the host's other ranks use too."""
-    timings: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.plan.target
 
 
 class RankWeights:
@@ -90,6 +66,8 @@ class RankWeights:
         self.live = live
         self.is_map_proved = False
         """The map agreed, in every element that is copied, with weights that vLLM's own loader had loaded."""
+        self.loaded_from: Path | None = None
+        """The checkpoint that vLLM loaded its weights from, if a folder of this host has it."""
         self._store, self._schema, self._cache = store, schema, cache
         self._background, self._is_partial, self._check = background, is_partial, check
         self._recorded: SumsArray | None = None
@@ -236,7 +214,7 @@ class RankWeights:
         written = {index for _, indices in groups for index in indices}
         if anchor:
             written = self.live.written()
-            if not self.is_map_proved:
+            if not (self.is_map_proved or self._proves_map()):
                 # Nor is it proved then that the loader writes nowhere else.
                 written |= self.live.registered()
         return Staged(
@@ -251,6 +229,19 @@ class RankWeights:
             partial=partly,
             saved=self.live.save(written),
         )
+
+    def _proves_map(self) -> bool:
+        """Prove the map with the checkpoint that vLLM loaded, while generation goes on.
+
+        If it fails, vLLM's loader has to write the anchor, for which generation waits. It fails where other
+        weights were written since the start.
+        """
+        if self.loaded_from is not None:
+            try:
+                self.is_map_proved = self.live.serves_all(read_folder(self.loaded_from, self._schema))
+            except (CorruptObject, OSError) as exc:
+                logger.warning("the checkpoint in %s cannot be read again: %s", self.loaded_from, exc)
+        return self.is_map_proved
 
     def changes(self, staged: Staged) -> StagedSums:
         """Digest the elements that are staged, as they are on this rank and as they would be."""

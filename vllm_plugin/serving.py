@@ -4,6 +4,7 @@ Where versions 0.26 to 0.33 or platforms differ, the difference is here.
 """
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,9 @@ from patchstore.format.records import Schema
 from vllm_plugin import pairing, quantised
 from vllm_plugin.quantised import Objects
 from vllm_plugin.trace import Attributes
+
+REQUANTISE = "PATCHSTORE_REQUANTIZE"
+"""Environment variable: 1 has a server quantise whole layers anew for each version, see `check_layout`."""
 
 
 class Serving:
@@ -168,6 +172,14 @@ class Serving:
                 "between ranks; start vllm without it"
             )
         if self.is_calculated:
+            if os.environ.get(REQUANTISE) != "1":
+                raise UsageError(
+                    f"this server quantises a bf16 checkpoint itself ({config.quantization}), so it would "
+                    "load and quantise whole layers for each version, and generation would wait for seconds: "
+                    'publish with Publisher(..., quantization="fp8-block") or "fp8-channel" instead, serve '
+                    "a checkpoint of that run without --quantization, and versions are written in place. To "
+                    f"follow a bf16 run slowly, start vllm with {REQUANTISE}=1"
+                )
             return
         if self.is_loaded_quantised:
             if self.form is None:

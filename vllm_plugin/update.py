@@ -31,7 +31,8 @@ from patchstore.stores.base import Store
 from patchstore.support import host
 from vllm_plugin.identify import Contents, find_version, read_contents, sums_array
 from vllm_plugin.mapping import RankSlices, SliceSums, StagedSums, WeightMap
-from vllm_plugin.rank_weights import RankWeights, Staged
+from vllm_plugin.rank_weights import RankWeights
+from vllm_plugin.staged_update import Staged
 from vllm_plugin.trace import Trace
 from vllm_plugin.weights import LiveWeights
 

@@ -3,6 +3,7 @@
 from collections import deque
 
 from patchstore.format.records import Manifest
+from patchstore.publish.beside import Compaction
 from patchstore.publish.publisher import Publication
 
 
@@ -32,16 +33,18 @@ class Measured:
             publication = self._pending.popleft()
             self._committed.append((publication, publication.result()))
 
-    def take(self, num_elements: int) -> dict[str, float]:
+    def take(self, num_elements: int, compaction: Compaction | None = None) -> dict[str, float]:
         """Return the figures of what was committed since the last call; empty if nothing was.
 
         Args:
             num_elements: of the run's tensors.
+            compaction: what the process beside the publisher has done; None without one.
 
         Returns:
             `patchstore/version`, `/bytes` of payloads, `/changed`: the mean share of elements that deltas
             changed (absent if there was no delta), `/blocked_ms`: for how long the trainer waited to publish,
-            and `/waited_s`: for servers (absent if it never did).
+            and `/waited_s`: for servers (absent if it never did). With a process beside the publisher, also
+            `/anchors_beside` and `/failures_beside`: how many anchors it has added, and how often it failed.
 
         Raises:
             As `Publication.result`, of a publication that failed.
@@ -60,6 +63,9 @@ class Measured:
             if changed:
                 found["patchstore/changed"] = sum(changed) / len(changed) / max(1, num_elements)
             found["patchstore/blocked_ms"] = 1000 * sum(each.waited_s for each, _ in committed)
+            if compaction is not None:
+                found["patchstore/anchors_beside"] = compaction.num_anchors
+                found["patchstore/failures_beside"] = compaction.num_failures
         if waited_s is not None:
             found["patchstore/waited_s"] = waited_s
         return found

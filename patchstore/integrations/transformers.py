@@ -176,7 +176,8 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         self._measured = Measured()
 
     def _log(self, state: Any, logs: dict[str, Any]) -> None:
-        found = self._measured.take(self._num_elements)
+        compaction = None if self._publisher is None else self._publisher.compaction
+        found = self._measured.take(self._num_elements, compaction)
         logs.update(found)
         if not found:
             return

@@ -95,7 +95,7 @@ class HostCache:
             downloads it. The file was proved since any process began to use it: by its download, or by
             digesting what was kept, once for all that use it together. It is not removed before the block
             ends; a mapping of it stays valid for longer. It may be closed before, so that any number of
-            payloads can be lent.
+            payloads can be lent. Several threads may call it.
 
         Raises:
             CorruptObject: as `fetch.chunks`.

@@ -83,6 +83,16 @@ def test_figures_of_each_version_are_in_the_log(tmp_path: Path) -> None:
     assert "train_runtime" in log[-1]
 
 
+def test_a_process_beside_the_publisher_is_in_the_log(tmp_path: Path) -> None:
+    publish = PublishCallback(tmp_path / "bucket", compact=True, anchor_every=2)
+    trainer = trainer_of(tiny_qwen.build(), tmp_path, publish)
+    trainer.train()
+    found = [entry for entry in trainer.state.log_history if "patchstore/version" in entry]
+    assert all(entry["patchstore/failures_beside"] == 0 for entry in found[:-1])
+    assert all(entry["patchstore/anchors_beside"] >= 0 for entry in found[:-1])
+    assert len(found) > 1
+
+
 class _Reporter(TrainerCallback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.keys: set[str] = set()

@@ -137,7 +137,7 @@ def test_a_quantised_server_equals_a_fresh_start(start, new_trainer, model, tmp_
     trainer = new_trainer(anchor_every=2)
     for _ in range(4):
         trainer.step(density=0.3)
-    serving = start(model, "--quantization", "fp8", eager=eager)
+    serving = start(model, "--quantization", "fp8", eager=eager, environment={"PATCHSTORE_REQUANTIZE": "1"})
     server = serving.client
     server.init_weight_transfer(trainer.url)
     addresses = call(server, "delta_addresses")

@@ -1,0 +1,111 @@
+"""The checkpoint that vLLM loaded proves the map before generation pauses: no loader runs in the pause."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from plain_ranks import Fused, Ranks, equal, serves
+from safetensors.torch import save_file
+
+from patchstore.errors import StateMismatch
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+
+class Counting(Fused):
+    """Remembers what its loader was given, other than for a trace."""
+
+    def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
+        super().__init__(rank, num_ranks)
+        self.loaded: list[str] = []
+
+    def load_one(self, name: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_meta:
+            self.loaded.append(name)
+        super().load_one(name, tensor)
+
+
+class Swapped(Counting):
+    """Loads otherwise than it shows when it is traced: the map is wrong."""
+
+    def load_one(self, name: str, tensor: torch.Tensor) -> None:
+        super().load_one(name if tensor.is_meta else {"a": "b", "b": "a"}.get(name, name), tensor)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, tensors) -> Path:
+    """What the server was started from: no version of the run."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def started(modules: list[Fused], checkpoint: Path, tensors, trainer, open_ranks) -> Ranks:
+    """Open ranks that were loaded from a checkpoint, and forget what their loaders did so far."""
+    for module in modules:
+        module.load_weights((name, tensor + 1) for name, tensor in tensors.items())
+    ranks = open_ranks(trainer, *modules)
+    assert ranks.held is None
+    for each in ranks.updaters:
+        each.weights.loaded_from = checkpoint
+    for module in modules:
+        module.loaded.clear()
+    return ranks
+
+
+def test_after_the_proof_an_anchor_is_written_through_the_map(checkpoint, tensors, trainer, open_ranks):
+    modules = [Counting(0, 2), Counting(1, 2)]
+    ranks = started(modules, checkpoint, tensors, trainer, open_ranks)
+    before = [module.state() for module in modules]
+    ranks.stage(2)
+    assert all(each.weights.is_map_proved for each in ranks.updaters)
+    assert all(equal(module.state(), was) for module, was in zip(modules, before, strict=True))
+    ranks.write()
+    assert serves(ranks, trainer.history[2])
+    # What is calculated has no place to be written to.
+    assert all(set(module.loaded) == {"log_rate"} for module in modules)
+    ranks.roll_back()
+    assert all(equal(module.state(), was) for module, was in zip(modules, before, strict=True))
+    ranks.apply(3)
+    assert serves(ranks, trainer.history[3])
+
+
+def test_a_wrong_map_is_not_proved(checkpoint, tensors, trainer, open_ranks):
+    module = Swapped()
+    ranks = started([module], checkpoint, tensors, trainer, open_ranks)
+    before = module.state()
+    ranks.stage(0)
+    assert not ranks.one.weights.is_map_proved
+    with pytest.raises(StateMismatch, match="a, b"):
+        ranks.write()
+    ranks.roll_back()
+    assert equal(module.state(), before)
+
+
+def _write_one_bit(module: Fused, _: Path) -> None:
+    module.ab.data.view(torch.int16)[1, 2] ^= 1
+
+
+def _remove(_: Fused, folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _truncate(_: Fused, folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"12345678")
+
+
+def _leave_out(_: Fused, folder: Path) -> None:
+    save_file({"a": torch.zeros(4, 6, dtype=torch.bfloat16)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("change", [_write_one_bit, _remove, _truncate, _leave_out])
+def test_without_a_proof_the_loader_writes_the_anchor(change, checkpoint, tensors, trainer, open_ranks):
+    module = Counting()
+    ranks = started([module], checkpoint, tensors, trainer, open_ranks)
+    change(module, checkpoint)
+    ranks.stage(0)
+    assert not ranks.one.weights.is_map_proved
+    ranks.write()
+    assert {"a", "b", "cols", "norm"} <= set(module.loaded)
+    assert serves(ranks, trainer.history[0])

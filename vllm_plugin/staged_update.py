@@ -1,0 +1,43 @@
+"""An update of one rank that is fetched and decoded, and not written."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from patchstore.format.records import Manifest, Plan
+from patchstore.tensors.state_digest import Sums
+from vllm_plugin.mapping import SumsArray
+from vllm_plugin.staged_write import StagedWrite
+
+
+@dataclass(slots=True, kw_only=True)
+class Staged:
+    """An update that is ready to be written."""
+
+    plan: Plan
+    anchor: Mapping[str, torch.Tensor]
+    """Every tensor of the anchor that it starts from; empty where it starts from the held version."""
+    change: StagedWrite
+    """What the deltas change, of the names that are copied."""
+    computed: dict[str, torch.Tensor]
+    """Every calculated name that changes, and those loaded with it, in full."""
+    cut: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Every name of `LiveWeights.cut` that changes, in full."""
+    before: Mapping[str, Sums] = field(default_factory=dict)
+    after: Mapping[str, Sums] = field(default_factory=dict)
+    """Digest sums of the elements of calculated names that change."""
+    recorded: SumsArray
+    """The target's digest sums, as the store has them."""
+    partial: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Every name of which only a part is served, in full, where the update starts from an anchor."""
+    saved: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The runtimes that are written as a whole, as they are now."""
+    leases: ExitStack = field(default_factory=ExitStack)
+    """Holds the payloads' files, which the host's other ranks use too."""
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.plan.target
