@@ -110,6 +110,9 @@ class Compactor:
                 raise VersionNotFound(f"{self._store.url} holds no run, so there is nothing to compact")
         found = shortcuts.listed(self._store)
         self._extend()
+        if not self._path:
+            # A run that has no version yet.
+            return
         gone: list[int] | None = None
         for lacking in segments(self._path, found, self._every):
             if lacking.first.version in self._given_up or (segment := self._with_anchor(lacking)) is None:

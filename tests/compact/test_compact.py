@@ -378,6 +378,16 @@ def test_impossible_intervals_are_refused(every: str) -> None:
         Compactor(MemoryStore(), anchor_every=every)
 
 
+def test_a_run_that_has_no_version_yet_is_compacted_once_it_has_some(run: Run) -> None:
+    run.open(anchor_every=1000)
+    compactor = Compactor(run.store, anchor_every=EVERY)
+    assert list(compactor.compact()) == []
+    for number in range(EVERY + 1):
+        run.train()
+        run.publish(number)
+    assert [each for done in compactor.compact() for each in done.added]
+
+
 def test_an_empty_place_has_nothing_to_compact() -> None:
     with pytest.raises(VersionNotFound, match="holds no run"):
         list(Compactor(MemoryStore()).compact())
