@@ -16,6 +16,7 @@ from benchmarks.cases import (
     fleet,
     fuzz_server,
     history,
+    join,
     kernels,
     mirror,
     publish,
@@ -26,6 +27,7 @@ from benchmarks.cases import (
     retention,
     serving,
     shards,
+    soak,
     staging_memory,
     stores,
     transports,
@@ -116,6 +118,13 @@ CASES = (
         run=history.run,
     ),
     Case(
+        name="join",
+        about="A fresh `vllm serve` joins a run: how long it reads, and how long generation waits.",
+        gate="tests/vllm_plugin/update/test_proved_map.py",
+        arguments=join.arguments,
+        run=join.run,
+    ),
+    Case(
         name="kernels",
         about="Kernels of a publication and of an update, beside floors of the same GPU and plain torch.",
         gate="tests/kernels/test_compare.py",
@@ -184,6 +193,13 @@ CASES = (
         gate="tests/publish/group/test_layouts.py",
         arguments=shards.arguments,
         run=shards.run,
+    ),
+    Case(
+        name="soak",
+        about="Thousands of versions while everything is killed and the store fails.",
+        gate="tests/test_lifecycle.py",
+        arguments=soak.arguments,
+        run=soak.run,
     ),
     Case(
         name="staging-memory",

@@ -1,16 +1,18 @@
-"""`vllm serve` of a shape with dummy weights, and a client that keeps the times of its calls."""
+"""`vllm serve` of a shape, and a client that keeps the times of its calls."""
 
 import argparse
 import os
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
+from safetensors.torch import save_file
 
 from benchmarks.support.paths import ROOT
 from benchmarks.support.shapes import Shape
@@ -79,15 +81,24 @@ class TimedServer(VllmServer):
 
 
 @contextmanager
-def serve(shape: Shape, args: argparse.Namespace, folder: Path, concurrency: int) -> Iterator[TimedServer]:
-    """Run `vllm serve` with dummy weights, and end it.
+def serve(
+    shape: Shape,
+    args: argparse.Namespace,
+    folder: Path,
+    concurrency: int,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> Iterator[TimedServer]:
+    """Run `vllm serve`, and end it.
 
     Args:
         concurrency: the most requests at a time, beside the driver's.
+        weights: that the server is started from; None for dummy weights.
 
     If the server fails, the end of its log is printed. Every error goes on to the caller.
     """
     model = _save_model(shape, folder / "model")
+    if weights is not None:
+        save_file(dict(weights), model / "model.safetensors")
     max_model_len = args.prompt_tokens + args.max_tokens
     port = free_port()
     memory = ["--kv-cache-memory-bytes", str(_kv_bytes(shape, concurrency + 2, max_model_len))]
@@ -99,7 +110,8 @@ def serve(shape: Shape, args: argparse.Namespace, folder: Path, concurrency: int
         # The module that the `vllm` command runs; some installations lack the command.
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", _MODEL),
-        *("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", str(max_model_len)),
+        *("--load-format", "dummy" if weights is None else "safetensors"),
+        *("--dtype", "bfloat16", "--max-model-len", str(max_model_len)),
         # One more, for the driver's request.
         *("--max-num-seqs", str(concurrency + 1)),
         *memory,

@@ -1,0 +1,107 @@
+"""Have a fresh `vllm serve` join a run: read an anchor and some deltas, and write them, all of the model.
+
+A server that was started from a checkpoint proves its map with that, while generation goes on. One with dummy
+weights cannot, so vLLM's own loader writes the anchor while generation waits. Beside them, on the same files:
+a copy of the anchor, and a load of it by `safetensors`.
+"""
+
+import argparse
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.support.shapes import SHAPES, Shape
+from benchmarks.support.software import software
+from benchmarks.support.trainer import Trainer
+from benchmarks.support.vllm_server import question, serve
+from benchmarks.support.work_folder import work_folder
+from patchstore import open_store
+from patchstore.serve.verify import verify_server
+
+WAYS = ("cp", "safetensors", "dummy", "checkpoint")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-0.5b", help="of the model")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--deltas", type=int, default=3, help="versions after the anchor")
+    parser.add_argument("--density", type=float, default=0.01, help="share of elements a version changes")
+    parser.add_argument("--repeats", type=int, default=3, help="servers started in each way, in turns")
+    parser.add_argument("--eager", action="store_true", help="neither compile the model nor capture graphs")
+    parser.add_argument("--engine-args", type=shlex.split, default=[], metavar="ARGS")
+    parser.add_argument("--folder", type=Path, help="to work in; takes four times the model's size")
+
+
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each repeat of each way. Every server is verified, bit for bit."""
+    shape, device = SHAPES[args.shape], torch.device("cpu")
+    args.prompt_tokens, args.max_tokens, args.log = 16, 16, None
+    on = torch.device("cuda:0") if torch.cuda.is_available() else device
+    about: dict[str, Any] = {"shape": shape.name, **software(on)}
+    with work_folder(args.folder, "join") as folder:
+        with Trainer(shape, device, folder / "bucket") as trainer:
+            base = {name: tensor.roll(1, 0) for name, tensor in trainer.tensors.items()}
+            for _ in range(args.deltas):
+                trainer.step(args.density)
+        anchor = folder / "bucket" / "anchors"
+        num_bytes = sum(path.stat().st_size for path in anchor.rglob("*.safetensors"))
+        about |= {"num_bytes": num_bytes, "deltas": args.deltas, "density": args.density}
+        for _ in range(args.repeats):
+            for way in args.ways:
+                yield {"way": way, **about, **_one(way, shape, args, folder, base, anchor)}
+
+
+def _one(
+    way: str,
+    shape: Shape,
+    args: argparse.Namespace,
+    folder: Path,
+    base: dict[str, torch.Tensor],
+    anchor: Path,
+) -> dict[str, float]:
+    out = folder / "work"
+    try:
+        if way == "cp":
+            return {"join_s": _timed(lambda: shutil.copytree(anchor, out))}
+        if way == "safetensors":
+            return {"join_s": _timed(lambda: _load(anchor))}
+        weights = base if way == "checkpoint" else None
+        with (
+            serve(shape, args, out, 1, weights) as server,
+            closing(open_store(folder / "bucket")) as store,
+        ):
+            server.init_weight_transfer(store.url, scratch=str(out / "scratch"))
+            # The first forward pass allocates and converts.
+            asked = question(shape, args, 0) | {"max_tokens": 1}
+            httpx.post(f"{server.url}/v1/completions", json=asked, timeout=300).raise_for_status()
+            join_s = _timed(lambda: server.apply(args.deltas))
+            verify_server(store, server, args.deltas)
+            spans, timings = server.spans, server.status().ranks[0]["timings"]
+            return {
+                "join_s": join_s,
+                "pause_s": spans["resume"][1] - spans["pause"][0],
+                **{f"engine_{part}_s": seconds for part, seconds in timings.items()},
+            }
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def _load(anchor: Path) -> None:
+    for path in anchor.rglob("*.safetensors"):
+        # A view of a mapped file reads nothing by itself.
+        for tensor in load_file(path).values():
+            tensor.clone()
