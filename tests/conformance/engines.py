@@ -7,6 +7,8 @@ one leaves behind in memory cannot reach the next. Import this module before any
 import os
 
 os.environ |= {
+    # What vLLM quantises while it loads is tested too.
+    "PATCHSTORE_REQUANTIZE": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     # Some functions of the sampler are compiled even if all else is eager.

@@ -22,7 +22,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent / "conformance")])
     done = subprocess.run(
         [sys.executable, str(HERE / "option_engines.py"), str(folder)],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PATCHSTORE_REQUANTIZE": "1"},
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -28,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, A
             folder = tmp_path_factory.mktemp("engines")
             done = subprocess.run(
                 [sys.executable, str(HERE / "quantised_engines.py"), str(folder), *names],
-                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PATCHSTORE_REQUANTIZE": "1"},
+                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 capture_output=True,
                 text=True,
                 check=False,
