@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield one row.
 
     Raises:
-        SystemExit: after the row, with what was not so.
+        SystemExit: after the row, with what is wrong.
     """
     with work_folder(args.folder, "soak") as folder, ExitStack() as stack:
         if args.keep_logs is not None:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         row, failed = soak.tell()
     yield row
     if failed:
-        raise SystemExit("not so: " + "; ".join(failed))
+        raise SystemExit("; ".join(failed))
 
 
 class Soak:
@@ -132,10 +132,13 @@ class Soak:
 
         Raises:
             SystemExit: nothing goes on any more.
+            RuntimeError: the compactor or the collector ended by itself.
         """
         last, since = (-1, 0), time.monotonic()
         while len(self._digests) < len(FOLLOWERS) or not self._is_trained:
             time.sleep(self._random.expovariate(1 / self._args.every_s))
+            for name in ("compactor", "collector"):
+                self._parts[name].check_alive()
             now = (self._head, sum(self._held.values()))
             if now != last:
                 last, since = now, time.monotonic()
@@ -154,7 +157,7 @@ class Soak:
             each.kill()
 
     def tell(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the row, and what was not so."""
+        """Return the row, and what is wrong."""
         self.stop()
         # In a process of its own, with the same grace period.
         proved = subprocess.run(

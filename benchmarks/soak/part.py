@@ -22,7 +22,7 @@ import torch  # noqa: E402 -- after the grace period, which the modules below co
 
 from patchstore import Publisher, Replica, Store, open_store  # noqa: E402
 from patchstore.compact.service import Compactor  # noqa: E402
-from patchstore.errors import PatchstoreError, VersionNotFound  # noqa: E402
+from patchstore.errors import PatchstoreError  # noqa: E402
 from patchstore.format import hashing, history  # noqa: E402
 from patchstore.publish import uploads  # noqa: E402
 from patchstore.retention import Retention, collect, retire  # noqa: E402
@@ -144,11 +144,7 @@ def keep(job: dict[str, Any]) -> None:
         collect(store, dry_run=False)
 
     while True:
-        try:
-            patiently(once, failures)
-        except VersionNotFound:
-            # No run yet.
-            continue
+        patiently(once, failures)
         time.sleep(2)
 
 
