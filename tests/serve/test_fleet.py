@@ -357,4 +357,9 @@ def test_a_reader_that_goes_away_ends_the_fleet_well(store, stubs):
     events = Fleet(desired, begin, urls(stubs)).run(threading.Event())
     next(events)
     events.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("follow-")]
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("follow-")]
+    # No server is in its hands any more. What asks the store ends behind its present request.
+    assert {thread.name for thread in left} <= {"follow-store"}
+    for thread in left:
+        thread.join(60)
+        assert not thread.is_alive()
