@@ -62,6 +62,7 @@ class DeltaWeightTransferEngine(RankEngine):
         """A store that `open_ahead` began to open."""
         self.is_open = False
         """Whether the updater's store can be used."""
+        self._checkpoint = checkpoint_folder(vllm_config)
         self._is_as_started = True
         """Whether nothing was loaded since the start, so that the folder still says what is served."""
         self._sleep_level: int | None = None
@@ -166,7 +167,7 @@ class DeltaWeightTransferEngine(RankEngine):
         return opening.adopt()
 
     def _begin(self, given: Mapping[str, Any]) -> Opening:
-        folder = checkpoint_folder(self.vllm_config) if self._is_as_started else None
+        folder = self._checkpoint if self._is_as_started else None
         return Opening(given, self._together, self._models_live, folder, self.required)
 
     def _models_live(self) -> LiveWeights:

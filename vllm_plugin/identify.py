@@ -232,7 +232,7 @@ def read_folder(folder: Path, schema: Schema) -> dict[str, torch.Tensor]:
     """
     wanted = schema.by_name()
     found: dict[str, torch.Tensor] = {}
-    for path in _files(folder):
+    for path in checkpoint_files(folder):
         if path.stat().st_size == 0:
             continue
         with path.open("rb") as file:
@@ -243,11 +243,18 @@ def read_folder(folder: Path, schema: Schema) -> dict[str, torch.Tensor]:
     return found
 
 
-def _files(folder: Path) -> list[Path]:
-    """The files that make up the checkpoint; folders may hold further copies in other layouts."""
+def checkpoint_files(folder: Path) -> list[Path]:
+    """Return the files that make up a checkpoint; folders may hold further copies in other layouts.
+
+    Raises:
+        CorruptObject: its index is none.
+    """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise CorruptObject(f"{index}: it should have a weight_map of names to files: {exc!r}") from exc
         return [folder / name for name in sorted(names)]
     single = folder / "model.safetensors"
     return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))

@@ -15,12 +15,12 @@ import torch
 from huggingface_hub import snapshot_download
 from vllm.config import VllmConfig
 
-from patchstore.errors import UsageError
+from patchstore.errors import CorruptObject, UsageError
 from patchstore.read.host_cache import MAX_BYTES, HostCache
 from patchstore.signing.required import RequiredKeys
 from patchstore.stores import open_store
 from vllm_plugin.arguments import keywords
-from vllm_plugin.identify import Contents, read_folder
+from vllm_plugin.identify import Contents, checkpoint_files, read_folder
 from vllm_plugin.mapping import RankSlices, SliceSums
 from vllm_plugin.permission import KEYS, check_scratch, check_store, unquoted
 from vllm_plugin.ranks import Failure, RanksFailed
@@ -203,23 +203,29 @@ class Opening:
 
 
 def checkpoint_folder(config: VllmConfig) -> Path | None:
-    """Return the folder of this host that vLLM loaded the weights from; None if there is none."""
+    """Return the folder of this host that vLLM has just loaded the weights from; None if there is none.
+
+    Of a model of the Hub it is the snapshot of one commit. Later its branch may name another one.
+    """
     if config.load_config.load_format not in {"auto", "hf", "safetensors"}:
         return None
     model = config.model_config.model
     if (folder := Path(model)).is_dir():
         return folder
     try:
-        # What vLLM downloaded from the Hub. Nothing is asked of the network.
-        found = snapshot_download(
-            model,
-            revision=config.model_config.revision,
-            cache_dir=config.load_config.download_dir,
-            local_files_only=True,
+        # Nothing is asked of the network.
+        folder = Path(
+            snapshot_download(
+                model,
+                revision=config.model_config.revision,
+                cache_dir=config.load_config.download_dir,
+                local_files_only=True,
+            )
         )
-    except (OSError, ValueError):
+        is_complete = all(each.is_file() for each in checkpoint_files(folder))
+    except (OSError, ValueError, CorruptObject):
         return None
-    return Path(found)
+    return folder if is_complete else None
 
 
 def _check_same_keys(required: Sequence[list[str] | None]) -> None:

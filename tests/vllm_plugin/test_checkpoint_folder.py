@@ -26,7 +26,7 @@ def downloaded(tmp_path) -> Path:
     """A cache of the Hub's client, with a snapshot of `org/model`."""
     folder = tmp_path / "models--org--model"
     (folder / "snapshots" / COMMIT).mkdir(parents=True)
-    (folder / "snapshots" / COMMIT / "config.json").write_text("{}")
+    (folder / "snapshots" / COMMIT / "model.safetensors").touch()
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(COMMIT)
     return tmp_path
@@ -44,6 +44,14 @@ def test_what_was_downloaded_from_the_hub_is_found(downloaded):
 @pytest.mark.parametrize("model", ["org/other", "no folder/and no/name", "s3://bucket/model"])
 def test_what_is_not_on_this_host_is_nowhere(downloaded, model):
     assert checkpoint_folder(config(model, download_dir=downloaded)) is None
+
+
+@pytest.mark.parametrize("index", ['{"weight_map": {"a": "model-1.safetensors"}}', "{}", "[", "[]"])
+def test_what_was_downloaded_in_part_is_not_used(downloaded, index):
+    (downloaded / "models--org--model" / "snapshots" / COMMIT / "model.safetensors.index.json").write_text(
+        index
+    )
+    assert checkpoint_folder(config("org/model", download_dir=downloaded)) is None
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "runai_streamer", "tensorizer"])

@@ -80,10 +80,7 @@ def _engine(tmp_path, monkeypatch, trainer) -> DeltaWeightTransferEngine:
     engine.is_open, engine.update_open, engine._sleep_level, engine._is_as_started = True, False, None, True
     engine._opening = engine.last_error = engine.switch = engine.required = None
     engine.floor = Floor()
-    engine.vllm_config = SimpleNamespace(
-        load_config=SimpleNamespace(load_format="auto", download_dir=tmp_path),
-        model_config=SimpleNamespace(model=str(tmp_path / "no checkpoint"), revision=None),
-    )
+    engine._checkpoint = None
     engine._serving = SimpleNamespace(
         models=lambda worker: [model],
         check_layout=lambda models: None,
