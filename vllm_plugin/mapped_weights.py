@@ -5,6 +5,8 @@ Nothing here writes to them; `weights` does.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -24,12 +26,23 @@ from vllm_plugin.regions import Region, View, locate, pieces, positions
 from vllm_plugin.runtime_bits import PIECE, UNMATCHED, flat, is_widened, narrowed, widened
 from vllm_plugin.tiles import Box, are_cut, boxes, numbers
 from vllm_plugin.trace import Trace, trace, untraced
+from vllm_plugin.transfers import BLOCK_BYTES, Lane, Transfers
 
 Load = Callable[[torch.nn.Module, Iterator[tuple[str, torch.Tensor]]], object]
 """Calls a model's loader, in the surroundings that loaders expect; may return a set of weights left alone."""
 
 NUM_SAMPLES = 64
 """Elements of each tensor that are compared with the checkpoint when a map is new."""
+
+
+class Piece(NamedTuple):
+    """A part of a checkpoint's tensor, and where it is served."""
+
+    spec: TensorSpec
+    given: torch.Tensor
+    """Integers, of the checkpoint."""
+    held: torch.Tensor
+    """Integers of the same shape, perhaps wider: live."""
 
 
 class MappedWeights:
@@ -70,6 +83,7 @@ class MappedWeights:
         self._places: dict[str, tuple[object, ...]] = {}
         self._slots: list[tuple[Mapping[str, torch.Tensor | None], str, int]] = []
         self.device = next(iter(models[0].parameters())).device
+        self._transfers = Transfers(self.device)
         self.staging_bytes = 0
         """Of the device's memory, that staging took last at its peak, with what is staged; 0 on the CPU."""
 
@@ -220,22 +234,35 @@ class MappedWeights:
             total = total.plus(found)
         return total
 
-    def serves(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether what this rank holds of a copied name is what a checkpoint tensor has there."""
-        spec, source = self.map.schema.by_name()[name], bits(tensor)
-        for index, region in self.map.regions.get(name, ()):
-            flat = self._flat(index)
-            for part in pieces(region, PIECE):
-                held = flat.as_strided(part.target.shape, part.target.strides, part.target.offset)
-                wanted = source.as_strided(part.source.shape, part.source.strides, part.source.offset)
-                if not torch.equal(held, widened(wanted.to(self.device), spec, flat)):
-                    return False
-        return True
+    def serves(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether what this rank holds of copied names is what checkpoint tensors have there."""
+        differs = False
+
+        def one(piece: Piece, lane: Lane) -> None:
+            nonlocal differs
+            if not differs:
+                given = widened(lane.to_device(piece.given), piece.spec, piece.held)
+                differs = not torch.equal(piece.held, given)
+
+        self._transfers.run(partial(one, piece) for piece in self._pieces(tensors))
+        return not differs
 
     def serves_all(self, loaded: Mapping[str, torch.Tensor]) -> bool:
-        """Whether `serves` is true of every copied name, each of which these tensors have."""
-        names = sorted(name for name, found in self.map.regions.items() if found)
-        return loaded.keys() >= set(names) and all(self.serves(name, loaded[name]) for name in names)
+        """Whether every copied name is among these tensors, and all are served."""
+        names = {name for name, found in self.map.regions.items() if found}
+        return loaded.keys() >= names and self.serves({name: loaded[name] for name in names})
+
+    def _pieces(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
+        """Cut what this rank holds of copied names, so that each piece can be copied at once."""
+        specs = self.map.schema.by_name()
+        for name in sorted(tensors):
+            source = bits(tensors[name])
+            for index, region in self.map.regions.get(name, ()):
+                flat = self._flat(index)
+                for part in pieces(region, BLOCK_BYTES // source.element_size()):
+                    given = source.as_strided(part.source.shape, part.source.strides, part.source.offset)
+                    held = flat.as_strided(part.target.shape, part.target.strides, part.target.offset)
+                    yield Piece(specs[name], given, held)
 
     def misplaced(self, loaded: Mapping[str, torch.Tensor]) -> list[str]:
         """Names of which sampled elements are not where the map says.

@@ -55,16 +55,17 @@ def check_kernels(models: Sequence[torch.nn.Module]) -> None:
         UsageError: with the layer, the kernel, and what avoids it.
     """
     for name, module, method in methods(models):
-        kernel = _kernel(module, method)
+        kernels = _kernels(module, method)
         backend = getattr(getattr(method, "fp8_backend", None), "name", "")
-        if getattr(kernel, "use_deep_gemm_e8m0", "DEEPGEMM" in backend and _is_rounding()):
+        rounds = any(getattr(each, "use_deep_gemm_e8m0", False) for each in kernels)
+        if rounds or ("DEEPGEMM" in backend and _is_rounding()):
             raise UsageError(_ROUNDED.format(f"of {name!r} "))
-        called = backend or type(kernel).__name__
-        if any(each in called for each in _PACKING):
-            raise UsageError(
-                f"vLLM packs the weights of {name!r} for {called}, so versions cannot be written to them: "
-                f"{ADVICE}; or serve bf16 on this device"
-            )
+        for called in [backend] if backend else [type(each).__name__ for each in kernels]:
+            if any(each in called for each in _PACKING):
+                raise UsageError(
+                    f"vLLM packs the weights of {name!r} for {called}, so versions cannot be written to "
+                    f"them: {ADVICE}; or serve bf16 on this device"
+                )
 
 
 def load(model: torch.nn.Module, loader: Callable[[], object]) -> None:
@@ -138,7 +139,7 @@ class Objects:
     def __init__(self, model: torch.nn.Module) -> None:
         self._held: list[tuple[Any, dict[str, Any]]] = []
         for _, layer, method in methods([model]):
-            for each in (layer, method, getattr(layer, "scheme", None), _kernel(layer, method)):
+            for each in (layer, method, getattr(layer, "scheme", None), *_kernels(layer, method)):
                 if hasattr(each, "__dict__"):
                     self._held.append((each, dict(vars(each))))
 
@@ -148,11 +149,15 @@ class Objects:
             vars(each).update(values)
 
 
-def _kernel(layer: torch.nn.Module, method: object) -> object:
-    """What multiplies by a layer's weights, wherever vLLM keeps it."""
+def _kernels(layer: torch.nn.Module, method: object) -> list[object]:
+    """What multiplies by a layer's weights, wherever vLLM keeps it.
+
+    One for small batches and one for large ones may share the weights: FlashInfer's and DeepGEMM's do.
+    """
     holders = (method, getattr(layer, "scheme", None))
-    found = (getattr(each, "fp8_linear", None) for each in holders)
-    return next((each for each in found if each is not None), None)
+    found = [getattr(each, "fp8_linear", None) for each in holders]
+    found += [getattr(each, part, None) for each in found for part in ("base", "fallback")]
+    return [each for each in found if each is not None]
 
 
 def _is_rounding() -> bool:

@@ -96,7 +96,7 @@ class RankWeights:
         mapped, found = self._map, contents.tensors
         mirror = {name: found[name] for name in mapped.computed}
         cut = {name: found[name] for name in self.live.cut}
-        same = all(self.live.serves(name, found[name]) for name in sorted(mapped.partial))
+        same = self.live.serves({name: found[name] for name in mapped.partial})
         if mirror and same:
             written = {index for _, indices in mapped.groups for index in indices}
             saved = self.live.save(written)
@@ -305,8 +305,7 @@ class RankWeights:
             rest = {name: each for name, each in self._named(staged.anchor).items() if name not in computed}
             self.live.load(rest | computed)
         else:
-            for name in sorted(staged.anchor.keys() - staged.computed.keys()):
-                self.live.write(name, staged.anchor[name])
+            self.live.write({n: each for n, each in staged.anchor.items() if n not in staged.computed})
             if computed:
                 self.live.load(computed)
         self.live.scatter(staged.change)
@@ -330,7 +329,7 @@ class RankWeights:
                 f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}"
             )
         for name, tensor in staged.partial.items():
-            if not self.live.serves(name, tensor):
+            if not self.live.serves({name: tensor}):
                 raise StateMismatch(f"what is served of {name!r} is not version {staged.manifest.version}'s")
 
     def undo(self, staged: Staged) -> None:

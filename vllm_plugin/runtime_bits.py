@@ -11,8 +11,8 @@ from patchstore.tensors.state_digest import Sums
 from vllm_plugin.resolve import Runtime
 
 PIECE = 1 << 23
-"""Elements that are copied or digested at a time. Bounds what a device needs beside the weights: about 0.5 GB
-to digest (int64 temporaries), and 32 MB to load an anchor."""
+"""Elements that are digested at a time. Bounds what a device needs beside the weights: about 0.5 GB, as
+temporaries are int64."""
 
 
 def flat(runtime: Runtime) -> torch.Tensor:

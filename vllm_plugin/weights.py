@@ -5,6 +5,7 @@ Addresses never change: captured CUDA graphs read from them. Bits are moved, nev
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -14,12 +15,13 @@ from patchstore.read.deltas import Deltas
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TensorPatch, bits
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.mapped_weights import MappedWeights
+from vllm_plugin.mapped_weights import MappedWeights, Piece
 from vllm_plugin.mapping import StagedSums
-from vllm_plugin.regions import locate, pieces
-from vllm_plugin.runtime_bits import PIECE, UNMATCHED, is_widened, narrowed, widened
+from vllm_plugin.regions import locate
+from vllm_plugin.runtime_bits import UNMATCHED, is_widened, narrowed, widened
 from vllm_plugin.staged_write import Scatter, StagedWrite
 from vllm_plugin.trace import same_parameters
+from vllm_plugin.transfers import BLOCK_BYTES, Lane
 
 
 class LiveWeights(MappedWeights):
@@ -116,19 +118,20 @@ class LiveWeights(MappedWeights):
             for each in change.scatters.values():
                 each.new, each.old = each.old, each.new
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write what this rank holds of a copied name, in full.
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write what this rank holds of copied names, in full.
 
         Args:
-            tensor: the checkpoint's, contiguous, on the CPU.
+            tensors: the checkpoint's, by name, contiguous, on the CPU.
         """
-        spec, source = self.map.schema.by_name()[name], bits(tensor)
-        for index, region in self.map.regions.get(name, ()):
-            flat = self._flat(index)
-            for part in pieces(region, PIECE):
-                new = source.as_strided(part.source.shape, part.source.strides, part.source.offset)
-                target = flat.as_strided(part.target.shape, part.target.strides, part.target.offset)
-                target.copy_(widened(new.to(self.device), spec, flat))
+
+        def one(piece: Piece, lane: Lane) -> None:
+            if piece.given.element_size() == piece.held.element_size():
+                lane.write(piece.given, piece.held)
+            else:
+                piece.held.copy_(widened(lane.to_device(piece.given), piece.spec, piece.held))
+
+        self._transfers.run(partial(one, piece) for piece in self._pieces(tensors))
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -185,7 +188,13 @@ class LiveWeights(MappedWeights):
 
     def save(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
         """Copy runtimes to the CPU."""
-        return {index: self._flat(index).to("cpu", copy=True) for index in indices}
+        saved = {index: torch.empty_like(self._flat(index), device="cpu") for index in indices}
+
+        def one(held: torch.Tensor, data: torch.Tensor, lane: Lane) -> None:
+            lane.read(held, data)
+
+        self._transfers.run(partial(one, held, data) for _, held, data in self._saved_parts(saved))
+        return saved
 
     def restore(self, saved: Mapping[int, torch.Tensor]) -> None:
         """Put back what `save` returned, and check that it is there.
@@ -193,11 +202,25 @@ class LiveWeights(MappedWeights):
         Raises:
             LoadFailed: the device did not keep it.
         """
-        for index, data in saved.items():
-            flat = self._flat(index)
-            flat.copy_(data)
-            if not torch.equal(flat.cpu(), data):
+
+        def put(held: torch.Tensor, data: torch.Tensor, lane: Lane) -> None:
+            lane.write(data, held)
+
+        def check(index: int, held: torch.Tensor, data: torch.Tensor, lane: Lane) -> None:
+            if not torch.equal(held, lane.to_device(data)):
                 raise LoadFailed(f"{self.map.runtimes[index].names[0]!r} did not keep what was written to it")
+
+        self._transfers.run(partial(put, held, data) for _, held, data in self._saved_parts(saved))
+        self._transfers.run(partial(check, *each) for each in self._saved_parts(saved))
+
+    def _saved_parts(
+        self, saved: Mapping[int, torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield runtimes in parts: the index, what is served, and what was saved of it."""
+        for index, data in saved.items():
+            step = BLOCK_BYTES // data.element_size()
+            for held, part in zip(torch.split(self._flat(index), step), torch.split(data, step), strict=True):
+                yield index, held, part
 
 
 def _index(target: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

@@ -167,8 +167,7 @@ def test_codes_and_scales_are_written_where_they_are_served(after, monkeypatch):
 
     assert live.misplaced(old) == []
     assert set(live.misplaced(new)) == new.keys()
-    for name, tensor in new.items():
-        live.write(name, tensor)
+    live.write(new)
     assert model.layer.quant_method.kernel is kernel
     assert {n: p.data_ptr() for n, p in model.named_parameters()} == addresses
     for name, tensor in expected.named_parameters():
@@ -255,6 +254,10 @@ class MarlinFP8ScaledMMLinearKernel:
 KERNELS = {
     "marlin": ({"fp8_linear": MarlinFP8ScaledMMLinearKernel()}, "packs the weights of 'layer' for Marlin"),
     "rounds": ({"fp8_linear": SimpleNamespace(use_deep_gemm_e8m0=True)}, "VLLM_USE_DEEP_GEMM_E8M0=0"),
+    "rounds-large-batches": (
+        {"fp8_linear": SimpleNamespace(fallback=SimpleNamespace(use_deep_gemm_e8m0=True))},
+        "VLLM_USE_DEEP_GEMM_E8M0=0",
+    ),
     "experts": ({"fp8_backend": SimpleNamespace(name="CPU_W8A8")}, "for CPU_W8A8, .*--moe-backend triton"),
 }
 

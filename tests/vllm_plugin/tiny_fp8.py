@@ -41,7 +41,7 @@ SIZES = {
 LATENT = {
     "num_key_value_heads": 4,
     "head_dim": 64,
-    "kv_lora_rank": 128,
+    "kv_lora_rank": 512,
     "q_lora_rank": 128,
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 128,
@@ -55,7 +55,8 @@ LATENT = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
-"""Latent attention, whose parts of one projection vLLM keeps beside it, as numbers."""
+"""Latent attention, whose parts of one projection vLLM keeps beside it, as numbers. GPUs take only the real
+`kv_lora_rank` and `qk_rope_head_dim`."""
 
 
 def build(kind: str = "dense") -> PreTrainedModel:

@@ -1,0 +1,94 @@
+"""Copies between host memory and a device arrive whole, whatever goes wrong beside them."""
+
+from functools import partial
+from itertools import count
+
+import pytest
+import torch
+
+from tests.support.interpreted import DEVICE
+from vllm_plugin.transfers import BLOCK_BYTES, Lane, Transfers
+
+pytestmark = pytest.mark.vllm
+
+MANY = 40
+"""Jobs: more than threads have buffers."""
+
+
+def numbers(num: int, dtype: torch.dtype = torch.int16) -> torch.Tensor:
+    return torch.randint(-100, 100, (num,), dtype=dtype)
+
+
+def test_what_is_written_can_be_read_again() -> None:
+    step = BLOCK_BYTES // 2
+    given = numbers(step * 6 + 77)
+    held = torch.zeros_like(given, device=DEVICE)
+    back = torch.zeros_like(given)
+    transfers = Transfers(DEVICE)
+
+    def write(part: torch.Tensor, target: torch.Tensor, lane: Lane) -> None:
+        lane.write(part, target)
+
+    def read(part: torch.Tensor, target: torch.Tensor, lane: Lane) -> None:
+        lane.read(part, target)
+
+    def compare(part: torch.Tensor, target: torch.Tensor, lane: Lane) -> None:
+        assert torch.equal(lane.to_device(part), target)
+
+    def each(first: torch.Tensor, second: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(zip(torch.split(first, step), torch.split(second, step), strict=True))
+
+    transfers.run(partial(write, *both) for both in each(given, held))
+    assert torch.equal(held.cpu(), given)
+    transfers.run(partial(read, *both) for both in each(held, back))
+    assert torch.equal(back, given)
+    transfers.run(partial(compare, *both) for both in each(given, held))
+
+
+def test_parts_may_be_strided_on_both_sides() -> None:
+    given = numbers(64 * 48, torch.int32).view(64, 48)
+    held = torch.zeros(96, 64, dtype=torch.int32, device=DEVICE)
+    target = held[::2].t()
+
+    def write(row: int, lane: Lane) -> None:
+        lane.write(given[row : row + 3], target[row : row + 3])
+
+    Transfers(DEVICE).run(partial(write, row) for row in range(0, 64, 3))
+
+    assert torch.equal(target.cpu(), given)
+    assert not held[1::2].any()
+
+
+def test_writes_wait_for_what_the_device_was_told_before() -> None:
+    given = numbers(1000)
+    held = torch.zeros(1000, dtype=torch.int16, device=DEVICE)
+    if DEVICE.type == "cuda":
+        torch.cuda._sleep(50_000_000)
+    held.fill_(7)
+
+    Transfers(DEVICE).run([lambda lane: lane.write(given, held)])
+
+    assert torch.equal(held.cpu(), given)
+
+
+def test_a_job_that_fails_ends_the_others_and_says_why() -> None:
+    begun = count()
+
+    def job(number: int, lane: Lane) -> None:
+        next(begun)
+        if number == 5:
+            raise ValueError("the fifth")
+        lane.to_device(numbers(BLOCK_BYTES // 2))
+
+    transfers = Transfers(DEVICE)
+    with pytest.raises(ValueError, match="the fifth"):
+        transfers.run(partial(job, number) for number in range(1000))
+    assert next(begun) < 1000
+
+    # Nothing of it is left for the next time.
+    held = torch.zeros(MANY, dtype=torch.int16, device=DEVICE)
+    given = numbers(MANY)
+    transfers.run(
+        [partial(lambda at, lane: lane.write(given[at], held[at]), slice(k, k + 1)) for k in range(MANY)]
+    )
+    assert torch.equal(held.cpu(), given)
