@@ -33,6 +33,24 @@ _STEP = tl.constexpr(MAX_GAP + 1)
 _WORD = tl.constexpr(WORD)
 
 
+@triton.jit
+def keep(
+    tile, words, new, old, places, new_words, old_words, offsets, counts, cursor, capacity
+):  # fmt: skip
+    """Add the words of a tile that changed to what was found, if there is room; see `Found`."""
+    changed = new != old
+    count = tl.sum(changed.to(tl.int32))
+    if count > 0:
+        offset = tl.atomic_add(cursor, count.to(tl.int64), sem="relaxed")
+        if offset + count <= capacity:
+            place = tl.cumsum(changed.to(tl.int32)) - changed.to(tl.int32)
+            tl.store(places + offset + place, words.to(tl.uint16), mask=changed)
+            tl.store(new_words + offset + place, new, mask=changed)
+            tl.store(old_words + offset + place, old, mask=changed)
+            tl.store(offsets + tile, offset)
+            tl.store(counts + tile, count)
+
+
 @triton.jit(do_not_specialize=["first_tile", "capacity"])
 def _compare(
     tensors,
@@ -86,17 +104,10 @@ def _compare(
                 new |= byte.to(tl.int64) << (8 * k)
             # The snapshot is padded with zeros up to whole words.
             old = tl.load(held + words, mask=words * _WORD < left, other=0)
-        changed = new != old
-        count = tl.sum(changed.to(tl.int32))
-        if count > 0:
-            offset = tl.atomic_add(cursor, count.to(tl.int64), sem="relaxed")
-            if offset + count <= capacity:
-                place = tl.cumsum(changed.to(tl.int32)) - changed.to(tl.int32)
-                tl.store(places + offset + place, words.to(tl.uint16), mask=changed)
-                tl.store(new_words + offset + place, new, mask=changed)
-                tl.store(old_words + offset + place, old, mask=changed)
-                tl.store(offsets + tile, offset)
-                tl.store(counts + tile, count)
+        keep(
+            tile, words, new, old,
+            places, new_words, old_words, offsets, counts, cursor, capacity,
+        )  # fmt: skip
 
 
 @triton.jit

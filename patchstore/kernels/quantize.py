@@ -11,7 +11,7 @@ _SMALLEST = tl.constexpr(SMALLEST_MAXIMUM)
 
 
 @triton.jit
-def _e4m3(scaled):
+def e4m3(scaled):
     """Round float32 to the nearest code, ties to even, in whole numbers: not every GPU converts to E4M3."""
     bits = scaled.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
@@ -46,7 +46,7 @@ def _quantize(
     factor = tl.where(usable, tl.div_rn(1.0, tl.where(usable, most, 1.0)) * _LARGEST, 1.0)
     scale = tl.where(strange != 0, float("nan"), tl.div_rn(1.0, factor))
     tl.store(scales + tl.program_id(0), scale)
-    tl.store(codes + at, _e4m3(given * factor), mask=inside)
+    tl.store(codes + at, e4m3(given * factor), mask=inside)
 
 
 def quantize(weights: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,9 +8,11 @@ from patchstore.errors import SchemaMismatch
 from patchstore.format.records import Part, TensorSpec
 from patchstore.publish.options import check_range
 from patchstore.publish.snapshot.memory import Stream, Tensors
+from patchstore.publish.snapshot.rounded import Given as Unrounded
+from patchstore.publish.snapshot.rounded import Measure, Rounded
 from patchstore.publish.sources import Given, Quantized, Source, Weights
 from patchstore.publish.sources.cuts import Exchange
-from patchstore.quantization import Quantization
+from patchstore.quantization import Form, Quantization
 from patchstore.tensors.bits import TORCH_DTYPES, spec_of
 
 
@@ -125,7 +127,7 @@ class Offered:
         dtypes = {spec.name: TORCH_DTYPES[spec.dtype] for spec in specs}
         found = self._tensors(given)
         if isinstance(found, Stream):
-            return Stream(found.devices, lambda: _in_range(found.read(), dtypes))
+            return found._replace(read=lambda: _in_range(found.read(), dtypes))
         for name, tensor in found.items():
             check_range(name, tensor, dtypes[name])
         return found
@@ -165,7 +167,35 @@ class Offered:
             assert given is not None
             return self._joined(iter(given.tensors.items()))
 
-        return Stream(devices, read)
+        weights = self._weights
+        if not isinstance(weights, Quantized) or not weights.has_matrices or self._whole:
+            return Stream(devices, read)
+        return Stream(devices, read, _Roundable(self, weights))
+
+    def matrices(self, weights: Quantized, measure: Measure) -> Unrounded:
+        """Begin a pass of a source in FP8, in which weights are not rounded; see `Roundable.read`."""
+        missing = dict.fromkeys(self._keys)
+
+        def own(key: str | None) -> str | None:
+            if key is None:
+                return None
+            del missing[key]
+            return self._keys[key]
+
+        rounded: list[Rounded] = []
+
+        def measured(found: Sequence[Rounded]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+            rounded.extend(each._replace(codes=own(each.codes), scales=own(each.scales)) for each in found)
+            return measure(rounded)
+
+        given = weights.matrices(measured)
+        for key, tensor in given.plain.items():
+            if not self._is_served(key, tensor):
+                self._check(key, tensor)
+        plain = {name: tensor for key, tensor in given.plain.items() if (name := own(key)) is not None}
+        for key in missing:
+            self._check(key, None)
+        return Unrounded(plain, rounded)
 
     def _checked(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what a stream yields, if this is what it yielded at first."""
@@ -231,6 +261,24 @@ class Offered:
         if tensor is not None:
             now = spec_of(name, torch.empty(tensor.shape, dtype=self._served_dtype(tensor), device="meta"))
         raise SchemaMismatch(f"tensor {name!r} was {was}, but is {now} now")
+
+
+class _Roundable:
+    """See `snapshot.rounded.Roundable`."""
+
+    def __init__(self, offered: Offered, weights: Quantized) -> None:
+        self._offered, self._weights = offered, weights
+
+    @property
+    def form(self) -> Form:
+        return self._weights.form
+
+    @property
+    def dtypes(self) -> Collection[tuple[torch.dtype, torch.dtype]]:
+        return self._weights.dtypes
+
+    def read(self, measure: Measure) -> Unrounded:
+        return self._offered.matrices(self._weights, measure)
 
 
 def _in_range(

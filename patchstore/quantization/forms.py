@@ -80,16 +80,23 @@ class Form:
             given = weights[first : first + rows].float()
             at = slice(first // step, -(-(first + len(given)) // step))
             most = self.maxima(given) if maxima is None else maxima[at]
-            if self.block is None:
-                scales[at] = scale = _row_scales(most)
-                # The reference adds a zero point of 0, which makes -0.0 to 0.0.
-                scaled = given / scale + 0.0
-            else:
-                factors = block_factors(most)
-                scales[at] = torch.where(most.isfinite(), factors.reciprocal(), most)
-                scaled = _spread(given, factors, self.block)
+            operands, scales[at] = self.operands(most)
+            # To a row the reference adds a zero point of 0, which makes -0.0 to 0.0.
+            scaled = _spread(given, operands, self.block) if self.block else given / operands + 0.0
             codes[first : first + rows] = scaled.clamp(-LARGEST, LARGEST).to(E4M3)
         return codes, scales
+
+    def operands(self, maxima: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what weights are multiplied by (blocks) or divided by (rows), and the scales.
+
+        Args:
+            maxima: float32, of blocks or rows, in any shape, which both results have.
+        """
+        if self.block is None:
+            scales = _row_scales(maxima)
+            return scales, scales
+        factors = block_factors(maxima)
+        return factors, torch.where(maxima.isfinite(), factors.reciprocal(), maxima)
 
     def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return how many rows and columns of a matrix share a scale."""
@@ -166,7 +173,8 @@ def block_factors(maxima: torch.Tensor) -> torch.Tensor:
 
 
 def _row_scales(maxima: torch.Tensor) -> torch.Tensor:
-    scales = maxima / LARGEST
+    # By a tensor: a GPU multiplies by 1 / 448 otherwise, which rounds twice.
+    scales = maxima / maxima.new_full((), LARGEST)
     return torch.where(scales == 0, torch.finfo(torch.float32).eps, scales)
 
 

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 compare = kernels("patchstore.kernels.compare")
 index_encode = kernels("patchstore.kernels.index_encode")
+rounded = kernels("patchstore.kernels.rounded")
 kernels("patchstore.publish.encode_gpu")
 
 QUICK = "auto" if DEVICE.type == "cuda" else "gap"
@@ -336,7 +337,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> snapshot.Place:
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Publish with kernels also where there is no GPU, and in many small parts."""
     monkeypatch.setattr(
-        snapshot, "kernels_for", lambda devices: Kernels(compare=compare, encode=index_encode)
+        snapshot,
+        "kernels_for",
+        lambda devices: Kernels(compare=compare, encode=index_encode, rounded=rounded),
     )
     monkeypatch.setattr(compare, "BLOCK", 1024)
     monkeypatch.setattr(index_encode, "BLOCK", 1024)

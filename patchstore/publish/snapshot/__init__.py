@@ -74,6 +74,6 @@ def kernels_for(devices: set[torch.device]) -> Kernels | None:
         return None
     if not are_usable(next(iter(devices))):
         return None
-    from patchstore.kernels import compare, index_encode
+    from patchstore.kernels import compare, index_encode, rounded
 
-    return Kernels(compare=compare, encode=index_encode)
+    return Kernels(compare=compare, encode=index_encode, rounded=rounded)

@@ -7,6 +7,7 @@ while it is compared.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from patchstore.publish.snapshot.memory import (
     views,
 )
 from patchstore.publish.snapshot.plain import write_patches
+from patchstore.publish.snapshot.rounded import Begun, Rounder
 from patchstore.publish.snapshot.streamed import in_groups, make_room, runs
 from patchstore.tensors import parts as part_sums
 from patchstore.tensors import state_digest
@@ -51,6 +53,8 @@ class Kernels(NamedTuple):
     """`kernels.compare`"""
     encode: ModuleType
     """`kernels.index_encode`"""
+    rounded: ModuleType
+    """`kernels.rounded`"""
 
 
 def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
@@ -122,6 +126,11 @@ class DeviceSnapshot:
                 self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             self._least_room = num_bytes // kernels.compare.WORD // FIRST_ROOM
             self._found = kernels.compare.Found(self._tiles, self._least_room)
+        self._rounder: Rounder | None = None
+        """Of a run in FP8; None if the snapshot is in a file, where codes are made and then compared."""
+        if isinstance(current, Stream) and current.rounded is not None and not self.is_file:
+            numbers = {spec.name: number for number, spec in enumerate(self._specs)}
+            self._rounder = Rounder(kernels.rounded, current.rounded.form, self._found, numbers)
         self._num_words = 0
         """What the last comparison found."""
         self.tensors = views(self._memory, self._specs, self._tiles.first_bytes[:-1])
@@ -139,6 +148,9 @@ class DeviceSnapshot:
         with self.here():
             DeviceChanges(self, [0] * len(self._tiles.by_width())).block(gaps=False)
         self.apply(found)
+        if self._rounder is not None and isinstance(current, Stream) and current.rounded is not None:
+            with self.here():
+                self._rounder.warm_up(current.rounded, self._memory.data_ptr())
 
     def _entry_order(self, gaps: bool) -> tuple[list[tuple[int, TensorSpec]], Any]:
         """Return a payload's entries in the order of `tensor_file.aligned`, and the kernels' table of it."""
@@ -172,9 +184,13 @@ class DeviceSnapshot:
             # The buffer of one step that changed everything must not stay for ever.
             if found.capacity > 4 * max(self._num_words, self._least_room, 1):
                 found.resize(max(self._num_words + self._num_words // 4, self._least_room))
+            find = partial(self._find, current)
+            if self._rounder is not None and isinstance(current, Stream) and current.rounded is not None:
+                # Once: other processes may wait for this one there.
+                find = partial(self._find_rounded, self._rounder, self._rounder.begin(current.rounded))
             while True:
                 found.clear()
-                self._find(current)
+                find()
                 # Counted also if the buffer was too small: a second question would be a second wait.
                 num_words, *nums = torch.cat([found.cursor, self._kernels.encode.count(found)]).tolist()
                 if num_words <= found.capacity:
@@ -248,40 +264,55 @@ class DeviceSnapshot:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _find(self, current: Tensors) -> None:
-        """Compare all tensors: at once, but for the memory that converted ones take."""
-        if isinstance(current, Stream):
-            for group, size in in_groups(current, self._specs, self.device):
-                # A stream cannot be read again, so there must be room for all that may have changed.
-                make_room(self._found, size // self._kernels.compare.WORD + len(group))
-                addresses = [group[i].data_ptr() if i in group else 0 for i in range(len(self._specs))]
-                for i, end in runs(group):
-                    self._find_among(addresses, range(*(self._tiles.first_tiles[at] for at in (i, end))))
+        """Compare all tensors."""
+        if not isinstance(current, Stream):
+            self._find_given(current)
             return
-        addresses, converted = [], []
-        for spec in self._specs:
-            tensor = current[spec.name]
+        for group, size in in_groups(current, self._specs, self.device):
+            # A stream cannot be read again, so there must be room for all that may have changed.
+            make_room(self._found, size // self._kernels.compare.WORD + len(group))
+            addresses = [group[i].data_ptr() if i in group else 0 for i in range(len(self._specs))]
+            for i, end in runs(group):
+                self._find_among(addresses, range(*(self._tiles.first_tiles[at] for at in (i, end))))
+
+    def _find_rounded(self, rounder: Rounder, begun: Begun) -> None:
+        """Compare codes, and the rest as other tensors."""
+        rounder.compare(begun, self._memory.data_ptr())
+        self._find_given(begun.rest)
+
+    def _find_given(self, current: Mapping[str, torch.Tensor]) -> None:
+        """Compare these tensors: at once, but for the memory that converted ones take."""
+        addresses = [0] * len(self._specs)
+        pending: list[int] = []
+        held: list[torch.Tensor] = []
+        num_bytes = 0
+
+        def find() -> None:
+            nonlocal num_bytes
+            for first, end in runs(pending):
+                self._find_among(addresses, range(*(self._tiles.first_tiles[at] for at in (first, end))))
+            # Freed in the order of the stream, so that the next ones may take their memory.
+            num_bytes = 0
+            pending.clear()
+            held.clear()
+
+        for i, spec in enumerate(self._specs):
+            if (tensor := current.get(spec.name)) is None:
+                continue
             as_is = (
                 tensor.device == self.device
                 and tensor.dtype == TORCH_DTYPES[spec.dtype]
                 and tensor.is_contiguous()
             )
-            converted.append(not as_is)
-            addresses.append(tensor.data_ptr() if as_is else 0)
-            assert addresses[-1] or not as_is or not tensor.numel(), f"{spec.name} has no memory"
-        if not any(converted):
-            self._find_among(addresses, range(self._tiles.num_tiles))
-            return
-        first, num_bytes, held = 0, 0, []
-        for i, spec in enumerate(self._specs):
-            if converted[i]:
-                held.append(served(current[spec.name], spec, self.device))
-                addresses[i] = held[-1].data_ptr()
+            if not as_is:
+                held.append(tensor := served(tensor, spec, self.device))
                 num_bytes += spec.num_bytes
-            if num_bytes >= CONVERTED_BYTES or i + 1 == len(self._specs):
-                tiles = range(self._tiles.first_tiles[first], self._tiles.first_tiles[i + 1])
-                self._find_among(addresses, tiles)
-                # Freed in the order of the stream, so that the next ones may take their memory.
-                first, num_bytes, held = i + 1, 0, []
+            addresses[i] = tensor.data_ptr()
+            assert addresses[i] or not as_is or not tensor.numel(), f"{spec.name} has no memory"
+            pending.append(i)
+            if num_bytes >= CONVERTED_BYTES:
+                find()
+        find()
 
     def _find_among(self, addresses: list[int], tiles: range) -> None:
         """Compare some tiles."""

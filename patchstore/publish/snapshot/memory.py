@@ -13,6 +13,7 @@ import torch
 
 from patchstore.errors import UsageError
 from patchstore.format.records import TensorSpec
+from patchstore.publish.snapshot.rounded import Roundable
 from patchstore.tensors.bits import TORCH_DTYPES
 
 Place = Literal["device", "host"] | os.PathLike[str]
@@ -35,6 +36,8 @@ class Stream(NamedTuple):
     """By name."""
     read: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     """Begins a pass, which yields each tensor once, in any order; it may cost a trainer much."""
+    rounded: Roundable | None = None
+    """Another way to a pass, of what can be rounded while it is compared."""
 
 
 Tensors = Mapping[str, torch.Tensor] | Stream

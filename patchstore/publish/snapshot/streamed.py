@@ -1,6 +1,6 @@
 """Compare the tensors of a stream, which exist one after the other and cannot be read again."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def in_groups(
     yield held, num_bytes
 
 
-def runs(held: Mapping[int, object]) -> list[tuple[int, int]]:
+def runs(held: Iterable[int]) -> list[tuple[int, int]]:
     """Return the first of each run of numbers that follow each other, and one more than its last."""
     found: list[tuple[int, int]] = []
     for number in sorted(held):

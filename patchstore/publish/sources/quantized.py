@@ -1,6 +1,6 @@
 """A source whose linear layers are published in FP8: each tensor is rounded when it is read."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,10 +8,13 @@ import torch
 
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.kernels import are_usable
+from patchstore.publish.snapshot.rounded import Given as Unrounded
+from patchstore.publish.snapshot.rounded import Measure, Rounded
 from patchstore.publish.sources.cuts import Cuts, Exchange, Region, Values, alone
 from patchstore.publish.sources.weights import Given, Place, Weights
 from patchstore.quantization import Form, Quantization
 from patchstore.quantization.forms import E4M3
+from patchstore.quantization.matrix import Matrix
 from patchstore.tensors.bits import spec_of
 
 
@@ -22,6 +25,8 @@ class _Rounded(NamedTuple):
     """Its key, and that of the codes."""
     scales: str
     """Without meaning where the part has no scale of its own."""
+    shape: tuple[int, ...]
+    """Of the weights that this process has."""
     start: tuple[int, ...] = (0, 0)
     region: Region | None = None
     """The blocks of a part; None for a whole tensor."""
@@ -45,12 +50,25 @@ class Quantized:
         """
         self._weights, self._quantization, self._dtype = weights, quantization, dtype
         self.given = weights.given
+        self.dtypes: set[tuple[torch.dtype, torch.dtype]] = set()
+        """Of what is rounded: as it is given, and as it would be served."""
         self._rounded: dict[str, _Rounded | None] = {}
         """By key of the source, as they were at first; None of a tensor that is published as it is."""
         self._tied: dict[str, str] = {}
+        self._published: frozenset[str] = frozenset()
+        """Keys of codes, scales and other tensors."""
         self._wanted: frozenset[str] | None = None
         self._cuts = Cuts(())
         self._exchange: Exchange = alone
+
+    @property
+    def form(self) -> Form:
+        return self._quantization.form
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether `matrices` can take the place of `stream`."""
+        return not self._weights.is_stream
 
     @property
     def ranks(self) -> set[int]:
@@ -79,7 +97,7 @@ class Quantized:
             SchemaMismatch: as `Weights.read`; or no tensor can be stored in FP8, or one is cut within blocks.
         """
         inner = self._weights.read()
-        form = self._quantization.form
+        form = self.form
         tensors, places, devices = dict[str, torch.Tensor](), dict[str, Place](), dict[str, torch.device]()
         of_name: dict[str, bool] = {}
         for key, tensor in inner.tensors.items():
@@ -98,11 +116,12 @@ class Quantized:
                 continue
             scales = form.scale_name(name)
             size: tuple[int, ...] = form.scale_shape(tuple(tensor.shape))
-            rounded = _Rounded(key, scales)
+            rounded = _Rounded(key, scales, tuple(tensor.shape))
+            self.dtypes.add((tensor.dtype, dtype))
             if place is not None:
                 region = Region.of(shape, place.start, tuple(tensor.shape), form.block_of(shape))
                 scales = f"{scales}\t{key.partition(chr(9))[2]}"
-                rounded = _Rounded(key, scales, place.start, region)
+                rounded = rounded._replace(scales=scales, start=place.start, region=region)
                 size = region.owned.rows, region.owned.columns
                 if min(size) > 0:
                     first = region.owned.row, region.owned.column
@@ -134,12 +153,13 @@ class Quantized:
                 for box in rounded.region.cut
             )
         )
+        self._published = frozenset(tensors)
         return Given(tensors, places, self._all_tied(inner.tied, of_name), devices)
 
     def _all_tied(self, tied: dict[str, str], is_rounded: dict[str, bool]) -> dict[str, str]:
         """Return further names of codes and scales."""
         found = dict(tied)
-        form = self._quantization.form
+        form = self.form
         for alias, name in tied.items():
             if is_rounded.get(name):
                 if not alias.endswith("weight"):
@@ -179,12 +199,82 @@ class Quantized:
             # One wait for the device, and not one for each tensor.
             found = torch.stack(flags)
             if not bool(found.all()):
-                name = names[device][int((~found).nonzero()[0])]
-                raise UsageError(
-                    f"{name!r} has numbers that are infinite or NaN, which have no scale in "
-                    f"{self._quantization.form.name}; nothing was published, and once they are finite the "
-                    "next call goes on"
-                )
+                raise self._not_finite(names[device][int((~found).nonzero()[0])])
+
+    def _not_finite(self, name: str) -> UsageError:
+        return UsageError(
+            f"{name!r} has numbers that are infinite or NaN, which have no scale in "
+            f"{self._quantization.form.name}; nothing was published, and once they are finite the next call "
+            "goes on"
+        )
+
+    def matrices(self, measure: Measure) -> Unrounded:
+        """Begin a pass in which weights are not rounded here, in the place of `stream`.
+
+        Args:
+            measure: see `snapshot.rounded.Roundable`.
+
+        Raises:
+            SchemaMismatch: as `Weights.read`, or a weight has another shape than at first.
+            UsageError: a weight is not finite.
+        """
+        plain: dict[str, torch.Tensor] = {}
+        found: list[Rounded] = []
+        regions: list[Region | None] = []
+        names: list[str] = []
+        maxima = torch.zeros(0)
+        views: Sequence[torch.Tensor] = ()
+
+        def local() -> Values:
+            nonlocal maxima, views
+            for key, tensor in self._read_again():
+                rounded, given = self._rounded.get(key), tensor.detach()
+                if rounded is None:
+                    if self._wanted is None or key in self._wanted:
+                        plain[key] = given.to(self._served_dtype(given))
+                    continue
+                wanted = self._published if self._wanted is None else self._wanted
+                codes, scales = (each if each in wanted else None for each in rounded[:2])
+                if codes or scales or (rounded.region is not None and rounded.region.cut):
+                    found.append(self._unrounded(given, rounded)._replace(codes=codes, scales=scales))
+                    regions.append(rounded.region)
+                    names.append(key.partition("\t")[0])
+            maxima, views = measure(found)
+            values = [place.reshape(-1) for place in _cut_places(views, regions)]
+            return torch.cat(values).cpu().numpy() if values else np.zeros(0, dtype=np.float32)
+
+        shared = torch.from_numpy(self._exchange(self._cuts, local).copy())
+        first = 0
+        for place in _cut_places(views, regions):
+            place.copy_(shared[first : first + place.numel()].view(place.shape))
+            first += place.numel()
+        if not bool(maxima.isfinite().all()):
+            strange = next(i for i, view in enumerate(views) if not bool(view.isfinite().all()))
+            raise self._not_finite(names[strange])
+        return Unrounded(plain, found)
+
+    def _unrounded(self, given: torch.Tensor, rounded: _Rounded) -> Rounded:
+        """Describe weights that are to be rounded."""
+        if tuple(given.shape) != rounded.shape:
+            raise SchemaMismatch(
+                f"tensor {rounded.codes.partition(chr(9))[0]!r} had the shape {rounded.shape}, but has "
+                f"{tuple(given.shape)} now"
+            )
+        block, region = self.form.block, rounded.region
+        above, left = (0, 0) if block is None else (rounded.start[dim] % block[dim] for dim in range(2))
+        matrix = Matrix(given, self._served_dtype(given), above, left)
+        owned = None if region is None else region.owned.within(region.touched)
+        return Rounded(matrix, rounded.codes, rounded.scales, owned)
+
+    def _read_again(self) -> list[tuple[str, torch.Tensor]]:
+        """Read the tensors, in the order of the snapshot, so that neighbours are compared together."""
+        given = self._weights.read()
+        if given.tied != self._tied:
+            raise SchemaMismatch(f"tensors were tied as {self._tied}, but are tied as {given.tied} now")
+        for key, _ in self._cut_regions():
+            if key not in given.tensors:
+                raise SchemaMismatch(f"tensor {key.partition(chr(9))[0]!r} is gone")
+        return sorted(given.tensors.items())
 
     def _shared(self) -> tuple[dict[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]:
         """Return the maxima of parts with cut blocks, by key, and the tensors of the source."""
@@ -197,12 +287,8 @@ class Quantized:
             if self._weights.is_stream:
                 items = self._weights.stream()
                 return np.zeros(0, dtype=np.float32)
-            given = self._weights.read()
-            if given.tied != self._tied:
-                raise SchemaMismatch(f"tensors were tied as {self._tied}, but are tied as {given.tied} now")
-            tensors.update(given.tensors)
-            # In the order of the snapshot, so that neighbours are compared together.
-            items = sorted(tensors.items())
+            items = self._read_again()
+            tensors.update(items)
             values = []
             for key, region in self._cut_regions():
                 tensor = tensors[key].detach()
@@ -228,7 +314,7 @@ class Quantized:
         """Return the maxima of all blocks of a part, as far as this process has them."""
         rounded = self._rounded[key]
         assert rounded is not None
-        form = self._quantization.form
+        form = self.form
         return form.maxima(form.part(given, rounded.start))
 
     def _quantized(
@@ -248,6 +334,13 @@ class Quantized:
         if self._dtype is not None and tensor.is_floating_point() and tensor.element_size() >= 2:
             return self._dtype
         return tensor.dtype
+
+
+def _cut_places(maxima: Sequence[torch.Tensor], regions: Sequence[Region | None]) -> Iterator[torch.Tensor]:
+    """Yield the boxes of cut blocks in the maxima of parts: views."""
+    for each, region in zip(maxima, regions, strict=True):
+        for box in () if region is None else region.cut:
+            yield each[box.within(region.touched)]  # type: ignore[union-attr]
 
 
 def quantize(form: Form, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

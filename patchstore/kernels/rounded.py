@@ -1,0 +1,368 @@
+"""Compare matrices with a snapshot of their FP8 codes, all matrices at once; the codes are never stored.
+
+`measure` finds the largest magnitude of each block or row, which gives the scales. `compare` then rounds a
+word of codes at a time, compares it with the snapshot, and keeps it if it changed, as `kernels.compare` does.
+Both read the weights where the trainer has them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from patchstore.kernels.compare import WORD, Found, keep
+from patchstore.kernels.quantize import e4m3
+from patchstore.quantization.matrix import Matrix
+
+_WORD = tl.constexpr(WORD)
+_FIELDS = tl.constexpr(9)
+"""Of a row of the table of matrices; see `plan`."""
+_CHUNK = tl.constexpr(1024)
+"""Elements of a row that a program measures at a time."""
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+"""Of weights."""
+
+
+@triton.jit
+def _as_served(given, GIVEN: tl.constexpr, SERVED: tl.constexpr):
+    """Round weights to the dtype in which they would be served; float32."""
+    if GIVEN == tl.float32 and SERVED == tl.bfloat16:
+        # In whole numbers, ties to even: Triton's interpreter cuts the rest off.
+        wide = given.to(tl.int32, bitcast=True)
+        wide = (wide + 0x7FFF + ((wide >> 16) & 1)) & -65536
+        found = tl.where(given == given, wide.to(tl.float32, bitcast=True), float("nan"))
+    else:
+        found = given.to(SERVED).to(tl.float32)
+    return found
+
+
+@triton.jit(do_not_specialize=["first_group"])
+def _measure(
+    matrices, owners, first_group, maxima,
+    GIVEN: tl.constexpr, SERVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Write the largest magnitude of a block, or of a row where COLUMNS is 0; NaN if one is not finite."""
+    group = first_group + tl.program_id(0)
+    matrix = matrices + tl.load(owners + group).to(tl.int64) * _FIELDS
+    source = tl.load(matrix).to(tl.pointer_type(GIVEN))
+    rows, columns = tl.load(matrix + 1), tl.load(matrix + 2)
+    row_stride, column_stride = tl.load(matrix + 3), tl.load(matrix + 4)
+    index = group - tl.load(matrix + 7)
+    if ALIGNED:
+        # So that 16 bytes are read at once.
+        source = tl.multiple_of(source, 16)
+        row_stride = tl.multiple_of(row_stride, 8)
+        column_stride = 1
+    if COLUMNS == 0:
+        most = tl.zeros((_CHUNK,), tl.float32)
+        strange = tl.zeros((_CHUNK,), tl.int32)
+        source += index * row_stride
+        # Groups between matrices have none.
+        columns = tl.where(index < rows, columns, 0)
+        for begin in range(0, columns, _CHUNK):
+            column = begin + tl.arange(0, _CHUNK)
+            given = tl.load(
+                source + column * column_stride, mask=column < columns, other=0.0
+            )
+            size = tl.abs(_as_served(given, GIVEN, SERVED))
+            most = tl.maximum(most, size)
+            strange |= ((size < float("inf")) == 0).to(tl.int32)
+        largest, is_strange = tl.max(most, axis=0), tl.max(strange, axis=0)
+    else:
+        across = tl.load(matrix + 8)
+        row = index // across * ROWS - tl.load(matrix + 5) + tl.arange(0, ROWS)
+        left = tl.load(matrix + 6)
+        if ALIGNED:
+            left = tl.multiple_of(left, 8)
+        column = index % across * COLUMNS - left + tl.arange(0, COLUMNS)
+        inside = ((row >= 0) & (row < rows))[:, None] & ((column >= 0) & (column < columns))[None, :]
+        at = row[:, None] * row_stride + column[None, :] * column_stride
+        given = tl.load(source + at, mask=inside, other=0.0)
+        size = tl.abs(_as_served(given, GIVEN, SERVED))
+        largest = tl.max(tl.max(size, axis=1), axis=0)
+        # The maximum of the hardware passes over NaN.
+        is_strange = tl.max(tl.max(((size < float("inf")) == 0).to(tl.int32), axis=1), axis=0)
+    tl.store(maxima + group, tl.where(is_strange != 0, float("nan"), largest))
+
+
+@triton.jit
+def _code(given, operand, COLUMNS: tl.constexpr):
+    """Return the codes of weights; `operand` is what `Form.operands` returns."""
+    if COLUMNS == 0:
+        scaled = tl.div_rn(given, operand) + 0.0
+    else:
+        scaled = given * operand
+    return e4m3(scaled)
+
+
+@triton.jit(do_not_specialize=["first_tile", "capacity"])
+def _compare(
+    matrices, matrix_of, operands,
+    sizes, starts, owners, indices, picked, first_tile, snapshot,
+    places, new_words, old_words, offsets, counts, cursor, capacity,
+    TILE: tl.constexpr, WHOLE: tl.constexpr,
+    GIVEN: tl.constexpr, SERVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compare the codes of a tile of TILE words with the snapshot, as `kernels.compare._compare` does."""
+    tile = first_tile + tl.program_id(0)
+    if not WHOLE:
+        tile = tl.load(picked + tile)
+    owner = tl.load(owners + tile)
+    # A code is one byte, so that this counts elements too.
+    at = tl.load(indices + tile).to(tl.int64) * (TILE * _WORD)
+    left_over = tl.load(sizes + owner) - at
+    if not WHOLE or left_over >= TILE * _WORD:
+        matrix = matrices + tl.load(matrix_of + owner).to(tl.int64) * _FIELDS
+        source = tl.load(matrix).to(tl.pointer_type(GIVEN))
+        columns = tl.load(matrix + 2)
+        row_stride, column_stride = tl.load(matrix + 3), tl.load(matrix + 4)
+        above, left = tl.load(matrix + 5), tl.load(matrix + 6)
+        group, across = tl.load(matrix + 7), tl.load(matrix + 8)
+        first_row = at // columns
+        first_column = (at - first_row * columns).to(tl.int32)
+        width = columns.to(tl.int32)
+        words = tl.arange(0, TILE)
+        held = (snapshot + tl.load(starts + owner) + at).to(tl.pointer_type(tl.int64))
+        held = tl.multiple_of(held, _WORD)
+        if WHOLE:
+            along = first_column + words * _WORD
+            row = first_row + along // width
+            column = along % width
+            if COLUMNS == 0:
+                which = group + row
+            else:
+                which = group + (row + above) // ROWS * across + (column + left) // COLUMNS
+            operand = tl.load(operands + which)
+            kth = tl.arange(0, 8)
+            begins = tl.multiple_of(row * row_stride + column, 8)
+            given = tl.load(tl.multiple_of(source, 16) + (begins[:, None] + kth[None, :]))
+            codes = _code(_as_served(given, GIVEN, SERVED), operand[:, None], COLUMNS).to(tl.int32)
+            shifted = codes << (kth % 4 * 8)[None, :]
+            low, high = tl.split(tl.sum(tl.reshape(shifted, (TILE, 2, 4)), axis=2))
+            new = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+            old = tl.load(held + words)
+        else:
+            new = tl.zeros((TILE,), tl.int64)
+            for k in tl.static_range(8):
+                inside = words * _WORD + k < left_over
+                along = first_column + words * _WORD + k
+                row = first_row + along // width
+                column = along % width
+                if COLUMNS == 0:
+                    which = group + row
+                else:
+                    which = group + (row + above) // ROWS * across + (column + left) // COLUMNS
+                operand = tl.load(operands + which, mask=inside, other=1.0)
+                element = row * row_stride + column * column_stride
+                given = tl.load(source + element, mask=inside, other=0.0)
+                code = _code(_as_served(given, GIVEN, SERVED), operand, COLUMNS)
+                new |= tl.where(inside, code.to(tl.int64), 0) << (8 * k)
+            # The snapshot is padded with zeros up to whole words.
+            old = tl.load(held + words, mask=words * _WORD < left_over, other=0)
+        keep(
+            tile, words, new, old,
+            places, new_words, old_words, offsets, counts, cursor, capacity,
+        )  # fmt: skip
+
+
+class _Launch(NamedTuple):
+    """Matrices of one kind, which follow each other in the table."""
+
+    given: torch.dtype
+    served: torch.dtype
+    is_aligned: bool
+    groups: range
+    fast: tuple[range, ...]
+    """Tiles of 8 elements a word, but for those cut short."""
+    slow: range
+    """Places in `Rounding.picked` of all the other tiles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """How matrices are cut into groups that share a scale, and where their weights are; on the device."""
+
+    block: tuple[int, int] | None
+    firsts: tuple[int, ...]
+    """The first group of each matrix, as given."""
+    shapes: tuple[tuple[int, int], ...]
+    """Groups of each matrix, down and across."""
+    num_groups: int
+    table: torch.Tensor
+    """int64 [num_matrices, 9]."""
+    owners: torch.Tensor
+    """int32 [num_groups]: the row in the table."""
+    matrix_of: torch.Tensor
+    """int32 [num_tensors]: the row in the table, of tensors that are codes."""
+    picked: torch.Tensor
+    """int32: tiles that are read an element at a time."""
+    launches: tuple[_Launch, ...]
+
+
+ALIGNMENT = 64
+"""The groups of a matrix begin at a multiple of this, so that its scales can be compared as words."""
+
+
+def plan(
+    found: Found, matrices: Sequence[tuple[int | None, Matrix]], block: tuple[int, int] | None
+) -> Rounding:
+    """Make the tables for matrices, on the device of `found`.
+
+    Args:
+        matrices: each with the number of its codes in `found.tiles`; None if only its scales are wanted.
+        block: rows and columns that share a scale; None where each row has one.
+    """
+    tiles, device = found.tiles, found.cursor.device
+
+    def kind(number: int) -> tuple[str, str, bool]:
+        matrix = matrices[number][1]
+        return str(matrix.weights.dtype), str(matrix.served), matrix.is_aligned
+
+    order = sorted(range(len(matrices)), key=lambda number: (kind(number), number))
+    shapes = [matrix.groups(block) for _, matrix in matrices]
+    sizes = [-(-prod(shapes[number]) // ALIGNMENT) * ALIGNMENT for number in order]
+    begins = list(accumulate(sizes, initial=0))
+    rows, matrix_of = [], [0] * len(tiles.num_bytes)
+    picked: list[int] = []
+    launches: list[_Launch] = []
+    for place, number in enumerate(order):
+        tensor, matrix = matrices[number]
+        weights = matrix.weights
+        given = (weights.data_ptr(), *weights.shape, *weights.stride(), matrix.above, matrix.left)
+        rows.append((*given, begins[place], shapes[number][1]))
+        if tensor is not None:
+            matrix_of[tensor] = place
+    place = 0
+    while place < len(order):
+        end = place
+        while end < len(order) and kind(order[end]) == kind(order[place]):
+            end += 1
+        tensors = sorted(t for number in order[place:end] if (t := matrices[number][0]) is not None)
+        matrix = matrices[order[place]][1]
+        first = len(picked)
+        for tensor in tensors:
+            its = range(tiles.first_tiles[tensor], tiles.first_tiles[tensor + 1])
+            if not matrix.is_aligned:
+                picked.extend(its)
+            elif tiles.num_bytes[tensor] % (tiles.words * WORD):
+                picked.append(its[-1])
+        launches.append(
+            _Launch(
+                given=matrix.weights.dtype,
+                served=matrix.served,
+                is_aligned=matrix.is_aligned,
+                groups=range(begins[place], begins[end]),
+                fast=tuple(_runs(tiles.first_tiles, tensors)) if matrix.is_aligned else (),
+                slow=range(first, len(picked)),
+            )
+        )
+        place = end
+    owners = torch.repeat_interleave(torch.arange(len(order)), torch.tensor(sizes, dtype=torch.int64))
+    firsts = dict(zip(order, begins, strict=False))
+    return Rounding(
+        block=block,
+        firsts=tuple(firsts[number] for number in range(len(matrices))),
+        shapes=tuple(shapes),
+        num_groups=begins[-1],
+        table=torch.tensor(rows, dtype=torch.int64).view(-1, 9).to(device),
+        owners=owners.to(device, torch.int32),
+        matrix_of=torch.tensor(matrix_of, dtype=torch.int32).to(device),
+        picked=torch.tensor(picked, dtype=torch.int32).to(device),
+        launches=tuple(launches),
+    )
+
+
+def _runs(first_tiles: Sequence[int], tensors: Iterable[int]) -> list[range]:
+    """Return the tiles of tensors, those that follow each other together."""
+    found: list[range] = []
+    for tensor in tensors:
+        tiles = range(first_tiles[tensor], first_tiles[tensor + 1])
+        if found and found[-1].stop == tiles.start:
+            found[-1] = range(found[-1].start, tiles.stop)
+        else:
+            found.append(tiles)
+    return found
+
+
+def measure(rounding: Rounding, maxima: torch.Tensor) -> None:
+    """Write the largest magnitude of each block or row; one launch for each kind of matrix.
+
+    Args:
+        maxima: float32 [num_groups]. NaN where a weight is not finite, and 0 between matrices.
+    """
+    rows, columns = rounding.block or (1, 0)
+    for each in rounding.launches:
+        if each.groups:
+            _measure[(len(each.groups),)](
+                *(rounding.table, rounding.owners, each.groups.start, maxima),
+                GIVEN=DTYPES[each.given],
+                SERVED=DTYPES[each.served],
+                ROWS=rows,
+                COLUMNS=columns,
+                ALIGNED=each.is_aligned,
+                num_warps=8 if columns else 4,
+            )
+
+
+def compare(rounding: Rounding, found: Found, operands: torch.Tensor, snapshot: int) -> None:
+    """Add to `found` how codes differ from the snapshot, which stays as it is, as `kernels.compare.compare`.
+
+    At most two launches for each kind of matrix.
+
+    Args:
+        operands: float32 [num_groups], what `Form.operands` returns.
+    """
+    tiles = found.tiles
+    rows, columns = rounding.block or (1, 0)
+    for each in rounding.launches:
+        for chosen, whole in (*((fast, True) for fast in each.fast), (each.slow, False)):
+            if len(chosen) == 0:
+                continue
+            _compare[(len(chosen),)](
+                *(rounding.table, rounding.matrix_of, operands),
+                *(tiles.sizes, tiles.starts, tiles.owners, tiles.indices, rounding.picked),
+                *(chosen.start, snapshot, found.places, found.new_words, found.old_words),
+                *(found.offsets, found.counts, found.cursor, found.capacity),
+                TILE=tiles.words,
+                WHOLE=whole,
+                GIVEN=DTYPES[each.given],
+                SERVED=DTYPES[each.served],
+                ROWS=rows,
+                COLUMNS=columns,
+                num_warps=8,
+            )
+
+
+def warm_up(
+    found: Found,
+    tensor: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    block: tuple[int, int] | None,
+    snapshot: int,
+) -> None:
+    """Compile the kernels, by comparing one tile with zeros, and forget what was found.
+
+    Args:
+        tensor: whose codes have a tile.
+        dtypes: of weights as given, and as served.
+    """
+    tile = found.tiles.first_tiles[tensor]
+    # At least as large as a tile.
+    weights = torch.zeros(found.tiles.words, WORD, dtype=dtypes[0], device=found.cursor.device)
+    rounding = plan(found, [(tensor, Matrix(weights, dtypes[1]))], block)
+    (launch,) = rounding.launches
+    rounding = replace(
+        rounding,
+        picked=torch.full_like(rounding.owners[:1], tile),
+        launches=(launch._replace(fast=(range(tile, tile + 1),), slow=range(1)),),
+    )
+    maxima = torch.zeros(rounding.num_groups, device=weights.device)
+    measure(rounding, maxima)
+    compare(rounding, found, maxima + 1, snapshot)
+    found.clear()
