@@ -47,6 +47,7 @@ def update(called: float, *, pause_s: float = 0.25) -> Update:
         applied=pausing + pause_s + 1,
         answered=pausing + pause_s + 2,
         calls={"hold": 0.0625, "finish": 0.125, "resume": 0.03125},
+        staging_bytes=1000,
         timings={"fetch": 0.5, "stage": 0.25, "apply": 0.125},
     )
 

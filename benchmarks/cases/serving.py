@@ -6,6 +6,7 @@ streamed answers. The arrival of every token is kept, and the cost of an update 
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import shlex
@@ -14,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from itertools import product
 from pathlib import Path
@@ -31,11 +32,28 @@ from benchmarks.support.software import software
 from benchmarks.support.trainer import Trainer
 from benchmarks.support.vllm_server import question, serve
 from patchstore import open_store
+from patchstore.publish.sources.quantized import quantize
+from patchstore.quantization import CHOICES, FORMS
 from patchstore.serve.settings import PauseMode, PrefixCache
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-0.5b", help="of the model")
+    parser.add_argument("--layers", type=int, help="of the model; all, if not given")
+    parser.add_argument(
+        "--forms", nargs="+", choices=["bf16", *CHOICES], default=["bf16"], help="one server each"
+    )
+    parser.add_argument(
+        "--start",
+        choices=["dummy", "checkpoint"],
+        default="dummy",
+        help="what the server loads: nothing, or weights that differ from version 0's",
+    )
+    parser.add_argument(
+        "--reload",
+        action="store_true",
+        help="end with vLLM's own reload of the newest version, from a folder; needs --start checkpoint",
+    )
     parser.add_argument(
         "--densities",
         type=float,
@@ -104,18 +122,32 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     # Without a handler, SIGTERM would leave the server and the folder behind.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     shape = SHAPES[args.shape]
+    if args.layers is not None:
+        shape = dataclasses.replace(shape, name=f"{shape.name}-{args.layers}-layers", layers=args.layers)
+    for form in args.forms:
+        yield from _serve(args, shape, None if form == "bf16" else form)
+
+
+def _serve(args: argparse.Namespace, shape: Shape, form: str | None) -> Iterator[dict[str, Any]]:
     trains_on = torch.device(args.trainer_device or _last_device())
     with ExitStack() as stack:
         folder = _work_folder(stack, args.store)
+        trainer = Trainer(shape, trains_on, None)
+        weights = _others(trainer.tensors, shape, form) if args.start == "checkpoint" else None
         is_url = "://" in (args.store or "")
         store = stack.enter_context(
             closing(open_store(args.store if is_url else folder / "store", **args.storage_options))
         )
         began = time.monotonic()
-        server = stack.enter_context(serve(shape, args, folder, max(args.concurrency)))
+        server = stack.enter_context(serve(shape, args, folder, max(args.concurrency), weights, form))
+        if weights is not None:
+            # The server has read them.
+            weights.clear()
         start_s = time.monotonic() - began
         about = {
             "shape": shape.name,
+            "form": form or "bf16",
+            "start": args.start,
             **software(torch.device("cuda:0" if torch.cuda.is_available() else "cpu")),
             "trainer_on": str(trains_on),
             "store": store.url.partition("://")[0] if is_url else str(folder.parent),
@@ -126,10 +158,8 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         }
         yield {"row": "server", **about, "start_s": start_s}
         server.use(args.pause_mode[0], args.prefix_cache[0])
-        trainer = Trainer(shape, trains_on, None)
-        bench = stack.enter_context(
-            closing(Bench(trainer, store, server, question(shape, args, 0) | {"max_tokens": 1}, args.poll_s))
-        )
+        asked = question(shape, args, 0) | {"max_tokens": 1}
+        bench = stack.enter_context(closing(Bench(trainer, store, server, asked, args.poll_s, form)))
         yield {"row": "anchor", **about, **bench.anchor(folder / "scratch", args.storage_options)}
         # The first update compiles and allocates, so it is not counted.
         bench.update(max(args.densities))
@@ -144,6 +174,21 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 about |= {"pause_mode": pause_mode.value, "prefix_cache": prefix_cache.value}
                 for row in _loaded(bench, shape, args, concurrency):
                     yield {"row": row.pop("row"), **about, **row}
+        if args.reload:
+            yield {"row": "reload", **about, "reload_s": bench.reload(folder / "model")}
+
+
+def _others(tensors: Mapping[str, torch.Tensor], shape: Shape, form: str | None) -> dict[str, torch.Tensor]:
+    """Return other weights of the same shapes, as the server loads them, in host memory."""
+    rounded = set() if form is None else set(shape.quantized(form))
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        other = tensor.roll(1, 0)
+        if form is not None and name in rounded:
+            other, scales = quantize(FORMS[form], other)
+            found[FORMS[form].scale_name(name)] = scales.cpu()
+        found[name] = other.cpu()
+    return found
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -151,6 +196,8 @@ def _check(args: argparse.Namespace) -> None:
         raise SystemExit("this benchmark runs vLLM, and it is not installed here")
     if args.repeats < 1 or args.loaded_repeats < 0 or min(args.concurrency) < 1 or args.max_tokens < 2:
         raise SystemExit("--repeats and --concurrency must be at least 1, and --max-tokens 2")
+    if args.reload and args.start != "checkpoint":
+        raise SystemExit("--reload needs --start checkpoint: vLLM reloads no server with dummy weights")
     if not all(0 < density < 1 for density in args.densities):
         raise SystemExit("--densities are shares, between 0 and 1")
 

@@ -1,5 +1,6 @@
 """One version on its way from the trainer to an answer of the server, part by part."""
 
+import shutil
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from benchmarks.serving.latency import Span
 from benchmarks.support.trainer import Trainer
 from benchmarks.support.vllm_server import TimedServer
-from patchstore import Manifest, Publisher, Store
+from patchstore import Manifest, Publisher, Store, replay
 from patchstore.format import history
 
 PARTS: Mapping[str, str] = {
@@ -56,6 +57,8 @@ class Update:
     answered: float
     calls: Mapping[str, float]
     """Seconds of each of `CALLS`."""
+    staging_bytes: int
+    """Of device memory, at its peak, that the server's first rank took beside the weights."""
     timings: Mapping[str, float]
     """Seconds that the server's first rank measured: `fetch`, `stage`, `apply`."""
 
@@ -91,15 +94,23 @@ class Bench:
     """A trainer, its publisher, and a server that is brought to each version."""
 
     def __init__(
-        self, trainer: Trainer, store: Store, server: TimedServer, question: Mapping[str, Any], poll_s: float
+        self,
+        trainer: Trainer,
+        store: Store,
+        server: TimedServer,
+        question: Mapping[str, Any],
+        poll_s: float,
+        form: str | None,
     ) -> None:
         """Prepare; nothing is published yet.
 
         Args:
             question: the request whose answer ends an update.
+            form: of FP8 in which versions are published; None for bf16.
         """
         self.server = server
         self._trainer, self._store, self._question, self._poll_s = trainer, store, question, poll_s
+        self._form = form
         self._device = next(iter(trainer.tensors.values())).device
         self._http = httpx.Client(base_url=server.url, timeout=300)
         self._publisher: Publisher | None = None
@@ -113,8 +124,11 @@ class Bench:
     def anchor(self, scratch: Path, storage_options: Mapping[str, Any]) -> dict[str, Any]:
         """Publish and load version 0, all of the model; return the times."""
         self._answer()
+        before = self._device_bytes()
         began = time.monotonic()
-        self._publisher = Publisher(self._store, self._trainer.tensors, anchor_every=1_000_000)
+        self._publisher = Publisher(
+            self._store, self._trainer.tensors, anchor_every=1_000_000, quantization=self._form
+        )
         opened = time.monotonic()
         publication = self._publisher.publish_patch(0)
         self._head = publication.result()
@@ -129,6 +143,7 @@ class Bench:
         return {
             "num_elements": sum(spec.num_elements for spec in self._trainer.schema.tensors),
             "num_bytes": self._head.num_bytes,
+            "publisher_device_bytes": self._device_bytes() - before,
             "open_s": opened - began,
             "publish_s": published - opened,
             "init_s": ready - published,
@@ -136,6 +151,26 @@ class Bench:
             "pause_s": spans["resume"][1] - spans["pause"][0],
             **{f"engine_{part}_s": seconds for part, seconds in status["timings"].items()},
         }
+
+    def reload(self, model: Path) -> float:
+        """Have vLLM load the newest version from a folder by itself; return the seconds that takes.
+
+        Args:
+            model: the folder that the server was started from.
+        """
+        assert self._head is not None
+        folder = model.with_name("replayed")
+        replay(self._store, self._head.version, out=folder)
+        for path in model.iterdir():
+            if path.suffix != ".safetensors" and not (folder / path.name).exists():
+                shutil.copy(path, folder)
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        began = time.monotonic()
+        self._http.post("/collective_rpc", json=call).raise_for_status()
+        return time.monotonic() - began
+
+    def _device_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def step(self, density: float) -> None:
         """Change the trainer's weights."""
@@ -187,6 +222,7 @@ class Bench:
             applied=applied,
             answered=answered,
             calls={name: _length(spans[at]) for name, at in CALLS.items()},
+            staging_bytes=status["staging_bytes"],
             timings=status["timings"],
         )
 
@@ -230,5 +266,6 @@ def path(updates: Sequence[Update]) -> dict[str, Any]:
             for part in ("fetch", "stage", "apply")
         },
         **{f"{call}_s": statistics.median(update.calls[call] for update in updates) for call in CALLS},
+        "staging_bytes": int(statistics.median(update.staging_bytes for update in updates)),
         "repeats": len(updates),
     }

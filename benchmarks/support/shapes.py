@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
+
+from patchstore.format.records import TensorSpec
+from patchstore.quantization import FORMS, Quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +71,22 @@ class Shape:
             found[f"{mlp}.down_proj.weight"] = (self.hidden, self.intermediate)
         return found
 
-    def save_config(self, folder: Path) -> Path:
-        """Write a folder that vLLM starts from with `load_format="dummy"`; returns it."""
-        config = {
+    def quantized(self, form: str) -> list[str]:
+        """Return the names of the weights that a run in FP8 rounds."""
+        quantization = Quantization(FORMS[form])
+        return [
+            name
+            for name, size in self.tensors().items()
+            if quantization.quantizes(TensorSpec(name=name, dtype="BF16", shape=size))
+        ]
+
+    def save_config(self, folder: Path, form: str | None = None) -> Path:
+        """Write a folder that vLLM starts from with `load_format="dummy"`; returns it.
+
+        Args:
+            form: of FP8; None for bf16.
+        """
+        config: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             "hidden_size": self.hidden,
@@ -87,6 +104,11 @@ class Shape:
             "bos_token_id": 0,
             "eos_token_id": 0,
         }
+        if form is not None:
+            rounded = set(self.quantized(form))
+            matrices = [name for name, size in self.tensors().items() if len(size) == 2]
+            kept = [name.removesuffix(".weight") for name in matrices if name not in rounded]
+            config["quantization_config"] = FORMS[form].config(kept)
         if self.experts:
             config |= {
                 "num_experts": self.experts,

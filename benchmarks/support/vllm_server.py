@@ -87,16 +87,18 @@ def serve(
     folder: Path,
     concurrency: int,
     weights: Mapping[str, torch.Tensor] | None = None,
+    form: str | None = None,
 ) -> Iterator[TimedServer]:
     """Run `vllm serve`, and end it.
 
     Args:
         concurrency: the most requests at a time, beside the driver's.
         weights: that the server is started from; None for dummy weights.
+        form: of FP8 in which the weights are; None for bf16.
 
     If the server fails, the end of its log is printed. Every error goes on to the caller.
     """
-    model = _save_model(shape, folder / "model")
+    model = _save_model(shape, folder / "model", form)
     if weights is not None:
         save_file(dict(weights), model / "model.safetensors")
     max_model_len = args.prompt_tokens + args.max_tokens
@@ -137,14 +139,14 @@ def serve(
             raise
 
 
-def _save_model(shape: Shape, folder: Path) -> Path:
+def _save_model(shape: Shape, folder: Path, form: str | None) -> Path:
     """Write a config, and a tokenizer with as many words as the vocabulary."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(shape.vocabulary)}, unk_token="w0"))
-    shape.save_config(folder)
+    shape.save_config(folder, form)
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w0").save_pretrained(folder)
     return folder
 

@@ -31,11 +31,12 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 @triton.jit
 def _as_served(given, GIVEN: tl.constexpr, SERVED: tl.constexpr):
     """Round weights to the dtype in which they would be served; float32."""
-    if GIVEN == tl.float32 and SERVED == tl.bfloat16:
+    if GIVEN == tl.float32 and SERVED == tl.bfloat16:  # noqa: SIM300 -- these are no constants
         # In whole numbers, ties to even: Triton's interpreter cuts the rest off.
         wide = given.to(tl.int32, bitcast=True)
+        is_number = (wide & 0x7FFFFFFF) <= 0x7F800000
         wide = (wide + 0x7FFF + ((wide >> 16) & 1)) & -65536
-        found = tl.where(given == given, wide.to(tl.float32, bitcast=True), float("nan"))
+        found = tl.where(is_number, wide.to(tl.float32, bitcast=True), float("nan"))
     else:
         found = given.to(SERVED).to(tl.float32)
     return found
@@ -67,9 +68,7 @@ def _measure(
         columns = tl.where(index < rows, columns, 0)
         for begin in range(0, columns, _CHUNK):
             column = begin + tl.arange(0, _CHUNK)
-            given = tl.load(
-                source + column * column_stride, mask=column < columns, other=0.0
-            )
+            given = tl.load(source + column * column_stride, mask=column < columns, other=0.0)
             size = tl.abs(_as_served(given, GIVEN, SERVED))
             most = tl.maximum(most, size)
             strange |= ((size < float("inf")) == 0).to(tl.int32)

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.timeout(1200)
 
 encode_gpu = kernels("patchstore.publish.encode_gpu")
 device = kernels("patchstore.publish.snapshot.device")
-loaded = device.Kernels(kernels("patchstore.kernels.compare"), kernels("patchstore.kernels.index_encode"))
+loaded = device.Kernels(
+    *(kernels(f"patchstore.kernels.{name}") for name in ("compare", "index_encode", "rounded"))
+)
 
 SHAPES = {"a": (40, 48), "b": (40, 48), "c": (2, 3, 8, 6), "f": (7, 9), "n": (64,)}
 
