@@ -133,7 +133,11 @@ def _serve(args: argparse.Namespace, shape: Shape, form: str | None) -> Iterator
     with ExitStack() as stack:
         folder = _work_folder(stack, args.store)
         trainer = Trainer(shape, trains_on, None)
-        weights = _others(trainer.tensors, shape, form) if args.start == "checkpoint" else None
+        weights = None
+        if args.start == "checkpoint":
+            others = {name: tensor.roll(1, 0) for name, tensor in trainer.tensors.items()}
+            weights = _as_loaded(others, shape, form)
+            del others
         is_url = "://" in (args.store or "")
         store = stack.enter_context(
             closing(open_store(args.store if is_url else folder / "store", **args.storage_options))
@@ -175,19 +179,22 @@ def _serve(args: argparse.Namespace, shape: Shape, form: str | None) -> Iterator
                 for row in _loaded(bench, shape, args, concurrency):
                     yield {"row": row.pop("row"), **about, **row}
         if args.reload:
-            yield {"row": "reload", **about, "reload_s": bench.reload(folder / "model")}
+            weights = _as_loaded(trainer.tensors, shape, form)
+            yield {"row": "reload", **about, "reload_s": bench.reload(folder / "model", weights)}
 
 
-def _others(tensors: Mapping[str, torch.Tensor], shape: Shape, form: str | None) -> dict[str, torch.Tensor]:
-    """Return other weights of the same shapes, as the server loads them, in host memory."""
+def _as_loaded(
+    tensors: Mapping[str, torch.Tensor], shape: Shape, form: str | None
+) -> dict[str, torch.Tensor]:
+    """Return weights as the server loads them, in host memory."""
     rounded = set() if form is None else set(shape.quantized(form))
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        other = tensor.roll(1, 0)
         if form is not None and name in rounded:
-            other, scales = quantize(FORMS[form], other)
-            found[FORMS[form].scale_name(name)] = scales.cpu()
-        found[name] = other.cpu()
+            codes, scales = quantize(FORMS[form], tensor)
+            found |= {name: codes.cpu(), FORMS[form].scale_name(name): scales.cpu()}
+        else:
+            found[name] = tensor.cpu()
     return found
 
 

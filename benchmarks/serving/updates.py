@@ -11,11 +11,12 @@ from typing import Any
 
 import httpx
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.serving.latency import Span
 from benchmarks.support.trainer import Trainer
 from benchmarks.support.vllm_server import TimedServer
-from patchstore import Manifest, Publisher, Store, replay
+from patchstore import Manifest, Publisher, Store
 from patchstore.format import history
 
 PARTS: Mapping[str, str] = {
@@ -152,18 +153,15 @@ class Bench:
             **{f"engine_{part}_s": seconds for part, seconds in status["timings"].items()},
         }
 
-    def reload(self, model: Path) -> float:
-        """Have vLLM load the newest version from a folder by itself; return the seconds that takes.
+    def reload(self, model: Path, weights: dict[str, torch.Tensor]) -> float:
+        """Have vLLM load weights from a folder by itself; return the seconds that takes.
 
         Args:
             model: the folder that the server was started from.
         """
-        assert self._head is not None
-        folder = model.with_name("replayed")
-        replay(self._store, self._head.version, out=folder)
-        for path in model.iterdir():
-            if path.suffix != ".safetensors" and not (folder / path.name).exists():
-                shutil.copy(path, folder)
+        folder = model.with_name("newest")
+        shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        save_file(weights, folder / "model.safetensors")
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         began = time.monotonic()
         self._http.post("/collective_rpc", json=call).raise_for_status()

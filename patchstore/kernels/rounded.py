@@ -22,6 +22,9 @@ from patchstore.quantization.matrix import Matrix
 _WORD = tl.constexpr(WORD)
 _FIELDS = tl.constexpr(9)
 """Of a row of the table of matrices; see `plan`."""
+_SIZE = tl.constexpr(0x7FFFFFFF)
+_INFINITE = tl.constexpr(0x7F800000)
+"""Bits of float32."""
 _CHUNK = tl.constexpr(1024)
 """Elements of a row that a program measures at a time."""
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -58,21 +61,20 @@ def _measure(
     if ALIGNED:
         # So that 16 bytes are read at once.
         source = tl.multiple_of(source, 16)
+        columns = tl.multiple_of(columns, 8)
         row_stride = tl.multiple_of(row_stride, 8)
         column_stride = 1
+    # Without their signs, bits of numbers are ordered as the numbers are, and those of NaN are above all.
     if COLUMNS == 0:
-        most = tl.zeros((_CHUNK,), tl.float32)
-        strange = tl.zeros((_CHUNK,), tl.int32)
+        most = tl.zeros((_CHUNK,), tl.int32)
         source += index * row_stride
-        # Groups between matrices have none.
-        columns = tl.where(index < rows, columns, 0)
-        for begin in range(0, columns, _CHUNK):
-            column = begin + tl.arange(0, _CHUNK)
-            given = tl.load(source + column * column_stride, mask=column < columns, other=0.0)
-            size = tl.abs(_as_served(given, GIVEN, SERVED))
-            most = tl.maximum(most, size)
-            strange |= ((size < float("inf")) == 0).to(tl.int32)
-        largest, is_strange = tl.max(most, axis=0), tl.max(strange, axis=0)
+        # Groups between matrices have no row.
+        if index < rows:
+            for begin in range(0, columns, _CHUNK):
+                column = begin + tl.arange(0, _CHUNK)
+                given = tl.load(source + column * column_stride, mask=column < columns, other=0.0)
+                most = tl.maximum(most, _as_served(given, GIVEN, SERVED).to(tl.int32, bitcast=True) & _SIZE)
+        largest = tl.max(most, axis=0)
     else:
         across = tl.load(matrix + 8)
         row = index // across * ROWS - tl.load(matrix + 5) + tl.arange(0, ROWS)
@@ -83,21 +85,45 @@ def _measure(
         inside = ((row >= 0) & (row < rows))[:, None] & ((column >= 0) & (column < columns))[None, :]
         at = row[:, None] * row_stride + column[None, :] * column_stride
         given = tl.load(source + at, mask=inside, other=0.0)
-        size = tl.abs(_as_served(given, GIVEN, SERVED))
+        size = _as_served(given, GIVEN, SERVED).to(tl.int32, bitcast=True) & _SIZE
         largest = tl.max(tl.max(size, axis=1), axis=0)
-        # The maximum of the hardware passes over NaN.
-        is_strange = tl.max(tl.max(((size < float("inf")) == 0).to(tl.int32), axis=1), axis=0)
-    tl.store(maxima + group, tl.where(is_strange != 0, float("nan"), largest))
+    found = tl.where(largest < _INFINITE, largest.to(tl.float32, bitcast=True), float("nan"))
+    tl.store(maxima + group, found)
 
 
 @triton.jit
-def _code(given, operand, COLUMNS: tl.constexpr):
-    """Return the codes of weights; `operand` is what `Form.operands` returns."""
+def _scaled(given, operand, COLUMNS: tl.constexpr):
+    """Scale weights to the range of E4M3; `operand` is what `Form.operands` returns."""
     if COLUMNS == 0:
-        scaled = tl.div_rn(given, operand) + 0.0
+        found = tl.div_rn(given, operand) + 0.0
     else:
-        scaled = given * operand
-    return e4m3(scaled)
+        found = given * operand
+    return found
+
+
+_CONVERT = tl.constexpr("""{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+}""")
+
+
+@triton.jit
+def _words(scaled, TILE: tl.constexpr, CONVERTS: tl.constexpr):
+    """Round [TILE, 8] numbers to codes, and return each 8 of them as an int64."""
+    if CONVERTS:
+        even, odd = tl.split(tl.reshape(scaled, (TILE, 2, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        halves = tl.inline_asm_elementwise(
+            _CONVERT, "=r,f,f,f,f", [first, second, third, fourth], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        shifted = e4m3(scaled).to(tl.int32) << (tl.arange(0, 8) % 4 * 8)[None, :]
+        halves = tl.sum(tl.reshape(shifted, (TILE, 2, 4)), axis=2)
+    low, high = tl.split(halves)
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit(do_not_specialize=["first_tile", "capacity"])
@@ -107,6 +133,7 @@ def _compare(
     places, new_words, old_words, offsets, counts, cursor, capacity,
     TILE: tl.constexpr, WHOLE: tl.constexpr,
     GIVEN: tl.constexpr, SERVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Compare the codes of a tile of TILE words with the snapshot, as `kernels.compare._compare` does."""
     tile = first_tile + tl.program_id(0)
@@ -121,9 +148,9 @@ def _compare(
         source = tl.load(matrix).to(tl.pointer_type(GIVEN))
         columns = tl.load(matrix + 2)
         row_stride, column_stride = tl.load(matrix + 3), tl.load(matrix + 4)
-        above, left = tl.load(matrix + 5), tl.load(matrix + 6)
-        group, across = tl.load(matrix + 7), tl.load(matrix + 8)
-        first_row = at // columns
+        above, left = tl.load(matrix + 5).to(tl.int32), tl.load(matrix + 6).to(tl.int32)
+        group, across = tl.load(matrix + 7).to(tl.int32), tl.load(matrix + 8).to(tl.int32)
+        first_row = (at // columns).to(tl.int32)
         first_column = (at - first_row * columns).to(tl.int32)
         width = columns.to(tl.int32)
         words = tl.arange(0, TILE)
@@ -131,20 +158,19 @@ def _compare(
         held = tl.multiple_of(held, _WORD)
         if WHOLE:
             along = first_column + words * _WORD
-            row = first_row + along // width
-            column = along % width
+            down = along // width
+            column = along - down * width
+            row = first_row + down
             if COLUMNS == 0:
                 which = group + row
             else:
                 which = group + (row + above) // ROWS * across + (column + left) // COLUMNS
             operand = tl.load(operands + which)
-            kth = tl.arange(0, 8)
-            begins = tl.multiple_of(row * row_stride + column, 8)
-            given = tl.load(tl.multiple_of(source, 16) + (begins[:, None] + kth[None, :]))
-            codes = _code(_as_served(given, GIVEN, SERVED), operand[:, None], COLUMNS).to(tl.int32)
-            shifted = codes << (kth % 4 * 8)[None, :]
-            low, high = tl.split(tl.sum(tl.reshape(shifted, (TILE, 2, 4)), axis=2))
-            new = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+            begins = tl.multiple_of(row.to(tl.int64) * row_stride + column, 8)
+            eight = tl.arange(0, 8)[None, :]
+            given = tl.load(tl.multiple_of(source, 16) + (begins[:, None] + eight))
+            scaled = _scaled(_as_served(given, GIVEN, SERVED), operand[:, None], COLUMNS)
+            new = _words(scaled, TILE, CONVERTS)
             old = tl.load(held + words)
         else:
             new = tl.zeros((TILE,), tl.int64)
@@ -158,9 +184,9 @@ def _compare(
                 else:
                     which = group + (row + above) // ROWS * across + (column + left) // COLUMNS
                 operand = tl.load(operands + which, mask=inside, other=1.0)
-                element = row * row_stride + column * column_stride
+                element = row.to(tl.int64) * row_stride + column * column_stride
                 given = tl.load(source + element, mask=inside, other=0.0)
-                code = _code(_as_served(given, GIVEN, SERVED), operand, COLUMNS)
+                code = e4m3(_scaled(_as_served(given, GIVEN, SERVED), operand, COLUMNS))
                 new |= tl.where(inside, code.to(tl.int64), 0) << (8 * k)
             # The snapshot is padded with zeros up to whole words.
             old = tl.load(held + words, mask=words * _WORD < left_over, other=0)
@@ -204,6 +230,7 @@ class Rounding:
     launches: tuple[_Launch, ...]
 
 
+WARPS = 8
 ALIGNMENT = 64
 """The groups of a matrix begin at a multiple of this, so that its scales can be compared as words."""
 
@@ -334,8 +361,14 @@ def compare(rounding: Rounding, found: Found, operands: torch.Tensor, snapshot: 
                 SERVED=DTYPES[each.served],
                 ROWS=rows,
                 COLUMNS=columns,
-                num_warps=8,
+                CONVERTS=_converts(found.cursor.device),
+                num_warps=WARPS,
             )
+
+
+def _converts(device: torch.device) -> bool:
+    """Whether a device rounds to E4M3 by itself: Ada and Hopper, and what came after."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def warm_up(
