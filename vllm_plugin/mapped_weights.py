@@ -244,7 +244,7 @@ class MappedWeights:
                 given = widened(lane.to_device(piece.given), piece.spec, piece.held)
                 differs = not torch.equal(piece.held, given)
 
-        self._transfers.run(partial(one, piece) for piece in self._pieces(tensors))
+        self._transfers.run(partial(one, piece) for piece in self._cut(tensors))
         return not differs
 
     def serves_all(self, loaded: Mapping[str, torch.Tensor]) -> bool:
@@ -252,8 +252,15 @@ class MappedWeights:
         names = {name for name, found in self.map.regions.items() if found}
         return loaded.keys() >= names and self.serves({name: loaded[name] for name in names})
 
-    def _pieces(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
-        """Cut what this rank holds of copied names, so that each piece can be copied at once."""
+    def pieces(self, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+        """Cut what this rank holds of copied names, so that each piece can be copied at once.
+
+        Args:
+            tensors: a checkpoint's, by name, contiguous, on the CPU.
+        """
+        return list(self._cut(tensors))
+
+    def _cut(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
         specs = self.map.schema.by_name()
         for name in sorted(tensors):
             source = bits(tensors[name])

@@ -8,17 +8,17 @@ all: each rank returns what it found, the engine gathers that, and `verify` hear
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from patchstore.apply.update import Reading
 from patchstore.errors import (
     CorruptObject,
     HalfApplied,
-    HostError,
     SchemaMismatch,
     StateMismatch,
     UsageError,
@@ -34,6 +34,7 @@ from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TensorPatch, bits
 from patchstore.tensors.state_digest import Sums
 from vllm_plugin.identify import Contents, read_contents, read_folder, sums_array
+from vllm_plugin.mapped_weights import Piece
 from vllm_plugin.mapping import SliceSums, StagedSums, SumsArray, WeightMap
 from vllm_plugin.regions import View
 from vllm_plugin.staged_update import Staged
@@ -152,7 +153,7 @@ class RankWeights:
 
     # An update: see `patchstore.apply.update.Weights`.
 
-    def stage(self, plan: Plan, reading: AbstractContextManager[None]) -> Staged:
+    def stage(self, plan: Plan, reading: Reading) -> Staged:
         """Fetch and decode a plan, and translate it to writes to this rank's memory.
 
         Raises:
@@ -174,8 +175,12 @@ class RankWeights:
         specs = self._schema.by_name()
         with ExitStack() as leases, torch.no_grad():
             anchor: Mapping[str, torch.Tensor] = {}
+            saved: Mapping[int, torch.Tensor] | None = None
             if plan.anchor is not None:
-                anchor = leases.enter_context(open_anchor(self._store, plan.anchor, specs, self._cache))
+                with ThreadPoolExecutor(1, thread_name_prefix="patchstore-save") as beside:
+                    saving = beside.submit(self._save, reading.beside())
+                    anchor = leases.enter_context(open_anchor(self._store, plan.anchor, specs, self._cache))
+                saved = saving.result()
             needs = self.live.needs if self._is_partial and plan.anchor is None else None
             opened = partial(open_deltas, self._store, plan.deltas, specs, None, self._cache, needs)
             deltas = leases.enter_context(opened())
@@ -188,13 +193,28 @@ class RankWeights:
                 deltas = leases.enter_context(opened())
             fetched = time.monotonic()
             with reading, self.live.aside():
-                staged = self._translate(plan, anchor, deltas, recorded)
+                staged = self._translate(plan, anchor, deltas, recorded, saved)
             staged.timings = {"fetch": fetched - began, "stage": time.monotonic() - fetched}
             staged.leases = leases.pop_all()
             return staged
 
+    @torch.no_grad()
+    def _save(self, reading: AbstractContextManager[None]) -> dict[int, torch.Tensor]:
+        """Copy all that an anchor will replace, after an attempt to prove the map."""
+        with reading, self.live.aside():
+            written = self.live.written()
+            if not (self.is_map_proved or self._proves_map()):
+                # Nor is it proved then that the loader writes nowhere else.
+                written |= self.live.registered()
+            return self.live.save(written)
+
     def _translate(
-        self, plan: Plan, anchor: Mapping[str, torch.Tensor], deltas: Deltas, recorded: SumsArray
+        self,
+        plan: Plan,
+        anchor: Mapping[str, torch.Tensor],
+        deltas: Deltas,
+        recorded: SumsArray,
+        saved: Mapping[int, torch.Tensor] | None,
     ) -> Staged:
         """Turn what was fetched into writes to this rank's memory; reads the live weights."""
         specs, mapped = self._schema.by_name(), self._map
@@ -211,12 +231,10 @@ class RankWeights:
         changed = self.live.cut if anchor else self.live.cut & deltas.names
         cut = {name: deltas.after(specs[name], base[name]) for name in sorted(changed)}
         partly = {name: deltas.after(specs[name], anchor[name]) for name in sorted(mapped.partial) if anchor}
-        written = {index for _, indices in groups for index in indices}
-        if anchor:
-            written = self.live.written()
-            if not (self.is_map_proved or self._proves_map()):
-                # Nor is it proved then that the loader writes nowhere else.
-                written |= self.live.registered()
+        pieces: Sequence[Piece] | None = None
+        if anchor and self.is_map_proved:
+            pieces = self.live.pieces({name: each for name, each in anchor.items() if name not in computed})
+            self.live.touch(pieces)
         return Staged(
             plan=plan,
             anchor=anchor,
@@ -227,7 +245,8 @@ class RankWeights:
             after=after,
             recorded=recorded,
             partial=partly,
-            saved=self.live.save(written),
+            pieces=pieces,
+            saved=self.live.save({i for _, indices in groups for i in indices}) if saved is None else saved,
         )
 
     def _proves_map(self) -> bool:
@@ -300,17 +319,17 @@ class RankWeights:
             SchemaMismatch, LoadFailed: writing failed.
         """
         computed = self._named(staged.computed)
-        if staged.anchor and not self.is_map_proved:
+        if staged.anchor and staged.pieces is None:
             # vLLM's loader writes, the map reads: if they agree in every bit, the map is right.
             rest = {name: each for name, each in self._named(staged.anchor).items() if name not in computed}
             self.live.load(rest | computed)
         else:
-            self.live.write({n: each for n, each in staged.anchor.items() if n not in staged.computed})
+            self.live.write(staged.pieces or ())
             if computed:
                 self.live.load(computed)
         self.live.scatter(staged.change)
         self.live.derive()
-        _wait_for(self.live.device)
+        self.live.wait()
 
     def verify_written(self, staged: Staged, slice_sums: Sequence[SliceSums]) -> None:
         """Check that all ranks together serve the version that was written.
@@ -338,7 +357,7 @@ class RankWeights:
             self.live.gather_back(staged.change)
         self.live.restore(staged.saved)
         self.live.derive()
-        _wait_for(self.live.device)
+        self.live.wait()
 
     def accept(self, staged: Staged) -> None:
         self._recorded = staged.recorded
@@ -348,9 +367,9 @@ class RankWeights:
     def release(self, staged: Staged) -> None:
         """Close the payloads' files, on a thread: generation may be waiting."""
         try:
-            self._background.submit(_release, staged)
+            self._background.submit(staged.release)
         except RuntimeError:  # The thread was shut down.
-            _release(staged)
+            staged.release()
 
     def _differing(self, sums: Mapping[str, Sums], recorded: SumsArray) -> list[str]:
         """Return the names whose sums are not those recorded, in the schema's order."""
@@ -374,17 +393,3 @@ def _patched(
         after[name] = state_digest.of_elements(patch.indices, patch.values)
         bits(tensors[name])[patch.indices] = bits(patch.values)
     return before, after
-
-
-def _release(staged: Staged) -> None:
-    """Close the payloads' files. The update does not fail where they cannot be removed."""
-    try:
-        staged.leases.close()
-    except HostError as exc:
-        logger.warning("files of version %d could not be removed: %s", staged.manifest.version, exc)
-
-
-def _wait_for(device: torch.device) -> None:
-    """Let copies end, or raise what went wrong in them, while it can still be undone."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()

@@ -1,15 +1,20 @@
 """An update of one rank that is fetched and decoded, and not written."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 
+from patchstore.errors import HostError
 from patchstore.format.records import Manifest, Plan
 from patchstore.tensors.state_digest import Sums
+from vllm_plugin.mapped_weights import Piece
 from vllm_plugin.mapping import SumsArray
 from vllm_plugin.staged_write import StagedWrite
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,7 +37,9 @@ class Staged:
     """The target's digest sums, as the store has them."""
     partial: dict[str, torch.Tensor] = field(default_factory=dict)
     """Every name of which only a part is served, in full, where the update starts from an anchor."""
-    saved: dict[int, torch.Tensor] = field(default_factory=dict)
+    pieces: Sequence[Piece] | None = None
+    """What is written of the anchor; None where vLLM's loader loads it, as the map is not proved."""
+    saved: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """The runtimes that are written as a whole, as they are now."""
     leases: ExitStack = field(default_factory=ExitStack)
     """Holds the payloads' files, which the host's other ranks use too."""
@@ -41,3 +48,10 @@ class Staged:
     @property
     def manifest(self) -> Manifest:
         return self.plan.target
+
+    def release(self) -> None:
+        """Close the payloads' files. The update does not fail where they cannot be removed."""
+        try:
+            self.leases.close()
+        except HostError as exc:
+            logger.warning("files of version %d could not be removed: %s", self.manifest.version, exc)

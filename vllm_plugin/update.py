@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
 
-from patchstore.apply.update import Update
+from patchstore.apply.update import Reading, Update
 from patchstore.errors import (
     StateMismatch,
     Unsigned,
@@ -231,7 +232,7 @@ class Updater(Update[Staged]):
     @host.asked("staging an update")
     def _prepare(self, version: int, turn: int) -> Staged:
         try:
-            return self.prepare(version, self._read_lock(version, turn))
+            return self.prepare(version, Reading(partial(self._read_lock, version, turn)))
         except VersionNotFound as exc:
             # The caller may have seen the version in another store.
             raise VersionNotFound(f"{exc}; {self.store.url} is the store that this server has open") from exc

@@ -23,6 +23,9 @@ from vllm_plugin.staged_write import Scatter, StagedWrite
 from vllm_plugin.trace import same_parameters
 from vllm_plugin.transfers import BLOCK_BYTES, Lane
 
+PAGE_BYTES = 4096
+"""No page of memory is smaller."""
+
 
 class LiveWeights(MappedWeights):
     """The weights of one rank, and what changes them."""
@@ -118,12 +121,18 @@ class LiveWeights(MappedWeights):
             for each in change.scatters.values():
                 each.new, each.old = each.old, each.new
 
-    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write what this rank holds of copied names, in full.
+    def touch(self, pieces: Sequence[Piece]) -> None:
+        """Have the system map the memory of pieces, which takes as long as copying them."""
 
-        Args:
-            tensors: the checkpoint's, by name, contiguous, on the CPU.
-        """
+        def one(piece: Piece, _: Lane) -> None:
+            given = piece.given.numpy()
+            if given.ndim and given.size:
+                given[..., :: PAGE_BYTES // given.itemsize].max()
+
+        self._transfers.run(partial(one, piece) for piece in pieces)
+
+    def write(self, pieces: Iterable[Piece]) -> None:
+        """Write pieces of copied names. See `MappedWeights.pieces`."""
 
         def one(piece: Piece, lane: Lane) -> None:
             if piece.given.element_size() == piece.held.element_size():
@@ -131,7 +140,7 @@ class LiveWeights(MappedWeights):
             else:
                 piece.held.copy_(widened(lane.to_device(piece.given), piece.spec, piece.held))
 
-        self._transfers.run(partial(one, piece) for piece in self._pieces(tensors))
+        self._transfers.run(partial(one, piece) for piece in pieces)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -185,6 +194,11 @@ class LiveWeights(MappedWeights):
             LoadFailed: it came out in another shape.
         """
         self._derived.refresh()
+
+    def wait(self) -> None:
+        """Let what was written arrive, or raise what went wrong with it, while it can still be undone."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     def save(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
         """Copy runtimes to the CPU."""

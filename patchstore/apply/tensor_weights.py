@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from patchstore.apply.staged import Replaced, Staged
+from patchstore.apply.update import Reading
 from patchstore.errors import SchemaMismatch, StateMismatch
 from patchstore.format.records import Manifest, Plan, Schema
 from patchstore.read.anchors import stream_anchor
@@ -67,7 +67,7 @@ class TensorWeights:
         state_digest.check_state(self._store, self._schema, found, manifest)
         self._sums = found
 
-    def stage(self, plan: Plan, reading: AbstractContextManager[None]) -> Staged:
+    def stage(self, plan: Plan, reading: Reading) -> Staged:
         """Fetch and decode a plan, and add up the digest sums that the tensors would have.
 
         Memory: an anchor is held in full, deltas as their changed elements.

@@ -7,7 +7,7 @@ version the weights have. It reads and writes them through `Weights`, an interfa
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -35,21 +35,28 @@ class StagedUpdate(Protocol):
         ...
 
 
-class _Once:
-    """Enters a context manager, and remembers that: most can be entered only once."""
+class Reading:
+    """Is entered before the weights are read. Raises if the update is no longer wanted."""
 
-    def __init__(self, inner: AbstractContextManager[None]) -> None:
-        self._inner = inner
-        self.was_entered = False
+    def __init__(self, beside: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Take over what makes context managers, each for one use."""
+        self.beside = beside
+        """For another thread, which reads weights while payloads are fetched."""
+        self._entered: list[AbstractContextManager[None]] = []
+
+    @property
+    def was_entered(self) -> bool:
+        """Whether all was fetched."""
+        return bool(self._entered)
 
     def __enter__(self) -> None:
-        self.was_entered = True
-        self._inner.__enter__()
+        self._entered.append(self.beside())
+        self._entered[-1].__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        return self._inner.__exit__(kind, exc, trace)
+        return self._entered[-1].__exit__(kind, exc, trace)
 
 
 S = TypeVar("S", bound=StagedUpdate)
@@ -58,12 +65,8 @@ S = TypeVar("S", bound=StagedUpdate)
 class Weights(Protocol[S]):
     """Weights that are brought from one version to another. Methods raise; `Update` keeps the state."""
 
-    def stage(self, plan: Plan, reading: AbstractContextManager[None]) -> S:
-        """Fetch and decode what a plan names; reads the weights and writes nothing.
-
-        Args:
-            reading: is entered before the weights are read. It raises if the update is no longer wanted.
-        """
+    def stage(self, plan: Plan, reading: Reading) -> S:
+        """Fetch and decode what a plan names; reads the weights and writes nothing."""
         ...
 
     def verify(self, staged: S, told: Sequence[Any]) -> None:
@@ -222,23 +225,23 @@ class Update(Generic[S]):
 
     # The update.
 
-    def prepare(self, version: int, reading: AbstractContextManager[None] | None = None) -> S:
+    def prepare(self, version: int, reading: Reading | None = None) -> S:
         """Return a staged update to a version. The state stays as it is; `put` it to apply it.
 
         Raises:
             VersionRetired: the version is retired, and its payloads are deleted.
             As `plan`, and as `Weights.stage`.
         """
-        plan, once = self.plan(version), _Once(reading or nullcontext())
+        plan, reading = self.plan(version), reading or Reading()
         try:
-            return self._weights.stage(plan, once)
+            return self._weights.stage(plan, reading)
         except PayloadMissing as exc:
-            around = None if once.was_entered else self._plan_around(plan, exc)
+            around = None if reading.was_entered else self._plan_around(plan, exc)
             if around is None:
                 with kept.explained(self.store, version):
                     raise
             logger.warning("payloads after version %s were deleted, so %s: %s", plan.held, around, exc)
-        return self._weights.stage(around, once)
+        return self._weights.stage(around, reading)
 
     def _plan_around(self, plan: Plan, missed: PayloadMissing) -> Plan | None:
         """Return a plan from the nearest anchor, if another one failed because it led over what was deleted.

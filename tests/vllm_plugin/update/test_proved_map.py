@@ -1,13 +1,15 @@
 """The checkpoint that vLLM loaded proves the map before generation pauses: no loader runs in the pause."""
 
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from plain_ranks import Fused, Ranks, equal, serves
 from safetensors.torch import save_file
 
-from patchstore.errors import StateMismatch
+from patchstore.errors import HostError, StateMismatch
+from vllm_plugin import rank_weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -109,3 +111,40 @@ def test_without_a_proof_the_loader_writes_the_anchor(change, checkpoint, tensor
     ranks.write()
     assert {"a", "b", "cols", "norm"} <= set(module.loaded)
     assert serves(ranks, trainer.history[0])
+
+
+def test_the_weights_are_saved_while_an_anchor_is_fetched(
+    checkpoint, tensors, trainer, open_ranks, monkeypatch
+):
+    ranks = started([Counting()], checkpoint, tensors, trainer, open_ranks)
+    saved, save, open_ = Event(), ranks.one.weights.live.save, rank_weights.open_anchor
+
+    def saving(indices):
+        found = save(indices)
+        saved.set()
+        return found
+
+    def opening(*args):
+        assert saved.wait(60)
+        return open_(*args)
+
+    monkeypatch.setattr(ranks.one.weights.live, "save", saving)
+    monkeypatch.setattr(rank_weights, "open_anchor", opening)
+    ranks.apply(2)
+    assert serves(ranks, trainer.history[2])
+
+
+def test_weights_that_cannot_be_saved_fail_the_update_and_stay(
+    checkpoint, tensors, trainer, open_ranks, monkeypatch
+):
+    module = Counting()
+    ranks = started([module], checkpoint, tensors, trainer, open_ranks)
+    before = module.state()
+    with monkeypatch.context() as patched:
+        patched.setattr(ranks.one.weights.live, "save", lambda _: torch.empty(2**60))
+        with pytest.raises(HostError, match="memory"):
+            ranks.stage(2)
+    assert equal(module.state(), before)
+    assert ranks.spooled() == []
+    ranks.apply(2)
+    assert serves(ranks, trainer.history[2])
