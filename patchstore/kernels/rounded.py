@@ -230,7 +230,7 @@ class Rounding:
     launches: tuple[_Launch, ...]
 
 
-WARPS = 8
+WARPS = 4
 ALIGNMENT = 64
 """The groups of a matrix begin at a multiple of this, so that its scales can be compared as words."""
 
