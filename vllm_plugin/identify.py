@@ -72,6 +72,28 @@ def find_version(store: Store, schema: Schema, sums: Mapping[str, Sums], cache: 
     return None
 
 
+def nearly_the_head(store: Store, schema: Schema, sums: Mapping[str, Sums], cache: HostCache) -> str | None:
+    """Say how weights of no version differ from those of the newest one; None if they differ in most tensors.
+
+    Args:
+        sums: as of `find_version`.
+    """
+    head = history.head(store)
+    if head is None:
+        return None
+    try:
+        recorded = host_cache.cached_sums(store, schema, head, cache)
+    except PayloadMissing:
+        return None
+    wrong = sorted(name for name, each in sums.items() if recorded[name] != each)
+    if not wrong or 2 * len(wrong) > len(sums):
+        return None
+    return (
+        f"these weights are no version of the run: {len(wrong)} of {len(sums)} tensors differ from those of "
+        f"the newest one, version {head.version}, such as {wrong[0]!r}; the next update starts from an anchor"
+    )
+
+
 def _worth_knowing(store: Store, anchor_bytes: int) -> Generator[Manifest, None, None]:
     """Yield versions from the head back.
 

@@ -30,7 +30,7 @@ from patchstore.read.host_cache import HostCache
 from patchstore.signing.required import RequiredKeys, checks
 from patchstore.stores.base import Store
 from patchstore.support import host
-from vllm_plugin.identify import Contents, find_version, read_contents, sums_array
+from vllm_plugin.identify import Contents, find_version, nearly_the_head, read_contents, sums_array
 from vllm_plugin.mapping import RankSlices, SliceSums, StagedSums, WeightMap
 from vllm_plugin.rank_weights import RankWeights
 from vllm_plugin.staged_update import Staged
@@ -138,11 +138,15 @@ class Updater(Update[Staged]):
         """Return the version that all ranks together serve, or None."""
         try:
             sums = self.map.total(slice_sums)
-        except StateMismatch:
+        except StateMismatch as exc:
+            logger.warning("these weights are no version of the run: %s", exc)
             return None
         # What is served for a name that has no tensor of its own is known too.
         sums |= {name: sums[other] for name, other in self._live.dropped.items() if other in sums}
-        return find_version(self.store, self.schema, sums, self._cache)
+        found = find_version(self.store, self.schema, sums, self._cache)
+        if found is None and (told := nearly_the_head(self.store, self.schema, sums, self._cache)):
+            logger.warning(told)
+        return found
 
     def read(self, version: int | None) -> Contents | None:
         """Read what `adopt` needs of a version.

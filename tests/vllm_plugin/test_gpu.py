@@ -176,7 +176,7 @@ def test_an_fp8_checkpoint_is_written_in_place_and_equals_a_fresh_start(
     base = tiny_fp8.save(tmp_path / "base", kind)
     with tiny_fp8.published(tmp_path / "store", base, form) as trainer:
         for _ in range(4):
-            tiny_fp8.step(trainer, share=0.3)
+            tiny_fp8.step(trainer, share=0.1)
         first, third = (
             tiny_fp8.replayed(trainer, version, tmp_path / str(version), base) for version in (0, 3)
         )

@@ -99,6 +99,20 @@ def test_a_version_is_found_by_its_total_where_all_names_are_known(trainer, tmp_
     assert find_version(reads, schema, {}, cache) is None
 
 
+def test_weights_that_are_almost_a_version_are_named(trainer, module, open_ranks, caplog):
+    module.load_weights((n, t.clone()) for n, t in trainer.history[-1].items())
+    with torch.no_grad():
+        module.norm[0] += 1
+    assert open_ranks(trainer, module).held is None
+    assert "1 of 6 tensors differ from those of the newest one, version 3, such as 'norm'" in caplog.text
+
+
+def test_other_weights_are_compared_with_no_version(trainer, module, open_ranks, caplog):
+    module.load_weights((n, t + 1) for n, t in trainer.history[-1].items())
+    assert open_ranks(trainer, module).held is None
+    assert "differ from those" not in caplog.text
+
+
 def test_a_retired_version_of_which_payloads_are_gone_is_served_and_not_called_damaged(
     new_trainer, tensors, open_ranks, tmp_path
 ):
