@@ -4,24 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
+from patchstore.kernels.e4m3 import e4m3
 from patchstore.quantization.forms import E4M3, LARGEST, SMALLEST_MAXIMUM
 
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST = tl.constexpr(SMALLEST_MAXIMUM)
-
-
-@triton.jit
-def e4m3(scaled):
-    """Round float32 to the nearest code, ties to even, in whole numbers: not every GPU converts to E4M3."""
-    bits = scaled.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    size = tl.minimum(tl.abs(scaled), _LARGEST)
-    wide = size.to(tl.int32, bitcast=True)
-    # 3 of 23 bits of the fraction are kept, and the exponent's bias is 7 in place of 127.
-    normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) >> 20) - (120 << 3)
-    # Beside 2**14 a float32 has steps of 2**-9, as codes below 2**-6 have.
-    small = (size + 16384.0).to(tl.int32, bitcast=True) & 0xFF
-    return (tl.where(size < 0.015625, small, normal) | sign).to(tl.uint8)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from patchstore.kernels.compare import WORD, Found, keep
-from patchstore.kernels.quantize import e4m3
+from patchstore.kernels.e4m3 import converts, e4m3, words_of
 from patchstore.quantization.matrix import Matrix
 
 _WORD = tl.constexpr(WORD)
@@ -101,31 +101,6 @@ def _scaled(given, operand, COLUMNS: tl.constexpr):
     return found
 
 
-_CONVERT = tl.constexpr("""{
-    .reg .b16 low, high;
-    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-    mov.b32 $0, {low, high};
-}""")
-
-
-@triton.jit
-def _words(scaled, TILE: tl.constexpr, CONVERTS: tl.constexpr):
-    """Round [TILE, 8] numbers to codes, and return each 8 of them as an int64."""
-    if CONVERTS:
-        even, odd = tl.split(tl.reshape(scaled, (TILE, 2, 2, 2)))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        halves = tl.inline_asm_elementwise(
-            _CONVERT, "=r,f,f,f,f", [first, second, third, fourth], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        shifted = e4m3(scaled).to(tl.int32) << (tl.arange(0, 8) % 4 * 8)[None, :]
-        halves = tl.sum(tl.reshape(shifted, (TILE, 2, 4)), axis=2)
-    low, high = tl.split(halves)
-    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
-
-
 @triton.jit(do_not_specialize=["first_tile", "capacity"])
 def _compare(
     matrices, matrix_of, operands,
@@ -170,7 +145,7 @@ def _compare(
             eight = tl.arange(0, 8)[None, :]
             given = tl.load(tl.multiple_of(source, 16) + (begins[:, None] + eight))
             scaled = _scaled(_as_served(given, GIVEN, SERVED), operand[:, None], COLUMNS)
-            new = _words(scaled, TILE, CONVERTS)
+            new = words_of(scaled, TILE, CONVERTS)
             old = tl.load(held + words)
         else:
             new = tl.zeros((TILE,), tl.int64)
@@ -361,14 +336,9 @@ def compare(rounding: Rounding, found: Found, operands: torch.Tensor, snapshot: 
                 SERVED=DTYPES[each.served],
                 ROWS=rows,
                 COLUMNS=columns,
-                CONVERTS=_converts(found.cursor.device),
+                CONVERTS=converts(found.cursor.device),
                 num_warps=WARPS,
             )
-
-
-def _converts(device: torch.device) -> bool:
-    """Whether a device rounds to E4M3 by itself: Ada and Hopper, and what came after."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def warm_up(
@@ -384,6 +354,7 @@ def warm_up(
         tensor: whose codes have a tile.
         dtypes: of weights as given, and as served.
     """
+    converts(found.cursor.device)
     tile = found.tiles.first_tiles[tensor]
     # At least as large as a tile.
     weights = torch.zeros(found.tiles.words, WORD, dtype=dtypes[0], device=found.cursor.device)

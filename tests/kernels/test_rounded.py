@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 compare = kernels("patchstore.kernels.compare")
 index_encode = kernels("patchstore.kernels.index_encode")
+e4m3 = kernels("patchstore.kernels.e4m3")
 rounded = kernels("patchstore.kernels.rounded")
 TILE_BYTES = 1024
 
@@ -155,6 +156,24 @@ def test_a_group_that_is_not_finite_says_so(form: str, number: float) -> None:
     rounded.measure(plan, maxima)
     strange = (~maxima.isfinite()).nonzero().view(-1).tolist()
     assert strange == [5 if form == "fp8-block" else 140]
+
+
+@pytest.mark.parametrize("instruction", [False, True])
+def test_numbers_become_the_codes_that_torch_makes_of_them(instruction: bool) -> None:
+    if instruction and (DEVICE.type == "cpu" or torch.cuda.get_device_capability() < (8, 9)):
+        pytest.skip("needs a GPU that converts to E4M3")
+    assert e4m3.rounds_exactly(DEVICE, instruction=instruction)
+
+
+def test_a_device_that_rounds_otherwise_is_not_told_to(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    e4m3.converts.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(e4m3, "rounds_exactly", lambda device, instruction: False)
+    assert not e4m3.converts(torch.device("cuda"))
+    assert "does not round to FP8 as torch does" in caplog.text
+    e4m3.converts.cache_clear()
 
 
 # Runs.
