@@ -147,9 +147,10 @@ def read_back(store: Store, newest: int, oldest: int = 0) -> Generator[Manifest,
 
 
 def _read_back(store: Store, newest: int, oldest: int) -> Generator[tuple[Manifest, bytes], None, None]:
-    """Yield manifests and their bytes, and read ahead: not at first, and twice as far with each one taken.
+    """Yield manifests and their bytes, and read ahead: not at first, and one further with each one taken.
 
-    Most callers take one or two. A caller that takes thousands must not wait for each.
+    Most callers take one or two. A caller that takes thousands must not wait for each. So fewer are read for
+    nothing than were taken.
     """
     with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="patchstore-log") as pool:
         reads: deque[Future[tuple[Manifest, bytes]]] = deque()
@@ -161,7 +162,7 @@ def _read_back(store: Store, newest: int, oldest: int) -> Generator[tuple[Manife
                 if not reads:
                     return
                 yield reads.popleft().result()
-                width = min(2 * width, READ_AHEAD)
+                width = min(width + 1, READ_AHEAD)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

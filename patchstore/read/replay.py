@@ -1,16 +1,18 @@
 """Rebuild any version, bit for bit, as a checkpoint folder.
 
 An anchor's files are streamed through, tensor by tensor, with the deltas written into each tensor
-on its way: memory holds one tensor or some small ones, not the model. Nothing appears under the
+on its way, on several threads: memory holds a few tensors, not the model. Nothing appears under the
 output's name before every payload digest and the state digest have been checked.
 """
 
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -33,6 +35,13 @@ from patchstore.tensors import state_digest
 from patchstore.tensors.bits import batches
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Batch = list[tuple[TensorSpec, torch.Tensor]]
+
+_MAX_THREADS = 8
+_UNDER_WAY_BYTES = 256 << 20
+"""Of tensors that threads rebuild at a time."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far and the bytes in all."""
@@ -264,9 +273,13 @@ def _files(
         specs: list[TensorSpec], tensors: Iterator[torch.Tensor], deltas: Deltas
     ) -> Iterator[torch.Tensor]:
         nonlocal done
-        for batch in batches(specs, tensors):
+
+        def work(batch: Batch) -> tuple[Batch, dict[str, state_digest.Sums]]:
             deltas.apply(batch)
-            sums.update(state_digest.of_named({spec.name: tensor for spec, tensor in batch}))
+            return batch, state_digest.of_named({spec.name: tensor for spec, tensor in batch})
+
+        for batch, found in _beside(work, batches(specs, tensors)):
+            sums.update(found)
             for spec, tensor in batch:
                 yield tensor
                 done += spec.num_bytes
@@ -277,3 +290,29 @@ def _files(
         for name, specs, tensors in stream_anchor(store, route.anchor, schema):
             yield name, specs, patched(specs, tensors, deltas)
     state_digest.check_state(store, header.schema, sums, route.target)
+
+
+def _beside(work: Callable[[Batch], T], given: Iterable[Batch]) -> Iterator[T]:
+    """Work on batches on several threads; yield the results in order.
+
+    At most `_UNDER_WAY_BYTES` are under way, or one batch.
+    """
+    under_way: deque[tuple[int, Future[T]]] = deque()
+    held = 0
+    with ThreadPoolExecutor(
+        min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="patchstore-replay"
+    ) as pool:
+        try:
+            for batch in given:
+                num_bytes = sum(spec.num_bytes for spec, _ in batch)
+                while under_way and held + num_bytes > _UNDER_WAY_BYTES:
+                    held -= under_way[0][0]
+                    # Kept by no name here: the caller may be done with it before the next one is due.
+                    yield under_way.popleft()[1].result()
+                under_way.append((num_bytes, pool.submit(work, batch)))
+                held += num_bytes
+                del batch
+            while under_way:
+                yield under_way.popleft()[1].result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)

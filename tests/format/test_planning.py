@@ -207,7 +207,7 @@ def test_what_is_read_of_a_lineage_suffices_and_ends_where_it_cannot_pay(
     found = read.ways
     asked = [key for _, key in store.calls]
     assert {layout.manifest_key(number) for number in found} <= set(asked)
-    # Some are read ahead: never more than were taken. Shortcuts are looked for once.
+    # Some are read ahead: fewer than were taken. Shortcuts are looked for once.
     assert len(asked) <= 2 * len(found) + 1
     best = plan(manifests, held, target)
     assert read.plan().cost == best.cost

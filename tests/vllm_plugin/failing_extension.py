@@ -4,7 +4,7 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from halves import half_of
 from patchstore.errors import LoadFailed
 from patchstore.read import download, host_cache
 from vllm_plugin import DeltaWorkerExtension
+from vllm_plugin.mapped_weights import Piece
 from vllm_plugin.staged_write import StagedWrite
 
 
@@ -49,21 +50,17 @@ class FailingExtension(DeltaWorkerExtension):
         live.scatter = failing
 
     def delta_fail_anchors(self, after: int) -> None:
-        """Let the next load of an anchor fail when `after` tensors are written, by whichever loader."""
+        """Let the next load of an anchor fail when `after` pieces are written, by whichever loader."""
         live = self.weight_transfer_engine.live
         write, load = live.write, live.load
-        written = 0
 
         def restore() -> None:
             del live.write, live.load
 
-        def failing_write(name: str, tensor: Any) -> None:
-            nonlocal written
-            write(name, tensor)
-            written += 1
-            if written == after:
-                restore()
-                raise LoadFailed("made to fail by the test")
+        def failing_write(pieces: Sequence[Piece]) -> None:
+            write(pieces[:after])
+            restore()
+            raise LoadFailed("made to fail by the test")
 
         def failing_load(tensors: dict[str, Any]) -> None:
             load(dict(list(tensors.items())[:after]))
