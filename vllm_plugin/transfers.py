@@ -112,7 +112,9 @@ class _Pinned:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # Torch keeps pinned memory for the next time.
-        self._buffers = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._buffers = [
+            torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
+        ]
         self._events: list[Any] = [None, None]
         self._targets: list[torch.Tensor | None] = [None, None]
         """Of the host: what a buffer is copied to once the device has filled it."""

@@ -68,15 +68,20 @@ def rounds_exactly(device: torch.device, *, instruction: bool) -> bool:
     Args:
         instruction: whether the device's own is tried, or the way without it.
     """
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
-    codes = torch.arange(0, 127, dtype=torch.uint8).view(E4M3).float()
+    every = (
+        torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cpu")
+        .to(torch.int16)
+        .view(torch.bfloat16)
+        .float()
+    )
+    codes = torch.arange(0, 127, dtype=torch.uint8, device="cpu").view(E4M3).float()
     middles = (codes[1:] + codes[:-1]) / 2
     beside = [middles.nextafter(torch.full_like(middles, end)) for end in (0.0, 1e9)]
     numbers = torch.cat(
         [every[every.isfinite()], *(sign * each for sign in (1, -1) for each in (middles, *beside))]
     )
     tile = 128
-    room = torch.zeros(-(-len(numbers) // (8 * tile)) * 8 * tile)
+    room = torch.zeros(-(-len(numbers) // (8 * tile)) * 8 * tile, dtype=torch.float32, device="cpu")
     room[: len(numbers)] = numbers
     words = torch.zeros(len(room) // 8, dtype=torch.int64, device=device)
     _round[(len(words) // tile,)](room.to(device), words, TILE=tile, CONVERTS=instruction)

@@ -264,17 +264,23 @@ def plan(
             )
         )
         place = end
-    owners = torch.repeat_interleave(torch.arange(len(order)), torch.tensor(sizes, dtype=torch.int64))
+
+    def table(values: Sequence[object], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device="cpu").to(device)
+
+    owners = torch.repeat_interleave(
+        torch.arange(len(order), device="cpu"), torch.tensor(sizes, dtype=torch.int64, device="cpu")
+    )
     firsts = dict(zip(order, begins, strict=False))
     return Rounding(
         block=block,
         firsts=tuple(firsts[number] for number in range(len(matrices))),
         shapes=tuple(shapes),
         num_groups=begins[-1],
-        table=torch.tensor(rows, dtype=torch.int64).view(-1, 9).to(device),
+        table=table(rows, torch.int64).view(len(rows), 9),
         owners=owners.to(device, torch.int32),
-        matrix_of=torch.tensor(matrix_of, dtype=torch.int32).to(device),
-        picked=torch.tensor(picked, dtype=torch.int32).to(device),
+        matrix_of=table(matrix_of, torch.int32),
+        picked=table(picked, torch.int32),
         launches=tuple(launches),
     )
 
@@ -365,7 +371,7 @@ def warm_up(
         picked=torch.full_like(rounding.owners[:1], tile),
         launches=(launch._replace(fast=(range(tile, tile + 1),), slow=range(1)),),
     )
-    maxima = torch.zeros(rounding.num_groups, device=weights.device)
+    maxima = torch.zeros(rounding.num_groups, dtype=torch.float32, device=weights.device)
     measure(rounding, maxima)
     compare(rounding, found, maxima + 1, snapshot)
     found.clear()

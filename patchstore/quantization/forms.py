@@ -71,7 +71,8 @@ class Form:
         """
         weights = weights.detach()
         codes = torch.empty(weights.shape, dtype=E4M3, device=weights.device)
-        scales = torch.empty(self.scale_shape(tuple(weights.shape)), device=weights.device)
+        shape = self.scale_shape(tuple(weights.shape))
+        scales = torch.empty(shape, dtype=torch.float32, device=weights.device)
         if not codes.numel():
             return codes, scales
         step = 1 if self.block is None else self.block[0]

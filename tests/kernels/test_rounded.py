@@ -176,6 +176,15 @@ def test_a_device_that_rounds_otherwise_is_not_told_to(
     e4m3.converts.cache_clear()
 
 
+def test_there_may_be_no_matrix() -> None:
+    found = compare.Found(compare.cut([], [], DEVICE), 1)
+    plan = rounded.plan(found, [], (128, 128))
+    maxima = torch.zeros(plan.num_groups, device=DEVICE)
+    rounded.measure(plan, maxima)
+    rounded.compare(plan, found, maxima, 0)
+    assert int(found.cursor) == 0
+
+
 # Runs.
 
 
@@ -255,6 +264,44 @@ def test_each_version_has_the_codes_of_its_weights(
             step(trained)
             if kind == "moving":
                 trained.update({name: tensor.clone() for name, tensor in trained.items()})
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_another_default_device_or_dtype_changes_nothing(
+    store: MemoryStore, trained: dict[str, torch.Tensor]
+) -> None:
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            publisher = Publisher(store, trained, quantization="fp8-block", encoding="gap")
+        for number in range(2):
+            with torch.device("meta"):
+                publisher.publish_patch(number).result()
+            torch.set_default_dtype(torch.float32)
+            assert_head(store, expected(trained, "fp8-block"))
+            step(trained)
+            torch.set_default_dtype(torch.float64)
+        publisher.close()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_all_matrices_are_compared_at_once(
+    store: MemoryStore, trained: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("measure", "compare"):
+        real = getattr(rounded, name)
+        monkeypatch.setattr(rounded, name, lambda *args, n=name, f=real: (calls.append(n), f(*args)))
+    with Publisher(store, trained, quantization="fp8-block", encoding="gap") as publisher:
+        publisher.publish_patch(0).result()
+        calls.clear()
+        step(trained)
+        publisher.publish_patch(1).result()
+    # Compared again where there was too little room for what was found.
+    assert calls[0] == "measure"
+    assert set(calls[1:]) == {"compare"}
 
 
 @pytest.mark.usefixtures("_kernels")

@@ -70,6 +70,25 @@ def test_each_version_has_the_codes_of_its_weights(store: MemoryStore, form: str
             step(trained)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_another_default_device_or_dtype_changes_nothing(store: MemoryStore, form: str) -> None:
+    trained = weights()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            publisher = Publisher(store, trained, quantization=form)
+        for number in range(2):
+            with torch.device("meta"):
+                publisher.publish_patch(number).result()
+            torch.set_default_dtype(torch.float32)
+            assert_served(store, expected(trained, form))
+            step(trained)
+            torch.set_default_dtype(torch.float64)
+        publisher.close()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_run_in_fp8_is_continued(store: MemoryStore) -> None:
     trained = weights()
     with Publisher(store, trained, quantization="fp8-block") as publisher:

@@ -147,7 +147,8 @@ class Rounder:
             return
         self._places = None
         self._plan = self._kernels.plan(self._found, held, self._form.block)
-        self._maxima = torch.zeros(self._plan.num_groups, device=self._found.cursor.device)
+        device = self._found.cursor.device
+        self._maxima = torch.zeros(self._plan.num_groups, dtype=torch.float32, device=device)
         self._places = places
 
     def _by_matrix(self, flat: torch.Tensor) -> list[torch.Tensor]:

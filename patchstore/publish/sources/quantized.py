@@ -136,7 +136,7 @@ class Quantized:
             tensors[key] = torch.empty(tensor.shape, dtype=E4M3, device="meta")
             devices[key] = device
             if min(size) > 0:
-                tensors[scales] = torch.empty(size, device="meta")
+                tensors[scales] = torch.empty(size, dtype=torch.float32, device="meta")
                 devices[scales] = device
         if inner.tensors and not any(of_name.values()) and not inner.places:
             raise SchemaMismatch(
@@ -222,7 +222,7 @@ class Quantized:
         found: list[Rounded] = []
         regions: list[Region | None] = []
         names: list[str] = []
-        maxima = torch.zeros(0)
+        maxima = torch.zeros(0, device="cpu")
         views: Sequence[torch.Tensor] = ()
 
         def local() -> Values:
