@@ -1,13 +1,20 @@
 """Runs in FP8: every version has the codes and scales of the weights at that step."""
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
 
 from patchstore import LocalPart, Publisher, Replica, as_saved, mapped
 from patchstore.errors import SchemaMismatch, UsageError
-from patchstore.quantization import FORMS
+from patchstore.publish.snapshot.rounded import Given, Rounded
+from patchstore.publish.sources import Quantized, Weights
+from patchstore.publish.sources.cuts import Cuts, Values, joined
+from patchstore.quantization import FORMS, Quantization
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits
 
@@ -203,3 +210,74 @@ def test_anchors_are_checkpoints_that_transformers_opens(store: MemoryStore, tmp
             assert torch.equal(bits(found), bits((codes.float() * whole).to(torch.bfloat16))), name
         else:
             assert torch.equal(bits(found), bits(tensor)), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "starts", [[(0, 0), (140, 0)], [(0, 0), (0, 100)], [(0, 0), (128, 0)], [(0, 0), (130, 0), (260, 0)]]
+)
+def test_matrices_of_several_ranks_have_the_scales_of_the_whole(
+    form: str, starts: list[tuple[int, int]]
+) -> None:
+    whole = (torch.randn(300, 272) * torch.logspace(-3, 2, 272)).to(torch.bfloat16)
+    axis = 0 if starts[-1][0] else 1
+    ends = [start[axis] for start in starts[1:]] + [whole.shape[axis]]
+    parts = [
+        whole.narrow(axis, start[axis], end - start[axis]) for start, end in zip(starts, ends, strict=True)
+    ]
+    codes, scales = FORMS[form].quantize(whole)
+    told: list[tuple[Cuts, Values]] = []
+    barrier = Barrier(len(parts))
+
+    def exchange(cuts: Cuts, local: Callable[[], Values]) -> Values:
+        mine = cuts, local()
+        told.append(mine)
+        barrier.wait(60)
+        place = next(i for i, each in enumerate(told) if each is mine)
+        return joined([cuts for cuts, _ in told], [values for _, values in told])[place]
+
+    def measure(found: Sequence[Rounded]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        views = [
+            FORMS[form].maxima(torch.nn.functional.pad(weights.float(), (left, 0, above, 0)))
+            for (weights, _, above, left), *_ in found
+        ]
+        # Not copies of each other: what is written to one must be seen in all.
+        flat = torch.cat([each.reshape(-1) for each in views])
+        firsts = [0, *accumulate(each.numel() for each in views)]
+        return flat, [
+            flat[at:][: each.numel()].view(each.shape) for at, each in zip(firsts, views, strict=False)
+        ]
+
+    def one(part: torch.Tensor, start: tuple[int, int]) -> tuple[Given, list[torch.Tensor]]:
+        source = {"norm": torch.ones(3), UP: LocalPart(part, (300, 272), start=start)}
+        quantized = Quantized(Weights(source), Quantization(FORMS[form]), torch.bfloat16)
+        quantized.read()
+        quantized.share(exchange)
+        seen: list[torch.Tensor] = []
+
+        def measured(found: Sequence[Rounded]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            flat, views = measure(found)
+            seen.extend(views)
+            return flat, views
+
+        return quantized.matrices(measured), seen
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        found = list(pool.map(one, parts, starts))
+
+    published = []
+    for (given, (maxima,)), part, start in zip(found, parts, starts, strict=True):
+        assert list(given.plain) == ["norm"]
+        ((matrix, _, scales_key, owned),) = given.rounded
+        operands, its = FORMS[form].operands(maxima)
+        block = FORMS[form].block_of((300, 272))
+        rows = (torch.arange(part.shape[0]) + matrix.above) // block[0]
+        columns = (torch.arange(part.shape[1]) + matrix.left) // block[1]
+        spread = operands[rows][:, columns]
+        scaled = part.float() * spread if FORMS[form].block else part.float() / spread + 0.0
+        mine = codes[start[0] :, start[1] :][: part.shape[0], : part.shape[1]]
+        assert torch.equal(bits(scaled.clamp(-448, 448).to(codes.dtype)), bits(mine.contiguous()))
+        assert owned is not None
+        if scales_key is not None:
+            published.append(its[owned])
+    assert torch.equal(torch.cat(published, dim=axis if FORMS[form].block else 0), scales)
