@@ -3,6 +3,7 @@
 With a host cache the processes of a host share downloads; without one each process downloads for itself.
 """
 
+import ctypes
 import errno
 import os
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ SMALL_BYTES = 1 << 16
 """Files up to this size are read into memory: a process may map only 65,530 (`vm.max_map_count`)."""
 
 
+_TMPFS = 0x01021994
+"""`TMPFS_MAGIC` of linux/magic.h."""
 _UNASKED_BYTES = 64 << 20
 """Payloads up to this size are downloaded without a request for their size first."""
 
@@ -76,9 +79,31 @@ def fill(file: BinaryIO, store: Store, wanted: Payload) -> None:
         # The space is reserved at once, and a false size could reserve all space of this host.
         check_size(store, wanted)
     if wanted.size:
-        # Saves allocating block by block (1 GB in 0.7 s instead of 3.2, ext4).
-        os.posix_fallocate(file.fileno(), 0, wanted.size)
+        reserve(file.fileno(), wanted.size)
     file.writelines(chunks(store, wanted))
+
+
+def reserve(file: int, num_bytes: int) -> None:
+    """Reserve space for a new file, or see that there is enough.
+
+    Raises:
+        OSError: there is not (ENOSPC), or the system refuses.
+    """
+    if _is_of_memory(file):
+        # Reserving would write zeros, which takes as long as writing the file (tmpfs).
+        found = os.fstatvfs(file)
+        if found.f_blocks and found.f_bavail * found.f_frsize < num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return
+    # Saves allocating block by block (1 GB in 0.7 s instead of 3.2, ext4).
+    os.posix_fallocate(file, 0, num_bytes)
+
+
+def _is_of_memory(file: int) -> bool:
+    """Whether a file is in memory, as in `/dev/shm`."""
+    # The first of many fields is the kind of the file system.
+    fields = (ctypes.c_long * 64)()
+    return ctypes.CDLL(None).fstatfs(file, fields) == 0 and fields[0] == _TMPFS
 
 
 def in_memory(file: BinaryIO) -> memoryview:
