@@ -234,7 +234,7 @@ class RankWeights:
         pieces: Sequence[Piece] | None = None
         if anchor and self.is_map_proved:
             pieces = self.live.pieces({name: each for name, each in anchor.items() if name not in computed})
-            self.live.touch(pieces)
+            pieces = self.live.bring(pieces)
         return Staged(
             plan=plan,
             anchor=anchor,

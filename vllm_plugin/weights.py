@@ -3,9 +3,11 @@
 Addresses never change: captured CUDA graphs read from them. Bits are moved, never numbers.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import accumulate, chain
 
 import torch
 
@@ -25,6 +27,9 @@ from vllm_plugin.transfers import BLOCK_BYTES, Lane
 
 PAGE_BYTES = 4096
 """No page of memory is smaller."""
+BROUGHT_BYTES = 2 << 30
+"""The most that an anchor takes of a device's memory before it is written."""
+_ALIGNMENT = 16
 
 
 class LiveWeights(MappedWeights):
@@ -121,24 +126,55 @@ class LiveWeights(MappedWeights):
             for each in change.scatters.values():
                 each.new, each.old = each.old, each.new
 
-    def touch(self, pieces: Sequence[Piece]) -> None:
-        """Have the system map the memory of pieces, which takes as long as copying them."""
+    def spare_bytes(self) -> int:
+        """How much of the device's memory `bring` may take."""
+        return 0
 
-        def one(piece: Piece, _: Lane) -> None:
-            given = piece.given.numpy()
-            if given.ndim and given.size:
-                given[..., :: PAGE_BYTES // given.itemsize].max()
+    def bring(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Have pieces where `write` copies them fast: some in the device's memory, the others mapped.
 
-        self._transfers.run(partial(one, piece) for piece in pieces)
+        Mapping takes as long as copying.
+        """
+        sizes = [-(-piece.given.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in pieces]
+        ends = list(accumulate(sizes))
+        num = bisect_right(ends, self.spare_bytes())
+        try:
+            room = torch.empty(ends[num - 1] if num else 0, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError:  # Another process was faster.
+            num, room = 0, torch.empty(0, device=self.device)
+        brought = list(pieces)
+        for i, (piece, size) in enumerate(zip(pieces[:num], sizes, strict=False)):
+            given = piece.given
+            place = room[ends[i] - size :][: given.nbytes].view(given.dtype).view(given.shape)
+            brought[i] = piece._replace(given=place)
+
+        def copy(given: torch.Tensor, place: torch.Tensor, lane: Lane) -> None:
+            lane.write(given, place)
+
+        def touch(given: torch.Tensor, _: Lane) -> None:
+            memory = given.numpy()
+            if memory.ndim and memory.size:
+                memory[..., :: PAGE_BYTES // memory.itemsize].max()
+
+        near = zip(pieces[:num], brought, strict=False)
+        self._transfers.run(
+            chain(
+                (partial(copy, piece.given, place.given) for piece, place in near),
+                (partial(touch, piece.given) for piece in pieces[num:]),
+            )
+        )
+        return brought
 
     def write(self, pieces: Iterable[Piece]) -> None:
         """Write pieces of copied names. See `MappedWeights.pieces`."""
 
         def one(piece: Piece, lane: Lane) -> None:
-            if piece.given.element_size() == piece.held.element_size():
-                lane.write(piece.given, piece.held)
+            spec, given, held = piece
+            is_near = given.device == held.device
+            if not is_near and given.element_size() == held.element_size():
+                lane.write(given, held)
             else:
-                piece.held.copy_(widened(lane.to_device(piece.given), piece.spec, piece.held))
+                held.copy_(widened(given if is_near else lane.to_device(given), spec, held))
 
         self._transfers.run(partial(one, piece) for piece in pieces)
 

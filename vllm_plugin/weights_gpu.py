@@ -41,7 +41,7 @@ from vllm_plugin.stored_gpu import (
     table_on,
 )
 from vllm_plugin.upload import send
-from vllm_plugin.weights import LiveWeights
+from vllm_plugin.weights import BROUGHT_BYTES, LiveWeights
 
 
 class _Segment(NamedTuple):
@@ -228,6 +228,13 @@ class DeviceWeights(LiveWeights):
         free, _ = torch.cuda.mem_get_info(self.device)
         idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + idle
+
+    def spare_bytes(self) -> int:
+        if self.device.type != "cuda":
+            return BROUGHT_BYTES
+        # Not what torch keeps: forward passes use that.
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return min(BROUGHT_BYTES, free // 2)
 
     def stage(self, patches: Iterable[TensorPatch], *, keep_old: bool) -> StagedWrite:
         wanted = [patch for patch in patches if self._segments.get(patch.name)]

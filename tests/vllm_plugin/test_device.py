@@ -322,3 +322,25 @@ def test_elements_past_two_to_the_31_are_reached():
     assert torch.equal(bits(model.huge)[at], before ^ 1)
     fast.gather_back(staged)
     assert torch.equal(bits(model.huge)[at], before)
+
+
+@pytest.mark.parametrize("limit", [0, 30_000, 1 << 20])
+def test_pieces_are_written_wherever_they_wait(fast, model, limit, monkeypatch):
+    monkeypatch.setattr(kernels("vllm_plugin.weights_gpu"), "BROUGHT_BYTES", limit)
+    checkpoint = {each.name: random_bits(each, each.num_elements).view(each.shape) for each in SCHEMA.tensors}
+    before = model.state()
+    fast.load(checkpoint)
+    expected = model.state()
+    fast.load({name: torch.zeros_like(each) for name, each in checkpoint.items()})
+    cleared = model.state()
+    pieces = fast.pieces(checkpoint)
+
+    brought = fast.bring(pieces)
+
+    assert equal(model.state(), cleared) and not equal(before, expected)
+    near = [
+        each.given.data_ptr() != piece.given.data_ptr() for each, piece in zip(brought, pieces, strict=True)
+    ]
+    assert (any(near), all(near)) == (limit > 0, limit == 1 << 20)
+    fast.write(brought)
+    assert equal(model.state(), expected)

@@ -167,7 +167,7 @@ def test_codes_and_scales_are_written_where_they_are_served(after, monkeypatch):
 
     assert live.misplaced(old) == []
     assert set(live.misplaced(new)) == new.keys()
-    live.write(live.pieces(new))
+    live.write(live.bring(live.pieces(new)))
     assert model.layer.quant_method.kernel is kernel
     assert {n: p.data_ptr() for n, p in model.named_parameters()} == addresses
     for name, tensor in expected.named_parameters():
