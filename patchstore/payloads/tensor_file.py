@@ -19,6 +19,10 @@ from patchstore.stores.base import Chunk
 from patchstore.tensors.bits import bits, from_bytes, raw_bytes, spec_of
 
 CHUNK_BYTES = 8 << 20
+_NUM_FILES = 8
+"""Files of a large model: one is written or digested at 2 GB/s at most, so several are moved at once."""
+_LEAST_BYTES = 1_000_000_000
+"""Of a file, where a model has more than one only to be moved faster."""
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 _METADATA = "__metadata__"
 
@@ -59,6 +63,15 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
 def aligned(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Order tensors so that each begins at a multiple of its element size: wide dtypes first."""
     return sorted(specs, key=lambda spec: -DTYPE_BYTES[spec.dtype])
+
+
+def max_file_bytes(num_bytes: int, limit: int) -> int:
+    """Return how large the files of a model of `num_bytes` may be.
+
+    Args:
+        limit: the most that they may be.
+    """
+    return min(limit, max(_LEAST_BYTES, -(-num_bytes // _NUM_FILES)))
 
 
 def split(tensors: Iterable[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:

@@ -58,7 +58,8 @@ def upload_anchor(
 
     prefix = layout.anchor_prefix(version, write_id)
     metadata = anchor_file.anchor_metadata(version, step, header.run_id)
-    shards = tensor_file.split(header.schema.tensors, max_shard_bytes)
+    most = tensor_file.max_file_bytes(header.schema.num_bytes, max_shard_bytes)
+    shards = tensor_file.split(header.schema.tensors, most)
 
     def shard(specs: Sequence[TensorSpec]) -> Iterator[Chunk]:
         return tensor_file.write(specs, digested(specs), metadata)

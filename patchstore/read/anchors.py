@@ -20,7 +20,7 @@ from patchstore.tensors.bits import batches
 if TYPE_CHECKING:
     from patchstore.read.host_cache import HostCache
 
-FILES_AT_ONCE = 4
+FILES_AT_ONCE = 8
 """Files of an anchor that are downloaded at the same time: one thread digests 2 GB/s at most."""
 
 

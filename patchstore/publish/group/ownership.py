@@ -162,10 +162,11 @@ def plan(schema: Schema, owned: Sequence[Sequence[Part]], max_shard_bytes: int) 
         writer = min(writers, key=lambda each: (num_bytes[each], each))
         mine[writer].append(spec)
         num_bytes[writer] += spec.num_bytes
+    most = tensor_file.max_file_bytes(schema.num_bytes, max_shard_bytes)
     found = [
         File(writer, tuple(some))
         for writer, its in enumerate(mine)
-        for some in tensor_file.split(sorted(its, key=lambda spec: spec.name), max_shard_bytes)
+        for some in tensor_file.split(sorted(its, key=lambda spec: spec.name), most)
         if some
     ]
     named = ((layout.shard_name(number, len(found)), file) for number, file in enumerate(found, 1))
