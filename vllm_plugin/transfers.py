@@ -16,9 +16,9 @@ import torch
 
 from patchstore.kernels import new_stream
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 16 << 20
 """The most that one call copies. Each thread has two buffers of so many bytes in pinned memory."""
-MAX_THREADS = 12
+MAX_THREADS = 16
 
 
 class Lane(Protocol):

@@ -25,6 +25,9 @@ _LEAST_BYTES = 1_000_000_000
 """Of a file, where a model has more than one only to be moved faster."""
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 _METADATA = "__metadata__"
+_SMALL_BYTES = 1 << 16
+"""Tensors up to this size are copied, `_TOGETHER_BYTES` at a time: a chunk costs as much as copying them."""
+_TOGETHER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,18 +93,28 @@ def split(tensors: Iterable[TensorSpec], max_bytes: int) -> list[list[TensorSpec
 def write(
     specs: Sequence[TensorSpec], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
 ) -> Iterator[Chunk]:
-    """Yield a safetensors file, one tensor at a time, as views of the tensors' memory.
+    """Yield a safetensors file, one tensor at a time, as views of the tensors' memory; small ones together.
 
     Args:
         tensors: one for each spec, in the same order; taken from the iterable as they are written.
     """
-    yield header_bytes(specs, metadata)
+    together = bytearray(header_bytes(specs, metadata))
     for spec, tensor in zip(specs, tensors, strict=True):
         assert spec_of(spec.name, tensor) == spec, f"{spec} is not what is being written"
         check_bools("this file cannot be written", spec, tensor)
         view = raw_bytes(tensor)
-        for start in range(0, len(view), CHUNK_BYTES):
-            yield view[start : start + CHUNK_BYTES]
+        if len(view) <= _SMALL_BYTES:
+            together += view
+            if len(together) < _TOGETHER_BYTES:
+                continue
+        if together:
+            yield together
+            together = bytearray()
+        if len(view) > _SMALL_BYTES:
+            for start in range(0, len(view), CHUNK_BYTES):
+                yield view[start : start + CHUNK_BYTES]
+    if together:
+        yield together
 
 
 def read_header(where: str, file_size: int, beginning: Callable[[int], bytes | bytearray]) -> FileHeader:

@@ -87,7 +87,7 @@ def _found(
 def _encode_parts(changes: DeviceChanges, index: IndexEncoding, parts: Mapping[str, Part]) -> EncodedDelta:
     block = changes.block(gaps=False, parts=parts)
     found = _found(changes, block, parts, is_coded=False)
-    listed = listed_parts([(each.part, _stated(each, index)) for each in found])
+    listed = listed_parts(_stated(found, index))
     entries, firsts = delta_file.encoded(listed, index)
     return EncodedDelta(
         encoding=index.name,
@@ -109,8 +109,7 @@ def _encode_context(
     found = _found(changes, block, parts, is_coded=True)
     places = {spec.name: place for place, spec in enumerate(schema)}
     coded = [each for each in found if each.cut is not None]
-    rest = [(each.part, _stated(each, encoding.index)) for each in found if each.cut is None]
-    listed = listed_parts(rest)
+    listed = listed_parts(_stated([each for each in found if each.cut is None], encoding.index))
     entries, firsts = delta_file.encoded(listed, encoding.index)
     return EncodedDelta(
         encoding=encoding.name,
@@ -123,12 +122,30 @@ def _encode_context(
     )
 
 
-def _stated(found: _Found, index: IndexEncoding) -> TensorPatch:
-    """Return what a file states of a part, by position in the tensor, on the host."""
-    patch = replace(found.patch, indices=found.patch.indices.cpu(), values=found.patch.values.cpu())
-    if found.part.is_whole:
-        return with_bridges(patch, found.parent, index)[0]
-    return replace(patch, indices=positions(found.part, patch.indices))
+def _stated(found: Sequence[_Found], index: IndexEncoding) -> list[tuple[Part, TensorPatch]]:
+    """Return what a file states of parts, by position in the tensor, on the host."""
+    stated = []
+    indices = _on_host([each.patch.indices for each in found])
+    values = _on_host([bits(each.patch.values) for each in found])
+    for each, its_indices, its_values in zip(found, indices, values, strict=True):
+        part, patch = each.part, each.patch
+        patch = replace(patch, indices=its_indices, values=its_values.view(patch.values.dtype))
+        if not part.is_whole:
+            patch = replace(patch, indices=positions(part, patch.indices))
+        elif index.with_bridges(patch.indices) is not patch.indices:
+            patch = with_bridges(patch, each.parent, index)[0]
+        stated.append((part, patch))
+    return stated
+
+
+def _on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Bring flat tensors to the host: those of one dtype together, as hundreds may have a few bytes."""
+    brought: dict[int, torch.Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors}:
+        same = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        held = torch.cat([tensors[number] for number in same]).cpu()
+        brought |= zip(same, torch.split(held, [len(tensors[number]) for number in same]), strict=True)
+    return [brought[number] for number in range(len(tensors))]
 
 
 def _growth(block: Block, found: Sequence[_Found]) -> dict[str, Sums]:

@@ -129,8 +129,8 @@ class Publisher:
                 after the newest version with any weights, by publishing all of them. "auto" begins a run if
                 there is none; otherwise it is True if a version has these weights, and "anchor" if not.
             max_pending: publications under way before `publish_patch` waits.
-            max_shard_bytes: the most bytes of each of an anchor's files. They are smaller where a model of less
-                than 40 GB would have fewer than eight: files of 1 GB or more, which are moved at once.
+            max_shard_bytes: the most bytes of each of an anchor's files. A smaller model has about eight, of
+                1 GB or more, which are moved at once.
             snapshot: where to keep the last published weights for comparison. "device": beside the weights,
                 compared at the speed of their memory. "host": in host memory, pinned where kernels compare;
                 takes no memory of the device, and a comparison takes a little longer than copying the
