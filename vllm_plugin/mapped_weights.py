@@ -26,7 +26,7 @@ from vllm_plugin.regions import Region, View, locate, pieces, positions
 from vllm_plugin.runtime_bits import PIECE, UNMATCHED, flat, is_widened, narrowed, widened
 from vllm_plugin.tiles import Box, are_cut, boxes, numbers
 from vllm_plugin.trace import Trace, trace, untraced
-from vllm_plugin.transfers import BLOCK_BYTES, Lane, Transfers
+from vllm_plugin.transfers import BLOCK_BYTES, Job, Lane, Transfers
 
 Load = Callable[[torch.nn.Module, Iterator[tuple[str, torch.Tensor]]], object]
 """Calls a model's loader, in the surroundings that loaders expect; may return a set of weights left alone."""
@@ -43,6 +43,21 @@ class Piece(NamedTuple):
     """Integers, of the checkpoint."""
     held: torch.Tensor
     """Integers of the same shape, perhaps wider: live."""
+
+
+class Comparison:
+    """Of pieces of a checkpoint with what is served."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self.differs = False
+        """Whether a piece is not served; complete once `jobs` are done."""
+        self.jobs: list[Job] = [partial(self._compare, piece) for piece in pieces]
+
+    def _compare(self, piece: Piece, lane: Lane) -> None:
+        if not self.differs:
+            given = widened(lane.to_device(piece.given), piece.spec, piece.held)
+            if not torch.equal(piece.held, given):
+                self.differs = True
 
 
 class MappedWeights:
@@ -236,21 +251,18 @@ class MappedWeights:
 
     def serves(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether what this rank holds of copied names is what checkpoint tensors have there."""
-        differs = False
+        comparison = Comparison(self.pieces(tensors))
+        self._transfers.run(comparison.jobs)
+        return not comparison.differs
 
-        def one(piece: Piece, lane: Lane) -> None:
-            nonlocal differs
-            if not differs:
-                given = widened(lane.to_device(piece.given), piece.spec, piece.held)
-                differs = not torch.equal(piece.held, given)
-
-        self._transfers.run(partial(one, piece) for piece in self._cut(tensors))
-        return not differs
-
-    def serves_all(self, loaded: Mapping[str, torch.Tensor]) -> bool:
-        """Whether every copied name is among these tensors, and all are served."""
+    def comparison_of_all(self, loaded: Mapping[str, torch.Tensor]) -> "Comparison | None":
+        """Prepare to compare all copied names with these tensors; None where some are not among them."""
         names = {name for name, found in self.map.regions.items() if found}
-        return loaded.keys() >= names and self.serves({name: loaded[name] for name in names})
+        return (
+            Comparison(self.pieces({name: loaded[name] for name in names}))
+            if loaded.keys() >= names
+            else None
+        )
 
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
         """Cut what this rank holds of copied names, so that each piece can be copied at once.

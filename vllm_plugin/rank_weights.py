@@ -34,7 +34,7 @@ from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TensorPatch, bits
 from patchstore.tensors.state_digest import Sums
 from vllm_plugin.identify import Contents, read_contents, read_folder, sums_array
-from vllm_plugin.mapped_weights import Piece
+from vllm_plugin.mapped_weights import Comparison, Piece
 from vllm_plugin.mapping import SliceSums, StagedSums, SumsArray, WeightMap
 from vllm_plugin.regions import View
 from vllm_plugin.staged_update import Staged
@@ -200,13 +200,30 @@ class RankWeights:
 
     @torch.no_grad()
     def _save(self, reading: AbstractContextManager[None]) -> dict[int, torch.Tensor]:
-        """Copy all that an anchor will replace, after an attempt to prove the map."""
+        """Copy all that an anchor will replace, beside an attempt to prove the map."""
         with reading, self.live.aside():
             written = self.live.written()
-            if not (self.is_map_proved or self._proves_map()):
+            comparison = None if self.is_map_proved else self._comparison()
+            saved = self.live.save(written, () if comparison is None else comparison.jobs)
+            self.is_map_proved |= comparison is not None and not comparison.differs
+            if not self.is_map_proved:
                 # Nor is it proved then that the loader writes nowhere else.
-                written |= self.live.registered()
-            return self.live.save(written)
+                saved |= self.live.save(self.live.registered() - written)
+            return saved
+
+    def _comparison(self) -> Comparison | None:
+        """Prepare to prove the map with the checkpoint that vLLM loaded, while generation goes on.
+
+        If it fails, vLLM's loader has to write the anchor, for which generation waits. It fails where other
+        weights were written since the start.
+        """
+        if self.loaded_from is None:
+            return None
+        try:
+            return self.live.comparison_of_all(read_folder(self.loaded_from, self._schema))
+        except (CorruptObject, OSError) as exc:
+            logger.warning("the checkpoint in %s cannot be read again: %s", self.loaded_from, exc)
+            return None
 
     def _translate(
         self,
@@ -248,19 +265,6 @@ class RankWeights:
             pieces=pieces,
             saved=self.live.save({i for _, indices in groups for i in indices}) if saved is None else saved,
         )
-
-    def _proves_map(self) -> bool:
-        """Prove the map with the checkpoint that vLLM loaded, while generation goes on.
-
-        If it fails, vLLM's loader has to write the anchor, for which generation waits. It fails where other
-        weights were written since the start.
-        """
-        if self.loaded_from is not None:
-            try:
-                self.is_map_proved = self.live.serves_all(read_folder(self.loaded_from, self._schema))
-            except (CorruptObject, OSError) as exc:
-                logger.warning("the checkpoint in %s cannot be read again: %s", self.loaded_from, exc)
-        return self.is_map_proved
 
     def changes(self, staged: Staged) -> StagedSums:
         """Digest the elements that are staged, as they are on this rank and as they would be."""

@@ -5,10 +5,10 @@ fills pinned memory at a sixth of that speed. So each thread has pinned buffers 
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,7 +59,10 @@ class Transfers:
             for job in jobs:
                 job(_Direct())
             return
-        work, turn, has_failed = iter(jobs), Lock(), False
+        # Made first: threads that wait for each other's turn to make the next one copy half as fast.
+        work, has_failed = deque(jobs), False
+        if not work:
+            return
         before = torch.cuda.current_stream(self._device).record_event()
         is_inference = torch.is_inference_mode_enabled()
 
@@ -74,9 +77,9 @@ class Transfers:
                     stream.wait_event(before)
                     lane = _Pinned(self._device)
                     while not has_failed:
-                        with turn:
-                            job = next(work, None)
-                        if job is None:
+                        try:
+                            job = work.popleft()
+                        except IndexError:
                             break
                         job(lane)
                     lane.finish()
@@ -88,7 +91,7 @@ class Transfers:
                     stream.synchronize()
 
         with ThreadPoolExecutor(len(self._streams), thread_name_prefix="patchstore-transfer") as pool:
-            loops = [pool.submit(loop, stream) for stream in self._streams if stream is not None]
+            loops = [pool.submit(loop, stream) for stream in self._streams[: len(work)] if stream is not None]
         for each in loops:
             each.result()
 

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, zip_longest
 
 import torch
 
@@ -23,7 +23,7 @@ from vllm_plugin.regions import locate
 from vllm_plugin.runtime_bits import UNMATCHED, is_widened, narrowed, widened
 from vllm_plugin.staged_write import Scatter, StagedWrite
 from vllm_plugin.trace import same_parameters
-from vllm_plugin.transfers import BLOCK_BYTES, Lane
+from vllm_plugin.transfers import BLOCK_BYTES, Job, Lane
 
 PAGE_BYTES = 4096
 """No page of memory is smaller."""
@@ -236,14 +236,19 @@ class LiveWeights(MappedWeights):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def save(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
-        """Copy runtimes to the CPU."""
+    def save(self, indices: Iterable[int], beside: Iterable[Job] = ()) -> dict[int, torch.Tensor]:
+        """Copy runtimes to the CPU.
+
+        Args:
+            beside: what else is to be done at the same time; a bus has two directions.
+        """
         saved = {index: torch.empty_like(self._flat(index), device="cpu") for index in indices}
 
         def one(held: torch.Tensor, data: torch.Tensor, lane: Lane) -> None:
             lane.read(held, data)
 
-        self._transfers.run(partial(one, held, data) for _, held, data in self._saved_parts(saved))
+        jobs = (partial(one, held, data) for _, held, data in self._saved_parts(saved))
+        self._transfers.run(job for both in zip_longest(jobs, beside) for job in both if job is not None)
         return saved
 
     def restore(self, saved: Mapping[int, torch.Tensor]) -> None:

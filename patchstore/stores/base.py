@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -101,26 +102,7 @@ class Store(ABC):
         """
         check_range(self.url, "read", key, start, end)
         stop = self.size(key) if end is None else end
-        if stop - start <= PART_BYTES:
-            if part := self.get(key, start, max(start, stop)):
-                yield part
-            return
-        with ThreadPoolExecutor(NUM_PARTS, thread_name_prefix="patchstore-read") as pool:
-            parts: deque[Future[bytes]] = deque()
-            offsets = iter(range(start, stop, PART_BYTES))
-            try:
-                for offset in islice(offsets, NUM_PARTS):
-                    parts.append(pool.submit(self.get, key, offset, min(offset + PART_BYTES, stop)))
-                while parts:
-                    part = parts.popleft().result()
-                    yield part
-                    if len(part) < PART_BYTES:
-                        # The object ends here, even if the caller asked for more.
-                        return
-                    for offset in islice(offsets, 1):
-                        parts.append(pool.submit(self.get, key, offset, min(offset + PART_BYTES, stop)))
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
+        yield from in_parts(partial(self.get, key), start, stop)
 
     def subscribe(self, wake: Callable[[], None]) -> Callable[[], None] | None:
         """Call `wake`, on a thread of the store, whenever something may have changed here.
@@ -134,6 +116,34 @@ class Store(ABC):
 
     def close(self) -> None:
         """Release connections; the store must not be used afterwards."""
+
+
+def in_parts(get: Callable[[int, int], bytes], start: int, stop: int) -> Iterator[bytes]:
+    """Yield bytes `start` to `stop` of an object in order, as `Store.read` does.
+
+    Args:
+        get: returns the bytes from one place to another, cut at the object's size; called on several threads.
+    """
+    if stop - start <= PART_BYTES:
+        if part := get(start, max(start, stop)):
+            yield part
+        return
+    with ThreadPoolExecutor(NUM_PARTS, thread_name_prefix="patchstore-read") as pool:
+        parts: deque[Future[bytes]] = deque()
+        offsets = iter(range(start, stop, PART_BYTES))
+        try:
+            for offset in islice(offsets, NUM_PARTS):
+                parts.append(pool.submit(get, offset, min(offset + PART_BYTES, stop)))
+            while parts:
+                part = parts.popleft().result()
+                yield part
+                if len(part) < PART_BYTES:
+                    # The object ends here, even if the caller asked for more.
+                    return
+                for offset in islice(offsets, 1):
+                    parts.append(pool.submit(get, offset, min(offset + PART_BYTES, stop)))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def check_range(url: str, operation: str, key: str, start: int, end: int | None) -> None:

@@ -12,11 +12,12 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import BinaryIO
 
 from patchstore.errors import UsageError
 from patchstore.format.layout import check_key
-from patchstore.stores.base import Chunk, Store, check_range
+from patchstore.stores.base import Chunk, Store, check_range, in_parts
 from patchstore.stores.messages import Messages
 
 _TEMP = ".tmp"
@@ -66,6 +67,26 @@ class FolderStore(Store):
             stop = size if end is None else min(end, size)
             file.seek(start)
             return file.read(max(0, stop - start))
+
+    def read(self, key: str, *, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+        check_range(self.url, "read", key, start, end)
+        # Opened once: for a part in memory, that takes as long as reading it.
+        with self._translate_errors("read", key):
+            file = self._open("read", key)
+        with file:
+            with self._translate_errors("read", key):
+                size = os.fstat(file.fileno()).st_size
+            stop = size if end is None else min(end, size)
+            yield from in_parts(partial(self._part, key, file.fileno()), start, stop)
+
+    def _part(self, key: str, file: int, start: int, end: int) -> bytes:
+        with self._translate_errors("read", key):
+            part = os.pread(file, end - start, start)
+            while part and len(part) < end - start:
+                if not (more := os.pread(file, end - start - len(part), start + len(part))):
+                    break
+                part += more
+        return part
 
     def size(self, key: str) -> int:
         with self._translate_errors("size", key), self._open("size", key) as file:

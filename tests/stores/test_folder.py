@@ -17,7 +17,7 @@ import torch
 
 from patchstore import Publisher, verify
 from patchstore.errors import AlreadyExists, NotFound, StoreUnavailable, UnsupportedStore, UsageError
-from patchstore.stores.base import Store
+from patchstore.stores.base import PART_BYTES, Store
 from patchstore.stores.folder import FolderStore
 from patchstore.testing.store import StoreConformance
 
@@ -65,6 +65,8 @@ ASKS: dict[str, Callable[[FolderStore], object]] = {
 
 
 class TestFolderStore(StoreConformance):
+    reads_with = "_part"
+
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return FolderStore(tmp_path / "not" / "made" / "yet")
@@ -437,3 +439,18 @@ def test_a_limit_on_the_size_of_files_is_said(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(store.list()) == []
+
+
+def test_a_long_read_stays_with_the_file_that_it_opened(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    size = 3 * PART_BYTES + 7
+    store.upload("object", [b"a" * size])
+    reading = store.read("object")
+    parts = [next(reading)]
+    store.upload("object", [b"b" * size])
+    parts += reading
+    assert b"".join(parts) == b"a" * size
+    assert b"".join(store.read("object", start=5, end=size + 9)) == b"b" * (size - 5)
+    store.delete("object")
+    with pytest.raises(NotFound):
+        next(store.read("object"))

@@ -119,8 +119,8 @@ def test_the_weights_are_saved_while_an_anchor_is_fetched(
     ranks = started([Counting()], checkpoint, tensors, trainer, open_ranks)
     saved, save, open_ = Event(), ranks.one.weights.live.save, rank_weights.open_anchor
 
-    def saving(indices):
-        found = save(indices)
+    def saving(*args):
+        found = save(*args)
         saved.set()
         return found
 
@@ -141,7 +141,7 @@ def test_weights_that_cannot_be_saved_fail_the_update_and_stay(
     ranks = started([module], checkpoint, tensors, trainer, open_ranks)
     before = module.state()
     with monkeypatch.context() as patched:
-        patched.setattr(ranks.one.weights.live, "save", lambda _: torch.empty(2**60))
+        patched.setattr(ranks.one.weights.live, "save", lambda *_: torch.empty(2**60))
         with pytest.raises(HostError, match="memory"):
             ranks.stage(2)
     assert equal(module.state(), before)
