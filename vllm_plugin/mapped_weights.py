@@ -5,8 +5,6 @@ Nothing here writes to them; `weights` does.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -18,46 +16,22 @@ from patchstore.read.deltas import Deltas
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, bits, raw_bytes
 from patchstore.tensors.state_digest import Sums
+from vllm_plugin.batches import Comparison, Piece
 from vllm_plugin.mapping import RankSlices, SliceSums, WeightMap, share
 from vllm_plugin.pairing import ADVICE
 from vllm_plugin.post_load import Derived
 from vllm_plugin.reachable import NO_WEIGHTS
 from vllm_plugin.regions import Region, View, locate, pieces, positions
-from vllm_plugin.runtime_bits import PIECE, UNMATCHED, flat, is_widened, narrowed, widened
+from vllm_plugin.runtime_bits import PIECE, UNMATCHED, flat, is_widened, narrowed
 from vllm_plugin.tiles import Box, are_cut, boxes, numbers
 from vllm_plugin.trace import Trace, trace, untraced
-from vllm_plugin.transfers import BLOCK_BYTES, Job, Lane, Transfers
+from vllm_plugin.transfers import BLOCK_BYTES, Transfers
 
 Load = Callable[[torch.nn.Module, Iterator[tuple[str, torch.Tensor]]], object]
 """Calls a model's loader, in the surroundings that loaders expect; may return a set of weights left alone."""
 
 NUM_SAMPLES = 64
 """Elements of each tensor that are compared with the checkpoint when a map is new."""
-
-
-class Piece(NamedTuple):
-    """A part of a checkpoint's tensor, and where it is served."""
-
-    spec: TensorSpec
-    given: torch.Tensor
-    """Integers, of the checkpoint."""
-    held: torch.Tensor
-    """Integers of the same shape, perhaps wider: live."""
-
-
-class Comparison:
-    """Of pieces of a checkpoint with what is served."""
-
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        self.differs = False
-        """Whether a piece is not served; complete once `jobs` are done."""
-        self.jobs: list[Job] = [partial(self._compare, piece) for piece in pieces]
-
-    def _compare(self, piece: Piece, lane: Lane) -> None:
-        if not self.differs:
-            given = widened(lane.to_device(piece.given), piece.spec, piece.held)
-            if not torch.equal(piece.held, given):
-                self.differs = True
 
 
 class MappedWeights:
@@ -255,7 +229,7 @@ class MappedWeights:
         self._transfers.run(comparison.jobs)
         return not comparison.differs
 
-    def comparison_of_all(self, loaded: Mapping[str, torch.Tensor]) -> "Comparison | None":
+    def comparison_of_all(self, loaded: Mapping[str, torch.Tensor]) -> Comparison | None:
         """Prepare to compare all copied names with these tensors; None where some are not among them."""
         names = {name for name, found in self.map.regions.items() if found}
         return (
@@ -279,7 +253,8 @@ class MappedWeights:
             for index, region in self.map.regions.get(name, ()):
                 flat = self._flat(index)
                 for part in pieces(region, BLOCK_BYTES // source.element_size()):
-                    given = source.as_strided(part.source.shape, part.source.strides, part.source.offset)
+                    first = source.storage_offset() + part.source.offset
+                    given = source.as_strided(part.source.shape, part.source.strides, first)
                     held = flat.as_strided(part.target.shape, part.target.strides, part.target.offset)
                     yield Piece(specs[name], given, held)
 

@@ -33,8 +33,8 @@ from patchstore.stores.base import Store
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TensorPatch, bits
 from patchstore.tensors.state_digest import Sums
+from vllm_plugin.batches import Batch, Comparison, Piece
 from vllm_plugin.identify import Contents, read_contents, read_folder, sums_array
-from vllm_plugin.mapped_weights import Comparison, Piece
 from vllm_plugin.mapping import SliceSums, StagedSums, SumsArray, WeightMap
 from vllm_plugin.regions import View
 from vllm_plugin.staged_update import Staged
@@ -248,10 +248,10 @@ class RankWeights:
         changed = self.live.cut if anchor else self.live.cut & deltas.names
         cut = {name: deltas.after(specs[name], base[name]) for name in sorted(changed)}
         partly = {name: deltas.after(specs[name], anchor[name]) for name in sorted(mapped.partial) if anchor}
-        pieces: Sequence[Piece] | None = None
+        pieces: Sequence[Batch | Piece] | None = None
         if anchor and self.is_map_proved:
-            pieces = self.live.pieces({name: each for name, each in anchor.items() if name not in computed})
-            pieces = self.live.bring(pieces)
+            copied_names = anchor.keys() - computed.keys()
+            pieces = self.live.bring(self.live.pieces({name: anchor[name] for name in copied_names}))
         return Staged(
             plan=plan,
             anchor=anchor,

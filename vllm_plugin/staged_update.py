@@ -10,7 +10,7 @@ import torch
 from patchstore.errors import HostError
 from patchstore.format.records import Manifest, Plan
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.mapped_weights import Piece
+from vllm_plugin.batches import Batch, Piece
 from vllm_plugin.mapping import SumsArray
 from vllm_plugin.staged_write import StagedWrite
 
@@ -37,7 +37,7 @@ class Staged:
     """The target's digest sums, as the store has them."""
     partial: dict[str, torch.Tensor] = field(default_factory=dict)
     """Every name of which only a part is served, in full, where the update starts from an anchor."""
-    pieces: Sequence[Piece] | None = None
+    pieces: Sequence[Batch | Piece] | None = None
     """What is written of the anchor; None where vLLM's loader loads it, as the map is not proved."""
     saved: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """The runtimes that are written as a whole, as they are now."""

@@ -28,6 +28,14 @@ class Lane(Protocol):
         """Begin to copy a tensor of the host to one of the device, of the same dtype and shape."""
         ...
 
+    def scatter(self, given: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Begin to copy parts of a flat tensor of the host to the device.
+
+        Args:
+            parts: where each begins, and a flat tensor of the device of the same dtype that takes it.
+        """
+        ...
+
     def to_device(self, given: torch.Tensor) -> torch.Tensor:
         """Begin to copy a tensor of the host to the device."""
         ...
@@ -96,11 +104,20 @@ class Transfers:
             each.result()
 
 
+def scatter(given: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
+    """Begin to copy parts of a flat tensor, pinned or of the device; see `Lane.scatter`."""
+    for at, target in parts:
+        target.copy_(given[at : at + target.numel()], non_blocking=True)
+
+
 class _Direct:
     """Where weights are in host memory."""
 
     def write(self, given: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(given)
+
+    def scatter(self, given: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
+        scatter(given, parts)
 
     def to_device(self, given: torch.Tensor) -> torch.Tensor:
         return given
@@ -125,6 +142,10 @@ class _Pinned:
 
     def write(self, given: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(self._filled(given), non_blocking=True)
+        self._record()
+
+    def scatter(self, given: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
+        scatter(self._filled(given), parts)
         self._record()
 
     def to_device(self, given: torch.Tensor) -> torch.Tensor:

@@ -21,11 +21,11 @@ def send(lists: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tens
     host.sort(key=lambda i: sent[i].data_ptr())
     runs: list[list[int]] = []
     for i in host:
-        if runs and 0 <= sent[i].data_ptr() - _end(sent[runs[-1][-1]]) < 64:
+        if runs and 0 <= sent[i].data_ptr() - memory_end(sent[runs[-1][-1]]) < 64:
             runs[-1].append(i)
         else:
             runs.append([i])
-    sizes = [_end(sent[run[-1]]) - sent[run[0]].data_ptr() for run in runs]
+    sizes = [memory_end(sent[run[-1]]) - sent[run[0]].data_ptr() for run in runs]
     # Every run begins where 8 divides its address as on the host, so that elements are aligned.
     firsts = [sent[run[0]].data_ptr() % 8 for run in runs]
     places = np.cumsum([0] + [-(-(f + size) // 64) * 64 for f, size in zip(firsts, sizes, strict=True)])
@@ -33,7 +33,7 @@ def send(lists: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tens
     upload = _Upload(block)
     for run, place, first, size in zip(runs, places, firsts, sizes, strict=False):
         origin = sent[run[0]].data_ptr()
-        upload.add(_memory(origin, size), int(place) + first)
+        upload.add(memory_of(origin, size), int(place) + first)
         for i in run:
             at = int(place) + first + sent[i].data_ptr() - origin
             num_bytes = sent[i].numel() * sent[i].element_size()
@@ -82,10 +82,11 @@ class _Upload:
         self._sent[1 - self._number].synchronize()
 
 
-def _memory(address: int, num_bytes: int) -> torch.Tensor:
+def memory_of(address: int, num_bytes: int) -> torch.Tensor:
     """Bytes of this process's memory, which the caller keeps alive, as a tensor."""
     return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address)))
 
 
-def _end(tensor: torch.Tensor) -> int:
+def memory_end(tensor: torch.Tensor) -> int:
+    """Return the address behind a contiguous tensor."""
     return tensor.data_ptr() + tensor.numel() * tensor.element_size()

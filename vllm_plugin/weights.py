@@ -17,13 +17,14 @@ from patchstore.read.deltas import Deltas
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TensorPatch, bits
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.mapped_weights import MappedWeights, Piece
+from vllm_plugin.batches import Batch, Piece, batched
+from vllm_plugin.mapped_weights import MappedWeights
 from vllm_plugin.mapping import StagedSums
 from vllm_plugin.regions import locate
 from vllm_plugin.runtime_bits import UNMATCHED, is_widened, narrowed, widened
 from vllm_plugin.staged_write import Scatter, StagedWrite
 from vllm_plugin.trace import same_parameters
-from vllm_plugin.transfers import BLOCK_BYTES, Job, Lane
+from vllm_plugin.transfers import BLOCK_BYTES, Job, Lane, scatter
 
 PAGE_BYTES = 4096
 """No page of memory is smaller."""
@@ -130,23 +131,24 @@ class LiveWeights(MappedWeights):
         """How much of the device's memory `bring` may take."""
         return 0
 
-    def bring(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def bring(self, pieces: Iterable[Piece]) -> list[Batch | Piece]:
         """Have pieces where `write` copies them fast: some in the device's memory, the others mapped.
 
         Mapping takes as long as copying.
+
+        Args:
+            pieces: see `MappedWeights.pieces`.
         """
-        sizes = [-(-piece.given.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in pieces]
-        ends = list(accumulate(sizes))
+        batches, others = batched(pieces)
+        ends = list(accumulate(-(-each.given.nbytes // _ALIGNMENT) * _ALIGNMENT for each in batches))
         num = bisect_right(ends, self.spare_bytes())
         try:
             room = torch.empty(ends[num - 1] if num else 0, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError:  # Another process was faster.
             num, room = 0, torch.empty(0, device=self.device)
-        brought = list(pieces)
-        for i, (piece, size) in enumerate(zip(pieces[:num], sizes, strict=False)):
-            given = piece.given
-            place = room[ends[i] - size :][: given.nbytes].view(given.dtype).view(given.shape)
-            brought[i] = piece._replace(given=place)
+        places = [
+            room[start:][: each.given.nbytes] for each, start in zip(batches[:num], [0, *ends], strict=False)
+        ]
 
         def copy(given: torch.Tensor, place: torch.Tensor, lane: Lane) -> None:
             lane.write(given, place)
@@ -156,27 +158,32 @@ class LiveWeights(MappedWeights):
             if memory.ndim and memory.size:
                 memory[..., :: PAGE_BYTES // memory.itemsize].max()
 
-        near = zip(pieces[:num], brought, strict=False)
+        near = zip(batches, places, strict=False)
+        far = [each.given for each in batches[num:]] + [each.given for each in others]
         self._transfers.run(
             chain(
-                (partial(copy, piece.given, place.given) for piece, place in near),
-                (partial(touch, piece.given) for piece in pieces[num:]),
+                (partial(copy, each.given, place) for each, place in near),
+                (partial(touch, given) for given in far),
             )
         )
-        return brought
+        brought = [each._replace(given=place) for each, place in zip(batches, places, strict=False)]
+        return [*brought, *batches[num:], *others]
 
-    def write(self, pieces: Iterable[Piece]) -> None:
-        """Write pieces of copied names. See `MappedWeights.pieces`."""
+    def write(self, brought: Iterable[Batch | Piece]) -> None:
+        """Write what `bring` returned."""
 
-        def one(piece: Piece, lane: Lane) -> None:
-            spec, given, held = piece
-            is_near = given.device == held.device
-            if not is_near and given.element_size() == held.element_size():
-                lane.write(given, held)
+        def one(each: Batch | Piece, lane: Lane) -> None:
+            if isinstance(each, Piece):
+                if each.given.element_size() == each.held.element_size():
+                    lane.write(each.given, each.held)
+                else:
+                    each.held.copy_(widened(lane.to_device(each.given), each.spec, each.held))
+            elif each.given.device == self.device:
+                scatter(each.given, each.parts)
             else:
-                held.copy_(widened(given if is_near else lane.to_device(given), spec, held))
+                lane.scatter(each.given, each.parts)
 
-        self._transfers.run(partial(one, piece) for piece in pieces)
+        self._transfers.run(partial(one, each) for each in brought)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:

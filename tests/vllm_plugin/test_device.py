@@ -13,6 +13,8 @@ from patchstore.format.records import Schema, TensorSpec
 from patchstore.read.deltas import Deltas
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, index_dtype
 from tests.support.interpreted import DEVICE, kernels
+from vllm_plugin import batches
+from vllm_plugin.batches import Batch, Comparison
 from vllm_plugin.mapping import WeightMap
 from vllm_plugin.post_load import Derived
 from vllm_plugin.staged_write import StagedWrite
@@ -327,20 +329,55 @@ def test_elements_past_two_to_the_31_are_reached():
 @pytest.mark.parametrize("limit", [0, 30_000, 1 << 20])
 def test_pieces_are_written_wherever_they_wait(fast, model, limit, monkeypatch):
     monkeypatch.setattr(kernels("vllm_plugin.weights_gpu"), "BROUGHT_BYTES", limit)
-    checkpoint = {each.name: random_bits(each, each.num_elements).view(each.shape) for each in SCHEMA.tensors}
-    before = model.state()
+    checkpoint = in_one_file()
     fast.load(checkpoint)
     expected = model.state()
+    assert not Comparison(fast.pieces(checkpoint)).differs
     fast.load({name: torch.zeros_like(each) for name, each in checkpoint.items()})
     cleared = model.state()
-    pieces = fast.pieces(checkpoint)
 
-    brought = fast.bring(pieces)
+    brought = fast.bring(fast.pieces(checkpoint))
 
-    assert equal(model.state(), cleared) and not equal(before, expected)
-    near = [
-        each.given.data_ptr() != piece.given.data_ptr() for each, piece in zip(brought, pieces, strict=True)
-    ]
+    assert equal(model.state(), cleared) and not equal(cleared, expected)
+    batches = [each for each in brought if isinstance(each, Batch)]
+    first, end = (checkpoint[name].data_ptr() for name in (min(SPECS), max(SPECS)))
+    near = [not first <= each.given.data_ptr() <= end for each in batches]
     assert (any(near), all(near)) == (limit > 0, limit == 1 << 20)
     fast.write(brought)
     assert equal(model.state(), expected)
+    assert fast.serves(checkpoint)
+
+
+def test_neighbours_in_a_file_are_one_batch(fast, monkeypatch):
+    monkeypatch.setattr(batches, "BLOCK_BYTES", 20_000)
+    checkpoint = in_one_file()
+    pieces = fast.pieces(checkpoint)
+    joined, others = batches.batched(pieces)
+
+    assert max(len(each.parts) for each in joined) > 1
+    assert all(each.given.numel() <= max(20_000, each.pieces[0].given.nbytes) for each in joined)
+    assert sum(len(each.parts) for each in joined) + len(others) == sum(p.given.numel() > 0 for p in pieces)
+    # Slices, transpositions and wider numbers.
+    assert {each.spec.name for each in others} == {"blocks", "cols", "transposed", "widened"}
+
+
+@pytest.mark.parametrize("name", sorted(SPECS.keys() - {"empty"}))
+def test_a_difference_in_one_element_is_found(fast, name):
+    checkpoint = in_one_file()
+    fast.load(checkpoint)
+    assert fast.serves(checkpoint)
+    # The columns that the model takes of `cols` end with 55.
+    bits(checkpoint[name]).view(-1)[55 if name == "cols" else -1] ^= 1
+    assert not fast.serves(checkpoint)
+
+
+def in_one_file() -> dict[str, torch.Tensor]:
+    """Random tensors of the schema, one behind the other in memory as in a file."""
+    specs = sorted(SCHEMA.tensors, key=lambda each: each.name)
+    memory = torch.randint(0, 256, (sum(-(-each.num_bytes // 8) * 8 for each in specs),), dtype=torch.uint8)
+    found, at = {}, 0
+    for each in specs:
+        part = memory[at : at + each.num_bytes]
+        found[each.name] = part.view(TORCH_DTYPES[each.dtype]).view(each.shape)
+        at += -(-each.num_bytes // 8) * 8
+    return found

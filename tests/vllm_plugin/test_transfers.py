@@ -59,6 +59,27 @@ def test_parts_may_be_strided_on_both_sides() -> None:
     assert not held[1::2].any()
 
 
+def test_parts_of_what_lies_side_by_side_are_brought_at_once() -> None:
+    given = numbers(BLOCK_BYTES // 2 * 3).view(torch.uint8)
+    held = torch.zeros_like(given, device=DEVICE)
+
+    def write(start: int, lane: Lane) -> None:
+        some = given[start : start + BLOCK_BYTES]
+        goal = held[start : start + BLOCK_BYTES]
+        # Odd lengths at odd places, and a gap between them.
+        lane.scatter(some, [(0, goal[:1001]), (1001, goal[1001:5000]), (6007, goal[6007:])])
+
+    Transfers(DEVICE).run(partial(write, start) for start in range(0, len(given), BLOCK_BYTES))
+
+    expected = given.clone().view(-1, BLOCK_BYTES)
+    expected[:, 5000:6007] = 0
+    assert torch.equal(held.cpu().view(-1, BLOCK_BYTES), expected)
+
+
+def test_nothing_to_do_takes_nothing() -> None:
+    Transfers(DEVICE).run([])
+
+
 def test_writes_wait_for_what_the_device_was_told_before() -> None:
     given = numbers(1000)
     held = torch.zeros(1000, dtype=torch.int16, device=DEVICE)
