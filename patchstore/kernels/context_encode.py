@@ -17,7 +17,9 @@ import triton.language as tl
 
 from patchstore.encodings.context.parameters import BINS
 from patchstore.encodings.context.row_sets import (
+    SHARING,
     BestRows,
+    CostsAhead,
     RowSet,
     RowSets,
     Totals,
@@ -383,9 +385,20 @@ def _choose(
         )
         # Of all parts at once: each call costs a millisecond, and there may be a group for each part.
         best[width] = best_rows(every[width])
+    num_changed = changed.sum(axis=1)
+    alone = [group[0] for group in groups if len(group) == 1 and num_changed[group[0]] <= SHARING]
+    ahead = {
+        width: CostsAhead(totals, [int(place[part]) for part in alone if widths[part] == width])
+        for width, totals in every.items()
+    }
     for group in groups:
         width, some = int(widths[group[0]]), place[group]
-        numbers[group] = row_sets.choose(every[width].of(some), best[width].of(some))
+        if len(group) == 1:
+            part = int(some[0])
+            own, cost = best[width].sets[part], float(best[width].bits[part])
+            numbers[group] = row_sets.choose_alone(own, cost, int(num_changed[group[0]]), ahead[width], part)
+        else:
+            numbers[group] = row_sets.choose(every[width].of(some), best[width].of(some))
     return numbers, row_sets.sets
 
 

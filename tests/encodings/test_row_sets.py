@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
+from patchstore.encodings.context import row_sets
 from patchstore.encodings.context.parameters import BINS, DENSE, RUNS, SILENT, SWAP
 from patchstore.encodings.context.row_sets import (
+    SHARING,
+    CostsAhead,
     RowSet,
     RowSets,
     Totals,
@@ -93,3 +96,28 @@ def test_known_best_rows_change_no_choice() -> None:
     assert [(each.lo, each.rows.tobytes()) for each in known.sets] == [
         (each.lo, each.rows.tobytes()) for each in unknown.sets
     ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_ahead", [1, 7, 256])
+def test_parts_that_are_alone_get_what_they_get_one_after_the_other(
+    seed: int, num_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_sets, "_PARTS_AHEAD", num_ahead)
+    totals = random_totals(90, seed)
+    own = best_rows(totals)
+    num_changed = totals.changed.sum(axis=1)
+    small = np.flatnonzero(num_changed <= SHARING).tolist()
+    assert 50 < len(small) < 90
+    ahead = CostsAhead(totals, small)
+    alone, together = RowSets(), RowSets()
+    for part in range(90):
+        some = np.array([part])
+        expected = together.choose(totals.of(some), own.of(some))
+        found = alone.choose_alone(own.sets[part], own.bits[part], int(num_changed[part]), ahead, part)
+        assert [found] == expected.tolist()
+    assert [(each.lo, each.rows.tobytes()) for each in alone.sets] == [
+        (each.lo, each.rows.tobytes()) for each in together.sets
+    ]
+    # Some shared what others had, and some did not.
+    assert 90 - len(small) < len(alone.sets) < 90

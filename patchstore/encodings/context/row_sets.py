@@ -4,6 +4,7 @@ A set of 8 classes takes 26 bytes, and a part of 300 changes 260. So a part take
 they save more than they cost; otherwise it takes those of another part.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +31,9 @@ _CANDIDATES = 16
 """Parts of a group, those with the most changes, whose own rows others may take."""
 _LAST_SETS = 32
 """Sets that were made before, which parts may take."""
+_PARTS_AHEAD = 256
+_TIE = 1e-9
+"""Of two sums of the same bits in different orders."""
 _TERMS_TOGETHER = 1 << 19
 """Classes of parts and sets whose bits are worked out at a time."""
 
@@ -163,6 +167,25 @@ class RowSets:
             chosen[part] = places.get(which, first + which)
         return chosen
 
+    def choose_alone(self, own: RowSet, cost: float, num_changed: int, ahead: "CostsAhead", part: int) -> int:
+        """`choose` for a part that is alone in its call.
+
+        Args:
+            own, cost: the part's best rows.
+            ahead: has this part by number.
+        """
+        first = max(0, len(self.sets) - _LAST_SETS)
+        if num_changed > SHARING or not self.sets:
+            return self._added(own)
+        bits = ahead.of(part, self.sets, first)
+        taken, alone = int(bits.argmin()), cost + own.bits
+        if abs(bits[taken] - alone) <= _TIE * alone:
+            # `choose` sums the bits of its own rows in another order than `best_rows`, which may decide.
+            one = np.array([part])
+            (chosen,) = self.choose(ahead.totals.of(one), BestRows([own], np.array([cost])))
+            return int(chosen)
+        return first + taken if bits[taken] < alone else self._added(own)
+
     def _added(self, each: RowSet) -> int:
         self.sets.append(each)
         return len(self.sets) - 1
@@ -288,6 +311,36 @@ class _Costs:
         second[larger] = runs_bits(RUNS[steps[larger] - 1], more[larger], num[larger])
         second[larger] += of_class(self._sparse, larger, rice[larger])
         return first, second
+
+
+class CostsAhead:
+    """What parts take with row sets, worked out for parts that are asked for next too.
+
+    A call costs half a millisecond, for one part as for hundreds.
+    """
+
+    def __init__(self, totals: Totals, order: Sequence[int]) -> None:
+        """Take the parts that are asked for, by number, in that order."""
+        self.totals = totals
+        self._order = np.array(order, dtype=np.int64)
+        self._places = {part: place for place, part in enumerate(order)}
+        self._begin = self._end = 0
+        self._columns: dict[int, Array] = {}
+        self._costs: _Costs | None = None
+
+    def of(self, part: int, sets: Sequence[RowSet], first: int) -> npt.NDArray[np.float64]:
+        """Return the bits of a part with each of the sets from `first` on. Sets keep their numbers."""
+        place = self._places[part]
+        if self._costs is None or not self._begin <= place < self._end:
+            self._begin, self._end = place, min(place + _PARTS_AHEAD, len(self._order))
+            self._costs = _Costs(self.totals.of(self._order[self._begin : self._end]))
+            self._columns = {}
+        missing = [number for number in range(first, len(sets)) if number not in self._columns]
+        if missing:
+            found = self._costs.of([sets[number] for number in missing])
+            self._columns |= zip(missing, found.T, strict=True)
+        at = place - self._begin
+        return np.array([self._columns[number][at] for number in range(first, len(sets))])
 
 
 def _before(values: Array) -> Array:
