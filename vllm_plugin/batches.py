@@ -4,6 +4,7 @@ A model of experts has thousands of tensors of a megabyte. What lies side by sid
 together, so that the cost of a copy does not grow with their number.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -13,10 +14,9 @@ import torch
 from patchstore.format.records import TensorSpec
 from vllm_plugin.runtime_bits import widened
 from vllm_plugin.transfers import BLOCK_BYTES, Job, Lane
-from vllm_plugin.upload import memory_end, memory_of
+from vllm_plugin.upload import memory_end, memory_of, neighbours
 
-_APART = 64
-"""Bytes between neighbours in a file, at most."""
+logger = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
@@ -49,24 +49,17 @@ def batched(pieces: Iterable[Piece]) -> tuple[list[Batch], list[Piece]]:
     Returns:
         The batches, and those pieces that are not contiguous on both sides, or served in wider numbers.
     """
-    runs: list[list[Piece]] = []
+    whole: list[Piece] = []
     others: list[Piece] = []
-    for piece in sorted(pieces, key=lambda each: each.given.data_ptr()):
+    for piece in pieces:
         given, held = piece.given, piece.held
         if not given.numel():
             continue
         is_wider = given.element_size() != held.element_size()
-        if is_wider or not (given.is_contiguous() and held.is_contiguous()):
-            others.append(piece)
-            continue
-        if runs:
-            first, last = runs[-1][0].given, runs[-1][-1].given
-            is_near = 0 <= given.data_ptr() - memory_end(last) < _APART
-            if is_near and memory_end(given) - first.data_ptr() <= BLOCK_BYTES:
-                runs[-1].append(piece)
-                continue
-        runs.append([piece])
-    return [_joined(run) for run in runs], others
+        is_apart = is_wider or not (given.is_contiguous() and held.is_contiguous())
+        (others if is_apart else whole).append(piece)
+    runs = neighbours([piece.given for piece in whole], BLOCK_BYTES)
+    return [_joined([whole[number] for number in run]) for run in runs], others
 
 
 def _joined(run: Sequence[Piece]) -> Batch:
@@ -86,25 +79,33 @@ class Comparison:
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self.differs = False
         """Whether a piece is not served; complete once `jobs` are done."""
+        self.shortage: torch.OutOfMemoryError | None = None
+        """What ended the comparison: the device has no room for a batch."""
         batches, others = batched(pieces)
-        self.jobs: list[Job] = [
-            *(partial(self._compare, each) for each in batches),
-            *(partial(self._compare_piece, each) for each in others),
-        ]
+        every: list[Batch | Piece] = [*batches, *others]
+        self.jobs: list[Job] = [partial(self._compare, each) for each in every]
 
-    def _compare(self, batch: Batch, lane: Lane) -> None:
-        if not self.differs:
-            given = lane.to_device(batch.given)
-            wrong = [_differ(given[at : at + held.numel()], held) for at, held in batch.parts]
-            # Asked once: each answer has to be waited for.
-            if torch.stack(wrong).any():
-                self.differs = True
+    def proves(self) -> bool:
+        """Whether all was compared, and is served. Says why not, if the device had no room."""
+        if self.shortage is not None:
+            logger.warning("weights were not compared with their checkpoint: %s", self.shortage)
+        return self.shortage is None and not self.differs
 
-    def _compare_piece(self, piece: Piece, lane: Lane) -> None:
-        if not self.differs:
-            given = widened(lane.to_device(piece.given), piece.spec, piece.held)
-            if not torch.equal(piece.held, given):
-                self.differs = True
+    def _compare(self, each: Batch | Piece, lane: Lane) -> None:
+        if self.differs or self.shortage is not None:
+            return
+        try:
+            given = lane.to_device(each.given)
+            if isinstance(each, Piece):
+                is_wrong = not torch.equal(each.held, widened(given, each.spec, each.held))
+            else:
+                wrong = [_differ(given[at : at + held.numel()], held) for at, held in each.parts]
+                # Asked once: each answer has to be waited for.
+                is_wrong = bool(torch.stack(wrong).any())
+        except torch.OutOfMemoryError as exc:
+            self.shortage = exc.with_traceback(None)
+        else:
+            self.differs |= is_wrong
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

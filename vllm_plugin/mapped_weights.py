@@ -227,16 +227,16 @@ class MappedWeights:
         """Whether what this rank holds of copied names is what checkpoint tensors have there."""
         comparison = Comparison(self.pieces(tensors))
         self._transfers.run(comparison.jobs)
+        if comparison.shortage is not None:
+            raise comparison.shortage
         return not comparison.differs
 
     def comparison_of_all(self, loaded: Mapping[str, torch.Tensor]) -> Comparison | None:
         """Prepare to compare all copied names with these tensors; None where some are not among them."""
         names = {name for name, found in self.map.regions.items() if found}
-        return (
-            Comparison(self.pieces({name: loaded[name] for name in names}))
-            if loaded.keys() >= names
-            else None
-        )
+        if not loaded.keys() >= names:
+            return None
+        return Comparison(self.pieces({name: loaded[name] for name in names}))
 
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
         """Cut what this rank holds of copied names, so that each piece can be copied at once.
@@ -244,10 +244,7 @@ class MappedWeights:
         Args:
             tensors: a checkpoint's, by name, contiguous, on the CPU.
         """
-        return list(self._cut(tensors))
-
-    def _cut(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
-        specs = self.map.schema.by_name()
+        specs, found = self.map.schema.by_name(), list[Piece]()
         for name in sorted(tensors):
             source = bits(tensors[name])
             for index, region in self.map.regions.get(name, ()):
@@ -256,7 +253,8 @@ class MappedWeights:
                     first = source.storage_offset() + part.source.offset
                     given = source.as_strided(part.source.shape, part.source.strides, first)
                     held = flat.as_strided(part.target.shape, part.target.strides, part.target.offset)
-                    yield Piece(specs[name], given, held)
+                    found.append(Piece(specs[name], given, held))
+        return found
 
     def misplaced(self, loaded: Mapping[str, torch.Tensor]) -> list[str]:
         """Names of which sampled elements are not where the map says.

@@ -205,7 +205,7 @@ class RankWeights:
             written = self.live.written()
             comparison = None if self.is_map_proved else self._comparison()
             saved = self.live.save(written, () if comparison is None else comparison.jobs)
-            self.is_map_proved |= comparison is not None and not comparison.differs
+            self.is_map_proved |= comparison is not None and comparison.proves()
             if not self.is_map_proved:
                 # Nor is it proved then that the loader writes nowhere else.
                 saved |= self.live.save(self.live.registered() - written)

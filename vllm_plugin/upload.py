@@ -9,6 +9,7 @@ import torch
 
 UPLOAD = 1 << 25
 """Bytes of each of the two pinned buffers through which host memory goes to the device."""
+_APART = 64
 
 
 def send(lists: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -18,13 +19,7 @@ def send(lists: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tens
     if not host or device.type == "cpu":
         return sent
     # What lies in one mapped file is sent as one run, and the gaps of alignment with it.
-    host.sort(key=lambda i: sent[i].data_ptr())
-    runs: list[list[int]] = []
-    for i in host:
-        if runs and 0 <= sent[i].data_ptr() - memory_end(sent[runs[-1][-1]]) < 64:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
+    runs = [[host[i] for i in run] for run in neighbours([sent[i] for i in host])]
     sizes = [memory_end(sent[run[-1]]) - sent[run[0]].data_ptr() for run in runs]
     # Every run begins where 8 divides its address as on the host, so that elements are aligned.
     firsts = [sent[run[0]].data_ptr() % 8 for run in runs]
@@ -80,6 +75,25 @@ class _Upload:
         """Send the rest, and wait until it is there."""
         self._flush()
         self._sent[1 - self._number].synchronize()
+
+
+def neighbours(tensors: Sequence[torch.Tensor], most: int | None = None) -> list[list[int]]:
+    """Sort contiguous tensors of the host by address, and join those that lie side by side, as in a file.
+
+    Args:
+        most: bytes of a run; None for no bound. A longer tensor is a run of its own.
+
+    Returns:
+        Runs of numbers of tensors. Between two of a run there are fewer than 64 bytes.
+    """
+    runs: list[list[int]] = []
+    for i in sorted(range(len(tensors)), key=lambda i: tensors[i].data_ptr()):
+        is_near = bool(runs) and 0 <= tensors[i].data_ptr() - memory_end(tensors[runs[-1][-1]]) < _APART
+        if is_near and (most is None or memory_end(tensors[i]) - tensors[runs[-1][0]].data_ptr() <= most):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
 
 
 def memory_of(address: int, num_bytes: int) -> torch.Tensor:

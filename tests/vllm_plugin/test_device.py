@@ -371,6 +371,24 @@ def test_a_difference_in_one_element_is_found(fast, name):
     assert not fast.serves(checkpoint)
 
 
+def test_a_comparison_without_room_on_the_device_proves_nothing_and_fails_nothing(fast, caplog):
+    checkpoint = in_one_file()
+    fast.load(checkpoint)
+
+    class Full:
+        def to_device(self, given: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError("no room for 16 MiB")
+
+    comparison = Comparison(fast.pieces(checkpoint))
+    for job in comparison.jobs:
+        job(Full())
+    assert not comparison.differs and not comparison.proves()
+    assert "no room for 16 MiB" in caplog.text
+    whole = Comparison(fast.pieces(checkpoint))
+    fast.save([], whole.jobs)
+    assert whole.proves()
+
+
 def in_one_file() -> dict[str, torch.Tensor]:
     """Random tensors of the schema, one behind the other in memory as in a file."""
     specs = sorted(SCHEMA.tensors, key=lambda each: each.name)
