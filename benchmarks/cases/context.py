@@ -163,7 +163,13 @@ def _version(weights: Weights, density: float) -> Iterator[Row]:
     geometry = context_tables.geometry([tiling(spec.shape) for spec in specs])
     formats = np.array([context_tables.FORMATS[spec.dtype] for spec in specs], dtype=np.int64)
     given = version.positions, version.values, version.bounds
-    encoding = _observe(bench, lambda: context_encode.encode(geometry, formats, weights.addresses, *given))
+
+    def encode() -> "Encoded":
+        encoder = context_encode.Encoder(geometry, formats, weights.addresses, *given)
+        encoder.order()
+        return encoder.finish()
+
+    encoding = _observe(bench, encode)
     encoded = encoding.result
     per_change = _num_bytes(specs, encoded) / len(version.positions)
     sets = [encoded.sets[number] for number in encoded.row_sets.tolist()]

@@ -1,5 +1,6 @@
 """What an encoding is: how a delta file states which elements changed, and their new bits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -51,6 +52,10 @@ class IndexEncoding(Encoding, Protocol):
 
     def encode(self, patch: TensorPatch, spec: TensorSpec) -> EncodedTensor:
         """Encode a patch whose indices came from `with_bridges`."""
+        ...
+
+    def encode_all(self, patches: Sequence[tuple[TensorPatch, TensorSpec]]) -> list[EncodedTensor]:
+        """`encode` each of several patches; the results may share memory."""
         ...
 
     def encode_part(self, patch: TensorPatch, spec: TensorSpec) -> EncodedTensor:

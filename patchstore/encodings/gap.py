@@ -7,6 +7,7 @@ A publisher that has only some elements of a tensor does not know what lies betw
 its first change. Where one is still too wide, the positions are stored as `raw` stores them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ from patchstore.tensors import elements
 from patchstore.tensors.bits import TensorPatch, index_dtype
 
 _RAW = Raw()
+_FEW = 4096
+"""Changes of tensors that are encoded together, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,24 @@ class Gap:
 
     def encode(self, patch: TensorPatch, spec: TensorSpec) -> EncodedTensor:
         return EncodedTensor(idx=elements.to_gaps(patch.indices), val=patch.values)
+
+    def encode_all(self, patches: Sequence[tuple[TensorPatch, TensorSpec]]) -> list[EncodedTensor]:
+        found = {
+            number: self.encode(patch, spec)
+            for number, (patch, spec) in enumerate(patches)
+            if patch.indices.numel() > _FEW
+        }
+        # Each call of torch costs microseconds, and a model of experts has thousands of small tensors.
+        for dtype in (torch.int32, torch.int64):
+            few = [
+                number
+                for number, (patch, _) in enumerate(patches)
+                if patch.indices.dtype == dtype and number not in found
+            ]
+            gaps = elements.to_gaps_of_each([patches[number][0].indices for number in few])
+            for number, idx in zip(few, gaps, strict=True):
+                found[number] = EncodedTensor(idx=idx, val=patches[number][0].values)
+        return [found[number] for number in range(len(patches))]
 
     def encode_part(self, patch: TensorPatch, spec: TensorSpec) -> EncodedTensor:
         """Encode exactly these positions, at least one, without bridges: of a part of a tensor."""

@@ -1,5 +1,6 @@
 """Encoding `raw`: positions as they are. 6 bytes per change in bf16."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,9 @@ class Raw:
 
     def encode(self, patch: TensorPatch, spec: TensorSpec) -> EncodedTensor:
         return EncodedTensor(idx=patch.indices.to(index_dtype(spec.num_elements)), val=patch.values)
+
+    def encode_all(self, patches: Sequence[tuple[TensorPatch, TensorSpec]]) -> list[EncodedTensor]:
+        return [self.encode(patch, spec) for patch, spec in patches]
 
     def encode_part(self, patch: TensorPatch, spec: TensorSpec) -> EncodedTensor:
         return self.encode(patch, spec)

@@ -86,7 +86,8 @@ def view_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
     return prod(others), rows, cols
 
 
-@dataclass(frozen=True, slots=True)
+# Without slots, so that what is asked of it in each version is worked out once.
+@dataclass(frozen=True)
 class Part:
     """A part of a tensor that one process of a trainer has: a range of each dimension."""
 
@@ -106,15 +107,15 @@ class Part:
     def whole(cls, spec: TensorSpec) -> "Part":
         return cls(spec, (0,) * len(spec.shape), spec.shape)
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         return self.size == self.spec.shape
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         return prod(self.size)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """A text for this part alone: the tensor's name where it is whole.
 
@@ -125,7 +126,7 @@ class Part:
         ranges = (f"{start}+{size}" for start, size in zip(self.start, self.size, strict=True))
         return f"{self.spec.name}\t{','.join(ranges)}"
 
-    @property
+    @cached_property
     def box(self) -> Box | None:
         """Return what of the tensor's levels, rows and columns it is.
 
@@ -150,7 +151,7 @@ class Part:
         assert box is not None
         return box.level, box.row, box.col
 
-    @property
+    @cached_property
     def run(self) -> int | None:
         """Return where the part begins in the flattened tensor if its elements follow each other there."""
         first, is_cut = 0, False
@@ -161,7 +162,7 @@ class Part:
             is_cut = is_cut or size > 1
         return first
 
-    @property
+    @cached_property
     def lines(self) -> tuple[int, int, int] | None:
         """Return where the part's elements stand, if its lines are all of one length and distance.
 
@@ -170,7 +171,7 @@ class Part:
         Returns:
             `first`, `length`, `distance`; None where that takes more than one distance.
         """
-        first, sides, strides = self._joined_sides()
+        first, sides, strides = self._joined_sides
         if len(sides) > 2:
             return None
         if len(sides) < 2:
@@ -183,7 +184,7 @@ class Part:
         Args:
             local: integers of NumPy or torch, wide enough for the result: places in the flattened part.
         """
-        first, sides, strides = self._joined_sides()
+        first, sides, strides = self._joined_sides
         if len(sides) <= 1:
             return local + first if first else local
         found, rest = first, local
@@ -193,6 +194,7 @@ class Part:
             rest = line
         return found + rest * strides[0]
 
+    @cached_property
     def _joined_sides(self) -> tuple[int, list[tuple[int, int, int]], list[int]]:
         """Return the position of the first element, and start, size, side and stride of dimensions.
 

@@ -264,110 +264,134 @@ class Encoded:
     """uint8, one after the other, on the device."""
 
 
-def encode(
-    geometry: Array,
-    formats: Array,
-    addresses: Array,
-    positions: torch.Tensor,
-    values: torch.Tensor,
-    bounds: Array,
-    groups: Sequence[Sequence[int]] | None = None,
-) -> Encoded:
-    """Encode changes of parts of tensors, each with at least one; waits for the device three times.
+class Encoder:
+    """Encodes changes of parts of tensors, each with at least one, in three steps.
 
-    Takes 16 bytes a change, 110 bytes a tile, 80 KiB for each of some hundred programs, and 5 KiB a part.
-
-    Args:
-        geometry: int64 [num_tensors, 16], of `context_tables.geometry`.
-        formats: int [num_tensors, 3], of `context_tables.FORMATS`.
-        addresses: int64 [num_tensors], of the old bits of the part, contiguous.
-        positions: int32 or int64, ascending within each part, those of its elements that differ, in the part.
-        values: int16, their new bits; one-byte elements in the lower byte.
-        bounds: int64 [num_tensors + 1], where the changes of each part begin, and the end.
-        groups: the parts for which row sets are chosen together, of one dtype, one group after the other;
-            each part alone by default.
+    Each step ends when the device has work: what the caller does before the next step costs no time of its
+    own. Takes 16 bytes a change, 110 bytes a tile, 80 KiB for each of some hundred programs, and 5 KiB a
+    part.
     """
-    device, num = positions.device, len(positions)
-    num_tensors = len(geometry)
-    zeros = np.zeros(num_tensors, dtype=np.int64)
-    cut = tensors(geometry, formats, zeros, zeros + 1, device)
-    held = whole(cut, addresses)
-    num_chunks = -(-np.diff(bounds) // CHUNK)
-    firsts = np.cumsum(num_chunks) - num_chunks
-    tables = torch.from_numpy(np.concatenate([addresses, bounds, firsts, num_chunks])).to(device)
-    where, limits = tables[:num_tensors], tables[num_tensors : 2 * num_tensors + 1]
-    chunks, repeats = tables[2 * num_tensors + 1 :].view(2, num_tensors).unbind()
-    owners = torch.repeat_interleave(
-        torch.arange(num_tensors, dtype=torch.int32, device=device),
-        repeats,
-        output_size=int(num_chunks.sum()),
-    )
-    grid = (len(owners),)
-    nums = torch.zeros(held.num_jobs, dtype=torch.int32, device=device)
-    tiles, slots, packed = (torch.empty(num, dtype=torch.int32, device=device) for _ in range(3))
-    changed = torch.zeros((num_tensors, 256), dtype=torch.int32, device=device)
-    of_chunks = (where, limits, chunks, owners, positions)
-    _locate[grid](
-        *(cut.table, *of_chunks, values, nums, tiles, slots, packed, changed),
-        CHUNK=CHUNK,
-        NARROW=held.is_narrow,
-        num_warps=8,
-    )
-    places = nums.cumsum(0) - nums
-    room = torch.empty(num, dtype=torch.int32, device=device)
-    _fill[triton.cdiv(num, CHUNK),](tiles, slots, packed, places, room, num, CHUNK=CHUNK, num_warps=8)
 
-    host_changed = changed.cpu().numpy().astype(np.int64)
-    base = first_exponent(host_changed)
-    cut = tensors(geometry, formats, base, np.full(num_tensors, 16), device)
-    counts = torch.empty(held.num_jobs * 16, dtype=torch.int32, device=device)
-    totals = torch.zeros(num_tensors * 16, dtype=torch.int64, device=device)
-    count(cut, held, counts, totals=totals)
-    sizes = torch.zeros((num_tensors, 16, _HIST_BINS), dtype=torch.int32, device=device)
-    _measure[grid](cut.table, *of_chunks, packed, sizes, CHUNK=CHUNK, num_warps=8)
-    del tiles, packed
-    found = torch.cat([totals.view(-1, 16, 1), sizes[:, :, :BINS].to(torch.int64)], dim=2).cpu().numpy()
-    every = [[number] for number in range(num_tensors)] if groups is None else groups
-    numbers, sets = _choose(host_changed, found, cut.host[:, Tensor.WIDTH], every)
-    lo = np.array([sets[number].lo for number in numbers.tolist()])
-    classes = np.array([len(sets[number].rows) for number in numbers.tolist()])
-    ends = np.cumsum([len(each.rows) for each in sets])
-    first_rows = ends[numbers] - classes
-    cut = tensors(geometry, formats, lo, classes, device, first_rows=first_rows)
-    rows = np.concatenate([each.rows for each in sets])
-    codes = torch.from_numpy(rows.astype(np.int32) @ np.array([1, 1 << 8, 1 << 16], dtype=np.int32)).to(
-        device
-    )
-    if (((lo >= base) | (base == 0)) & (lo + classes <= base + 16)).all():
-        _reclass(counts, held, np.clip(base[:, None] + np.arange(16) - lo[:, None], 0, classes[:, None] - 1))
-    else:
-        # Of the classes of another part, which reach beyond what was told apart here.
-        count(cut, held, counts, totals=torch.zeros_like(totals))
-    ordered = slots
-    each_tile(
-        _order,
-        cut,
-        held,
-        *(counts, nums, places, room, ordered),
-        per_processor=PROGRAMS_PER_PROCESSOR,
-        scratch_words=10,
-        ORDERED=ORDERED,
-    )
-    del room
-    lengths = torch.empty(held.num_jobs, dtype=torch.int32, device=device)
-    common = (cut, held, codes, counts, nums, places, ordered, lengths)
-    write(*common)
-    starts = lengths.cumsum(0) - lengths
-    told = lengths.cpu().numpy().astype(np.int64)
-    total = int(told.sum())
-    words = torch.full((total // 8 + 2,), -1, dtype=torch.int64, device=device)
-    write(*common, starts=starts, words=words)
-    return Encoded(
-        row_sets=numbers,
-        sets=sets,
-        lengths=told,
-        streams=words.view(torch.uint8)[:total],
-    )
+    def __init__(
+        self,
+        geometry: Array,
+        formats: Array,
+        addresses: Array,
+        positions: torch.Tensor,
+        values: torch.Tensor,
+        bounds: Array,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Find the tiles of changes, and begin to count what rows are chosen by.
+
+        Args:
+            geometry: int64 [num_tensors, 16], of `context_tables.geometry`.
+            formats: int [num_tensors, 3], of `context_tables.FORMATS`.
+            addresses: int64 [num_tensors], of the old bits of the part, contiguous.
+            positions: int32 or int64, ascending within each part, those of its elements that differ, in the
+                part.
+            values: int16, their new bits; one-byte elements in the lower byte.
+            bounds: int64 [num_tensors + 1], where the changes of each part begin, and the end.
+            groups: the parts for which row sets are chosen together, of one dtype, one group after the other;
+                each part alone by default.
+        """
+        device, num, num_tensors = positions.device, len(positions), len(geometry)
+        self._geometry, self._formats, self._device = geometry, formats, device
+        self._groups = [[number] for number in range(num_tensors)] if groups is None else groups
+        zeros = np.zeros(num_tensors, dtype=np.int64)
+        cut = tensors(geometry, formats, zeros, zeros + 1, device)
+        self._held = held = whole(cut, addresses)
+        num_chunks = -(-np.diff(bounds) // CHUNK)
+        firsts = np.cumsum(num_chunks) - num_chunks
+        tables = torch.from_numpy(np.concatenate([addresses, bounds, firsts, num_chunks])).to(device)
+        where, limits = tables[:num_tensors], tables[num_tensors : 2 * num_tensors + 1]
+        chunks, repeats = tables[2 * num_tensors + 1 :].view(2, num_tensors).unbind()
+        owners = torch.repeat_interleave(
+            torch.arange(num_tensors, dtype=torch.int32, device=device),
+            repeats,
+            output_size=int(num_chunks.sum()),
+        )
+        grid = (len(owners),)
+        self._nums = torch.zeros(held.num_jobs, dtype=torch.int32, device=device)
+        tiles, self._slots, packed = (torch.empty(num, dtype=torch.int32, device=device) for _ in range(3))
+        changed = torch.zeros((num_tensors, 256), dtype=torch.int32, device=device)
+        of_chunks = (where, limits, chunks, owners, positions)
+        _locate[grid](
+            *(cut.table, *of_chunks, values, self._nums, tiles, self._slots, packed, changed),
+            CHUNK=CHUNK,
+            NARROW=held.is_narrow,
+            num_warps=8,
+        )
+        self._places = self._nums.cumsum(0) - self._nums
+        self._room = torch.empty(num, dtype=torch.int32, device=device)
+        _fill[triton.cdiv(num, CHUNK),](
+            tiles, self._slots, packed, self._places, self._room, num, CHUNK=CHUNK, num_warps=8
+        )
+        self._changed = changed.cpu().numpy().astype(np.int64)
+        self._base = first_exponent(self._changed)
+        cut = tensors(geometry, formats, self._base, np.full(num_tensors, 16), device)
+        self._counts = torch.empty(held.num_jobs * 16, dtype=torch.int32, device=device)
+        totals = torch.zeros(num_tensors * 16, dtype=torch.int64, device=device)
+        count(cut, held, self._counts, totals=totals)
+        sizes = torch.zeros((num_tensors, 16, _HIST_BINS), dtype=torch.int32, device=device)
+        _measure[grid](cut.table, *of_chunks, packed, sizes, CHUNK=CHUNK, num_warps=8)
+        found = torch.cat([totals.view(-1, 16, 1), sizes[:, :, :BINS].to(torch.int64)], dim=2)
+        # Copied here, so that `order` does not wait for what the caller has the device do before.
+        self._found = torch.empty_like(found, device="cpu", pin_memory=found.is_cuda)
+        self._found.copy_(found, non_blocking=True)
+        self._is_found = torch.cuda.current_stream().record_event() if found.is_cuda else None
+
+    def order(self) -> None:
+        """Choose rows, and begin to put changes in the order of the streams, and to measure those."""
+        held, base, device = self._held, self._base, self._device
+        if self._is_found is not None:
+            self._is_found.synchronize()
+        widths = self._formats[:, 0]
+        self._numbers, self._sets = _choose(self._changed, self._found.numpy(), widths, self._groups)
+        lo = np.array([self._sets[number].lo for number in self._numbers.tolist()])
+        classes = np.array([len(self._sets[number].rows) for number in self._numbers.tolist()])
+        ends = np.cumsum([len(each.rows) for each in self._sets])
+        first_rows = ends[self._numbers] - classes
+        cut = tensors(self._geometry, self._formats, lo, classes, device, first_rows=first_rows)
+        rows = np.concatenate([each.rows for each in self._sets])
+        codes = torch.from_numpy(rows.astype(np.int32) @ np.array([1, 1 << 8, 1 << 16], dtype=np.int32)).to(
+            device
+        )
+        if (((lo >= base) | (base == 0)) & (lo + classes <= base + 16)).all():
+            shifted = np.clip(base[:, None] + np.arange(16) - lo[:, None], 0, classes[:, None] - 1)
+            _reclass(self._counts, held, shifted)
+        else:
+            # Of the classes of another part, which reach beyond what was told apart here.
+            totals = torch.zeros(len(lo) * 16, dtype=torch.int64, device=device)
+            count(cut, held, self._counts, totals=totals)
+        ordered = self._slots
+        each_tile(
+            _order,
+            cut,
+            held,
+            *(self._counts, self._nums, self._places, self._room, ordered),
+            per_processor=PROGRAMS_PER_PROCESSOR,
+            scratch_words=10,
+            ORDERED=ORDERED,
+        )
+        del self._room
+        self._lengths = torch.empty(held.num_jobs, dtype=torch.int32, device=device)
+        self._common = (cut, held, codes, self._counts, self._nums, self._places, ordered, self._lengths)
+        write(*self._common)
+
+    def finish(self) -> Encoded:
+        """Write the streams."""
+        starts = self._lengths.cumsum(0) - self._lengths
+        told = self._lengths.cpu().numpy().astype(np.int64)
+        total = int(told.sum())
+        words = torch.full((total // 8 + 2,), -1, dtype=torch.int64, device=self._device)
+        write(*self._common, starts=starts, words=words)
+        return Encoded(
+            row_sets=self._numbers,
+            sets=self._sets,
+            lengths=told,
+            streams=words.view(torch.uint8)[:total],
+        )
 
 
 def _choose(
@@ -386,11 +410,16 @@ def _choose(
         # Of all parts at once: each call costs a millisecond, and there may be a group for each part.
         best[width] = best_rows(every[width])
     num_changed = changed.sum(axis=1)
-    alone = [group[0] for group in groups if len(group) == 1 and num_changed[group[0]] <= SHARING]
-    ahead = {
-        width: CostsAhead(totals, [int(place[part]) for part in alone if widths[part] == width])
-        for width, totals in every.items()
-    }
+    alone: dict[int, list[int]] = {width: [] for width in every}
+    sure: dict[int, list[tuple[int, RowSet]]] = {width: [] for width in every}
+    for first, *others in groups:
+        if num_changed[first] > SHARING and not others:
+            own = best[int(widths[first])].sets[int(place[first])]
+            for width, before in alone.items():
+                sure[width].append((len(before), own))
+        elif not others:
+            alone[int(widths[first])].append(int(place[first]))
+    ahead = {width: CostsAhead(totals, alone[width], sure[width]) for width, totals in every.items()}
     for group in groups:
         width, some = int(widths[group[0]]), place[group]
         if len(group) == 1:

@@ -5,7 +5,7 @@ Imports Triton, so only what runs kernels may import it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -79,7 +79,7 @@ def _found(
     found = []
     for spec, patch in block.patches():
         part = parts[spec.name]
-        cut = part_tiling(part, len(patch.indices)) if is_coded else None
+        cut = part_tiling(part, patch.indices.numel()) if is_coded else None
         found.append(_Found(part, patch, changes.snapshot.tensors[spec.name], cut))
     return found
 
@@ -107,18 +107,21 @@ def _encode_context(
 ) -> EncodedDelta:
     block = changes.block(gaps=False, parts=None if _are_whole(parts) else parts)
     found = _found(changes, block, parts, is_coded=True)
-    places = {spec.name: place for place, spec in enumerate(schema)}
-    coded = [each for each in found if each.cut is not None]
     listed = listed_parts(_stated([each for each in found if each.cut is None], encoding.index))
+    # The host works on one of these while the device works on the other.
+    coding = _Coding([each for each in found if each.cut is not None], schema)
+    digesting = _Digesting(found, changes.snapshot.device)
+    coding.order()
     entries, firsts = delta_file.encoded(listed, encoding.index)
+    growth = _growth(block, found)
     return EncodedDelta(
         encoding=encoding.name,
         num_changed=changes.num_changed,
         listed=[part.spec for part, _ in listed],
         firsts=firsts,
-        entries={**_coded(coded, places), **entries},
-        sum_growth=_growth(block, found),
-        parent_sums=_digests(found, changes.snapshot.device),
+        entries={**coding.entries(), **entries},
+        sum_growth=growth,
+        parent_sums=digesting.sums(),
     )
 
 
@@ -128,8 +131,8 @@ def _stated(found: Sequence[_Found], index: IndexEncoding) -> list[tuple[Part, T
     indices = _on_host([each.patch.indices for each in found])
     values = _on_host([bits(each.patch.values) for each in found])
     for each, its_indices, its_values in zip(found, indices, values, strict=True):
-        part, patch = each.part, each.patch
-        patch = replace(patch, indices=its_indices, values=its_values.view(patch.values.dtype))
+        part, dtype = each.part, each.patch.values.dtype
+        patch = TensorPatch(name=each.patch.name, indices=its_indices, values=its_values.view(dtype))
         if not part.is_whole:
             patch = replace(patch, indices=positions(part, patch.indices))
         elif index.with_bridges(patch.indices) is not patch.indices:
@@ -144,7 +147,7 @@ def _on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for dtype in {tensor.dtype for tensor in tensors}:
         same = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
         held = torch.cat([tensors[number] for number in same]).cpu()
-        brought |= zip(same, torch.split(held, [len(tensors[number]) for number in same]), strict=True)
+        brought |= zip(same, torch.split(held, [tensors[number].numel() for number in same]), strict=True)
     return [brought[number] for number in range(len(tensors))]
 
 
@@ -161,86 +164,117 @@ def _growth(block: Block, found: Sequence[_Found]) -> dict[str, Sums]:
     return growth
 
 
-def _coded(coded: Sequence[_Found], places: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Return the file's entries for coded parts."""
-    if not coded:
-        return {}
-    # Row sets are chosen in the order in which `payloads.delta` does.
-    grouped_parts = list(
-        grouped(coded, lambda each: each.part.spec.dtype, lambda each: each.part.num_elements)
-    )
-    ordered = sorted(coded, key=lambda each: (places[each.part.spec.name], each.part.box_start))
-    numbers = {id(each): number for number, each in enumerate(ordered)}
-    groups = [
-        [numbers[id(each)] for each in sorted(group, key=lambda each: part_order(each.part))]
-        for group in grouped_parts
-    ]
-    cuts = [each.cut for each in ordered if each.cut is not None]
-    is_wide = any(each.patch.indices.dtype == torch.int64 for each in ordered)
-    found = context_encode.encode(
-        context_tables.geometry(cuts),
-        np.array([context_tables.FORMATS[each.part.spec.dtype] for each in ordered], dtype=np.int64),
-        np.array([each.parent.data_ptr() for each in ordered], dtype=np.int64),
-        _joined([each.patch.indices for each in ordered], torch.int64 if is_wide else torch.int32),
-        _joined([bits(each.patch.values) for each in ordered], torch.int16),
-        np.array([0, *accumulate(len(each.patch.indices) for each in ordered)], dtype=np.int64),
-        groups,
-    )
-    streams = torch.empty(
-        found.streams.shape, dtype=torch.uint8, device="cpu", pin_memory=found.streams.is_cuda
-    )
-    streams.copy_(found.streams)
-    lengths = np.split(found.lengths, np.cumsum([cut.num_tiles for cut in cuts])[:-1])
-    sets = [found.sets[number] for number in found.row_sets.tolist()]
-    nothing = np.zeros(0, dtype=np.uint8)
-    items = [
-        (
-            places[each.part.spec.name],
-            Coded(tiling=cut, lo=its.lo, rows=its.rows, lengths=its_lengths, data=nothing),
+class _Coding:
+    """Coded parts on their way to a file's entries; see `context_encode.Encoder` for the steps."""
+
+    def __init__(self, coded: Sequence[_Found], schema: Sequence[TensorSpec]) -> None:
+        places = {spec.name: place for place, spec in enumerate(schema)}
+        self._ordered = sorted(coded, key=lambda each: (places[each.part.spec.name], each.part.box_start))
+        self._places = [places[each.part.spec.name] for each in self._ordered]
+        self._cuts = [each.cut for each in self._ordered if each.cut is not None]
+        self._encoder: context_encode.Encoder | None = None
+        if not coded:
+            return
+        # Row sets are chosen in the order in which `payloads.delta` does.
+        numbers = {id(each): number for number, each in enumerate(self._ordered)}
+        groups = [
+            [numbers[id(each)] for each in sorted(group, key=lambda each: part_order(each.part))]
+            for group in grouped(
+                coded, lambda each: each.part.spec.dtype, lambda each: each.part.num_elements
+            )
+        ]
+        patches = [each.patch for each in self._ordered]
+        counts = [patch.indices.numel() for patch in patches]
+        is_wide = any(patch.indices.dtype == torch.int64 for patch in patches)
+        self._encoder = context_encode.Encoder(
+            context_tables.geometry(self._cuts),
+            np.array(
+                [context_tables.FORMATS[each.part.spec.dtype] for each in self._ordered], dtype=np.int64
+            ),
+            np.array([each.parent.data_ptr() for each in self._ordered], dtype=np.int64),
+            _joined([patch.indices for patch in patches], torch.int64 if is_wide else torch.int32),
+            _joined([bits(patch.values) for patch in patches], torch.int16),
+            np.array([0, *accumulate(counts)], dtype=np.int64),
+            groups,
         )
-        for each, cut, its, its_lengths in zip(ordered, cuts, sets, lengths, strict=True)
-    ]
-    return {"table": packed_table(items), "tiles": streams}
+
+    def order(self) -> None:
+        if self._encoder is not None:
+            self._encoder.order()
+
+    def entries(self) -> dict[str, torch.Tensor]:
+        """Return the file's entries for coded parts; waits for the device."""
+        if self._encoder is None:
+            return {}
+        found = self._encoder.finish()
+        streams = torch.empty(
+            found.streams.shape, dtype=torch.uint8, device="cpu", pin_memory=found.streams.is_cuda
+        )
+        streams.copy_(found.streams, non_blocking=True)
+        ends = [*accumulate((cut.num_tiles for cut in self._cuts), initial=0)]
+        sets = [found.sets[number] for number in found.row_sets.tolist()]
+        nothing = np.zeros(0, dtype=np.uint8)
+        items = [
+            (place, Coded(tiling=cut, lo=its.lo, rows=its.rows, lengths=found.lengths[at:end], data=nothing))
+            for place, cut, its, (at, end) in zip(self._places, self._cuts, sets, pairwise(ends), strict=True)
+        ]
+        table = packed_table(items)
+        if found.streams.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return {"table": table, "tiles": streams}
 
 
 def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Concatenate flat tensors; without a copy where they already lie side by side."""
     first = parts[0]
     step = first.element_size()
-    ends = [each.data_ptr() + len(each) * step for each in parts]
+    ends = [each.data_ptr() + each.numel() * step for each in parts]
     if all(each.dtype == dtype for each in parts) and all(
         each.data_ptr() == end for each, end in zip(parts[1:], ends[:-1], strict=True)
     ):
-        return first.as_strided((sum(len(each) for each in parts),), (1,))
+        return first.as_strided((sum(each.numel() for each in parts),), (1,))
     return torch.cat([each.to(dtype) for each in parts])
 
 
-def _digests(found: Sequence[_Found], device: torch.device) -> dict[str, Sums]:
-    """Digest parts before the change, all of one element width and kind of region at once."""
-    sums: dict[str, Sums] = {}
-    groups: dict[tuple[int, bool], list[_Found]] = {}
-    for each in found:
-        key = DTYPE_BYTES[each.part.spec.dtype], each.part.run is not None
-        groups.setdefault(key, []).append(each)
-    for (width, is_run), same in sorted(groups.items(), key=lambda item: item[0]):
-        ranks = 0 if is_run else max(len(each.part.size) for each in same)
-        rows = [_region(each, ranks) for each in same]
-        counts = np.array([-(-each.part.num_elements // digest.BLOCK) for each in same])
-        owners = np.repeat(np.arange(len(same)), counts)
-        blocks = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        kind = Kind(
-            value_width=width,
-            memory_width=width,
-            num_dims=ranks,
-            is_narrow=all(each.part.spec.num_elements < 2**31 for each in same),
-            is_aligned=is_run and all(row[4] % 16 == 0 for row in rows),
-        )
-        jobs = np.stack([owners, blocks], axis=1).astype(np.int32)
-        table = torch.tensor(rows, device="cpu").to(device)
-        results = digest.digest(kind, table, torch.from_numpy(jobs).to(device)).tolist()
-        for each, (one, two, _) in zip(same, results, strict=True):
-            sums[each.part.key] = Sums(one % 2**64, two % 2**64)
-    return sums
+class _Digesting:
+    """The digests of parts before the change, under way on the device."""
+
+    def __init__(self, found: Sequence[_Found], device: torch.device) -> None:
+        """Begin; all parts of one element width and kind of region at once."""
+        self._begun: list[tuple[Sequence[_Found], torch.Tensor]] = []
+        groups: dict[tuple[int, bool], list[_Found]] = {}
+        for each in found:
+            key = DTYPE_BYTES[each.part.spec.dtype], each.part.run is not None
+            groups.setdefault(key, []).append(each)
+        for (width, is_run), same in sorted(groups.items(), key=lambda item: item[0]):
+            ranks = 0 if is_run else max(len(each.part.size) for each in same)
+            rows = [_region(each, ranks) for each in same]
+            counts = np.array([-(-each.part.num_elements // digest.BLOCK) for each in same])
+            owners = np.repeat(np.arange(len(same)), counts)
+            blocks = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+            kind = Kind(
+                value_width=width,
+                memory_width=width,
+                num_dims=ranks,
+                is_narrow=all(each.part.spec.num_elements < 2**31 for each in same),
+                is_aligned=is_run and all(row[4] % 16 == 0 for row in rows),
+            )
+            jobs = torch.from_numpy(np.stack([owners, blocks], axis=1).astype(np.int32))
+            table = torch.tensor(rows, device="cpu")
+            self._begun.append((same, digest.digest(kind, _sent(table, device), _sent(jobs, device))))
+
+    def sums(self) -> dict[str, Sums]:
+        """Return the digest sums by key; waits for the device."""
+        return {
+            each.part.key: Sums(one % 2**64, two % 2**64)
+            for same, digests in self._begun
+            for each, (one, two, _) in zip(same, digests.tolist(), strict=True)
+        }
+
+
+def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy from host memory to the device, without waiting for what that does already."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def _region(found: _Found, num_dims: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ Integers here are 64-bit and wrap around; torch has no unsigned shift, so a shif
 followed by a mask.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,19 @@ def to_gaps(indices: torch.Tensor) -> torch.Tensor:
     """
     before = torch.cat([indices.new_full((1,), -1), indices[:-1]])[: len(indices)]
     return (indices - before - 1).to(torch.uint16)
+
+
+def to_gaps_of_each(indices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`to_gaps` of each of several tensors of one dtype; the results share memory."""
+    if not indices:
+        return []
+    counts = torch.tensor([each.numel() for each in indices])
+    joined = torch.cat(list(indices))
+    gaps = joined - 1
+    gaps[1:] -= joined[:-1]
+    first = (counts.cumsum(0) - counts)[counts > 0].to(joined.device)
+    gaps[first] = joined[first]
+    return list(gaps.to(torch.uint16).split(counts.tolist()))  # type: ignore[no-untyped-call]
 
 
 def from_gaps(gaps: torch.Tensor) -> torch.Tensor:

@@ -80,3 +80,21 @@ def test_gaps_that_leave_the_tensor_are_refused(gaps: list[int], num_elements: i
     with pytest.raises(CorruptObject):
         Gap().decode(stored, spec_with(num_elements), "here")
     assert Gap().decode(stored, spec_with(num_elements + 1), "here").indices[-1] == num_elements
+
+
+def test_patches_that_are_encoded_together_have_the_gaps_of_each_alone() -> None:
+    random = torch.Generator().manual_seed(3)
+    patches = []
+    for number, num in enumerate([5, 0, 1, 9000, 4096, 0, 17, 0]):
+        dtype = (torch.int32, torch.int64)[number % 2]
+        changed = torch.randperm(60_000, generator=random)[:num].sort().values.to(dtype)
+        values = torch.randn(num, generator=random).bfloat16()
+        patches.append((TensorPatch(name=str(number), indices=changed, values=values), spec_with(60_000)))
+
+    found = Gap().encode_all(patches)
+
+    for each, (patch, spec) in zip(found, patches, strict=True):
+        alone = Gap().encode(patch, spec)
+        assert each.idx.dtype == torch.uint16
+        assert (each.idx.tolist(), each.val.tolist()) == (alone.idx.tolist(), alone.val.tolist())
+    assert Gap().encode_all([]) == []

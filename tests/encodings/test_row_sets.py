@@ -100,8 +100,9 @@ def test_known_best_rows_change_no_choice() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("num_ahead", [1, 7, 256])
+@pytest.mark.parametrize("knows_sets", [False, True])
 def test_parts_that_are_alone_get_what_they_get_one_after_the_other(
-    seed: int, num_ahead: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, num_ahead: int, knows_sets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_sets, "_PARTS_AHEAD", num_ahead)
     totals = random_totals(90, seed)
@@ -109,7 +110,8 @@ def test_parts_that_are_alone_get_what_they_get_one_after_the_other(
     num_changed = totals.changed.sum(axis=1)
     small = np.flatnonzero(num_changed <= SHARING).tolist()
     assert 50 < len(small) < 90
-    ahead = CostsAhead(totals, small)
+    sure = [(sum(each < part for each in small), own.sets[part]) for part in range(90) if part not in small]
+    ahead = CostsAhead(totals, small, sure if knows_sets else ())
     alone, together = RowSets(), RowSets()
     for part in range(90):
         some = np.array([part])

@@ -124,7 +124,7 @@ def encoded(
     index: torch.dtype = torch.int32,
     groups: Sequence[Sequence[int]] | None = None,
 ) -> Any:
-    return encoding.encode(
+    encoder = encoding.Encoder(
         tables.geometry([each.tiling for each in changes]),
         np.array([tables.FORMATS[each.spec.dtype] for each in changes]),
         np.array([each.memory.data_ptr() for each in changes]),
@@ -133,6 +133,8 @@ def encoded(
         np.concatenate([[0], np.cumsum([len(each.at) for each in changes])]),
         groups,
     )
+    encoder.order()
+    return encoder.finish()
 
 
 def assert_same(found: Any, coded: Sequence[Coded]) -> None:

@@ -314,33 +314,45 @@ class _Costs:
 
 
 class CostsAhead:
-    """What parts take with row sets, worked out for parts that are asked for next too.
+    """What parts take with row sets, worked out for parts and sets that are asked for next too.
 
-    A call costs half a millisecond, for one part as for hundreds.
+    A call costs half a millisecond, for one part and set as for hundreds.
     """
 
-    def __init__(self, totals: Totals, order: Sequence[int]) -> None:
-        """Take the parts that are asked for, by number, in that order."""
+    def __init__(self, totals: Totals, order: Sequence[int], sure: Sequence[tuple[int, RowSet]] = ()) -> None:
+        """Take the parts that are asked for, by number, in that order.
+
+        Args:
+            sure: sets that will be made, whatever is chosen for these parts, in order; and before which place
+                in `order` each is.
+        """
         self.totals = totals
         self._order = np.array(order, dtype=np.int64)
         self._places = {part: place for place, part in enumerate(order)}
+        self._sure = sure
         self._begin = self._end = 0
         self._columns: dict[int, Array] = {}
+        """By the identity of the set, which `sure`, or whoever asks, keeps."""
         self._costs: _Costs | None = None
 
     def of(self, part: int, sets: Sequence[RowSet], first: int) -> npt.NDArray[np.float64]:
-        """Return the bits of a part with each of the sets from `first` on. Sets keep their numbers."""
+        """Return the bits of a part with each of the sets from `first` on."""
         place = self._places[part]
         if self._costs is None or not self._begin <= place < self._end:
             self._begin, self._end = place, min(place + _PARTS_AHEAD, len(self._order))
             self._costs = _Costs(self.totals.of(self._order[self._begin : self._end]))
             self._columns = {}
-        missing = [number for number in range(first, len(sets)) if number not in self._columns]
-        if missing:
-            found = self._costs.of([sets[number] for number in missing])
-            self._columns |= zip(missing, found.T, strict=True)
+            self._work_out(
+                [*sets[first:], *(each for at, each in self._sure if self._begin < at < self._end)]
+            )
+        self._work_out(sets[first:])
         at = place - self._begin
-        return np.array([self._columns[number][at] for number in range(first, len(sets))])
+        return np.array([self._columns[id(each)][at] for each in sets[first:]])
+
+    def _work_out(self, sets: Sequence[RowSet]) -> None:
+        assert self._costs is not None
+        if missing := [each for each in sets if id(each) not in self._columns]:
+            self._columns |= zip(map(id, missing), self._costs.of(missing).T, strict=True)
 
 
 def _before(values: Array) -> Array:

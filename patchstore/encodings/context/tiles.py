@@ -118,7 +118,7 @@ class Tiling:
         """Of the whole tensor."""
         return self.across.length
 
-    @property
+    @cached_property
     def box(self) -> Box:
         down, across = self.down, self.across
         return Box(self.level, self.levels, down.first, down.size, across.first, across.size)
@@ -133,11 +133,11 @@ class Tiling:
         """Tiles along the columns of the part."""
         return self.across.num_tiles
 
-    @property
+    @cached_property
     def num_tiles(self) -> int:
         return self.levels * self.row_tiles * self.col_tiles
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         return self.levels * self.down.size * self.across.size
 
@@ -322,9 +322,10 @@ def _tiling(shape: tuple[int, ...], box: Box | None, row_slices: int, col_slices
     )
 
 
-def slices_of(shape: Sequence[int]) -> tuple[int, int]:
+@lru_cache(maxsize=4096)
+def slices_of(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return in how many slices the rows and the columns of a tensor are usually cut."""
-    _, rows, cols = view_of(tuple(shape))
+    _, rows, cols = view_of(shape)
     return tuple(SLICES if side % SLICES == 0 else 1 for side in (rows, cols))  # type: ignore[return-value]
 
 
@@ -335,7 +336,8 @@ def tiling(shape: Sequence[int], box: Box | None = None, slices: tuple[int, int]
         box: the part; all of the tensor by default.
         slices: of the rows and of the columns; see `slices_of`.
     """
-    return _tiling(tuple(shape), box, *(slices_of(shape) if slices is None else slices))
+    shape = tuple(shape)
+    return _tiling(shape, box, *(slices_of(shape) if slices is None else slices))
 
 
 def tiling_of_part(shape: Sequence[int], box: Box | None, num_changed: int) -> Tiling:
@@ -348,7 +350,7 @@ def tiling_of_part(shape: Sequence[int], box: Box | None, num_changed: int) -> T
     if box is None:
         return found
     most = max(1.0, TILE_SHARE * CHANGE_BYTES / TILE_BYTES * num_changed)
-    slices = slices_of(shape)
+    slices = slices_of(tuple(shape))
     while found.num_tiles > most:
         fewer = [
             tiling(shape, box, each)

@@ -55,14 +55,14 @@ class Block:
 
     def stored(self) -> dict[str, torch.Tensor]:
         """The payload's tensors by name, which share the block: positions or gaps, and values."""
-        found = {}
-        start = self._data_start
-        for tensor, entry in self._entries:
-            end = start + self._nums[tensor] * DTYPE_BYTES[entry.dtype]
-            if end > start:
-                found[entry.name] = self._memory[start:end].view(TORCH_DTYPES[entry.dtype])
-            start = end
-        return found
+        sizes = [self._nums[tensor] * DTYPE_BYTES[entry.dtype] for tensor, entry in self._entries]
+        data = self._memory[self._data_start : self._data_start + sum(sizes)]
+        parts: tuple[torch.Tensor, ...] = data.split(sizes)  # type: ignore[no-untyped-call]
+        return {
+            entry.name: part.view(TORCH_DTYPES[entry.dtype])
+            for (_, entry), part, size in zip(self._entries, parts, sizes, strict=True)
+            if size
+        }
 
     def patches(self) -> list[tuple[TensorSpec, TensorPatch]]:
         """The changes, of a block in encoding `raw`; ascending by name, and sharing the block."""
