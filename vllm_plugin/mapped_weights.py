@@ -10,7 +10,7 @@ import torch
 
 from patchstore.encodings.context import Chosen, Tiles, Tiling, is_coded
 from patchstore.errors import PatchstoreError, SchemaMismatch, UsageError
-from patchstore.format import hashing, mismatch
+from patchstore.format import hashing, mismatch, records
 from patchstore.format.records import Schema, TensorSpec
 from patchstore.read.deltas import Deltas
 from patchstore.tensors import state_digest
@@ -62,6 +62,8 @@ class MappedWeights:
         self._derived = derived
         self._map: WeightMap | None = None
         self._boxes: Mapping[str, list[Box] | None] = {}
+        self._alike: Mapping[str, int] = {}
+        """The same number for names of which this rank holds the same boxes."""
         self.cut: frozenset[str] = frozenset()
         """Names of which a coded delta is not decoded from what is served: regions cut through tiles, or some
         part is served nowhere, so that no digest tells whether the rest is right."""
@@ -158,6 +160,12 @@ class MappedWeights:
             for name, found in mapped.regions.items()
             if found and is_coded(specs[name].dtype)
         }
+        kinds: dict[tuple[records.Box, ...], int] = {}
+        self._alike = {
+            name: kinds.setdefault(tuple(box.elements for box in found), len(kinds))
+            for name, found in self._boxes.items()
+            if found
+        }
         # What cannot be proved must not say what a delta means either.
         self.cut = frozenset(n for n, found in self._boxes.items() if found is None or n in mapped.partial)
         # Other buffers may move: vLLM makes some anew, such as a cache of rotations in another dtype.
@@ -184,18 +192,23 @@ class MappedWeights:
 
     def has_moved(self) -> bool:
         """Whether `moved` would name any, as far as can be told quickly: generation waits for the answer."""
-        return any(
-            (tensor := owner.get(key)) is None or tensor.data_ptr() != address
-            for owner, key, address in self._slots
-        )
+        now = [owner.get(key) for owner, key, _ in self._slots]
+        if any(tensor is None for tensor in now):
+            return True
+        # vLLM's classes of parameters have every call pass through Python, which takes ten times as long.
+        with torch._C.DisableTorchFunctionSubclass():
+            addresses = [tensor.data_ptr() for tensor in now if tensor is not None]
+        return addresses != [address for *_, address in self._slots]
 
     def _places_now(self) -> dict[str, tuple[object, ...]]:
-        return {
-            f"{i}.{name}": _place(tensor)
-            for i, model in enumerate(self._models)
-            for name, tensor in _tensors(model)
-            if name in self._watched
-        }
+        # See `has_moved`.
+        with torch._C.DisableTorchFunctionSubclass():
+            return {
+                f"{i}.{name}": _place(tensor)
+                for i, model in enumerate(self._models)
+                for name, tensor in _tensors(model)
+                if name in self._watched
+            }
 
     # Reading.
 
@@ -301,11 +314,17 @@ class MappedWeights:
 
         A trainer of many processes has small parts, whose tiles are fewer than those of a whole tensor.
         """
-        return {
-            name
-            for name, tiles in deltas.tilings()
-            if name not in self.map.computed | self.cut and are_cut(tiles, self._boxes.get(name) or ())
-        }
+        others = self.map.computed | self.cut
+        # Tensors of one shape have one tiling, and in most models boxes alike.
+        known: dict[tuple[int, int | None], bool] = {}
+        found = set()
+        for name, tiles in deltas.tilings():
+            key = id(tiles), self._alike.get(name)
+            if key not in known:
+                known[key] = are_cut(tiles, self._boxes.get(name) or ())
+            if known[key] and name not in others:
+                found.add(name)
+        return found
 
     def gathered(self, name: str) -> torch.Tensor:
         """Return a copied name's tensor, flat, with zeros where this rank has nothing."""

@@ -5,7 +5,7 @@ So a tensor with such streams is copied, and each version is written to the copy
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from patchstore.encodings.base import EncodedTensor
 from patchstore.encodings.context import Coded
 from patchstore.format.records import TensorSpec
 from patchstore.tensors.bits import TORCH_DTYPES, bits, index_dtype
-from vllm_plugin.decode_gpu import Patch, Places
+from vllm_plugin.decode_gpu import Patches, Places
 from vllm_plugin.runtime_bits import PIECE
 from vllm_plugin.stored_gpu import Stored, decode_coded, list_positions, listings, table_on
 from vllm_plugin.tiles import Box
@@ -52,7 +52,7 @@ class Merger:
 
     def merged(
         self, versions: Sequence[Stored], names: Sequence[str], free_bytes: int
-    ) -> Iterator[tuple[dict[str, Patch], tuple[torch.Tensor, torch.Tensor]]]:
+    ) -> Iterator[tuple[Patches, tuple[torch.Tensor, torch.Tensor]]]:
         """Yield patches with the effect of all versions, and the tensors that hold them, for some names each.
 
         Of each position the last value counts: a stable sort brings equal ones together, oldest first.
@@ -105,16 +105,7 @@ class Merger:
             ).tolist()
             owners = table_on(self._device, np.repeat(np.array(list(firsts.values())), np.diff(bounds)))
             positions = (order - owners).to(index_dtype(max(sizes)))
-            width = positions.element_size()
-            patches = {
-                name: Patch(
-                    positions.data_ptr() + begin * width,
-                    chosen.data_ptr() + begin * chosen.element_size(),
-                    end - begin,
-                    width,
-                )
-                for name, (begin, end) in zip(some, pairwise(bounds), strict=True)
-            }
+            patches = Patches.between(some, np.array(bounds, dtype=np.int64), positions, chosen)
             yield patches, (positions, chosen)
 
     def _listed(
@@ -148,9 +139,7 @@ class Merger:
             copy[firsts[name] : firsts[name] + self._specs[name].num_elements] = bits(held).to(self._device)
         return copy
 
-    def _differing(
-        self, name: str, copy: torch.Tensor
-    ) -> tuple[dict[str, Patch], tuple[torch.Tensor, torch.Tensor]]:
+    def _differing(self, name: str, copy: torch.Tensor) -> tuple[Patches, tuple[torch.Tensor, torch.Tensor]]:
         """Return a patch that makes of a tensor what its copy has become, and the tensors that hold it."""
         num_elements = self._specs[name].num_elements
         held = bits(self._before(name))
@@ -162,8 +151,8 @@ class Merger:
             found.append((differs.nonzero()[:, 0] + start).to(narrow))
         positions = torch.cat(found) if found else torch.empty(0, dtype=narrow, device=self._device)
         values = copy[positions.to(torch.int64)]
-        patch = Patch(positions.data_ptr(), values.data_ptr(), values.numel(), positions.element_size())
-        return {name: patch}, (positions, values)
+        bounds = np.array([0, values.numel()], dtype=np.int64)
+        return Patches.between([name], bounds, positions, values), (positions, values)
 
     def _parts(
         self, versions: Sequence[Stored], names: Sequence[str], at_a_time: int

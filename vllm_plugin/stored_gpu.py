@@ -1,10 +1,10 @@
 """What one version stores, brought to the device: gaps as they are, and streams decoded."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from patchstore.encodings.base import EncodedTensor, check_stored
@@ -16,8 +16,10 @@ from patchstore.kernels import gap_decode
 from patchstore.kernels.gap_decode import TILE
 from patchstore.read.parts import Parts
 from patchstore.tensors.bits import bits
-from vllm_plugin.decode_gpu import Listed, Patch, Places, decode
-from vllm_plugin.upload import send
+from vllm_plugin.decode_gpu import Listed, Patches, Places, decode
+from vllm_plugin.upload import send, send_memory, tables_on
+
+Array = npt.NDArray[Any]
 
 Stored = Mapping[str, Parts]
 """One version: by name what its payloads have of each tensor."""
@@ -28,13 +30,20 @@ Listing = tuple[str, str, EncodedTensor]
 class Gaps(NamedTuple):
     """Patches of one version on the device."""
 
-    patches: list[Patch]
+    patches: Patches
     starts: torch.Tensor
     """int64 [num_tiles]: one past the position before each tile."""
     jobs: torch.Tensor
     """int32 [num_tiles, 2]: which of the patches, and which of its tiles."""
-    lists: list[torch.Tensor]
-    """Gaps and values in turn, which the patches point to."""
+    memory: torch.Tensor
+    """uint8: gaps and values, which the patches point to."""
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return all values, of elements of one width, one patch after the other."""
+        firsts = self.patches.values - self.memory.data_ptr()
+        ends = firsts + self.patches.nums * dtype.itemsize
+        parts = [self.memory[i:j] for i, j in zip(firsts.tolist(), ends.tolist(), strict=True)]
+        return torch.cat(parts).view(dtype)
 
 
 def listings(stored: Stored, names: Sequence[str]) -> list[Listing]:
@@ -57,25 +66,35 @@ def send_gaps(listed: Sequence[Listing], specs: Mapping[str, TensorSpec], device
     """
     for name, key, encoded in listed:
         check_stored(encoded, specs[name], torch.uint16, key)
-    lists = send([each for *_, one in listed for each in (one.idx, bits(one.val))], device)
-    patches = [
-        Patch(gaps.data_ptr(), values.data_ptr(), values.numel(), 2)
-        for gaps, values in zip(lists[::2], lists[1::2], strict=True)
-    ]
-    jobs = table_on(device, jobs_of(np.array([each.num for each in patches]), TILE))
-    sums = gap_decode.sum_gaps(table_on(device, [(each.positions, each.num, 0, 0) for each in patches]), jobs)
-    ends = torch.cat([sums.new_zeros(1), sums.cumsum(0)])
-    bounds = ends[table_on(device, [0, *accumulate(num_tiles(each.num) for each in patches)])]
-    firsts = table_on(device, np.array([encoded.first for *_, encoded in listed], dtype=np.int64))
-    reach = bounds[1:] - bounds[:-1] + firsts
+    lists = [each.contiguous() for *_, one in listed for each in (one.idx, one.val)]
+    nums = np.array([each.numel() for each in lists[::2]], dtype=np.int64)
+    widths = np.array([each.element_size() for each in lists], dtype=np.int64)
+    addresses = np.array([each.data_ptr() for each in lists], dtype=np.int64)
+    # Headers of files are of any length, and a device reads elements where their size divides the address.
+    for i in np.flatnonzero(addresses % widths).tolist():
+        lists[i] = lists[i].clone()
+        addresses[i] = lists[i].data_ptr()
+    memory, places = send_memory(addresses, np.repeat(nums, 2) * widths, device)
+    positions, values = (memory.data_ptr() + places).reshape(-1, 2).T
+    firsts = np.array([encoded.first for *_, encoded in listed], dtype=np.int64)
     sizes = np.array([specs[name].num_elements for name, *_ in listed], dtype=np.int64)
-    if wrong := (reach > table_on(device, sizes)).nonzero()[:, 0].tolist():
+    begins = np.concatenate([np.zeros(1, dtype=np.int64), num_tiles(nums).cumsum()])
+    streams = np.column_stack([positions, nums, np.zeros_like(nums), np.zeros_like(nums)])
+    jobs, streams_there, begins_there, firsts_there, sizes_there = tables_on(
+        device, jobs_of(nums, TILE), streams, begins, firsts, sizes
+    )
+    sums = gap_decode.sum_gaps(streams_there, jobs)
+    ends = torch.cat([sums.new_zeros(1), sums.cumsum(0)])
+    bounds = ends[begins_there]
+    reach = bounds[1:] - bounds[:-1] + firsts_there
+    if wrong := (reach > sizes_there).nonzero()[:, 0].tolist():
         name, key, _ = listed[wrong[0]]
         raise CorruptObject(
             f"{key}: gaps of {name!r} reach position {int(reach[wrong[0]]) - 1}, beyond its "
             f"{specs[name].num_elements} elements"
         )
-    return Gaps(patches, ends[:-1] + (firsts - bounds[:-1])[jobs[:, 0]], jobs, lists)
+    patches = Patches([name for name, *_ in listed], positions, values, nums, np.full_like(nums, 2))
+    return Gaps(patches, ends[:-1] + (firsts_there - bounds[:-1])[jobs[:, 0]], jobs, memory)
 
 
 def list_positions(
@@ -95,14 +114,12 @@ def list_positions(
     short = [each for each in listed if _has_gaps(each[2])]
     if num := sum(each.val.numel() for *_, each in short):
         gaps = send_gaps(short, specs, device)
-        begins = accumulate((each.num for each in gaps.patches), initial=0)
-        streams = [
-            (each.positions, each.num, begin, firsts[name])
-            for (name, *_), each, begin in zip(short, gaps.patches, begins, strict=False)
-        ]
+        nums = gaps.patches.nums
+        added = np.array([firsts[name] for name, *_ in short], dtype=np.int64)
+        streams = np.column_stack([gaps.patches.positions, nums, nums.cumsum() - nums, added])
         yield (
             gap_decode.list_positions(table_on(device, streams), gaps.jobs, gaps.starts, num),
-            torch.cat(gaps.lists[1::2]),
+            gaps.values(bits(short[0][2].val).dtype),
         )
     for name, key, each in listed:
         if not _has_gaps(each):
@@ -134,14 +151,16 @@ def table_on(device: torch.device, rows: object) -> torch.Tensor:
     return torch.from_numpy(array).to(device)
 
 
-def num_tiles(num: int) -> int:
-    """How many tiles so many changes, or gaps, are cut into."""
-    return -(-num // TILE)
+def num_tiles(nums: Array) -> Array:
+    """How many tiles so many changes, or gaps, each are cut into."""
+    tiles: Array = -(-nums // TILE)
+    return tiles
 
 
-def jobs_of(sizes: "np.ndarray[Any, np.dtype[np.int64]]", size: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
+def jobs_of(sizes: Array, size: int) -> Array:
     """List (which of `sizes`, which part of it) for all parts of at most `size`: int32 [num_jobs, 2]."""
     counts = -(-sizes.astype(np.int64) // size)
-    owners = np.repeat(np.arange(len(sizes)), counts)
-    parts = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.stack([owners, parts], axis=1).astype(np.int32)
+    jobs = np.empty((int(counts.sum()), 2), dtype=np.int32)
+    jobs[:, 0] = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
+    jobs[:, 1] = np.arange(len(jobs)) - np.repeat(counts.cumsum() - counts, counts)
+    return jobs

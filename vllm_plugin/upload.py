@@ -2,14 +2,19 @@
 
 import ctypes
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 UPLOAD = 1 << 25
 """Bytes of each of the two pinned buffers through which host memory goes to the device."""
 _APART = 64
+_TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64}
+
+Array = npt.NDArray[Any]
 
 
 def send(lists: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -18,23 +23,68 @@ def send(lists: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tens
     host = [i for i, each in enumerate(sent) if each.device.type == "cpu"]
     if not host or device.type == "cpu":
         return sent
-    # What lies in one mapped file is sent as one run, and the gaps of alignment with it.
-    runs = [[host[i] for i in run] for run in neighbours([sent[i] for i in host])]
-    sizes = [memory_end(sent[run[-1]]) - sent[run[0]].data_ptr() for run in runs]
-    # Every run begins where 8 divides its address as on the host, so that elements are aligned.
-    firsts = [sent[run[0]].data_ptr() % 8 for run in runs]
-    places = np.cumsum([0] + [-(-(f + size) // 64) * 64 for f, size in zip(firsts, sizes, strict=True)])
-    block = torch.empty(int(places[-1]), dtype=torch.uint8, device=device)
-    upload = _Upload(block)
-    for run, place, first, size in zip(runs, places, firsts, sizes, strict=False):
-        origin = sent[run[0]].data_ptr()
-        upload.add(memory_of(origin, size), int(place) + first)
-        for i in run:
-            at = int(place) + first + sent[i].data_ptr() - origin
-            num_bytes = sent[i].numel() * sent[i].element_size()
-            sent[i] = block[at : at + num_bytes].view(sent[i].dtype)
-    upload.finish()
+    addresses = np.array([sent[i].data_ptr() for i in host], dtype=np.int64)
+    sizes = np.array([sent[i].numel() * sent[i].element_size() for i in host], dtype=np.int64)
+    block, places = send_memory(addresses, sizes, device)
+    for i, at, size in zip(host, places.tolist(), sizes.tolist(), strict=True):
+        sent[i] = block[at : at + size].view(sent[i].dtype)
     return sent
+
+
+def send_memory(addresses: Array, sizes: Array, device: torch.device) -> tuple[torch.Tensor, Array]:
+    """Bring memory of the host to a device, in large parts.
+
+    Args:
+        addresses: int64 [num]. The caller keeps that memory until this returns.
+        sizes: int64 [num], in bytes.
+
+    Returns: a block on the device, uint8; and int64 [num], where in it each lies, with elements aligned as on
+        the host.
+    """
+    if not len(addresses):
+        return torch.empty(0, dtype=torch.uint8, device=device), addresses
+    order = np.argsort(addresses, kind="stable")
+    firsts, ends = addresses[order], (addresses + sizes)[order]
+    # What lies in one mapped file is sent as one run, and the gaps of alignment with it.
+    distance = firsts[1:] - ends[:-1]
+    begins = np.flatnonzero(np.concatenate([[True], (distance < 0) | (distance >= _APART)]))
+    origins = firsts[begins]
+    run_sizes = ends[np.concatenate([begins[1:], [len(order)]]) - 1] - origins
+    # Every run begins where 8 divides its address as on the host, so that elements are aligned.
+    room = -(-(origins % 8 + run_sizes) // 64) * 64
+    starts = room.cumsum() - room + origins % 8
+    block = torch.empty(int(room.sum()), dtype=torch.uint8, device=device)
+    parts = [
+        (memory_of(origin, size), start)
+        for origin, size, start in zip(origins.tolist(), run_sizes.tolist(), starts.tolist(), strict=True)
+        if size
+    ]
+    if device.type == "cpu":
+        for part, start in parts:
+            block[start : start + len(part)] = part
+    else:
+        upload = _Upload(block)
+        for part, start in parts:
+            upload.add(part, start)
+        upload.finish()
+    places = np.empty_like(addresses)
+    run = np.searchsorted(begins, np.arange(len(order)), side="right") - 1
+    places[order] = firsts + (starts - origins)[run]
+    return block, places
+
+
+def tables_on(device: torch.device, *arrays: Array) -> list[torch.Tensor]:
+    """Bring small arrays to a device, in one copy: each at an address that kernels are compiled for."""
+    sizes = [-(-each.nbytes // _APART) * _APART for each in arrays]
+    starts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+    joined = np.zeros(sum(sizes), dtype=np.uint8)
+    for each, start in zip(arrays, starts, strict=True):
+        joined[start : start + each.nbytes] = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
+    moved = torch.from_numpy(joined).to(device)
+    return [
+        moved[start : start + each.nbytes].view(_TORCH_DTYPES[each.dtype.name]).view(each.shape)
+        for each, start in zip(arrays, starts, strict=True)
+    ]
 
 
 class _Upload:

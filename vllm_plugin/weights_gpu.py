@@ -7,8 +7,6 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,49 +17,28 @@ from patchstore.format.records import TensorSpec
 from patchstore.kernels import digest, gap_decode, new_stream
 from patchstore.kernels import patch as kernels
 from patchstore.kernels.digest import BLOCK
-from patchstore.kernels.gap_decode import TILE
 from patchstore.kernels.patch import Exchange, Stated
 from patchstore.kernels.segments import Column, Kind
 from patchstore.read.deltas import Deltas
 from patchstore.read.parts import Parts
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, unsigned
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.decode_gpu import Patch, Places, decode
+from vllm_plugin.decode_gpu import Patches, Places, decode
 from vllm_plugin.mapping import SliceSums, StagedSums, WeightMap
 from vllm_plugin.merge_gpu import Merger
 from vllm_plugin.regions import Region, View
+from vllm_plugin.segment_table import Segment, SegmentTable
 from vllm_plugin.staged_write import StagedWrite
-from vllm_plugin.stored_gpu import (
-    decode_coded,
-    is_gaps,
-    jobs_of,
-    listings,
-    num_tiles,
-    send_gaps,
-    table_on,
-)
-from vllm_plugin.upload import send
+from vllm_plugin.stored_gpu import decode_coded, is_gaps, jobs_of, listings, send_gaps, table_on
+from vllm_plugin.upload import send, tables_on
 from vllm_plugin.weights import BROUGHT_BYTES, LiveWeights
-
-
-class _Segment(NamedTuple):
-    """One region of one name."""
-
-    name: str
-    source: View
-    number: int
-    """See `WeightMap.number`."""
-    kind: Kind
-    row: tuple[int, ...]
-    """Of the table of segments, without what a patch brings."""
-    num_elements: int
 
 
 @dataclass(slots=True)
 class Exchanges(StagedWrite):
     """A change of all tensors at once."""
 
-    parts: list[tuple[Sequence[_Segment], Exchange]] = field(default_factory=list)
+    parts: list[tuple[Sequence[Segment], Exchange]] = field(default_factory=list)
     keeps_old: bool = True
     """Whether what it replaces must be what was read when it was staged."""
 
@@ -74,10 +51,12 @@ class Exchanges(StagedWrite):
 class DeviceWeights(LiveWeights):
     """`LiveWeights` where Triton runs."""
 
-    _segments: Mapping[str, Sequence[_Segment]]
+    _segments: Mapping[str, Sequence[Segment]]
+    _table: SegmentTable
+    """Of the same."""
     _served: Mapping[str, Places]
     """Of names that can be decoded from what is served."""
-    _all: Sequence[tuple[Sequence[_Segment], Kind, torch.Tensor, torch.Tensor]] | None
+    _all: Sequence[tuple[Sequence[Segment], Kind, torch.Tensor, torch.Tensor]] | None
     """What it takes to digest everything, made once."""
     _target: torch.dtype
 
@@ -96,6 +75,7 @@ class DeviceWeights(LiveWeights):
             name: [self._segment(specs[name], index, region) for index, region in found]
             for name, found in mapped.regions.items()
         }
+        self._table = SegmentTable(self._segments)
         memories = {index: self._flat(index) for index in self.written()}
         self._served = {
             name: Places.served(specs[name], found, memories)
@@ -115,7 +95,7 @@ class DeviceWeights(LiveWeights):
         jobs = torch.zeros(1, 2, dtype=torch.int32, device=self.device)
         stream = torch.zeros(1, len(gap_decode.Stream), dtype=torch.int64, device=self.device)
         gap_decode.sum_gaps(stream, jobs)
-        for kind in {replace(kind, is_aligned=False) for kind in self._by_kind(self._segments)}:
+        for kind in self._table.kinds:
             table = torch.zeros(1, kind.num_columns, dtype=torch.int64, device=self.device)
             # Strides to divide by.
             table[:, Column.DIMS :] = 1
@@ -144,7 +124,7 @@ class DeviceWeights(LiveWeights):
             coded = encode(specs[name], old, np.zeros(1, dtype=np.int64), old[:1] ^ 1)
             decode([(name, "nothing", coded)], self._served, self.device)
 
-    def _segment(self, spec: TensorSpec, index: int, region: Region) -> _Segment:
+    def _segment(self, spec: TensorSpec, index: int, region: Region) -> Segment:
         source, target, flat = region.source, region.target, self._flat(index)
         is_run = source.strides in {(), (1,)} and target.strides in {(), (1,)}
         address = flat.data_ptr()
@@ -156,7 +136,7 @@ class DeviceWeights(LiveWeights):
             is_aligned=is_run and (address + target.offset * flat.element_size()) % 16 == 0,
         )
         dims = () if is_run else (*source.shape, *source.strides, *target.strides)
-        return _Segment(
+        return Segment(
             name=spec.name,
             source=source,
             number=self.map.number(spec.name, source),
@@ -183,14 +163,14 @@ class DeviceWeights(LiveWeights):
         return slice_sums
 
     def _blocks(
-        self, kind: Kind, segments: Sequence[_Segment]
-    ) -> tuple[Sequence[_Segment], Kind, torch.Tensor, torch.Tensor]:
+        self, kind: Kind, segments: Sequence[Segment]
+    ) -> tuple[Sequence[Segment], Kind, torch.Tensor, torch.Tensor]:
         rows = [(0, 0, each.num_elements, 0, *each.row) for each in segments]
         jobs = jobs_of(np.array([each.num_elements for each in segments]), BLOCK)
         return segments, kind, table_on(self.device, rows), table_on(self.device, jobs)
 
-    def _by_kind(self, names: Iterable[str]) -> dict[Kind, list[_Segment]]:
-        found: dict[Kind, list[_Segment]] = {}
+    def _by_kind(self, names: Iterable[str]) -> dict[Kind, list[Segment]]:
+        found: dict[Kind, list[Segment]] = {}
         for name in names:
             for each in self._segments.get(name, ()):
                 found.setdefault(each.kind, []).append(each)
@@ -240,11 +220,12 @@ class DeviceWeights(LiveWeights):
         wanted = [patch for patch in patches if self._segments.get(patch.name)]
         lists = [each for patch in wanted for each in (patch.indices, bits(patch.values))]
         lists = send(lists, self.device)
-        where = {
-            patch.name: Patch(indices.data_ptr(), values.data_ptr(), values.numel(), indices.element_size())
-            for patch, indices, values in zip(wanted, lists[::2], lists[1::2], strict=True)
-        }
-        return self._exchanges(where, None, keep_old=keep_old)
+        rows = [
+            (indices.data_ptr(), values.data_ptr(), values.numel(), indices.element_size())
+            for indices, values in zip(lists[::2], lists[1::2], strict=True)
+        ]
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        return self._exchanges(Patches([patch.name for patch in wanted], *columns), None, keep_old=keep_old)
 
     def stage_deltas(
         self, deltas: Deltas, names: Sequence[str], base: Mapping[str, torch.Tensor], *, keep_old: bool
@@ -261,70 +242,55 @@ class DeviceWeights(LiveWeights):
             gaps = send_gaps(listed, self.map.schema.by_name(), self.device)
             coded = [name for name in names if _is_coded(stored[name]) and name not in base]
             decoded = decode_coded(stored, coded, self._served, self.device)
-            patches = dict(zip((name for name, *_ in listed), gaps.patches, strict=True)) | decoded.patches()
+            patches = gaps.patches.joined(decoded.patches())
             change.add(self._exchanges(patches, gaps.starts, keep_old=keep_old))
             del decoded
-            names = [name for name in names if name not in patches]
+            done = set(patches.names)
+            names = [name for name in names if name not in done]
         # Only what is written is kept of a part, and not what says so.
         merger = Merger(self.map.schema.by_name(), self._boxes, base, self.gathered, self.device)
         for patches, _memory in merger.merged(versions, names, self._room()):
             change.add(self._exchanges(patches, None, keep_old=keep_old))
         return change
 
-    def _exchanges(
-        self, patches: Mapping[str, Patch], starts: torch.Tensor | None, *, keep_old: bool
-    ) -> Exchanges:
-        firsts = accumulate((num_tiles(each.num) for each in patches.values()), initial=0)
-        tiles = dict(zip(patches, firsts, strict=False))
-        every: list[Sequence[_Segment]] = []
-        stated: list[Stated] = []
-        for (kind, width), segments in self._by_kind_and_width(patches).items():
-            rows = [
-                (each.positions, each.values, each.num, tiles[segment.name], *segment.row)
-                for segment in segments
-                for each in (patches[segment.name],)
-            ]
-            table, jobs = (
-                table_on(self.device, rows),
-                table_on(self.device, jobs_of(np.array([row[2] for row in rows]), TILE)),
+    def _exchanges(self, patches: Patches, starts: torch.Tensor | None, *, keep_old: bool) -> Exchanges:
+        """Translate patches of several names.
+
+        Args:
+            starts: int64 [num_tiles], of the gaps with which the patches begin; see `Stated.starts`.
+        """
+        picked = self._table.pick(patches)
+        # Only now, as the copy waits for the device, which may be busy with the patches.
+        tables = tables_on(self.device, *(each.table for each in picked), *(each.jobs for each in picked))
+        stated = [
+            Stated(
+                kind=each.kind,
+                table=table,
+                jobs=jobs,
+                position_width=each.position_width,
+                starts=jobs if starts is None else starts,
             )
-            every.append(segments)
-            stated.append(
-                Stated(
-                    kind=kind,
-                    table=table,
-                    jobs=jobs,
-                    position_width=width,
-                    starts=jobs if starts is None else starts,
-                )
-            )
+            for each, table, jobs in zip(picked, tables, tables[len(picked) :], strict=False)
+        ]
+        change = Exchanges(keeps_old=keep_old)
+        if not stated:
+            return change
         counts = [kernels.count(each) for each in stated]
-        totals = torch.stack([each.sum() for each in counts]).tolist() if counts else []
+        totals = torch.stack([each.sum() for each in counts]).tolist()
         made = [
             kernels.translate(each, count, total, self._target, is_digested=keep_old)
             for each, count, total in zip(stated, counts, totals, strict=True)
         ]
-        change = Exchanges(keeps_old=keep_old)
-        for found, (exchange, sums) in zip(every, made, strict=True):
-            change.parts.append((found, exchange))
-            # Also waits until nothing reads the patch any more.
-            columns = sums.cpu().numpy().view(np.uint64)
-            before, after, num_strange = columns[:, :2].copy(), columns[:, 2:4], columns[:, 4]
-            # An element that no checkpoint holds must match none.
-            before[:, 0] += num_strange > 0
-            if keep_old:
-                slices = np.array([segment.number for segment in found], dtype=np.int64)
-                change.staged_sums = change.staged_sums.joined(StagedSums(slices, before, after))
+        change.parts += [(each.segments, exchange) for each, (exchange, _) in zip(picked, made, strict=True)]
+        # Also waits until nothing reads the patches any more.
+        columns = torch.cat([sums for _, sums in made]).cpu().numpy().view(np.uint64)
+        before, after, num_strange = columns[:, :2].copy(), columns[:, 2:4], columns[:, 4]
+        # An element that no checkpoint holds must match none.
+        before[:, 0] += num_strange > 0
+        if keep_old:
+            slices = np.concatenate([each.numbers for each in picked])
+            change.staged_sums = change.staged_sums.joined(StagedSums(slices, before, after))
         return change
-
-    def _by_kind_and_width(self, patches: Mapping[str, Patch]) -> dict[tuple[Kind, int], list[_Segment]]:
-        found: dict[tuple[Kind, int], list[_Segment]] = {}
-        for kind, segments in self._by_kind(patches).items():
-            for each in segments:
-                # How regions begin matters only where they are read as a whole.
-                key = replace(kind, is_aligned=False), patches[each.name].position_width
-                found.setdefault(key, []).append(each)
-        return found
 
     # Writing.
 
@@ -343,6 +309,8 @@ class DeviceWeights(LiveWeights):
                 back what really was there.
         """
         assert isinstance(change, Exchanges)
+        # The largest first: while it runs, the others are launched.
+        change.parts.sort(key=lambda part: len(part[1].counts), reverse=True)
         wrong = _first_wrong(change, [kernels.exchange(each) for _, each in change.parts])
         if wrong is not None and change.keeps_old:
             raise StateMismatch(f"something wrote to {wrong!r} after this version was staged")

@@ -26,7 +26,7 @@ from patchstore.kernels.context_classes import (
     num_matches,
 )
 from patchstore.kernels.context_read import as_words, read
-from patchstore.kernels.context_tables import Segments, Tensor, Tensors, box
+from patchstore.kernels.context_tables import Segment, Segments, Tensor, Tensors, box
 
 PLACED = 256
 """Changes that a program places at once."""
@@ -184,8 +184,8 @@ def decode(
     read(*common)
     ends = torch.zeros(num_jobs + 1, dtype=torch.int64, device=device)
     torch.cumsum(nums, 0, out=ends[1:])
-    at = torch.from_numpy(segments.first_jobs).to(device)
-    *bounds, wrong = torch.cat([ends[at], first_wrong]).tolist()
+    firsts = ends[segments.table[:, Segment.FIRST_JOB]]
+    *bounds, wrong = torch.cat([firsts, ends[-1:], first_wrong]).tolist()
     segment = None
     if wrong != NONE:
         segment = int(np.searchsorted(segments.first_jobs, wrong, side="right")) - 1

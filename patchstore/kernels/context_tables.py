@@ -173,16 +173,20 @@ def geometry(tilings: Sequence[Tiling]) -> Array:
     level, first row, rows, first column and columns; its first tile and its tiles along rows, and along
     columns.
     """
+    # Tensors of one shape have one tiling.
+    distinct = {id(each): each for each in tilings}
+    numbers = {key: number for number, key in enumerate(distinct)}
     found = [
         (
             *(each.levels, down.length, across.length, down.of_slice, across.of_slice),
             *(down.of_tile, across.of_tile, each.level, down.first, down.size, across.first, across.size),
             *(down.first_tile, each.row_tiles, across.first_tile, each.col_tiles),
         )
-        for each in tilings
+        for each in distinct.values()
         for down, across in ((each.down, each.across),)
     ]
-    return np.array(found, dtype=np.int64).reshape(-1, 16)
+    of_each = np.array([numbers[id(each)] for each in tilings], dtype=np.int64)
+    return np.array(found, dtype=np.int64).reshape(-1, 16)[of_each]
 
 
 def tensors(
@@ -253,41 +257,39 @@ def segments(
             *(*tensors.tiles[owners, 1:].T, tensors.host[owners, Tensor.FIRST_TILE]),
         ]
     )
-    moved = torch.from_numpy(np.concatenate([host.reshape(-1), jobs, columns.reshape(-1)])).to(device)
-    table = moved[: host.size].view(-1, len(Segment))
-    counts, rest = moved[host.size :][: len(jobs)], moved[host.size + len(jobs) :].view(len(columns), -1)
+    widths, memory_widths = tensors.host[owners, Tensor.WIDTH], np.asarray(memory_widths)
+    pairs = sorted({*zip(widths.tolist(), memory_widths.tolist(), strict=True)})
+    mine = [(widths == width) & (memory_widths == memory_width) for width, memory_width in pairs]
+    of_kinds = [np.stack([host[each, Segment.FIRST_JOB], jobs[each]]) for each in mine]
+    arrays = [each.reshape(-1) for each in (host, jobs, columns, *of_kinds)]
+    # In one copy.
+    moved = torch.from_numpy(np.concatenate(arrays)).to(device)
+    table, counts, rest, *firsts = moved.split([len(each) for each in arrays])
     numbers = torch.arange(len(owners), dtype=torch.int32, device=device)
     of = torch.repeat_interleave(numbers, counts, output_size=num_jobs)
     tiles = torch.empty(num_jobs, dtype=torch.int32, device=device)
     if num_jobs:
-        _number[triton.cdiv(num_jobs, 1024),](rest.contiguous(), of, tiles, num_jobs, len(owners), NUM=1024)
-    widths = tensors.host[owners, Tensor.WIDTH]
+        _number[triton.cdiv(num_jobs, 1024),](rest, of, tiles, num_jobs, len(owners), NUM=1024)
     kinds = []
-    for width, memory_width in sorted(
-        {*zip(widths.tolist(), np.asarray(memory_widths).tolist(), strict=True)}
-    ):
-        mine = (widths == width) & (np.asarray(memory_widths) == memory_width)
-        first = torch.from_numpy(np.stack([host[mine, Segment.FIRST_JOB], jobs[mine]])).to(device)
-        size = int(jobs[mine].sum())
-        shift = first[0] - (first[1].cumsum(0) - first[1])
-        picked = torch.arange(size, device=device) + torch.repeat_interleave(
-            shift, first[1], output_size=size
-        )
+    for (width, memory_width), its_jobs, first in zip(pairs, of_kinds, firsts, strict=True):
+        begins, sizes = first.view(2, -1)
+        shift, size = begins - (sizes.cumsum(0) - sizes), int(its_jobs[1].sum())
+        picked = torch.arange(size, device=device) + torch.repeat_interleave(shift, sizes, output_size=size)
         kinds.append((Kind(width=width, memory_width=memory_width), picked.to(torch.int32)))
     used = tensors.host[np.unique(owners)]
     tile_rows = np.minimum(used[:, Tensor.TILE_ROWS], used[:, Tensor.PART_ROWS])
     tile_cols = np.minimum(used[:, Tensor.TILE_COLS], used[:, Tensor.PART_COLS])
     largest = int((tile_rows * tile_cols).max(initial=1))
     levels = tensors.host[:, Tensor.LEVEL] + tensors.tiles[:, 0]
-    sizes = levels * tensors.host[:, Tensor.ROWS] * tensors.host[:, Tensor.COLS]
+    num_elements = levels * tensors.host[:, Tensor.ROWS] * tensors.host[:, Tensor.COLS]
     return Segments(
-        table=table,
+        table=table.view(-1, len(Segment)),
         first_jobs=np.concatenate([[0], ends]),
         owners=of,
         tiles=tiles,
         kinds=tuple(kinds),
         blocks=max(16, triton.next_power_of_2(triton.cdiv(largest, BLOCK))),
-        is_narrow=int(sizes.max(initial=0)) <= MAX_POSITION,
+        is_narrow=int(num_elements.max(initial=0)) <= MAX_POSITION,
     )
 
 

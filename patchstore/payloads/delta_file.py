@@ -10,7 +10,13 @@ from patchstore.encodings.context import Coded, Context, unpacked
 from patchstore.errors import CorruptObject
 from patchstore.format.json_fields import json_object
 from patchstore.format.records import FORMAT_VERSION, Manifest, Part, TensorSpec
-from patchstore.payloads.tensor_file import aligned, check_metadata, listed_spec, open_buffer
+from patchstore.payloads.tensor_file import (
+    aligned,
+    check_metadata,
+    is_listed_as,
+    listed_spec,
+    open_buffer,
+)
 from patchstore.tensors.bits import TensorPatch, spec_of
 
 Stored = EncodedTensor | Coded
@@ -61,10 +67,11 @@ def encoded(
     """
     stored: dict[str, torch.Tensor] = {}
     firsts: dict[str, int] = {}
+    patches = list(patches)
+    whole = iter(encoding.encode_all([(patch, part.spec) for part, patch in patches if part.is_whole]))
     for part, patch in patches:
         name = part.spec.name
-        encode = encoding.encode if part.is_whole else encoding.encode_part
-        each = encode(patch, part.spec)
+        each = next(whole) if part.is_whole else encoding.encode_part(patch, part.spec)
         stored[f"{name}.idx"] = each.idx
         stored[f"{name}.val"] = each.val
         if each.first:
@@ -113,16 +120,15 @@ def read_delta(
     for name, value in listed.items():
         if name not in schema:
             raise CorruptObject(f"{where}: it changes tensor {name!r:.100}, which this run does not have")
-        if listed_spec(where, name, value) != schema[name]:
-            raise CorruptObject(
-                f"{where}: it takes {name!r} for {value!r:.100}, but the run has {schema[name]}"
-            )
-        if f"{name}.idx" not in tensors or f"{name}.val" not in tensors:
+        spec = schema[name]
+        if not is_listed_as(spec, value) and listed_spec(where, name, value) != spec:
+            raise CorruptObject(f"{where}: it takes {name!r} for {value!r:.100}, but the run has {spec}")
+        idx, val = tensors.pop(f"{name}.idx", None), tensors.pop(f"{name}.val", None)
+        if idx is None or val is None:
             raise CorruptObject(f"{where}: {name!r} lacks its positions or values")
-        idx, val = tensors.pop(f"{name}.idx"), tensors.pop(f"{name}.val")
         if not idx.numel():
             raise CorruptObject(f"{where}: it lists {name!r}, and states no element of it")
-        stated = EncodedTensor(idx=idx, val=val, first=_first(where, schema[name], value))
+        stated = EncodedTensor(idx=idx, val=val, first=_first(where, spec, value))
         found[name] = (*found.get(name, ()), stated)
     if tensors:
         raise CorruptObject(f"{where}: it holds {min(tensors)!r:.100}, which belongs to no listed tensor")

@@ -9,6 +9,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -16,7 +17,7 @@ from patchstore.errors import CorruptObject
 from patchstore.format.json_fields import json_object, tensor_spec
 from patchstore.format.records import DTYPE_BYTES, TensorSpec
 from patchstore.stores.base import Chunk
-from patchstore.tensors.bits import bits, from_bytes, raw_bytes, spec_of
+from patchstore.tensors.bits import TORCH_DTYPES, bits, from_bytes, raw_bytes
 
 CHUNK_BYTES = 8 << 20
 _NUM_FILES = 8
@@ -36,7 +37,9 @@ class Entry:
 
     spec: TensorSpec
     start: int
-    """Bytes from the beginning of the data; `start + spec.num_bytes` is the end."""
+    """Bytes from the beginning of the data."""
+    end: int
+    """`spec.num_bytes` behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +103,8 @@ def write(
     """
     together = bytearray(header_bytes(specs, metadata))
     for spec, tensor in zip(specs, tensors, strict=True):
-        assert spec_of(spec.name, tensor) == spec, f"{spec} is not what is being written"
+        is_meant = tensor.dtype == TORCH_DTYPES[spec.dtype] and tensor.shape == spec.shape
+        assert is_meant, f"{spec} is not what is being written"
         check_bools("this file cannot be written", spec, tensor)
         view = raw_bytes(tensor)
         if len(view) <= _SMALL_BYTES:
@@ -147,8 +151,7 @@ def read_header(where: str, file_size: int, beginning: Callable[[int], bytes | b
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CorruptObject(f"{where}: its metadata must map strings to strings")
     entries = sorted(
-        (_entry(where, name, value) for name, value in record.items()),
-        key=lambda entry: (entry.start, entry.spec.num_bytes),
+        [_entry(where, name, value) for name, value in record.items()], key=attrgetter("start", "end")
     )
     expected = 0
     for entry in entries:
@@ -157,7 +160,7 @@ def read_header(where: str, file_size: int, beginning: Callable[[int], bytes | b
                 f"{where}: the bytes of {entry.spec.name!r} begin at {entry.start}, expected {expected}: "
                 "tensors must not overlap or leave holes"
             )
-        expected += entry.spec.num_bytes
+        expected = entry.end
     if 8 + length + expected != file_size:
         raise CorruptObject(
             f"{where}: header and tensors need {8 + length + expected:,} bytes, "
@@ -177,17 +180,27 @@ def listed_spec(where: str, name: str, value: object) -> TensorSpec:
     return tensor_spec(where, name, value["dtype"], value.get("shape"))
 
 
+def is_listed_as(spec: TensorSpec, value: object) -> bool:
+    """Whether an object with the fields `dtype` and `shape` says what a spec says."""
+    if not isinstance(value, dict) or value.get("dtype") != spec.dtype:
+        return False
+    shape = value.get("shape")
+    # JSON's true and 1.0 are equal to 1, and are no sizes.
+    return shape == [*spec.shape] and all(type(n) is int for n in shape)
+
+
 def _entry(where: str, name: str, value: object) -> Entry:
     spec = listed_spec(where, name, value)
     assert isinstance(value, dict)
     offsets = value.get("data_offsets")
-    if not (isinstance(offsets, list) and len(offsets) == 2 and all(type(n) is int for n in offsets)):
+    if not isinstance(offsets, list) or [type(n) for n in offsets] != [int, int]:
         raise CorruptObject(f"{where}: data_offsets of {name!r} must be two integers")
-    if offsets[0] < 0 or offsets[1] - offsets[0] != spec.num_bytes:
+    start, end = offsets
+    if start < 0 or end - start != spec.num_bytes:
         raise CorruptObject(
             f"{where}: {name!r} needs {spec.num_bytes} bytes, but its data_offsets are {offsets}"
         )
-    return Entry(spec=spec, start=offsets[0])
+    return Entry(spec=spec, start=start, end=end)
 
 
 def read_stream(
@@ -260,8 +273,14 @@ def open_buffer(where: str, buffer: bytearray | memoryview) -> tuple[FileHeader,
     header = read_header(where, len(view), lambda num_bytes: bytes(view[:num_bytes]))
     tensors = {}
     for entry in header.entries:
-        start = header.data_start + entry.start
-        tensors[entry.spec.name] = tensor_of(where, entry.spec, view[start : start + entry.spec.num_bytes])
+        spec = entry.spec
+        num, dtype = spec.num_elements, TORCH_DTYPES[spec.dtype]
+        if num:
+            tensor = torch.frombuffer(view, dtype=dtype, count=num, offset=header.data_start + entry.start)
+        else:
+            tensor = torch.empty(0, dtype=dtype, device="cpu")
+        check_bools(where, spec, tensor)
+        tensors[spec.name] = tensor if spec.shape == (num,) else tensor.view(spec.shape)
     return header, tensors
 
 

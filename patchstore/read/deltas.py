@@ -277,7 +277,7 @@ def open_deltas(
                 )
             for key, found in payloads:
                 for name, parts in found.items():
-                    stored[name] = (*stored.get(name, ()), *((key, each) for each in parts))
+                    stored[name] = (*stored.get(name, ()), *[(key, each) for each in parts])
             for name, its in stored.items():
                 check_boxes(manifest.version, schema[name], its)
             versions.append((manifest, stored))

@@ -173,6 +173,36 @@ DEEP_GEMM = {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_DEEP_GEMM_WARMUP": "skip"}
 def test_an_fp8_checkpoint_is_written_in_place_and_equals_a_fresh_start(
     start, tmp_path, form, environment, kind
 ):
+    # Few graphs to capture: DeepGEMM compiles kernels for each size.
+    arguments = ["--max-num-seqs", "8"]
+    if kind != "dense" and environment != DEEP_GEMM:
+        arguments += ["--moe-backend", "triton"]
+    assert_written_in_place(start, tmp_path, form, kind, *arguments, eager=False, environment=environment)
+
+
+TWO_GPUS = ("--tensor-parallel-size", "2")
+EXPERTS = (*TWO_GPUS, "--enable-expert-parallel")
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "fp8-channel"])
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("dense", TWO_GPUS),
+        ("experts", (*TWO_GPUS, "--moe-backend", "triton")),
+        ("experts", (*EXPERTS, "--moe-backend", "triton")),
+    ],
+    ids=["dense", "experts", "expert-parallel"],
+)
+def test_an_fp8_checkpoint_over_two_devices_equals_a_fresh_start(start, tmp_path, form, kind, arguments):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    arguments = ("--max-num-seqs", "8", *arguments)
+    assert_written_in_place(start, tmp_path, form, kind, *arguments, environment=TRITON)
+
+
+def assert_written_in_place(start, tmp_path, form, kind, *arguments, **options):
+    """Serve each version of a run in FP8 with one server; then start that anew from the third."""
     base = tiny_fp8.save(tmp_path / "base", kind)
     with tiny_fp8.published(tmp_path / "store", base, form) as trainer:
         for _ in range(4):
@@ -180,8 +210,7 @@ def test_an_fp8_checkpoint_is_written_in_place_and_equals_a_fresh_start(
         first, third = (
             tiny_fp8.replayed(trainer, version, tmp_path / str(version), base) for version in (0, 3)
         )
-        arguments = ("--moe-backend", "triton") if kind != "dense" and environment != DEEP_GEMM else ()
-        serving = start(first, *arguments, eager=False, environment=environment)
+        serving = start(first, *arguments, **options)
         server = serving.client
         server.init_weight_transfer(trainer.url)
         assert server.status().serving == 0
@@ -213,9 +242,6 @@ def test_scales_that_vllm_rounds_for_deep_gemm_are_refused_at_start(start, tmp_p
         start(first, environment={"VLLM_USE_DEEP_GEMM_E8M0": "1", "VLLM_DEEP_GEMM_WARMUP": "skip"})
 
 
-EXPERTS = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
-
-
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -223,8 +249,8 @@ EXPERTS = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
         ("gpt-oss", EXPERTS),
         ("llama4", EXPERTS),
         ("deepseek-v3", EXPERTS),
-        ("qwen3-next", ("--tensor-parallel-size", "2")),
-        ("mamba2", ("--tensor-parallel-size", "2")),
+        ("qwen3-next", TWO_GPUS),
+        ("mamba2", TWO_GPUS),
     ],
 )
 def test_a_model_over_two_devices_equals_a_fresh_start(start, new_trainer, tmp_path, name, arguments):

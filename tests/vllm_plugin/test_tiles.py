@@ -9,7 +9,7 @@ import torch
 from patchstore import Publisher
 from patchstore.encodings.context import tiling
 from patchstore.format import history
-from patchstore.format.records import Box, Part, Schema, TensorSpec
+from patchstore.format.records import Box, Part, Schema, TensorSpec, view_of
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
 from patchstore.stores.memory import MemoryStore
@@ -18,7 +18,7 @@ from tests.support import sharded
 from tests.support.interpreted import DEVICE, kernels
 from vllm_plugin.mapping import WeightMap
 from vllm_plugin.post_load import Derived
-from vllm_plugin.tiles import are_cut, boxes, numbers
+from vllm_plugin.tiles import are_cut, boxes, numbers, tiles_within
 from vllm_plugin.weights import LiveWeights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -237,3 +237,28 @@ def test_a_rank_holds_whole_tiles_in_boxes_of_its_memory():
     assert not are_cut(part, [box])
     assert are_cut(tiling((48, 64), Box(0, 1, 5, 20, 24, 40), (1, 2)), [box])
     assert not are_cut(tiling((48, 64), Box(0, 1, 5, 20, 0, 32), (1, 1)), [box])
+
+
+def test_tiles_within_boxes_are_found_for_all_parts_at_once() -> None:
+    rng = np.random.default_rng(5)
+    shapes = [(512, 512), (4096, 48), (3, 64, 40), (7,), (1,), (300, 5000), (2, 5, 70_000), (33, 65_600)]
+
+    def box_of(shape: tuple[int, ...]) -> Box:
+        found = []
+        for side in view_of(shape):
+            first = int(rng.integers(side))
+            found += [first, int(rng.integers(1, side - first + 1))]
+        return Box(*found)
+
+    cuts, held = [], []
+    for number in range(2000):
+        shape = shapes[number % len(shapes)]
+        cuts.append(tiling(shape, None if number % 3 == 0 else box_of(shape)))
+        held.append(box_of(shape))
+    rows = np.array([(b.level, b.levels, b.row, b.rows, b.col, b.cols) for b in held])
+    geometry = kernels("patchstore.kernels.context_tables").geometry(cuts)
+    found, is_held = tiles_within(geometry, rows)
+    expected = [cut.ranges_within(box) for cut, box in zip(cuts, held, strict=True)]
+    assert is_held.tolist() == [each is not None for each in expected]
+    assert found[is_held].tolist() == [[*each] for each in expected if each is not None]
+    assert 100 < is_held.sum() < 1900

@@ -49,14 +49,14 @@ class Table:
     """[T], ascending, the places of the parts' tensors in the run's schema."""
     cuts: Sequence[Tiling]
     """[T]"""
-    row_sets: npt.NDArray[np.int64]
+    row_sets: Sequence[int]
     """[T], the number of each part's row set."""
     sets: Sequence[RowSet]
     lengths: npt.NDArray[np.int64]
     """[N], bytes of each tile's stream, part by part."""
-    lengths_at: npt.NDArray[np.int64]
+    lengths_at: Sequence[int]
     """[T + 1], where each part's lengths begin, and the end."""
-    bytes_at: npt.NDArray[np.int64]
+    bytes_at: Sequence[int]
     """[T + 1], where each part's streams begin in the tiles, and the end."""
 
     def coded(self, number: int, tiles: npt.NDArray[np.uint8]) -> Coded:
@@ -147,18 +147,18 @@ def unpack(
         raise CorruptObject(f"{where}: a part is of none of the schema's {len(specs)} tensors")
     if (bits > _MAX_BITS).any():
         raise CorruptObject(f"{where}: a part's lengths have too many bits")
-    cuts = _cuts(where, [specs[index] for index in indices.tolist()], columns)
-    keys = np.stack([indices, *np.array([(c.level, c.down.first, c.across.first) for c in cuts]).T], axis=1)
-    step = np.diff(keys, axis=0)
+    named = [specs[index] for index in indices.tolist()]
+    cuts, boxes = _cuts(where, named, columns)
+    step = np.diff(np.column_stack([indices, boxes[:, ::2]]), axis=0)
     first = np.take_along_axis(step, np.argmax(step != 0, axis=1)[:, None], axis=1)
     if (first <= 0).any():
         raise CorruptObject(f"{where}: parts do not ascend")
 
     # Before anything as large as the tiles is made.
-    stated = np.bincount(indices, weights=[cut.num_elements for cut in cuts])
-    for index in np.unique(indices).tolist():
-        if stated[index] > specs[index].num_elements:
-            raise CorruptObject(f"{where}: parts of {specs[index].name!r} overlap")
+    stated = np.bincount(indices, weights=boxes[:, 1::2].prod(axis=1))[indices]
+    has_too_many = stated > np.array([spec.num_elements for spec in named])
+    if has_too_many.any():
+        raise CorruptObject(f"{where}: parts of {named[int(has_too_many.argmax())].name!r} overlap")
     num_tiles = np.array([cut.num_tiles for cut in cuts], dtype=np.int64)
     num_bytes = -(-num_tiles * bits // 8)
     packed, rest = _take(where, rest, int(num_bytes.sum()))
@@ -180,11 +180,11 @@ def unpack(
     return Table(
         indices=indices,
         cuts=cuts,
-        row_sets=row_sets,
+        row_sets=row_sets.tolist(),
         sets=sets,
         lengths=lengths,
-        lengths_at=lengths_at,
-        bytes_at=bytes_at,
+        lengths_at=lengths_at.tolist(),
+        bytes_at=bytes_at.tolist(),
     )
 
 
@@ -255,31 +255,45 @@ def _sets(where: str, head: Array, num: int) -> list[RowSet]:
     return [RowSet(first, rows[ends[i] : ends[i + 1]]) for i, first in enumerate(lo.tolist())]
 
 
-def _cuts(where: str, named: Sequence[TensorSpec], columns: dict[str, npt.NDArray[np.int64]]) -> list[Tiling]:
-    """Return how parts are cut.
+def _cuts(
+    where: str, named: Sequence[TensorSpec], columns: dict[str, npt.NDArray[np.int64]]
+) -> tuple[list[Tiling], npt.NDArray[np.int64]]:
+    """Return how parts are cut, and int64 [T, 6], where they are: the fields of `Box`.
+
+    Args:
+        named: of each part its tensor.
 
     Raises:
         CorruptObject
     """
-    sides = np.stack([columns[name] for name in ("level", "levels", "row", "rows", "col", "cols")], axis=1)
-    cuts = []
-    for spec, each, code in zip(named, sides.tolist(), columns["slices"].tolist(), strict=True):
-        if not is_coded(spec.dtype) or spec.num_elements == 0:
+    # A model has few shapes: what they say is found once for each, and then for all parts together.
+    numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+    kind = np.array([numbers.setdefault((spec.dtype, spec.shape), len(numbers)) for spec in named])
+    is_fit = np.array([is_coded(dtype) and 0 not in shape for dtype, shape in numbers])[kind]
+    whole = np.array([view_of(shape) for _, shape in numbers], dtype=np.int64)[kind]
+    boxes = np.stack([columns[name] for name in ("level", "levels", "row", "rows", "col", "cols")], axis=1)
+    slices = 1 << np.stack([columns["slices"] & 15, columns["slices"] >> 4], axis=1)
+    firsts, sizes = boxes[:, ::2], boxes[:, 1::2]
+    is_beyond = ((firsts + sizes > whole) | ((firsts > 0) & (sizes == 0))).any(axis=1)
+    is_uneven = ((slices > SLICES) | (whole[:, 1:] % slices != 0)).any(axis=1)
+    for number in np.flatnonzero(~is_fit | is_beyond | is_uneven)[:1].tolist():
+        spec = named[number]
+        if not is_fit[number]:
             raise CorruptObject(
                 f"{where}: {spec.name!r} ({spec.dtype}, {spec.shape}) cannot be coded by context"
             )
-        whole = view_of(spec.shape)
-        box = []
-        for side, first, size in zip(whole, each[::2], each[1::2], strict=True):
-            if first + size > side or (first and not size):
-                raise CorruptObject(f"{where}: a part of {spec.name!r} reaches beyond it")
-            box += [first, size or side]
-        slices = 1 << (code & 15), 1 << (code >> 4)
-        if any(num > SLICES or side % num for num, side in zip(slices, whole[1:], strict=True)):
-            raise CorruptObject(f"{where}: {spec.name!r} cannot be cut in {slices} slices")
-        is_whole = not any(each) and slices == slices_of(spec.shape)
-        cuts.append(tiling(spec.shape) if is_whole else tiling(spec.shape, Box(*box), slices))
-    return cuts
+        if is_beyond[number]:
+            raise CorruptObject(f"{where}: a part of {spec.name!r} reaches beyond it")
+        raise CorruptObject(f"{where}: {spec.name!r} cannot be cut in {(*slices[number].tolist(),)} slices")
+    usual = np.array([slices_of(shape) for _, shape in numbers])[kind]
+    is_part = boxes.any(axis=1) | (slices != usual).any(axis=1)
+    boxes[:, 1::2] = np.where(sizes > 0, sizes, whole)
+    cuts_of_whole = [tiling(shape) for _, shape in numbers]
+    cuts = [cuts_of_whole[each] for each in kind.tolist()]
+    for number in np.flatnonzero(is_part).tolist():
+        down, across = slices[number].tolist()
+        cuts[number] = tiling(named[number].shape, Box(*boxes[number].tolist()), (down, across))
+    return cuts, boxes
 
 
 def _take(where: str, data: Array, num: int) -> tuple[Array, Array]:

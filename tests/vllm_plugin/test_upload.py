@@ -1,0 +1,65 @@
+"""What is brought to a device is there as it was, wherever it lay."""
+
+import numpy as np
+import pytest
+import torch
+
+from patchstore.encodings import EncodedTensor
+from patchstore.format.records import TensorSpec
+from tests.support.interpreted import DEVICE, kernels
+from vllm_plugin.upload import send_memory, tables_on
+
+pytestmark = pytest.mark.vllm
+
+
+def test_memory_arrives_with_its_elements_aligned() -> None:
+    data = np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8)
+    origin = data.ctypes.data
+    # Neighbours, the same bytes twice, some that overlap, nothing, and others far away; in no order.
+    starts = np.array([3000, 8, 24, 24, 30, 500, 40, 90, 1023])
+    sizes = np.array([999, 16, 6, 6, 10, 0, 33, 410, 64])
+    block, places = send_memory(origin + starts, sizes, DEVICE)
+    assert (block.device.type, block.dtype) == (DEVICE.type, torch.uint8)
+    assert ((places - origin - starts) % 8 == 0).all()
+    assert len(block) < len(data)
+    for start, size, place in zip(starts, sizes, places, strict=True):
+        found = block[place : place + size].cpu().numpy()
+        assert np.array_equal(found, data[start : start + size])
+
+
+def test_nothing_takes_no_memory() -> None:
+    nothing = np.zeros(0, dtype=np.int64)
+    block, places = send_memory(nothing, nothing, DEVICE)
+    assert (len(block), len(places)) == (0, 0)
+    block, _ = send_memory(np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), DEVICE)
+    assert len(block) == 0
+
+
+def test_tables_of_any_length_are_aligned() -> None:
+    tables = [
+        np.arange(3, dtype=np.int64),
+        np.zeros((0, 2), dtype=np.int32),
+        np.arange(14, dtype=np.int32).reshape(7, 2)[::-1],
+        np.arange(12, dtype=np.int64).reshape(3, 4).T,
+    ]
+    found = tables_on(DEVICE, *tables)
+    assert all(each.data_ptr() % 16 == 0 for each in found)
+    for each, table in zip(found, tables, strict=True):
+        assert each.cpu().numpy().dtype == table.dtype
+        assert np.array_equal(each.cpu().numpy(), table)
+    assert tables_on(DEVICE) == []
+
+
+def test_lists_at_odd_addresses_are_brought_to_even_ones() -> None:
+    buffer = bytearray(64)
+    listed = EncodedTensor(
+        idx=torch.frombuffer(buffer, dtype=torch.uint16, count=3, offset=1),
+        val=torch.frombuffer(buffer, dtype=torch.float32, count=3, offset=9),
+    )
+    listed.idx.copy_(torch.tensor([2, 0, 4], dtype=torch.uint16))
+    listed.val.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    specs = {"a": TensorSpec(name="a", dtype="F32", shape=(20,))}
+    gaps = kernels("vllm_plugin.stored_gpu").send_gaps([("a", "key", listed)], specs, DEVICE)
+    assert (gaps.patches.positions % 2 == 0).all()
+    assert (gaps.patches.values % 4 == 0).all()
+    assert gaps.values(torch.int32).view(torch.float32).tolist() == [1.0, 2.0, 3.0]
