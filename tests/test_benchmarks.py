@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +60,12 @@ def streamed(*times: float, client: int = 0) -> Request:
 
 def gap(began: float, ended: float, client: int = 0) -> Gap:
     return Gap(client=client, began=began, ended=ended)
+
+
+def test_cases_are_there_on_a_machine_without_clients_of_stores():
+    missing = ("s3fs", "obstore", "botocore", "aiobotocore", "huggingface_hub", "moto")
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import benchmarks.registry"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=RECORDED.parents[1])
 
 
 def test_quantiles_are_of_the_gaps_and_none_without_any():
