@@ -31,13 +31,12 @@ from patchstore.read.deltas import Deltas, open_deltas
 from patchstore.read.host_cache import HostCache
 from patchstore.stores.base import Store
 from patchstore.tensors import state_digest
-from patchstore.tensors.bits import TensorPatch, bits
 from patchstore.tensors.state_digest import Sums
 from vllm_plugin.batches import Batch, Comparison, Piece
 from vllm_plugin.identify import Contents, read_contents, read_folder, sums_array
 from vllm_plugin.mapping import SliceSums, StagedSums, SumsArray, WeightMap
 from vllm_plugin.regions import View
-from vllm_plugin.staged_update import Staged
+from vllm_plugin.staged_update import Staged, patched
 from vllm_plugin.weights import LiveWeights
 
 logger = logging.getLogger(__name__)
@@ -151,6 +150,16 @@ class RankWeights:
                     "and what it serves would not be what was trained: train with both tied"
                 )
 
+    def _recorded_by(self, manifest: Manifest) -> SumsArray:
+        """Return a version's digest sums as the store has them, and as `check_dropped` lets them pass.
+
+        They are checked against the total here: `verify` looks at them alone, as generation waits for it.
+        """
+        sums = host_cache.cached_sums(self._store, self._schema, manifest, self._cache)
+        recorded = sums_array(self._schema, sums)
+        self.check_dropped(manifest, recorded)
+        return recorded
+
     # An update: see `patchstore.apply.update.Weights`.
 
     def stage(self, plan: Plan, reading: Reading) -> Staged:
@@ -167,19 +176,16 @@ class RankWeights:
                 f"{moved[0]!r}; open it again"
             )
         began = time.monotonic()
-        # Checked against the total here: `verify` looks at them alone, as generation waits for it.
-        recorded = sums_array(
-            self._schema, host_cache.cached_sums(self._store, self._schema, plan.target, self._cache)
-        )
-        self.check_dropped(plan.target, recorded)
-        specs = self._schema.by_name()
-        with ExitStack() as leases, torch.no_grad():
+        specs, beside = self._schema.by_name(), ThreadPoolExecutor(1, thread_name_prefix="patchstore-stage")
+        with ExitStack() as leases, beside, torch.no_grad():
             anchor: Mapping[str, torch.Tensor] = {}
             saved: Mapping[int, torch.Tensor] | None = None
+            # Beside the payloads, as each waits for the store.
+            telling = beside.submit(self._recorded_by, plan.target)
             if plan.anchor is not None:
-                with ThreadPoolExecutor(1, thread_name_prefix="patchstore-save") as beside:
-                    saving = beside.submit(self._save, reading.beside())
-                    anchor = leases.enter_context(open_anchor(self._store, plan.anchor, specs, self._cache))
+                telling.result()
+                saving = beside.submit(self._save, reading.beside())
+                anchor = leases.enter_context(open_anchor(self._store, plan.anchor, specs, self._cache))
                 saved = saving.result()
             needs = self.live.needs if self._is_partial and plan.anchor is None else None
             opened = partial(open_deltas, self._store, plan.deltas, specs, None, self._cache, needs)
@@ -191,7 +197,7 @@ class RankWeights:
                 self._mirror = {**self._mirror, **found}
                 self.live.cut |= more
                 deltas = leases.enter_context(opened())
-            fetched = time.monotonic()
+            recorded, fetched = telling.result(), time.monotonic()
             with reading, self.live.aside():
                 staged = self._translate(plan, anchor, deltas, recorded, saved)
             staged.timings = {"fetch": fetched - began, "stage": time.monotonic() - fetched}
@@ -244,7 +250,7 @@ class RankWeights:
         wanted = mapped.computed if anchor else patches.keys()
         groups = [(names, indices) for names, indices in mapped.groups if names & wanted]
         computed = {name: base[name].clone() for names, _ in groups for name in sorted(names)}
-        before, after = _patched(computed, patches)
+        before, after = patched(computed, patches)
         changed = self.live.cut if anchor else self.live.cut & deltas.names
         cut = {name: deltas.after(specs[name], base[name]) for name in sorted(changed)}
         partly = {name: deltas.after(specs[name], anchor[name]) for name in sorted(mapped.partial) if anchor}
@@ -384,16 +390,3 @@ class RankWeights:
         """The same tensors under all their names, tied ones too."""
         tied = {alias: name for alias, name in self._schema.tied.items() if name in tensors}
         return {**tensors, **{alias: tensors[name] for alias, name in tied.items()}}
-
-
-def _patched(
-    tensors: Mapping[str, torch.Tensor], patches: Mapping[str, TensorPatch]
-) -> tuple[dict[str, Sums], dict[str, Sums]]:
-    """Apply patches to tensors of their names; return the digest sums of the elements before and after."""
-    before, after = {}, {}
-    for name, patch in patches.items():
-        old = bits(tensors[name])[patch.indices].view(patch.values.dtype)
-        before[name] = state_digest.of_elements(patch.indices, old)
-        after[name] = state_digest.of_elements(patch.indices, patch.values)
-        bits(tensors[name])[patch.indices] = bits(patch.values)
-    return before, after

@@ -9,6 +9,8 @@ import torch
 
 from patchstore.errors import HostError
 from patchstore.format.records import Manifest, Plan
+from patchstore.tensors import state_digest
+from patchstore.tensors.bits import TensorPatch, bits
 from patchstore.tensors.state_digest import Sums
 from vllm_plugin.batches import Batch, Piece
 from vllm_plugin.mapping import SumsArray
@@ -55,3 +57,16 @@ class Staged:
             self.leases.close()
         except HostError as exc:
             logger.warning("files of version %d could not be removed: %s", self.manifest.version, exc)
+
+
+def patched(
+    tensors: Mapping[str, torch.Tensor], patches: Mapping[str, TensorPatch]
+) -> tuple[dict[str, Sums], dict[str, Sums]]:
+    """Apply patches to tensors of their names; return the digest sums of the elements before and after."""
+    before, after = {}, {}
+    for name, patch in patches.items():
+        old = bits(tensors[name])[patch.indices].view(patch.values.dtype)
+        before[name] = state_digest.of_elements(patch.indices, old)
+        after[name] = state_digest.of_elements(patch.indices, patch.values)
+        bits(tensors[name])[patch.indices] = bits(patch.values)
+    return before, after

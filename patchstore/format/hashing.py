@@ -30,13 +30,22 @@ class Hasher:
     """A digest over chunks; counts their bytes."""
 
     def __init__(self) -> None:
-        # Threads of its own: a forked process would wait for those that the library shares, which it lacks.
-        self._hash = blake3(max_threads=min(_MAX_THREADS, os.cpu_count() or 1))
+        self._few = bytearray()
+        """All bytes so far, while they are few: `_hash` begins with threads, which take longer to start."""
+        self._hash: blake3 | None = None
         self.num_bytes = 0
 
     def update(self, chunk: Chunk) -> None:
-        self._hash.update(chunk)
         self.num_bytes += len(chunk)
+        if self._hash is None and self.num_bytes < _LARGE_BYTES:
+            self._few += chunk
+            return
+        if self._hash is None:
+            # Threads of its own: a forked process would wait for those that the library shares, and it lacks.
+            self._hash = blake3(max_threads=min(_MAX_THREADS, os.cpu_count() or 1))
+            self._hash.update(self._few)
+            self._few = bytearray()
+        self._hash.update(chunk)
 
     def through(self, chunks: Iterable[_Chunk]) -> Iterator[_Chunk]:
         """Pass chunks on, and add them to the digest.
@@ -56,7 +65,7 @@ class Hasher:
                         done.result()
 
     def digest(self) -> str:
-        return f"blake3:{self._hash.hexdigest()}"
+        return digest(self._few) if self._hash is None else f"blake3:{self._hash.hexdigest()}"
 
 
 def verified(chunks: Iterable[bytes], payload: Payload) -> Iterator[bytes]:
