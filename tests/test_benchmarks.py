@@ -145,10 +145,10 @@ def test_the_server_of_a_benchmark_changes_what_it_does_with_requests_and_prefix
             server.spans.clear()
             server.use(mode, cache)
             server.apply(version)
-            found.append(("delta_prefixes" in stub.calls, "/pause" in stub.calls, stub.stale_prefixes))
+            found.append(("delta_prefixes" in stub.calls, "delta_pause" in stub.calls, stub.stale_prefixes))
             assert server.spans.keys() >= {"prefetch", *updates.CALLS.values()}
 
-    assert found == [(False, True, False), (True, False, False), (False, True, True), (True, False, False)]
+    assert found == [(False, True, False), (True, True, False), (False, True, True), (True, False, False)]
 
 
 def path_row() -> dict:

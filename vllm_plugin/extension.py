@@ -146,8 +146,12 @@ class DeltaWorkerExtension:
         return {"error": NOT_LOADED}
 
     @_with_engine
-    def delta_pause(self) -> dict[str, str]:
-        """As `delta_prefixes`: the engine core pauses instead, as `/pause?mode=keep&clear_cache=false`."""
+    def delta_pause(self, clear_cache: bool = False) -> dict[str, str]:
+        """As `delta_prefixes`: the engine core pauses instead, as `/pause?mode=keep` does.
+
+        Args:
+            clear_cache: as vLLM's; refused of models that take images or sound.
+        """
         return {"error": NOT_LOADED}
 
     @_with_engine

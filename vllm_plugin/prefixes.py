@@ -101,9 +101,13 @@ def _answered(core: Any, is_new: bool = False) -> list[dict[str, Any]]:
     return [{"salt": salts.current}]
 
 
-def _paused(core: Any) -> "list[dict[str, Any]] | Future[Any]":
-    """Pause as `/pause?mode=keep&clear_cache=false` does, without the 20 ms that vLLM's front waits there."""
-    paused = core.pause_scheduler("keep", False)
+def _paused(core: Any, clear_cache: bool = False) -> "list[dict[str, Any]] | Future[Any]":
+    """Pause as `/pause?mode=keep` does, without the 20 ms that vLLM's front waits there."""
+    if clear_cache and core.vllm_config.model_config.is_multimodal_model:
+        return [
+            {"error": "vLLM's front has a cache of images or sound, which only its own /pause clears too"}
+        ]
+    paused = core.pause_scheduler("keep", clear_cache)
     if paused is None:
         return [{}]
     answer: Future[Any] = Future()

@@ -63,6 +63,8 @@ class VllmCalls:
         self._num_engines: int | None = None
         self._num_failures = 0
         """Failed calls when the engines were counted."""
+        self._has_pause = True
+        """Until the server said otherwise: patchstore's plugin in its engine core pauses it."""
 
     def configuration(self) -> Configuration | None:
         """Ask how the server was started; None where it does not say so in a form that is known here.
@@ -114,6 +116,7 @@ class VllmCalls:
         is_new = not self._has_backend
         if is_new:
             self.check_backend()
+            self._has_pause = True
         # What fails may come back as another server, at the same address.
         self._has_backend = False
         if desired is None:
@@ -291,14 +294,15 @@ class VllmCalls:
         """
         # What is half applied waits as it is, also where versions are applied without a pause.
         mode = PauseMode.KEEP if self._pause_mode is PauseMode.NONE else self._pause_mode
-        if mode is PauseMode.KEEP and self._prefix_cache is PrefixCache.VERSION:
+        clears = self._prefix_cache is PrefixCache.RESET
+        if mode is PauseMode.KEEP and self._has_pause:
             # As below, without the 20 ms that vLLM waits after it.
-            self._http.every_rank("delta_pause")
-            return
+            if self._http.offers("delta_pause", clears):
+                return
+            self._has_pause = False
         # vLLM 0.26 to 0.33 forget prefixes, those of running requests too, and images, which older weights
         # encoded. They do so in every mode, although the help of 0.32 says that `keep` ignores this.
-        clear_cache = "true" if self._prefix_cache is PrefixCache.RESET else "false"
-        self._http.post("/pause", {}, mode=mode.value, clear_cache=clear_cache)
+        self._http.post("/pause", {}, mode=mode.value, clear_cache="true" if clears else "false")
 
     def resume(self) -> None:
         """Let generation go on."""

@@ -1,7 +1,7 @@
 """Calls to a vLLM server over HTTP: each returns an answer or raises one of our errors."""
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -78,12 +78,17 @@ class Connection:
 
     def collective(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all ranks, and return the answers of one engine's ranks."""
-        results = list(self.post("/collective_rpc", {"method": method, "args": list(args)})["results"])
-        for result in results:
-            # Ranks must not raise, so one without the backend answers this; see `DeltaWorkerExtension`.
-            if isinstance(result, dict) and result.keys() == {"error"}:
-                raise ServerUnavailable(f"{self.url} answered {method}: {result['error']}")
+        results = self._results(method, args)
+        if (refused := _refusal_among(results)) is not None:
+            raise ServerUnavailable(f"{self.url} answered {method}: {refused}")
         return results
+
+    def offers(self, method: str, *args: Any) -> bool:
+        """As `collective`, for methods that a server may lack; return whether it has done what was asked."""
+        return _refusal_among(self._results(method, args)) is None
+
+    def _results(self, method: str, args: Sequence[Any]) -> list[Any]:
+        return list(self.post("/collective_rpc", {"method": method, "args": list(args)})["results"])
 
     def every_rank(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """As `collective`, for methods that answer with an object."""
@@ -91,6 +96,14 @@ class Connection:
         if not results or not all(isinstance(result, dict) for result in results):
             raise ServerUnavailable(f"{self.url} answered {method} with {results!r:.200}; restart the server")
         return results
+
+
+def _refusal_among(results: Sequence[Any]) -> str | None:
+    """Return why ranks did not do what was asked. They must not raise, so one answers with this instead."""
+    for result in results:
+        if isinstance(result, dict) and result.keys() == {"error"}:
+            return str(result["error"])
+    return None
 
 
 @cache

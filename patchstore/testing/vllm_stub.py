@@ -172,8 +172,10 @@ class StubServer:
         """What an engine core answers for its ranks."""
         if not self.has_plugin:
             return [{"error": "the engine core did not load the plugin"}] * self.num_ranks
-        self.paused = self.paused or method == "delta_pause"
-        self.stale_prefixes = self.stale_prefixes and not args
+        is_pause = method == "delta_pause"
+        self.paused = self.paused or is_pause
+        if any(args):
+            self.stale_prefixes, self.has_no_prefixes = False, self.has_no_prefixes or is_pause
         return [{}]
 
     def do(self, path: str, body: dict[str, Any], engine: Engine) -> None:

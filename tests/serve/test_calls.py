@@ -13,7 +13,7 @@ from patchstore.testing.vllm_stub import StubServer
 from tests.support.manifests import commit
 
 STAGE = ["/start_weight_update", "/update_weights"]
-SWITCH = ["/pause", "/finish_weight_update", "/resume", "delta_switch"]
+SWITCH = ["delta_pause", "/finish_weight_update", "/resume", "delta_switch"]
 WITH_PAUSE = ["delta_prefetch", "/is_paused", *STAGE, *SWITCH]
 WITHOUT_PAUSE = ["delta_prefetch", *STAGE, "/finish_weight_update", "/reset_prefix_cache", "delta_switch"]
 
@@ -50,7 +50,8 @@ def once(calls: list[str]) -> list[str]:
         (PauseMode.KEEP, PrefixCache.RESET, WITH_PAUSE),
         (PauseMode.KEEP, PrefixCache.KEEP, WITH_PAUSE),
         (PauseMode.NONE, PrefixCache.RESET, WITHOUT_PAUSE),
-        (PauseMode.KEEP, PrefixCache.VERSION, ["delta_pause" if c == "/pause" else c for c in WITH_PAUSE]),
+        (PauseMode.KEEP, PrefixCache.VERSION, WITH_PAUSE),
+        (PauseMode.ABORT, PrefixCache.RESET, ["/pause" if c == "delta_pause" else c for c in WITH_PAUSE]),
         (PauseMode.NONE, PrefixCache.VERSION, [c for c in WITHOUT_PAUSE if c != "/reset_prefix_cache"]),
     ],
 )

@@ -307,6 +307,7 @@ def test_what_is_only_being_fetched_is_left_at_once(store, stubs):
 
 def test_a_server_whose_pause_does_not_end_in_time_goes_on_with_what_it_had(store, stubs):
     stub = stubs[0]
+    stub.has_plugin = False
     go_on = stub.block("/pause")
     try:
         with running(store, [stub.url], grace_s=0.0) as fleet:
@@ -320,6 +321,7 @@ def test_a_server_whose_pause_does_not_end_in_time_goes_on_with_what_it_had(stor
 
 def test_a_server_that_was_let_go_on_is_not_written_to_when_its_pause_ends_after_all(store, stubs):
     stub = stubs[0]
+    stub.has_plugin = False
     go_on = stub.block("/pause")
     stub.on_call = lambda path: go_on.set() if path == "/resume" else None
     try:
@@ -335,6 +337,7 @@ def test_a_server_that_was_let_go_on_is_not_written_to_when_its_pause_ends_after
 
 def test_a_server_that_does_not_let_go_is_named_at_the_end(store, stubs):
     stub = stubs[0]
+    stub.has_plugin = False
     go_on = stub.block("/pause")
     resume = stub.block("/reset_prefix_cache")
     stub.failures["/reset_prefix_cache"] = ["busy"]

@@ -225,6 +225,7 @@ def test_a_switch_under_way_is_ended_before_the_process_ends(
 def test_a_server_that_hangs_in_a_switch_is_left_running_when_time_is_up(
     stub: StubServer, follow: Callable[..., Following]
 ) -> None:
+    stub.has_plugin = False
     go_on = stub.block("/pause")
     following = follow("--server", stub.url, "--grace", "0", "--json")
     try:

@@ -21,7 +21,7 @@ APPLY = [
     *["delta_prefetch"] * 3,
     "/start_weight_update",
     "/update_weights",
-    "/pause",
+    "delta_pause",
     "/finish_weight_update",
     "/resume",
     "delta_switch",
@@ -111,6 +111,7 @@ def test_memory_that_is_short_for_one_version_is_an_error(stub, server, held):
 
 @pytest.mark.parametrize(("path", "held"), [("/pause", None), ("/resume", 12)])
 def test_a_switch_that_failed_leaves_a_mark_and_is_ended_by_the_next_apply(stub, server, path, held):
+    stub.has_plugin = False
     # Also where ending it at once fails.
     stub.failures |= {path: ["engine is busy"], "/reset_prefix_cache": ["blocks are busy"]}
     with pytest.raises(ServerUnavailable, match="engine is busy"):
@@ -316,10 +317,35 @@ def test_an_engine_of_another_run_makes_the_server_one_without_a_run(stub, serve
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 @pytest.mark.parametrize(("cache", "clear"), [("reset", "true"), ("keep", "false")])
 def test_generation_is_paused_in_the_way_that_was_chosen(stub, mode, cache, clear):
+    stub.has_plugin = False
     with VllmServer(stub.url, timeout_s=30, pause_mode=mode, prefix_cache=cache) as server:
         server.apply(12)
     assert stub.pauses == [{"mode": mode, "clear_cache": clear}]
     assert (stub.held, stub.paused, stub.stale_prefixes) == (12, False, cache == "keep")
+
+
+@pytest.mark.parametrize("cache", ["reset", "keep"])
+def test_the_engine_core_pauses_where_it_has_the_plugin(stub, cache):
+    with VllmServer(stub.url, timeout_s=30, prefix_cache=cache) as server:
+        server.apply(12)
+    assert "delta_pause" in stub.calls
+    assert (stub.pauses, stub.held, stub.paused, stub.stale_prefixes) == ([], 12, False, cache == "keep")
+
+
+def test_a_server_without_the_plugin_is_asked_once_whether_its_core_pauses(stub):
+    stub.has_plugin = False
+    with VllmServer(stub.url, timeout_s=30) as server:
+        server.apply(12)
+        server.apply(13)
+        assert (stub.calls.count("delta_pause"), len(stub.pauses)) == (1, 2)
+        # What comes back at this address may be another server.
+        stub.down = True
+        with pytest.raises(ServerUnavailable):
+            server.status()
+        stub.down, stub.has_plugin = False, True
+        server.status()
+        server.apply(14)
+    assert (stub.calls.count("delta_pause"), len(stub.pauses), stub.held) == (2, 2, 14)
 
 
 @pytest.mark.parametrize(
@@ -403,6 +429,7 @@ def test_what_was_half_applied_without_a_pause_waits_until_it_is_fixed(stub):
 
 
 def test_no_switch_begins_once_we_are_to_stop_and_what_was_fetched_stays(stub):
+    stub.has_plugin = False
     stop = threading.Event()
     with VllmServer(stub.url, timeout_s=30, stop=stop) as server:
         stub.on_call = lambda path: stop.set() if stub.calls == ["delta_prefetch"] else None
@@ -420,6 +447,7 @@ def test_no_switch_begins_once_we_are_to_stop_and_what_was_fetched_stays(stub):
 
 
 def test_what_is_abandoned_in_its_pause_writes_nothing_and_goes_on(stub, server):
+    stub.has_plugin = False
     stub.on_call = lambda path: server.abandoned.set() if path == "/pause" else None
     assert server.apply(12) is None
     assert (stub.held, stub.paused, stub.switch, stub.history) == (None, False, None, [])

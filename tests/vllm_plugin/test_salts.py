@@ -50,6 +50,8 @@ class Core:
         init_none_hash(sha256)
         self.request_block_hasher = get_request_block_hasher(BLOCK, sha256)
         self.pausing: Future[None] | None = None
+        self.cleared: list[bool] = []
+        """Of each pause, whether caches were to be cleared."""
 
     def _look_up(self, request: Request) -> None:
         self.found.append(list(request.block_hashes))
@@ -59,7 +61,8 @@ class Core:
         return [None]
 
     def pause_scheduler(self, mode: str, clear_cache: bool) -> "Future[None] | None":
-        assert (mode, clear_cache) == ("keep", False)
+        assert mode == "keep"
+        self.cleared.append(clear_cache)
         return self.pausing
 
     def request(self, num_tokens: int = 10, salt: str | None = None) -> Request:
@@ -311,6 +314,16 @@ def test_what_is_not_covered_is_refused_with_a_sentence_and_changes_nothing(core
         core.update(new_prefixes=True)
     assert [method for method, _ in core.calls] == ["start_weight_update"]
     assert not hasattr(core, prefixes._SALTS)
+
+
+def test_a_pause_clears_caches_if_asked_and_not_where_the_front_has_one_too(core):
+    assert [core.collective_rpc("delta_pause", args=args) for args in ((), (False,), (True,))] == [[{}]] * 3
+    assert core.cleared == [False, False, True]
+    core.vllm_config.model_config.is_multimodal_model = True
+    (answer,) = core.collective_rpc("delta_pause", args=(True,))
+    assert "/pause" in answer["error"]
+    assert core.collective_rpc("delta_pause", args=(False,)) == [{}]
+    assert core.cleared == [False, False, True, False]
 
 
 def test_a_pause_answers_when_it_is_complete(core):
