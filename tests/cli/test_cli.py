@@ -367,7 +367,7 @@ from patchstore.stores.folder import FolderStore
 
 def slowly(read):
     def wait(store, key, *args, **kwargs):
-        time.sleep(5 if key.startswith("anchors/") else 0)
+        time.sleep(60 if key.startswith("anchors/") else 0)
         return read(store, key, *args, **kwargs)
     return wait
 
