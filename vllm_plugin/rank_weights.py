@@ -183,6 +183,7 @@ class RankWeights:
             # Beside the payloads, as each waits for the store.
             telling = beside.submit(self._recorded_by, plan.target)
             if plan.anchor is not None:
+                # It may be refused, and then no whole model is fetched.
                 telling.result()
                 saving = beside.submit(self._save, reading.beside())
                 anchor = leases.enter_context(open_anchor(self._store, plan.anchor, specs, self._cache))

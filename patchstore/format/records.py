@@ -233,13 +233,6 @@ class Schema:
         return MappingProxyType({spec.name: spec for spec in self.tensors})
 
     @cached_property
-    def lines(self) -> tuple[str, ...]:
-        """What the digest of a version says of each tensor before its sums; see `state_sums.state_total`."""
-        return tuple(
-            f"{spec.name}\t{spec.dtype}\t{','.join(map(str, spec.shape))}\t" for spec in self.tensors
-        )
-
-    @cached_property
     def num_elements(self) -> int:
         return sum(spec.num_elements for spec in self.tensors)
 

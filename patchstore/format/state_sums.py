@@ -47,9 +47,10 @@ def state_total(schema: Schema, sums: Mapping[str, Sums]) -> str:
     It is BLAKE3 over one line per tensor, ascending by name:
     `name TAB dtype TAB shape, joined by commas TAB 32 hex digits LF`.
     """
-    lines = [
-        f"{line}{sums[spec.name].hex()}\n" for line, spec in zip(schema.lines, schema.tensors, strict=True)
-    ]
+    lines = []
+    for spec in schema.tensors:
+        shape = ",".join(map(str, spec.shape))
+        lines.append(f"{spec.name}\t{spec.dtype}\t{shape}\t{sums[spec.name].hex()}\n")
     return hashing.digest("".join(lines).encode())
 
 

@@ -16,16 +16,8 @@ import triton
 import triton.language as tl
 
 from patchstore.encodings.context.parameters import BINS
-from patchstore.encodings.context.row_sets import (
-    SHARING,
-    BestRows,
-    CostsAhead,
-    RowSet,
-    RowSets,
-    Totals,
-    best_rows,
-    first_exponent,
-)
+from patchstore.encodings.context.row_choice import choose_by_group
+from patchstore.encodings.context.row_sets import RowSet, first_exponent
 from patchstore.kernels.context_classes import (
     class_place,
     class_rule,
@@ -347,7 +339,7 @@ class Encoder:
         if self._is_found is not None:
             self._is_found.synchronize()
         widths = self._formats[:, 0]
-        self._numbers, self._sets = _choose(self._changed, self._found.numpy(), widths, self._groups)
+        self._numbers, self._sets = choose_by_group(self._changed, self._found.numpy(), widths, self._groups)
         lo = np.array([self._sets[number].lo for number in self._numbers.tolist()])
         classes = np.array([len(self._sets[number].rows) for number in self._numbers.tolist()])
         ends = np.cumsum([len(each.rows) for each in self._sets])
@@ -392,43 +384,6 @@ class Encoder:
             lengths=told,
             streams=words.view(torch.uint8)[:total],
         )
-
-
-def _choose(
-    changed: Array, found: Array, widths: Array, groups: Sequence[Sequence[int]]
-) -> tuple[Array, Sequence[RowSet]]:
-    """Choose rows as the encoder on the CPU does."""
-    row_sets, numbers = RowSets(), np.zeros(len(changed), dtype=np.int64)
-    every, best = dict[int, Totals](), dict[int, BestRows]()
-    place = np.zeros(len(changed), dtype=np.int64)
-    for width in np.unique(widths).tolist():
-        alike = np.flatnonzero(widths == width)
-        place[alike] = np.arange(len(alike))
-        every[width] = Totals(
-            changed=changed[alike], num_elements=found[alike, :, 0], changes=found[alike, :, 1:], width=width
-        )
-        # Of all parts at once: each call costs a millisecond, and there may be a group for each part.
-        best[width] = best_rows(every[width])
-    num_changed = changed.sum(axis=1)
-    alone: dict[int, list[int]] = {width: [] for width in every}
-    sure: dict[int, list[tuple[int, RowSet]]] = {width: [] for width in every}
-    for first, *others in groups:
-        if num_changed[first] > SHARING and not others:
-            own = best[int(widths[first])].sets[int(place[first])]
-            for width, before in alone.items():
-                sure[width].append((len(before), own))
-        elif not others:
-            alone[int(widths[first])].append(int(place[first]))
-    ahead = {width: CostsAhead(totals, alone[width], sure[width]) for width, totals in every.items()}
-    for group in groups:
-        width, some = int(widths[group[0]]), place[group]
-        if len(group) == 1:
-            part = int(some[0])
-            own, cost = best[width].sets[part], float(best[width].bits[part])
-            numbers[group] = row_sets.choose_alone(own, cost, int(num_changed[group[0]]), ahead[width], part)
-        else:
-            numbers[group] = row_sets.choose(every[width].of(some), best[width].of(some))
-    return numbers, row_sets.sets
 
 
 def _reclass(counts: torch.Tensor, held: Segments, classes: Array) -> None:
