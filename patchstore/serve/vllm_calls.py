@@ -297,9 +297,10 @@ class VllmCalls:
         clears = self._prefix_cache is PrefixCache.RESET
         if mode is PauseMode.KEEP and self._has_pause:
             # As below, without the 20 ms that vLLM waits after it.
-            if self._http.offers("delta_pause", clears):
+            if (declined := self._http.declined("delta_pause", clears)) is None:
                 return
             self._has_pause = False
+            logger.info("%s is paused by /pause, which takes 20 ms longer: %s", self.url, declined)
         # vLLM 0.26 to 0.33 forget prefixes, those of running requests too, and images, which older weights
         # encoded. They do so in every mode, although the help of 0.32 says that `keep` ignores this.
         self._http.post("/pause", {}, mode=mode.value, clear_cache="true" if clears else "false")

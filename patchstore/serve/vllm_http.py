@@ -83,9 +83,9 @@ class Connection:
             raise ServerUnavailable(f"{self.url} answered {method}: {refused}")
         return results
 
-    def offers(self, method: str, *args: Any) -> bool:
-        """As `collective`, for methods that a server may lack; return whether it has done what was asked."""
-        return _refusal_among(self._results(method, args)) is None
+    def declined(self, method: str, *args: Any) -> str | None:
+        """As `collective`, for methods that a server may lack; return why it did nothing, or None."""
+        return _refusal_among(self._results(method, args))
 
     def _results(self, method: str, args: Sequence[Any]) -> list[Any]:
         return list(self.post("/collective_rpc", {"method": method, "args": list(args)})["results"])

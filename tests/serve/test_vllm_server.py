@@ -332,12 +332,14 @@ def test_the_engine_core_pauses_where_it_has_the_plugin(stub, cache):
     assert (stub.pauses, stub.held, stub.paused, stub.stale_prefixes) == ([], 12, False, cache == "keep")
 
 
-def test_a_server_without_the_plugin_is_asked_once_whether_its_core_pauses(stub):
+def test_a_server_without_the_plugin_is_asked_once_whether_its_core_pauses(stub, caplog):
+    caplog.set_level("INFO")
     stub.has_plugin = False
     with VllmServer(stub.url, timeout_s=30) as server:
         server.apply(12)
         server.apply(13)
         assert (stub.calls.count("delta_pause"), len(stub.pauses)) == (1, 2)
+        assert caplog.text.count("20 ms longer: the engine core did not load the plugin") == 1
         # What comes back at this address may be another server.
         stub.down = True
         with pytest.raises(ServerUnavailable):
