@@ -45,8 +45,10 @@ def test_prefixes_are_not_told_apart_and_every_way_to_an_update_says_so(bare, ne
         server.start_weight_update()
         with pytest.raises(Exception, match="did not load patchstore's plugin"):
             server.update_weights(1)
-        with pytest.raises(ServerUnavailable, match="did not load patchstore's plugin"):
-            server.pause()
+        # A pause does not depend on the plugin.
+        server.pause()
+        assert server.is_paused()
+        server.resume()
     with VllmServer(bare, timeout_s=120) as server:
         assert server.status().serving == 0
         server.apply(1)
