@@ -17,7 +17,7 @@ from patchstore.kernels.gap_decode import TILE
 from patchstore.read.parts import Parts
 from patchstore.tensors.bits import bits
 from vllm_plugin.decode_gpu import Listed, Patches, Places, decode
-from vllm_plugin.upload import send, send_memory, tables_on
+from vllm_plugin.upload import aligned, send, send_memory, tables_on
 
 Array = npt.NDArray[Any]
 
@@ -70,9 +70,8 @@ def send_gaps(listed: Sequence[Listing], specs: Mapping[str, TensorSpec], device
     nums = np.array([each.numel() for each in lists[::2]], dtype=np.int64)
     widths = np.array([each.element_size() for each in lists], dtype=np.int64)
     addresses = np.array([each.data_ptr() for each in lists], dtype=np.int64)
-    # Headers of files are of any length, and a device reads elements where their size divides the address.
     for i in np.flatnonzero(addresses % widths).tolist():
-        lists[i] = lists[i].clone()
+        lists[i] = aligned(lists[i])
         addresses[i] = lists[i].data_ptr()
     memory, places = send_memory(addresses, np.repeat(nums, 2) * widths, device)
     positions, values = (memory.data_ptr() + places).reshape(-1, 2).T

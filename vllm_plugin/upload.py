@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 def send(lists: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Bring flat tensors to a device: those of the host together, in large parts."""
-    sent = [each.contiguous() for each in lists]
+    sent = [aligned(each.contiguous()) for each in lists]
     host = [i for i, each in enumerate(sent) if each.device.type == "cpu"]
     if not host or device.type == "cpu":
         return sent
@@ -29,6 +29,14 @@ def send(lists: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tens
     for i, at, size in zip(host, places.tolist(), sizes.tolist(), strict=True):
         sent[i] = block[at : at + size].view(sent[i].dtype)
     return sent
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor whose address its element size divides, as a device reads elements.
+
+    In a file the header, of any length, is before them.
+    """
+    return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
 
 
 def send_memory(addresses: Array, sizes: Array, device: torch.device) -> tuple[torch.Tensor, Array]:

@@ -295,7 +295,8 @@ class VllmCalls:
         # What is half applied waits as it is, also where versions are applied without a pause.
         mode = PauseMode.KEEP if self._pause_mode is PauseMode.NONE else self._pause_mode
         clears = self._prefix_cache is PrefixCache.RESET
-        if mode is PauseMode.KEEP and self._has_pause:
+        # Of several data-parallel engines the first one's answer is heard, and another may lack the plugin.
+        if mode is PauseMode.KEEP and self._has_pause and self._num_engines == 1:
             # As below, without the 20 ms that vLLM waits after it.
             if (declined := self._http.declined("delta_pause", clears)) is None:
                 return

@@ -84,8 +84,18 @@ class Connection:
         return results
 
     def declined(self, method: str, *args: Any) -> str | None:
-        """As `collective`, for methods that a server may lack; return why it did nothing, or None."""
-        return _refusal_among(self._results(method, args))
+        """As `collective`, for methods that do something in an engine core, which answers with `{}`.
+
+        Returns:
+            Why it did nothing, or None. Of several data-parallel engines it is the answer of the first.
+
+        Raises:
+            ServerUnavailable: another answer, so that it is not known what was done.
+        """
+        results = self._results(method, args)
+        if (refused := _refusal_among(results)) is None and results != [{}]:
+            raise _unlike(self.url, method, results)
+        return refused
 
     def _results(self, method: str, args: Sequence[Any]) -> list[Any]:
         return list(self.post("/collective_rpc", {"method": method, "args": list(args)})["results"])
@@ -94,8 +104,12 @@ class Connection:
         """As `collective`, for methods that answer with an object."""
         results = self.collective(method, *args)
         if not results or not all(isinstance(result, dict) for result in results):
-            raise ServerUnavailable(f"{self.url} answered {method} with {results!r:.200}; restart the server")
+            raise _unlike(self.url, method, results)
         return results
+
+
+def _unlike(url: str, method: str, results: Sequence[Any]) -> ServerUnavailable:
+    return ServerUnavailable(f"{url} answered {method} with {results!r:.200}; restart the server")
 
 
 def _refusal_among(results: Sequence[Any]) -> str | None:

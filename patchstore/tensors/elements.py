@@ -183,7 +183,7 @@ def to_gaps_of_each(indices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """`to_gaps` of each of several tensors of one dtype; the results share memory."""
     if not indices:
         return []
-    counts = torch.tensor([each.numel() for each in indices])
+    counts = torch.tensor([each.numel() for each in indices], device="cpu")
     joined = torch.cat(list(indices))
     gaps = joined - 1
     gaps[1:] -= joined[:-1]

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from patchstore import Publisher, Replica, replay, verify
-from patchstore.encodings import CHOICES
+from patchstore.compact.service import Compactor
+from patchstore.encodings import CHOICES, ENCODINGS
+from patchstore.read.transcode import transcode
 from patchstore.stores.memory import MemoryStore
 from tests.support.weights import Run, assert_same_bits, newest, served
 
@@ -77,3 +79,22 @@ def test_another_default_device_or_dtype_changes_nothing(
     finally:
         torch.set_default_dtype(before)
         run.close()
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_another_default_device_changes_nothing_that_is_encoded_anew(
+    store: MemoryStore, tmp_path: Path, encoding: str
+) -> None:
+    # On the caller's thread, where a publisher encodes on one of its own.
+    run = Run(store)
+    run.open(anchor_every=100)
+    run.publish_versions(5)
+    run.close()
+    transcode(store, 4, encoding=encoding, out=tmp_path / "expected")
+    with torch.device("meta"):
+        transcode(store, 4, encoding=encoding, out=tmp_path / "found")
+        (done,) = Compactor(store, encoding=encoding, anchor_every=4, scratch=tmp_path).compact()
+    assert (tmp_path / "found").read_bytes() == (tmp_path / "expected").read_bytes()
+    assert done.added
+    verify(store, 4)
+    assert_same_bits(newest(store), run.history[4])

@@ -350,6 +350,25 @@ def test_a_server_without_the_plugin_is_asked_once_whether_its_core_pauses(stub,
     assert (stub.calls.count("delta_pause"), len(stub.pauses), stub.held) == (2, 2, 14)
 
 
+def test_several_engines_are_paused_by_vllm_since_one_of_them_may_lack_the_plugin(stub):
+    stub.num_engines = 2
+    with VllmServer(stub.url, timeout_s=30) as server:
+        server.apply(12)
+    assert "delta_pause" not in stub.calls
+    assert stub.pauses == [{"mode": "keep", "clear_cache": "true"}]
+    assert [each.held for each in stub.engines] == [12, 12]
+
+
+@pytest.mark.parametrize("answer", [[], [None], ["paused"], [{}, {}], [{"error": "no", "kind": "new"}]])
+def test_nothing_is_written_where_it_is_unknown_whether_the_core_paused(stub, monkeypatch, answer):
+    monkeypatch.setattr(stub, "core", lambda *_: answer)
+    found = pytest.raises(ServerUnavailable, match="answered delta_pause with")
+    with VllmServer(stub.url, timeout_s=30) as server, found:
+        server.apply(12)
+    assert stub.held is None
+    assert "/finish_weight_update" not in stub.calls
+
+
 @pytest.mark.parametrize(
     ("mode", "pauses"),
     [

@@ -7,7 +7,7 @@ import torch
 from patchstore.encodings import EncodedTensor
 from patchstore.format.records import TensorSpec
 from tests.support.interpreted import DEVICE, kernels
-from vllm_plugin.upload import send_memory, tables_on
+from vllm_plugin.upload import send, send_memory, tables_on
 
 pytestmark = pytest.mark.vllm
 
@@ -63,3 +63,18 @@ def test_lists_at_odd_addresses_are_brought_to_even_ones() -> None:
     assert (gaps.patches.positions % 2 == 0).all()
     assert (gaps.patches.values % 4 == 0).all()
     assert gaps.values(torch.int32).view(torch.float32).tolist() == [1.0, 2.0, 3.0]
+
+
+def test_positions_and_values_at_odd_addresses_are_brought_to_even_ones() -> None:
+    buffer = bytearray(64)
+    given = [
+        torch.frombuffer(buffer, dtype=torch.int32, count=3, offset=2),
+        torch.frombuffer(buffer, dtype=torch.int16, count=3, offset=17),
+        torch.frombuffer(buffer, dtype=torch.uint8, count=3, offset=31),
+    ]
+    for each in given:
+        each.copy_(torch.tensor([5, 7, 9]))
+    sent = send(given, DEVICE)
+    assert [each.data_ptr() % each.element_size() for each in sent] == [0, 0, 0]
+    assert [each.dtype for each in sent] == [each.dtype for each in given]
+    assert all(each.tolist() == [5, 7, 9] for each in sent)
