@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Iterator
@@ -47,6 +48,14 @@ def run(store: MemoryStore) -> Iterator[Run]:
     run = Run(store)
     yield run
     run.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sockets() -> Iterator[None]:
+    """Where vLLM has its sockets: it leaves them there when it is killed, as many tests do."""
+    with tempfile.TemporaryDirectory(prefix="vllm-") as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("VLLM_RPC_BASE_PATH", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)
