@@ -5,7 +5,6 @@ SHA-256 does 0.4 GB/s on the same core, which would be slower than the network i
 
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from blake3 import blake3
@@ -13,6 +12,7 @@ from blake3 import blake3
 from patchstore.errors import CorruptObject
 from patchstore.format.records import Payload
 from patchstore.stores.base import Chunk
+from patchstore.support.threads import Threads
 
 _Chunk = TypeVar("_Chunk", bytes, Chunk)
 
@@ -52,7 +52,7 @@ class Hasher:
 
         A large chunk is digested while the consumer uses it; both end before the next chunk is requested.
         """
-        with ThreadPoolExecutor(1, thread_name_prefix="patchstore-digest") as beside:
+        with Threads(1, thread_name_prefix="patchstore-digest") as beside:
             for chunk in chunks:
                 if len(chunk) < _LARGE_BYTES:
                     self.update(chunk)

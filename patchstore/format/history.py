@@ -7,7 +7,7 @@ was refused or got no answer, the slot is read back.
 
 from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from itertools import islice
 from typing import TypeVar
@@ -29,6 +29,7 @@ from patchstore.format.json_fields import MAX_JSON_BYTES
 from patchstore.format.records import Manifest, StoreHeader
 from patchstore.stores.base import Store
 from patchstore.support import host
+from patchstore.support.threads import Threads
 
 _FIRST_BYTES = 1 << 20
 """Size of the first request for a JSON object; few are larger."""
@@ -152,19 +153,16 @@ def _read_back(store: Store, newest: int, oldest: int) -> Generator[tuple[Manife
     Most callers take one or two. A caller that takes thousands must not wait for each. So fewer are read for
     nothing than were taken.
     """
-    with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="patchstore-log") as pool:
+    with Threads(READ_AHEAD, thread_name_prefix="patchstore-log") as pool:
         reads: deque[Future[tuple[Manifest, bytes]]] = deque()
         versions, width = iter(range(newest, oldest - 1, -1)), 1
-        try:
-            while True:
-                for version in islice(versions, width - len(reads)):
-                    reads.append(pool.submit(read_stored, store, version))
-                if not reads:
-                    return
-                yield reads.popleft().result()
-                width = min(width + 1, READ_AHEAD)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        while True:
+            for version in islice(versions, width - len(reads)):
+                reads.append(pool.submit(read_stored, store, version))
+            if not reads:
+                return
+            yield reads.popleft().result()
+            width = min(width + 1, READ_AHEAD)
 
 
 def _bounded(store: Store, key: str) -> bytes:

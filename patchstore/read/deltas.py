@@ -1,7 +1,6 @@
 """Open the deltas of a plan, verified, and turn them into patches."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
@@ -20,6 +19,7 @@ from patchstore.read import ranges
 from patchstore.read.download import fill, in_memory, room_for
 from patchstore.read.parts import Parts, check_boxes, check_listed, check_patches
 from patchstore.stores.base import Store
+from patchstore.support.threads import Threads
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, grouped
 from patchstore.tensors.state_digest import of_elements
 
@@ -298,5 +298,5 @@ def _ranges(
     if len(payloads) < 2:
         yield from map(read, payloads)
         return
-    with ThreadPoolExecutor(min(_AT_A_TIME, len(payloads)), "patchstore-ranges") as pool:
+    with Threads(min(_AT_A_TIME, len(payloads)), "patchstore-ranges") as pool:
         yield from pool.map(read, payloads)

@@ -9,7 +9,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +31,7 @@ from patchstore.signing.required import Keys, RequiredKeys, checks
 from patchstore.stores import Store, opened
 from patchstore.support import host
 from patchstore.support.arguments import local_path, version_number
+from patchstore.support.threads import Threads
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import batches
 
@@ -299,20 +300,15 @@ def _beside(work: Callable[[Batch], T], given: Iterable[Batch]) -> Iterator[T]:
     """
     under_way: deque[tuple[int, Future[T]]] = deque()
     held = 0
-    with ThreadPoolExecutor(
-        min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="patchstore-replay"
-    ) as pool:
-        try:
-            for batch in given:
-                num_bytes = sum(spec.num_bytes for spec, _ in batch)
-                while under_way and held + num_bytes > _UNDER_WAY_BYTES:
-                    held -= under_way[0][0]
-                    # Kept by no name here: the caller may be done with it before the next one is due.
-                    yield under_way.popleft()[1].result()
-                under_way.append((num_bytes, pool.submit(work, batch)))
-                held += num_bytes
-                del batch
-            while under_way:
+    with Threads(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="patchstore-replay") as pool:
+        for batch in given:
+            num_bytes = sum(spec.num_bytes for spec, _ in batch)
+            while under_way and held + num_bytes > _UNDER_WAY_BYTES:
+                held -= under_way[0][0]
+                # Kept by no name here: the caller may be done with it before the next one is due.
                 yield under_way.popleft()[1].result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            under_way.append((num_bytes, pool.submit(work, batch)))
+            held += num_bytes
+            del batch
+        while under_way:
+            yield under_way.popleft()[1].result()

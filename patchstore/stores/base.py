@@ -8,12 +8,13 @@ object stores are: listings may lag, and a write may have happened although it r
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from patchstore.errors import UsageError
+from patchstore.support.threads import Threads
 
 PART_BYTES = 8 << 20
 """Size of a part of a streamed object; with `NUM_PARTS` it bounds memory per transfer."""
@@ -128,22 +129,19 @@ def in_parts(get: Callable[[int, int], bytes], start: int, stop: int) -> Iterato
         if part := get(start, max(start, stop)):
             yield part
         return
-    with ThreadPoolExecutor(NUM_PARTS, thread_name_prefix="patchstore-read") as pool:
+    with Threads(NUM_PARTS, thread_name_prefix="patchstore-read") as pool:
         parts: deque[Future[bytes]] = deque()
         offsets = iter(range(start, stop, PART_BYTES))
-        try:
-            for offset in islice(offsets, NUM_PARTS):
+        for offset in islice(offsets, NUM_PARTS):
+            parts.append(pool.submit(get, offset, min(offset + PART_BYTES, stop)))
+        while parts:
+            part = parts.popleft().result()
+            yield part
+            if len(part) < PART_BYTES:
+                # The object ends here, even if the caller asked for more.
+                return
+            for offset in islice(offsets, 1):
                 parts.append(pool.submit(get, offset, min(offset + PART_BYTES, stop)))
-            while parts:
-                part = parts.popleft().result()
-                yield part
-                if len(part) < PART_BYTES:
-                    # The object ends here, even if the caller asked for more.
-                    return
-                for offset in islice(offsets, 1):
-                    parts.append(pool.submit(get, offset, min(offset + PART_BYTES, stop)))
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def check_range(url: str, operation: str, key: str, start: int, end: int | None) -> None:
