@@ -190,8 +190,11 @@ def _tensors(server: Server) -> Iterator[Finding]:
     if not results or not all(isinstance(result, dict) for result in results):
         raise ServerUnavailable(f"delta_fits answered HTTP {answer.status_code}: {answer.text!r:.100}")
     if failures := [result["failure"] for result in results if result["failure"]]:
-        advice = "serve the model that is trained (vllm serve MODEL), or give the STORE of this one"
-        kind, reason = failures[0]["kind"], mismatch.brief(failures[0]["message"], max_chars=300)
+        advice = (
+            "do what the message says; if it says nothing to do, serve the model that is trained (vllm serve "
+            "MODEL), or give the STORE of this one"
+        )
+        kind, reason = failures[0]["kind"], mismatch.brief(failures[0]["message"])
         wrapped = mismatch.of_wrapper(header.schema)
         if kind == SchemaMismatch.kind and wrapped is not None:
             reason, advice = wrapped.found, wrapped.advice

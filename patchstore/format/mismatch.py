@@ -57,10 +57,14 @@ def explain(schema: Schema, otherwise: str) -> str:
     return otherwise if wrapped is None else str(wrapped)
 
 
-def brief(reason: str, *, max_chars: int = 240) -> str:
+_BRIEF = 320
+"""Characters: the longest advice of ours is within it."""
+
+
+def brief(reason: str) -> str:
     """Cut a loader's message, which may list every parameter of the model, and keep it on one line."""
     line = " ".join(reason.split())
-    return line if len(line) <= max_chars else f"{line[:max_chars]}... ({len(line):,} characters)"
+    return line if len(line) <= _BRIEF else f"{line[:_BRIEF]}... ({len(line):,} characters)"
 
 
 def _all_begin(names: list[str], prefix: str) -> bool:

@@ -49,6 +49,11 @@ class TensorSpec:
     def num_bytes(self) -> int:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
+    @property
+    def kind(self) -> str:
+        """Dtype and shape, for people, such as `BF16 [256, 128]`."""
+        return f"{self.dtype} {list(self.shape)}"
+
 
 @dataclass(frozen=True, slots=True)
 class Box:

@@ -1,5 +1,6 @@
 """The weights of the checkpoint folder that a run starts from: what is equal is not sent between ranks."""
 
+import json
 import mmap
 import os
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 from patchstore.errors import DataError
 from patchstore.format.records import TensorSpec
 from patchstore.payloads import tensor_file
+
+_INDEX = "model.safetensors.index.json"
 
 
 class _Place(NamedTuple):
@@ -25,14 +28,21 @@ class BaseCheckpoint:
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
         """List a folder's tensors; a folder that cannot be read has none."""
         self._places: dict[str, _Place] = {}
+        self.unread: str | None = None
+        """Why some of its tensors are not known, if so."""
         if folder is None:
             return
         try:
-            for file in sorted(Path(folder).glob("*.safetensors")):
+            files = sorted(Path(folder).glob("*.safetensors"))
+            for file in files:
                 self._list(file)
-        except (OSError, DataError):
-            # It only saves work, and what it would save is not known.
-            self._places = {}
+            if lacking := _listed(Path(folder)) - {file.name for file in files}:
+                self.unread = f"{min(lacking)} is missing, which {_INDEX} lists"
+        except ValueError as exc:
+            self.unread = f"{_INDEX} is not JSON: {exc}"
+        except (OSError, DataError) as exc:
+            # What is equal to it saves work, which is not known then.
+            self._places, self.unread = {}, str(exc)
 
     def _list(self, file: Path) -> None:
         with file.open("rb") as opened:
@@ -67,3 +77,12 @@ class BaseCheckpoint:
             return tensor_file.tensor_of(place.file.name, spec, data)
         except (OSError, ValueError, DataError):
             return None
+
+
+def _listed(folder: Path) -> set[str]:
+    """Return the files that a folder's index lists, if it has one."""
+    if not (folder / _INDEX).is_file():
+        return set()
+    index = json.loads((folder / _INDEX).read_bytes())
+    found = index.get("weight_map") if isinstance(index, dict) else None
+    return {each for each in found.values() if isinstance(each, str)} if isinstance(found, dict) else set()

@@ -10,8 +10,9 @@ from patchstore.publish.options import check_range
 from patchstore.publish.snapshot.memory import Stream, Tensors
 from patchstore.publish.snapshot.rounded import Given as Unrounded
 from patchstore.publish.snapshot.rounded import Measure, Rounded
-from patchstore.publish.sources import Given, Quantized, Source, Weights
+from patchstore.publish.sources import Given, Quantized, Source, Weights, changed
 from patchstore.publish.sources.cuts import Exchange
+from patchstore.publish.sources.scales import check_scales
 from patchstore.quantization import Form, Quantization
 from patchstore.tensors.bits import TORCH_DTYPES, spec_of
 
@@ -56,13 +57,14 @@ class Offered:
         """Read the source for the first time.
 
         Raises:
-            SchemaMismatch, UsageError: see `Weights`.
+            SchemaMismatch, UsageError: see `Weights`, and `check_scales`.
         """
         try:
             self._given = self._weights.read()
         except Exception:
             self._weights.look_for_ranks()
             raise
+        check_scales(self._given.tensors, self._dtype)
         self.tied = self._given.tied
         self._places = self._given.places
         self._devices = self._given.devices or {
@@ -260,7 +262,7 @@ class Offered:
         now = None
         if tensor is not None:
             now = spec_of(name, torch.empty(tensor.shape, dtype=self._served_dtype(tensor), device="meta"))
-        raise SchemaMismatch(f"tensor {name!r} was {was}, but is {now} now")
+        raise changed(name, was, now)
 
 
 class _Roundable:

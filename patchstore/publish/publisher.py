@@ -45,7 +45,7 @@ from patchstore.publish.options import (
 )
 from patchstore.publish.pipeline import Pipeline, Publication
 from patchstore.publish.sources import Source
-from patchstore.quantization import quantization_of
+from patchstore.quantization import check_config, quantization_of
 from patchstore.signing.signers import Signer
 from patchstore.stores import opened
 from patchstore.stores.base import Store
@@ -178,8 +178,9 @@ class Publisher:
         chosen = None
         if quantization is not None:
             # Each rank rounds its own part, so each needs the rule.
+            weights = BaseCheckpoint(files)
             base = checkpoint_files.read_folder(files)
-            chosen = quantization_of(quantization, base, BaseCheckpoint(files).specs)
+            chosen = quantization_of(quantization, base, weights.specs, weights.unread)
         settings = Settings(
             dtype=str(self._dtype),
             encoding=encoding,
@@ -252,7 +253,10 @@ class Publisher:
         def check_schema(schema: Schema) -> dict[str, bytes]:
             found = checkpoint_files.read_folder(files)
             checkpoint_files.check_fits(found, offered.given, schema)
-            return found if self._quantization is None else self._quantization.complete(found, schema.tensors)
+            if self._quantization is not None:
+                return self._quantization.complete(found, schema)
+            check_config(found, schema)
+            return found
 
         if ranks is None:
             with on_one_rank():

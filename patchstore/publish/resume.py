@@ -76,8 +76,13 @@ def open_run(
         )
     ours, theirs = schema.by_name(), header.schema.by_name()
     for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
-            raise SchemaMismatch(f"tensor {name!r} is {ours.get(name)}, but the run has {theirs.get(name)}")
+        if (our := ours.get(name)) != (their := theirs.get(name)):
+            raise SchemaMismatch(
+                f"tensor {name!r} is {'missing' if our is None else our.kind} here, and the run has "
+                f"{'none of that name' if their is None else their.kind}; a run keeps its names, shapes "
+                "and dtypes, and so its dtype= and quantization=: give those that it was begun with, or "
+                "another store"
+            )
     if schema.tied != header.schema.tied:
         raise SchemaMismatch(f"tensors are tied as {schema.tied}, but the run has {header.schema.tied}")
     head = history.head(store)

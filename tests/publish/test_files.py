@@ -64,7 +64,7 @@ def test_a_quantised_checkpoints_config_goes_with_quantised_weights(
 ) -> None:
     (tmp_path / "config.json").write_text('{"quantization_config": {}}')
     model = {"w": torch.zeros(4, dtype=torch.int8), "w_scale": torch.ones(1)}
-    Publisher(store, model, files=tmp_path).close()
+    Publisher(store, model, dtype=None, files=tmp_path).close()
 
 
 @pytest.mark.parametrize("kind", ["adapter", "pipe", "link to nothing"])

@@ -1,5 +1,6 @@
 """Runs in FP8: every version has the codes and scales of the weights at that step."""
 
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -122,6 +123,137 @@ def test_numbers_without_a_scale_publish_nothing_and_the_next_call_goes_on(store
         step(trained)
         assert publisher.publish_patch(2).result().version == 1
         assert_served(store, expected(trained, "fp8-block"))
+
+
+CHANGES = {
+    "added": ({"b.weight": torch.ones(256, 256)}, "'b.weight' was not there"),
+    "codes": ({UP: torch.ones(384, 256).to(torch.float8_e4m3fn)}, r"was BF16 \[384, 256\], but is F8_E4M3"),
+    "whole": ({UP: torch.ones(384, 256, dtype=torch.int8)}, "but is I8 "),
+    "complex": ({UP: torch.ones(384, 256, dtype=torch.complex64)}, "has dtype torch.complex64"),
+    "levels": ({UP: torch.ones(3, 128, 256)}, r"\[384, 256\].*but is .*\[3, 128, 256\] now"),
+    "norm": ({"model.norm.weight": torch.ones(64)}, r"\[128\].*, but is .*\[64\] now"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_source_that_changes_publishes_nothing_and_goes_on_when_it_is_back(
+    store: MemoryStore, change: str, is_stream: bool
+) -> None:
+    trained = weights()
+    now, says = CHANGES[change]
+    current = dict(trained)
+    with Publisher(
+        store, (lambda: iter(current.items())) if is_stream else current, quantization="fp8-block"
+    ) as publisher:
+        publisher.publish_patch(0).result()
+        current |= now
+        with pytest.raises(SchemaMismatch, match=says):
+            publisher.publish_patch(1)
+        current.clear()
+        with pytest.raises(SchemaMismatch):
+            publisher.publish_patch(1)
+        step(trained)
+        current |= trained
+        assert publisher.publish_patch(2).result().version == 1
+        assert_served(store, expected(trained, "fp8-block"))
+
+
+def test_weights_that_are_in_fp8_already_are_not_quantised_again(store: MemoryStore) -> None:
+    codes, scales = FORMS["fp8-block"].quantize(torch.randn(256, 256))
+    given = weights() | {"a.weight": codes, "a.weight_scale_inv": scales}
+    with pytest.raises(UsageError, match=r"'a.weight_scale_inv' is a scale of .* give dtype=None"):
+        Publisher(store, given, quantization="fp8-block")
+    with pytest.raises(SchemaMismatch, match=r"'a.weight' is in FP8 already.*without quantization="):
+        Publisher(store, given, quantization="fp8-block", dtype=None)
+    del given["a.weight"]
+    with pytest.raises(SchemaMismatch, match=r"has a tensor 'a.weight_scale_inv', the name that"):
+        Publisher(store, given | {"a.weight": torch.randn(256, 256)}, quantization="fp8-block")
+    assert list(store.list()) == []
+
+
+QUANTISED = {
+    "blocks": {
+        "a.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn),
+        "a.weight_scale_inv": torch.ones(1, 1),
+    },
+    "nvfp4": {
+        "a.weight": torch.zeros(8, 4, dtype=torch.uint8),
+        "a.weight_scale": torch.ones(8, 1).to(torch.float8_e4m3fn),
+        "a.weight_scale_2": torch.ones(()),
+    },
+    "inputs": {"a.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn), "a.input_scale": torch.ones(())},
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_scales_of_weights_that_are_quantised_already_are_not_rounded(store: MemoryStore, kind: str) -> None:
+    given = QUANTISED[kind] | {"norm.weight": torch.ones(8)}
+    with pytest.raises(UsageError, match=r"is a scale of the quantised weights 'a.weight'.* give dtype=None"):
+        Publisher(store, given)
+    assert list(store.list()) == []
+    with Publisher(store, given, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+    assert_served(store, given)
+
+
+def test_layers_with_transposed_weights_are_refused(store: MemoryStore) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)
+    )
+    with pytest.raises(SchemaMismatch, match=r"is a Conv1D.*publish without quantization="):
+        Publisher(store, model, quantization="fp8-channel")
+
+
+def test_blocks_that_do_not_divide_a_matrix_are_named(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"a.q_proj.weight": torch.randn(192, 256)}
+    Publisher(store, given, quantization="fp8-block").close()
+    assert (
+        "1 matrices have sizes that blocks of 128 x 128 do not divide, such as 'a.q_proj.weight'"
+        in caplog.text
+    )
+    caplog.clear()
+    Publisher(MemoryStore(), given, quantization="fp8-channel").close()
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tied_output_layer_stays_as_it_is_where_a_replay_is_opened(
+    store: MemoryStore, tmp_path: Path, form: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from patchstore.read.replay import replay
+
+    config = transformers.Qwen3Config(
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    base = json.loads((tmp_path / "base" / "config.json").read_text())
+    key = "modules_to_not_convert" if form == "fp8-block" else "ignore"
+    base["quantization_config"] = FORMS[form].config(["re:visual.*"])
+    (tmp_path / "base" / "config.json").write_text(json.dumps(base))
+    (tmp_path / "base" / "model.safetensors").unlink()
+    with Publisher(store, model, quantization=form, files=tmp_path / "base") as publisher:
+        publisher.publish_patch(0).result()
+    replay(store, out=tmp_path / "replayed")
+
+    found = json.loads((tmp_path / "replayed" / "config.json").read_text())["quantization_config"][key]
+    assert found == ["lm_head", "model.embed_tokens", "re:visual.*"]
+    if form == "fp8-channel":
+        pytest.importorskip("compressed_tensors")
+        opened = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "replayed", dtype=torch.bfloat16
+        )
+        tokens = torch.arange(8)[None]
+        with torch.no_grad():
+            logits, wanted = opened(tokens).logits, model(tokens).logits
+        assert logits.isfinite().all()
+        assert (logits - wanted).abs().max() < wanted.abs().max()
 
 
 @pytest.mark.parametrize("form", FORMS)

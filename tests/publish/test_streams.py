@@ -91,9 +91,9 @@ def test_a_stream_that_yields_something_else_publishes_nothing(store: MemoryStor
     with Publisher(store, trainer) as publisher:
         publisher.publish_patch(0).result()
         for change, says in (
-            ({"layer.1": torch.ones(4)}, r"'layer.1' was .*301.*but is .*\(4,\)"),
+            ({"layer.1": torch.ones(4)}, r"'layer.1' had the shape \[301\] .*but is \[4\] now"),
             ({"layer.1": torch.arange(301)}, "'layer.1' was .*BF16.* but is .*I64"),
-            ({"new": torch.ones(4)}, "'new' was None"),
+            ({"new": torch.ones(4)}, "'new' was not there"),
             ({"layer.1": None}, "not a tensor but NoneType"),
         ):
             trainer.weights |= change
@@ -101,7 +101,7 @@ def test_a_stream_that_yields_something_else_publishes_nothing(store: MemoryStor
                 publisher.publish_patch(1)
             trainer.weights = dict(good)
         del trainer.weights["layer.1"]
-        with pytest.raises(SchemaMismatch, match=r"'layer.1' was .* but is None now"):
+        with pytest.raises(SchemaMismatch, match=r"'layer\.1' is gone"):
             publisher.publish_patch(1)
         trainer.weights = dict(good)
         trainer.weights["layer.1"] = good["layer.1"] + 1

@@ -1,13 +1,14 @@
 """Which tensors are quantised, and what the config of a checkpoint says of it."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from patchstore.errors import SchemaMismatch, UsageError
-from patchstore.format.records import TensorSpec
-from patchstore.quantization import FORMS, Quantization, quantization_of
+from patchstore.format.records import Schema, TensorSpec
+from patchstore.quantization import FORMS, Quantization, check_config, quantization_of
 
 QWEN = {
     "quant_method": "fp8",
@@ -126,11 +127,114 @@ def test_the_config_of_an_anchor_is_that_of_a_checkpoint_in_this_form(form: str)
         spec("lm_head.weight", 256, 256),
     ]
 
-    config = json.loads(quantization.complete(files(None), stored)["config.json"])["quantization_config"]
+    schema = Schema(tensors=tuple(stored))
+    config = json.loads(quantization.complete(files(None), schema)["config.json"])["quantization_config"]
 
     kept = ["lm_head", "model.layers.0.mlp.gate"]
     assert config == FORMS[form].config(kept)
     again = quantization_of(form, {"config.json": json.dumps({"quantization_config": config}).encode()}, [])
     assert again.form == FORMS[form]
     assert list(again.patterns) == kept
-    assert quantization.complete({}, stored) == {}
+    assert quantization.complete({}, schema) == {}
+
+
+CHANNEL = FORMS["fp8-channel"].config([])
+(GROUP,) = CHANNEL["config_groups"].values()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"config_groups": {"g": GROUP | {"input_activations": None}}}, "input_activations None"),
+        (
+            {
+                "config_groups": {
+                    "g": GROUP | {"input_activations": GROUP["weights"] | {"strategy": "tensor"}}
+                }
+            },
+            "'strategy': 'tensor'",
+        ),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({"transform_config": {"R1": {}}}, "transform_config"),
+        ({"config_groups": {"g": GROUP | {"targets": ["re:.*proj"]}}}, "re:.*proj"),
+    ],
+)
+def test_a_base_whose_config_says_more_than_the_form_is_refused(change: dict[str, Any], says: str) -> None:
+    quantization_of("fp8-channel", files(CHANNEL), [])
+    quantization_of("fp8-channel", files(CHANNEL | {"kv_cache_scheme": None, "transform_config": {}}), [])
+    with pytest.raises(UsageError, match=re.escape(says)):
+        quantization_of("fp8-channel", files(CHANNEL | change), [])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.block_sparse_moe.router.layer.weight",
+        "model.layers.0.mlp.gate.wg.weight",
+        "transformer.blocks.0.ffn.router.layer.weight",
+        "output.weight",
+        "v_head.summary.weight",
+        "shared.weight",
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+    ],
+)
+def test_routers_and_heads_of_other_names_stay_as_they_are(name: str) -> None:
+    assert not Quantization(FORMS["fp8-channel"]).quantizes(spec(name, 64, 64))
+
+
+def test_experts_in_one_weight_are_refused() -> None:
+    name = "model.layers.0.block_sparse_moe.input_linear.weight"
+    with pytest.raises(SchemaMismatch, match="holds the experts of a layer in one tensor"):
+        Quantization(FORMS["fp8-channel"]).quantizes(spec(name, 4, 64, 64))
+
+
+def test_a_tensor_that_the_base_does_not_have_is_refused_unless_it_stays_as_it_is() -> None:
+    base = [spec("a.weight", 256, 200, dtype="F8_E4M3"), spec("a.weight_scale_inv", 2, 2, dtype="F32")]
+    found = quantization_of("fp8-block", files(QWEN), base)
+    assert not found.quantizes(spec("lm_head.weight", 256, 256))
+    with pytest.raises(SchemaMismatch, match=r"in files= has no tensor 'c.weight'"):
+        found.quantizes(spec("c.weight", 256, 256))
+
+
+def test_a_base_of_which_a_file_is_missing_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"but 2.safetensors is missing; complete the folder"):
+        quantization_of("fp8-block", files(QWEN), [], "2.safetensors is missing")
+    assert quantization_of("fp8-block", files(None), [], "2.safetensors is missing").names is None
+
+
+BLOCKS = [spec("a.weight", 256, 200, dtype="F8_E4M3"), spec("a.weight_scale_inv", 2, 2, dtype="F32")]
+ROWS = [spec("a.weight", 256, 200, dtype="F8_E4M3"), spec("a.weight_scale", 256, 1, dtype="F32")]
+
+
+@pytest.mark.parametrize(
+    ("config", "stored", "says"),
+    [
+        (QWEN, BLOCKS, None),
+        (CHANNEL, ROWS, None),
+        (CHANNEL | {"config_groups": {"g": GROUP | {"input_activations": None}}}, ROWS, None),
+        ({"quant_method": "modelopt"}, ROWS, None),
+        (None, BLOCKS, "has no quantization_config"),
+        (CHANNEL, BLOCKS, r"'a.weight_scale_inv' of shape \(2, 2\), but"),
+        (QWEN | {"weight_block_size": [64, 64]}, BLOCKS, "weight_block_size"),
+        (QWEN | {"weight_block_size": None}, BLOCKS, "of shape"),
+        (QWEN, ROWS, r"of shape \(256, 1\)"),
+        ({"quant_method": "awq"}, ROWS, "awq"),
+        (
+            QWEN,
+            [spec("a.weight", 8, 8), spec("ids", 4, dtype="I32")],
+            "none of the published",
+        ),
+        ({"quant_method": "gptq"}, [spec("a.qweight", 8, 8, dtype="I32")], None),
+        (None, [spec("a.weight", 8, 8)], None),
+    ],
+)
+def test_weights_that_are_quantised_already_are_compared_with_the_config(
+    config: Any, stored: list[TensorSpec], says: str | None
+) -> None:
+    schema = Schema(tensors=tuple(stored))
+    if says is None:
+        check_config(files(config), schema)
+    else:
+        with pytest.raises(UsageError, match=says):
+            check_config(files(config), schema)
+    check_config({}, schema)

@@ -5,7 +5,7 @@ from patchstore.publish.sources.mapped import mapped
 from patchstore.publish.sources.pieces import LocalPart
 from patchstore.publish.sources.quantized import Quantized
 from patchstore.publish.sources.saved import as_saved
-from patchstore.publish.sources.weights import Given, Place, Source, Weights
+from patchstore.publish.sources.weights import Given, Place, Source, Weights, changed
 
 __all__ = [
     "Given",
@@ -15,6 +15,7 @@ __all__ = [
     "Source",
     "Weights",
     "as_saved",
+    "changed",
     "interleaved_qkv",
     "joined_gate_up",
     "mapped",

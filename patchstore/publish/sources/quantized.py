@@ -1,21 +1,27 @@
 """A source whose linear layers are published in FP8: each tensor is rounded when it is read."""
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from patchstore.errors import SchemaMismatch, UsageError
+from patchstore.format.records import TensorSpec
 from patchstore.kernels import are_usable
 from patchstore.publish.snapshot.rounded import Given as Unrounded
 from patchstore.publish.snapshot.rounded import Measure, Rounded
 from patchstore.publish.sources.cuts import Cuts, Exchange, Region, Values, alone
-from patchstore.publish.sources.weights import Given, Place, Weights
+from patchstore.publish.sources.scales import check_scales
+from patchstore.publish.sources.weights import Given, Place, Weights, changed
 from patchstore.quantization import Form, Quantization
 from patchstore.quantization.forms import E4M3
 from patchstore.quantization.matrix import Matrix
-from patchstore.tensors.bits import spec_of
+from patchstore.tensors.bits import TORCH_DTYPES, spec_of
+
+logger = logging.getLogger(__name__)
 
 
 class _Rounded(NamedTuple):
@@ -54,6 +60,8 @@ class Quantized:
         """Of what is rounded: as it is given, and as it would be served."""
         self._rounded: dict[str, _Rounded | None] = {}
         """By key of the source, as they were at first; None of a tensor that is published as it is."""
+        self._served: dict[str, TensorSpec] = {}
+        """By key of the source, what would be served without quantization, as it was at first."""
         self._tied: dict[str, str] = {}
         self._published: frozenset[str] = frozenset()
         """Keys of codes, scales and other tensors."""
@@ -94,19 +102,20 @@ class Quantized:
         """Return what codes, scales and other tensors are, without their elements.
 
         Raises:
-            SchemaMismatch: as `Weights.read`; or no tensor can be stored in FP8, or one is cut within blocks.
+            SchemaMismatch: as `Weights.read`; or no tensor can be stored in FP8, one is in FP8 already, one
+                is cut within blocks, or one has the name of scales.
+            UsageError: see `check_scales`.
         """
         inner = self._weights.read()
-        form = self.form
+        check_scales(inner.tensors, self._dtype)
+        self._check_layers()
+        form, of_name = self.form, self._of_name(inner)
         tensors, places, devices = dict[str, torch.Tensor](), dict[str, Place](), dict[str, torch.device]()
-        of_name: dict[str, bool] = {}
         for key, tensor in inner.tensors.items():
             place = inner.places.get(key)
             dtype = self._served_dtype(tensor)
             name, shape = (key, tuple(tensor.shape)) if place is None else (place.name, place.shape)
             device = inner.devices.get(key, tensor.device)
-            spec = spec_of(name, torch.empty(shape, dtype=dtype, device="meta"))
-            of_name[name] = self._quantization.quantizes(spec)
             self._rounded[key] = None
             if place is not None:
                 places[key] = place
@@ -138,12 +147,6 @@ class Quantized:
             if min(size) > 0:
                 tensors[scales] = torch.empty(size, dtype=torch.float32, device="meta")
                 devices[scales] = device
-        if inner.tensors and not any(of_name.values()) and not inner.places:
-            raise SchemaMismatch(
-                f"quantization={form.name!r} finds no weight of a linear layer among {len(of_name)} tensors, "
-                f"such as {next(iter(of_name))!r}; their names must be those of the checkpoint, and end in "
-                "'.weight'; see patchstore.mapped"
-            )
         self._tied = dict(inner.tied)
         self._cuts = Cuts(
             tuple(
@@ -155,6 +158,60 @@ class Quantized:
         )
         self._published = frozenset(tensors)
         return Given(tensors, places, self._all_tied(inner.tied, of_name), devices)
+
+    def _of_name(self, inner: Given) -> dict[str, bool]:
+        """Return which tensors are stored in FP8, by name. Raises as `read`."""
+        form, specs = self.form, dict[str, TensorSpec]()
+        for key, tensor in inner.tensors.items():
+            self._served[key] = local = self._spec(key, tensor)
+            place = inner.places.get(key)
+            specs[local.name] = local if place is None else replace(local, shape=place.shape)
+        for name, spec in specs.items():
+            if spec.dtype.startswith("F8_") and name.endswith("weight"):
+                raise SchemaMismatch(
+                    f"{name!r} is in FP8 already, so quantization={form.name!r} cannot round it; publish "
+                    "such weights as they are, with dtype=None and without quantization="
+                )
+        found = {name: self._quantization.quantizes(spec) for name, spec in specs.items()}
+        if found and not any(found.values()) and not inner.places:
+            raise SchemaMismatch(
+                f"quantization={form.name!r} finds no weight of a linear layer among {len(found)} tensors, "
+                f"such as {next(iter(found))!r}; their names must be those of the checkpoint, and end in "
+                "'.weight'; see patchstore.mapped"
+            )
+        rounded = sorted(name for name, is_rounded in found.items() if is_rounded)
+        for name in rounded:
+            if (scales := form.scale_name(name)) in found or scales in inner.tied:
+                raise SchemaMismatch(
+                    f"the source has a tensor {scales!r}, the name that quantization={form.name!r} gives the "
+                    f"scales of {name!r}; leave that tensor out, or publish without quantization="
+                )
+        self._warn_of_edges([specs[name] for name in rounded])
+        return found
+
+    def _warn_of_edges(self, rounded: Sequence[TensorSpec]) -> None:
+        """Say that few programs read blocks at an edge that are smaller; a base checkpoint may have them."""
+        block = self.form.block
+        if block is None or self._quantization.names is not None:
+            return
+        uneven = [each for each in rounded if each.shape[0] % block[0] or each.shape[1] % block[1]]
+        if uneven:
+            logger.warning(
+                "%d matrices have sizes that blocks of 128 x 128 do not divide, such as %r, %s. transformers "
+                "cannot read such a checkpoint. vLLM can, but not where another matrix follows in the same "
+                "fused layer. quantization='fp8-channel' has no blocks.",
+                *(len(uneven), uneven[0].name, uneven[0].kind),
+            )
+
+    def _check_layers(self) -> None:
+        """Raises SchemaMismatch if a model has layers whose weights are transposed, as GPT-2 has."""
+        model = self._weights.given
+        for name, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
+            if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+                raise SchemaMismatch(
+                    f"{name!r} is a Conv1D, which has its weights as [inputs, outputs], and checkpoints in "
+                    "FP8 have them as [outputs, inputs]; publish without quantization="
+                )
 
     def _all_tied(self, tied: dict[str, str], is_rounded: dict[str, bool]) -> dict[str, str]:
         """Return further names of codes and scales."""
@@ -180,8 +237,11 @@ class Quantized:
         finite: dict[torch.device, list[torch.Tensor]] = {}
         names: dict[torch.device, list[str]] = {}
         shared, items = self._shared()
+        missing = dict.fromkeys(self._served)
         for key, tensor in items:
-            rounded = self._rounded.get(key)
+            self._check(key, tensor)
+            del missing[key]
+            rounded = self._rounded[key]
             given = tensor.detach().to(self._served_dtype(tensor))
             if rounded is None:
                 if self._wanted is None or key in self._wanted:
@@ -195,6 +255,8 @@ class Quantized:
             for each, made in ((rounded.codes, codes), (rounded.scales, scales)):
                 if made.numel() and (self._wanted is None or each in self._wanted):
                     yield each, made
+        for key in missing:
+            self._check(key, None)
         for device, flags in finite.items():
             # One wait for the device, and not one for each tensor.
             found = torch.stack(flags)
@@ -202,8 +264,9 @@ class Quantized:
                 raise self._not_finite(names[device][int((~found).nonzero()[0])])
 
     def _not_finite(self, name: str) -> UsageError:
+        beyond = "" if self._dtype is None else f", or beyond the range of {self._dtype}"
         return UsageError(
-            f"{name!r} has numbers that are infinite or NaN, which have no scale in "
+            f"{name!r} has numbers that are infinite or NaN{beyond}: these have no scale in "
             f"{self._quantization.form.name}; nothing was published, and once they are finite the next call "
             "goes on"
         )
@@ -228,7 +291,7 @@ class Quantized:
         def local() -> Values:
             nonlocal maxima, views
             for key, tensor in self._read_again():
-                rounded, given = self._rounded.get(key), tensor.detach()
+                rounded, given = self._rounded[key], tensor.detach()
                 if rounded is None:
                     if self._wanted is None or key in self._wanted:
                         plain[key] = given.to(self._served_dtype(given))
@@ -255,11 +318,6 @@ class Quantized:
 
     def _unrounded(self, given: torch.Tensor, rounded: _Rounded) -> Rounded:
         """Describe weights that are to be rounded."""
-        if tuple(given.shape) != rounded.shape:
-            raise SchemaMismatch(
-                f"tensor {rounded.codes.partition(chr(9))[0]!r} had the shape {rounded.shape}, but has "
-                f"{tuple(given.shape)} now"
-            )
         block, region = self.form.block, rounded.region
         above, left = (0, 0) if block is None else (rounded.start[dim] % block[dim] for dim in range(2))
         matrix = Matrix(given, self._served_dtype(given), above, left)
@@ -267,14 +325,37 @@ class Quantized:
         return Rounded(matrix, rounded.codes, rounded.scales, owned)
 
     def _read_again(self) -> list[tuple[str, torch.Tensor]]:
-        """Read the tensors, in the order of the snapshot, so that neighbours are compared together."""
+        """Read the tensors, in the order of the snapshot, so that neighbours are compared together.
+
+        Raises:
+            SchemaMismatch: they are not those of the first time.
+        """
         given = self._weights.read()
-        if given.tied != self._tied:
-            raise SchemaMismatch(f"tensors were tied as {self._tied}, but are tied as {given.tied} now")
-        for key, _ in self._cut_regions():
-            if key not in given.tensors:
-                raise SchemaMismatch(f"tensor {key.partition(chr(9))[0]!r} is gone")
+        try:
+            if given.tied != self._tied:
+                raise SchemaMismatch(f"tensors were tied as {self._tied}, but are tied as {given.tied} now")
+            if not given.is_unmoved:
+                for key in sorted(given.tensors.keys() | self._served.keys()):
+                    self._check(key, given.tensors.get(key))
+        except SchemaMismatch:
+            self._weights.forget()
+            raise
         return sorted(given.tensors.items())
+
+    def _check(self, key: str, tensor: torch.Tensor | None) -> None:
+        """Raises SchemaMismatch unless a tensor, or that there is none, is as it was at first."""
+        was = self._served.get(key)
+        if tensor is not None and was is not None:
+            dtype = TORCH_DTYPES[was.dtype]
+            if self._served_dtype(tensor) == dtype and tuple(tensor.shape) == was.shape:
+                return
+        now = None if tensor is None else self._spec(key, tensor)
+        raise changed(key.partition("\t")[0], was, now)
+
+    def _spec(self, key: str, tensor: torch.Tensor) -> TensorSpec:
+        """Describe what this process has under a key, as it would be served without quantization."""
+        dtype = self._served_dtype(tensor)
+        return spec_of(key.partition("\t")[0], torch.empty(tensor.shape, dtype=dtype, device="meta"))
 
     def _shared(self) -> tuple[dict[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]:
         """Return the maxima of parts with cut blocks, by key, and the tensors of the source."""

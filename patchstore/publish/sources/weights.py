@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from patchstore.errors import SchemaMismatch, UsageError
+from patchstore.format.records import TensorSpec
 from patchstore.publish.sources import zero3
 from patchstore.publish.sources.dtensors import Layout, is_sharded, local_of, ranks_of
 from patchstore.publish.sources.mapped import Applied, Mapped
@@ -282,7 +283,12 @@ class Weights:
         for number, each in enumerate(pieces, first):
             key = name if each.start is None else f"{name}\t{number}"
             if self._places.setdefault(key, each.place) != each.place:
-                _, start, size = self._places[key]
+                shape, start, size = self._places[key]
+                if start is None and each.start is None:
+                    raise SchemaMismatch(
+                        f"tensor {name!r} had the shape {list(shape)} when this publisher was opened, but "
+                        f"is {list(each.shape)} now"
+                    )
                 raise SchemaMismatch(
                     f"the part of {name!r} was {size} from {start} on when this publisher was opened, but is "
                     f"{each.place[2]} from {each.start} on now; open a publisher anew, with resume"
@@ -333,3 +339,12 @@ def _model(model: torch.nn.Module, stored: Collection[str]) -> Any:
             inner = inner.module
         else:
             return inner
+
+
+def changed(name: str, was: TensorSpec | None, now: TensorSpec | None) -> SchemaMismatch:
+    """Say that a tensor is no longer what it was when the publisher was opened; None where there is none."""
+    if was is None:
+        return SchemaMismatch(f"tensor {name!r} was not there when this publisher was opened")
+    if now is None:
+        return SchemaMismatch(f"tensor {name!r} is gone: it was {was.kind} when this publisher was opened")
+    return SchemaMismatch(f"tensor {name!r} was {was.kind}, but is {now.kind} now")

@@ -47,14 +47,15 @@ def train_megatron(model: list[dict[str, torch.Tensor]]) -> None:
         parameter.add_(1)
 
 
-def run(rank: int, code: str, store: str) -> None:
+def run(rank: int, code: str, folder: Path) -> None:
     names = {
         "Publisher": Publisher,
+        "base": folder / "base",
         "build_megatron": lambda: build_megatron(rank),
         "build_model": jobs.plain,
         "dist": dist,
         "num_steps": NUM_STEPS,
-        "store": store,
+        "store": str(folder / "store"),
         "torch": torch,
         "train": train,
         "train_megatron": train_megatron,
@@ -64,8 +65,10 @@ def run(rank: int, code: str, store: str) -> None:
 
 @pytest.mark.parametrize("title", [title for title, code in SECTIONS.items() if "Publisher(" in code])
 def test_the_code_of_each_section_runs(ranks_of: Callable[[int], Ranks], tmp_path: Path, title: str) -> None:
-    ranks_of(4 if title == "HSDP" else 2).run(run, SECTIONS[title], str(tmp_path))
-    assert verify(str(tmp_path)).version == NUM_STEPS - 1
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    ranks_of(4 if title == "HSDP" else 2).run(run, SECTIONS[title], tmp_path)
+    assert verify(str(tmp_path / "store")).version == NUM_STEPS - 1
 
 
 def test_every_section_about_a_trainer_shows_code() -> None:
