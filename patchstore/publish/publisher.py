@@ -123,7 +123,7 @@ class Publisher:
                 process reads from the store what it needs, and ends with the publisher. Its failures are
                 warnings, and in `compaction`. The store must be one that another process can open.
             files: a checkpoint folder whose config and tokenizer files go into every anchor. Its config must
-                fit the source: the same sizes, ties that are there, quantised only if the tensors are.
+                fit the source: the same sizes, ties that are there, quantised as the tensors are.
             resume: False for a new run. True to continue from the newest version that has exactly these
                 weights; a number to continue from that version, which must have them. "anchor" to continue
                 after the newest version with any weights, by publishing all of them. "auto" begins a run if

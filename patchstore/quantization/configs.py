@@ -12,6 +12,8 @@ from patchstore.quantization.forms import FORMS, Form, form_of
 
 CONFIG = "config.json"
 ENTRY = "quantization_config"
+_OLD_ENTRY = "compression_config"
+"""What compressed-tensors called it."""
 _NAME = re.compile(r"(^|\.)weight$")
 _HEAD = "lm_head.weight"
 """A model has this layer, which is not quantised, whether or not its checkpoint has the tensor."""
@@ -108,6 +110,7 @@ class Quantization:
             kept.add(_HEAD)
         # What the base excludes may have no matrix here either, such as its part for images.
         modules = {name.removesuffix(".weight") for name in kept} | set(self.patterns)
+        config.pop(_OLD_ENTRY, None)
         config[ENTRY] = self.form.config(sorted(modules))
         return {**files, CONFIG: json.dumps(config, indent=2).encode()}
 
@@ -134,7 +137,7 @@ def quantization_of(
             disagree, or some of its tensors cannot be read.
     """
     form = form_of(name)
-    config = json.loads(files[CONFIG]).get(ENTRY) if CONFIG in files else None
+    config = _entry(files)
     specs = {spec.name: spec for spec in base}
     coded = {each for each, spec in specs.items() if spec.dtype.startswith("F8_") and _NAME.search(each)}
     if config is None:
@@ -189,7 +192,7 @@ def check_config(files: Mapping[str, bytes], stored: Schema) -> None:
     """
     if CONFIG not in files:
         return
-    config = json.loads(files[CONFIG]).get(ENTRY)
+    config = _entry(files)
     specs = stored.by_name()
     bytewise = {name: spec for name, spec in specs.items() if spec.num_bytes == spec.num_elements}
     coded = [name for name, spec in bytewise.items() if spec.dtype.startswith("F8_") and _NAME.search(name)]
@@ -219,6 +222,12 @@ def check_config(files: Mapping[str, bytes], stored: Schema) -> None:
                 f"{name!r} is in FP8 with scales {form.scale_name(name)!r} of shape {scales}, but the "
                 f"{ENTRY} in files= says {_short(config)}; give the folder of a checkpoint in this form"
             )
+
+
+def _entry(files: Mapping[str, bytes]) -> Any:
+    """Return what a checkpoint's config says of quantization; None if it says nothing."""
+    config = json.loads(files[CONFIG]) if CONFIG in files else {}
+    return config.get(ENTRY, config.get(_OLD_ENTRY))
 
 
 def _blocks(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -238,3 +238,13 @@ def test_weights_that_are_quantised_already_are_compared_with_the_config(
         with pytest.raises(UsageError, match=says):
             check_config(files(config), schema)
     check_config({}, schema)
+
+
+def test_the_former_name_of_the_entry_is_read_and_replaced() -> None:
+    old = {"config.json": json.dumps({"compression_config": CHANNEL}).encode()}
+    found = quantization_of("fp8-channel", old, ROWS)
+    assert found.names == {"a.weight"}
+    config = json.loads(found.complete(old, Schema(tensors=tuple(ROWS)))["config.json"])
+    assert config == {"quantization_config": FORMS["fp8-channel"].config(["lm_head"])}
+    with pytest.raises(UsageError, match="does not fit"):
+        quantization_of("fp8-block", old, ROWS)
