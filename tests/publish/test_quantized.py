@@ -183,18 +183,28 @@ QUANTISED = {
         "a.weight_scale_2": torch.ones(()),
     },
     "inputs": {"a.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn), "a.input_scale": torch.ones(())},
+    "awq": {"a.qweight": torch.zeros(8, 8, dtype=torch.int32), "a.scales": torch.ones(8, 1).half()},
 }
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_scales_of_weights_that_are_quantised_already_are_not_rounded(store: MemoryStore, kind: str) -> None:
     given = QUANTISED[kind] | {"norm.weight": torch.ones(8)}
-    with pytest.raises(UsageError, match=r"is a scale of the quantised weights 'a.weight'.* give dtype=None"):
+    with pytest.raises(
+        UsageError, match=r"is a scale of the quantised weights 'a.q?weight'.* give dtype=None"
+    ):
         Publisher(store, given)
     assert list(store.list()) == []
     with Publisher(store, given, dtype=None) as publisher:
         publisher.publish_patch(0).result()
     assert_served(store, given)
+
+
+def test_a_gain_that_is_called_scale_is_rounded_like_all_weights(store: MemoryStore) -> None:
+    given = {"norm.scale": torch.randn(8), "norm.count": torch.zeros(1, dtype=torch.uint8)}
+    with Publisher(store, given) as publisher:
+        publisher.publish_patch(0).result()
+    assert_served(store, given | {"norm.scale": given["norm.scale"].bfloat16()})
 
 
 def test_layers_with_transposed_weights_are_refused(store: MemoryStore) -> None:

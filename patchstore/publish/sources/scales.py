@@ -7,7 +7,7 @@ import torch
 
 from patchstore.errors import UsageError
 
-_SCALE = re.compile(r"\w*scale(_inv|_2)?")
+_SCALE = re.compile(r"(\w+_)?scales?(_inv|_2)?")
 _CODES = frozenset({torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2})
 """Dtypes in which quantised weights are stored, alone or several in one number."""
 
@@ -27,7 +27,7 @@ def check_scales(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None)
     coded = {
         _module(key): key
         for key, tensor in tensors.items()
-        if tensor.dtype in _CODES and not _SCALE.fullmatch(_last(key))
+        if tensor.dtype in _CODES and "weight" in _last(key) and not _SCALE.fullmatch(_last(key))
     }
     for key, tensor in tensors.items():
         codes = coded.get(_module(key))
