@@ -4,7 +4,7 @@ import http.client
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -102,11 +102,11 @@ def passing_on(
             if answer is not None:
                 self.reply(*answer)
                 return
-            server = http.client.HTTPConnection(target.hostname or "", target.port or 80)
-            server.request(self.command, self.path, body, dict(self.headers))
-            received = server.getresponse()
-            data = received.read()
-            server.close()
+            # The server may be gone, where a request was held until the end.
+            with closing(http.client.HTTPConnection(target.hostname or "", target.port or 80)) as server:
+                server.request(self.command, self.path, body, dict(self.headers))
+                received = server.getresponse()
+                data = received.read()
             if is_lost(request):
                 self.close_connection = True
                 return
