@@ -161,8 +161,9 @@ class Publisher:
             UnsupportedStore: the store cannot create exclusively.
             StoreUnavailable: the store does not answer.
             RankFailed: another rank of the group failed, or did not open a publisher in time.
-            UsageError: an argument is impossible, or differs among ranks; memory for the snapshot is short,
-                or the system starts no more threads; no run was created.
+            UsageError: an argument is impossible, or differs among ranks; `dtype` would round the scales of
+                weights that are quantised already; memory for the snapshot is short, or the system starts no
+                more threads; no run was created.
             VersionConflict: another publisher claimed the run at the same time.
         """
         self._dtype = dtype_of(dtype)

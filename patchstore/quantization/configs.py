@@ -33,6 +33,8 @@ _FUSED = re.compile(
 
 _PACKED = frozenset({"awq", "gptq", "bitsandbytes", "mxfp4"})
 """Methods whose weights are several in one number."""
+_BYTES = frozenset({"F8_E4M3", "F8_E5M2", "U8", "I8"})
+"""Dtypes in which FP8 may be stored."""
 _MORE = ("kv_cache_scheme", "transform_config")
 """What compressed-tensors can say beyond how weights and their inputs are rounded."""
 
@@ -194,16 +196,15 @@ def check_config(files: Mapping[str, bytes], stored: Schema) -> None:
         return
     config = _entry(files)
     specs = stored.by_name()
-    bytewise = {name: spec for name, spec in specs.items() if spec.num_bytes == spec.num_elements}
-    coded = [name for name, spec in bytewise.items() if spec.dtype.startswith("F8_") and _NAME.search(name)]
-    if coded and config is None:
+    coded = [name for name, spec in specs.items() if spec.dtype.startswith("F8_") and _NAME.search(name)]
+    if coded and not isinstance(config, dict):
         raise UsageError(
             f"{coded[0]!r} is in FP8, but the {CONFIG} in files= has no {ENTRY}, so a replay would be read "
             "as if it were not quantised; give the folder of a checkpoint in this form"
         )
     if not isinstance(config, dict):
         return
-    if not bytewise and _says_fp8(config):
+    if _says_fp8(config) and _BYTES.isdisjoint(spec.dtype for spec in specs.values()):
         raise UsageError(
             f"the {CONFIG} in files= has a quantization_config for FP8 ({_short(config)}), but none of the "
             "published tensors is in FP8; give a folder with the unquantised model's config"
@@ -239,11 +240,17 @@ def _blocks(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...
 
 
 def _says_fp8(config: Mapping[str, Any]) -> bool:
-    groups = config.get("config_groups")
-    rounded = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else []
+    rounded = [group.get("weights") for group in _groups(config)]
     return config.get("quant_method") == "fp8" or any(
-        (each.get("type"), each.get("num_bits")) == ("float", 8) for each in rounded
+        isinstance(each, dict) and (each.get("type"), each.get("num_bits")) == ("float", 8)
+        for each in rounded
     )
+
+
+def _groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return how compressed-tensors rounds each group of layers."""
+    groups = config.get("config_groups")
+    return [each for each in groups.values() if isinstance(each, dict)] if isinstance(groups, dict) else []
 
 
 def _is_of(form: Form, config: Mapping[str, Any]) -> bool:
@@ -256,10 +263,10 @@ def _is_of(form: Form, config: Mapping[str, Any]) -> bool:
             and config.get("activation_scheme", "dynamic") == "dynamic"
             and config.get("scale_fmt") is None
         )
-    groups = config.get("config_groups")
-    if config.get("quant_method") != "compressed-tensors" or not isinstance(groups, dict) or len(groups) != 1:
+    groups = _groups(config)
+    if config.get("quant_method") != "compressed-tensors" or len(groups) != 1:
         return False
-    (group,) = groups.values()
+    (group,) = groups
     return (
         group.get("targets") == ["Linear"]
         and _rounds(group.get("weights"), "channel", dynamic=False)
@@ -292,8 +299,7 @@ def _short(config: object) -> str:
         *_MORE,
     )
     said = [f"{key} {config[key]!r}" for key in keys if config.get(key) is not None]
-    groups = config.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
+    for group in _groups(config):
         said += [
             f"{key} {group[key]!r}" for key in ("targets", "weights", "input_activations") if key in group
         ]

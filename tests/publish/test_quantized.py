@@ -1,16 +1,14 @@
 """Runs in FP8: every version has the codes and scales of the weights at that step."""
 
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from pathlib import Path
 from threading import Barrier
 
 import pytest
 import torch
 
-from patchstore import LocalPart, Publisher, Replica, as_saved, mapped
+from patchstore import LocalPart, Publisher, mapped
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.publish.snapshot.rounded import Given, Rounded
 from patchstore.publish.sources import Quantized, Weights
@@ -18,17 +16,7 @@ from patchstore.publish.sources.cuts import Cuts, Values, joined
 from patchstore.quantization import FORMS, Quantization
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits
-
-UP = "model.layers.0.mlp.up_proj.weight"
-
-
-def weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    return {
-        "model.embed_tokens.weight": torch.randn(256, 128).to(dtype),
-        UP: (torch.randn(384, 256) * 0.02).to(dtype),
-        "model.layers.0.mlp.gate.weight": torch.randn(8, 128).to(dtype),
-        "model.norm.weight": torch.ones(128, dtype=dtype),
-    }
+from tests.support.quantized import UP, assert_served, weights
 
 
 def step(tensors: dict[str, torch.Tensor]) -> None:
@@ -40,16 +28,6 @@ def expected(tensors: dict[str, torch.Tensor], form: str) -> dict[str, torch.Ten
     found = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     codes, scales = FORMS[form].quantize(found[UP])
     return found | {UP: codes, FORMS[form].scale_name(UP): scales}
-
-
-def assert_served(store: MemoryStore, wanted: dict[str, torch.Tensor]) -> None:
-    """Compare the newest version, by its deltas from version 0 on."""
-    replica = Replica(store, {})
-    replica.update(0)
-    replica.update()
-    assert replica.tensors.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(bits(replica.tensors[name]), bits(tensor)), name
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -159,113 +137,6 @@ def test_a_source_that_changes_publishes_nothing_and_goes_on_when_it_is_back(
         assert_served(store, expected(trained, "fp8-block"))
 
 
-def test_weights_that_are_in_fp8_already_are_not_quantised_again(store: MemoryStore) -> None:
-    codes, scales = FORMS["fp8-block"].quantize(torch.randn(256, 256))
-    given = weights() | {"a.weight": codes, "a.weight_scale_inv": scales}
-    with pytest.raises(UsageError, match=r"'a.weight_scale_inv' is a scale of .* give dtype=None"):
-        Publisher(store, given, quantization="fp8-block")
-    with pytest.raises(SchemaMismatch, match=r"'a.weight' is in FP8 already.*without quantization="):
-        Publisher(store, given, quantization="fp8-block", dtype=None)
-    del given["a.weight"]
-    with pytest.raises(SchemaMismatch, match=r"has a tensor 'a.weight_scale_inv', the name that"):
-        Publisher(store, given | {"a.weight": torch.randn(256, 256)}, quantization="fp8-block")
-    assert list(store.list()) == []
-
-
-QUANTISED = {
-    "blocks": {
-        "a.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn),
-        "a.weight_scale_inv": torch.ones(1, 1),
-    },
-    "nvfp4": {
-        "a.weight": torch.zeros(8, 4, dtype=torch.uint8),
-        "a.weight_scale": torch.ones(8, 1).to(torch.float8_e4m3fn),
-        "a.weight_scale_2": torch.ones(()),
-    },
-    "inputs": {"a.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn), "a.input_scale": torch.ones(())},
-    "awq": {"a.qweight": torch.zeros(8, 8, dtype=torch.int32), "a.scales": torch.ones(8, 1).half()},
-}
-
-
-@pytest.mark.parametrize("kind", QUANTISED)
-def test_scales_of_weights_that_are_quantised_already_are_not_rounded(store: MemoryStore, kind: str) -> None:
-    given = QUANTISED[kind] | {"norm.weight": torch.ones(8)}
-    with pytest.raises(
-        UsageError, match=r"is a scale of the quantised weights 'a.q?weight'.* give dtype=None"
-    ):
-        Publisher(store, given)
-    assert list(store.list()) == []
-    with Publisher(store, given, dtype=None) as publisher:
-        publisher.publish_patch(0).result()
-    assert_served(store, given)
-
-
-def test_a_gain_that_is_called_scale_is_rounded_like_all_weights(store: MemoryStore) -> None:
-    given = {"norm.scale": torch.randn(8), "norm.count": torch.zeros(1, dtype=torch.uint8)}
-    with Publisher(store, given) as publisher:
-        publisher.publish_patch(0).result()
-    assert_served(store, given | {"norm.scale": given["norm.scale"].bfloat16()})
-
-
-def test_layers_with_transposed_weights_are_refused(store: MemoryStore) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)
-    )
-    with pytest.raises(SchemaMismatch, match=r"is a Conv1D.*publish without quantization="):
-        Publisher(store, model, quantization="fp8-channel")
-
-
-def test_blocks_that_do_not_divide_a_matrix_are_named(
-    store: MemoryStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    given = {"a.q_proj.weight": torch.randn(192, 256)}
-    Publisher(store, given, quantization="fp8-block").close()
-    assert (
-        "1 matrices have sizes that blocks of 128 x 128 do not divide, such as 'a.q_proj.weight'"
-        in caplog.text
-    )
-    caplog.clear()
-    Publisher(MemoryStore(), given, quantization="fp8-channel").close()
-    assert not caplog.text
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_tied_output_layer_stays_as_it_is_where_a_replay_is_opened(
-    store: MemoryStore, tmp_path: Path, form: str
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    from patchstore.read.replay import replay
-
-    config = transformers.Qwen3Config(
-        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=128, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "base")
-    base = json.loads((tmp_path / "base" / "config.json").read_text())
-    key = "modules_to_not_convert" if form == "fp8-block" else "ignore"
-    base["quantization_config"] = FORMS[form].config(["re:visual.*"])
-    (tmp_path / "base" / "config.json").write_text(json.dumps(base))
-    (tmp_path / "base" / "model.safetensors").unlink()
-    with Publisher(store, model, quantization=form, files=tmp_path / "base") as publisher:
-        publisher.publish_patch(0).result()
-    replay(store, out=tmp_path / "replayed")
-
-    found = json.loads((tmp_path / "replayed" / "config.json").read_text())["quantization_config"][key]
-    assert found == ["lm_head", "model.embed_tokens", "re:visual.*"]
-    if form == "fp8-channel":
-        pytest.importorskip("compressed_tensors")
-        opened = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "replayed", dtype=torch.bfloat16
-        )
-        tokens = torch.arange(8)[None]
-        with torch.no_grad():
-            logits, wanted = opened(tokens).logits, model(tokens).logits
-        assert logits.isfinite().all()
-        assert (logits - wanted).abs().max() < wanted.abs().max()
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "boxes",
@@ -304,54 +175,6 @@ def test_a_stream_of_parts_that_cut_blocks_is_refused(store: MemoryStore) -> Non
 def test_a_source_without_linear_layers_is_refused(store: MemoryStore) -> None:
     with pytest.raises(SchemaMismatch, match="no weight of a linear layer among 2 tensors"):
         Publisher(store, {"a": torch.ones(8, 8), "norm.weight": torch.ones(8)}, quantization="fp8-block")
-
-
-def test_weights_that_are_quantised_already_are_published_as_they_are(store: MemoryStore) -> None:
-    codes, scales = FORMS["fp8-block"].quantize(torch.randn(256, 256))
-    scales[0, 0], scales[0, 1], scales[1, 0] = 0.0, float("inf"), float("nan")
-    given = {
-        UP: codes,
-        UP + "_scale_inv": scales,
-        "packed.weight": torch.randint(0, 255, (64, 64), dtype=torch.uint8),
-    }
-    with Publisher(store, given, dtype=None) as publisher:
-        publisher.publish_patch(0).result()
-        assert_served(store, given)
-        bits(codes)[::7] ^= 1
-        scales[1, 1] *= 2
-        publisher.publish_patch(1).result()
-        assert_served(store, given)
-
-
-def test_anchors_are_checkpoints_that_transformers_opens(store: MemoryStore, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    from patchstore.read.replay import replay
-
-    config = transformers.Qwen3Config(
-        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=128, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "base")
-    with Publisher(store, as_saved(model), quantization="fp8-block", files=tmp_path / "base") as publisher:
-        publisher.publish_patch(0).result()
-    replay(store, out=tmp_path / "replayed")
-
-    opened = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "replayed",
-        dtype=torch.bfloat16,
-        quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
-    )
-
-    form = FORMS["fp8-block"]
-    for name, tensor in model.state_dict().items():
-        found = opened.state_dict()[name]
-        if name.endswith("_proj.weight"):
-            codes, scales = form.quantize(tensor)
-            whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-            assert torch.equal(bits(found), bits((codes.float() * whole).to(torch.bfloat16))), name
-        else:
-            assert torch.equal(bits(found), bits(tensor)), name
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,6 +1,5 @@
 """A source whose linear layers are published in FP8: each tensor is rounded when it is read."""
 
-import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,14 +13,13 @@ from patchstore.kernels import are_usable
 from patchstore.publish.snapshot.rounded import Given as Unrounded
 from patchstore.publish.snapshot.rounded import Measure, Rounded
 from patchstore.publish.sources.cuts import Cuts, Exchange, Region, Values, alone
+from patchstore.publish.sources.roundable import check_layers, check_roundable
 from patchstore.publish.sources.scales import check_scales
 from patchstore.publish.sources.weights import Given, Place, Weights, changed
 from patchstore.quantization import Form, Quantization
 from patchstore.quantization.forms import E4M3
 from patchstore.quantization.matrix import Matrix
 from patchstore.tensors.bits import TORCH_DTYPES, spec_of
-
-logger = logging.getLogger(__name__)
 
 
 class _Rounded(NamedTuple):
@@ -102,13 +100,13 @@ class Quantized:
         """Return what codes, scales and other tensors are, without their elements.
 
         Raises:
-            SchemaMismatch: as `Weights.read`; or no tensor can be stored in FP8, one is in FP8 already, one
-                is cut within blocks, or one has the name of scales.
+            SchemaMismatch: as `Weights.read`, `check_layers` and `check_roundable`; or a tensor is cut within
+                blocks.
             UsageError: see `check_scales`.
         """
         inner = self._weights.read()
         check_scales(inner.tensors, self._dtype)
-        self._check_layers()
+        check_layers(self._weights.given)
         form, of_name = self.form, self._of_name(inner)
         tensors, places, devices = dict[str, torch.Tensor](), dict[str, Place](), dict[str, torch.device]()
         for key, tensor in inner.tensors.items():
@@ -161,57 +159,14 @@ class Quantized:
 
     def _of_name(self, inner: Given) -> dict[str, bool]:
         """Return which tensors are stored in FP8, by name. Raises as `read`."""
-        form, specs = self.form, dict[str, TensorSpec]()
+        specs = dict[str, TensorSpec]()
         for key, tensor in inner.tensors.items():
             self._served[key] = local = self._spec(key, tensor)
             place = inner.places.get(key)
             specs[local.name] = local if place is None else replace(local, shape=place.shape)
-        for name, spec in specs.items():
-            if spec.dtype.startswith("F8_") and name.endswith("weight"):
-                raise SchemaMismatch(
-                    f"{name!r} is in FP8 already, so quantization={form.name!r} cannot round it; publish "
-                    "such weights as they are, with dtype=None and without quantization="
-                )
         found = {name: self._quantization.quantizes(spec) for name, spec in specs.items()}
-        if found and not any(found.values()) and not inner.places:
-            raise SchemaMismatch(
-                f"quantization={form.name!r} finds no weight of a linear layer among {len(found)} tensors, "
-                f"such as {next(iter(found))!r}; their names must be those of the checkpoint, and end in "
-                "'.weight'; see patchstore.mapped"
-            )
-        rounded = sorted(name for name, is_rounded in found.items() if is_rounded)
-        for name in rounded:
-            if (scales := form.scale_name(name)) in found or scales in inner.tied:
-                raise SchemaMismatch(
-                    f"the source has a tensor {scales!r}, the name that quantization={form.name!r} gives the "
-                    f"scales of {name!r}; leave that tensor out, or publish without quantization="
-                )
-        self._warn_of_edges([specs[name] for name in rounded])
+        check_roundable(self._quantization, specs, found, inner.tied, has_parts=bool(inner.places))
         return found
-
-    def _warn_of_edges(self, rounded: Sequence[TensorSpec]) -> None:
-        """Say that few programs read blocks at an edge that are smaller; a base checkpoint may have them."""
-        block = self.form.block
-        if block is None or self._quantization.names is not None:
-            return
-        uneven = [each for each in rounded if each.shape[0] % block[0] or each.shape[1] % block[1]]
-        if uneven:
-            logger.warning(
-                "%d matrices have sizes that blocks of 128 x 128 do not divide, such as %r, %s. transformers "
-                "cannot read such a checkpoint. vLLM can, but not where another matrix follows in the same "
-                "fused layer. quantization='fp8-channel' has no blocks.",
-                *(len(uneven), uneven[0].name, uneven[0].kind),
-            )
-
-    def _check_layers(self) -> None:
-        """Raises SchemaMismatch if a model has layers whose weights are transposed, as GPT-2 has."""
-        model = self._weights.given
-        for name, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
-            if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
-                raise SchemaMismatch(
-                    f"{name!r} is a Conv1D, which has its weights as [inputs, outputs], and checkpoints in "
-                    "FP8 have them as [outputs, inputs]; publish without quantization="
-                )
 
     def _all_tied(self, tied: dict[str, str], is_rounded: dict[str, bool]) -> dict[str, str]:
         """Return further names of codes and scales."""
