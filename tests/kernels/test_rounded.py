@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from patchstore import Publisher, Replica
+from patchstore import Publisher
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.publish import snapshot
 from patchstore.publish.snapshot.device import Kernels
@@ -15,6 +15,7 @@ from patchstore.quantization.matrix import Matrix
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits
 from tests.support.interpreted import DEVICE, kernels
+from tests.support.quantized import assert_served
 
 # A minute, where they are interpreted.
 pytestmark = pytest.mark.timeout(1200)
@@ -225,15 +226,6 @@ def expected(tensors: dict[str, torch.Tensor], form: str) -> dict[str, torch.Ten
     return found
 
 
-def assert_head(store: MemoryStore, wanted: dict[str, torch.Tensor]) -> None:
-    replica = Replica(store, {})
-    replica.update(0)
-    replica.update()
-    assert replica.tensors.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(bits(replica.tensors[name]), bits(tensor)), name
-
-
 @pytest.fixture(params=["device", "host", "file"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> snapshot.Place:
     return tmp_path if request.param == "file" else request.param  # type: ignore[no-any-return]
@@ -259,7 +251,7 @@ def test_each_version_has_the_codes_of_its_weights(
     with Publisher(store, source, quantization=form, snapshot=place, encoding="gap") as publisher:
         for number in range(4):
             published = publisher.publish_patch(number).result()
-            assert_head(store, expected(trained, form))
+            assert_served(store, expected(trained, form))
             assert (published.anchor is None) == (number > 0)
             step(trained)
             if kind == "moving":
@@ -278,7 +270,7 @@ def test_another_default_device_or_dtype_changes_nothing(
             with torch.device("meta"):
                 publisher.publish_patch(number).result()
             torch.set_default_dtype(torch.float32)
-            assert_head(store, expected(trained, "fp8-block"))
+            assert_served(store, expected(trained, "fp8-block"))
             step(trained)
             torch.set_default_dtype(torch.float64)
         publisher.close()
@@ -313,7 +305,7 @@ def test_a_step_that_changes_every_code_has_room(
         for tensor in trained.values():
             tensor.copy_(torch.randn(tensor.shape))
         publisher.publish_patch(1).result()
-    assert_head(store, expected(trained, "fp8-block"))
+    assert_served(store, expected(trained, "fp8-block"))
 
 
 @pytest.mark.usefixtures("_kernels")
@@ -330,7 +322,7 @@ def test_numbers_without_a_scale_publish_nothing_and_the_next_call_goes_on(
         trained[name].copy_(kept)
         step(trained)
         publisher.publish_patch(2).result()
-    assert_head(store, expected(trained, "fp8-block"))
+    assert_served(store, expected(trained, "fp8-block"))
 
 
 @pytest.mark.usefixtures("_kernels")
@@ -361,4 +353,4 @@ def test_another_model_is_refused_by_name(
         trained.update(kept)
         step(trained)
         publisher.publish_patch(2).result()
-    assert_head(store, expected(trained, "fp8-block"))
+    assert_served(store, expected(trained, "fp8-block"))
