@@ -9,7 +9,7 @@ import numpy.typing as npt
 from patchstore.encodings.context.bits import bounds_of, of_each, ramps
 from patchstore.encodings.context.classes import MAX_CLASSES, WIDTHS, classes, exponents, steps
 from patchstore.encodings.context.fields import Fields, fields_of_class
-from patchstore.encodings.context.parameters import BINS, SILENT, bin_of
+from patchstore.encodings.context.parameters import SILENT, bin_of
 from patchstore.encodings.context.planes import class_words, plane
 from patchstore.encodings.context.row_sets import RowSets, Totals, first_exponent, told_apart
 from patchstore.encodings.context.stream import Array, Coded, TileSet, split
@@ -128,8 +128,10 @@ def _totals(dtype: str, old: Array, ends: Array, owner: Array, replaced: Array, 
     changed = np.bincount(owner * 256 + exponent, minlength=256 * num).reshape(num, 256)
     base = first_exponent(changed)
     among = np.clip(exponent - base[owner], 0, MAX_CLASSES - 1)
-    key = (owner * MAX_CLASSES + among) * BINS + bin_of(np.abs(by))
-    changes = np.bincount(key, minlength=num * MAX_CLASSES * BINS).reshape(num, MAX_CLASSES, BINS)
+    bins = bin_of(np.abs(by))
+    num_bins = int(bins.max(initial=0)) + 1
+    key = (owner * MAX_CLASSES + among) * num_bins + bins
+    changes = np.bincount(key, minlength=num * MAX_CLASSES * num_bins).reshape(num, MAX_CLASSES, num_bins)
     return Totals(
         changed=changed, num_elements=told_apart(counts, base), changes=changes, width=WIDTHS[dtype]
     )

@@ -37,6 +37,16 @@ def bin_of(magnitudes: Array) -> npt.NDArray[np.int64]:
     return np.where(magnitudes <= _EXACT, magnitudes - 1, _EXACT + powers)
 
 
+def used_bins(changes: Array) -> int:
+    """Return how many bins, the first ones, have all changes: where steps are small, one or two of 42.
+
+    Args:
+        changes: int64 [.., BINS]; at least one bin is kept.
+    """
+    used = np.flatnonzero(changes.reshape(-1, BINS).any(axis=0))
+    return 1 + int(used[-1]) if len(used) else 1
+
+
 def choose_classes(changed: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the lowest class's exponent and the number of classes of tensors.
 
@@ -60,7 +70,7 @@ def choose_rows(
     Args:
         num_elements: int64 [T, 16], elements of each class. Those of classes without changes count only
             in their sum, so they may be stated in any of these.
-        changes: int64 [T, 16, BINS], changes of each class by the bin of |d|.
+        changes: int64 [T, 16, num_bins], changes of each class by the bin of |d|; see `used_bins`.
         num_classes: int64 [T], as `choose_classes` gave it.
         width: bytes of an element, [T] or one for all.
 
@@ -93,12 +103,13 @@ def rice_bits(changes: Array, width: int) -> tuple[Array, Array]:
     """Return the bits of the Rice codes of |d| - 2 and of |d|, float64 [.., k].
 
     Args:
-        changes: int64 [.., BINS].
+        changes: int64 [.., num_bins], see `used_bins`.
         width: bytes of an element.
     """
     # Counts times whole numbers of bits: exact in float64, in whatever order they are summed. Not a product
     # of matrices, for which NumPy starts a thread on every core: that took two seconds of CPU time.
-    both = np.einsum("...b,br->...r", changes.astype(np.float64), _RICE_BITS[8 * width])
+    table = _RICE_BITS[8 * width][: changes.shape[-1]]
+    both = np.einsum("...b,br->...r", changes.astype(np.float64), table)
     first, second = np.split(both, 2, axis=-1)
     return first, second
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from patchstore.encodings.context.parameters import used_bins
 from patchstore.encodings.context.row_sets import (
     SHARING,
     BestRows,
@@ -36,11 +37,12 @@ def choose_by_group(
     row_sets, numbers = RowSets(), np.zeros(len(changed), dtype=np.int64)
     every, best = dict[int, Totals](), dict[int, BestRows]()
     place = np.zeros(len(changed), dtype=np.int64)
+    num_elements, changes = found[:, :, 0], found[:, :, 1 : 1 + used_bins(found[:, :, 1:])]
     for width in np.unique(widths).tolist():
         alike = np.flatnonzero(widths == width)
         place[alike] = np.arange(len(alike))
         every[width] = Totals(
-            changed=changed[alike], num_elements=found[alike, :, 0], changes=found[alike, :, 1:], width=width
+            changed=changed[alike], num_elements=num_elements[alike], changes=changes[alike], width=width
         )
         # Of all parts at once: each call costs a millisecond, and there may be a group for each part.
         best[width] = best_rows(every[width])

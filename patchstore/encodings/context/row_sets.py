@@ -64,7 +64,7 @@ class Totals:
     """[T, 16], elements by old exponent: of `first_exponent` and below, of the next ones, of the last and
     above."""
     changes: npt.NDArray[np.int64]
-    """[T, 16, BINS], changes in the same way, by the bin of |d|."""
+    """[T, 16, num_bins], changes in the same way, by the bin of |d|; see `parameters.used_bins`."""
     width: int
     """Bytes of an element."""
 
@@ -195,14 +195,13 @@ def best_rows(totals: Totals) -> BestRows:
     """Return the best rows of each part; the same for a part in whatever company it is looked at."""
     lo, nums = choose_classes(totals.changed)
     at = _classes(first_exponent(totals.changed), lo, nums)
-    num = len(lo)
-    changes = np.zeros_like(totals.changes)
-    num_elements = np.zeros_like(totals.num_elements)
-    part = np.arange(num)[:, None]
-    np.add.at(changes, (part, at), totals.changes)
-    np.add.at(num_elements, (part, at), totals.num_elements)
+    # Classes ascend with exponents, so each has those from its first one on.
+    begins = np.sum(at[:, None, :] < np.arange(MAX_CLASSES + 1)[:, None], axis=2)
+    num_elements = np.diff(np.take_along_axis(_before(totals.num_elements), begins, axis=1), axis=1)
+    changes = np.diff(np.take_along_axis(_before(totals.changes), begins[:, :, None], axis=1), axis=1)
     kept, rows, costs = choose_rows(num_elements, changes, nums, totals.width)
-    return BestRows([RowSet(int(lo[i]), rows[i, : kept[i]]) for i in range(num)], costs)
+    sets = zip(lo.tolist(), kept.tolist(), rows, strict=True)
+    return BestRows([RowSet(first, its[:num]) for first, num, its in sets], costs)
 
 
 def _joint(totals: Totals, some: Array) -> RowSet:
