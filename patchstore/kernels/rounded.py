@@ -193,6 +193,10 @@ class Rounding:
     """The first group of each matrix, as given."""
     shapes: tuple[tuple[int, int], ...]
     """Groups of each matrix, down and across."""
+    sizes: list[int]
+    """Groups of each row of the table, and those after it that belong to none; `num_groups` in all."""
+    pieces: tuple[int, ...]
+    """Which of `sizes` each matrix, as given, has."""
     num_groups: int
     table: torch.Tensor
     """int64 [num_matrices, 9]."""
@@ -272,10 +276,14 @@ def plan(
         torch.arange(len(order), device="cpu"), torch.tensor(sizes, dtype=torch.int64, device="cpu")
     )
     firsts = dict(zip(order, begins, strict=False))
+    places = {number: place for place, number in enumerate(order)}
+    own = [prod(shapes[number]) for number in order]
     return Rounding(
         block=block,
         firsts=tuple(firsts[number] for number in range(len(matrices))),
         shapes=tuple(shapes),
+        sizes=[each for size, its in zip(sizes, own, strict=True) for each in (its, size - its)],
+        pieces=tuple(2 * places[number] for number in range(len(matrices))),
         num_groups=begins[-1],
         table=table(rows, torch.int64).view(len(rows), 9),
         owners=owners.to(device, torch.int32),

@@ -1,6 +1,6 @@
 """What a source offers to a publisher, and what of it this publisher publishes, as it is served."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -186,8 +186,9 @@ class Offered:
 
         rounded: list[Rounded] = []
 
-        def measured(found: Sequence[Rounded]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-            rounded.extend(each._replace(codes=own(each.codes), scales=own(each.scales)) for each in found)
+        def measured(found: Sequence[Rounded]) -> tuple[torch.Tensor, Callable[[int], torch.Tensor]]:
+            for matrix, codes, scales, owned in found:
+                rounded.append(Rounded(matrix, own(codes), own(scales), owned))
             return measure(rounded)
 
         given = weights.matrices(measured)

@@ -220,10 +220,10 @@ def test_matrices_of_several_ranks_have_the_scales_of_the_whole(
         quantized.share(exchange)
         seen: list[torch.Tensor] = []
 
-        def measured(found: Sequence[Rounded]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        def measured(found: Sequence[Rounded]) -> tuple[torch.Tensor, Callable[[int], torch.Tensor]]:
             flat, views = measure(found)
             seen.extend(views)
-            return flat, views
+            return flat, views.__getitem__
 
         return quantized.matrices(measured), seen
 

@@ -5,6 +5,7 @@ tensors that are published as they are.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -30,9 +31,9 @@ class Rounded(NamedTuple):
     """Which scales are published, of those of all blocks that it touches; None for all."""
 
 
-Measure = Callable[[Sequence[Rounded]], tuple[torch.Tensor, Sequence[torch.Tensor]]]
-"""Returns the largest magnitudes of the blocks of matrices: all, flat, and views of them by matrix, [down,
-across]. They may be written to."""
+Measure = Callable[[Sequence[Rounded]], tuple[torch.Tensor, Callable[[int], torch.Tensor]]]
+"""Returns the largest magnitudes of the blocks of matrices: all, flat, and what returns a view of those of
+one matrix, [down, across], by its number. They may be written to."""
 
 
 class Given(NamedTuple):
@@ -72,7 +73,7 @@ class Begun(NamedTuple):
     """A pass whose matrices were measured."""
 
     rest: Mapping[str, torch.Tensor]
-    """Scales, and what is published as it is, by key: to be compared like other tensors."""
+    """Scales, flat, and what is published as it is, by key: to be compared like other tensors."""
     operands: torch.Tensor
     """See `Form.operands`."""
     held: Sequence[tuple[int | None, Matrix]]
@@ -112,18 +113,24 @@ class Rounder:
         """Begin a pass, and measure the matrices. Raises as `Roundable.read`."""
         held: list[tuple[int | None, Matrix]] = []
 
-        def measure(rounded: Sequence[Rounded]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        def measure(rounded: Sequence[Rounded]) -> tuple[torch.Tensor, Callable[[int], torch.Tensor]]:
             held.extend(self._numbered(each) for each in rounded)
             self._plan_for(held)
             self._kernels.measure(self._plan, self._maxima)
-            return self._maxima, self._by_matrix(self._maxima)
+            return self._maxima, partial(self._of_matrix, self._maxima)
 
         given = source.read(measure)
         operands, scales = self._form.operands(self._maxima)
         rest = dict(given.plain)
-        for each, its in zip(given.rounded, self._by_matrix(scales), strict=True):
-            if each.scales is not None:
-                rest[each.scales] = its if each.owned is None else its[each.owned].contiguous()
+        # One call for all, as there may be thousands.
+        pieces = torch.split(scales, self._plan.sizes)
+        for number, each in enumerate(given.rounded):
+            if each.scales is None:
+                continue
+            if each.owned is None:
+                rest[each.scales] = pieces[self._plan.pieces[number]]
+            else:
+                rest[each.scales] = self._of_matrix(scales, number)[each.owned].contiguous()
         return Begun(rest, operands, held)
 
     def compare(self, begun: Begun, snapshot: int) -> None:
@@ -151,10 +158,7 @@ class Rounder:
         self._maxima = torch.zeros(self._plan.num_groups, dtype=torch.float32, device=device)
         self._places = places
 
-    def _by_matrix(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of what has a number for each block."""
-        plan = self._plan
-        return [
-            flat[first : first + down * across].view(down, across)
-            for first, (down, across) in zip(plan.firsts, plan.shapes, strict=True)
-        ]
+    def _of_matrix(self, flat: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a view, [down, across], of one matrix in what has a number for each block."""
+        first, (down, across) = self._plan.firsts[number], self._plan.shapes[number]
+        return flat[first : first + down * across].view(down, across)

@@ -1,6 +1,6 @@
 """A source whose linear layers are published in FP8: each tensor is rounded when it is read."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,6 +36,16 @@ class _Rounded(NamedTuple):
     """The blocks of a part; None for a whole tensor."""
 
 
+class _Wanted(NamedTuple):
+    """What is to be made of a tensor of the source in each pass; the same for all of them."""
+
+    served: torch.dtype
+    """In which it is published, or rounded from."""
+    rounded: Rounded | None
+    """How it is published, but for its weights; None for a tensor that is published as it is."""
+    region: Region | None = None
+
+
 class Quantized:
     """The tensors of a source as codes and scales; otherwise as `Weights`, whose place it takes.
 
@@ -64,6 +74,8 @@ class Quantized:
         self._published: frozenset[str] = frozenset()
         """Keys of codes, scales and other tensors."""
         self._wanted: frozenset[str] | None = None
+        self._plan: dict[str, _Wanted] | None = None
+        """By key of the source, all that is to be published; None until that is asked for."""
         self._cuts = Cuts(())
         self._exchange: Exchange = alone
 
@@ -94,7 +106,7 @@ class Quantized:
 
     def only(self, keys: Collection[str]) -> None:
         """Leave out all but these keys of codes, scales and other tensors from now on."""
-        self._wanted = frozenset(keys)
+        self._wanted, self._plan = frozenset(keys), None
 
     def read(self) -> Given:
         """Return what codes, scales and other tensors are, without their elements.
@@ -241,41 +253,59 @@ class Quantized:
         regions: list[Region | None] = []
         names: list[str] = []
         maxima = torch.zeros(0, device="cpu")
-        views: Sequence[torch.Tensor] = ()
+        view: Callable[[int], torch.Tensor]
 
         def local() -> Values:
-            nonlocal maxima, views
+            nonlocal maxima, view
+            plan = self._planned()
             for key, tensor in self._read_again():
-                rounded, given = self._rounded[key], tensor.detach()
-                if rounded is None:
-                    if self._wanted is None or key in self._wanted:
-                        plain[key] = given.to(self._served_dtype(given))
+                if (wanted := plan.get(key)) is None:
                     continue
-                wanted = self._published if self._wanted is None else self._wanted
-                codes, scales = (each if each in wanted else None for each in rounded[:2])
-                if codes or scales or (rounded.region is not None and rounded.region.cut):
-                    found.append(self._unrounded(given, rounded)._replace(codes=codes, scales=scales))
-                    regions.append(rounded.region)
-                    names.append(key.partition("\t")[0])
-            maxima, views = measure(found)
-            values = [place.reshape(-1) for place in _cut_places(views, regions)]
+                served, rounded, region = wanted
+                if rounded is None:
+                    plain[key] = tensor.detach().to(served)
+                    continue
+                matrix, codes, scales, owned = rounded
+                matrix = Matrix(tensor.detach(), served, matrix.above, matrix.left)
+                found.append(Rounded(matrix, codes, scales, owned))
+                regions.append(region)
+                names.append(key)
+            maxima, view = measure(found)
+            values = [place.reshape(-1) for place in _cut_places(view, regions)]
             return torch.cat(values).cpu().numpy() if values else np.zeros(0, dtype=np.float32)
 
         shared = torch.from_numpy(self._exchange(self._cuts, local).copy())
         first = 0
-        for place in _cut_places(views, regions):
+        for place in _cut_places(view, regions):
             place.copy_(shared[first : first + place.numel()].view(place.shape))
             first += place.numel()
         if not bool(maxima.isfinite().all()):
-            strange = next(i for i, view in enumerate(views) if not bool(view.isfinite().all()))
-            raise self._not_finite(names[strange])
+            strange = next(i for i in range(len(found)) if not bool(view(i).isfinite().all()))
+            raise self._not_finite(names[strange].partition("\t")[0])
         return Unrounded(plain, found)
 
-    def _unrounded(self, given: torch.Tensor, rounded: _Rounded) -> Rounded:
-        """Describe weights that are to be rounded."""
+    def _planned(self) -> dict[str, _Wanted]:
+        """Return what is to be published of the source's tensors."""
+        if self._plan is None:
+            wanted = self._published if self._wanted is None else self._wanted
+            self._plan = {}
+            for key, rounded in self._rounded.items():
+                served = TORCH_DTYPES[self._served[key].dtype]
+                if rounded is None:
+                    if key in wanted:
+                        self._plan[key] = _Wanted(served, None)
+                    continue
+                codes, scales = (each if each in wanted else None for each in rounded[:2])
+                if codes or scales or (rounded.region is not None and rounded.region.cut):
+                    its = self._unrounded(rounded, served)._replace(codes=codes, scales=scales)
+                    self._plan[key] = _Wanted(served, its, rounded.region)
+        return self._plan
+
+    def _unrounded(self, rounded: _Rounded, served: torch.dtype) -> Rounded:
+        """Describe weights that are to be rounded, without their elements."""
         block, region = self.form.block, rounded.region
         above, left = (0, 0) if block is None else (rounded.start[dim] % block[dim] for dim in range(2))
-        matrix = Matrix(given, self._served_dtype(given), above, left)
+        matrix = Matrix(torch.empty(rounded.shape, dtype=served, device="meta"), served, above, left)
         owned = None if region is None else region.owned.within(region.touched)
         return Rounded(matrix, rounded.codes, rounded.scales, owned)
 
@@ -372,11 +402,14 @@ class Quantized:
         return tensor.dtype
 
 
-def _cut_places(maxima: Sequence[torch.Tensor], regions: Sequence[Region | None]) -> Iterator[torch.Tensor]:
+def _cut_places(
+    view: Callable[[int], torch.Tensor], regions: Sequence[Region | None]
+) -> Iterator[torch.Tensor]:
     """Yield the boxes of cut blocks in the maxima of parts: views."""
-    for each, region in zip(maxima, regions, strict=True):
-        for box in () if region is None else region.cut:
-            yield each[box.within(region.touched)]  # type: ignore[union-attr]
+    for number, region in enumerate(regions):
+        if region is not None and region.cut:
+            maxima = view(number)
+            yield from (maxima[box.within(region.touched)] for box in region.cut)
 
 
 def quantize(form: Form, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
