@@ -193,7 +193,7 @@ class _Coding:
             ),
             np.array([each.parent.data_ptr() for each in self._ordered], dtype=np.int64),
             _joined([patch.indices for patch in patches], torch.int64 if is_wide else torch.int32),
-            _joined([bits(patch.values) for patch in patches], torch.int16),
+            _joined([patch.values for patch in patches], torch.int16),
             np.array([0, *accumulate(counts)], dtype=np.int64),
             groups,
         )
@@ -225,15 +225,19 @@ class _Coding:
 
 
 def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Concatenate flat tensors; without a copy where they already lie side by side."""
-    first = parts[0]
-    step = first.element_size()
-    ends = [each.data_ptr() + each.numel() * step for each in parts]
-    if all(each.dtype == dtype for each in parts) and all(
-        each.data_ptr() == end for each, end in zip(parts[1:], ends[:-1], strict=True)
-    ):
-        return first.as_strided((sum(each.numel() for each in parts),), (1,))
-    return torch.cat([each.to(dtype) for each in parts])
+    """Concatenate the bits of flat tensors as integers; without a copy where they lie side by side."""
+    runs: list[tuple[torch.Tensor, int]] = []
+    width = end = 0
+    for each in parts:
+        address, num, its = each.data_ptr(), each.numel(), each.element_size()
+        if runs and address == end and its == width:
+            runs[-1] = runs[-1][0], runs[-1][1] + num
+        else:
+            runs.append((each, num))
+        end, width = address + num * its, its
+    # A call for each part would take longer than all kernels, where there are thousands.
+    held = [bits(first.as_strided((num,), (1,))).to(dtype) for first, num in runs]
+    return held[0] if len(held) == 1 else torch.cat(held)
 
 
 class _Digesting:
