@@ -49,7 +49,10 @@ class Hub:
         self.page_size = 1000
         """Entries of a page of a listing."""
         self.buckets: dict[str, Bucket] = {}
-        self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="hub-")
+        # A request that stalls may still store what it received while the folder is removed.
+        self._temporary = (
+            None if folder else tempfile.TemporaryDirectory(prefix="hub-", ignore_cleanup_errors=True)
+        )
         place = Path(folder or self._temporary.name)  # type: ignore[union-attr]
         place.mkdir(parents=True, exist_ok=True)
         self.contents = ContentStore(place)
