@@ -166,7 +166,7 @@ class Quantized:
                 for box in rounded.region.cut
             )
         )
-        self._published = frozenset(tensors)
+        self._published, self._plan = frozenset(tensors), None
         return Given(tensors, places, self._all_tied(inner.tied, of_name), devices)
 
     def _of_name(self, inner: Given) -> dict[str, bool]:
