@@ -60,7 +60,9 @@ def _made(partial: Path, *, is_folder: bool, has_locks: bool) -> locks.Handle:
     """Make an empty file or folder, and lock it where that can be done."""
     while True:
         if is_folder:
-            partial.mkdir(exist_ok=True)
+            # `exist_ok` would raise where another process removes the folder of an earlier try meanwhile.
+            with suppress(FileExistsError):
+                partial.mkdir()
         else:
             partial.touch()
         # Until it is locked, another process may take it for a killed process's and remove it: then try

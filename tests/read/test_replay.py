@@ -1,5 +1,6 @@
 """Rebuilding versions: exact, checked, in bounded memory, and visible only when whole."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from patchstore.read.transcode import transcode
 from patchstore.stores.base import Store
 from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
+from patchstore.support import locks
 from tests.support.weights import Run, State, assert_same_bits, lie
 
 WORKERS = multiprocessing.get_context("forkserver")
@@ -321,6 +323,30 @@ def test_what_a_killed_replay_left_is_removed_though_a_child_of_it_lives(tmp_pat
         assert partials(outs) == []
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_folder_taken_for_what_was_left_is_made_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.publish_versions(1)
+    mkdir = os.mkdir
+    holders: list[locks.Handle] = []
+
+    def race(path: Path, mode: int = 0o777) -> None:
+        # Another process takes the folder for a killed process's, and removes it when it is made once more.
+        if Path(path).name.endswith(".partial") and Path(path).exists():
+            Path(path).rmdir()
+            holders[0].close()
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        mkdir(path, mode)
+        if Path(path).name.endswith(".partial") and not holders:
+            holders.append(locks.Handle(Path(path)))
+            holders[0].lock(wait=False)
+
+    monkeypatch.setattr(os, "mkdir", race)
+    replay(run.store, 0, out=tmp_path / "out")
+    assert not holders[0].is_open
+    assert_same_bits(load(tmp_path / "out"), run.history[0])
 
 
 @pytest.mark.exhaustive
