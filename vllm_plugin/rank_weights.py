@@ -189,7 +189,8 @@ class RankWeights:
                 anchor = leases.enter_context(open_anchor(self._store, plan.anchor, specs, self._cache))
                 saved = saving.result()
             needs = self.live.needs if self._is_partial and plan.anchor is None else None
-            opened = partial(open_deltas, self._store, plan.deltas, specs, None, self._cache, needs)
+            cache, allocate = self._cache, self.live.host_memory
+            opened = partial(open_deltas, self._store, plan.deltas, specs, None, cache, needs, allocate)
             deltas = leases.enter_context(opened())
             if plan.anchor is None and plan.held is not None and (more := self.live.cut_by(deltas)):
                 found = read_contents(

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -71,24 +72,49 @@ def send_memory(addresses: Array, sizes: Array, device: torch.device) -> tuple[t
         for part, start in parts:
             block[start : start + len(part)] = part
     else:
-        upload = _Upload(block)
+        upload = None
         for part, start in parts:
+            if _is_pinned(part):
+                block[start : start + len(part)].copy_(part, non_blocking=True)
+                continue
+            if upload is None:
+                upload = _Upload(block)
             upload.add(part, start)
-        upload.finish()
+        if upload is not None:
+            upload.finish()
+        # The caller's memory may be used again from here on.
+        torch.cuda.current_stream(device).synchronize()
     places = np.empty_like(addresses)
     run = np.searchsorted(begins, np.arange(len(order)), side="right") - 1
     places[order] = firsts + (starts - origins)[run]
     return block, places
 
 
+def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return host memory, uint8, which a GPU copies from without a buffer in between.
+
+    Torch keeps it for the next time. Where no more can be pinned it is other memory.
+    """
+    if device.type == "cuda":
+        with suppress(RuntimeError):
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+
+def _is_pinned(part: torch.Tensor) -> bool:
+    """Whether all of some memory is pinned: neighbours may be of two kinds."""
+    return bool(part.is_pinned() and memory_of(part.data_ptr() + len(part) - 1, 1).is_pinned())
+
+
 def tables_on(device: torch.device, *arrays: Array) -> list[torch.Tensor]:
     """Bring small arrays to a device, in one copy: each at an address that kernels are compiled for."""
     sizes = [-(-each.nbytes // _APART) * _APART for each in arrays]
     starts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
-    joined = np.zeros(sum(sizes), dtype=np.uint8)
+    memory = pinned(sum(sizes), device)
+    joined = memory.numpy()
     for each, start in zip(arrays, starts, strict=True):
         joined[start : start + each.nbytes] = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
-    moved = torch.from_numpy(joined).to(device)
+    moved = memory.to(device, non_blocking=memory.is_pinned())
     return [
         moved[start : start + each.nbytes].view(_TORCH_DTYPES[each.dtype.name]).view(each.shape)
         for each, start in zip(arrays, starts, strict=True)

@@ -93,6 +93,10 @@ class LiveWeights(MappedWeights):
         held = base[name] if name in base else self.gathered(name)
         return deltas.merged(spec, held, self._tiles(name))
 
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        """Return memory of the host, uint8, from which bytes are brought to the device."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
     def aside(self) -> AbstractContextManager[None]:
         """Do what the block says beside what the device is busy with, and wait for it at its end."""
         return nullcontext()

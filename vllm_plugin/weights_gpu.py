@@ -30,7 +30,7 @@ from vllm_plugin.regions import Region, View
 from vllm_plugin.segment_table import Segment, SegmentTable
 from vllm_plugin.staged_write import StagedWrite
 from vllm_plugin.stored_gpu import decode_coded, is_gaps, jobs_of, listings, send_gaps, table_on
-from vllm_plugin.upload import send, tables_on
+from vllm_plugin.upload import pinned, send, tables_on
 from vllm_plugin.weights import BROUGHT_BYTES, LiveWeights
 
 
@@ -208,6 +208,9 @@ class DeviceWeights(LiveWeights):
         free, _ = torch.cuda.mem_get_info(self.device)
         idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + idle
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        return pinned(num_bytes, self.device)
 
     def spare_bytes(self) -> int:
         if self.device.type != "cuda":

@@ -68,7 +68,7 @@ class Hasher:
         return digest(self._few) if self._hash is None else f"blake3:{self._hash.hexdigest()}"
 
 
-def verified(chunks: Iterable[bytes], payload: Payload) -> Iterator[bytes]:
+def verified(chunks: Iterable[_Chunk], payload: Payload) -> Iterator[_Chunk]:
     """Pass chunks on, and check at the end that they were the payload's bytes.
 
     A consumer must not make any of them visible before the iterator has ended.

@@ -1,6 +1,6 @@
 """Open the deltas of a plan, verified, and turn them into patches."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
@@ -16,7 +16,7 @@ from patchstore.format.state_sums import Sums
 from patchstore.payloads import delta_file
 from patchstore.payloads.delta_file import Stored
 from patchstore.read import ranges
-from patchstore.read.download import fill, in_memory, room_for
+from patchstore.read.download import fill, in_memory, in_own_memory, room_for
 from patchstore.read.parts import Parts, check_boxes, check_listed, check_patches
 from patchstore.stores.base import Store
 from patchstore.support.threads import Threads
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _AT_A_TIME = 8
 """Payloads of which ranges are read at the same time."""
+OWN_BYTES = 256 << 20
+"""The most that is read into a process's own memory, of all deltas of a plan."""
 
 
 class Wanted(NamedTuple):
@@ -234,6 +236,7 @@ def open_deltas(
     scratch: Path | None,
     cache: "HostCache | None" = None,
     needs: ranges.Needs | None = None,
+    allocate: Callable[[int], torch.Tensor] | None = None,
 ) -> Iterator[Deltas]:
     """Download and open the deltas of these versions; their files are gone when the block ends.
 
@@ -241,13 +244,20 @@ def open_deltas(
         scratch: folder for temporary files of the deltas' size; None for the system's.
         cache: where their files are instead, if given, and may stay.
         needs: which tiles of coded tensors to read, if not all; see `ranges` for what is not checked then.
+        allocate: returns host memory, into which deltas of at most `OWN_BYTES` are read if the store is on
+            this host: another file of the same bytes takes more than twice as long to write.
 
     Raises:
         CorruptObject: a payload is not what its manifest names, or not a delta of this run.
         HostError: this host has no space for them, or is short of something else.
     """
+    sizes = (each.delta.num_bytes for each in manifests if each.delta is not None)
+    if allocate is not None and (not store.is_on_this_host() or sum(sizes) > OWN_BYTES):
+        allocate = None
 
     def local(wanted: Payload) -> memoryview:
+        if allocate is not None:
+            return in_own_memory(store, wanted, allocate)
         # The file is closed at once: of a chain of any length, one is open at a time.
         if lend is not None:
             with lend(store, wanted) as file:

@@ -6,7 +6,8 @@ With a host cache the processes of a host share downloads; without one each proc
 import ctypes
 import errno
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -81,6 +82,28 @@ def fill(file: BinaryIO, store: Store, wanted: Payload) -> None:
     if wanted.size:
         reserve(file.fileno(), wanted.size)
     file.writelines(chunks(store, wanted))
+
+
+def in_own_memory(store: Store, wanted: Payload, allocate: Callable[[int], torch.Tensor]) -> memoryview:
+    """Read a payload into memory that is this process's alone, where nothing changes it; no file is made.
+
+    Args:
+        allocate: returns so many bytes of host memory, uint8.
+
+    Raises:
+        CorruptObject: as `chunks`.
+        HostError: there is no memory for it.
+    """
+    with room_for(store, wanted, "memory"):
+        # One byte more: see `chunks`.
+        memory = allocate(wanted.size + 1).numpy().data
+    try:
+        with host.reading(wanted.key):
+            num_bytes = store.read_into(wanted.key, memory)
+    except NotFound as exc:
+        raise missing(store, wanted) from exc
+    deque(hashing.verified((memory[:num_bytes],), wanted), maxlen=0)
+    return memory[:num_bytes]
 
 
 def reserve(file: int, num_bytes: int) -> None:

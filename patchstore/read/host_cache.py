@@ -3,7 +3,8 @@
 All ranks of a server, and all servers of a host, stage the same versions. The first process that asks for a
 payload downloads it; the others wait and then find it. After its last use it stays until others need the
 space: for a second server, or for one that restarts or lags. The kernel keeps the locks (`flock`), so a
-killed process blocks no other, and a half-written file never has the name that readers look for.
+killed process blocks no other, and a half-written file never has the name that readers look for. Deltas that
+`deltas.open_deltas` reads from a folder on this host are not kept here.
 
 Each payload has a lock, `<digest>.lock`. Its holder downloads, verifies or removes the file. A process that
 uses the file does not hold that lock. It lists the digest in a file of its own, `uses/<random>`, and keeps

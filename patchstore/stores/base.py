@@ -105,6 +105,28 @@ class Store(ABC):
         stop = self.size(key) if end is None else end
         yield from in_parts(partial(self.get, key), start, stop)
 
+    def is_on_this_host(self) -> bool:
+        """Whether objects are files of this host, on a disk or in memory, and a second copy gains nothing."""
+        return False
+
+    def read_into(self, key: str, memory: memoryview) -> int:
+        """Copy an object into memory, or its first bytes, as many as there is room for.
+
+        Args:
+            memory: writable, of bytes.
+
+        Returns:
+            The number of bytes that were copied.
+
+        Raises:
+            NotFound: no such object.
+        """
+        at = 0
+        for part in self.read(key, end=len(memory)):
+            memory[at : at + len(part)] = part
+            at += len(part)
+        return at
+
     def subscribe(self, wake: Callable[[], None]) -> Callable[[], None] | None:
         """Call `wake`, on a thread of the store, whenever something may have changed here.
 

@@ -11,19 +11,24 @@ import stat
 import threading
 import uuid
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import BinaryIO
 
 from patchstore.errors import UsageError
 from patchstore.format.layout import check_key
-from patchstore.stores.base import Chunk, Store, check_range, in_parts
+from patchstore.stores.base import NUM_PARTS, Chunk, Store, check_range, in_parts
 from patchstore.stores.messages import Messages
+from patchstore.support import host
 
 _TEMP = ".tmp"
 _STALE_S = 7 * 86_400
 """A temporary file that was not touched for so long was left by a killed writer."""
 _PLACE_ATTEMPTS = 10
+_READ_BYTES = 2 << 20
+"""So much of an object one thread reads at a time, where it is read into memory as a whole."""
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _IMPOSSIBLE = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP}
@@ -56,6 +61,7 @@ class FolderStore(Store):
         # Absolute, since it is handed on to servers that run in other folders.
         self.url = self._root
         self._messages = Messages(self.url)
+        self._is_local = False
         self._swept = False
         self._sweep_lock = threading.Lock()
 
@@ -78,6 +84,31 @@ class FolderStore(Store):
                 size = os.fstat(file.fileno()).st_size
             stop = size if end is None else min(end, size)
             yield from in_parts(partial(self._part, key, file.fileno()), start, stop)
+
+    def is_on_this_host(self) -> bool:
+        if not self._is_local:
+            with suppress(OSError):
+                # A folder that is not there yet is asked about again.
+                self._is_local = host.file_system(Path(self._root)) in host.LOCAL
+        return self._is_local
+
+    def read_into(self, key: str, memory: memoryview) -> int:
+        with self._translate_errors("read", key):
+            file = self._open("read", key)
+        with file, self._translate_errors("read", key):
+            num = min(os.fstat(file.fileno()).st_size, len(memory))
+
+            def fill(start: int) -> int:
+                at, end = start, min(start + _READ_BYTES, num)
+                while at < end and (some := os.preadv(file.fileno(), [memory[at:end]], at)):
+                    at += some
+                return at - start
+
+            starts = range(0, num, _READ_BYTES)
+            if len(starts) < 2:
+                return sum(map(fill, starts))
+            with ThreadPoolExecutor(min(NUM_PARTS, len(starts)), "patchstore-read") as pool:
+                return sum(pool.map(fill, starts))
 
     def _part(self, key: str, file: int, start: int, end: int) -> bytes:
         with self._translate_errors("read", key):

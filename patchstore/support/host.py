@@ -37,6 +37,8 @@ _WORDS = {"DefaultCPUAllocator": errno.ENOMEM, "can't start new thread": errno.E
 _RUST = re.compile(r"\(os error (\d+)\)")
 REMOTE = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "fuse.sshfs", "fuse.glusterfs"}
 """File systems that several hosts share, where a lock may be known to one of them alone."""
+LOCAL = {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"}
+"""File systems on a disk, or in the memory, of one host. Of others it is not known, such as FUSE."""
 
 
 def refused(number: int | None, doing: str, *, reason: str = "", where: object = None) -> HostError:

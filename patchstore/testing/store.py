@@ -302,6 +302,17 @@ class StoreConformance:
             store.upload("object", chunks())
         assert store.get("object") == b"old"
 
+    @pytest.mark.parametrize("size", [0, 10, PART_BYTES, 2 * PART_BYTES + 7])
+    def test_an_object_is_read_into_memory(self, store: Store, size: int) -> None:
+        store.upload("object", patterned(size))
+        for room in {size, size + 5, size // 2}:
+            memory = bytearray(b"x" * room)
+            num = min(size, room)
+            assert store.read_into("object", memoryview(memory)) == num
+            assert memory == pattern(0, num) + b"x" * (room - num)
+        with pytest.raises(NotFound):
+            store.read_into("nothing", memoryview(bytearray(3)))
+
     def test_a_reader_may_stop_early(self, store: Store) -> None:
         store.upload("large", patterned(3 * PART_BYTES))
         parts = cast("Generator[bytes, None, None]", store.read("large"))

@@ -19,6 +19,7 @@ from patchstore import Publisher, verify
 from patchstore.errors import AlreadyExists, NotFound, StoreUnavailable, UnsupportedStore, UsageError
 from patchstore.stores.base import PART_BYTES, Store
 from patchstore.stores.folder import FolderStore
+from patchstore.support import host
 from patchstore.testing.store import StoreConformance
 
 _ENDLESS_UPLOAD = """
@@ -454,3 +455,22 @@ def test_a_long_read_stays_with_the_file_that_it_opened(tmp_path: Path) -> None:
     store.delete("object")
     with pytest.raises(NotFound):
         next(store.read("object"))
+
+
+def test_a_folder_of_a_disk_or_of_memory_is_on_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path / "later")
+    assert not store.is_on_this_host()
+    store.put("a", b"x")
+    assert store.is_on_this_host()
+    for kind in ("nfs4", "fuse.mountpoint-s3", "9p", None):
+        monkeypatch.setattr(host, "file_system", lambda _, kind=kind: kind)
+        assert not FolderStore(tmp_path / "later").is_on_this_host(), kind
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/etc/passwd")])
+def test_only_a_file_is_read_into_memory(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "odd")
+    with pytest.raises((UsageError, NotFound), match="odd"):
+        FolderStore(tmp_path).read_into("odd", memoryview(bytearray(3)))

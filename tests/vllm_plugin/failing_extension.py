@@ -12,6 +12,7 @@ from halves import half_of
 
 from patchstore.errors import LoadFailed
 from patchstore.read import download, host_cache
+from patchstore.stores.folder import FolderStore
 from vllm_plugin import DeltaWorkerExtension
 from vllm_plugin.mapped_weights import Piece
 from vllm_plugin.staged_write import StagedWrite
@@ -104,7 +105,11 @@ class FailingExtension(DeltaWorkerExtension):
         return {n: p.data_ptr() for n, p in self.model_runner.get_model().named_parameters()}
 
     def delta_count_downloads(self) -> list[str]:
-        """Return the keys of the payloads that this worker downloaded since the last call."""
+        """Return the keys of the payloads that this worker downloaded since the last call.
+
+        From the first one on, folders count as those of another host, of which files are kept here.
+        """
+        FolderStore.is_on_this_host = lambda store: False
         if not hasattr(host_cache.download, "keys"):
             download, keys = host_cache.download, []
 
@@ -119,15 +124,18 @@ class FailingExtension(DeltaWorkerExtension):
         return counted
 
     def delta_fill_disk(self) -> None:
-        """Let the next download find the disk full, after a part of it."""
-        chunks = download.chunks
+        """Let the next download find the disk full, after a part of it.
+
+        Until then folders count as those of another host.
+        """
+        chunks, is_on_this_host = download.chunks, FolderStore.is_on_this_host
 
         def failing(*args: Any) -> Any:
-            download.chunks = chunks
+            download.chunks, FolderStore.is_on_this_host = chunks, is_on_this_host
             yield next(chunks(*args))[:100]
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        download.chunks = failing
+        download.chunks, FolderStore.is_on_this_host = failing, lambda store: False
 
     def delta_die_while_staging(self, rank: int) -> None:
         """Kill this worker when it next stages, once it has fetched."""

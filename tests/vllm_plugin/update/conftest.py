@@ -7,6 +7,7 @@ import torch
 from plain_ranks import SHAPES, Fused, Ranks, publish
 from trainer import Trainer
 
+from patchstore.stores.folder import FolderStore
 from tests.support.interpreted import DEVICE, kernels
 from vllm_plugin.update import Updater
 from vllm_plugin.weights import LiveWeights
@@ -42,6 +43,12 @@ def open_ranks(tmp_path) -> Iterator[Callable[..., Ranks]]:
     yield start
     for each in made:
         each.close()
+
+
+@pytest.fixture
+def is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders count as those of another host, of which files are kept here."""
+    monkeypatch.setattr(FolderStore, "is_on_this_host", lambda store: False)
 
 
 @pytest.fixture

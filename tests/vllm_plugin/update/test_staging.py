@@ -155,6 +155,7 @@ def test_parameters_that_moved_are_refused_before_and_after_staging(ranks, updat
     assert serves(ranks, trainer.history[0])
 
 
+@pytest.mark.usefixtures("is_elsewhere")
 @pytest.mark.parametrize(
     "end", ["accept", "drop", "roll_back", "close", "mark_half_applied", "prefetch of another"]
 )
@@ -175,6 +176,7 @@ def test_payloads_are_on_disk_while_staged_and_no_longer(ranks, updater, version
     assert ranks.spooled() == []
 
 
+@pytest.mark.usefixtures("is_elsewhere")
 def test_two_servers_of_a_host_download_each_payload_once(trainer, open_ranks, tmp_path, monkeypatch):
     keys = []
     download = host_cache.download
@@ -201,6 +203,24 @@ def test_two_servers_of_a_host_download_each_payload_once(trainer, open_ranks, t
     assert sorted(key.partition("/")[0] for key in keys) == ["anchors", *["deltas"] * 3, *["states"] * 3]
 
 
+def test_deltas_of_a_folder_on_this_host_are_not_copied_to_another(ranks, updater, trainer):
+    ranks.stage(2)
+    kept = updater.staged
+    assert ranks.spooled() == []
+    # What is staged is of no file: the folder may change.
+    for each in (1, 2):
+        for payload in history.read_manifest(trainer.store, each).delta.payloads:
+            trainer.store.put(payload.key, b"")
+    ranks.write()
+    updater.accept()
+    assert kept.manifest.version == 2
+    assert serves(ranks, trainer.history[2])
+    ranks.one.forget()
+    with pytest.raises(CorruptObject, match="has 0"):
+        ranks.stage(2)
+
+
+@pytest.mark.usefixtures("is_elsewhere")
 def test_what_was_prefetched_is_gone_from_disk_when_the_store_is_closed(ranks, updater):
     wait_for_prefetch(updater, 2)
     kept = updater._ahead

@@ -1,0 +1,133 @@
+"""Deltas of a store on this host are read into memory: checked like any other, and in no file."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from patchstore.errors import CorruptObject, HostError
+from patchstore.format import history
+from patchstore.format.records import Manifest
+from patchstore.read import deltas, download
+from patchstore.read.deltas import open_deltas
+from patchstore.read.host_cache import HostCache
+from patchstore.stores.folder import FolderStore
+from patchstore.stores.memory import MemoryStore
+from tests.support.weights import Run
+
+
+class Room:
+    """Host memory that is counted."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, num_bytes: int) -> torch.Tensor:
+        self.sizes.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+@pytest.fixture
+def room() -> Room:
+    return Room()
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> tuple[FolderStore, tuple[Manifest, ...]]:
+    """A folder, and two deltas."""
+    run = Run(FolderStore(tmp_path / "bucket"))
+    run.publish_versions(3)
+    run.close()
+    return FolderStore(tmp_path / "bucket"), tuple(history.read_manifest(run.store, each) for each in (1, 2))
+
+
+def patches(
+    store: FolderStore | MemoryStore, manifests: tuple[Manifest, ...], cache: HostCache, room: Room | None
+) -> dict[str, tuple[list[int], list[float]]]:
+    header = history.read_header(store)
+    assert header is not None
+    specs = header.schema.by_name()
+    with open_deltas(store, manifests, specs, None, cache, None, room) as found:
+        merged = {name: found.merged(specs[name], None) for name in found.names}
+        return {
+            name: (patch.indices.tolist(), patch.values.view(torch.uint8).tolist())
+            for name, patch in merged.items()
+        }
+
+
+def test_they_are_the_same_and_in_no_file(
+    published: tuple[FolderStore, tuple[Manifest, ...]], room: Room, tmp_path: Path
+) -> None:
+    cache = HostCache(tmp_path / "cache")
+    found = patches(*published, cache, room)
+    assert list((tmp_path / "cache").iterdir()) == []
+    sizes = [payload.size for each in published[1] if each.delta for payload in each.delta.payloads]
+    # One byte more, so that a longer object is noticed.
+    assert room.sizes == [size + 1 for size in sizes]
+    assert found == patches(*published, cache, None)
+    assert found
+    assert len(list((tmp_path / "cache").iterdir())) > 0
+
+
+def test_where_the_store_is_elsewhere_or_they_are_large_they_are_kept_in_files(
+    published: tuple[FolderStore, tuple[Manifest, ...]],
+    room: Room,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, manifests = published
+    cache, elsewhere = HostCache(tmp_path / "cache"), MemoryStore()
+    for key in store.list():
+        elsewhere.put(key, store.get(key))
+    assert patches(elsewhere, manifests, cache, room) == patches(store, manifests, cache, None)
+    assert room.sizes == []
+    size = sum(each.delta.num_bytes for each in manifests if each.delta)
+    monkeypatch.setattr(deltas, "OWN_BYTES", size - 1)
+    patches(store, manifests, cache, room)
+    assert room.sizes == []
+    monkeypatch.setattr(deltas, "OWN_BYTES", size)
+    patches(store, manifests, cache, room)
+    assert len(room.sizes) == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data[:-1], "should have"),
+        (lambda data: data + b"x", "should have"),
+        (lambda data: data + bytes(10_000), "should have"),
+        (lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:], "should have digest"),
+        (lambda data: b"", "should have"),
+        (None, "is missing"),
+    ],
+    ids=["shorter", "longer", "much longer", "flipped", "empty", "missing"],
+)
+def test_damage_is_noticed(
+    published: tuple[FolderStore, tuple[Manifest, ...]],
+    room: Room,
+    tmp_path: Path,
+    damage: Callable[[bytes], bytes] | None,
+    said: str,
+) -> None:
+    store, manifests = published
+    assert manifests[1].delta is not None
+    key = manifests[1].delta.payloads[0].key
+    if damage is None:
+        store.delete(key)
+    else:
+        store.put(key, damage(store.get(key)))
+    with pytest.raises(CorruptObject, match=said):
+        patches(store, manifests, HostCache(tmp_path / "cache"), room)
+
+
+def test_memory_that_is_short_is_told(
+    published: tuple[FolderStore, tuple[Manifest, ...]], tmp_path: Path
+) -> None:
+    def none(num_bytes: int) -> torch.Tensor:
+        raise MemoryError
+
+    store, (first, _) = published
+    assert first.delta is not None
+    with pytest.raises(HostError, match="memory"):
+        download.in_own_memory(store, first.delta.payloads[0], none)
