@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from patchstore.errors import UsageError
 from patchstore.format.layout import check_key
-from patchstore.stores.base import NUM_PARTS, Chunk, Store, check_range, in_parts
+from patchstore.stores.base import NUM_PARTS, PART_BYTES, Chunk, Store, check_range, in_parts
 from patchstore.stores.messages import Messages
 from patchstore.support import host
 
@@ -27,8 +27,6 @@ _TEMP = ".tmp"
 _STALE_S = 7 * 86_400
 """A temporary file that was not touched for so long was left by a killed writer."""
 _PLACE_ATTEMPTS = 10
-_READ_BYTES = 2 << 20
-"""So much of an object one thread reads at a time, where it is read into memory as a whole."""
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _IMPOSSIBLE = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP}
@@ -99,12 +97,12 @@ class FolderStore(Store):
             num = min(os.fstat(file.fileno()).st_size, len(memory))
 
             def fill(start: int) -> int:
-                at, end = start, min(start + _READ_BYTES, num)
+                at, end = start, min(start + PART_BYTES, num)
                 while at < end and (some := os.preadv(file.fileno(), [memory[at:end]], at)):
                     at += some
                 return at - start
 
-            starts = range(0, num, _READ_BYTES)
+            starts = range(0, num, PART_BYTES)
             if len(starts) < 2:
                 return sum(map(fill, starts))
             with ThreadPoolExecutor(min(NUM_PARTS, len(starts)), "patchstore-read") as pool:
