@@ -198,7 +198,9 @@ class RankWeights:
                 ).tensors
                 self._mirror = {**self._mirror, **found}
                 self.live.cut |= more
-                deltas = leases.enter_context(opened())
+                if needs is not None:
+                    # More of them is needed now.
+                    deltas = leases.enter_context(opened())
             recorded, fetched = telling.result(), time.monotonic()
             with reading, self.live.aside():
                 staged = self._translate(plan, anchor, deltas, recorded, saved)

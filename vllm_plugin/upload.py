@@ -72,18 +72,10 @@ def send_memory(addresses: Array, sizes: Array, device: torch.device) -> tuple[t
         for part, start in parts:
             block[start : start + len(part)] = part
     else:
-        upload = None
+        upload = _Upload(block)
         for part, start in parts:
-            if _is_pinned(part):
-                block[start : start + len(part)].copy_(part, non_blocking=True)
-                continue
-            if upload is None:
-                upload = _Upload(block)
             upload.add(part, start)
-        if upload is not None:
-            upload.finish()
-        # The caller's memory may be used again from here on.
-        torch.cuda.current_stream(device).synchronize()
+        upload.finish()
     places = np.empty_like(addresses)
     run = np.searchsorted(begins, np.arange(len(order)), side="right") - 1
     places[order] = firsts + (starts - origins)[run]
@@ -122,20 +114,32 @@ def tables_on(device: torch.device, *arrays: Array) -> list[torch.Tensor]:
 
 
 class _Upload:
-    """Copies host memory into a block on the device, through two pinned buffers in turn."""
+    """Copies host memory into a block on the device: pinned memory as it is, other through two pinned buffers
+    in turn.
+    """
 
     def __init__(self, block: torch.Tensor) -> None:
         self._block = block
-        size = min(UPLOAD, block.numel())
-        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._sent: list[Any] = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
+        self._buffers: list[torch.Tensor] = []
+        """None yet, where all is pinned so far."""
+        self._sent: list[Any] = []
         self._number = 0
         self._start = 0
         """Of the buffer in turn, in the block."""
         self._fill = 0
 
     def add(self, data: torch.Tensor, place: int) -> None:
-        """Copy bytes; places ascend."""
+        """Copy bytes, which stay as they are until `finish`; places ascend."""
+        if _is_pinned(data):
+            # First what a buffer holds: it goes to the block as one range, which must not have this in it.
+            self._flush()
+            self._block[place : place + len(data)].copy_(data, non_blocking=True)
+            self._start = place + len(data)
+            return
+        if not self._buffers:
+            size = min(UPLOAD, self._block.numel())
+            self._buffers = [pinned(size, self._block.device) for _ in range(2)]
+            self._sent = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
         while data.numel():
             if not self._start <= place < self._start + len(self._buffers[0]):
                 self._flush()
@@ -156,9 +160,9 @@ class _Upload:
         self._sent[self._number].synchronize()
 
     def finish(self) -> None:
-        """Send the rest, and wait until it is there."""
+        """Send the rest, and wait until all is there."""
         self._flush()
-        self._sent[1 - self._number].synchronize()
+        torch.cuda.current_stream(self._block.device).synchronize()
 
 
 def neighbours(tensors: Sequence[torch.Tensor], most: int | None = None) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +17,7 @@ from patchstore.format.state_sums import Sums
 from patchstore.payloads import delta_file
 from patchstore.payloads.delta_file import Stored
 from patchstore.read import ranges
-from patchstore.read.download import fill, in_memory, in_own_memory, room_for
+from patchstore.read.download import OwnMemory, fill, in_memory, room_for
 from patchstore.read.parts import Parts, check_boxes, check_listed, check_patches
 from patchstore.stores.base import Store
 from patchstore.support.threads import Threads
@@ -251,13 +252,9 @@ def open_deltas(
         CorruptObject: a payload is not what its manifest names, or not a delta of this run.
         HostError: this host has no space for them, or is short of something else.
     """
-    sizes = (each.delta.num_bytes for each in manifests if each.delta is not None)
-    if allocate is not None and (not store.is_on_this_host() or sum(sizes) > OWN_BYTES):
-        allocate = None
+    payloads = [payload for each in manifests if each.delta is not None for payload in each.delta.payloads]
 
     def local(wanted: Payload) -> memoryview:
-        if allocate is not None:
-            return in_own_memory(store, wanted, allocate)
         # The file is closed at once: of a chain of any length, one is open at a time.
         if lend is not None:
             with lend(store, wanted) as file:
@@ -271,27 +268,54 @@ def open_deltas(
             return in_memory(file)
 
     with ExitStack() as files:
+        if allocate is not None and needs is None and _are_near(store, payloads):
+            # Nothing here refers to that memory: it is free when the caller needs it no more.
+            yield _opened(store, manifests, schema, None, partial(OwnMemory(payloads, allocate).read, store))
+            return
         lend = None if cache is None else files.enter_context(cache.lease())
-        versions: list[Version] = []
-        for manifest in manifests:
-            assert manifest.delta is not None
-            # Before anything is fetched, so that a newer release's bucket fails at once.
-            is_coded = isinstance(encoding(manifest.delta.encoding), Context)
-            stored: dict[str, Parts] = {}
-            if needs is not None and is_coded:
-                payloads = _ranges(store, manifest, schema, needs)
-            else:
-                payloads = (
-                    (wanted.key, delta_file.read_delta(wanted.key, local(wanted), manifest, schema))
-                    for wanted in manifest.delta.payloads
-                )
-            for key, found in payloads:
-                for name, parts in found.items():
-                    stored[name] = (*stored.get(name, ()), *[(key, each) for each in parts])
-            for name, its in stored.items():
-                check_boxes(manifest.version, schema[name], its)
-            versions.append((manifest, stored))
-        yield Deltas(versions, schema)
+        yield _opened(store, manifests, schema, needs, local)
+
+
+def _are_near(store: Store, payloads: Sequence[Payload]) -> bool:
+    """Whether payloads are files of this host, and few bytes."""
+    if not payloads or OwnMemory.size_of(payloads) > OWN_BYTES:
+        return False
+    # They are in one folder.
+    return store.is_on_this_host(payloads[0].key)
+
+
+def _opened(
+    store: Store,
+    manifests: Sequence[Manifest],
+    schema: Mapping[str, TensorSpec],
+    needs: ranges.Needs | None,
+    local: Callable[[Payload], memoryview],
+) -> Deltas:
+    """Read deltas. Raises as `open_deltas`.
+
+    Args:
+        local: fetches a payload, and maps it or reads it into memory.
+    """
+    versions: list[Version] = []
+    for manifest in manifests:
+        assert manifest.delta is not None
+        # Before anything is fetched, so that a newer release's bucket fails at once.
+        is_coded = isinstance(encoding(manifest.delta.encoding), Context)
+        stored: dict[str, Parts] = {}
+        if needs is not None and is_coded:
+            payloads = _ranges(store, manifest, schema, needs)
+        else:
+            payloads = (
+                (wanted.key, delta_file.read_delta(wanted.key, local(wanted), manifest, schema))
+                for wanted in manifest.delta.payloads
+            )
+        for key, found in payloads:
+            for name, parts in found.items():
+                stored[name] = (*stored.get(name, ()), *[(key, each) for each in parts])
+        for name, its in stored.items():
+            check_boxes(manifest.version, schema[name], its)
+        versions.append((manifest, stored))
+    return Deltas(versions, schema)
 
 
 def _ranges(

@@ -3,11 +3,10 @@
 With a host cache the processes of a host share downloads; without one each process downloads for itself.
 """
 
-import ctypes
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -28,8 +27,7 @@ SMALL_BYTES = 1 << 16
 """Files up to this size are read into memory: a process may map only 65,530 (`vm.max_map_count`)."""
 
 
-_TMPFS = 0x01021994
-"""`TMPFS_MAGIC` of linux/magic.h."""
+_ALIGNMENT = 64
 _UNASKED_BYTES = 64 << 20
 """Payloads up to this size are downloaded without a request for their size first."""
 
@@ -84,26 +82,44 @@ def fill(file: BinaryIO, store: Store, wanted: Payload) -> None:
     file.writelines(chunks(store, wanted))
 
 
-def in_own_memory(store: Store, wanted: Payload, allocate: Callable[[int], torch.Tensor]) -> memoryview:
-    """Read a payload into memory that is this process's alone, where nothing changes it; no file is made.
+class OwnMemory:
+    """Memory that is this process's alone, where nothing changes what was verified; no file is made."""
 
-    Args:
-        allocate: returns so many bytes of host memory, uint8.
+    def __init__(self, payloads: Sequence[Payload], allocate: Callable[[int], torch.Tensor]) -> None:
+        """Make room for these payloads at once.
 
-    Raises:
-        CorruptObject: as `chunks`.
-        HostError: there is no memory for it.
-    """
-    with room_for(store, wanted, "memory"):
-        # One byte more: see `chunks`.
-        memory = allocate(wanted.size + 1).numpy().data
-    try:
-        with host.reading(wanted.key):
-            num_bytes = store.read_into(wanted.key, memory)
-    except NotFound as exc:
-        raise missing(store, wanted) from exc
-    deque(hashing.verified((memory[:num_bytes],), wanted), maxlen=0)
-    return memory[:num_bytes]
+        Args:
+            allocate: returns so many bytes of host memory, uint8.
+
+        Raises:
+            HostError: there is no memory for them.
+        """
+        num_bytes = self.size_of(payloads)
+        with host.asked(f"holding {num_bytes:,} bytes of deltas in memory", kinds=host.SHORT_OF_MEMORY):
+            self._memory = allocate(num_bytes)
+        self._at = 0
+
+    @staticmethod
+    def size_of(payloads: Iterable[Payload]) -> int:
+        """Return how many bytes these take."""
+        # One byte more each: see `chunks`.
+        return sum(-(-(wanted.size + 1) // _ALIGNMENT) * _ALIGNMENT for wanted in payloads)
+
+    def read(self, store: Store, wanted: Payload) -> memoryview:
+        """Read one of them, verified. The memory lives as long as any of what this returns.
+
+        Raises:
+            CorruptObject: as `chunks`.
+        """
+        memory = self._memory[self._at : self._at + wanted.size + 1].numpy().data
+        self._at += self.size_of([wanted])
+        try:
+            with host.reading(wanted.key):
+                num_bytes = store.read_into(wanted.key, memory)
+        except NotFound as exc:
+            raise missing(store, wanted) from exc
+        deque(hashing.verified((memory[:num_bytes],), wanted), maxlen=0)
+        return memory[:num_bytes]
 
 
 def reserve(file: int, num_bytes: int) -> None:
@@ -112,7 +128,7 @@ def reserve(file: int, num_bytes: int) -> None:
     Raises:
         OSError: there is not (ENOSPC), or the system refuses.
     """
-    if _is_of_memory(file):
+    if host.file_system_number(file) == host.TMPFS:
         # Reserving would write zeros, which takes as long as writing the file (tmpfs).
         found = os.fstatvfs(file)
         if found.f_blocks and found.f_bavail * found.f_frsize < num_bytes:
@@ -120,13 +136,6 @@ def reserve(file: int, num_bytes: int) -> None:
         return
     # Saves allocating block by block (1 GB in 0.7 s instead of 3.2, ext4).
     os.posix_fallocate(file, 0, num_bytes)
-
-
-def _is_of_memory(file: int) -> bool:
-    """Whether a file is in memory, as in `/dev/shm`."""
-    # The first of many fields is the kind of the file system.
-    fields = (ctypes.c_long * 64)()
-    return ctypes.CDLL(None).fstatfs(file, fields) == 0 and fields[0] == _TMPFS
 
 
 def in_memory(file: BinaryIO) -> memoryview:

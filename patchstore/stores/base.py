@@ -105,8 +105,11 @@ class Store(ABC):
         stop = self.size(key) if end is None else end
         yield from in_parts(partial(self.get, key), start, stop)
 
-    def is_on_this_host(self) -> bool:
-        """Whether objects are files of this host, on a disk or in memory, and a second copy gains nothing."""
+    def is_on_this_host(self, key: str) -> bool:
+        """Whether an object is a file of this host, on a disk or in memory: a copy of it would gain nothing.
+
+        False if there is no such object.
+        """
         return False
 
     def read_into(self, key: str, memory: memoryview) -> int:

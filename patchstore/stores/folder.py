@@ -14,10 +14,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import BinaryIO
 
-from patchstore.errors import UsageError
+from patchstore.errors import NotFound, UsageError
 from patchstore.format.layout import check_key
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Chunk, Store, check_range, in_parts
 from patchstore.stores.messages import Messages
@@ -59,7 +58,6 @@ class FolderStore(Store):
         # Absolute, since it is handed on to servers that run in other folders.
         self.url = self._root
         self._messages = Messages(self.url)
-        self._is_local = False
         self._swept = False
         self._sweep_lock = threading.Lock()
 
@@ -83,12 +81,11 @@ class FolderStore(Store):
             stop = size if end is None else min(end, size)
             yield from in_parts(partial(self._part, key, file.fileno()), start, stop)
 
-    def is_on_this_host(self) -> bool:
-        if not self._is_local:
-            with suppress(OSError):
-                # A folder that is not there yet is asked about again.
-                self._is_local = host.file_system(Path(self._root)) in host.LOCAL
-        return self._is_local
+    def is_on_this_host(self, key: str) -> bool:
+        # Of the file itself, as another file system may be mounted below the root.
+        with suppress(NotFound), self._translate_errors("read", key), self._open("read", key) as file:
+            return host.file_system_number(file.fileno()) in host.LOCAL
+        return False
 
     def read_into(self, key: str, memory: memoryview) -> int:
         with self._translate_errors("read", key):

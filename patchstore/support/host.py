@@ -1,5 +1,6 @@
 """Errors of this host, such as a full disk, with advice on what to do."""
 
+import ctypes
 import errno
 import os
 import re
@@ -37,8 +38,14 @@ _WORDS = {"DefaultCPUAllocator": errno.ENOMEM, "can't start new thread": errno.E
 _RUST = re.compile(r"\(os error (\d+)\)")
 REMOTE = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "fuse.sshfs", "fuse.glusterfs"}
 """File systems that several hosts share, where a lock may be known to one of them alone."""
-LOCAL = {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"}
-"""File systems on a disk, or in the memory, of one host. Of others it is not known, such as FUSE."""
+TMPFS = 0x01021994
+LOCAL = {
+    *(TMPFS, 0x858458F6),  # in memory: tmpfs, ramfs
+    *(0xEF53, 0x58465342, 0x9123683E, 0x2FC12FC1, 0xF2F52010),  # ext2 to ext4, xfs, btrfs, zfs, f2fs
+    0x794C7630,  # overlay
+}
+"""Numbers (linux/magic.h) of file systems on a disk, or in the memory, of one host. Of others, such as FUSE,
+that is not known."""
 
 
 def refused(number: int | None, doing: str, *, reason: str = "", where: object = None) -> HostError:
@@ -112,3 +119,10 @@ def file_system(path: Path) -> str | None:
             if mount.split()[2] == number:
                 return source.split()[0]
     return None
+
+
+def file_system_number(file: int) -> int | None:
+    """Return the number of the file system that has an open file; None where the system does not say."""
+    # The first of many fields is the kind of the file system.
+    fields = (ctypes.c_long * 64)()
+    return int(fields[0]) if ctypes.CDLL(None).fstatfs(file, fields) == 0 else None

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from patchstore.read import download
+from patchstore.support import host
 
 SHM = Path("/dev/shm")
 
 
 def test_a_file_on_a_disk_has_its_space_from_the_start(tmp_path: Path) -> None:
     with (tmp_path / "file").open("xb") as file:
-        if download._is_of_memory(file.fileno()):
+        if host.file_system_number(file.fileno()) == host.TMPFS:
             pytest.skip("temporary files are in memory here")
         download.reserve(file.fileno(), 1 << 20)
         assert Path(file.name).stat().st_size == 1 << 20
@@ -23,7 +24,7 @@ def test_a_file_on_a_disk_has_its_space_from_the_start(tmp_path: Path) -> None:
 @pytest.mark.skipif(not SHM.is_dir(), reason="needs a file system in memory")
 def test_a_file_in_memory_takes_none_before_it_is_written() -> None:
     with tempfile.NamedTemporaryFile(dir=SHM) as file:
-        if not download._is_of_memory(file.fileno()):
+        if host.file_system_number(file.fileno()) != host.TMPFS:
             pytest.skip("/dev/shm is no tmpfs here")
         download.reserve(file.fileno(), 1 << 20)
         assert Path(file.name).stat().st_blocks == 0

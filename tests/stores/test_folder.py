@@ -457,16 +457,21 @@ def test_a_long_read_stays_with_the_file_that_it_opened(tmp_path: Path) -> None:
         next(store.read("object"))
 
 
-def test_a_folder_of_a_disk_or_of_memory_is_on_this_host(
+def test_a_file_on_a_disk_or_in_memory_is_on_this_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = FolderStore(tmp_path / "later")
-    assert not store.is_on_this_host()
-    store.put("a", b"x")
-    assert store.is_on_this_host()
-    for kind in ("nfs4", "fuse.mountpoint-s3", "9p", None):
-        monkeypatch.setattr(host, "file_system", lambda _, kind=kind: kind)
-        assert not FolderStore(tmp_path / "later").is_on_this_host(), kind
+    assert not store.is_on_this_host("a/b")
+    store.put("a/b", b"x")
+    assert store.is_on_this_host("a/b")
+    assert not store.is_on_this_host("a/c")
+    os.mkfifo(tmp_path / "later" / "pipe")
+    with pytest.raises(UsageError, match="pipe"):
+        store.is_on_this_host("pipe")
+    # NFS, FUSE, 9p, and where the system does not say.
+    for number in (0x6969, 0x65735546, 0x01021997, None):
+        monkeypatch.setattr(host, "file_system_number", lambda _, number=number: number)
+        assert not store.is_on_this_host("a/b"), number
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/etc/passwd")])

@@ -109,7 +109,7 @@ class FailingExtension(DeltaWorkerExtension):
 
         From the first one on, folders count as those of another host, of which files are kept here.
         """
-        FolderStore.is_on_this_host = lambda store: False
+        FolderStore.is_on_this_host = lambda store, key: False
         if not hasattr(host_cache.download, "keys"):
             download, keys = host_cache.download, []
 
@@ -135,7 +135,7 @@ class FailingExtension(DeltaWorkerExtension):
             yield next(chunks(*args))[:100]
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        download.chunks, FolderStore.is_on_this_host = failing, lambda store: False
+        download.chunks, FolderStore.is_on_this_host = failing, lambda store, key: False
 
     def delta_die_while_staging(self, rank: int) -> None:
         """Kill this worker when it next stages, once it has fetched."""

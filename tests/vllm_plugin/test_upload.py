@@ -1,5 +1,7 @@
 """What is brought to a device is there as it was, wherever it lay."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,8 @@ import torch
 from patchstore.encodings import EncodedTensor
 from patchstore.format.records import TensorSpec
 from tests.support.interpreted import DEVICE, kernels
-from vllm_plugin.upload import send, send_memory, tables_on
+from vllm_plugin import upload
+from vllm_plugin.upload import pinned, send, send_memory, tables_on
 
 pytestmark = pytest.mark.vllm
 
@@ -25,6 +28,32 @@ def test_memory_arrives_with_its_elements_aligned() -> None:
     for start, size, place in zip(starts, sizes, places, strict=True):
         found = block[place : place + size].cpu().numpy()
         assert np.array_equal(found, data[start : start + size])
+
+
+@pytest.mark.parametrize("room", [64, 1 << 12])
+def test_pinned_memory_goes_as_it_is_between_other_memory(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    data = np.random.default_rng(1).integers(0, 256, 8192, dtype=np.uint8)
+    # Parts in ascending order; one of three is pinned, as it may lie between, before or behind others.
+    starts, sizes = np.arange(0, 8000, 200), np.tile([200, 130, 1, 64], 10)
+    if torch.cuda.is_available():
+        held = pinned(len(data), DEVICE)
+        held.numpy()[:] = data
+        addresses = np.where(np.arange(40) % 3 == 1, held.data_ptr(), data.ctypes.data) + starts
+    else:
+        addresses = data.ctypes.data + starts
+        chosen = set(addresses[1::3].tolist())
+        monkeypatch.setattr(upload, "_is_pinned", lambda part: part.data_ptr() in chosen)
+        for name in ("Event", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: Mock())
+    monkeypatch.setattr(upload, "UPLOAD", room)
+    block = torch.zeros(16384, dtype=torch.uint8, device=DEVICE)
+    sending = upload._Upload(block)
+    places = starts * 2
+    for address, size, place in zip(addresses.tolist(), sizes.tolist(), places.tolist(), strict=True):
+        sending.add(upload.memory_of(address, size), place)
+    sending.finish()
+    for start, size, place in zip(starts, sizes, places, strict=True):
+        assert np.array_equal(block[place : place + size].cpu().numpy(), data[start : start + size])
 
 
 def test_nothing_takes_no_memory() -> None:

@@ -48,7 +48,7 @@ def open_ranks(tmp_path) -> Iterator[Callable[..., Ranks]]:
 @pytest.fixture
 def is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders count as those of another host, of which files are kept here."""
-    monkeypatch.setattr(FolderStore, "is_on_this_host", lambda store: False)
+    monkeypatch.setattr(FolderStore, "is_on_this_host", lambda store, key: False)
 
 
 @pytest.fixture
