@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from patchstore.encodings import Encoding, IndexEncoding
@@ -19,11 +20,15 @@ from patchstore.kernels import context_encode, context_tables, digest
 from patchstore.kernels.segments import Kind
 from patchstore.payloads import delta_file
 from patchstore.payloads.delta import EncodedDelta, listed_parts, part_order, part_tiling, with_bridges
-from patchstore.publish.snapshot.block import Block
+from patchstore.publish.snapshot.block import Block, Span
 from patchstore.publish.snapshot.device import DeviceChanges, on
 from patchstore.tensors.bits import TensorPatch, bits, grouped
 from patchstore.tensors.parts import positions
 from patchstore.tensors.state_digest import Sums, of_elements
+
+Array = npt.NDArray[Any]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def encode(
@@ -64,7 +69,7 @@ class _Found(NamedTuple):
     """What changed of a part, on the device."""
 
     part: Part
-    patch: TensorPatch
+    span: Span
     """By place in the part."""
     parent: torch.Tensor
     """The part before."""
@@ -76,18 +81,18 @@ def _found(
     changes: DeviceChanges, block: Block, parts: Mapping[str, Part], *, is_coded: bool
 ) -> list[_Found]:
     """Return what changed, ascending by the names of parts."""
-    found = []
-    for spec, patch in block.patches():
-        part = parts[spec.name]
-        cut = part_tiling(part, patch.indices.numel()) if is_coded else None
-        found.append(_Found(part, patch, changes.snapshot.tensors[spec.name], cut))
+    found, tensors = [], changes.snapshot.tensors
+    for span in block.spans():
+        part = parts[span.spec.name]
+        cut = part_tiling(part, span.num) if is_coded else None
+        found.append(_Found(part, span, tensors[span.spec.name], cut))
     return found
 
 
 def _encode_parts(changes: DeviceChanges, index: IndexEncoding, parts: Mapping[str, Part]) -> EncodedDelta:
     block = changes.block(gaps=False, parts=parts)
     found = _found(changes, block, parts, is_coded=False)
-    listed = listed_parts(_stated(found, index))
+    listed = listed_parts(_stated(block, found, index))
     entries, firsts = delta_file.encoded(listed, index)
     return EncodedDelta(
         encoding=index.name,
@@ -105,11 +110,11 @@ def _encode_context(
     encoding: Context,
     parts: Mapping[str, Part],
 ) -> EncodedDelta:
-    block = changes.block(gaps=False, parts=None if _are_whole(parts) else parts)
+    block = changes.block(gaps=False, parts=None if _are_whole(parts) else parts, is_by_dtype=True)
     found = _found(changes, block, parts, is_coded=True)
-    listed = listed_parts(_stated([each for each in found if each.cut is None], encoding.index))
+    listed = listed_parts(_stated(block, [each for each in found if each.cut is None], encoding.index))
     # The host works on one of these while the device works on the other.
-    coding = _Coding([each for each in found if each.cut is not None], schema)
+    coding = _Coding(block, [each for each in found if each.cut is not None], schema)
     digesting = _Digesting(found, changes.snapshot.device)
     coding.order()
     entries, firsts = delta_file.encoded(listed, encoding.index)
@@ -125,14 +130,15 @@ def _encode_context(
     )
 
 
-def _stated(found: Sequence[_Found], index: IndexEncoding) -> list[tuple[Part, TensorPatch]]:
+def _stated(block: Block, found: Sequence[_Found], index: IndexEncoding) -> list[tuple[Part, TensorPatch]]:
     """Return what a file states of parts, by position in the tensor, on the host."""
     stated = []
-    indices = _on_host([each.patch.indices for each in found])
-    values = _on_host([bits(each.patch.values) for each in found])
-    for each, its_indices, its_values in zip(found, indices, values, strict=True):
-        part, dtype = each.part, each.patch.values.dtype
-        patch = TensorPatch(name=each.patch.name, indices=its_indices, values=its_values.view(dtype))
+    patches = [block.patch(each.span) for each in found]
+    indices = _on_host([patch.indices for patch in patches])
+    values = _on_host([bits(patch.values) for patch in patches])
+    for each, there, its_indices, its_values in zip(found, patches, indices, values, strict=True):
+        part = each.part
+        patch = TensorPatch(name=there.name, indices=its_indices, values=its_values.view(there.values.dtype))
         if not part.is_whole:
             patch = replace(patch, indices=positions(part, patch.indices))
         elif index.with_bridges(patch.indices) is not patch.indices:
@@ -158,16 +164,17 @@ def _growth(block: Block, found: Sequence[_Found]) -> dict[str, Sums]:
         if each.part.lines is not None:
             continue
         # Cut in three dimensions, which is rare.
-        local = each.patch.indices.to(torch.int64)
+        patch = block.patch(each.span)
+        local = patch.indices.to(torch.int64)
         at, old = positions(each.part, local), bits(each.parent)[local]
-        growth[each.part.key] = of_elements(at, each.patch.values).minus(of_elements(at, old))
+        growth[each.part.key] = of_elements(at, patch.values).minus(of_elements(at, old))
     return growth
 
 
 class _Coding:
     """Coded parts on their way to a file's entries; see `context_encode.Encoder` for the steps."""
 
-    def __init__(self, coded: Sequence[_Found], schema: Sequence[TensorSpec]) -> None:
+    def __init__(self, block: Block, coded: Sequence[_Found], schema: Sequence[TensorSpec]) -> None:
         places = {spec.name: place for place, spec in enumerate(schema)}
         self._ordered = sorted(coded, key=lambda each: (places[each.part.spec.name], each.part.box_start))
         self._places = [places[each.part.spec.name] for each in self._ordered]
@@ -183,18 +190,19 @@ class _Coding:
                 coded, lambda each: each.part.spec.dtype, lambda each: each.part.num_elements
             )
         ]
-        patches = [each.patch for each in self._ordered]
-        counts = [patch.indices.numel() for patch in patches]
-        is_wide = any(patch.indices.dtype == torch.int64 for patch in patches)
+        spans = [each.span for each in self._ordered]
+        nums, indices, values, index_widths = np.array([span[1:] for span in spans], dtype=np.int64).T
+        widths = np.array([DTYPE_BYTES[span.spec.dtype] for span in spans], dtype=np.int64)
+        positions_dtype = torch.int64 if (index_widths == 8).any() else torch.int32
         self._encoder = context_encode.Encoder(
             context_tables.geometry(self._cuts),
             np.array(
                 [context_tables.FORMATS[each.part.spec.dtype] for each in self._ordered], dtype=np.int64
             ),
             np.array([each.parent.data_ptr() for each in self._ordered], dtype=np.int64),
-            _joined([patch.indices for patch in patches], torch.int64 if is_wide else torch.int32),
-            _joined([patch.values for patch in patches], torch.int16),
-            np.array([0, *accumulate(counts)], dtype=np.int64),
+            _joined(block.data, indices, nums, index_widths, positions_dtype),
+            _joined(block.data, values, nums, widths, torch.int16),
+            np.concatenate([np.zeros(1, dtype=np.int64), nums.cumsum()]),
             groups,
         )
 
@@ -224,19 +232,24 @@ class _Coding:
         return {"table": table, "tiles": streams}
 
 
-def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Concatenate the bits of flat tensors as integers; without a copy where they lie side by side."""
-    runs: list[tuple[torch.Tensor, int]] = []
-    width = end = 0
-    for each in parts:
-        address, num, its = each.data_ptr(), each.numel(), each.element_size()
-        if runs and address == end and its == width:
-            runs[-1] = runs[-1][0], runs[-1][1] + num
-        else:
-            runs.append((each, num))
-        end, width = address + num * its, its
-    # A call for each part would take longer than all kernels, where there are thousands.
-    held = [bits(first.as_strided((num,), (1,))).to(dtype) for first, num in runs]
+def _joined(
+    data: torch.Tensor, starts: Array, nums: Array, widths: Array, dtype: torch.dtype
+) -> torch.Tensor:
+    """Concatenate lists of integers; without a copy where they lie side by side.
+
+    Args:
+        data: uint8, in which they lie.
+        starts: int64 [num], at which byte each begins; so are the next two.
+        nums: elements of each.
+        widths: bytes of an element.
+    """
+    ends = starts + nums * widths
+    # A call for each list would take longer than all kernels, where there are thousands.
+    is_first = np.concatenate([[True], (starts[1:] != ends[:-1]) | (widths[1:] != widths[:-1])])
+    firsts = np.flatnonzero(is_first)
+    lasts = np.concatenate([firsts[1:], [len(starts)]]) - 1
+    runs = zip(starts[firsts].tolist(), ends[lasts].tolist(), widths[firsts].tolist(), strict=True)
+    held = [data[start:end].view(_INTEGERS[width]).to(dtype) for start, end, width in runs]
     return held[0] if len(held) == 1 else torch.cat(held)
 
 

@@ -333,6 +333,10 @@ class CostsAhead:
         self._columns: dict[int, Array] = {}
         """By the identity of the set, which `sure`, or whoever asks, keeps."""
         self._costs: _Costs | None = None
+        self._asked: tuple[int, int] | None = None
+        """Which sets were asked for last: from which on, and how many there were."""
+        self._table: Array = np.zeros((0, 0))
+        """float64 [parts, sets], of those."""
 
     def of(self, part: int, sets: Sequence[RowSet], first: int) -> npt.NDArray[np.float64]:
         """Return the bits of a part with each of the sets from `first` on."""
@@ -340,13 +344,16 @@ class CostsAhead:
         if self._costs is None or not self._begin <= place < self._end:
             self._begin, self._end = place, min(place + _PARTS_AHEAD, len(self._order))
             self._costs = _Costs(self.totals.of(self._order[self._begin : self._end]))
-            self._columns = {}
+            self._columns, self._asked = {}, None
             self._work_out(
                 [*sets[first:], *(each for at, each in self._sure if self._begin < at < self._end)]
             )
-        self._work_out(sets[first:])
-        at = place - self._begin
-        return np.array([self._columns[id(each)][at] for each in sets[first:]])
+        if self._asked != (first, len(sets)):
+            self._work_out(sets[first:])
+            self._table = np.stack([self._columns[id(each)] for each in sets[first:]], axis=1)
+            self._asked = first, len(sets)
+        its: npt.NDArray[np.float64] = self._table[place - self._begin]
+        return its
 
     def _work_out(self, sets: Sequence[RowSet]) -> None:
         assert self._costs is not None

@@ -15,7 +15,7 @@ import torch
 
 from patchstore.format.records import DTYPE_BYTES, Part, TensorSpec
 from patchstore.kernels import new_stream
-from patchstore.publish.snapshot.block import Block
+from patchstore.publish.snapshot.block import Block, Layout
 from patchstore.publish.snapshot.memory import (
     Place,
     Stream,
@@ -75,14 +75,18 @@ class DeviceChanges(Changes):
         self.snapshot = snapshot
         self._nums = nums
 
-    def block(self, *, gaps: bool, parts: Mapping[str, Part] | None = None) -> Block:
+    def block(
+        self, *, gaps: bool, parts: Mapping[str, Part] | None = None, is_by_dtype: bool = False
+    ) -> Block:
         """Encode in `gap`, or `raw`, on the device; on the current stream, and waits for it.
 
         Args:
+            is_by_dtype: whether to have tensors of one dtype side by side, and not all of one width as in a
+                file.
             parts: by the snapshot's names, if these are parts of tensors. Digest sums are those of elements
                 at their positions in the tensors; they mean nothing for parts without `Part.lines`.
         """
-        return self.snapshot.block(self._nums, gaps=gaps, parts=parts)
+        return self.snapshot.block(self._nums, gaps=gaps, parts=parts, is_by_dtype=is_by_dtype)
 
     def patches(self) -> Patches:
         with self.snapshot.here(), on(self.snapshot.side):
@@ -134,7 +138,9 @@ class DeviceSnapshot:
         self._num_words = 0
         """What the last comparison found."""
         self.tensors = views(self._memory, self._specs, self._tiles.first_bytes[:-1])
-        self._orders = {gaps: self._entry_order(gaps) for gaps in (False, True)}
+        kinds = [(False, False), (False, True), (True, False)]
+        self._orders = {kind: self._entry_order(*kind) for kind in kinds}
+        """By whether there are gaps, and whether tensors of one dtype are side by side."""
         self._pointers: tuple[list[int], torch.Tensor, list[int], torch.Tensor] | None = None
         # An anchor is read on another thread, which must not queue behind the caller's work.
         self.side, self._reader = new_stream(device), new_stream(device)
@@ -152,8 +158,12 @@ class DeviceSnapshot:
             with self.here():
                 self._rounder.warm_up(current.rounded, self._memory.data_ptr())
 
-    def _entry_order(self, gaps: bool) -> tuple[list[tuple[int, TensorSpec]], Any]:
-        """Return a payload's entries in the order of `tensor_file.aligned`, and the kernels' table of it."""
+    def _entry_order(self, gaps: bool, is_by_dtype: bool) -> tuple[Layout, Any]:
+        """Return the order of a block's entries, and the kernels' table of it.
+
+        Entries are in the order of `tensor_file.aligned`. Otherwise those of each width are by the dtypes of
+        their tensors, before they are by name.
+        """
         wide = [index_dtype(spec.num_elements) == torch.int64 for spec in self._specs]
         entries = []
         for tensor in sorted(range(len(self._specs)), key=lambda tensor: self._specs[tensor].name):
@@ -161,22 +171,22 @@ class DeviceSnapshot:
             idx = "U16" if gaps else "I64" if wide[tensor] else "I32"
             entries.append((tensor, TensorSpec(name=f"{spec.name}.idx", dtype=idx, shape=())))
             entries.append((tensor, TensorSpec(name=f"{spec.name}.val", dtype=spec.dtype, shape=())))
+        if is_by_dtype:
+            entries.sort(key=lambda entry: self._specs[entry[0]].dtype)
         entries.sort(key=lambda entry: -DTYPE_BYTES[entry[1].dtype])
-        places: list[list[int]] = [[0] * len(self._specs), [0] * len(self._specs)]
-        for place, (tensor, entry) in enumerate(entries):
-            places[entry.name.endswith(".val")][tensor] = place
+        layout = Layout.of(self._specs, entries)
 
-        def table(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=self.device)
+        def table(values: Any) -> torch.Tensor:
+            return torch.from_numpy(values).to(self.device)
 
         order = self._kernels.encode.Order(
-            tensors=table([tensor for tensor, _ in entries]),
-            widths=table([DTYPE_BYTES[entry.dtype] for _, entry in entries]),
-            idx=table(places[0]),
-            val=table(places[1]),
-            wide=table(wide, torch.int32),
+            tensors=table(layout.tensors),
+            widths=table(layout.widths),
+            idx=table(layout.indices),
+            val=table(layout.values),
+            wide=torch.tensor(wide, dtype=torch.int32, device=self.device),
         )
-        return entries, order
+        return layout, order
 
     def compare(self, current: Tensors) -> Changes:
         found = self._found
@@ -375,17 +385,24 @@ class DeviceSnapshot:
         if start >= 0:
             yield range(begin, tiles.stop), start, end
 
-    def block(self, nums: Sequence[int], *, gaps: bool, parts: Mapping[str, Part] | None = None) -> Block:
+    def block(
+        self,
+        nums: Sequence[int],
+        *,
+        gaps: bool,
+        parts: Mapping[str, Part] | None = None,
+        is_by_dtype: bool = False,
+    ) -> Block:
         """See `DeviceChanges.block`."""
         lines = None
         if parts is not None:
             listed = [parts[spec.name].lines or (0, 1, 0) for spec in self._specs]
             lines = torch.tensor(listed, dtype=torch.int64, device=self.device)
-        entries, order = self._orders[gaps]
+        layout, order = self._orders[gaps, is_by_dtype]
         head = self._kernels.encode.head_bytes(len(self._specs))
         size = head + self._tiles.max_data_bytes(nums, gaps=gaps)
         memory = torch.empty(size, dtype=torch.uint8, device=self.device)
         self._kernels.encode.encode(
             self._found, order, self._memory.data_ptr(), memory, gaps=gaps, lines=lines
         )
-        return Block(self._specs, entries, memory, head)
+        return Block(layout, memory, head)
