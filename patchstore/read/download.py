@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import torch
 
@@ -19,9 +19,6 @@ from patchstore.format.missing import missing
 from patchstore.format.records import Payload
 from patchstore.stores.base import Store
 from patchstore.support import host
-
-if TYPE_CHECKING:
-    pass
 
 SMALL_BYTES = 1 << 16
 """Files up to this size are read into memory: a process may map only 65,530 (`vm.max_map_count`)."""
