@@ -371,7 +371,7 @@ def slowly(read):
         return read(store, key, *args, **kwargs)
     return wait
 
-FolderStore.get = slowly(FolderStore.get)
+FolderStore.get, FolderStore.read = slowly(FolderStore.get), slowly(FolderStore.read)
 main.main()
 """
 """Runs a command that waits in the payload of an anchor, so that it can be ended there."""
