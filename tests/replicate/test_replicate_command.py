@@ -3,6 +3,7 @@
 The service is tested in this process too.
 """
 
+import fcntl
 import json
 import random
 import signal
@@ -162,12 +163,16 @@ def test_killed_again_and_again_beside_another_it_completes(
 ) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     run = Run(FolderStore(near))
-    run.publish_versions(20)
+    run.publish_versions(80)
     run.close()
     source, target, chance = FolderStore(near), FolderStore(far), random.Random(seed)
     done, kills = 0, 0
-    while done < 20 and kills < 100:
+    while done < 80 and kills < 100:
         doomed = [started("replicate", near, far, "--json") for _ in range(2)]
+        # They wait for someone who reads, after some versions: on a busy machine the kill comes late.
+        for each in doomed:
+            assert each.stdout is not None
+            fcntl.fcntl(each.stdout, fcntl.F_SETPIPE_SZ, 4096)
         # Until it has copied a version, or has ended as there was none left.
         assert doomed[0].stdout is not None
         doomed[0].stdout.readline()
