@@ -22,13 +22,11 @@ from patchstore.payloads import delta_file
 from patchstore.payloads.delta import EncodedDelta, listed_parts, part_order, part_tiling, with_bridges
 from patchstore.publish.snapshot.block import Block, Span
 from patchstore.publish.snapshot.device import DeviceChanges, on
-from patchstore.tensors.bits import TensorPatch, bits, grouped
+from patchstore.tensors.bits import INTEGERS, TensorPatch, bits, grouped
 from patchstore.tensors.parts import positions
 from patchstore.tensors.state_digest import Sums, of_elements
 
 Array = npt.NDArray[Any]
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def encode(
@@ -110,7 +108,7 @@ def _encode_context(
     encoding: Context,
     parts: Mapping[str, Part],
 ) -> EncodedDelta:
-    block = changes.block(gaps=False, parts=None if _are_whole(parts) else parts, is_by_dtype=True)
+    block = changes.block(gaps=False, parts=None if _are_whole(parts) else parts)
     found = _found(changes, block, parts, is_coded=True)
     listed = listed_parts(_stated(block, [each for each in found if each.cut is None], encoding.index))
     # The host works on one of these while the device works on the other.
@@ -249,7 +247,7 @@ def _joined(
     firsts = np.flatnonzero(is_first)
     lasts = np.concatenate([firsts[1:], [len(starts)]]) - 1
     runs = zip(starts[firsts].tolist(), ends[lasts].tolist(), widths[firsts].tolist(), strict=True)
-    held = [data[start:end].view(_INTEGERS[width]).to(dtype) for start, end, width in runs]
+    held = [data[start:end].view(INTEGERS[width]).to(dtype) for start, end, width in runs]
     return held[0] if len(held) == 1 else torch.cat(held)
 
 

@@ -40,7 +40,7 @@ and the fixed cost of a call is small beside the work."""
 
 _Item = TypeVar("_Item")
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
     Shares memory with a contiguous tensor; one byte gives uint8, wider ones int16, int32, int64.
     """
-    return tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
+    return tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
 
 
 def unsigned(tensor: torch.Tensor) -> npt.NDArray[Any]:

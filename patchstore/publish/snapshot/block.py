@@ -9,22 +9,21 @@ import numpy.typing as npt
 import torch
 
 from patchstore.format.records import DTYPE_BYTES, TensorSpec
-from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch
+from patchstore.tensors.bits import INTEGERS, TORCH_DTYPES, TensorPatch, index_dtype
 from patchstore.tensors.state_digest import Sums
 
 Array = npt.NDArray[Any]
 
-_POSITIONS = {4: torch.int32, 8: torch.int64}
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """In which order the data of a block has the positions, or gaps, and the values of T tensors."""
+    """In which order the data of a block has the positions, or gaps, and the values of T tensors.
+
+    The widest elements first, then by the dtypes of tensors, so that what is alike lies side by side.
+    """
 
     specs: Sequence[TensorSpec]
     """[T], in the order of the head."""
-    entries: Sequence[tuple[int, TensorSpec]]
-    """[2 * T], which of `specs` each is of, and its spec but for its length."""
     tensors: Array
     """int64 [2 * T], which of `specs` each entry is of."""
     widths: Array
@@ -35,22 +34,35 @@ class Layout:
     """int64 [T], which entry has its values."""
     by_name: Array
     """int64 [T], the tensors ascending by name."""
+    gaps: bool
+    """Whether there are gaps in the place of positions."""
 
     @classmethod
-    def of(cls, specs: Sequence[TensorSpec], entries: Sequence[tuple[int, TensorSpec]]) -> "Layout":
-        """Describe entries `<name>.idx` and `<name>.val`."""
-        places = np.zeros((2, len(specs)), dtype=np.int64)
-        for place, (tensor, entry) in enumerate(entries):
-            places[int(entry.name.endswith(".val")), tensor] = place
-        names = sorted(range(len(specs)), key=lambda tensor: specs[tensor].name)
+    def of(cls, specs: Sequence[TensorSpec], *, gaps: bool) -> "Layout":
+        """Order the entries of tensors."""
+        by_name = sorted(range(len(specs)), key=lambda tensor: specs[tensor].name)
+        entries: list[tuple[int, str, bool, int]] = []
+        for place, tensor in enumerate(by_name):
+            spec = specs[tensor]
+            index_bytes = 2 if gaps else index_dtype(spec.num_elements).itemsize
+            entries += [
+                (-width, spec.dtype, is_value, place)
+                for is_value, width in ((False, index_bytes), (True, DTYPE_BYTES[spec.dtype]))
+            ]
+        entries.sort()
+        tensors = np.array([by_name[place] for *_, place in entries], dtype=np.int64)
+        is_value = np.array([each[2] for each in entries], dtype=bool)
+        indices, values = np.zeros((2, len(specs)), dtype=np.int64)
+        indices[tensors[~is_value]] = np.flatnonzero(~is_value)
+        values[tensors[is_value]] = np.flatnonzero(is_value)
         return cls(
             specs=specs,
-            entries=entries,
-            tensors=np.array([tensor for tensor, _ in entries], dtype=np.int64),
-            widths=np.array([DTYPE_BYTES[entry.dtype] for _, entry in entries], dtype=np.int64),
-            indices=places[0],
-            values=places[1],
-            by_name=np.array(names, dtype=np.int64),
+            tensors=tensors,
+            widths=np.array([-each[0] for each in entries], dtype=np.int64),
+            indices=indices,
+            values=values,
+            by_name=np.array(by_name, dtype=np.int64),
+            gaps=gaps,
         )
 
 
@@ -59,13 +71,13 @@ class Span(NamedTuple):
 
     spec: TensorSpec
     num: int
-    """Changed elements."""
+    """Elements that are stated."""
     indices: int
-    """At which byte the positions begin."""
+    """At which byte the positions, or gaps, begin."""
     values: int
     """At which byte the values begin."""
     index_width: int
-    """Bytes of a position."""
+    """Bytes of a position; 2 of a gap."""
 
 
 class Block:
@@ -111,38 +123,36 @@ class Block:
         return Block(self._layout, memory, self._data_start)
 
     def stored(self) -> dict[str, torch.Tensor]:
-        """The payload's tensors by name, which share the block: positions or gaps, and values."""
-        sizes = self._sizes().tolist()
-        parts: tuple[torch.Tensor, ...] = self.data[: sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
-        return {
-            entry.name: part.view(TORCH_DTYPES[entry.dtype])
-            for (_, entry), part, size in zip(self._layout.entries, parts, sizes, strict=True)
-            if size
-        }
-
-    def _sizes(self) -> Array:
-        """Return how many bytes each entry has."""
-        sizes: Array = self._nums[self._layout.tensors] * self._layout.widths
-        return sizes
+        """The payload's tensors, which share the block: by tensor, ascending by name, its positions or gaps,
+        and its values.
+        """
+        found = {}
+        for span in self.spans():
+            found[f"{span.spec.name}.idx"], found[f"{span.spec.name}.val"] = self._views(span)
+        return found
 
     def spans(self) -> list[Span]:
-        """Say where the changes are, of a block in encoding `raw`; ascending by name."""
-        layout, sizes, changed = self._layout, self._sizes(), self._changed()
+        """Say where the changes are; ascending by name."""
+        layout, changed = self._layout, self._changed()
+        sizes = self._nums[layout.tensors] * layout.widths
         starts = sizes.cumsum() - sizes
         indices, values = layout.indices[changed], layout.values[changed]
         columns = self._nums[changed], starts[indices], starts[values], layout.widths[indices]
         rows = np.stack(columns, axis=1).tolist()
         return [Span(layout.specs[tensor], *row) for tensor, row in zip(changed.tolist(), rows, strict=True)]
 
-    def patch(self, span: Span) -> TensorPatch:
-        """Return what changed of one tensor, which shares the block."""
-        data, width = self.data, span.num * DTYPE_BYTES[span.spec.dtype]
+    def _views(self, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the positions, or gaps, and the values."""
+        data, dtype = self.data, TORCH_DTYPES[span.spec.dtype]
         indices = data[span.indices : span.indices + span.num * span.index_width]
-        return TensorPatch(
-            name=span.spec.name,
-            indices=indices.view(_POSITIONS[span.index_width]),
-            values=data[span.values : span.values + width].view(TORCH_DTYPES[span.spec.dtype]),
-        )
+        values = data[span.values : span.values + span.num * dtype.itemsize]
+        integer = torch.uint16 if self._layout.gaps else INTEGERS[span.index_width]
+        return indices.view(integer), values.view(dtype)
+
+    def patch(self, span: Span) -> TensorPatch:
+        """Return what changed of one tensor, of a block in encoding `raw`; it shares the block."""
+        indices, values = self._views(span)
+        return TensorPatch(name=span.spec.name, indices=indices, values=values)
 
     def patches(self) -> list[tuple[TensorSpec, TensorPatch]]:
         """The changes, of a block in encoding `raw`; ascending by name, and sharing the block."""

@@ -32,7 +32,7 @@ from patchstore.publish.snapshot.rounded import Begun, Rounder
 from patchstore.publish.snapshot.streamed import in_groups, make_room, runs
 from patchstore.tensors import parts as part_sums
 from patchstore.tensors import state_digest
-from patchstore.tensors.bits import TORCH_DTYPES, index_dtype
+from patchstore.tensors.bits import TORCH_DTYPES
 from patchstore.tensors.changes import Changes, Patches
 from patchstore.tensors.state_digest import Sums
 
@@ -75,18 +75,14 @@ class DeviceChanges(Changes):
         self.snapshot = snapshot
         self._nums = nums
 
-    def block(
-        self, *, gaps: bool, parts: Mapping[str, Part] | None = None, is_by_dtype: bool = False
-    ) -> Block:
+    def block(self, *, gaps: bool, parts: Mapping[str, Part] | None = None) -> Block:
         """Encode in `gap`, or `raw`, on the device; on the current stream, and waits for it.
 
         Args:
-            is_by_dtype: whether to have tensors of one dtype side by side, and not all of one width as in a
-                file.
             parts: by the snapshot's names, if these are parts of tensors. Digest sums are those of elements
                 at their positions in the tensors; they mean nothing for parts without `Part.lines`.
         """
-        return self.snapshot.block(self._nums, gaps=gaps, parts=parts, is_by_dtype=is_by_dtype)
+        return self.snapshot.block(self._nums, gaps=gaps, parts=parts)
 
     def patches(self) -> Patches:
         with self.snapshot.here(), on(self.snapshot.side):
@@ -138,9 +134,7 @@ class DeviceSnapshot:
         self._num_words = 0
         """What the last comparison found."""
         self.tensors = views(self._memory, self._specs, self._tiles.first_bytes[:-1])
-        kinds = [(False, False), (False, True), (True, False)]
-        self._orders = {kind: self._entry_order(*kind) for kind in kinds}
-        """By whether there are gaps, and whether tensors of one dtype are side by side."""
+        self._orders = {gaps: self._order(Layout.of(self._specs, gaps=gaps)) for gaps in (False, True)}
         self._pointers: tuple[list[int], torch.Tensor, list[int], torch.Tensor] | None = None
         # An anchor is read on another thread, which must not queue behind the caller's work.
         self.side, self._reader = new_stream(device), new_stream(device)
@@ -158,23 +152,8 @@ class DeviceSnapshot:
             with self.here():
                 self._rounder.warm_up(current.rounded, self._memory.data_ptr())
 
-    def _entry_order(self, gaps: bool, is_by_dtype: bool) -> tuple[Layout, Any]:
-        """Return the order of a block's entries, and the kernels' table of it.
-
-        Entries are in the order of `tensor_file.aligned`. Otherwise those of each width are by the dtypes of
-        their tensors, before they are by name.
-        """
-        wide = [index_dtype(spec.num_elements) == torch.int64 for spec in self._specs]
-        entries = []
-        for tensor in sorted(range(len(self._specs)), key=lambda tensor: self._specs[tensor].name):
-            spec = self._specs[tensor]
-            idx = "U16" if gaps else "I64" if wide[tensor] else "I32"
-            entries.append((tensor, TensorSpec(name=f"{spec.name}.idx", dtype=idx, shape=())))
-            entries.append((tensor, TensorSpec(name=f"{spec.name}.val", dtype=spec.dtype, shape=())))
-        if is_by_dtype:
-            entries.sort(key=lambda entry: self._specs[entry[0]].dtype)
-        entries.sort(key=lambda entry: -DTYPE_BYTES[entry[1].dtype])
-        layout = Layout.of(self._specs, entries)
+    def _order(self, layout: Layout) -> tuple[Layout, Any]:
+        """Return a layout of blocks, and the kernels' table of it."""
 
         def table(values: Any) -> torch.Tensor:
             return torch.from_numpy(values).to(self.device)
@@ -184,7 +163,7 @@ class DeviceSnapshot:
             widths=table(layout.widths),
             idx=table(layout.indices),
             val=table(layout.values),
-            wide=torch.tensor(wide, dtype=torch.int32, device=self.device),
+            wide=table(layout.widths[layout.indices] == 8).to(torch.int32),
         )
         return layout, order
 
@@ -385,20 +364,13 @@ class DeviceSnapshot:
         if start >= 0:
             yield range(begin, tiles.stop), start, end
 
-    def block(
-        self,
-        nums: Sequence[int],
-        *,
-        gaps: bool,
-        parts: Mapping[str, Part] | None = None,
-        is_by_dtype: bool = False,
-    ) -> Block:
+    def block(self, nums: Sequence[int], *, gaps: bool, parts: Mapping[str, Part] | None = None) -> Block:
         """See `DeviceChanges.block`."""
         lines = None
         if parts is not None:
             listed = [parts[spec.name].lines or (0, 1, 0) for spec in self._specs]
             lines = torch.tensor(listed, dtype=torch.int64, device=self.device)
-        layout, order = self._orders[gaps, is_by_dtype]
+        layout, order = self._orders[gaps]
         head = self._kernels.encode.head_bytes(len(self._specs))
         size = head + self._tiles.max_data_bytes(nums, gaps=gaps)
         memory = torch.empty(size, dtype=torch.uint8, device=self.device)
