@@ -114,9 +114,7 @@ def tables_on(device: torch.device, *arrays: Array) -> list[torch.Tensor]:
 
 
 class _Upload:
-    """Copies host memory into a block on the device: pinned memory as it is, other through two pinned buffers
-    in turn.
-    """
+    """Copies host memory to a block of the device; what is not pinned goes by two pinned buffers in turn."""
 
     def __init__(self, block: torch.Tensor) -> None:
         self._block = block

@@ -20,6 +20,7 @@ from patchstore.read import ranges
 from patchstore.read.download import OwnMemory, fill, in_memory, room_for
 from patchstore.read.parts import Parts, check_boxes, check_listed, check_patches
 from patchstore.stores.base import Store
+from patchstore.support import host
 from patchstore.support.threads import Threads
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, grouped
 from patchstore.tensors.state_digest import of_elements
@@ -246,7 +247,7 @@ def open_deltas(
         cache: where their files are instead, if given, and may stay.
         needs: which tiles of coded tensors to read, if not all; see `ranges` for what is not checked then.
         allocate: returns host memory, into which deltas of at most `OWN_BYTES` are read if the store is on
-            this host: another file of the same bytes takes more than twice as long to write.
+            this host: a second file of the same bytes would gain nothing, and takes long to write.
 
     Raises:
         CorruptObject: a payload is not what its manifest names, or not a delta of this run.
@@ -280,8 +281,10 @@ def _are_near(store: Store, payloads: Sequence[Payload]) -> bool:
     """Whether payloads are files of this host, and few bytes."""
     if not payloads or OwnMemory.size_of(payloads) > OWN_BYTES:
         return False
-    # They are in one folder.
-    return store.is_on_this_host(payloads[0].key)
+    # The first one tells: where others are elsewhere they are read just as well, and only slower.
+    key = payloads[0].key
+    with host.reading(key):
+        return store.is_on_this_host(key)
 
 
 def _opened(

@@ -1,4 +1,4 @@
-"""Errors of this host, such as a full disk, with advice on what to do."""
+"""This host: its errors, such as a full disk, with advice on what to do; and its file systems."""
 
 import ctypes
 import errno

@@ -339,7 +339,11 @@ class CostsAhead:
         """float64 [parts, sets], of those."""
 
     def of(self, part: int, sets: Sequence[RowSet], first: int) -> npt.NDArray[np.float64]:
-        """Return the bits of a part with each of the sets from `first` on."""
+        """Return the bits of a part with each of the sets from `first` on.
+
+        Args:
+            sets: those of the calls before, and perhaps more behind them.
+        """
         place = self._places[part]
         if self._costs is None or not self._begin <= place < self._end:
             self._begin, self._end = place, min(place + _PARTS_AHEAD, len(self._order))
