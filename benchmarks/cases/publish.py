@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.support.shapes import SHAPES
 from benchmarks.support.software import software
+from benchmarks.support.trainer import PART, RATE, STANDARD_DEVIATION, take_step
 from patchstore import Publisher, open_store
 from patchstore.quantization import CHOICES
 
@@ -29,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forms", nargs="+", choices=["bf16", *CHOICES], default=["bf16", *CHOICES])
     parser.add_argument("--steps", type=int, default=6, help="deltas after the first anchor")
     parser.add_argument("--anchor-at", type=int, default=4, help="the publication that is an anchor too")
-    parser.add_argument("--rate", type=float, default=2.5e-7, help="standard deviation of a step's updates")
+    parser.add_argument("--rate", type=float, default=RATE, help="standard deviation of a step's updates")
     parser.add_argument(
         "--store", type=Path, help="new folder, removed afterwards; a temporary one, if not given"
     )
@@ -51,7 +52,9 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _publish(args: argparse.Namespace, device: torch.device, store: Any, form: str) -> dict[str, Any]:
     random = torch.Generator(device).manual_seed(7)
     weights = {
-        name: torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=random)
+        name: torch.empty(size, dtype=torch.bfloat16, device=device).normal_(
+            0, STANDARD_DEVIATION, generator=random
+        )
         for name, size in SHAPES[args.shape].tensors().items()
     }
     blocking: list[float] = []
@@ -69,7 +72,8 @@ def _publish(args: argparse.Namespace, device: torch.device, store: Any, form: s
         last = None
         for step in range(1, args.steps + 1):
             for tensor in weights.values():
-                _take_step(tensor, args.rate, random)
+                for some in torch.split(tensor.view(-1), PART):
+                    take_step(some, args.rate, random)
             _wait(device)
             began = time.perf_counter()
             publication = publisher.publish_patch(step)
@@ -97,19 +101,6 @@ def _publish(args: argparse.Namespace, device: torch.device, store: Any, form: s
         "num_changed": num_changed,
         "density": num_changed / num_elements,
     }
-
-
-def _take_step(tensor: torch.Tensor, rate: float, random: torch.Generator) -> None:
-    """Add noise to weights whose masters are anywhere in the interval that rounds to them."""
-    flat = tensor.view(-1)
-    for start in range(0, flat.numel(), 1 << 26):
-        some = flat[start : start + (1 << 26)]
-        masters = some.float()
-        exponent = torch.frexp(masters)[1]
-        ulp = torch.ldexp(torch.ones_like(masters), exponent - 8)
-        masters += ulp * (torch.rand(masters.shape, generator=random, device=masters.device) - 0.5) * 0.999
-        masters += rate * torch.randn(masters.shape, generator=random, device=masters.device)
-        some.copy_(masters)
 
 
 def _wait(device: torch.device) -> None:

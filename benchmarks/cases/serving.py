@@ -29,7 +29,7 @@ from benchmarks.serving.load import Load
 from benchmarks.serving.updates import Bench, Update, path
 from benchmarks.support.shapes import SHAPES, Shape
 from benchmarks.support.software import software
-from benchmarks.support.trainer import Trainer
+from benchmarks.support.trainer import CHANGES, Trainer
 from benchmarks.support.vllm_server import question, serve
 from patchstore import open_store
 from patchstore.publish.sources.quantized import quantize
@@ -59,7 +59,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         nargs="+",
         default=[0.003, 0.01, 0.03],
-        help="share of every tensor's elements that a version changes",
+        help="share of the elements that a version changes, about",
+    )
+    parser.add_argument(
+        "--changes",
+        choices=list(CHANGES),
+        default="flips",
+        help="of each version: " + "; ".join(f"{name}: {told}" for name, told in CHANGES.items()),
     )
     parser.add_argument("--repeats", type=int, default=5, help="updates of the idle server, per density")
     parser.add_argument(
@@ -132,7 +138,7 @@ def _serve(args: argparse.Namespace, shape: Shape, form: str | None) -> Iterator
     trains_on = torch.device(args.trainer_device or _last_device())
     with ExitStack() as stack:
         folder = _work_folder(stack, args.store)
-        trainer = Trainer(shape, trains_on, None)
+        trainer = Trainer(shape, trains_on, None, args.changes)
         weights = None
         if args.start == "checkpoint":
             others = {name: tensor.roll(1, 0) for name, tensor in trainer.tensors.items()}
@@ -154,6 +160,7 @@ def _serve(args: argparse.Namespace, shape: Shape, form: str | None) -> Iterator
             "start": args.start,
             **software(torch.device("cuda:0" if torch.cuda.is_available() else "cpu")),
             "trainer_on": str(trains_on),
+            "changes": args.changes,
             "store": store.url.partition("://")[0] if is_url else str(folder.parent),
             "is_eager": args.eager,
             "engine_args": shlex.join(args.engine_args),
