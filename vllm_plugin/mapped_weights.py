@@ -5,6 +5,7 @@ Nothing here writes to them; `weights` does.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -72,7 +73,10 @@ class MappedWeights:
         other name. vLLM ties an output layer to the embedding where both were equal when it started."""
         self._watched: set[str] = set()
         self._places: dict[str, tuple[object, ...]] = {}
-        self._slots: list[tuple[Mapping[str, torch.Tensor | None], str, int]] = []
+        # The same as columns, one for each place of a module: see `has_moved`.
+        self._owners: Sequence[dict[str, torch.Tensor | None]] = []
+        self._keys: Sequence[str] = []
+        self._addresses: Sequence[int] = []
         self.device = next(iter(models[0].parameters())).device
         self._transfers = Transfers(self.device)
         self.staging_bytes = 0
@@ -171,7 +175,7 @@ class MappedWeights:
         # Other buffers may move: vLLM makes some anew, such as a cache of rotations in another dtype.
         self._watched = {name for index in self.written() for name in mapped.runtimes[index].names}
         self._places = self._places_now()
-        self._slots = [
+        slots = [
             (owner, key, tensor.data_ptr())
             for model in self._models
             for module_name, module in model.named_modules()
@@ -179,6 +183,9 @@ class MappedWeights:
             for key, tensor in owner.items()
             if tensor is not None and f"{module_name}.{key}".lstrip(".") in self._watched
         ]
+        self._owners = [owner for owner, _, _ in slots]
+        self._keys = [key for _, key, _ in slots]
+        self._addresses = [address for _, _, address in slots]
 
     @property
     def map(self) -> WeightMap:
@@ -192,13 +199,14 @@ class MappedWeights:
 
     def has_moved(self) -> bool:
         """Whether `moved` would name any, as far as can be told quickly: generation waits for the answer."""
-        now = [owner.get(key) for owner, key, _ in self._slots]
-        if any(tensor is None for tensor in now):
-            return True
-        # vLLM's classes of parameters have every call pass through Python, which takes ten times as long.
+        # `map` calls both without Python in between, and vLLM's classes of parameters would have every call
+        # pass through Python: each takes several times as long.
+        held: Iterator[Any] = map(dict.get, self._owners, self._keys)
         with torch._C.DisableTorchFunctionSubclass():
-            addresses = [tensor.data_ptr() for tensor in now if tensor is not None]
-        return addresses != [address for *_, address in self._slots]
+            try:
+                return [*map(torch.Tensor.data_ptr, held)] != self._addresses
+            except TypeError:  # None: it is gone.
+                return True
 
     def _places_now(self) -> dict[str, tuple[object, ...]]:
         # See `has_moved`.

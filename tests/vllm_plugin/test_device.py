@@ -196,6 +196,11 @@ def test_a_parameter_that_is_wrapped_anew_has_not_moved(fast, model):
     assert (fast.moved(), fast.has_moved()) == (["0.long"], True)
 
 
+def test_a_parameter_that_is_gone_has_moved(fast, model):
+    model.long = None
+    assert (fast.moved(), fast.has_moved()) == (["0.long"], True)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("is_stored", [True, False])
 @pytest.mark.parametrize("share", [0.0, 0.03, 0.6, 1.0])
