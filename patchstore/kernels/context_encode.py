@@ -61,6 +61,11 @@ _SHIFT = tl.constexpr(int(Tensor.SHIFT))
 _MASK = tl.constexpr(int(Tensor.MASK))
 _WIDTH = tl.constexpr(int(Tensor.WIDTH))
 _FIRST_TILE = tl.constexpr(int(Tensor.FIRST_TILE))
+_ANYWHERE = ["addresses", "bounds", "chunks", "positions", "values"]
+"""Arguments that begin wherever this version has them.
+
+Triton would compile a kernel for each alignment, which takes a second in the middle of a run.
+"""
 _HIST = tl.constexpr(1024)
 _HIST_BINS = 64
 
@@ -100,7 +105,7 @@ def _within(
     return tile, place - begin, end - begin
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _locate(
     tensors, addresses, bounds, chunks, owners, positions, values, nums, tiles, slots, packed, histogram,
     CHUNK: tl.constexpr, NARROW: tl.constexpr,
@@ -142,7 +147,7 @@ def _locate(
     tl.atomic_add(histogram + tensor * 256 + bins, counts, mask=(counts > 0) & (bins < 256), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _measure(tensors, addresses, bounds, chunks, owners, positions, packed, histogram, CHUNK: tl.constexpr):
     """Count changes by class and by the bin of the size of their steps, 64 bins a class."""
     tensor, row, at, mine, _, old = _chunk(tensors, addresses, bounds, chunks, owners, positions, CHUNK)
