@@ -32,6 +32,8 @@ _CANDIDATES = 16
 _LAST_SETS = 32
 """Sets that were made before, which parts may take."""
 _PARTS_AHEAD = 256
+_FEW = 4
+"""Sets that are worked out one by one before those of the parts that come next are, too."""
 _TIE = 1e-9
 """Of two sums of the same bits in different orders."""
 _TERMS_TOGETHER = 1 << 20
@@ -331,7 +333,7 @@ class CostsAhead:
     """What parts take with row sets, worked out for parts and sets that are asked for next too.
 
     A call costs half a millisecond, for one part and set as for tens. Sets that are made are the best of some
-    part, so those of all parts that come next are worked out with them.
+    part; where many are made, those of the parts that come next are worked out at once.
     """
 
     def __init__(
@@ -359,6 +361,8 @@ class CostsAhead:
         self._first = 0
         self._asked: list[Array] = []
         """The same of all sets from the first one on."""
+        self._num_missed = 0
+        """Sets among these that had not been worked out."""
 
     def of(self, part: int, sets: Sequence[RowSet], first: int) -> npt.NDArray[np.float64]:
         """Return the bits of a part with each of the sets from `first` on.
@@ -369,23 +373,23 @@ class CostsAhead:
         place = self._places[part]
         if self._costs is None or not self._begin <= place < self._end:
             self._go_to(place, sets[first:])
-            self._first, self._asked = first, []
+            self._first, self._asked, self._num_missed = first, [], 0
         for each in sets[self._first + len(self._asked) :]:
-            self._asked.append(self._of(each))
+            if _key(each) not in self._worked_out:
+                self._num_missed += 1
+                self._work_out([each, *(self._own_from(place) if self._num_missed > _FEW else ())])
+            self._asked.append(self._worked_out[_key(each)])
         its = self._asked[first - self._first :]
         return np.array([each[place - self._begin] for each in its])
 
     def _go_to(self, place: int, sets: Sequence[RowSet]) -> None:
         self._begin, self._end = place, min(place + _PARTS_AHEAD, len(self._order))
-        some = self._order[self._begin : self._end]
-        self._costs, self._worked_out = _Costs(self.totals.of(some)), {}
-        sure = [each for at, each in self._sure if self._begin < at < self._end]
-        self._work_out([*sets, *sure, *(self._own[part] for part in some.tolist())])
+        self._costs, self._worked_out = _Costs(self.totals.of(self._order[self._begin : self._end])), {}
+        self._work_out([*sets, *(each for at, each in self._sure if self._begin < at < self._end)])
 
-    def _of(self, each: RowSet) -> Array:
-        if _key(each) not in self._worked_out:
-            self._work_out([each])
-        return self._worked_out[_key(each)]
+    def _own_from(self, place: int) -> list[RowSet]:
+        some = self._order[place : self._end].tolist()
+        return [own for own in (self._own[part] for part in some) if _key(own) not in self._worked_out]
 
     def _work_out(self, sets: Sequence[RowSet]) -> None:
         assert self._costs is not None
