@@ -111,7 +111,7 @@ def test_parts_that_are_alone_get_what_they_get_one_after_the_other(
     small = np.flatnonzero(num_changed <= SHARING).tolist()
     assert 50 < len(small) < 90
     sure = [(sum(each < part for each in small), own.sets[part]) for part in range(90) if part not in small]
-    ahead = CostsAhead(totals, own.sets, small, sure if knows_sets else ())
+    ahead = CostsAhead(totals, small, sure if knows_sets else ())
     alone, together = RowSets(), RowSets()
     for part in range(90):
         some = np.array([part])

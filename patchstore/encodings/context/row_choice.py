@@ -56,10 +56,7 @@ def choose_by_group(
                 sure[width].append((len(before), own))
         elif not others:
             alone[int(widths[first])].append(int(place[first]))
-    ahead = {
-        width: CostsAhead(totals, best[width].sets, alone[width], sure[width])
-        for width, totals in every.items()
-    }
+    ahead = {width: CostsAhead(totals, alone[width], sure[width]) for width, totals in every.items()}
     for group in groups:
         width, some = int(widths[group[0]]), place[group]
         if len(group) == 1:

@@ -32,11 +32,9 @@ _CANDIDATES = 16
 _LAST_SETS = 32
 """Sets that were made before, which parts may take."""
 _PARTS_AHEAD = 256
-_FEW = 4
-"""Sets that are worked out one by one before those of the parts that come next are, too."""
 _TIE = 1e-9
 """Of two sums of the same bits in different orders."""
-_TERMS_TOGETHER = 1 << 20
+_TERMS_TOGETHER = 1 << 19
 """Classes of parts and sets whose bits are worked out at a time."""
 
 Array = npt.NDArray[Any]
@@ -229,7 +227,7 @@ def _classes(base: Array, lo: Array, nums: Array) -> npt.NDArray[np.int64]:
 
 
 def _distinct(sets: list[RowSet]) -> list[RowSet]:
-    return list({_key(each): each for each in sets}.values())
+    return list({(each.lo, each.rows.tobytes()): each for each in sets}.values())
 
 
 class _Costs:
@@ -256,7 +254,7 @@ class _Costs:
         """Return the same of a few sets: each row of each class once, however many sets have it."""
         lo, num_rows = np.array([[each.lo, len(each.rows)] for each in sets]).T
         # Changes below the first exponent that is told apart must all be in the first class.
-        is_lost = (lo[:, None] < self._base) & (self._lowest < self._base)
+        is_lost = (lo < self._base[:, None]) & (self._lowest < self._base)[:, None]
         cost = np.where(is_lost, np.inf, 0.0)
         rows = np.concatenate([each.rows for each in sets]).astype(np.int64)
         begins = num_rows.cumsum() - num_rows
@@ -265,104 +263,80 @@ class _Costs:
         # A byte each in one integer, which is quicker to sort than columns.
         packed = np.sum([field << 8 * place for place, field in enumerate(fields)], axis=0)
         found, which = np.unique(packed, return_inverse=True)
-        terms = self._terms(*(found >> 8 * place & 0xFF for place in range(6)))
+        first, second = self._terms(found[:, None] >> 8 * np.arange(6) & 0xFF)
         # Class after class, so that a sum is the same in whatever company a set is looked at.
         for k in range(int(num_rows.max())):
             some = np.flatnonzero(num_rows > k)
-            cost[some] += terms[which[begins[some] + k]]
-        return cost.T
+            term = which[begins[some] + k]
+            cost[:, some] = cost[:, some] + first[term].T + second[term].T
+        return cost
 
-    def _terms(self, lo: Array, num_rows: Array, k: Array, runs: Array, steps: Array, rice: Array) -> Array:
-        """Return what rows of classes take: float64 [num, T].
+    def _terms(self, terms: Array) -> tuple[Array, Array]:
+        """Return what rows of classes take, in two summands: float64 [num, T] each.
 
         Args:
-            lo, num_rows, k: int64 [num], the set's first exponent and number of rows, and which class it is.
-            runs, steps, rice: int64 [num], the row.
+            terms: int64 [num, 6]: the set's `lo` and number of rows, the class, and the row.
         """
-        # Few classes have many rows, and few codes are in many rows: each is worked out once.
-        classes, at = np.unique(lo << 16 | num_rows << 8 | k, return_inverse=True)
-        n, num, more, sparse_rice, dense_rice = self._of_classes(
-            classes >> 16, classes >> 8 & 0xFF, classes & 0xFF
-        )
-        found = np.zeros((len(at), n.shape[1]))
-
-        silent = np.flatnonzero(runs == SILENT)
-        found[silent] = np.where(num[at[silent]] > 0, np.inf, 0.0)
-
-        dense = np.flatnonzero(runs == DENSE)
-        its, is_swap = at[dense], rice[dense] == SWAP
-        code = np.where(is_swap, 0, rice[dense])
-        same = n[its] - num[its]
-        bits = dense_rice[its, code] + same * (code + 1.0)[:, None] + num[its]
-        found[dense] = np.where(is_swap[:, None], bits + same - (num[its] - more[its]), bits)
-
-        sparse = np.flatnonzero((runs != SILENT) & (runs != DENSE))
-        codes, which = np.unique(at[sparse] << 8 | runs[sparse], return_inverse=True)
-        its = codes >> 8
-        found[sparse] = (runs_bits(RUNS[codes & 0xFF][:, None], num[its], n[its]) + num[its])[which]
-        lone = sparse[steps[sparse] == 0]
-        found[lone] = np.where(more[at[lone]] > 0, np.inf, found[lone])
-        larger = sparse[steps[sparse] > 0]
-        codes, which = np.unique(at[larger] << 8 | steps[larger], return_inverse=True)
-        its = codes >> 8
-        found[larger] += runs_bits(RUNS[(codes & 0xFF) - 1][:, None], more[its], num[its])[which]
-        found[larger] += sparse_rice[at[larger], rice[larger]]
-        return found
-
-    def _of_classes(self, lo: Array, num_rows: Array, k: Array) -> tuple[Array, Array, Array, Array, Array]:
-        """Return what classes have of each part: elements, changes, and changes by more than one, [C, T]; and
-        the bits of their Rice codes, sparse and dense, by the code: [C, codes, T].
-        """
-        lo, num_rows, k = lo[:, None], num_rows[:, None], k[:, None]
+        lo, num_rows, k = (terms[:, at : at + 1] for at in range(3))
+        runs, steps, rice = (terms[:, at : at + 1] for at in range(3, 6))
         begin = np.where(k == 0, 0, np.clip(lo + k - self._base, 0, MAX_CLASSES))
         end = np.where(k + 1 == num_rows, MAX_CLASSES, np.clip(lo + k + 1 - self._base, 0, MAX_CLASSES))
         part = np.arange(len(self._base))
 
-        def of_class(sums: Array) -> Array:
-            found: Array = sums[part, end] - sums[part, begin]
+        def of_class(sums: Array, some: Array, *at: Array) -> Array:
+            found: Array = sums[(part, end[some], *at)] - sums[(part, begin[some], *at)]
             return found
 
-        num = of_class(self._changes)
-        sparse, dense = (
-            np.ascontiguousarray(of_class(sums).swapaxes(1, 2)) for sums in (self._sparse, self._dense)
-        )
-        return of_class(self._elements), num, num - of_class(self._ones), sparse, dense
+        every = np.arange(len(terms))
+        n, num = of_class(self._elements, every), of_class(self._changes, every)
+        more = num - of_class(self._ones, every)
+        first, second = np.zeros(num.shape), np.zeros(num.shape)
+
+        silent = np.flatnonzero(runs == SILENT)
+        first[silent] = np.where(num[silent] > 0, np.inf, 0.0)
+
+        dense = np.flatnonzero(runs == DENSE)
+        is_swap = rice[dense] == SWAP
+        code = np.where(is_swap, 0, rice[dense])
+        same = n[dense] - num[dense]
+        its = of_class(self._dense, dense, code) + same * (code + 1.0) + num[dense]
+        first[dense] = np.where(is_swap, its + same - (num[dense] - more[dense]), its)
+
+        sparse = np.flatnonzero((runs != SILENT) & (runs != DENSE))
+        first[sparse] = runs_bits(RUNS[runs[sparse]], num[sparse], n[sparse]) + num[sparse]
+        lone = sparse[steps[sparse, 0] == 0]
+        second[lone] = np.where(more[lone] > 0, np.inf, 0.0)
+        larger = sparse[steps[sparse, 0] > 0]
+        second[larger] = runs_bits(RUNS[steps[larger] - 1], more[larger], num[larger])
+        second[larger] += of_class(self._sparse, larger, rice[larger])
+        return first, second
 
 
 class CostsAhead:
     """What parts take with row sets, worked out for parts and sets that are asked for next too.
 
-    A call costs half a millisecond, for one part and set as for tens. Sets that are made are the best of some
-    part; where many are made, those of the parts that come next are worked out at once.
+    A call costs half a millisecond, for one part and set as for hundreds.
     """
 
-    def __init__(
-        self,
-        totals: Totals,
-        own: Sequence[RowSet],
-        order: Sequence[int],
-        sure: Sequence[tuple[int, RowSet]] = (),
-    ) -> None:
+    def __init__(self, totals: Totals, order: Sequence[int], sure: Sequence[tuple[int, RowSet]] = ()) -> None:
         """Take the parts that are asked for, by number, in that order.
 
         Args:
-            own: the best rows of each part of `totals`.
             sure: sets that will be made, whatever is chosen for these parts, in order; and before which place
                 in `order` each is.
         """
         self.totals = totals
-        self._own, self._sure = own, sure
         self._order = np.array(order, dtype=np.int64)
         self._places = {part: place for place, part in enumerate(order)}
+        self._sure = sure
         self._begin = self._end = 0
+        self._columns: dict[int, Array] = {}
+        """By the identity of the set, which `sure`, or whoever asks, keeps."""
         self._costs: _Costs | None = None
-        self._worked_out: dict[tuple[int, bytes], Array] = {}
-        """float64 [parts] of sets, of the parts from `begin` to `end`."""
-        self._first = 0
-        self._asked: list[Array] = []
-        """The same of all sets from the first one on."""
-        self._num_missed = 0
-        """Sets among these that had not been worked out."""
+        self._asked: tuple[int, int] | None = None
+        """Which sets were asked for last: from which on, and how many there were."""
+        self._table: Array = np.zeros((0, 0))
+        """float64 [parts, sets], of those."""
 
     def of(self, part: int, sets: Sequence[RowSet], first: int) -> npt.NDArray[np.float64]:
         """Return the bits of a part with each of the sets from `first` on.
@@ -372,33 +346,23 @@ class CostsAhead:
         """
         place = self._places[part]
         if self._costs is None or not self._begin <= place < self._end:
-            self._go_to(place, sets[first:])
-            self._first, self._asked, self._num_missed = first, [], 0
-        for each in sets[self._first + len(self._asked) :]:
-            if _key(each) not in self._worked_out:
-                self._num_missed += 1
-                self._work_out([each, *(self._own_from(place) if self._num_missed > _FEW else ())])
-            self._asked.append(self._worked_out[_key(each)])
-        its = self._asked[first - self._first :]
-        return np.array([each[place - self._begin] for each in its])
-
-    def _go_to(self, place: int, sets: Sequence[RowSet]) -> None:
-        self._begin, self._end = place, min(place + _PARTS_AHEAD, len(self._order))
-        self._costs, self._worked_out = _Costs(self.totals.of(self._order[self._begin : self._end])), {}
-        self._work_out([*sets, *(each for at, each in self._sure if self._begin < at < self._end)])
-
-    def _own_from(self, place: int) -> list[RowSet]:
-        some = self._order[place : self._end].tolist()
-        return [own for own in (self._own[part] for part in some) if _key(own) not in self._worked_out]
+            self._begin, self._end = place, min(place + _PARTS_AHEAD, len(self._order))
+            self._costs = _Costs(self.totals.of(self._order[self._begin : self._end]))
+            self._columns, self._asked = {}, None
+            self._work_out(
+                [*sets[first:], *(each for at, each in self._sure if self._begin < at < self._end)]
+            )
+        if self._asked != (first, len(sets)):
+            self._work_out(sets[first:])
+            self._table = np.stack([self._columns[id(each)] for each in sets[first:]], axis=1)
+            self._asked = first, len(sets)
+        its: npt.NDArray[np.float64] = self._table[place - self._begin]
+        return its
 
     def _work_out(self, sets: Sequence[RowSet]) -> None:
         assert self._costs is not None
-        different = {_key(each): each for each in sets}
-        self._worked_out |= zip(different, self._costs.of([*different.values()]).T, strict=True)
-
-
-def _key(each: RowSet) -> tuple[int, bytes]:
-    return each.lo, each.rows.tobytes()
+        if missing := [each for each in sets if id(each) not in self._columns]:
+            self._columns |= zip(map(id, missing), self._costs.of(missing).T, strict=True)
 
 
 def _before(values: Array) -> Array:
