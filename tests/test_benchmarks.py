@@ -23,6 +23,7 @@ from benchmarks.serving.episodes import Episode
 from benchmarks.serving.latency import Gap, Span
 from benchmarks.serving.load import Request
 from benchmarks.serving.updates import PARTS, Update
+from benchmarks.support.trainer import RATE, STANDARD_DEVIATION, take_step
 from benchmarks.support.vllm_server import TimedServer
 from patchstore.encodings import ENCODINGS
 from patchstore.serve.settings import PauseMode, PrefixCache
@@ -365,3 +366,15 @@ def test_a_shape_alone_is_measured_at_the_densities_asked_for():
     assert {row["num_changed"] for row in rows} == {256, 1024}
     with pytest.raises(SystemExit, match="nothing to measure"):
         next(encodings.run(parser.parse_args(["--shape", "32", "64"])))
+
+
+@pytest.mark.parametrize(("rate", "least", "most"), [(0, 0, 0), (RATE, 0.008, 0.012)])
+def test_a_step_as_adamw_takes_it_changes_its_share_and_small_weights_first(rate, least, most):
+    random = torch.Generator().manual_seed(0)
+    weights = torch.empty(1 << 20, dtype=torch.bfloat16).normal_(0, STANDARD_DEVIATION, generator=random)
+    before = weights.clone()
+    take_step(weights, rate, random)
+    changed = bits(weights) != bits(before)
+    assert least <= changed.float().mean() <= most
+    if most:
+        assert before[changed].abs().median() < before.abs().median() / 4
