@@ -12,6 +12,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.logger import init_logger
 
 from patchstore.errors import CorruptObject, HalfApplied, StateMismatch, UsageError
+from patchstore.format.dtypes import alike
 from patchstore.kernels import are_usable
 from patchstore.signing.floor import Floor
 from vllm_plugin.arguments import keywords
@@ -153,6 +154,15 @@ class DeltaWeightTransferEngine(RankEngine):
             updater.store.url,
             "no version of it" if held is None else f"version {held.version}",
         )
+        wider = updater.map.wider
+        if 0 < len(wider) < len(updater.header.schema.tensors) / 2:
+            logger.warning(
+                "this model keeps %d tensors in more bits than the run stores, so the trainer's steps may be "
+                "lost in them: %s. Publish these as they are in the model's checkpoint: give Publisher its "
+                'folder as files=, or dtype={"NAME": "float32"}',
+                len(wider),
+                alike(wider),
+            )
         if self._serving.is_calculated:
             logger.warning(
                 "vLLM quantises whole layers anew for each version; a run that is published with "

@@ -15,6 +15,7 @@ import vllm
 import patchstore
 from patchstore.errors import EnginesDiffer
 from patchstore.format import manifest_json
+from patchstore.format.dtypes import alike
 from vllm_plugin.engine import DeltaWeightTransferEngine
 from vllm_plugin.prefixes import NOT_LOADED
 from vllm_plugin.ranks import Failure, describe, gather, is_last
@@ -244,15 +245,22 @@ class DeltaWorkerExtension:
 
 def _map(updater: Updater) -> dict[str, Any]:
     """Summarise where weights go: number of `runtimes` (pieces of memory), of names that are `mapped`,
-    `computed` (loaded in full by vLLM's loader), `partial` (held in part) and `absent` (of no use here), each
-    with some of those, and whether the map `is_proved` by weights that vLLM itself had loaded.
+    `computed` (loaded in full by vLLM's loader), `partial` (held in part), `absent` (of no use here) and
+    `wider` (served in more bits than the run stores), each with some of those, and whether the map `is_proved`
+    by weights that vLLM itself had loaded.
     """
     mapped = updater.map
-    kinds = {"computed": mapped.computed, "partial": mapped.partial, "absent": mapped.absent}
+    kinds = {
+        "computed": mapped.computed,
+        "partial": mapped.partial,
+        "absent": mapped.absent,
+        "wider": mapped.wider,
+    }
     return {
         "runtimes": len(mapped.runtimes),
         "mapped": len(mapped.proved),
         **{f"num_{kind}": len(names) for kind, names in kinds.items()},
         **{kind: sorted(names)[:20] for kind, names in kinds.items()},
+        "wider_names": alike(mapped.wider),
         "is_proved": updater.weights.is_map_proved,
     }

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from patchstore.errors import StateMismatch
-from patchstore.format.records import Schema
+from patchstore.format.records import DTYPE_BYTES, Schema
 from patchstore.tensors.state_digest import Sums
 from vllm_plugin.regions import Region, View, overlap
 from vllm_plugin.trace import Trace
@@ -101,6 +101,8 @@ class WeightMap:
         """Names of which no rank holds some part, so that their digest cannot be told."""
         self.absent = frozenset(specs.keys() - copied - self.computed)
         """Names that no rank has a use for, such as a vision tower that is switched off."""
+        self.wider = frozenset(self._wider())
+        """Names of which this rank serves each element in more bits than the run stores."""
         self.aliases: Mapping[str, tuple[str, str]] = dict(self._aliases())
         """Names of memory that this rank loads from another name too -> what the model calls that memory, and
         the other name."""
@@ -145,6 +147,15 @@ class WeightMap:
         growth = np.zeros((len(self.schema.tensors), 2), dtype=np.uint64)
         np.add.at(growth, self._owners, claimed[:, 2:] - claimed[:, :2])
         return growth
+
+    def _wider(self) -> Iterator[str]:
+        specs = self.schema.by_name()
+        served = {name: {index for index, _ in found} for name, found in self.regions.items()}
+        served |= {name: set(indices) for group, indices in self.groups for name in group}
+        for name, indices in served.items():
+            stored = DTYPE_BYTES[specs[name].dtype]
+            if indices and all(self.runtimes[index].dtype.itemsize > stored for index in indices):
+                yield name
 
     def _aliases(self) -> Iterator[tuple[str, tuple[str, str]]]:
         specs = self.schema.by_name()

@@ -57,6 +57,7 @@ KINDS: Mapping[str, Level] = {
     "run": "ok",
     "replica": "ok",
     "no-run": "ok",
+    "dtypes": "ok",
     "run-unreadable": "problem",
     "format-unknown": "problem",
     "lineage": "ok",
@@ -89,6 +90,7 @@ KINDS: Mapping[str, Level] = {
     "behind": "warning",
     "tensors": "ok",
     "tensors-unknown": "warning",
+    "tensors-wider": "warning",
     "tensors-unfit": "problem",
 }
 """Every kind of finding, and its level; `docs/doctor.md` explains them. Programs may rely on these."""

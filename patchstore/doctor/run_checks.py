@@ -14,7 +14,7 @@ from patchstore.errors import (
     VersionNotFound,
     WrongParent,
 )
-from patchstore.format import history, json_fields, lineage, replica_mark
+from patchstore.format import dtypes, history, json_fields, lineage, replica_mark
 from patchstore.format.records import FORMAT_VERSION, Payload, Plan
 from patchstore.format.replica_mark import ReplicaMark
 
@@ -50,6 +50,7 @@ def _read(bucket: Bucket) -> Iterator[Finding]:
         f"(step {head.step}), {_age(head.created_at, bucket.now())} old, by {head.writer.id} "
         f"(epoch {head.writer.epoch})",
     )
+    yield bucket.finding("dtypes", f"serves {dtypes.of_schema(header.schema)}")
 
 
 def _replica(mark: ReplicaMark) -> str:

@@ -24,6 +24,10 @@ _TIMEOUT_S = 60.0
 _RESTART = "restart it, and look into its log"
 _FORMS = {"calculated": "quantised by vLLM"}
 """Words for forms of weights in a rank's status, where they have others than their names."""
+_WIDER = (
+    "publish these in float32, in a new run: give Publisher the folder of the model's checkpoint as files=, or "
+    'dtype={"NAME": "float32"}'
+)
 _HERE = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -173,7 +177,14 @@ def _tensors(server: Server) -> Iterator[Finding]:
     taken = f"its model takes all {len(header.schema.tensors):,} tensors of the run"
     if status.initialised and status.run_id == header.run_id:
         # Opening the store traced the model's loader, and would have failed for a name or a shape.
-        yield server.finding("tensors", taken + _use(status.ranks[0].get("map") or {}))
+        mapped = status.ranks[0].get("map") or {}
+        yield server.finding("tensors", taken + _use(mapped))
+        if 0 < mapped.get("num_wider", 0) < len(header.schema.tensors) / 2:
+            found = (
+                f"serves {mapped['num_wider']:,} tensors in more bits than the run stores, so steps of the "
+                f"trainer may be lost in them: {mapped['wider_names']}"
+            )
+            yield server.finding("tensors-wider", found, _WIDER)
         return
     finds_out = "patchstore follow finds out when the server opens the store"
     if any(rank.get("asleep") for rank in status.ranks):
@@ -209,7 +220,7 @@ def _tensors(server: Server) -> Iterator[Finding]:
 
 def _use(mapped: Mapping[str, Any]) -> str:
     """How many of them the server does not simply copy."""
-    numbers = {kind: mapped.get(f"num_{kind}") for kind in ("computed", "partial", "absent")}
+    numbers = {kind: mapped.get(f"num_{kind}") for kind in ("computed", "partial", "absent", "wider")}
     found = [f"{number:,} {kind}" for kind, number in numbers.items() if number]
     return f"; {', '.join(found)}" if found else ""
 

@@ -3,12 +3,15 @@
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from patchstore.errors import UsageError
 from patchstore.format.layout import check_file_name
-from patchstore.format.records import Schema
+from patchstore.format.records import Schema, TensorSpec
+from patchstore.publish.base_checkpoint import BaseCheckpoint
+from patchstore.quantization import FORMS
 
 CONFIG = "config.json"
 
@@ -18,6 +21,12 @@ _ENDINGS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 _WHOLE_VALUES = frozenset({"F64", "F32", "F16", "BF16", "BOOL", "I64"})
 """Dtypes that quantised weights are never stored in."""
 
+_SCALES = tuple(form.suffix for form in FORMS.values())
+"""How names of scales end: a checkpoint in FP8 has them, and its model in bf16 has not."""
+_OTHER_FILES = (
+    "give the folder of this model's checkpoint, or one with its config and tokenizer alone: "
+    "model.config.save_pretrained(folder) writes its config"
+)
 _SHAPE_KEYS = (
     "model_type",
     "hidden_size",
@@ -89,16 +98,18 @@ def _config(files: dict[str, bytes]) -> dict[str, Any]:
     return config
 
 
-def check_fits(files: dict[str, bytes], source: object, schema: Schema) -> None:
+def check_fits(files: dict[str, bytes], source: object, schema: Schema, base: BaseCheckpoint) -> None:
     """Refuse the config of another model than the one that is published.
 
     Args:
         source: what is published; where it has a `config` as Transformers' models do, that is compared.
+        base: the weights in the folder of the config, if there are any.
 
     Raises:
         UsageError: a server that loads a replay with this config would not serve what was trained.
     """
     config = _config(files)
+    _check_tensors(schema, base)
     if "quantization_config" in config and _WHOLE_VALUES.issuperset(spec.dtype for spec in schema.tensors):
         raise UsageError(
             f"the {CONFIG} in files= has a quantization_config, but none of the published tensors is "
@@ -125,3 +136,54 @@ def check_fits(files: dict[str, bytes], source: object, schema: Schema) -> None:
                 f"the {CONFIG} in files= is of another model: its {key} is {config[key]!r}, and that of the "
                 f"model to publish is {trained[key]!r}; its config.save_pretrained(folder) writes its own"
             )
+
+
+def _check_tensors(schema: Schema, base: BaseCheckpoint) -> None:
+    """Raises UsageError where a checkpoint has other tensors than those that are published.
+
+    Either may have more than the other, such as a head of its own. Where each lacks some that the other has,
+    they are of different models, or in different layouts.
+    """
+    specs = schema.by_name()
+    ours = {**specs, **{alias: specs[name] for alias, name in schema.tied.items()}}
+    theirs = _named_alike({spec.name: spec for spec in base.specs}, ours)
+    if not theirs:
+        return
+    for name in sorted(ours.keys() & theirs.keys()):
+        our, their = ours[name], theirs[name]
+        # Codes in FP8 are of the same shape, and of weights that the folder may have as they were.
+        are_codes = {each.dtype in _WHOLE_VALUES or each.dtype.startswith("F8_") for each in (our, their)}
+        if our.shape != their.shape or len(are_codes) > 1:
+            raise UsageError(
+                f"{name!r} is published as {our.kind}, and the folder in files= has it as {their.kind}, so "
+                f"its {CONFIG} is that of another model; {_OTHER_FILES}"
+            )
+    more, fewer = (
+        sorted(name for name in names if not name.endswith(_SCALES))
+        for names in (ours.keys() - theirs.keys(), theirs.keys() - ours.keys())
+    )
+    if more and fewer and base.unread is None:
+        raise UsageError(
+            f"{len(more):,} of the published tensors are not in the folder of files=, such as {more[0]!r}, "
+            f"and {len(fewer):,} of its tensors are not published, such as {fewer[0]!r}: its {CONFIG} is "
+            "that of another model, or the trainer names or fuses tensors otherwise, which patchstore.mapped "
+            f"and patchstore.as_saved(model) change; {_OTHER_FILES}"
+        )
+
+
+def _named_alike(theirs: dict[str, TensorSpec], ours: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Return a checkpoint's tensors as a model names them that has one module more around it, or one less.
+
+    Example: "wte.weight" of GPT-2's checkpoint is "transformer.wte.weight" in a model with a head.
+    """
+    if not theirs.keys().isdisjoint(ours):
+        return theirs
+    for name in ours:
+        prefix, _, rest = name.partition(".")
+        if rest in theirs:
+            return {f"{prefix}.{each}": spec for each, spec in theirs.items()}
+    for each in theirs:
+        prefix, _, rest = each.partition(".")
+        if rest in ours:
+            return {name.removeprefix(f"{prefix}."): spec for name, spec in theirs.items()}
+    return theirs

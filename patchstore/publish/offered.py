@@ -12,6 +12,9 @@ from patchstore.publish.snapshot.rounded import Given as Unrounded
 from patchstore.publish.snapshot.rounded import Measure, Rounded
 from patchstore.publish.sources import Given, Quantized, Source, Weights, changed
 from patchstore.publish.sources.cuts import Exchange
+from patchstore.publish.sources.dtypes import OWN, Choice, Served, is_weight
+from patchstore.publish.sources.mapped import Mapped
+from patchstore.publish.sources.saved import rule_as_saved
 from patchstore.publish.sources.scales import check_scales
 from patchstore.quantization import Form, Quantization
 from patchstore.tensors.bits import TORCH_DTYPES, spec_of
@@ -21,27 +24,24 @@ class Offered:
     """The tensors of a source, which must stay those that they were at first."""
 
     def __init__(
-        self,
-        source: Source,
-        dtype: torch.dtype | None,
-        stored: Collection[str],
-        quantization: Quantization | None = None,
+        self, source: Source, stored: Collection[str], quantization: Quantization | None = None
     ) -> None:
-        """Look at a source; `read` comes next.
+        """Look at a source; `read` comes next, and then `serve`.
 
         Args:
-            dtype: as `Publisher` takes it.
             stored: see `Weights`.
 
         Raises:
             SchemaMismatch, UsageError: see `Weights`.
         """
         self._weights: Weights | Quantized = Weights(source, stored)
-        self._dtype = dtype
-        if quantization is not None:
-            # It converts what stays as it is, and its scales stay in float32.
-            self._weights, self._dtype = Quantized(self._weights, quantization, dtype), None
+        self._stored, self._quantization = stored, quantization
+        self._source = source
         self.given = self._weights.given
+        self.counts: dict[str, int] = {}
+        """How many elements of weights this process has of each dtype."""
+        self.choices: dict[str, Choice] = {}
+        """By name, in which dtype a tensor is served, and who says so."""
         self._given: Given | None = None
         self._whole: dict[str, Part] = {}
         """Tensors that this process has in several pieces, by name."""
@@ -54,24 +54,55 @@ class Offered:
         return self._weights.ranks
 
     def read(self) -> None:
-        """Read the source for the first time.
+        """Read the source for the first time. A model of transformers gets the names that it is saved under.
 
         Raises:
-            SchemaMismatch, UsageError: see `Weights`, and `check_scales`.
+            SchemaMismatch, UsageError: see `Weights` and `as_saved`.
         """
         try:
             self._given = self._weights.read()
+            if isinstance(self._source, torch.nn.Module):
+                rule = rule_as_saved(self._source, self._given)
+                if rule is not None:
+                    self._weights = Weights(Mapped(self._source, rule), self._stored)
+                    self._given = self._weights.read()
         except Exception:
             self._weights.look_for_ranks()
             raise
-        check_scales(self._given.tensors, self._dtype)
-        self.tied = self._given.tied
-        self._places = self._given.places
-        self._devices = self._given.devices or {
-            key: tensor.device for key, tensor in self._given.tensors.items()
-        }
+        for tensor in self._given.tensors.values():
+            if is_weight(tensor.dtype):
+                dtype = str(tensor.dtype)
+                self.counts[dtype] = self.counts.get(dtype, 0) + tensor.numel()
+
+    def serve(self, served: Served) -> None:
+        """Choose in which dtypes tensors are served, and so what this process has to publish.
+
+        Raises:
+            SchemaMismatch, UsageError: see `check_scales`, and `Quantized.round`.
+        """
+        given, weights = self._given, self._weights
+        assert given is not None and isinstance(weights, Weights)
+        aliases: dict[str, list[str]] = {}
+        for alias, name in given.tied.items():
+            aliases.setdefault(name, []).append(alias)
+        choices: dict[str, Choice] = {}
+        for key, tensor in given.tensors.items():
+            name = key if key not in given.places else given.places[key].name
+            names, origin = [name, *aliases.get(name, ())], weights.origins.get(name, name)
+            self.choices[name] = choices[key] = served.of(names, origin, tensor.dtype)
+        check_scales(given.tensors, {key: each.of(given.tensors[key].dtype) for key, each in choices.items()})
+        if self._quantization is not None:
+            self._weights = weights = Quantized(weights, self._quantization, choices)
+            given = self._given = weights.round(given)
+            # It converts what stays as it is, and its scales stay in float32.
+            choices = {}
+        self._choices = choices
+        """By key of the source."""
+        self.tied = given.tied
+        self._places = given.places
+        self._devices = given.devices or {key: tensor.device for key, tensor in given.tensors.items()}
         self._served = {
-            key: (self._served_dtype(tensor), tensor.shape) for key, tensor in self._given.tensors.items()
+            key: (self._served_dtype(key, tensor), tensor.shape) for key, tensor in given.tensors.items()
         }
         parts = {key: self._part(key, *served) for key, served in self._served.items()}
         self._parts = parts
@@ -236,10 +267,8 @@ class Offered:
                 del open_[own]
                 yield own, joined
 
-    def _served_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        if self._dtype is not None and tensor.is_floating_point() and tensor.element_size() >= 2:
-            return self._dtype
-        return tensor.dtype
+    def _served_dtype(self, key: str, tensor: torch.Tensor) -> torch.dtype:
+        return self._choices.get(key, OWN).of(tensor.dtype)
 
     def _part(self, key: str, dtype: torch.dtype, shape: torch.Size) -> Part:
         """Describe what this process has under a key, as it is served."""
@@ -252,7 +281,7 @@ class Offered:
     def _is_served(self, key: str, tensor: torch.Tensor) -> bool:
         """Whether a tensor of this key, dtype and shape is one of the run's."""
         dtype, shape = self._served.get(key, (None, None))
-        return self._served_dtype(tensor) == dtype and tensor.shape == shape
+        return self._served_dtype(key, tensor) == dtype and tensor.shape == shape
 
     def _check(self, key: str, tensor: torch.Tensor | None) -> None:
         """Raises SchemaMismatch unless a tensor, or that there is none, is as it was at first."""
@@ -262,7 +291,8 @@ class Offered:
         was = self._parts[key].spec if key in self._parts else None
         now = None
         if tensor is not None:
-            now = spec_of(name, torch.empty(tensor.shape, dtype=self._served_dtype(tensor), device="meta"))
+            dtype = self._served_dtype(key, tensor)
+            now = spec_of(name, torch.empty(tensor.shape, dtype=dtype, device="meta"))
         raise changed(name, was, now)
 
 

@@ -16,6 +16,7 @@ from patchstore.publish.anchor_upload import ReadOnly
 from patchstore.publish.base_checkpoint import BaseCheckpoint
 from patchstore.publish.committer import Committer
 from patchstore.publish.resume import open_run
+from patchstore.publish.sources.dtypes import Base, Counts
 from patchstore.signing.signers import Signer
 from patchstore.stores.base import Store
 from patchstore.stores.probe import check_create_only
@@ -47,8 +48,11 @@ class Settings:
     """Form and rule, as `Quantization.described` writes them."""
 
 
-Describe = Callable[[], tuple[tuple[Part, ...], Mapping[str, str]]]
-"""Returns what this process has, ascending by key, and further names of tensors -> those they are under."""
+Look = Callable[[], Counts]
+"""Returns how many elements of weights this process has in each dtype."""
+Describe = Callable[[Base, Counts], tuple[tuple[Part, ...], Mapping[str, str]]]
+"""Given the base checkpoint's dtypes, and what all processes have, returns what this one has, ascending by
+key, and further names of tensors -> those they are under."""
 CheckSchema = Callable[[Schema], dict[str, bytes]]
 """Raises if a schema cannot be published; returns the files that go into anchors."""
 
@@ -90,8 +94,10 @@ class Alone:
         self,
         store: Store,
         settings: Settings,
+        look: Look,
         describe: Describe,
         check_schema: CheckSchema,
+        base: BaseCheckpoint,
         signer: Signer | None = None,
     ) -> None:
         """Look at what there is; nothing is written.
@@ -100,7 +106,8 @@ class Alone:
             describe: returns whole tensors.
         """
         self._store, self._settings, self._signer = store, settings, signer
-        self.parts, tied = describe()
+        counts = look()
+        self.parts, tied = describe(Base.of(base.specs), counts)
         """What this process publishes."""
         for part in self.parts:
             if not part.is_whole:
@@ -142,6 +149,7 @@ class Together:
         self,
         store: Store,
         settings: Settings,
+        look: Look,
         describe: Describe,
         check_schema: CheckSchema,
         ranks: Sequence[int],
@@ -166,7 +174,10 @@ class Together:
             self._files = check_schema(schema)
 
         try:
-            self._agreed = opening.agree(self._channel, store, describe, asdict(settings), check)
+            found = opening.look(self._channel, look, base)
+            self._agreed = opening.agree(
+                self._channel, store, lambda: describe(*found), asdict(settings), check
+            )
         except BaseException:
             self._channel.leave()
             raise

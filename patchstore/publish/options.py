@@ -13,9 +13,6 @@ from patchstore.format.anchoring import Every, check_every
 from patchstore.signing.signers import Signer
 from patchstore.support.arguments import whole_number
 
-_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""As configs of trainers spell them."""
-
 
 def check_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     """Raises SchemaMismatch where a number would become infinite, or NaN, as it is converted to a dtype."""
@@ -95,22 +92,6 @@ def _rank() -> str | None:
     if not num_ranks.isdecimal():
         return None if rank == "0" else f"rank {rank}"
     return f"rank {rank} of {num_ranks}"
-
-
-def dtype_of(value: Any) -> torch.dtype | None:
-    if isinstance(value, str):
-        name = value.removeprefix("torch.")
-        found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
-    else:
-        found = value
-    if found is None and value is None:
-        return None
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UsageError(
-            'dtype must be a floating-point dtype such as torch.bfloat16 or "bfloat16", or None to publish '
-            f"every tensor in its own, not {value!r}"
-        )
-    return found
 
 
 def resume_from(value: Any) -> bool | int | str:

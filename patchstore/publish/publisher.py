@@ -20,7 +20,7 @@ from patchstore.errors import (
     UsageError,
     VersionConflict,
 )
-from patchstore.format import history, replica_mark
+from patchstore.format import dtypes, history, replica_mark
 from patchstore.format.anchoring import Every
 from patchstore.format.json_fields import MAX_INTEGER
 from patchstore.format.records import Part, Schema, StoreHeader, TensorSpec
@@ -34,7 +34,6 @@ from patchstore.publish.opening import Alone, Settings, Together, ranks_that_pub
 from patchstore.publish.options import (
     anchor_interval,
     check_encoding,
-    dtype_of,
     is_distributed,
     on_one_rank,
     out_of_inference,
@@ -45,6 +44,7 @@ from patchstore.publish.options import (
 )
 from patchstore.publish.pipeline import Pipeline, Publication
 from patchstore.publish.sources import Source
+from patchstore.publish.sources.dtypes import Asked, Base, Counts, DtypeLike, Served
 from patchstore.quantization import check_config, quantization_of
 from patchstore.signing.signers import Signer
 from patchstore.stores import opened
@@ -82,7 +82,7 @@ class Publisher:
         store: Store | str | os.PathLike[str],
         source: Source,
         *,
-        dtype: torch.dtype | str | None = torch.bfloat16,
+        dtype: DtypeLike | Mapping[str, DtypeLike] = torch.bfloat16,
         encoding: str = "auto",
         anchor_every: int | Literal["auto"] | None = 64,
         compact: bool = False,
@@ -105,13 +105,18 @@ class Publisher:
         Args:
             store: an open store, or the URL or path of one, which is opened and closed with the publisher.
             source: the model, or its tensors by name, or a function that yields names and tensors anew in
-                each pass: two to open the publisher, one in each publication. Values may be `LocalPart`.
+                each pass: two to open the publisher, one in each publication. Values may be `LocalPart`. A
+                model of transformers is published under the names that its `save_pretrained` writes.
                 Names, shapes, parts and tied tensors must stay the same; there may be other tensor objects
                 under the names at each call. The prefixes of torch.compile, DistributedDataParallel and
                 activation checkpointing are removed from names; adapters of PEFT are merged. `mapped` and
                 `as_saved` publish under other names.
-            dtype: the dtype in which floating-point tensors of 16 bits or more are compared and served, such
-                as torch.bfloat16 or "bfloat16"; None to publish every tensor in its own dtype.
+            dtype: the dtype in which weights are compared and served, such as torch.bfloat16 or "bfloat16",
+                but for those that must keep another one. These are: weights that the checkpoint in `files`
+                has in another dtype than most of its elements; without such a checkpoint, those that a model
+                of transformers keeps in float32; and in a source whose elements are mostly of 16 bits, those
+                that are wider. A mapping of patterns of names to dtypes goes before all of that, such as
+                {"*.gate.weight": "float32"}; * stands for any characters. None: every tensor in its own.
             encoding: how changes are stored. "raw": positions, 6 bytes per change in bf16. "gap": distances
                 between positions, 4 bytes. "context": encoded against the parent, whose tensors a reader
                 needs, about 0.9 bytes. "auto": "context" where kernels encode it, "gap" on the CPU.
@@ -123,7 +128,9 @@ class Publisher:
                 process reads from the store what it needs, and ends with the publisher. Its failures are
                 warnings, and in `compaction`. The store must be one that another process can open.
             files: a checkpoint folder whose config and tokenizer files go into every anchor. Its config must
-                fit the source: the same sizes, ties that are there, quantised as the tensors are.
+                fit the source: the same sizes, ties that are there, quantised as the tensors are. If it has
+                weights, they must have the source's names and shapes, and they say in which dtype each
+                tensor is served; see `dtype`.
             resume: False for a new run. True to continue from the newest version that has exactly these
                 weights; a number to continue from that version, which must have them. "anchor" to continue
                 after the newest version with any weights, by publishing all of them. "auto" begins a run if
@@ -166,7 +173,7 @@ class Publisher:
                 more threads; no run was created.
             VersionConflict: another publisher claimed the run at the same time.
         """
-        self._dtype = dtype_of(dtype)
+        self._asked = Asked.of(dtype)
         every = anchor_interval(anchor_every, compact=compact)
         # The process beside this one makes them.
         self._anchor_every: Every = _NEVER if every is None or compact else every
@@ -183,7 +190,7 @@ class Publisher:
             base = checkpoint_files.read_folder(files)
             chosen = quantization_of(quantization, base, weights.specs, weights.unread)
         settings = Settings(
-            dtype=str(self._dtype),
+            dtype=str(self._asked),
             encoding=encoding,
             anchor_every=self._anchor_every if every is None else every,
             max_pending=self._max_pending,
@@ -235,25 +242,36 @@ class Publisher:
         except Exception as exc:  # noqa: BLE001 -- raised below, when other ranks can hear of it
             failure = exc
         stored = () if begun is None else begun.schema.by_name()
-        self._offered = offered = Offered(source, self._dtype, stored, self._quantization)
+        self._offered = offered = Offered(source, stored, self._quantization)
         try:
             # Also after a failure: it tells which ranks must hear of that.
             offered.read()
         except Exception as exc:  # noqa: BLE001 -- as above
             failure = failure or exc
         ranks = ranks_that_publish(group, offered.ranks)
+        base = BaseCheckpoint(files)
+        if base.unread is not None:
+            logger.warning(
+                "the weights in files= say in which dtype tensors are served, as far as they can be read: %s",
+                base.unread,
+            )
         self._is_alone = ranks is None
 
-        def describe() -> tuple[tuple[Part, ...], Mapping[str, str]]:
+        def look() -> Counts:
             if failure is not None:
                 raise failure
+            return offered.counts
+
+        def describe(base: Base, counts: Counts) -> tuple[tuple[Part, ...], Mapping[str, str]]:
+            offered.serve(Served(self._asked, base, counts, offered.given))
             if self._is_alone:
                 offered.join()
             return offered.parts, offered.tied
 
         def check_schema(schema: Schema) -> dict[str, bytes]:
             found = checkpoint_files.read_folder(files)
-            checkpoint_files.check_fits(found, offered.given, schema)
+            self._asked.check_used(schema)
+            checkpoint_files.check_fits(found, offered.given, schema, base)
             if self._quantization is not None:
                 return self._quantization.complete(found, schema)
             check_config(found, schema)
@@ -261,10 +279,9 @@ class Publisher:
 
         if ranks is None:
             with on_one_rank():
-                alone = Alone(self._store, settings, describe, check_schema, signer=self._signer)
+                alone = Alone(self._store, settings, look, describe, check_schema, base, self._signer)
                 return self._open_as(alone, settings, snapshot)
-        base = BaseCheckpoint(files)
-        together = Together(self._store, settings, describe, check_schema, ranks, base, self._signer)
+        together = Together(self._store, settings, look, describe, check_schema, ranks, base, self._signer)
         return self._open_as(together, settings, snapshot)
 
     def _open_as(self, opening: Alone | Together, settings: Settings, snapshot: snapshots.Place) -> bool:
@@ -301,7 +318,18 @@ class Publisher:
             since_anchor=run.since_anchor,
             max_pending=self._max_pending,
         )
+        if run.is_leader:
+            self._say_dtypes(run.header.schema)
         return run.is_leader
+
+    def _say_dtypes(self, schema: Schema) -> None:
+        """Log in which dtypes tensors are served, and who says so of those that have not the usual one."""
+        reasons: dict[str, list[str]] = {}
+        for name, choice in self._offered.choices.items():
+            if choice.why:
+                reasons.setdefault(choice.why, []).append(name)
+        because = "".join(f"; {why} says so of {dtypes.alike(names)}" for why, names in reasons.items())
+        logger.info("serving %s%s", dtypes.of_schema(schema), because)
 
     def _started(self, name: str) -> Worker:
         """Start a thread that ends with the publisher."""

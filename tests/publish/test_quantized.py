@@ -13,6 +13,7 @@ from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.publish.snapshot.rounded import Given, Rounded
 from patchstore.publish.sources import Quantized, Weights
 from patchstore.publish.sources.cuts import Cuts, Values, joined
+from patchstore.publish.sources.dtypes import Choice
 from patchstore.quantization import FORMS, Quantization
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits
@@ -215,7 +216,8 @@ def test_matrices_of_several_ranks_have_the_scales_of_the_whole(
 
     def one(part: torch.Tensor, start: tuple[int, int]) -> tuple[Given, list[torch.Tensor]]:
         source = {"norm": torch.ones(3), UP: LocalPart(part, (300, 272), start=start)}
-        quantized = Quantized(Weights(source), Quantization(FORMS[form]), torch.bfloat16)
+        choices = dict.fromkeys(("norm", UP, f"{UP}\t0"), Choice(torch.bfloat16))
+        quantized = Quantized(Weights(source), Quantization(FORMS[form]), choices)
         quantized.read()
         quantized.share(exchange)
         seen: list[torch.Tensor] = []

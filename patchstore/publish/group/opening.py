@@ -1,5 +1,9 @@
 """Open a run with many ranks: agree on who owns what, then create the run or continue it."""
 
+import base64
+import json
+import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -10,11 +14,13 @@ from patchstore.format import history, layout
 from patchstore.format.anchoring import Since
 from patchstore.format.records import Part, Schema, StoreHeader, TensorSpec
 from patchstore.format.state_sums import Sums
+from patchstore.publish.base_checkpoint import BaseCheckpoint
 from patchstore.publish.committer import Committer
 from patchstore.publish.group import ownership
 from patchstore.publish.group.channel import Channel, Message
 from patchstore.publish.group.ownership import File, Plan, Share
 from patchstore.publish.group.report import add, by_name
+from patchstore.publish.sources.dtypes import Base, Counts
 from patchstore.stores.base import Store
 from patchstore.stores.probe import check_create_only
 
@@ -41,6 +47,30 @@ class Run(NamedTuple):
     since_anchor: Since
     committer: Committer | None
     """On the leader alone."""
+
+
+def look(channel: Channel, count: Callable[[], Counts], base: BaseCheckpoint) -> tuple[Base, Counts]:
+    """Tell all ranks which dtypes the base checkpoint has, which the leader reads, and what all ranks have.
+
+    Args:
+        count: returns how many elements this rank has of each dtype.
+
+    Raises:
+        RankFailed, and what `count` raises.
+    """
+
+    def conclude(reports: list[Message]) -> Message:
+        total = Counter[str]()
+        for report in reports:
+            total.update(report["counts"])
+        found = Base.of(base.specs)
+        # Tens of thousands of names, to hundreds of ranks.
+        names = zlib.compress(json.dumps(dict(found.dtypes)).encode())
+        return {"counts": dict(total), "base": base64.b64encode(names).decode(), "default": found.default}
+
+    told = channel.round("say what they have", lambda: {"counts": dict(count())}, conclude)
+    names = json.loads(zlib.decompress(base64.b64decode(told["base"])))
+    return Base(names, told["default"]), told["counts"]
 
 
 def agree(

@@ -1,6 +1,6 @@
 """A source whose linear layers are published in FP8: each tensor is rounded when it is read."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ from patchstore.kernels import are_usable
 from patchstore.publish.snapshot.rounded import Given as Unrounded
 from patchstore.publish.snapshot.rounded import Measure, Rounded
 from patchstore.publish.sources.cuts import Cuts, Exchange, Region, Values, alone
+from patchstore.publish.sources.dtypes import OWN, Choice
 from patchstore.publish.sources.roundable import check_layers, check_roundable
-from patchstore.publish.sources.scales import check_scales
 from patchstore.publish.sources.weights import Given, Place, Weights, changed
 from patchstore.quantization import Form, Quantization
 from patchstore.quantization.forms import E4M3
@@ -56,13 +56,13 @@ class Quantized:
     is_stream = True
     """Codes exist one tensor after the other."""
 
-    def __init__(self, weights: Weights, quantization: Quantization, dtype: torch.dtype | None) -> None:
+    def __init__(self, weights: Weights, quantization: Quantization, choices: Mapping[str, Choice]) -> None:
         """Look at a source; nothing is read.
 
         Args:
-            dtype: as `Publisher` takes it.
+            choices: by key of the source, in which dtype a tensor would be served without quantization.
         """
-        self._weights, self._quantization, self._dtype = weights, quantization, dtype
+        self._weights, self._quantization, self._choices = weights, quantization, choices
         self.given = weights.given
         self.dtypes: set[tuple[torch.dtype, torch.dtype]] = set()
         """Of what is rounded: as it is given, and as it would be served."""
@@ -109,21 +109,22 @@ class Quantized:
         self._wanted, self._plan = frozenset(keys), None
 
     def read(self) -> Given:
-        """Return what codes, scales and other tensors are, without their elements.
+        """Return what codes, scales and other tensors are now; see `round`."""
+        return self.round(self._weights.read())
+
+    def round(self, inner: Given) -> Given:
+        """Return what codes, scales and other tensors are made of a source's, without their elements.
 
         Raises:
             SchemaMismatch: as `Weights.read`, `check_layers` and `check_roundable`; or a tensor is cut within
                 blocks.
-            UsageError: see `check_scales`.
         """
-        inner = self._weights.read()
-        check_scales(inner.tensors, self._dtype)
         check_layers(self._weights.given)
         form, of_name = self.form, self._of_name(inner)
         tensors, places, devices = dict[str, torch.Tensor](), dict[str, Place](), dict[str, torch.device]()
         for key, tensor in inner.tensors.items():
             place = inner.places.get(key)
-            dtype = self._served_dtype(tensor)
+            dtype = self._served_dtype(key, tensor)
             name, shape = (key, tuple(tensor.shape)) if place is None else (place.name, place.shape)
             device = inner.devices.get(key, tensor.device)
             self._rounded[key] = None
@@ -209,7 +210,7 @@ class Quantized:
             self._check(key, tensor)
             del missing[key]
             rounded = self._rounded[key]
-            given = tensor.detach().to(self._served_dtype(tensor))
+            given = tensor.detach().to(self._served_dtype(key, tensor))
             if rounded is None:
                 if self._wanted is None or key in self._wanted:
                     yield key, given
@@ -231,11 +232,10 @@ class Quantized:
                 raise self._not_finite(names[device][int((~found).nonzero()[0])])
 
     def _not_finite(self, name: str) -> UsageError:
-        beyond = "" if self._dtype is None else f", or beyond the range of {self._dtype}"
         return UsageError(
-            f"{name!r} has numbers that are infinite or NaN{beyond}: these have no scale in "
-            f"{self._quantization.form.name}; nothing was published, and once they are finite the next call "
-            "goes on"
+            f"{name!r} has numbers that are infinite or NaN, or are beyond the range of the dtype in which "
+            f"it would be served: these have no scale in {self._quantization.form.name}; nothing was "
+            "published, and once they are finite the next call goes on"
         )
 
     def matrices(self, measure: Measure) -> Unrounded:
@@ -332,14 +332,14 @@ class Quantized:
         was = self._served.get(key)
         if tensor is not None and was is not None:
             dtype = TORCH_DTYPES[was.dtype]
-            if self._served_dtype(tensor) == dtype and tuple(tensor.shape) == was.shape:
+            if self._served_dtype(key, tensor) == dtype and tuple(tensor.shape) == was.shape:
                 return
         now = None if tensor is None else self._spec(key, tensor)
         raise changed(key.partition("\t")[0], was, now)
 
     def _spec(self, key: str, tensor: torch.Tensor) -> TensorSpec:
         """Describe what this process has under a key, as it would be served without quantization."""
-        dtype = self._served_dtype(tensor)
+        dtype = self._served_dtype(key, tensor)
         return spec_of(key.partition("\t")[0], torch.empty(tensor.shape, dtype=dtype, device="meta"))
 
     def _shared(self) -> tuple[dict[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]:
@@ -358,7 +358,7 @@ class Quantized:
             values = []
             for key, region in self._cut_regions():
                 tensor = tensors[key].detach()
-                own[key] = self._maxima(tensor.to(self._served_dtype(tensor)), key)
+                own[key] = self._maxima(tensor.to(self._served_dtype(key, tensor)), key)
                 values += [own[key][box.within(region.touched)].reshape(-1) for box in region.cut]
             return torch.cat(values).cpu().numpy() if values else np.zeros(0, dtype=np.float32)
 
@@ -396,10 +396,8 @@ class Quantized:
         owned = scales[region.owned.within(region.touched)]
         return codes[above:, left:].contiguous(), owned.contiguous()
 
-    def _served_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        if self._dtype is not None and tensor.is_floating_point() and tensor.element_size() >= 2:
-            return self._dtype
-        return tensor.dtype
+    def _served_dtype(self, key: str, tensor: torch.Tensor) -> torch.dtype:
+        return self._choices.get(key, OWN).of(tensor.dtype)
 
 
 def _cut_places(

@@ -12,10 +12,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from patchstore.errors import SchemaMismatch, UsageError
-from patchstore.publish.sources.mapped import Mapped
+from patchstore.publish.sources.mapped import Mapped, Rule
 from patchstore.publish.sources.pieces import LocalPart
 from patchstore.publish.sources.plain import class_of
-from patchstore.publish.sources.weights import Weights
+from patchstore.publish.sources.weights import Given, Weights
 
 _COPIES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.contiguous, torch.Tensor.clone})
 
@@ -34,16 +34,34 @@ def as_saved(model: torch.nn.Module) -> Mapped | torch.nn.Module:
         SchemaMismatch: transformers computes a tensor, and does not only take others apart or join them.
     """
     inner = _of_transformers(model)
-    given_now = Weights(model).read()
-    tensors, places, tied = given_now.tensors, given_now.places, given_now.tied
+    if inner is None:
+        raise UsageError(f"as_saved takes a model of transformers, not {class_of(model)}")
+    rule = rule_as_saved(model, Weights(model).read())
+    return model if rule is None else Mapped(model, rule)
+
+
+def rule_as_saved(model: torch.nn.Module, read: Given) -> Rule | None:
+    """Return what becomes of a model's tensors when transformers saves it; None if they keep their names.
+
+    Args:
+        model: perhaps none of transformers, which keeps its names.
+        read: what `Weights` read of it.
+
+    Raises:
+        SchemaMismatch: see `as_saved`.
+    """
+    inner = _of_transformers(model)
+    if inner is None:
+        return None
     given = {}
-    for key, tensor in tensors.items():
-        name, shape = (places[key].name, places[key].shape) if key in places else (key, tuple(tensor.shape))
+    for key, tensor in read.tensors.items():
+        place = read.places.get(key)
+        name, shape = (key, tuple(tensor.shape)) if place is None else (place.name, place.shape)
         given[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    given |= {alias: torch.empty_like(given[name]) for alias, name in tied.items() if name in given}
+    given |= {alias: torch.empty_like(given[name]) for alias, name in read.tied.items() if name in given}
     found = _converted(inner, given)
     if not found:
-        return model
+        return None
 
     def rule(name: str, whole: torch.Tensor) -> Any:
         if name not in found:
@@ -53,11 +71,11 @@ def as_saved(model: torch.nn.Module) -> Mapped | torch.nn.Module:
             for new, view, shape, start in found[name]
         ]
 
-    return Mapped(model, rule)
+    return rule
 
 
 def _of_transformers(model: torch.nn.Module) -> Any:
-    """Return the PreTrainedModel inside of wrappers."""
+    """Return the PreTrainedModel inside of wrappers; None if there is none."""
     inner: Any = model
     while isinstance(inner, torch.nn.Module):
         if any(each.__name__ == "PreTrainedModel" for each in type(inner).__mro__):
@@ -66,7 +84,7 @@ def _of_transformers(model: torch.nn.Module) -> Any:
             inner = inner.get_base_model()  # type: ignore[operator]
         else:
             inner = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
-    raise UsageError(f"as_saved takes a model of transformers, not {class_of(model)}")
+    return None
 
 
 class _Views(TorchFunctionMode):

@@ -12,18 +12,16 @@ _CODES = frozenset({torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, t
 """Dtypes in which quantised weights are stored, alone or several in one number."""
 
 
-def check_scales(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
+def check_scales(tensors: Mapping[str, torch.Tensor], served: Mapping[str, torch.dtype]) -> None:
     """Refuse to convert the scales of quantised weights.
 
     Args:
         tensors: of a source, by name, or by a piece's key.
-        dtype: as `Publisher` takes it.
+        served: the dtypes in which they are served, by the same keys.
 
     Raises:
-        UsageError: a scale would be stored in this dtype, and is in another one.
+        UsageError: a scale would be served in another dtype than it has.
     """
-    if dtype is None:
-        return
     coded = {
         _module(key): key
         for key, tensor in tensors.items()
@@ -31,13 +29,13 @@ def check_scales(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None)
     }
     for key, tensor in tensors.items():
         codes = coded.get(_module(key))
-        is_converted = tensor.is_floating_point() and tensor.element_size() >= 2 and tensor.dtype != dtype
+        is_converted = tensor.dtype != served[key]
         if codes is not None and is_converted and _SCALE.fullmatch(_last(key)):
             name, weights = (each.partition("\t")[0] for each in (key, codes))
             raise UsageError(
                 f"{name!r} is a scale of the quantised weights {weights!r}, and would be "
-                f"rounded from {tensor.dtype} to {dtype}; give dtype=None, so that each tensor is published "
-                "in its own dtype"
+                f"rounded from {tensor.dtype} to {served[key]}; give dtype=None, so that each tensor is "
+                "published in its own dtype"
             )
 
 

@@ -88,6 +88,8 @@ class Weights:
         """Of sharded tensors, by name, as they were at the first call."""
         self._places: dict[str, Any] = {}
         """Of pieces, by key, as they were at the first call."""
+        self.origins: dict[str, str] = {}
+        """What a source calls a tensor that a rule publishes under another name; by that."""
         self.ranks: set[int] = set()
         """Global ranks among which tensors are sharded, as far as reading them has shown."""
         self._unmoved = Unmoved()
@@ -241,9 +243,10 @@ class Weights:
             if not rules:
                 yield name, pieces
                 continue
-            found: Iterable[tuple[str, list[Piece]]] = [(name, pieces)]
+            found: list[tuple[str, list[Piece]]] = [(name, pieces)]
             for rule in rules:
                 found = [each for name, pieces in found for each in rule.to(name, pieces)]
+            self.origins |= {new: name for new, _ in found}
             yield from found
 
     def _of_value(self, name: str, value: Any) -> list[Piece]:
