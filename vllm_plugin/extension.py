@@ -246,8 +246,8 @@ class DeltaWorkerExtension:
 def _map(updater: Updater) -> dict[str, Any]:
     """Summarise where weights go: number of `runtimes` (pieces of memory), of names that are `mapped`,
     `computed` (loaded in full by vLLM's loader), `partial` (held in part), `absent` (of no use here) and
-    `wider` (served in more bits than the run stores), each with some of those, and whether the map `is_proved`
-    by weights that vLLM itself had loaded.
+    `wider` (served in more bits than the run stores), each with some of those, and whether the map
+    `is_proved` by weights that vLLM itself had loaded.
     """
     mapped = updater.map
     kinds = {

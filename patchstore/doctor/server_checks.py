@@ -25,8 +25,8 @@ _RESTART = "restart it, and look into its log"
 _FORMS = {"calculated": "quantised by vLLM"}
 """Words for forms of weights in a rank's status, where they have others than their names."""
 _WIDER = (
-    "publish these in float32, in a new run: give Publisher the folder of the model's checkpoint as files=, or "
-    'dtype={"NAME": "float32"}'
+    "publish these in float32, in a new run: give Publisher the folder of the model's checkpoint as files=, "
+    'or dtype={"NAME": "float32"}'
 )
 _HERE = {"localhost", "127.0.0.1", "::1"}
 

@@ -13,12 +13,11 @@ from typing import Any, Literal
 import torch
 from transformers import TrainerCallback
 
-from patchstore import as_saved
 from patchstore.errors import PatchstoreError, UsageError
 from patchstore.integrations.measured import Measured
 from patchstore.publish.options import is_distributed
 from patchstore.publish.publisher import Publication, Publisher
-from patchstore.publish.sources import Source
+from patchstore.publish.sources.dtypes import Asked
 from patchstore.stores import opened
 from patchstore.stores.base import Store
 from patchstore.support.arguments import whole_number
@@ -138,7 +137,7 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
             with _files(self._files, model, processing_class, self._options) as files:
                 self._publisher = Publisher(
                     self._store,
-                    source_of(model),
+                    model,
                     files=files,
                     resume=self._resume,
                     group=group,
@@ -187,15 +186,6 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         state.log_history[-1].update(found)
 
 
-def source_of(model: torch.nn.Module) -> Source:
-    """Return what a publisher reads of a trainer's model, under the names that servers know."""
-    try:
-        return as_saved(model)
-    except UsageError:
-        # No model of transformers: its names are its own.
-        return model
-
-
 @contextmanager
 def _files(
     given: str | os.PathLike[str] | None, model: Any, processing_class: Any, options: Mapping[str, Any]
@@ -208,7 +198,7 @@ def _files(
         yield given
         return
     config = copy.deepcopy(config)
-    config.dtype = options.get("dtype", torch.bfloat16) or config.dtype
+    config.dtype = Asked.of(options.get("dtype", torch.bfloat16)).default or config.dtype
     if not getattr(config, "architectures", None):
         config.architectures = [_class_name(inner)]
     with tempfile.TemporaryDirectory(prefix="patchstore-") as folder:

@@ -1,5 +1,6 @@
 """Small mixtures of experts of transformers, of which `save_pretrained` converts tensors, or does not."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,3 +102,25 @@ def build(kind: str) -> Any:
             # Some begin as ones or zeros, which are alike wherever they are.
             parameter.copy_(torch.randn_like(parameter))
     return model
+
+
+def trained(kind: str) -> Any:
+    """Return a model as a trainer has it: all in float32, with biases of routers as large as real ones."""
+    model = build(kind).float()
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "e_score" in name:
+                tensor.copy_(34.5 + 0.14 * torch.randn(tensor.shape))
+            elif tensor.is_floating_point():
+                tensor.mul_(0.02)
+    return model
+
+
+def checkpoint(model: Any, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Save a model as it is on the Hub, mostly in bfloat16; return the folder, and its tensors."""
+    from safetensors.torch import load_file
+
+    model.save_pretrained(folder / "float32")
+    loaded = type(model).from_pretrained(folder / "float32", dtype=torch.bfloat16)
+    loaded.save_pretrained(folder / "base")
+    return folder / "base", load_file(folder / "base" / "model.safetensors")

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import saved_models
 import torch
+from saved_models import checkpoint, trained
 from small_models import published
 
 from patchstore import Publisher, Replica
@@ -21,26 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 BIASES = ("DeepseekV3", "Glm4Moe", "ExaoneMoe", "Ernie4_5_Moe")
 """Kinds of which transformers keeps biases of routers in float32."""
-
-
-def trained(kind: str) -> Any:
-    """Return a model as a trainer has it: all in float32, with biases of routers as large models have them."""
-    model = saved_models.build(kind).float()
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if "e_score" in name:
-                tensor.copy_(34.5 + 0.14 * torch.randn(tensor.shape))
-            elif tensor.is_floating_point():
-                tensor.mul_(0.02)
-    return model
-
-
-def checkpoint(model: Any, folder: Path) -> tuple[Path, State]:
-    """Save a model as it is on the Hub, mostly in bfloat16; return the folder, and its tensors."""
-    model.save_pretrained(folder / "float32")
-    loaded = type(model).from_pretrained(folder / "float32", dtype=torch.bfloat16)
-    loaded.save_pretrained(folder / "base")
-    return folder / "base", safetensors.load_file(folder / "base" / "model.safetensors")
 
 
 @pytest.mark.parametrize("kind", BIASES)
@@ -76,7 +56,7 @@ def test_the_base_checkpoint_says_the_dtype_of_each_tensor(
     base, saved = checkpoint(model, tmp_path)
     # Of these, transformers says so of none; checkpoints have them in float32, and so has vLLM.
     wide = ("A_log", "dt_bias", "e_score_correction_bias", "mlp.gate.weight")
-    masters = {name: tensor for name, tensor in published(MemoryStore(), model, dtype=None).items()}
+    masters = published(MemoryStore(), model, dtype=None)
     expected = {
         name: tensor if name.endswith(wide) else tensor.to(torch.bfloat16) for name, tensor in masters.items()
     }

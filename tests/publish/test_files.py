@@ -3,9 +3,12 @@
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import saved_models
 import torch
+from safetensors import safe_open
 
 from patchstore import Publisher
 from patchstore.errors import UsageError
@@ -93,3 +96,87 @@ def test_a_folder_that_is_no_checkpoint_is_refused_and_nothing_of_it_uploaded(
     with pytest.raises(UsageError, match="checkpoint folder"):
         Publisher(store, {"w": torch.zeros(10)}, files=files)
     assert list(store.list()) == []
+
+
+def folder_of(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def qwen(**changes: Any) -> Any:
+    transformers = pytest.importorskip("transformers", minversion="5.19")
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(**sizes | heads | changes)
+    return transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_folder_of_another_model_is_refused_also_for_what_has_no_config(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    trained = qwen()
+    tensors = dict(trained.state_dict())
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPTNeoXConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    others = {
+        "another architecture": transformers.GPTNeoXForCausalLM(config),
+        "another size": qwen(intermediate_size=64),
+        "another vocabulary": qwen(vocab_size=97),
+    }
+    for name, model in others.items():
+        with pytest.raises(UsageError, match="that of another model"):
+            Publisher(store, tensors, files=folder_of(model, tmp_path / name))
+    assert list(store.list()) == []
+    Publisher(store, tensors, files=folder_of(trained, tmp_path / "own")).close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_may_have_more_than_is_trained_or_less(store: MemoryStore, tmp_path: Path) -> None:
+    base = folder_of(qwen(), tmp_path)
+    tensors = dict(qwen().state_dict())
+    with_head = tensors | {"score.weight": torch.zeros(1, 32)}
+    fewer = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    for given in (with_head, fewer):
+        Publisher(MemoryStore(), given, files=base).close()
+    with pytest.raises(UsageError, match=r"'score.weight', and 1 of its tensors .* 'lm_head.weight'"):
+        Publisher(store, fewer | {"score.weight": torch.zeros(1, 32)}, files=base)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_of_the_model_without_its_head_may_name_tensors_without_its_prefix(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    trained = qwen()
+    Publisher(store, trained, files=folder_of(trained.model, tmp_path)).close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_the_trainer_packed_do_not_fit_the_checkpoint_that_they_were_made_from(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    base = folder_of(qwen(), tmp_path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weight = qwen().state_dict()[name]
+    for codes in (torch.zeros(512, 1, dtype=torch.uint8), torch.zeros_like(weight, dtype=torch.int8)):
+        tensors = dict(qwen().state_dict()) | {name: codes}
+        with pytest.raises(UsageError, match=rf"'{name}' is published as [UI]8"):
+            Publisher(store, tensors, files=base, dtype=None)
+    assert list(store.list()) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_that_a_model_fuses_have_the_names_of_the_checkpoint(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    model = saved_models.build("Mixtral")
+    base = folder_of(model, tmp_path)
+    with Publisher(store, model, files=base) as publisher:
+        publisher.publish_patch(0).result()
+    with safe_open(base / "model.safetensors", "pt") as saved:
+        assert {spec.name for spec in publisher.schema.tensors} == set(saved.keys())
+    with pytest.raises(UsageError, match=r"fuses tensors otherwise, which .* patchstore.as_saved\(model\)"):
+        Publisher(MemoryStore(), dict(model.state_dict()), files=base)

@@ -24,3 +24,11 @@ def test_each_rank_publishes_its_part_of_the_saved_tensors(
     results = ranks_of(2).run(saved_jobs.publish, url, str(tmp_path / "saved"), kinds)
     for number, kind in enumerate(kinds):
         check(f"{url}/{kind}", [[result[number]] for result in results])
+
+
+def test_all_ranks_serve_the_dtypes_of_a_checkpoint_that_one_of_them_has(
+    ranks_of: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    url = str(tmp_path / "store")
+    (manifest,) = check(url, ranks_of(2).run(saved_jobs.publish_masters, url, str(tmp_path)))
+    assert manifest.version == 0
