@@ -1,4 +1,7 @@
-"""Publish a checkpoint folder as version 0, and versions that differ from it a little, as a trainer would."""
+"""Publish a checkpoint folder as version 0, and versions that differ from it a little, as a trainer would.
+
+The trainer keeps all weights in float32, and says nothing of dtypes: the folder does.
+"""
 
 from contextlib import closing
 from pathlib import Path
@@ -8,6 +11,7 @@ from safetensors.torch import load_file
 
 from patchstore import Publisher
 from patchstore.stores import open_store
+from patchstore.tensors.bits import TORCH_DTYPES
 
 NEWEST = 3
 """The last version that `publish` makes; versions 0 and 2 are anchors too."""
@@ -22,16 +26,21 @@ def publish(checkpoint: Path, store: Path, *, density: float = 0.02) -> list[Pat
     Returns:
         What changed in versions 1 to `NEWEST`: some elements of every tensor, one of them to -0.0.
     """
-    tensors = load_file(checkpoint / "model.safetensors")
+    served = load_file(checkpoint / "model.safetensors")
+    masters = {name: each.float() if each.is_floating_point() else each for name, each in served.items()}
     random = torch.Generator().manual_seed(11)
     patches = []
     with (
         closing(open_store(store)) as bucket,
-        Publisher(bucket, tensors, dtype=None, anchor_every=2, files=checkpoint) as publisher,
+        Publisher(bucket, masters, anchor_every=2, files=checkpoint) as publisher,
     ):
         publisher.publish_patch(0).result(timeout_s=60)
+        assert {spec.name: TORCH_DTYPES[spec.dtype] for spec in publisher.schema.tensors} == {
+            name: each.dtype for name, each in served.items()
+        }
         for step in range(1, NEWEST + 1):
-            patches.append({name: _change(tensor, density, random) for name, tensor in tensors.items()})
+            changed = {name: _change(tensor, density, random) for name, tensor in masters.items()}
+            patches.append({name: (at, new.to(served[name].dtype)) for name, (at, new) in changed.items()})
             publisher.publish_patch(step).result(timeout_s=60)
     return patches
 
@@ -45,4 +54,4 @@ def _change(
     flat[positions] = (flat[positions].float() + 0.5 * noise).to(flat.dtype)
     # Equal to 0.0 as a number, not as bits.
     flat[positions[0]] = -0.0
-    return positions, flat[positions]
+    return positions, flat[positions].clone()

@@ -23,15 +23,18 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 )
 
 
+_IN_FLOAT32 = ("e_score_correction_bias", "A_log", "dt_bias")
+"""Tensors that checkpoints on the Hub have in float32, among others in bfloat16."""
+
+
 def build(architecture: Architecture) -> PreTrainedModel:
     """Return the same random model each time: bf16, but for tensors that transformers keeps in float32."""
     config = architecture.config()
     config.dtype = torch.bfloat16
     model = getattr(transformers, architecture.auto).from_config(config).to(torch.bfloat16)
-    for module in model.modules():
-        if isinstance(bias := getattr(module, "e_score_correction_bias", None), torch.Tensor):
-            # As on the Hub, where it is the one tensor in float32.
-            bias.data = bias.float()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith(_IN_FLOAT32):
+            tensor.data = tensor.float()
     random = torch.Generator().manual_seed(7)
     kept = {name for name, _ in model.named_parameters()} | set(model.state_dict())
     with torch.no_grad():
@@ -46,6 +49,9 @@ def _random(name: str, shape: torch.Size, random: torch.Generator) -> torch.Tens
     noise = torch.randn(shape, generator=random)
     if name.endswith("A_log"):
         return torch.rand(shape, generator=random) * 2
+    if name.endswith("e_score_correction_bias"):
+        # Of large models they are far from zero, and near each other.
+        return 34.5 + 0.14 * noise
     if "embed" in name or "wte" in name:
         return noise
     if len(shape) < 2:
