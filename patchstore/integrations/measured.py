@@ -30,8 +30,7 @@ class Measured:
             As `Publication.result`.
         """
         while self._pending:
-            publication = self._pending.popleft()
-            self._committed.append((publication, publication.result()))
+            self._end(self._pending.popleft())
 
     def take(self, num_elements: int, compaction: Compaction | None = None) -> dict[str, float]:
         """Return the figures of what was committed since the last call; empty if nothing was.
@@ -50,8 +49,7 @@ class Measured:
             As `Publication.result`, of a publication that failed.
         """
         while self._pending and self._pending[0].done():
-            publication = self._pending.popleft()
-            self._committed.append((publication, publication.result()))
+            self._end(self._pending.popleft())
         committed, self._committed = self._committed, []
         waited_s, self._waited_s = self._waited_s, None
         found: dict[str, float] = {}
@@ -69,3 +67,8 @@ class Measured:
         if waited_s is not None:
             found["patchstore/waited_s"] = waited_s
         return found
+
+    def _end(self, publication: Publication) -> None:
+        manifest = publication.result()
+        if not publication.is_unchanged:
+            self._committed.append((publication, manifest))

@@ -7,11 +7,13 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from patchstore.errors import PatchstoreError, UsageError
 from patchstore.integrations.measured import Measured
@@ -43,6 +45,13 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
 
     If something is not stored, the next step, log or end of training raises `PublishFailed`, and the trainer
     stops. After `train()` has returned, every version is committed.
+
+    A step's version has the weights with which `on_step_end` finds the model. The last version has those that
+    the model has when `train()` returns, which `save_model` would write. So at the end of training this
+    callback is asked after all others, wherever it is in their list: one of them may put averaged weights, or
+    those of the best checkpoint, in place. Optimisers whose `eval()` puts other weights in place, such as
+    those of schedulefree, have their training weights in each step's version, and in the last one what the
+    last step or evaluation left.
     """
 
     def __init__(
@@ -87,6 +96,7 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         self._num_elements = 0
         self._last: Publication | None = None
         self._measured = Measured()
+        _ask_last()
 
     @property
     def run_id(self) -> str | None:
@@ -121,12 +131,10 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         self._log(state, logs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Publish the last weights, if the last step did not, and wait until all is stored."""
+        """Publish the last weights, unless the last version has them, and wait until all is stored."""
         if self._publisher is None:
             return
-        is_replaced = args.load_best_model_at_end and state.best_model_checkpoint is not None
-        if is_replaced or self._last is None or self._last.step != state.global_step:
-            self._publish(state.global_step)
+        self._publish(state.global_step)
         self._close()
         self._log(state, {})
 
@@ -147,8 +155,10 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
             self._closing = opening.pop_all()
 
     def _publish(self, step: int) -> Publication:
+        """Publish a step; of one that has a version already, only what has changed since."""
         assert self._publisher is not None, "opened when training begins"
-        self._last = self._publisher.publish_patch(step)
+        has_version = self._last is not None and self._last.step == step
+        self._last = self._publisher.publish_patch(step, if_changed=has_version)
         self._measured.add(self._last)
         return self._last
 
@@ -180,10 +190,29 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         logs.update(found)
         if not found:
             return
-        if not state.log_history or state.log_history[-1].get("step") != state.global_step:
+        newest = state.log_history[-1] if state.log_history else {}
+        if newest.get("step") != state.global_step or not found.keys().isdisjoint(newest):
             state.log_history.append({"step": state.global_step})
         # The trainer made its copy before it asked us.
         state.log_history[-1].update(found)
+
+
+@cache
+def _ask_last() -> None:
+    """Have trainers ask publishing callbacks last when training ends; once in a process.
+
+    The trainer asks nobody after that, and a callback is not told of the others.
+    """
+    original = CallbackHandler.on_train_end
+
+    @wraps(original)
+    def on_train_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A copy: callbacks of the caller may take themselves off the list.
+        ordered = copy.copy(self)
+        ordered.callbacks = sorted(self.callbacks, key=lambda each: isinstance(each, PublishCallback))
+        return original(ordered, *args, **kwargs)
+
+    CallbackHandler.on_train_end = on_train_end
 
 
 @contextmanager

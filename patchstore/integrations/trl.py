@@ -163,10 +163,7 @@ class ServerSync(_Served):
         if not is_training:
             # As in `trainer.evaluate()` before or after the training.
             self._open(generation.model, generation.processing_class)
-        step = self._state.global_step
-        publication = self._last
-        if publication is None or publication.step != step:
-            publication = self._publish(step)
+        publication = self._publish(self._state.global_step)
         if generation.accelerator.is_main_process:
             self._bring(publication)
         if not is_training:
@@ -294,7 +291,6 @@ class AsyncSync(_Served):
         assert self._last is not None
         if self._is_first or self._waits:
             self._bring(self._last)
-        self._is_first = False
 
     def resume(self) -> None:
         """Do nothing; see `pause`."""
@@ -327,11 +323,15 @@ def _leave_weights() -> None:
         sync = next((each for each in self.callback_handler.callbacks if isinstance(each, AsyncSync)), None)
         if sync is None:
             return original(self, t0)  # type: ignore[no-any-return]
+        if sync._is_first:
+            # A callback behind this one may have changed the weights when training began.
+            sync._publish(self.state.global_step)
         if self.accelerator.is_main_process:
             sync.send_weights(iter(()))
             self.model_version += 1
             if self.rollout_worker:
                 self.rollout_worker.update_model_version(self.model_version)
+        sync._is_first = False
         return t0, t0, time.time()
 
     AsyncGRPOTrainer._sync_weight_merged = sync_weight_merged

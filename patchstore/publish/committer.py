@@ -179,14 +179,19 @@ class Committer:
     def abandon(self, error: Exception) -> None:
         """Nothing of a publication is stored, and no other process waits for it."""
 
-    def commit_delta(self, step: int, delta: EncodedDelta) -> Manifest:
+    def commit_delta(self, step: int, delta: EncodedDelta, *, if_changed: bool = False) -> Manifest | None:
         """Publish a delta to the parent.
+
+        Args:
+            if_changed: commit nothing, and return None, where the delta has no changes.
 
         Raises:
             VersionConflict: fenced for good.
             RunLost: the store no longer holds the parent.
             PublishFailed: the store did not take it; the parent is what it was.
         """
+        if if_changed and not delta.num_changed:
+            return None
         after, attempt = self._after(delta), self.begin(is_anchor=False)
         return self.finish(
             step, after, attempt, lambda: store_delta(self._uploads, self.header, attempt, step, delta), None

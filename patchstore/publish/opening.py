@@ -60,7 +60,9 @@ CheckSchema = Callable[[Schema], dict[str, bytes]]
 class Commits(Protocol):
     """What a pipeline hands publications to: `Committer`, or `GroupCommitter` on each of several ranks."""
 
-    def commit_delta(self, step: int, delta: EncodedDelta) -> Manifest: ...
+    def commit_delta(
+        self, step: int, delta: EncodedDelta, *, if_changed: bool = False
+    ) -> Manifest | None: ...
 
     def commit_anchor(self, step: int, snapshot: ReadOnly, delta: EncodedDelta | None) -> Manifest: ...
 

@@ -43,6 +43,8 @@ class Publication:
         """Seconds from the call to the commit; None until then."""
         self.reported = False
         """Whether the caller got the result, or its error."""
+        self.is_unchanged = False
+        """Whether no bit had changed, so that nothing was committed; known once it is done."""
         self._task: Task[Manifest] | None = None
 
     def done(self) -> bool:
@@ -51,6 +53,8 @@ class Publication:
 
     def result(self, timeout_s: float | None = None) -> Manifest:
         """Wait for the commit and return the version's manifest.
+
+        Where nothing was committed because nothing had changed, it is that of the version before.
 
         Raises:
             PublishFailed: not stored; the next publication will be an anchor.
@@ -71,12 +75,19 @@ class _Job:
     """A publication between the stages."""
 
     def __init__(
-        self, publication: Publication, number: int, *, began: float, changes: Changes | None, is_anchor: bool
+        self,
+        publication: Publication,
+        number: int,
+        *,
+        began: float,
+        changes: Changes | None,
+        is_anchor: bool,
+        if_changed: bool = False,
     ) -> None:
         self.publication, self.number, self.began = publication, number, began
         self.changes = changes
         """None if the whole model is published; the snapshot has it already then."""
-        self.is_anchor = is_anchor
+        self.is_anchor, self.if_changed = is_anchor, if_changed
         self.parent: int | None = None
         """The publication that the delta leads from."""
         self.delta: EncodedDelta | None = None
@@ -132,6 +143,8 @@ class Pipeline:
         """The publication whose weights the snapshot has; None if it has parts of two."""
         self._in_store: int | None = 0 if is_stored else None
         """The publication whose weights the newest version has; None if it is none of this publisher's."""
+        self._newest: Manifest | None = None
+        """Of the newest version that this publisher committed."""
         self._unchanged_calls = 0
         """Publications in a row in which no bit had changed."""
         self.failed: deque[Publication] = deque()
@@ -139,12 +152,13 @@ class Pipeline:
         self.conflict: VersionConflict | None = None
         """Why nothing can be published any more."""
 
-    def publish(self, step: int, current: Tensors, *, began: float) -> Publication:
+    def publish(self, step: int, current: Tensors, *, began: float, if_changed: bool = False) -> Publication:
         """Compare, and hand the rest to the threads. If this raises, nothing is published.
 
         Args:
             current: the tensors of the schema; they may change once this returns.
             began: when the call began, of `time.monotonic`.
+            if_changed: as `Publisher.publish_patch` takes it. No anchor is due then: none may be needed.
         """
         self._wait_until_at_most(self._max_pending - 1)
         self._encoder.wait_until_at_most(0)
@@ -156,9 +170,11 @@ class Pipeline:
             self._in_snapshot = None
             self._snapshot.replace(current)
             self._in_snapshot = number
-        is_anchor = changes is None or self._is_anchor_due(number)
+        is_anchor = changes is None or (not if_changed and self._is_anchor_due(number))
         publication = Publication(step, waited_s=time.monotonic() - began)
-        job = _Job(publication, number, began=began, changes=changes, is_anchor=is_anchor)
+        job = _Job(
+            *(publication, number), began=began, changes=changes, is_anchor=is_anchor, if_changed=if_changed
+        )
         publication._task = _Stage(job, partial(self._commit, job))
         self._last = number
         self._encoder.hand_over(_Stage(job, partial(self._encode, job)))
@@ -274,10 +290,18 @@ class Pipeline:
         finally:
             job.delta = None
         self._in_store = job.number
+        publication.publish_s = time.monotonic() - job.began
+        if manifest is None:
+            assert self._newest is not None
+            publication.is_unchanged = True
+            logger.info(
+                "step %d: no bit has changed since version %d", publication.step, self._newest.version
+            )
+            return self._newest
+        self._newest = manifest
         if self._anchor_every == "auto" and manifest.delta is not None:
             self._bytes[job.number] = manifest.delta.num_bytes
         self._ask_whether_it_trains(manifest)
-        publication.publish_s = time.monotonic() - job.began
         logger.info(
             "published version %d: step %d, %d changed, %.1f MiB, waited %.2f s, published in %.2f s",
             manifest.version,
@@ -289,7 +313,7 @@ class Pipeline:
         )
         return manifest
 
-    def _commit_or_fail(self, job: _Job) -> Manifest:
+    def _commit_or_fail(self, job: _Job) -> Manifest | None:
         step = job.publication.step
         if self.conflict is not None:
             raise self.conflict
@@ -298,7 +322,8 @@ class Pipeline:
             return self._committer.commit_anchor(step, self._snapshot, job.delta if follows else None)
         if job.error is None and follows:
             assert job.delta is not None
-            return self._committer.commit_delta(step, job.delta)
+            if_changed = job.if_changed and self._newest is not None
+            return self._committer.commit_delta(step, job.delta, if_changed=if_changed)
         failed = PublishFailed(
             f"step {step} could not be encoded, and the next publication will be an anchor: "
             f"{type(job.error).__name__}: {job.error}"

@@ -337,7 +337,7 @@ class Publisher:
         self._closing.callback(worker.stop)
         return worker
 
-    def publish_patch(self, step: int) -> Publication:
+    def publish_patch(self, step: int, *, if_changed: bool = False) -> Publication:
         """Publish what changed since the last call as the next version.
 
         Returns when the weights have been compared. They may be changed again then. The version exists when
@@ -345,6 +345,9 @@ class Publisher:
 
         Args:
             step: the trainer's count, from -(2**53 - 1) to 2**53 - 1, because JSON keeps these exactly.
+            if_changed: commit nothing where no bit differs, on any rank, from the version that this publisher
+                committed last. `result` of the returned publication has that version's manifest then. Such a
+                version is no periodic anchor. All ranks give the same.
 
         Raises:
             PublishFailed: an earlier publication was not stored, and that was not raised yet. If this process
@@ -377,7 +380,7 @@ class Publisher:
                 if self._maxima is not None:
                     self._maxima.begin()
                 current = self._offered.current()
-                found = self._pipeline.publish(step, current, began=began)
+                found = self._pipeline.publish(step, current, began=began, if_changed=if_changed)
             except Exception as exc:
                 if self._maxima is not None:
                     self._maxima.abandon(exc)

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from training import Remember, assert_replayed, served, trainer_of, versions
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from patchstore import open_store, replay, verify
 from patchstore.errors import PublishFailed, RunExists, SchemaMismatch, StoreUnavailable, UsageError
+from patchstore.format import history
 from patchstore.integrations.transformers import PublishCallback
 from patchstore.stores.folder import FolderStore
+from patchstore.tensors.bits import bits
 from patchstore.testing import tiny_qwen
 
 
@@ -91,6 +94,112 @@ def test_a_process_beside_the_publisher_is_in_the_log(tmp_path: Path) -> None:
     assert all(entry["patchstore/failures_beside"] == 0 for entry in found[:-1])
     assert all(entry["patchstore/anchors_beside"] >= 0 for entry in found[:-1])
     assert len(found) > 1
+
+
+def _assert_last_version_is_what_is_saved(trainer: Any, folder: Path) -> None:
+    """Fail unless the newest version in the bucket there has what `save_model` writes now."""
+    trainer.save_model(str(folder / "saved"))
+    saved = load_file(folder / "saved" / "model.safetensors")
+    replay(str(folder / "bucket"), out=folder / "last")
+    found: dict[str, torch.Tensor] = {}
+    for file in (folder / "last").glob("*.safetensors"):
+        found |= load_file(file)
+    assert found.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(bits(found[name]), bits(tensor.to(torch.bfloat16))), name
+
+
+_SCHEDULE_FREE = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "learning_rate": 1e-2}
+_EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        # An evaluation of the last step leaves other weights than the step had.
+        (_SCHEDULE_FREE | _EVALUATED, [0, 1, 2, 3, 4, 4]),
+        (_SCHEDULE_FREE, [0, 1, 2, 3, 4]),
+        (_EVALUATED, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_the_last_version_is_what_save_model_writes(
+    tmp_path: Path, options: dict[str, Any], steps: list[int]
+) -> None:
+    if "optim" in options:
+        pytest.importorskip("schedulefree")
+    model = tiny_qwen.build().float()
+    trainer = trainer_of(model, tmp_path, PublishCallback(tmp_path / "bucket"), **options)
+    trainer.train()
+    assert [step for step, _ in versions(tmp_path / "bucket")] == steps
+    _assert_last_version_is_what_is_saved(trainer, tmp_path)
+
+
+@pytest.mark.parametrize(("best", "steps"), [(4, [0, 1, 2, 3, 4]), (2, [0, 1, 2, 3, 4, 4])])
+def test_the_best_model_is_the_last_version_without_a_second_one_if_it_is_the_newest(
+    tmp_path: Path, best: int, steps: list[int]
+) -> None:
+    model = tiny_qwen.build()
+    saving = {"save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True}
+    scored = {"metric_for_best_model": "score", "greater_is_better": True}
+    trainer = trainer_of(
+        model, tmp_path, PublishCallback(tmp_path / "bucket"), **_EVALUATED, **saving, **scored
+    )
+    trainer.compute_metrics = lambda _: {"score": -abs(best - trainer.state.global_step)}
+    trainer.train()
+    assert [step for step, _ in versions(tmp_path / "bucket")] == steps
+    _assert_last_version_is_what_is_saved(trainer, tmp_path)
+
+
+class _Averaged(TrainerCallback):  # type: ignore[misc]
+    """Puts averaged weights in place when training ends, and takes itself off the list."""
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        self.trainer.remove_callback(self)
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_weights_that_another_callback_puts_in_place_at_the_end_are_the_last_version(
+    tmp_path: Path, is_before: bool
+) -> None:
+    publish, average = PublishCallback(tmp_path / "bucket"), _Averaged()
+    callbacks = (average, publish) if is_before else (publish, average)
+    average.trainer = trainer = trainer_of(tiny_qwen.build(), tmp_path, *callbacks)
+    others = [each for each in trainer.callback_handler.callbacks if each is not average]
+    trainer.train()
+    assert [step for step, _ in versions(tmp_path / "bucket")] == [0, 1, 2, 3, 4, 4]
+    _assert_last_version_is_what_is_saved(trainer, tmp_path)
+    assert trainer.callback_handler.callbacks == others
+    logged = [each for each in trainer.state.log_history if "patchstore/bytes" in each]
+    store = FolderStore(tmp_path / "bucket")
+    manifests = [history.read_manifest(store, version) for version in range(6)]
+    assert sum(each["patchstore/bytes"] for each in logged) == sum(each.num_bytes for each in manifests)
+
+
+class _AverageOfTheOptimiser(TrainerCallback):  # type: ignore[misc]
+    def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        optimizer.eval()
+
+
+def test_the_average_of_a_schedule_free_optimiser_is_the_last_version_if_a_callback_asks_for_it(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("schedulefree")
+    seen, model = Remember(), tiny_qwen.build().float()
+    callbacks = (PublishCallback(tmp_path / "bucket"), seen, _AverageOfTheOptimiser())
+    trainer = trainer_of(model, tmp_path, *callbacks, **_SCHEDULE_FREE)
+    trainer.train()
+    _assert_last_version_is_what_is_saved(trainer, tmp_path)
+    last, averaged = seen.states[4]["lm_head.weight"], served(model)["lm_head.weight"]
+    assert not torch.equal(last, averaged)
+
+
+def test_a_training_of_no_steps_is_one_version(tmp_path: Path) -> None:
+    options = {"max_steps": -1, "num_train_epochs": 0}
+    trainer_of(tiny_qwen.build(), tmp_path, PublishCallback(tmp_path / "bucket"), **options).train()
+    assert versions(tmp_path / "bucket") == [(0, "anchor")]
 
 
 class _Reporter(TrainerCallback):  # type: ignore[misc]

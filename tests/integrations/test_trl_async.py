@@ -1,4 +1,4 @@
-"""AsyncGRPOTrainer of TRL, with a server that answers as vLLM does: TRL's own loop drives the sync."""
+"""TRL's trainers, with a server that answers as vLLM does: AsyncGRPOTrainer's own loop drives the sync."""
 
 import importlib
 from collections.abc import Iterator
@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from training import Remember, assert_replayed, versions
 from transformers import TrainerCallback
 
+from patchstore import replay
 from patchstore.errors import UsageError
 from patchstore.testing import tiny_qwen
 from patchstore.testing.vllm_stub import StubServer, serving
@@ -58,6 +60,49 @@ def test_every_sync_is_a_version_and_the_first_is_served_before_rollouts(
     # What TRL counts as live is what the server has.
     assert trainer.rollout_worker.at == [0, 1, 2, 3]
     assert trainer.model_version == 4
+
+
+class Double(TrainerCallback):  # type: ignore[misc]
+    """Changes the weights when training begins, behind the sync."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+
+
+def test_what_a_callback_changes_behind_the_sync_is_served_before_rollouts(
+    grpo: Any, base: Path, stub: StubServer, tmp_path: Path
+) -> None:
+    sync, seen = grpo.AsyncSync(tmp_path / "bucket", via="apply"), Remember()
+    callbacks = (sync, Same(stub, sync), Double(), seen)
+    trainer = grpo.async_trainer_of(base, tmp_path, stub.url, sync, *callbacks, max_steps=1)
+    trainer.rollout_worker.look = lambda: stub.held
+    trainer.train()
+    assert [step for step, _ in versions(tmp_path / "bucket")] == [0, 0, 1]
+    assert trainer.rollout_worker.at == [1, 2]
+    replay(str(tmp_path / "bucket"), 1, out=tmp_path / "first")
+    found = load_file(tmp_path / "first" / "model.safetensors")
+    assert torch.equal(found["lm_head.weight"], seen.states[0]["lm_head.weight"])
+
+
+def test_weights_that_changed_within_a_step_are_served_to_the_next_generation(
+    grpo: Any, base: Path, stub: StubServer, tmp_path: Path
+) -> None:
+    sync = grpo.ServerSync(tmp_path / "bucket")
+    options = {"vllm_importance_sampling_correction": False}
+    trainer = grpo.trainer_of(base, tmp_path, stub.url, sync, **options)
+    generation = trainer.vllm_generation
+    sync.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    stub.run_id = sync.run_id
+    served = []
+    for factor in (1, 2, 1):
+        with torch.no_grad():
+            trainer.model.lm_head.weight.mul_(factor)
+        generation.sync_weights()
+        served.append(stub.held)
+    assert served == [0, 1, 1]
+    sync.on_train_end(trainer.args, trainer.state, trainer.control)
+    assert [step for step, _ in versions(tmp_path / "bucket")] == [0, 0]
 
 
 def test_training_does_not_wait_for_a_follow_but_for_the_first_version(

@@ -67,7 +67,8 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 
 
 def trainer_of(model: Any, folder: Path, *callbacks: Any, **options: Any) -> Trainer:
-    return Trainer(model, arguments(folder, **options), train_dataset=TOKENS, callbacks=list(callbacks))
+    given = arguments(folder, **options)
+    return Trainer(model, given, train_dataset=TOKENS, eval_dataset=TOKENS[:4], callbacks=list(callbacks))
 
 
 def versions(bucket: Path | str) -> list[tuple[int, str]]:

@@ -66,6 +66,21 @@ def test_a_publication_that_finally_fails_makes_the_next_one_an_anchor(
     run.close()
 
 
+def test_what_is_published_only_if_it_changed_is_a_version_after_a_failure(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
+    run = Run(outage(store, "upload", "deltas/*"))
+    run.publish()
+    run.train()
+    with pytest.raises(PublishFailed):
+        run.publish(1)
+    # The weights are still those of the step that is not stored.
+    assert run.publisher.publish_patch(1, if_changed=True).result().kind == "anchor"
+    assert_same_bits(newest(store), served(run.model))
+    run.close()
+
+
 def test_shards_of_an_anchor_are_stored_at_once_and_one_that_fails_fails_them_all(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,21 @@ def test_several_optimiser_steps_between_publications_are_all_in_the_next(run: R
     assert_same_bits(newest(run.store), served(run.model))
 
 
+@pytest.mark.parametrize("anchor_every", [64, 1])
+def test_what_is_published_only_if_it_changed_adds_no_version_where_it_did_not(
+    run: Run, anchor_every: int
+) -> None:
+    publisher = run.open(anchor_every=anchor_every)
+    first = publisher.publish_patch(0, if_changed=True)
+    assert (first.result().version, first.is_unchanged) == (0, False)
+    again = publisher.publish_patch(1, if_changed=True)
+    assert (again.result(), again.is_unchanged) == (first.result(), True)
+    run.train()
+    assert publisher.publish_patch(2, if_changed=True).result().version == 1
+    assert publisher.publish_patch(3).result().version == 2
+    assert_same_bits(newest(run.store), served(run.model))
+
+
 def test_unchanged_tensors_are_absent_from_a_delta(run: Run) -> None:
     run.open(encoding="gap")
     run.publish()

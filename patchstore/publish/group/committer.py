@@ -60,14 +60,21 @@ class GroupCommitter:
         self._committer, self._base = committer, base
         self._uploads = Uploads(store)
 
-    def commit_delta(self, step: int, delta: EncodedDelta) -> Manifest:
+    def commit_delta(self, step: int, delta: EncodedDelta, *, if_changed: bool = False) -> Manifest | None:
         """Publish this rank's part of a delta to the parent.
+
+        Args:
+            if_changed: commit nothing, and return None, where no rank has changes.
 
         Raises:
             RankFailed: another rank failed, or was not heard of in time.
             VersionConflict, RunLost, PublishFailed: as `Committer.commit_delta`, on all ranks.
         """
-        attempt, _ = self._begin(step, is_anchor=False, has_delta=True)
+        is_needed = not if_changed or delta.num_changed > 0
+        begun = self._begin(step, is_anchor=False, has_delta=True, is_needed=is_needed)
+        if begun is None:
+            return None
+        attempt, _ = begun
 
         def store() -> Message:
             return self._stored(attempt, step, delta)
@@ -94,7 +101,9 @@ class GroupCommitter:
             As `commit_delta`.
         """
         has_delta = delta is not None and self._sums is not None
-        attempt, with_delta = self._begin(step, is_anchor=True, has_delta=has_delta)
+        begun = self._begin(step, is_anchor=True, has_delta=has_delta)
+        assert begun is not None, "an anchor is needed on all ranks"
+        attempt, with_delta = begun
         pieces, written = Pieces(), Written([], {}, {})
         # Later anchors are of weights that were trained.
         known, in_base = self._in_base(snapshot) if attempt.version == 0 else ({}, set())
@@ -255,11 +264,17 @@ class GroupCommitter:
         """Tell the other ranks that this one publishes no more."""
         self._channel.leave()
 
-    def _begin(self, step: int, *, is_anchor: bool, has_delta: bool) -> tuple[Attempt, bool]:
-        """Agree on what is published next; returns it, and whether all ranks have a delta."""
+    def _begin(
+        self, step: int, *, is_anchor: bool, has_delta: bool, is_needed: bool = True
+    ) -> tuple[Attempt, bool] | None:
+        """Agree on what is published next.
+
+        Returns:
+            It, and whether all ranks have a delta; None where no rank needs the version.
+        """
 
         def say() -> Message:
-            return {"step": step, "is_anchor": is_anchor, "has_delta": has_delta}
+            return {"step": step, "is_anchor": is_anchor, "has_delta": has_delta, "is_needed": is_needed}
 
         def conclude(reports: list[Message]) -> Message:
             assert self._committer is not None
@@ -276,11 +291,15 @@ class GroupCommitter:
                         f"step {step} is an anchor on {self._channel.name(earlier)} alone, which heard "
                         "earlier of a failure; the next publication will be an anchor"
                     )
+            if not any(report["is_needed"] for report in reports):
+                return {"is_needed": False}
             attempt = self._committer.begin(is_anchor=is_anchor)
             return asdict(attempt) | {"has_delta": all(report["has_delta"] for report in reports)}
 
         self._channel.next_call()
         found = self._channel.round("begin a publication", say, conclude)
+        if "is_needed" in found:
+            return None
         with_delta = found.pop("has_delta")
         return Attempt(**found), with_delta
 

@@ -332,3 +332,18 @@ def train_and_sign(rank: int, url: str, keys: list[str | None], num_steps: int) 
         return train_and_publish(rank, fsdp2, url, num_steps, {"anchor_every": 2, **options}, False)
     except PatchstoreError as exc:
         return exc.kind
+
+
+def change_one_rank(rank: int, url: str) -> list[tuple[int, bool]]:
+    """Publish only what changed: nothing, then what one rank has; return versions, and if unchanged."""
+    model = fsdp2(rank)
+    found = []
+    with Publisher(url, model, rank_timeout_s=60) as publisher:
+        publisher.publish_patch(0)
+        for step in (1, 2, 3):
+            if step == 2 and rank == 1:
+                with torch.no_grad():
+                    model.embed.weight.to_local().add_(1)
+            publication = publisher.publish_patch(step, if_changed=True)
+            found.append((publication.result().version, publication.is_unchanged))
+    return found

@@ -86,6 +86,13 @@ def test_shards_whose_rows_do_not_follow_each_other(ranks_of: RanksOf, tmp_path:
     check(url, ranks_of(4).run(jobs.strided, url, num_rows))
 
 
+def test_what_changed_on_one_rank_alone_is_a_version_and_what_changed_on_none_is_not(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    found = ranks_of(2).run(jobs.change_one_rank, str(tmp_path / "store"))
+    assert found == [[(0, True), (1, False), (1, True)]] * 2
+
+
 def test_each_rank_of_a_pipeline_publishes_its_layers(ranks_of: RanksOf, tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     manifests = check(url, ranks_of(3).run(jobs.stages, url, {}))
