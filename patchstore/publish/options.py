@@ -8,27 +8,13 @@ from typing import Any
 import torch
 
 from patchstore.encodings import CHOICES
-from patchstore.errors import RunExists, SchemaMismatch, UsageError, VersionConflict
+from patchstore.errors import RunExists, UsageError, VersionConflict
 from patchstore.format.anchoring import Every, check_every
 from patchstore.signing.signers import Signer
 from patchstore.support.arguments import whole_number
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """As configs of trainers spell them."""
-
-
-def check_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raises SchemaMismatch where a number would become infinite, or NaN, as it is converted to a dtype."""
-    # bfloat16 has the range of float32.
-    if tensor.dtype == dtype or torch.finfo(dtype).max > torch.finfo(torch.bfloat16).max / 2:
-        return
-    given = tensor.detach()
-    lost = given.to(dtype).float().isfinite() != given.isfinite()
-    if lost.any():
-        raise SchemaMismatch(
-            f"{name!r} has {int(lost.sum())} numbers beyond the range of {dtype}, such as "
-            f"{float(given[lost][0])}; publish as torch.bfloat16, or dtype=None to publish in its own dtype"
-        )
 
 
 def out_of_inference() -> AbstractContextManager[object]:

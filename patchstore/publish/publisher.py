@@ -276,7 +276,7 @@ class Publisher:
         if self._maxima is not None:
             offered.share(self._maxima.exchange)
         specs = [TensorSpec(name=part.key, dtype=part.spec.dtype, shape=part.size) for part in opening.parts]
-        current = offered.first(specs)
+        current = offered.first()
         workers: list[Worker] = []
 
         def prepare() -> None:
@@ -325,8 +325,9 @@ class Publisher:
                 failure a call later than another.
             VersionConflict: another publisher has this run; this publisher can publish nothing any more.
             RunLost: the store no longer holds this run; nothing can be published any more.
-            SchemaMismatch: names, shapes, dtypes or ties of the source have changed. This call published
-                nothing; once they are back, the next one goes on.
+            SchemaMismatch: names, shapes, dtypes or ties of the source have changed, or a number that changed
+                is beyond the range of the dtype in which it is served. This call published nothing; once
+                they are back, the next one goes on.
             UsageError: the step is not an integer, the publisher is closed, or this is a fork of the process
                 that opened it. This call published nothing.
         """

@@ -59,6 +59,19 @@ def test_a_rank_that_fails_ends_the_publication_on_all(ranks_of: RanksOf, url: s
     check_repaired(url, [found for _, found in results])
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_number_beyond_the_range_on_one_rank_ends_the_publication_on_all(
+    ranks_of: RanksOf, url: str, failing: int
+) -> None:
+    results = ranks_of(2).run(troubles.one_number_is_too_large, url, failing)
+    for rank, ((kind, message, _, _), _) in enumerate(results):
+        assert kind == (
+            "schema-mismatch" if rank == failing else "rank-failed" if failing else "publish-failed"
+        )
+        assert "'weight' has 1 numbers beyond the range of torch.float16, such as 100000.0" in message
+    check_repaired(url, [found for _, found in results])
+
+
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_rank_whose_store_fails_ends_the_publication_on_all(
     ranks_of: RanksOf, url: str, failing: int

@@ -45,7 +45,9 @@ def publish(publisher: Publisher, step: int) -> Outcome:
     return attempt(lambda: publisher.publish_patch(step).result())
 
 
-def repaired(publisher: Publisher, tensors: dict[str, Any], first: int) -> tuple[str, int, jobs.Bits]:
+def repaired(
+    publisher: Publisher, tensors: dict[str, Any], first: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[str, int, jobs.Bits]:
     """Publish until it works again, as a trainer does that goes on after an error."""
     for step in range(first, first + 6):
         train(tensors)
@@ -53,7 +55,7 @@ def repaired(publisher: Publisher, tensors: dict[str, Any], first: int) -> tuple
             manifest = publisher.publish_patch(step).result()
         except PatchstoreError:
             continue
-        return manifest.kind, manifest.version, jobs.serve_bits(tensors)
+        return manifest.kind, manifest.version, jobs.serve_bits(tensors, dtype)
     raise AssertionError("it was not repaired")
 
 
@@ -73,6 +75,23 @@ def one_rank_fails(rank: int, url: str, failing: int) -> tuple[Outcome, tuple[st
     failed = publish(publisher, 1)
     tensors[WEIGHT] = kept
     found = failed, repaired(publisher, tensors, 2)
+    close(publisher)
+    return found
+
+
+def one_number_is_too_large(rank: int, url: str, failing: int) -> tuple[Outcome, tuple[str, int, jobs.Bits]]:
+    """A rank's part has a number in one step that float16 cannot hold."""
+    tensors = sharded()
+    publisher = Publisher(url, tensors, dtype="float16", rank_timeout_s=120)
+    publisher.publish_patch(0).result()
+    train(tensors)
+    local = tensors[WEIGHT].to_local()
+    kept = local.clone()
+    if rank == failing:
+        local[1, 2] = 1e5
+    failed = publish(publisher, 1)
+    local.copy_(kept)
+    found = failed, repaired(publisher, tensors, 2, torch.float16)
     close(publisher)
     return found
 
