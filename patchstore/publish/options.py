@@ -3,7 +3,8 @@
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -99,12 +100,39 @@ def dtype_of(value: Any) -> torch.dtype | None:
     return found
 
 
-def resume_from(value: Any) -> bool | int | str:
-    if isinstance(value, bool) or (isinstance(value, str) and value in {"anchor", "auto"}):
-        return value
-    if not hasattr(value, "__index__"):
-        raise UsageError(f'resume must be True, False, a version, "anchor" or "auto", not {value!r}')
-    return whole_number("resume", value, least=0)
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What a publisher does where there is a run, and where there is none."""
+
+    how: Literal["new", "same", "version", "anchor", "auto"]
+    """Begin a run; go on from the newest version with these weights, or from one version that has them; go on
+    behind the newest version with any weights; or whichever is possible."""
+    version: int | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> "Resume":
+        """Read the argument of a publisher."""
+        if isinstance(value, bool):
+            return cls("same" if value else "new")
+        if isinstance(value, str) and value in {"anchor", "auto"}:
+            return cls("anchor" if value == "anchor" else "auto")
+        if not hasattr(value, "__index__"):
+            raise UsageError(f'resume must be True, False, a version, "anchor" or "auto", not {value!r}')
+        return cls("version", whole_number("resume", value, least=0))
+
+    def __str__(self) -> str:
+        """As ranks compare it: 0 is not False, and 1 is not True."""
+        return {"new": "False", "same": "True", "version": str(self.version)}.get(self.how, self.how)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether to create a run where there is none."""
+        return self.how in {"new", "auto"}
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the weights decide on the version to build on."""
+        return self.how not in {"new", "anchor"}
 
 
 def anchor_interval(value: Any, *, compact: Any) -> Every | None:

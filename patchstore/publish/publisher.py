@@ -32,13 +32,13 @@ from patchstore.publish.encode import choose
 from patchstore.publish.offered import Offered
 from patchstore.publish.opening import Alone, Settings, Together, ranks_that_publish
 from patchstore.publish.options import (
+    Resume,
     anchor_interval,
     check_encoding,
     dtype_of,
     is_distributed,
     on_one_rank,
     out_of_inference,
-    resume_from,
     seconds,
     signer_name,
     threads_start,
@@ -188,7 +188,7 @@ class Publisher:
             anchor_every=self._anchor_every if every is None else every,
             max_pending=self._max_pending,
             compact=compact,
-            resume=resume_from(resume),
+            resume=Resume.of(resume),
             max_shard_bytes=whole_number("max_shard_bytes", max_shard_bytes, least=1),
             rank_timeout_s=seconds("rank_timeout_s", rank_timeout_s),
             signer=signer_name(signer),

@@ -139,6 +139,36 @@ def test_ranks_must_open_with_the_same_arguments(ranks_of: RanksOf, url: str) ->
     assert not Path(url, "store.json").exists()
 
 
+@pytest.mark.parametrize(("how", "kind"), [(0, "delta"), (True, "delta"), ("anchor", "anchor")])
+def test_ranks_go_on_from_the_first_version(ranks_of: RanksOf, url: str, how: Any, kind: str) -> None:
+    for version, parent, found, expected in ranks_of(2).run(troubles.opened_again, url, how):
+        assert (version, parent, found) == (2, 1, kind)
+        assert read(url, version) == expected
+
+
+@pytest.mark.parametrize(("one", "other"), [(True, 1), (False, 0), ("auto", True)])
+def test_ranks_that_resume_otherwise_are_refused(ranks_of: RanksOf, url: str, one: Any, other: Any) -> None:
+    options = [{"resume": one}, {"resume": other}]
+    for kind, message, _, _ in ranks_of(2).run(troubles.opened_otherwise, [url] * 2, options):
+        assert kind == "usage"
+        assert f"resume is '{one}' on rank 0 of 2 and '{other}' on rank 1 of 2" in message
+
+
+def test_a_rank_whose_key_value_store_is_gone_is_told_so_within_the_timeout(url: str) -> None:
+    ranks = Ranks(2)
+    try:
+        ranks.run(troubles.here)
+        ranks.end_store()
+        ranks.begin(troubles.opened_without_a_store, url)
+        for kind, message, _, _ in ranks.end(range(2)):
+            assert kind == "rank-failed"
+            assert "cannot reach the key-value store of torch.distributed" in message
+            assert "it did not answer within 3 s" in message
+    finally:
+        for process in ranks.processes:
+            process.kill()
+
+
 def test_ranks_with_other_buckets_are_refused(ranks_of: RanksOf, tmp_path: Path) -> None:
     urls = [str(tmp_path / each) for each in ("a", "a", "b")]
     results = ranks_of(3).run(troubles.opened_otherwise, urls, [{}] * 3)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from patchstore import Publisher, open_store
+from patchstore import LocalPart, Publisher, open_store
 from patchstore.errors import PatchstoreError
 from patchstore.testing.faults import Fault, FaultyStore
 
@@ -239,3 +239,23 @@ def resume(
         train(tensors)
         manifest = publisher.publish_patch(100).result()
         return manifest.version, manifest.parent, manifest.kind, jobs.serve_bits(tensors)
+
+
+def opened_again(rank: int, url: str, how: Any) -> tuple[int, int | None, str, jobs.Bits]:
+    """Begin a run, and go on from its version 0; returns the next version, and its parent and kind."""
+    tensors = sharded()
+    with Publisher(url, tensors, rank_timeout_s=120) as publisher:
+        publisher.publish_patch(0).result()
+    with Publisher(url, tensors, resume=how, rank_timeout_s=120) as publisher:
+        train(tensors)
+        manifest = publisher.publish_patch(1).result()
+        return manifest.version, manifest.parent, manifest.kind, jobs.serve_bits(tensors)
+
+
+def here(rank: int) -> None:
+    dist.barrier()
+
+
+def opened_without_a_store(rank: int, url: str) -> Outcome:
+    part = LocalPart(torch.ones(4, 4), (8, 4), start=(4 * rank, 0))
+    return attempt(lambda: Publisher(url, {WEIGHT: part}, group=dist.group.WORLD, rank_timeout_s=3))
