@@ -246,6 +246,10 @@ class Found:
         """Changed words of each tile."""
         self.nums, self.firsts, self.lasts = (torch.zeros_like(self.counts) for _ in range(3))
         """Of each tile the number of changed elements, and the first and last of them; see `count`."""
+        self.masks = torch.zeros(len(tiles.widths), dtype=torch.int64, device=self._device)
+        """Of each tensor, bits that are all 1 in an element that is infinite or NaN; 0 to look for none."""
+        self.strange = torch.zeros(len(tiles.widths), dtype=torch.int32, device=self._device)
+        """Of each tensor with a mask, the changed elements whose new bits are such ones; see `count`."""
         self.cursor = torch.zeros(1, dtype=torch.int64, device=self._device)
         """Changed words, whether or not there was room for them."""
 

@@ -67,14 +67,17 @@ def _count(
     counts,
     first_tile,
     end_tile,
+    owners,
+    masks,
     nums,
     firsts,
     lasts,
+    strange,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Count the changed elements of ROWS tiles, and find the first and the last of each.
+    """Count the changed elements of ROWS tiles, and find the first and the last of each; see `Found`.
 
     Example, two bytes an element: words 0 and 5, of which the second and the first elements differ: 2 changed
     elements, the first at 1 and the last at 20.
@@ -83,16 +86,23 @@ def _count(
     count = tl.load(counts + tiles, mask=tiles < end_tile, other=0)
     found = count > 0
     offset = tl.load(offsets + tiles, mask=found, other=0)
+    owner = tl.load(owners + tiles, mask=found, other=0)
+    mask = tl.load(masks + owner, mask=found, other=0).to(tl.uint64)
     num = tl.zeros((ROWS, COLUMNS), tl.int32)
+    odd = tl.zeros((ROWS, COLUMNS), tl.int32)
     for begin in range(0, tl.max(count), COLUMNS):
         nth = begin + tl.arange(0, COLUMNS)[None, :]
         inside = nth < count[:, None]
         word = offset[:, None] + nth
-        difference = tl.load(new_words + word, mask=inside, other=0)
-        difference ^= tl.load(old_words + word, mask=inside, other=0)
+        new = tl.load(new_words + word, mask=inside, other=0)
+        difference = new ^ tl.load(old_words + word, mask=inside, other=0)
         for k in tl.static_range(8 // WIDTH):
-            num += _differs(difference, k, WIDTH).to(tl.int32)
+            differs = _differs(difference, k, WIDTH)
+            num += differs.to(tl.int32)
+            odd += (differs & ((_element(new, k, WIDTH) & mask[:, None]) == mask[:, None])).to(tl.int32)
     tl.store(nums + tiles, tl.sum(num, axis=1), mask=tiles < end_tile)
+    odd_of_tile = tl.sum(odd, axis=1)
+    tl.atomic_add(strange + owner, odd_of_tile, mask=found & (mask != 0) & (odd_of_tile > 0), sem="relaxed")
     end = offset + count - 1
     first = tl.load(new_words + offset, mask=found, other=0) ^ tl.load(
         old_words + offset, mask=found, other=0
@@ -219,10 +229,13 @@ def _encode(
 def count(found: Found) -> torch.Tensor:
     """Count changed elements, after a comparison that found room for all; one launch an element width.
 
+    Counts those of `Found.strange` too.
+
     Returns:
         int64 [num_widths], their number for each width of `Tiles.by_width`.
     """
     sums = []
+    found.strange.zero_()
     for width, tiles in found.tiles.by_width().items():
         if len(tiles):
             _count[(triton.cdiv(len(tiles), ROWS),)](
@@ -233,9 +246,12 @@ def count(found: Found) -> torch.Tensor:
                 found.counts,
                 tiles.start,
                 tiles.stop,
+                found.tiles.owners,
+                found.masks,
                 found.nums,
                 found.firsts,
                 found.lasts,
+                found.strange,
                 WIDTH=width,
                 ROWS=ROWS,
                 COLUMNS=32,

@@ -1,12 +1,11 @@
 """What a source offers to a publisher, and what of it this publisher publishes, as it is served."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
 from patchstore.errors import SchemaMismatch
 from patchstore.format.records import Part, TensorSpec
-from patchstore.publish.options import check_range
 from patchstore.publish.snapshot.memory import Stream, Tensors
 from patchstore.publish.snapshot.rounded import Given as Unrounded
 from patchstore.publish.snapshot.rounded import Measure, Rounded
@@ -17,7 +16,7 @@ from patchstore.publish.sources.mapped import Mapped
 from patchstore.publish.sources.saved import rule_as_saved
 from patchstore.publish.sources.scales import check_scales
 from patchstore.quantization import Form, Quantization
-from patchstore.tensors.bits import TORCH_DTYPES, spec_of
+from patchstore.tensors.bits import spec_of
 
 
 class Offered:
@@ -148,22 +147,11 @@ class Offered:
         if isinstance(self._weights, Quantized):
             self._weights.only(self._keys)
 
-    def first(self, specs: Sequence[TensorSpec]) -> Tensors:
-        """Return the tensors as they were read first, by the keys of what is published.
-
-        Raises:
-            SchemaMismatch: a number is beyond the range of the dtype in which it is served; of a stream, when
-                it is read.
-        """
+    def first(self) -> Tensors:
+        """Return the tensors as they were read first, by the keys of what is published."""
         given, self._given = self._given, None
         assert given is not None
-        dtypes = {spec.name: TORCH_DTYPES[spec.dtype] for spec in specs}
-        found = self._tensors(given)
-        if isinstance(found, Stream):
-            return found._replace(read=lambda: _in_range(found.read(), dtypes))
-        for name, tensor in found.items():
-            check_range(name, tensor, dtypes[name])
-        return found
+        return self._tensors(given)
 
     def current(self) -> Tensors:
         """Return the tensors as they are now, by the keys of what is published.
@@ -281,7 +269,9 @@ class Offered:
     def _is_served(self, key: str, tensor: torch.Tensor) -> bool:
         """Whether a tensor of this key, dtype and shape is one of the run's."""
         dtype, shape = self._served.get(key, (None, None))
-        return self._served_dtype(key, tensor) == dtype and tensor.shape == shape
+        # `Quantized` has checked the dtype of what it does not round, which the snapshot converts.
+        is_checked = isinstance(self._weights, Quantized) and key in self._served
+        return tensor.shape == shape and (is_checked or self._served_dtype(key, tensor) == dtype)
 
     def _check(self, key: str, tensor: torch.Tensor | None) -> None:
         """Raises SchemaMismatch unless a tensor, or that there is none, is as it was at first."""
@@ -312,11 +302,3 @@ class _Roundable:
 
     def read(self, measure: Measure) -> Unrounded:
         return self._offered.matrices(self._weights, measure)
-
-
-def _in_range(
-    items: Iterable[tuple[str, torch.Tensor]], dtypes: Mapping[str, torch.dtype]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in items:
-        check_range(name, tensor, dtypes[name])
-        yield name, tensor

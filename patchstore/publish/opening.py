@@ -15,6 +15,7 @@ from patchstore.payloads.delta import EncodedDelta
 from patchstore.publish.anchor_upload import ReadOnly
 from patchstore.publish.base_checkpoint import BaseCheckpoint
 from patchstore.publish.committer import Committer
+from patchstore.publish.options import Resume
 from patchstore.publish.resume import open_run
 from patchstore.publish.sources.dtypes import Base, Counts
 from patchstore.signing.signers import Signer
@@ -37,7 +38,7 @@ class Settings:
     dtype: str
     encoding: str
     anchor_every: int | str
-    resume: bool | int | str
+    resume: Resume
     max_shard_bytes: int
     rank_timeout_s: float
     max_pending: int = 2
@@ -46,6 +47,10 @@ class Settings:
     """The signer's name."""
     quantization: str | None = None
     """Form and rule, as `Quantization.described` writes them."""
+
+    def told(self) -> dict[str, Any]:
+        """As ranks tell it to each other, by the names of the publisher's arguments."""
+        return asdict(self) | {"resume": str(self.resume)}
 
 
 Look = Callable[[], Counts]
@@ -177,9 +182,7 @@ class Together:
 
         try:
             found = opening.look(self._channel, look, base)
-            self._agreed = opening.agree(
-                self._channel, store, lambda: describe(*found), asdict(settings), check
-            )
+            self._agreed = opening.agree(self._channel, store, lambda: describe(*found), settings, check)
         except BaseException:
             self._channel.leave()
             raise

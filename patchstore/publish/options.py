@@ -3,29 +3,16 @@
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from patchstore.encodings import CHOICES
-from patchstore.errors import RunExists, SchemaMismatch, UsageError, VersionConflict
+from patchstore.errors import RunExists, UsageError, VersionConflict
 from patchstore.format.anchoring import Every, check_every
 from patchstore.signing.signers import Signer
 from patchstore.support.arguments import whole_number
-
-
-def check_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raises SchemaMismatch where a number would become infinite, or NaN, as it is converted to a dtype."""
-    # bfloat16 has the range of float32.
-    if tensor.dtype == dtype or torch.finfo(dtype).max > torch.finfo(torch.bfloat16).max / 2:
-        return
-    given = tensor.detach()
-    lost = given.to(dtype).float().isfinite() != given.isfinite()
-    if lost.any():
-        raise SchemaMismatch(
-            f"{name!r} has {int(lost.sum())} numbers beyond the range of {dtype}, such as "
-            f"{float(given[lost][0])}; publish as torch.bfloat16, or dtype=None to publish in its own dtype"
-        )
 
 
 def out_of_inference() -> AbstractContextManager[object]:
@@ -94,12 +81,39 @@ def _rank() -> str | None:
     return f"rank {rank} of {num_ranks}"
 
 
-def resume_from(value: Any) -> bool | int | str:
-    if isinstance(value, bool) or (isinstance(value, str) and value in {"anchor", "auto"}):
-        return value
-    if not hasattr(value, "__index__"):
-        raise UsageError(f'resume must be True, False, a version, "anchor" or "auto", not {value!r}')
-    return whole_number("resume", value, least=0)
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What a publisher does where there is a run, and where there is none."""
+
+    how: Literal["new", "same", "version", "anchor", "auto"]
+    """Begin a run; go on from the newest version with these weights, or from one version that has them; go on
+    behind the newest version with any weights; or whichever is possible."""
+    version: int | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> "Resume":
+        """Read the argument of a publisher."""
+        if isinstance(value, bool):
+            return cls("same" if value else "new")
+        if isinstance(value, str) and value in {"anchor", "auto"}:
+            return cls("anchor" if value == "anchor" else "auto")
+        if not hasattr(value, "__index__"):
+            raise UsageError(f'resume must be True, False, a version, "anchor" or "auto", not {value!r}')
+        return cls("version", whole_number("resume", value, least=0))
+
+    def __str__(self) -> str:
+        """As ranks compare it: 0 is not False, and 1 is not True."""
+        return {"new": "False", "same": "True", "version": str(self.version)}.get(self.how, self.how)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether to create a run where there is none."""
+        return self.how in {"new", "auto"}
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the weights decide on the version to build on."""
+        return self.how not in {"new", "anchor"}
 
 
 def anchor_interval(value: Any, *, compact: Any) -> Every | None:

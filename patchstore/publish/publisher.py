@@ -32,12 +32,12 @@ from patchstore.publish.encode import choose
 from patchstore.publish.offered import Offered
 from patchstore.publish.opening import Alone, Settings, Together, ranks_that_publish
 from patchstore.publish.options import (
+    Resume,
     anchor_interval,
     check_encoding,
     is_distributed,
     on_one_rank,
     out_of_inference,
-    resume_from,
     seconds,
     signer_name,
     threads_start,
@@ -195,7 +195,7 @@ class Publisher:
             anchor_every=self._anchor_every if every is None else every,
             max_pending=self._max_pending,
             compact=compact,
-            resume=resume_from(resume),
+            resume=Resume.of(resume),
             max_shard_bytes=whole_number("max_shard_bytes", max_shard_bytes, least=1),
             rank_timeout_s=seconds("rank_timeout_s", rank_timeout_s),
             signer=signer_name(signer),
@@ -293,7 +293,7 @@ class Publisher:
         if self._maxima is not None:
             offered.share(self._maxima.exchange)
         specs = [TensorSpec(name=part.key, dtype=part.spec.dtype, shape=part.size) for part in opening.parts]
-        current = offered.first(specs)
+        current = offered.first()
         workers: list[Worker] = []
 
         def prepare() -> None:
@@ -356,8 +356,9 @@ class Publisher:
                 failure a call later than another.
             VersionConflict: another publisher has this run; this publisher can publish nothing any more.
             RunLost: the store no longer holds this run; nothing can be published any more.
-            SchemaMismatch: names, shapes, dtypes or ties of the source have changed. This call published
-                nothing; once they are back, the next one goes on.
+            SchemaMismatch: names, shapes, dtypes or ties of the source have changed, or a number that changed
+                is beyond the range of the dtype in which it is served. This call published nothing; once
+                they are back, the next one goes on.
             UsageError: the step is not an integer, the publisher is closed, or this is a fork of the process
                 that opened it. This call published nothing.
         """

@@ -23,6 +23,7 @@ from patchstore.format.hashing import digest
 from patchstore.format.records import Manifest, Schema, StoreHeader
 from patchstore.format.state_sums import Sums, state_total
 from patchstore.publish.committer import now
+from patchstore.publish.options import Resume
 from patchstore.publish.signatures import own
 from patchstore.signing.signers import Signer
 from patchstore.stores.base import Store
@@ -49,14 +50,13 @@ def open_run(
     store: Store,
     schema: Schema,
     sums_now: Callable[[], dict[str, Sums]],
-    resume: bool | int | str,
+    resume: Resume,
     signer: Signer | None = None,
 ) -> Found:
     """Create a run, or find the version that these weights are.
 
     Args:
         sums_now: returns the digest sums of the weights as they are served; called at most once.
-        resume: as `Publisher` takes it.
         signer: versions that it has not signed are not built on: see `signatures`.
 
     Raises:
@@ -64,12 +64,12 @@ def open_run(
     """
     header = history.read_header(store)
     if header is None:
-        if resume is not False and resume != "auto":
+        if not resume.may_begin:
             raise ResumeMismatch(f"{store.url} holds no run to resume; open it without resume")
         header = StoreHeader(run_id=uuid.uuid4().hex, created_at=now(), schema=schema)
         history.create_header(store, header)
         return Found(header)
-    if resume is False:
+    if resume.how == "new":
         raise RunExists(
             f"{store.url} already holds run {header.run_id}, created {header.created_at}; "
             'use another prefix, or resume=True or "auto" to go on with that run'
@@ -91,17 +91,17 @@ def open_run(
     if head is None:
         return Found(header)
     versions = _Versions(store, header, head, own(signer, store, header))
-    if resume == "anchor":
+    if resume.how == "anchor":
         return versions.behind_head()
     sums = sums_now()
     total = state_total(header.schema, sums)
-    if resume is not True and resume != "auto":
-        return versions.named(int(resume), total, sums)
+    if resume.version is not None:
+        return versions.named(resume.version, total, sums)
     found = versions.newest_with(total, sums)
     if found is not None:
         return found
     which = "and is kept" if signer is None else f"and is kept, and was signed by {signer.name}"
-    if resume == "auto":
+    if resume.how == "auto":
         logger.warning(
             "no version in %s has these weights (state digest %s) %s, so the next publication will be the "
             "whole model, behind version %d",

@@ -5,6 +5,7 @@ because replay promises the trainer's bytes, not its numbers.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,8 +13,10 @@ import torch
 from patchstore.tensors import elements
 from patchstore.tensors.bits import TOGETHER, bits, grouped, index_dtype, joined
 
-Pair = tuple[str, torch.Tensor, torch.Tensor]
-"""A name, and tensors of one shape, dtype and device: the new one and the old one."""
+Pair = TypeVar(
+    "Pair", tuple[str, torch.Tensor, torch.Tensor], tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]
+)
+"""A name, and tensors of one shape, dtype and device: new, old, and perhaps one of the caller's."""
 
 
 def changed(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -38,12 +41,12 @@ def changed_each(pairs: Iterable[Pair]) -> Iterator[tuple[Pair, torch.Tensor]]:
         lambda pair: pair[1].numel() if pair[1].device.type == "cpu" else TOGETHER,
     ):
         if len(group) == 1:
-            found = changed(*group[0][1:])
+            found = changed(group[0][1], group[0][2])
             if found.numel():
                 yield group[0], found
             continue
-        at = np.flatnonzero(joined([new for _, new, _ in group]) != joined([old for _, _, old in group]))
-        ends = np.array([new.numel() for _, new, _ in group]).cumsum()
+        at = np.flatnonzero(joined([pair[1] for pair in group]) != joined([pair[2] for pair in group]))
+        ends = np.array([pair[1].numel() for pair in group]).cumsum()
         bounds = np.searchsorted(at, ends)
         first = 0
         for pair, end, last in zip(group, ends.tolist(), bounds.tolist(), strict=True):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from patchstore import Manifest, Publisher, Replica
+from patchstore.errors import SchemaMismatch
 from patchstore.payloads.tensor_file import open_buffer
 from patchstore.publish import snapshot
 from patchstore.publish.snapshot.device import Kernels
@@ -470,3 +471,34 @@ def test_everything_may_change_at_once(place: snapshot.Place) -> None:
     held: dict[str, torch.Tensor] = {}
     Replica(store, held).update()
     assert_same_bits(held, {"w": tensors["w"].to(torch.bfloat16).cpu()})
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("source", ["mapping", "function"])
+def test_kernels_refuse_a_number_beyond_the_range(place: snapshot.Place, source: str) -> None:
+    torch.manual_seed(0)
+    model = {
+        "flags": torch.arange(40, dtype=torch.int16, device=DEVICE),
+        "half": torch.randn(60, 50, device=DEVICE).half(),
+        "w": torch.randn(5000, device=DEVICE),
+    }
+    trainer: Any = model if source == "mapping" else lambda: iter(model.items())
+    store = MemoryStore()
+    with Publisher(store, trainer, dtype="float16", snapshot=place, encoding=QUICK) as publisher:
+        publisher.publish_patch(0).result()
+        # These are the trainer's own, and integers with the bits of an infinity are none.
+        model["w"][:2] = torch.tensor([float("inf"), float("nan")])
+        model["half"][3, 3] = float("-inf")
+        model["flags"][1] = 0x7C00
+        publisher.publish_patch(1).result()
+        model["w"][[9, 4000]] = torch.tensor([3.0, -1e5], device=DEVICE)
+        with pytest.raises(
+            SchemaMismatch, match=r"'w' has 1 numbers beyond the range of torch\.float16, such as -1"
+        ):
+            publisher.publish_patch(2)
+        model["w"][4000] = -1
+        manifest = publisher.publish_patch(3).result()
+    assert manifest.delta is not None and manifest.delta.num_changed == 2
+    held: dict[str, torch.Tensor] = {}
+    Replica(store, held).update()
+    assert_same_bits(held, served({name: tensor.cpu() for name, tensor in model.items()}, torch.float16))

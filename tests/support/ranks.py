@@ -23,7 +23,7 @@ class Ranks:
         self.num, self.timeout_s = num, timeout_s
         self.has_failed = False
         """Whether a function raised, or did not return."""
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         self._tasks = [context.Queue() for _ in range(num)]
         self._results: Any = context.Queue()
@@ -71,6 +71,10 @@ class Ranks:
         assert not failed, "\n".join(sorted(failed))
         self.has_failed = has_failed
         return [found[rank] for rank in ranks]
+
+    def end_store(self) -> None:
+        """End the key-value store, as when the process that hosts it is killed."""
+        self._store = None
 
     def close(self) -> None:
         for tasks in self._tasks:

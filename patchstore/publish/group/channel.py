@@ -14,12 +14,14 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Thread
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 from patchstore import errors
 from patchstore.errors import PatchstoreError, PublishFailed, RankFailed, UsageError
+from patchstore.support.worker import Task
 
 Message: TypeAlias = dict[str, Any]
 """What JSON can say."""
@@ -47,6 +49,7 @@ class Channel:
 
         Raises:
             UsageError: torch.distributed is not initialised, or this process is none of these ranks.
+            RankFailed: the key-value store of the ranks does not answer.
         """
         if not (dist.is_available() and dist.is_initialized()):
             raise UsageError("publishing from several ranks needs torch.distributed.init_process_group first")
@@ -57,11 +60,10 @@ class Channel:
                 f"this is rank {self.rank}, which is not in the publisher's group of ranks "
                 f"{_listed(self.ranks)}; open the Publisher on those ranks alone"
             )
-        # A connection of its own: another thread of the trainer may wait on the one that it has.
-        default: Any = dist.distributed_c10d._get_default_store()
-        self._store = default.clone()
-        # Of one request: a host that is cut off from the network does not answer at all.
-        self._store.set_timeout(timedelta(seconds=timeout_s))
+        with self._storing():
+            self._store = self._connected()
+            # Of one request: a host that is cut off from the network does not answer at all.
+            self._store.set_timeout(timedelta(seconds=timeout_s))
         named = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
         self._base = f"patchstore/{named}{purpose and '/' + purpose}"
         self.session = ""
@@ -72,6 +74,20 @@ class Channel:
         """Keys of rounds that all ranks have ended once they are heard of in the next one."""
         self._heard: list[str] = []
         """Keys by which ranks say that they have the answer of the last round."""
+
+    def _connected(self) -> Any:
+        """Return a connection of its own: another thread of the trainer may wait on the one that it has.
+
+        Raises:
+            ConnectionError: the store does not answer in time.
+        """
+        default: Any = dist.distributed_c10d._get_default_store()
+        task = Task(default.clone)
+        # Where the store is gone, it tries for as long as the process group may wait: half an hour.
+        Thread(target=task.run, name="patchstore-connect", daemon=True).start()
+        if not task.wait(self.timeout_s):
+            raise ConnectionError(f"it did not answer within {self.timeout_s:g} s")
+        return task.result()
 
     @property
     def leads(self) -> bool:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from patchstore.errors import NotFound, PatchstoreError, SchemaMismatch, UsageError
 from patchstore.format import history, layout
@@ -23,6 +23,9 @@ from patchstore.publish.group.report import add, by_name
 from patchstore.publish.sources.dtypes import Base, Counts
 from patchstore.stores.base import Store
 from patchstore.stores.probe import check_create_only
+
+if TYPE_CHECKING:
+    from patchstore.publish.opening import Settings
 
 
 class Agreed(NamedTuple):
@@ -77,14 +80,14 @@ def agree(
     channel: Channel,
     store: Store,
     describe: Callable[[], tuple[Sequence[Part], Mapping[str, str]]],
-    settings: Mapping[str, Any],
+    settings: "Settings",
     check_schema: Callable[[Schema], None],
 ) -> Agreed:
     """Agree on who owns what.
 
     Args:
         describe: returns what this rank has, and which names are tied to others.
-        settings: what must be equal on all ranks, by the name of the argument.
+        settings: must be equal on all ranks.
         check_schema: raises if the schema cannot be published; called on the leader.
 
     Raises:
@@ -99,7 +102,7 @@ def agree(
         nonlocal parts
         parts, tied = describe()
         listed = [(part.spec.name, part.spec.dtype, part.spec.shape, part.start, part.size) for part in parts]
-        return {"parts": listed, "tied": dict(tied), "settings": dict(settings)}
+        return {"parts": listed, "tied": dict(tied), "settings": settings.told()}
 
     def conclude(reports: list[Message]) -> list[Message]:
         nonlocal plan, schema
@@ -121,10 +124,10 @@ def agree(
         # A read first: if the store does not answer, it fails at once, while the probe would try repeatedly.
         begun = history.read_header(store)
         check_create_only(store)
-        plan = ownership.plan(schema, owned, int(settings["max_shard_bytes"]))
+        plan = ownership.plan(schema, owned, settings.max_shard_bytes)
         probe = f"{layout.PROBES}group-{channel.session}"
         store.put(probe, channel.session.encode())
-        needs_sums = begun is not None and settings["resume"] not in (False, "anchor")
+        needs_sums = begun is not None and settings.resume.needs_weights
         writers = plan.writers()
         return [
             {

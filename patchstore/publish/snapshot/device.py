@@ -5,7 +5,7 @@ while it is compared.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
@@ -21,8 +21,10 @@ from patchstore.publish.snapshot.memory import (
     Stream,
     Tensors,
     allocating,
+    check_range,
+    copy_each,
     in_file,
-    in_turn,
+    is_narrowed,
     pinned,
     served,
     views,
@@ -32,7 +34,7 @@ from patchstore.publish.snapshot.rounded import Begun, Rounder
 from patchstore.publish.snapshot.streamed import in_groups, make_room, runs
 from patchstore.tensors import parts as part_sums
 from patchstore.tensors import state_digest
-from patchstore.tensors.bits import TORCH_DTYPES
+from patchstore.tensors.bits import TORCH_DTYPES, bits
 from patchstore.tensors.changes import Changes, Patches
 from patchstore.tensors.state_digest import Sums
 
@@ -131,6 +133,8 @@ class DeviceSnapshot:
         if isinstance(current, Stream) and current.rounded is not None and not self.is_file:
             numbers = {spec.name: number for number, spec in enumerate(self._specs)}
             self._rounder = Rounder(kernels.rounded, current.rounded.form, self._found, numbers)
+        self._watched: set[int] = set()
+        """Tensors that were converted to a dtype of a smaller range."""
         self._num_words = 0
         """What the last comparison found."""
         self.tensors = views(self._memory, self._specs, self._tiles.first_bytes[:-1])
@@ -179,14 +183,26 @@ class DeviceSnapshot:
                 find = partial(self._find_rounded, self._rounder, self._rounder.begin(current.rounded))
             while True:
                 found.clear()
-                find()
+                narrowed = find()
                 # Counted also if the buffer was too small: a second question would be a second wait.
-                num_words, *nums = torch.cat([found.cursor, self._kernels.encode.count(found)]).tolist()
+                counted = self._kernels.encode.count(found)
+                num_words, strange, *nums = torch.cat(
+                    [found.cursor, found.strange.sum()[None], counted]
+                ).tolist()
                 if num_words <= found.capacity:
                     break
                 found.resize(num_words + num_words // 4)
             self._num_words = num_words
+            if strange:
+                self._check_range(narrowed)
             return DeviceChanges(self, nums)
+
+    def _check_range(self, narrowed: Mapping[int, torch.Tensor]) -> None:
+        """Check those tensors, as the model has them, of which `count` found elements that are no numbers."""
+        for i in self._found.strange.nonzero().view(-1).tolist():
+            if i in narrowed:
+                spec = self._specs[i]
+                check_range(spec.name, narrowed[i], served(narrowed[i], spec))
 
     def apply(self, changes: Changes) -> None:
         if self.is_file:
@@ -200,8 +216,7 @@ class DeviceSnapshot:
     def replace(self, current: Tensors) -> None:
         with self.here():
             specs = {spec.name: spec for spec in self._specs}
-            for name, given in in_turn(current):
-                self.tensors[name].copy_(served(given, specs[name]))
+            copy_each(current, specs, self.tensors)
             if self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
 
@@ -252,28 +267,42 @@ class DeviceSnapshot:
         """Kernels are launched on the current device."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _find(self, current: Tensors) -> None:
-        """Compare all tensors."""
+    def _find(self, current: Tensors) -> Mapping[int, torch.Tensor]:
+        """Compare all tensors, and return those whose range is to be checked, by number."""
         if not isinstance(current, Stream):
-            self._find_given(current)
-            return
-        for group, size in in_groups(current, self._specs, self.device):
+            return self._find_given(current)
+        for group, narrowed, size in in_groups(current, self._specs, self.device):
             # A stream cannot be read again, so there must be room for all that may have changed.
             make_room(self._found, size // self._kernels.compare.WORD + len(group))
             addresses = [group[i].data_ptr() if i in group else 0 for i in range(len(self._specs))]
             for i, end in runs(group):
                 self._find_among(addresses, range(*(self._tiles.first_tiles[at] for at in (i, end))))
+            if narrowed:
+                self._watch(narrowed)
+                self._kernels.encode.count(self._found)
+                self._check_range(narrowed)
+        return {}
 
-    def _find_rounded(self, rounder: Rounder, begun: Begun) -> None:
+    def _find_rounded(self, rounder: Rounder, begun: Begun) -> Mapping[int, torch.Tensor]:
         """Compare codes, and the rest as other tensors."""
         rounder.compare(begun, self._memory.data_ptr())
-        self._find_given(begun.rest)
+        return self._find_given(begun.rest)
 
-    def _find_given(self, current: Mapping[str, torch.Tensor]) -> None:
-        """Compare these tensors: at once, but for the memory that converted ones take."""
+    def _watch(self, narrowed: Iterable[int]) -> None:
+        """Have `count` look for elements of these tensors that are infinite or NaN."""
+        for i in narrowed:
+            if i not in self._watched:
+                self._watched.add(i)
+                # In E4M3, which has no infinity, this is NaN.
+                infinite = torch.tensor([torch.inf], device="cpu").to(TORCH_DTYPES[self._specs[i].dtype])
+                self._found.masks[i] = int(bits(infinite)[0])
+
+    def _find_given(self, current: Mapping[str, torch.Tensor]) -> Mapping[int, torch.Tensor]:
+        """Compare these tensors: at once, but for the memory that converted ones take. Returns as `_find`."""
         addresses = [0] * len(self._specs)
         pending: list[int] = []
         held: list[torch.Tensor] = []
+        narrowed: dict[int, torch.Tensor] = {}
         num_bytes = 0
 
         def find() -> None:
@@ -294,6 +323,8 @@ class DeviceSnapshot:
                 and tensor.is_contiguous()
             )
             if not as_is:
+                if is_narrowed(tensor.dtype, TORCH_DTYPES[spec.dtype]):
+                    narrowed[i] = tensor
                 held.append(tensor := served(tensor, spec, self.device))
                 num_bytes += spec.num_bytes
             addresses[i] = tensor.data_ptr()
@@ -302,6 +333,8 @@ class DeviceSnapshot:
             if num_bytes >= CONVERTED_BYTES:
                 find()
         find()
+        self._watch(narrowed)
+        return narrowed
 
     def _find_among(self, addresses: list[int], tiles: range) -> None:
         """Compare some tiles."""

@@ -8,8 +8,11 @@ import torch
 from patchstore.format.records import Part, TensorSpec
 from patchstore.publish.snapshot.memory import (
     Place,
+    Stream,
     Tensors,
     allocating,
+    check_range,
+    copy_each,
     devices_of,
     in_file,
     in_turn,
@@ -48,29 +51,30 @@ class PlainSnapshot:
         self.replace(current)
 
     def compare(self, current: Tensors) -> Changes:
-        patches = [
-            (
-                self._specs[name],
-                TensorPatch(name=name, indices=at.cpu(), values=bits(tensor)[at].view(tensor.dtype).cpu()),
-            )
-            for (name, tensor, _), at in diff.changed_each(self._pairs(current))
-        ]
+        patches = []
+        for (name, tensor, _, given), at in diff.changed_each(self._pairs(current)):
+            values = bits(tensor)[at].view(tensor.dtype)
+            check_range(name, given, values, at)
+            patches.append((self._specs[name], TensorPatch(name=name, indices=at.cpu(), values=values.cpu())))
         # Tensors were compared in groups, which are not in the schema's order.
         patches.sort(key=lambda each: each[0].name)
         return Changes(sum(len(patch.indices) for _, patch in patches), patches)
 
-    def _pairs(self, current: Tensors) -> Iterator[diff.Pair]:
+    def _pairs(self, current: Tensors) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
         for name, given in in_turn(current):
-            tensor = served(given, self._specs[name])
-            yield name, tensor, self.tensors[name].to(tensor.device)
+            tensor, kept = served(given, self._specs[name]), given
+            if isinstance(current, Stream):
+                # Here, in one more look at what was just written, as a stream's tensors must not be kept.
+                check_range(name, given, tensor)
+                kept = tensor
+            yield name, tensor, self.tensors[name].to(tensor.device), kept
 
     def apply(self, changes: Changes) -> None:
         write_patches(self.tensors, changes)
         self._wait(self.tensors)
 
     def replace(self, current: Tensors) -> None:
-        for name, given in in_turn(current):
-            self.tensors[name].copy_(served(given, self._specs[name]))
+        copy_each(current, self._specs, self.tensors)
         self._wait(current)
 
     def _wait(self, tensors: Tensors) -> None:

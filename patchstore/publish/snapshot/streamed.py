@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from patchstore.format.records import TensorSpec
-from patchstore.publish.snapshot.memory import Stream, served
+from patchstore.publish.snapshot.memory import Stream, is_narrowed, served
+from patchstore.tensors.bits import TORCH_DTYPES
 
 STREAMED_BYTES = 256 << 20
 """Of a stream's tensors so many bytes are held at a time, or one tensor."""
@@ -14,19 +15,28 @@ STREAMED_BYTES = 256 << 20
 
 def in_groups(
     stream: Stream, specs: Sequence[TensorSpec], device: torch.device
-) -> Iterator[tuple[dict[int, torch.Tensor], int]]:
-    """Yield tensors as they are served by their places in `specs`, some at a time, and their bytes."""
+) -> Iterator[tuple[dict[int, torch.Tensor], dict[int, torch.Tensor], int]]:
+    """Yield tensors by their places in `specs`, some at a time.
+
+    Yields:
+        Tensors as they are served; as they were given, those whose range is to be checked; and the bytes of
+        the first.
+    """
     numbers = {spec.name: number for number, spec in enumerate(specs)}
     held: dict[int, torch.Tensor] = {}
-    num_bytes = 0
+    narrowed: dict[int, torch.Tensor] = {}
+    num_bytes = given_bytes = 0
     for name, given in stream.read():
         number = numbers[name]
         held[number] = served(given, specs[number], device)
         num_bytes += specs[number].num_bytes
-        if num_bytes >= STREAMED_BYTES:
-            yield held, num_bytes
-            held, num_bytes = {}, 0
-    yield held, num_bytes
+        if is_narrowed(given.dtype, TORCH_DTYPES[specs[number].dtype]):
+            narrowed[number] = given
+            given_bytes += given.nbytes
+        if num_bytes + given_bytes >= STREAMED_BYTES:
+            yield held, narrowed, num_bytes
+            held, narrowed, num_bytes, given_bytes = {}, {}, 0, 0
+    yield held, narrowed, num_bytes
 
 
 def runs(held: Iterable[int]) -> list[tuple[int, int]]:

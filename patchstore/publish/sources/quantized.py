@@ -210,13 +210,14 @@ class Quantized:
             self._check(key, tensor)
             del missing[key]
             rounded = self._rounded[key]
-            given = tensor.detach().to(self._served_dtype(key, tensor))
             if rounded is None:
+                # The snapshot converts it, and checks its range.
                 if self._wanted is None or key in self._wanted:
-                    yield key, given
+                    yield key, tensor.detach()
                 continue
             if self._wanted is not None and self._wanted.isdisjoint(rounded):
                 continue
+            given = tensor.detach().to(self._served_dtype(key, tensor))
             codes, scales = self._quantized(given, rounded, shared.get(key))
             finite.setdefault(given.device, []).append(scales.isfinite().all())
             names.setdefault(given.device, []).append(key.partition("\t")[0])
@@ -263,7 +264,7 @@ class Quantized:
                     continue
                 served, rounded, region = wanted
                 if rounded is None:
-                    plain[key] = tensor.detach().to(served)
+                    plain[key] = tensor.detach()
                     continue
                 matrix, codes, scales, owned = rounded
                 matrix = Matrix(tensor.detach(), served, matrix.above, matrix.left)

@@ -87,12 +87,12 @@ def ddp(rank: int) -> nn.Module:
     return nn.parallel.DistributedDataParallel(plain())
 
 
-def serve_bits(tensors: dict[str, torch.Tensor]) -> Bits:
+def serve_bits(tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> Bits:
     """Return whole tensors as they are served."""
     found = {}
     for name, tensor in tensors.items():
         given = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        kept = given.detach().to(torch.bfloat16) if given.is_floating_point() else given.detach()
+        kept = given.detach().to(dtype) if given.is_floating_point() else given.detach()
         found[name] = kept.dtype, tuple(kept.shape), bits(kept.contiguous()).numpy().tobytes()
     return found
 

@@ -59,6 +59,19 @@ def test_a_rank_that_fails_ends_the_publication_on_all(ranks_of: RanksOf, url: s
     check_repaired(url, [found for _, found in results])
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_number_beyond_the_range_on_one_rank_ends_the_publication_on_all(
+    ranks_of: RanksOf, url: str, failing: int
+) -> None:
+    results = ranks_of(2).run(troubles.one_number_is_too_large, url, failing)
+    for rank, ((kind, message, _, _), _) in enumerate(results):
+        assert kind == (
+            "schema-mismatch" if rank == failing else "rank-failed" if failing else "publish-failed"
+        )
+        assert "'weight' has 1 numbers beyond the range of torch.float16, such as 100000.0" in message
+    check_repaired(url, [found for _, found in results])
+
+
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_rank_whose_store_fails_ends_the_publication_on_all(
     ranks_of: RanksOf, url: str, failing: int
@@ -124,6 +137,36 @@ def test_ranks_must_open_with_the_same_arguments(ranks_of: RanksOf, url: str) ->
         assert kind == "usage"
         assert "anchor_every is 3 on rank 0 of 3 and 4 on rank 2 of 3" in message
     assert not Path(url, "store.json").exists()
+
+
+@pytest.mark.parametrize(("how", "kind"), [(0, "delta"), (True, "delta"), ("anchor", "anchor")])
+def test_ranks_go_on_from_the_first_version(ranks_of: RanksOf, url: str, how: Any, kind: str) -> None:
+    for version, parent, found, expected in ranks_of(2).run(troubles.opened_again, url, how):
+        assert (version, parent, found) == (2, 1, kind)
+        assert read(url, version) == expected
+
+
+@pytest.mark.parametrize(("one", "other"), [(True, 1), (False, 0), ("auto", True)])
+def test_ranks_that_resume_otherwise_are_refused(ranks_of: RanksOf, url: str, one: Any, other: Any) -> None:
+    options = [{"resume": one}, {"resume": other}]
+    for kind, message, _, _ in ranks_of(2).run(troubles.opened_otherwise, [url] * 2, options):
+        assert kind == "usage"
+        assert f"resume is '{one}' on rank 0 of 2 and '{other}' on rank 1 of 2" in message
+
+
+def test_a_rank_whose_key_value_store_is_gone_is_told_so_within_the_timeout(url: str) -> None:
+    ranks = Ranks(2)
+    try:
+        ranks.run(troubles.here)
+        ranks.end_store()
+        ranks.begin(troubles.opened_without_a_store, url)
+        for kind, message, _, _ in ranks.end(range(2)):
+            assert kind == "rank-failed"
+            assert "cannot reach the key-value store of torch.distributed" in message
+            assert "it did not answer within 3 s" in message
+    finally:
+        for process in ranks.processes:
+            process.kill()
 
 
 def test_ranks_with_other_buckets_are_refused(ranks_of: RanksOf, tmp_path: Path) -> None:

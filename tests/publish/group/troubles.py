@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from patchstore import Publisher, open_store
+from patchstore import LocalPart, Publisher, open_store
 from patchstore.errors import PatchstoreError
 from patchstore.testing.faults import Fault, FaultyStore
 
@@ -45,7 +45,9 @@ def publish(publisher: Publisher, step: int) -> Outcome:
     return attempt(lambda: publisher.publish_patch(step).result())
 
 
-def repaired(publisher: Publisher, tensors: dict[str, Any], first: int) -> tuple[str, int, jobs.Bits]:
+def repaired(
+    publisher: Publisher, tensors: dict[str, Any], first: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[str, int, jobs.Bits]:
     """Publish until it works again, as a trainer does that goes on after an error."""
     for step in range(first, first + 6):
         train(tensors)
@@ -53,7 +55,7 @@ def repaired(publisher: Publisher, tensors: dict[str, Any], first: int) -> tuple
             manifest = publisher.publish_patch(step).result()
         except PatchstoreError:
             continue
-        return manifest.kind, manifest.version, jobs.serve_bits(tensors)
+        return manifest.kind, manifest.version, jobs.serve_bits(tensors, dtype)
     raise AssertionError("it was not repaired")
 
 
@@ -73,6 +75,23 @@ def one_rank_fails(rank: int, url: str, failing: int) -> tuple[Outcome, tuple[st
     failed = publish(publisher, 1)
     tensors[WEIGHT] = kept
     found = failed, repaired(publisher, tensors, 2)
+    close(publisher)
+    return found
+
+
+def one_number_is_too_large(rank: int, url: str, failing: int) -> tuple[Outcome, tuple[str, int, jobs.Bits]]:
+    """A rank's part has a number in one step that float16 cannot hold."""
+    tensors = sharded()
+    publisher = Publisher(url, tensors, dtype="float16", rank_timeout_s=120)
+    publisher.publish_patch(0).result()
+    train(tensors)
+    local = tensors[WEIGHT].to_local()
+    kept = local.clone()
+    if rank == failing:
+        local[1, 2] = 1e5
+    failed = publish(publisher, 1)
+    local.copy_(kept)
+    found = failed, repaired(publisher, tensors, 2, torch.float16)
     close(publisher)
     return found
 
@@ -220,3 +239,23 @@ def resume(
         train(tensors)
         manifest = publisher.publish_patch(100).result()
         return manifest.version, manifest.parent, manifest.kind, jobs.serve_bits(tensors)
+
+
+def opened_again(rank: int, url: str, how: Any) -> tuple[int, int | None, str, jobs.Bits]:
+    """Begin a run, and go on from its version 0; returns the next version, and its parent and kind."""
+    tensors = sharded()
+    with Publisher(url, tensors, rank_timeout_s=120) as publisher:
+        publisher.publish_patch(0).result()
+    with Publisher(url, tensors, resume=how, rank_timeout_s=120) as publisher:
+        train(tensors)
+        manifest = publisher.publish_patch(1).result()
+        return manifest.version, manifest.parent, manifest.kind, jobs.serve_bits(tensors)
+
+
+def here(rank: int) -> None:
+    dist.barrier()
+
+
+def opened_without_a_store(rank: int, url: str) -> Outcome:
+    part = LocalPart(torch.ones(4, 4), (8, 4), start=(4 * rank, 0))
+    return attempt(lambda: Publisher(url, {WEIGHT: part}, group=dist.group.WORLD, rank_timeout_s=3))

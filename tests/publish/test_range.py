@@ -1,0 +1,126 @@
+"""Numbers that do not fit the dtype in which they are served are never published as infinity or NaN."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from patchstore import Publisher
+from patchstore.errors import PublishFailed, SchemaMismatch
+from patchstore.format import history
+from patchstore.stores.memory import MemoryStore
+from patchstore.testing.faults import Fault, FaultyStore
+from tests.support.weights import assert_same_bits, newest
+
+Tensors = dict[str, torch.Tensor]
+
+
+def model(dtype: torch.dtype = torch.float32) -> Tensors:
+    torch.manual_seed(0)
+    return {"norm.weight": torch.ones(16, dtype=dtype), "up.weight": torch.randn(300, 200).to(dtype)}
+
+
+def as_served(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("source", ["mapping", "function"])
+@pytest.mark.parametrize("place", ["device", "host", "file"])
+@pytest.mark.parametrize(
+    ("given", "dtype", "number"),
+    [
+        (torch.float32, torch.float16, 1e5),
+        (torch.bfloat16, torch.float16, -7e4),
+        (torch.float64, torch.bfloat16, 1e300),
+        (torch.float64, torch.float32, -1e39),
+        (torch.float32, torch.bfloat16, 3.4e38),
+    ],
+)
+def test_a_number_that_grows_beyond_the_range_is_refused_and_the_next_call_goes_on(
+    store: MemoryStore,
+    tmp_path: Path,
+    source: str,
+    place: str,
+    given: torch.dtype,
+    dtype: torch.dtype,
+    number: float,
+) -> None:
+    tensors = model(given)
+    where = tmp_path if place == "file" else place
+    trainer: Callable[[], object] | Tensors = (
+        tensors if source == "mapping" else lambda: iter(tensors.items())
+    )
+    with Publisher(store, trainer, dtype=dtype, snapshot=where) as publisher:  # type: ignore[arg-type]
+        publisher.publish_patch(0).result()
+        kept = float(tensors["up.weight"][7, 3])
+        tensors["norm.weight"] *= 1.5
+        tensors["up.weight"][7, 3] = number
+        with pytest.raises(
+            SchemaMismatch, match=r"'up.weight' has 1 numbers beyond the range of .*, such as"
+        ):
+            publisher.publish_patch(1)
+        head = history.head(store)
+        assert head is not None and head.version == 0
+        tensors["up.weight"][7, 3] = kept
+        manifest = publisher.publish_patch(2).result()
+    assert (manifest.version, manifest.kind) == (1, "delta")
+    assert manifest.delta is not None and manifest.delta.num_changed == 16
+    assert_same_bits(newest(store), as_served(tensors, dtype))
+
+
+def test_a_trainers_own_infinities_are_published_as_they_are(store: MemoryStore) -> None:
+    tensors = model()
+    with Publisher(store, tensors, dtype="float16") as publisher:
+        publisher.publish_patch(0).result()
+        tensors["up.weight"][0, :3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
+        publisher.publish_patch(1).result()
+        assert_same_bits(newest(store), as_served(tensors, torch.float16))
+        tensors["up.weight"][0, 3] = 1e5
+        with pytest.raises(SchemaMismatch, match="1 numbers beyond the range"):
+            publisher.publish_patch(2)
+
+
+def test_a_number_in_its_own_dtype_is_never_beyond_the_range(store: MemoryStore) -> None:
+    tensors = model(torch.float64) | {"steps": torch.arange(3)}
+    with Publisher(store, tensors, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+        tensors["up.weight"][0, 0] = 1e300
+        publisher.publish_patch(1).result()
+    assert_same_bits(newest(store), tensors)
+
+
+def test_an_anchor_after_a_failure_has_no_number_beyond_the_range(store: MemoryStore) -> None:
+    tensors = model()
+    fault = Fault(verb="upload", key="deltas/*", effect="fail-before", times=5)
+    with Publisher(FaultyStore(store, fault), tensors, dtype="float16") as publisher:
+        publisher.publish_patch(0).result()
+        tensors["norm.weight"] += 1
+        with pytest.raises(PublishFailed):
+            publisher.publish_patch(1).result()
+        tensors["norm.weight"][2] = 1e5
+        with pytest.raises(SchemaMismatch, match=r"'norm.weight' has 1 numbers"):
+            publisher.publish_patch(2)
+        tensors["norm.weight"][2] = 1
+        assert publisher.publish_patch(3).result().kind == "anchor"
+    assert_same_bits(newest(store), as_served(tensors, torch.float16))
+
+
+@pytest.mark.parametrize("source", ["mapping", "function"])
+def test_what_stays_as_it_is_in_a_run_in_fp8_keeps_its_range(store: MemoryStore, source: str) -> None:
+    tensors = {
+        "model.layers.0.mlp.up_proj.weight": torch.randn(256, 256),
+        "model.layers.0.input_layernorm.weight": torch.ones(256),
+    }
+    trainer: Callable[[], object] | Tensors = (
+        tensors if source == "mapping" else lambda: iter(tensors.items())
+    )
+    norm = tensors["model.layers.0.input_layernorm.weight"]
+    with Publisher(store, trainer, dtype="float16", quantization="fp8-block") as publisher:  # type: ignore[arg-type]
+        publisher.publish_patch(0).result()
+        norm[5] = 1e5
+        with pytest.raises(SchemaMismatch, match=r"'model.layers.0.input_layernorm.weight' has 1 numbers"):
+            publisher.publish_patch(1)
+        norm[5] = 2
+        publisher.publish_patch(2).result()
+    assert newest(store)["model.layers.0.input_layernorm.weight"][5] == 2
