@@ -55,9 +55,9 @@ KINDS: Mapping[str, Level] = {
     "left-behind": "warning",
     # The run there.
     "run": "ok",
+    "dtypes": "ok",
     "replica": "ok",
     "no-run": "ok",
-    "dtypes": "ok",
     "run-unreadable": "problem",
     "format-unknown": "problem",
     "lineage": "ok",
@@ -89,8 +89,8 @@ KINDS: Mapping[str, Level] = {
     "other-run": "warning",
     "behind": "warning",
     "tensors": "ok",
-    "tensors-unknown": "warning",
     "tensors-wider": "warning",
+    "tensors-unknown": "warning",
     "tensors-unfit": "problem",
 }
 """Every kind of finding, and its level; `docs/doctor.md` explains them. Programs may rely on these."""

@@ -6,7 +6,7 @@ from patchstore.doctor import Finding, examine
 from patchstore.stores.base import Store
 
 WRITTEN = ["write", "create-only", "read-after-write", "listing", "ranges", "latency", "throughput"]
-OF_A_RUN = ["run", "lineage", "payloads"]
+OF_A_RUN = ["run", "dtypes", "lineage", "payloads"]
 
 
 def found(store: Store | str, *servers: str, **options: Any) -> dict[str, Finding]:

@@ -71,6 +71,7 @@ def test_a_store_in_memory_is_well_and_its_run_is_described(run: Run) -> None:
     assert head.run_id in findings["run"].found
     assert "6 versions, the newest is 5" in findings["run"].found
     assert f"by {head.writer.id} (epoch {head.writer.epoch})" in findings["run"].found
+    assert findings["dtypes"].found.startswith("serves ")
     assert "1 delta leads from anchor 4" in findings["lineage"].found
     assert [*run.store.list()] == before
 

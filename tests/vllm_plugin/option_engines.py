@@ -126,6 +126,15 @@ def with_both(folder: Path) -> Path:
     return folder
 
 
+def rounded(folder: Path) -> Path:
+    """A checkpoint that has routers' biases in bfloat16, which vLLM keeps in float32."""
+    zoo.save(zoo.ARCHITECTURES["deepseek-v3"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    narrow = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(narrow, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def zamba(folder: Path) -> Path:
     """A checkpoint of an architecture that vLLM always ties, whose config says that it is not."""
     config = Zamba2Config(
@@ -163,6 +172,7 @@ def main(folder: Path) -> None:
         "float32": Case(
             base=plain, options={"dtype": "float32"}, steps=(Trainer.step, overflow), answers=True
         ),
+        "rounded": Case(base=rounded(folder / "rounded"), answers=True),
         "tied": Case(**changed_head),
         "tied-float16": Case(**changed_head, options={"dtype": "float16"}),
         "tied-int8": Case(**changed_head, options=INT8),

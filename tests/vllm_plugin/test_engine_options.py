@@ -31,7 +31,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["float16", "float32", "untied-int8", "lora-beside-experts"])
+@pytest.mark.parametrize("name", ["float16", "float32", "rounded", "untied-int8", "lora-beside-experts"])
 def test_weights_and_answers_are_those_of_a_fresh_start(found, name):
     case = found[name]
     newest = case["2"]
@@ -48,6 +48,14 @@ def test_the_status_tells_weights_that_another_dtype_widens_from_those_that_it_r
     assert (rounded["2"]["map"]["mapped"], rounded["2"]["map"]["num_computed"]) == (0, 25)
     # Rounded bits cannot say which version they are, so the first update loads an anchor.
     assert (widened["serving"], rounded["serving"]) == (0, None)
+
+
+def test_the_status_names_each_weight_that_the_model_has_in_more_bits_than_the_run(found):
+    mapped = found["rounded"]["2"]["map"]
+    assert mapped["wider"] == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert mapped["num_wider"] == 1
+    assert found["float32"]["2"]["map"]["num_wider"] == 25
+    assert found["float16"]["2"]["map"]["num_wider"] == 0
 
 
 @pytest.mark.parametrize("name", ["tied", "tied-float16", "tied-int8"])
