@@ -15,7 +15,7 @@ __all__ = ["CHOICES", "ENCODINGS", "EncodedTensor", "Encoding", "IndexEncoding",
 ENCODINGS: dict[str, Encoding] = {each.name: each for each in (Raw(), Gap(), Context())}
 
 CHOICES = (*ENCODINGS, "auto")
-"""The choices of a publisher: `auto` is `context` where kernels encode it, and `gap` on the CPU."""
+"""The choices of a publisher; `publish.encode` says what `auto` is."""
 
 
 def encoding(name: str) -> Encoding:

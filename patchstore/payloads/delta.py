@@ -19,7 +19,7 @@ from patchstore.encodings.context import (
     pays,
     tiling_of_part,
 )
-from patchstore.format.records import Part, TensorSpec
+from patchstore.format.records import DTYPE_BYTES, Part, TensorSpec
 from patchstore.payloads import delta_file, tensor_file
 from patchstore.stores.base import Chunk
 from patchstore.tensors import parts, state_digest
@@ -65,6 +65,11 @@ class EncodedDelta:
     parent_sums: Mapping[str, Sums] = field(default_factory=dict)
     """The digest sums of those parts before the change, if the encoding depends on them; otherwise empty."""
 
+    @property
+    def num_bytes(self) -> int:
+        """What the file's tensors take."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
     def file(self, metadata: Mapping[str, str]) -> Callable[[], Iterator[Chunk]]:
         """Return a function that streams the delta file; it may be called again for a retry.
 
@@ -104,6 +109,7 @@ class DeltaEncoder:
     def __init__(self, schema: Sequence[TensorSpec], encoding: Encoding) -> None:
         self._places = {spec.name: place for place, spec in enumerate(schema)}
         self._encoding = encoding
+        self._only_dense = isinstance(encoding, Context) and encoding.only_dense
         self._num_changed = 0
         self._row_sets = RowSets()
         self._coded: list[tuple[int, Coded]] = []
@@ -130,15 +136,25 @@ class DeltaEncoder:
         if not isinstance(self._encoding, Context):
             self._add_listed(changes)
             return
+        listed: list[PartChange] = []
         for group in grouped(
-            (
-                _Change(part, patch, parent.cpu(), part_tiling(part, len(patch.indices)))
-                for part, patch, parent in changes
-            ),
+            self._cut(changes, listed),
             lambda each: (each.part.spec.dtype, each.cut is not None),
             lambda each: each.part.num_elements,
         ):
             self._add_group(group)
+        self._add_listed(listed)
+
+    def _cut(self, changes: Iterable[PartChange], listed: list[PartChange]) -> Iterator[_Change]:
+        """Yield what is encoded beside the whole parent; what needs its changes alone goes to `listed`."""
+        for change in changes:
+            part, patch, parent = change
+            num = len(patch.indices)
+            cut = part_tiling(part, num) if not self._only_dense or _is_dense(part, num) else None
+            if cut is None and self._only_dense:
+                listed.append(change)
+            else:
+                yield _Change(part, patch, parent.cpu(), cut)
 
     def _add_listed(self, changes: Iterable[PartChange]) -> None:
         """State positions and values; of the parent only stated elements are read."""
@@ -209,8 +225,9 @@ class DeltaEncoder:
         index = self._encoding.index
         listed = listed_parts(self._listed)
         entries, firsts = delta_file.encoded(listed, index)
+        is_listed = self._only_dense and not self._coded
         return EncodedDelta(
-            encoding=self._encoding.name,
+            encoding=index.name if is_listed else self._encoding.name,
             num_changed=self._num_changed,
             listed=[part.spec for part, _ in listed],
             firsts=firsts,
@@ -218,6 +235,12 @@ class DeltaEncoder:
             sum_growth=self._growth,
             parent_sums=self._parents,
         )
+
+
+def _is_dense(part: Part, num_changed: int) -> bool:
+    """Whether positions and values of so many changes take more than a quarter of the part's own bytes."""
+    width = DTYPE_BYTES[part.spec.dtype]
+    return 4 * num_changed * (2 + width) > part.num_elements * width
 
 
 def part_tiling(part: Part, num_changed: int) -> Tiling | None:

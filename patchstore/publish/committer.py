@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from typing import NamedTuple
 
 from patchstore.errors import (
     DataError,
@@ -69,6 +70,17 @@ class Attempt:
     write_id: str
 
 
+class Begun(NamedTuple):
+    """A publication that can be stored."""
+
+    attempt: Attempt
+    step: int
+    is_anchor: bool
+    """Whether the whole model is stored: because that was asked for, or because the delta would be larger."""
+    delta: EncodedDelta | None
+    """What leads from the parent; None where it is not known, or not stored."""
+
+
 def check_parents(delta: EncodedDelta, before: Mapping[str, Sums], version: int) -> None:
     """Raises PublishFailed where a delta was encoded against other tensors than those with these sums."""
     if wrong := [name for name, sums in delta.parent_sums.items() if before[name] != sums]:
@@ -119,6 +131,7 @@ class Committer:
         sums: Mapping[str, Sums] | None,
         files: Mapping[str, bytes],
         max_shard_bytes: int,
+        largest_delta: int | None = None,
         beside: tuple[Worker, Worker],
         signer: Signer | None = None,
     ) -> None:
@@ -130,6 +143,7 @@ class Committer:
             parent_digest: of the parent's manifest as it was read; None without a parent.
             sums: the parent's digest sums; None where they are not known, and the first publication is an
                 anchor without a delta.
+            largest_delta: bytes; an anchor takes the place of a larger one. None for no limit.
             beside: threads for what is asked and stored while a delta is uploaded. They exist before the
                 first publication, which must not fail because the system starts no more.
             signer: signs each version.
@@ -139,7 +153,7 @@ class Committer:
         self._uploads = Uploads(store)
         self.parent = parent
         self.files = files
-        self._max_shard_bytes = max_shard_bytes
+        self._max_shard_bytes, self._largest_delta = max_shard_bytes, largest_delta
         self._beside = beside
         self._signer = signer
         self._next = 0 if head is None else head.version + 1
@@ -163,11 +177,33 @@ class Committer:
         new = self._manifest(self.parent.step, self.parent.state, delta, None, new_write_id())
         return self._commit(new, self._sums, is_signed=is_signed)
 
-    def begin(self, *, is_anchor: bool) -> Attempt:
-        """Return what the next publication is going to be; what is committed then carries this write id.
+    def begin(
+        self, step: int, delta: EncodedDelta | None, *, is_anchor: bool, if_changed: bool
+    ) -> Begun | None:
+        """Say how the next publication is stored; nothing is written.
+
+        Args:
+            delta: to the parent; there is one, or `is_anchor`.
+            if_changed: return None where the delta has no changes: no version is needed.
 
         Raises:
             RunLost: an anchor is to be uploaded, but the store no longer holds the parent.
+        """
+        if if_changed and not is_anchor and delta is not None and not delta.num_changed:
+            return None
+        if delta is not None and self.is_too_large(delta.num_bytes):
+            delta, is_anchor = None, True
+        return Begun(self.attempt(is_anchor=is_anchor), step, is_anchor, delta)
+
+    def is_too_large(self, num_bytes: int) -> bool:
+        """Whether an anchor takes the place of a delta with so many bytes."""
+        return self._largest_delta is not None and num_bytes > self._largest_delta
+
+    def attempt(self, *, is_anchor: bool) -> Attempt:
+        """Return what the next version is going to be; what is committed then carries this write id.
+
+        Raises:
+            RunLost: as `begin`.
         """
         if is_anchor:
             self._settle()
@@ -179,25 +215,22 @@ class Committer:
     def abandon(self, error: Exception) -> None:
         """Nothing of a publication is stored, and no other process waits for it."""
 
-    def commit_delta(self, step: int, delta: EncodedDelta, *, if_changed: bool = False) -> Manifest | None:
+    def commit_delta(self, begun: Begun) -> Manifest:
         """Publish a delta to the parent.
-
-        Args:
-            if_changed: commit nothing, and return None, where the delta has no changes.
 
         Raises:
             VersionConflict: fenced for good.
             RunLost: the store no longer holds the parent.
             PublishFailed: the store did not take it; the parent is what it was.
         """
-        if if_changed and not delta.num_changed:
-            return None
-        after, attempt = self._after(delta), self.begin(is_anchor=False)
+        attempt, step, _, delta = begun
+        assert delta is not None
+        after = self._after(delta)
         return self.finish(
             step, after, attempt, lambda: store_delta(self._uploads, self.header, attempt, step, delta), None
         )
 
-    def commit_anchor(self, step: int, snapshot: ReadOnly, delta: EncodedDelta | None) -> Manifest:
+    def commit_anchor(self, begun: Begun, snapshot: ReadOnly) -> Manifest:
         """Publish the whole model, and a delta to the parent where there is one.
 
         Args:
@@ -206,7 +239,7 @@ class Committer:
         Raises:
             As `commit_delta`.
         """
-        attempt = self.begin(is_anchor=True)
+        attempt, step, _, delta = begun
         after: dict[str, Sums] | None = None
         if delta is not None and self.parent is not None:
             try:

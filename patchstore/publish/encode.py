@@ -3,23 +3,45 @@
 from collections.abc import Mapping, Sequence
 
 from patchstore.encodings import ENCODINGS, Encoding
-from patchstore.format.records import Part, TensorSpec
+from patchstore.encodings.context import Context
+from patchstore.format.records import Part, Schema, TensorSpec
 from patchstore.payloads import delta
 from patchstore.payloads.delta import NO_CHANGES, EncodedDelta
 from patchstore.publish.snapshot import Snapshot
 from patchstore.publish.snapshot.device import DeviceChanges, DeviceSnapshot
 from patchstore.tensors.changes import Changes
 
+_TOO_FEW_BYTES = 1 << 15
+"""To save so many is not worth an anchor, for whose upload the second call after it waits."""
+
 
 def choose(name: str, snapshot: Snapshot) -> Encoding:
-    """Return the encoding of a publisher's choice: `auto` is `context` where kernels encode it, else `gap`.
+    """Return the encoding of a publisher's choice.
 
-    On the CPU `context` costs more time than its size saves: 1.3 to 2.9 s for 86 M parameters, and `gap`
-    0.4 to 1.5 s.
+    `auto` is `context` where kernels encode it. On the CPU `context` takes a second for 70 million elements,
+    however few of them have changed, so it is for tensors of which much has: see `Context.only_dense`.
     """
     if name != "auto":
         return ENCODINGS[name]
-    return ENCODINGS["context" if _has_kernels(snapshot) else "gap"]
+    return Context(only_dense=not _has_kernels(snapshot))
+
+
+def of_rollups(encoding: Encoding) -> str:
+    """Return the name of the encoding of rollups, which a process on the CPU makes of many deltas."""
+    return encoding.index.name if isinstance(encoding, Context) and encoding.only_dense else encoding.name
+
+
+def largest_delta(name: str, schema: Schema, files: Mapping[str, bytes]) -> int | None:
+    """Return how large a delta may be: an anchor takes the place of a larger one.
+
+    That is the size of an anchor, and a little more. None where the user has chosen the encoding.
+
+    Args:
+        files: that go into anchors.
+    """
+    if name != "auto":
+        return None
+    return schema.num_bytes + sum(map(len, files.values())) + _TOO_FEW_BYTES
 
 
 def encode(

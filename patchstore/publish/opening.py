@@ -14,7 +14,8 @@ from patchstore.format.state_sums import Sums
 from patchstore.payloads.delta import EncodedDelta
 from patchstore.publish.anchor_upload import ReadOnly
 from patchstore.publish.base_checkpoint import BaseCheckpoint
-from patchstore.publish.committer import Committer
+from patchstore.publish.committer import Begun, Committer
+from patchstore.publish.encode import largest_delta
 from patchstore.publish.options import Resume
 from patchstore.publish.resume import open_run
 from patchstore.publish.sources.dtypes import Base, Counts
@@ -65,11 +66,13 @@ CheckSchema = Callable[[Schema], dict[str, bytes]]
 class Commits(Protocol):
     """What a pipeline hands publications to: `Committer`, or `GroupCommitter` on each of several ranks."""
 
-    def commit_delta(
-        self, step: int, delta: EncodedDelta, *, if_changed: bool = False
-    ) -> Manifest | None: ...
+    def begin(
+        self, step: int, delta: EncodedDelta | None, *, is_anchor: bool, if_changed: bool
+    ) -> Begun | None: ...
 
-    def commit_anchor(self, step: int, snapshot: ReadOnly, delta: EncodedDelta | None) -> Manifest: ...
+    def commit_delta(self, begun: Begun) -> Manifest: ...
+
+    def commit_anchor(self, begun: Begun, snapshot: ReadOnly) -> Manifest: ...
 
     def abandon(self, error: Exception) -> None:
         """Take note that this process cannot make its next publication.
@@ -253,6 +256,7 @@ def _opened(
         sums=found.sums,
         files=files,
         max_shard_bytes=settings.max_shard_bytes,
+        largest_delta=largest_delta(settings.encoding, schema, files),
         beside=(workers[0], workers[1]),
         signer=signer,
     )

@@ -13,7 +13,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from threading import Event
 
 from patchstore.encodings import Encoding
 from patchstore.errors import PatchstoreError, PublishFailed, VersionConflict
@@ -88,6 +90,9 @@ class _Job:
         self.changes = changes
         """None if the whole model is published; the snapshot has it already then."""
         self.is_anchor, self.if_changed = is_anchor, if_changed
+        """Whether the snapshot is stored; may become true until `begun`."""
+        self.begun = Event()
+        """Set once it is known how it is stored, or that it is not."""
         self.parent: int | None = None
         """The publication that the delta leads from."""
         self.delta: EncodedDelta | None = None
@@ -133,12 +138,14 @@ class Pipeline:
         self._snapshot, self._encoding, self._committer = snapshot, encoding, committer
         self._encoder, self._uploader = threads
         self._anchor_every, self._max_pending = anchor_every, max_pending
-        self._since_anchor, self._bytes_before = since_anchor.num_deltas, since_anchor.num_bytes
+        self._since = since_anchor
+        """What leads from the newest anchor to the version to build on, if no anchor followed; and the bytes
+        of deltas since then."""
         self._anchor_bytes = sum(spec.num_bytes for spec in schema)
-        self._bytes: dict[int, int] = {}
-        """Of the deltas since the newest anchor that are committed, by publication."""
-        self._last = self._anchor = 0
-        """The number of the newest publication, and of the newest anchor."""
+        self._bytes: dict[int, int | None] = {}
+        """Of committed publications after `_known`, by number: bytes of their deltas; None of an anchor."""
+        self._last = self._anchor = self._known = 0
+        """The number of the newest publication, of the newest anchor, and of the newest that all know of."""
         self._in_snapshot: int | None = 0
         """The publication whose weights the snapshot has; None if it has parts of two."""
         self._in_store: int | None = 0 if is_stored else None
@@ -178,21 +185,26 @@ class Pipeline:
         publication._task = _Stage(job, partial(self._commit, job))
         self._last = number
         self._encoder.hand_over(_Stage(job, partial(self._encode, job)))
-        self._since_anchor += 1
         if is_anchor:
-            self._since_anchor = self._bytes_before = 0
-            self._anchor = number
-            self._bytes.clear()
+            self._anchor, self._since = number, Since()
         return publication
 
     def _is_anchor_due(self, number: int) -> bool:
         """Whether a publication is to be an anchor; the same on all ranks that publish together.
 
-        Each of them knows the size of those deltas that are no longer under way, and perhaps of more.
+        Each of them knows how those were stored that are no longer under way, and perhaps of more.
         """
-        known = range(self._anchor + 1, number - self._max_pending + 1)
-        num_bytes = self._bytes_before + sum(self._bytes.get(each, 0) for each in known)
-        since = Since(num_deltas=self._since_anchor + 1, num_bytes=num_bytes)
+        while self._known < number - self._max_pending:
+            self._known += 1
+            num_bytes = self._bytes.pop(self._known, 0)
+            if self._known <= self._anchor:
+                continue
+            if num_bytes is None:
+                self._anchor, self._since = self._known, Since()
+            else:
+                self._since = replace(self._since, num_bytes=self._since.num_bytes + num_bytes)
+        num_deltas = self._since.num_deltas + number - self._anchor
+        since = replace(self._since, num_deltas=num_deltas)
         return is_due(self._anchor_every, since, self._anchor_bytes)
 
     def abandon(self, step: int, error: Exception) -> None:
@@ -243,6 +255,7 @@ class Pipeline:
                 # An anchor that is being uploaded reads the snapshot.
                 for task in self._uploader.under_way():
                     assert isinstance(task, _Stage)
+                    task.job.begun.wait()
                     if task.job.is_anchor:
                         task.wait()
                 self._in_snapshot = None
@@ -289,6 +302,7 @@ class Pipeline:
             ) from exc
         finally:
             job.delta = None
+            job.begun.set()
         self._in_store = job.number
         publication.publish_s = time.monotonic() - job.began
         if manifest is None:
@@ -299,14 +313,16 @@ class Pipeline:
             )
             return self._newest
         self._newest = manifest
-        if self._anchor_every == "auto" and manifest.delta is not None:
-            self._bytes[job.number] = manifest.delta.num_bytes
+        self._bytes[job.number] = (
+            None if manifest.anchor is not None or manifest.delta is None else manifest.delta.num_bytes
+        )
         self._ask_whether_it_trains(manifest)
         logger.info(
-            "published version %d: step %d, %d changed, %.1f MiB, waited %.2f s, published in %.2f s",
+            "published version %d: step %d, %d changed (%s), %.1f MiB, waited %.2f s, published in %.2f s",
             manifest.version,
             manifest.step,
             0 if manifest.delta is None else manifest.delta.num_changed,
+            manifest.kind if manifest.delta is None else manifest.delta.encoding,
             manifest.num_bytes / 2**20,
             publication.waited_s,
             publication.publish_s,
@@ -318,12 +334,19 @@ class Pipeline:
         if self.conflict is not None:
             raise self.conflict
         follows = job.parent is not None and job.parent == self._in_store
-        if job.error is None and job.is_anchor:
-            return self._committer.commit_anchor(step, self._snapshot, job.delta if follows else None)
-        if job.error is None and follows:
-            assert job.delta is not None
+        if job.error is None and (job.is_anchor or follows):
+            delta = job.delta if follows else None
             if_changed = job.if_changed and self._newest is not None
-            return self._committer.commit_delta(step, job.delta, if_changed=if_changed)
+            begun = self._committer.begin(step, delta, is_anchor=job.is_anchor, if_changed=if_changed)
+            if begun is None:
+                return None
+            if begun.is_anchor and not job.is_anchor:
+                logger.info("step %d is an anchor: its changes would take more bytes than the model", step)
+            job.is_anchor = begun.is_anchor
+            job.begun.set()
+            if begun.is_anchor:
+                return self._committer.commit_anchor(begun, self._snapshot)
+            return self._committer.commit_delta(begun)
         failed = PublishFailed(
             f"step {step} could not be encoded, and the next publication will be an anchor: "
             f"{type(job.error).__name__}: {job.error}"

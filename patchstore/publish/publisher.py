@@ -28,7 +28,7 @@ from patchstore.publish import checkpoint_files
 from patchstore.publish import snapshot as snapshots
 from patchstore.publish.base_checkpoint import BaseCheckpoint
 from patchstore.publish.beside import Compaction, CompactorProcess, job_of
-from patchstore.publish.encode import choose
+from patchstore.publish.encode import choose, of_rollups
 from patchstore.publish.offered import Offered
 from patchstore.publish.opening import Alone, Settings, Together, ranks_that_publish
 from patchstore.publish.options import (
@@ -119,10 +119,13 @@ class Publisher:
                 {"*.gate.weight": "float32"}; * stands for any characters. None: every tensor in its own.
             encoding: how changes are stored. "raw": positions, 6 bytes per change in bf16. "gap": distances
                 between positions, 4 bytes. "context": encoded against the parent, whose tensors a reader
-                needs, about 0.9 bytes. "auto": "context" where kernels encode it, "gap" on the CPU.
+                needs, about 0.9 bytes. "auto": "context" where kernels encode it; on the CPU, where it takes
+                longer, "context" for tensors of which "gap" would take more than a quarter of their bytes,
+                and "gap" for the others. With "auto" an anchor takes the place of a delta that is larger.
             anchor_every: publications from one anchor to the next; the versions in between store
                 changes only. "auto": an anchor when the deltas since the last one have its size. None: only
-                what no delta can reach is an anchor, such as version 0; `patchstore compact` can add others.
+                what no delta can reach, or no smaller one, is an anchor, such as version 0;
+                `patchstore compact` can add others.
             compact: another process on this host adds the anchors that `anchor_every` asks for, and rollups
                 for readers that are far behind. So no call waits for the upload of a periodic anchor. The
                 process reads from the store what it needs, and ends with the publisher. Its failures are
@@ -217,7 +220,7 @@ class Publisher:
             with out_of_inference(), threads_start():
                 is_leader = self._open(source, settings, snapshot, files, group)
             if job is not None and is_leader:
-                self._compactor = CompactorProcess(job, self._encoding.name)
+                self._compactor = CompactorProcess(job, of_rollups(self._encoding))
                 self._closing.callback(self._compactor.stop)
                 self._compactor.start()
             at_exit.expect(self)

@@ -60,7 +60,8 @@ def test_every_dtype_shape_and_density_arrives(store: MemoryStore, encoding: str
                 new = bits(any_bits(tuple(tensor.shape), tensor.dtype))
                 bits(tensor)[chosen.view(-1)] = new[chosen.view(-1)]
             manifest = publisher.publish_patch(step).result()
-            assert manifest.delta is not None
+            # Integers of which most change take more as changes than whole.
+            assert manifest.delta is not None or (encoding == "auto" and density >= 0.9)
             follower.update()
             assert_same_bits(held, model)
     assert_same_bits(newest(store), model)

@@ -41,6 +41,7 @@ def room() -> Room:
 def published(tmp_path: Path) -> tuple[FolderStore, tuple[Manifest, ...]]:
     """A folder, and two deltas."""
     run = Run(FolderStore(tmp_path / "bucket"))
+    run.open(encoding="gap")
     run.publish_versions(3)
     run.close()
     return FolderStore(tmp_path / "bucket"), tuple(history.read_manifest(run.store, each) for each in (1, 2))

@@ -4,7 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,10 @@ from patchstore.format import layout, manifest_json
 from patchstore.format.records import Anchor, Delta, Manifest, Part, Payload, StoreHeader
 from patchstore.format.state_sums import Sums
 from patchstore.payloads import anchor_file
-from patchstore.payloads.delta import EncodedDelta
+from patchstore.payloads.delta import NO_CHANGES, EncodedDelta
 from patchstore.publish.anchor_upload import ReadOnly
 from patchstore.publish.base_checkpoint import BaseCheckpoint
-from patchstore.publish.committer import Attempt, Committer, check_parents, store_delta
+from patchstore.publish.committer import Attempt, Begun, Committer, check_parents, store_delta
 from patchstore.publish.group import assembly
 from patchstore.publish.group.assembly import Pieces, Source, Written
 from patchstore.publish.group.channel import Channel, Message
@@ -60,21 +60,75 @@ class GroupCommitter:
         self._committer, self._base = committer, base
         self._uploads = Uploads(store)
 
-    def commit_delta(self, step: int, delta: EncodedDelta, *, if_changed: bool = False) -> Manifest | None:
-        """Publish this rank's part of a delta to the parent.
+    def begin(
+        self, step: int, delta: EncodedDelta | None, *, is_anchor: bool, if_changed: bool
+    ) -> Begun | None:
+        """Agree on what is published next, and how: on whether it is an anchor, and on one encoding.
 
         Args:
-            if_changed: commit nothing, and return None, where no rank has changes.
+            if_changed: return None where no rank has changes: no version is needed.
+
+        Raises:
+            As `commit_delta`.
+        """
+        known = delta if self._sums is not None else None
+
+        def say() -> Message:
+            return {
+                "step": step,
+                "is_anchor": is_anchor,
+                "num_bytes": None if known is None else known.num_bytes,
+                "encoding": None if known is None or not known.num_changed else known.encoding,
+                "is_needed": is_anchor or not if_changed or known is None or known.num_changed > 0,
+            }
+
+        def conclude(reports: list[Message]) -> Message:
+            assert self._committer is not None
+            for rank, report in zip(self._channel.ranks, reports, strict=True):
+                if report["step"] != step:
+                    raise PublishFailed(
+                        f"{self._channel.name(rank)} publishes step {report['step']}, and "
+                        f"{self._channel.name(self._channel.rank)} step {step}: call publish_patch on all "
+                        "ranks, with the same steps in the same order; the next publication will be an anchor"
+                    )
+                if report["is_anchor"] != is_anchor:
+                    earlier = rank if report["is_anchor"] else self._channel.rank
+                    raise PublishFailed(
+                        f"step {step} is an anchor on {self._channel.name(earlier)} alone, which heard "
+                        "earlier of a failure; the next publication will be an anchor"
+                    )
+            if not any(report["is_needed"] for report in reports):
+                return {"is_needed": False}
+            sizes = [report["num_bytes"] for report in reports]
+            has_delta = None not in sizes and not self._committer.is_too_large(sum(sizes))
+            whole = is_anchor or not has_delta
+            encodings = {report["encoding"] for report in reports} - {None}
+            return {
+                "attempt": asdict(self._committer.attempt(is_anchor=whole)),
+                "is_anchor": whole,
+                # A file in `context` may state all that it has as one in `gap` does.
+                "encoding": min(encodings, default=NO_CHANGES.encoding) if has_delta else None,
+            }
+
+        self._channel.next_call()
+        told = self._channel.round("begin a publication", say, conclude)
+        if "is_needed" in told:
+            return None
+        agreed = None
+        if told["encoding"] is not None:
+            assert known is not None
+            agreed = replace(known, encoding=told["encoding"])
+        return Begun(Attempt(**told["attempt"]), step, told["is_anchor"], agreed)
+
+    def commit_delta(self, begun: Begun) -> Manifest:
+        """Publish this rank's part of a delta to the parent.
 
         Raises:
             RankFailed: another rank failed, or was not heard of in time.
             VersionConflict, RunLost, PublishFailed: as `Committer.commit_delta`, on all ranks.
         """
-        is_needed = not if_changed or delta.num_changed > 0
-        begun = self._begin(step, is_anchor=False, has_delta=True, is_needed=is_needed)
-        if begun is None:
-            return None
-        attempt, _ = begun
+        attempt, step, _, delta = begun
+        assert delta is not None
 
         def store() -> Message:
             return self._stored(attempt, step, delta)
@@ -91,7 +145,7 @@ class GroupCommitter:
             self._sums[key] = self._sums[key].plus(growth)
         return manifest
 
-    def commit_anchor(self, step: int, snapshot: ReadOnly, delta: EncodedDelta | None) -> Manifest:
+    def commit_anchor(self, begun: Begun, snapshot: ReadOnly) -> Manifest:
         """Publish the whole model, and this rank's part of a delta to the parent where all ranks have one.
 
         Args:
@@ -100,10 +154,7 @@ class GroupCommitter:
         Raises:
             As `commit_delta`.
         """
-        has_delta = delta is not None and self._sums is not None
-        begun = self._begin(step, is_anchor=True, has_delta=has_delta)
-        assert begun is not None, "an anchor is needed on all ranks"
-        attempt, with_delta = begun
+        attempt, step, _, delta = begun
         pieces, written = Pieces(), Written([], {}, {})
         # Later anchors are of weights that were trained.
         known, in_base = self._in_base(snapshot) if attempt.version == 0 else ({}, set())
@@ -137,11 +188,11 @@ class GroupCommitter:
                     "files": [asdict(payload) for payload in written.payloads],
                     "written": {name: each.hex() for name, each in written.sums.items()},
                     "sums": by_name(self._parts, {**known, **pieces.sums, **written.own}),
-                    **(self._stored(attempt, step, delta) if with_delta and delta is not None else {}),
+                    **({} if delta is None else self._stored(attempt, step, delta)),
                 }
 
             def conclude(reports: list[Message]) -> Message:
-                return _told(self._finish_anchor(attempt, step, reports, with_delta=with_delta))
+                return _told(self._finish_anchor(attempt, step, reports, with_delta=delta is not None))
 
             manifest = _heard(self._channel.round("store an anchor", write, conclude))
         finally:
@@ -264,45 +315,6 @@ class GroupCommitter:
         """Tell the other ranks that this one publishes no more."""
         self._channel.leave()
 
-    def _begin(
-        self, step: int, *, is_anchor: bool, has_delta: bool, is_needed: bool = True
-    ) -> tuple[Attempt, bool] | None:
-        """Agree on what is published next.
-
-        Returns:
-            It, and whether all ranks have a delta; None where no rank needs the version.
-        """
-
-        def say() -> Message:
-            return {"step": step, "is_anchor": is_anchor, "has_delta": has_delta, "is_needed": is_needed}
-
-        def conclude(reports: list[Message]) -> Message:
-            assert self._committer is not None
-            for rank, report in zip(self._channel.ranks, reports, strict=True):
-                if report["step"] != step:
-                    raise PublishFailed(
-                        f"{self._channel.name(rank)} publishes step {report['step']}, and "
-                        f"{self._channel.name(self._channel.rank)} step {step}: call publish_patch on all "
-                        "ranks, with the same steps in the same order; the next publication will be an anchor"
-                    )
-                if report["is_anchor"] != is_anchor:
-                    earlier = rank if report["is_anchor"] else self._channel.rank
-                    raise PublishFailed(
-                        f"step {step} is an anchor on {self._channel.name(earlier)} alone, which heard "
-                        "earlier of a failure; the next publication will be an anchor"
-                    )
-            if not any(report["is_needed"] for report in reports):
-                return {"is_needed": False}
-            attempt = self._committer.begin(is_anchor=is_anchor)
-            return asdict(attempt) | {"has_delta": all(report["has_delta"] for report in reports)}
-
-        self._channel.next_call()
-        found = self._channel.round("begin a publication", say, conclude)
-        if "is_needed" in found:
-            return None
-        with_delta = found.pop("has_delta")
-        return Attempt(**found), with_delta
-
     def _stored(self, attempt: Attempt, step: int, delta: EncodedDelta) -> Message:
         """Upload this rank's part of a delta, and say what it is."""
         assert attempt.parent is not None
@@ -351,11 +363,8 @@ def _joined(reports: Sequence[Message]) -> tuple[Delta, dict[str, Sums]]:
     growth: dict[str, Sums] = {}
     for report in reports:
         add(growth, report["growth"])
-    encodings = {report["encoding"] for report in reports if report["payloads"]}
-    if len(encodings) > 1:
-        raise PublishFailed(f"ranks encode as {', '.join(sorted(encodings))}; open all with one encoding=")
     delta = Delta(
-        encoding=min(encodings, default=reports[0]["encoding"]),
+        encoding=reports[0]["encoding"],
         num_changed=sum(report["num_changed"] for report in reports),
         payloads=tuple(Payload(**each) for report in reports for each in report["payloads"]),
     )

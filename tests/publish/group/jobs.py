@@ -347,3 +347,26 @@ def change_one_rank(rank: int, url: str) -> list[tuple[int, bool]]:
             publication = publisher.publish_patch(step, if_changed=True)
             found.append((publication.result().version, publication.is_unchanged))
     return found
+
+
+def unevenly(
+    rank: int, url: str, shares: list[list[float]], options: dict[str, Any]
+) -> list[tuple[int, Bits]]:
+    """Publish steps in which ranks change different shares of their rows, all of them under way at once.
+
+    Args:
+        shares: of each step, of each rank.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    tensor = distribute_tensor(torch.randn(512, 512), mesh, [Shard(0)])
+    local = tensor.to_local()
+    dtype = torch.float32 if "dtype" in options else torch.bfloat16
+    with Publisher(url, {"w": tensor}, rank_timeout_s=60, **options) as publisher:
+        publisher.publish_patch(0)
+        under_way = []
+        for step, share in enumerate(shares, 1):
+            local.view(-1)[: int(share[rank] * local.numel())] *= 1.01
+            state = serve_bits({"w": tensor}, dtype)
+            under_way.append((publisher.publish_patch(step), state))
+        return [(publication.result().version, state) for publication, state in under_way]

@@ -71,6 +71,27 @@ def test_each_version_has_the_bits_of_the_full_state_dict(
     assert all(manifest.delta is not None for manifest in manifests[1:])
 
 
+def test_ranks_that_change_different_shares_publish_in_one_encoding(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    url = str(tmp_path / "store")
+    shares = [[1.0, 0.001], [0.001, 0.002], [0.0, 1.0], [0.0, 0.0], [0.003, 0.0]]
+    manifests = check(url, ranks_of(2).run(jobs.unevenly, url, shares, {}))
+    found = [(each.delta.encoding, len(each.delta.payloads)) for each in manifests if each.delta]
+    assert found == [("context", 2), ("gap", 2), ("context", 1), ("gap", 0), ("gap", 1)]
+
+
+def test_ranks_store_the_model_where_their_changes_together_would_take_more(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    url = str(tmp_path / "store")
+    # As AdamW does in fp32, where no step leaves a weight as it is.
+    shares = [[1.0, 1.0], [1.0, 0.1], [1.0, 1.0], [0.6, 1.0], [1.0, 0.001], [0.01, 0.0]]
+    manifests = check(url, ranks_of(2).run(jobs.unevenly, url, shares, {"dtype": None, "anchor_every": 3}))
+    assert [each.kind for each in manifests] == ["anchor", "delta", "anchor", "anchor", "delta", "delta"]
+    assert all(each.num_bytes < 1.05 * 512 * 512 * 4 for each in manifests)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("encoding", ["gap", "context"])
 @pytest.mark.parametrize("num", [2, 4])
