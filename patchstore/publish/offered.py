@@ -36,7 +36,7 @@ class Offered:
         Raises:
             SchemaMismatch, UsageError: see `Weights`.
         """
-        self._weights: Weights | Quantized = Weights(source, stored)
+        self._weights: Weights | Quantized = Weights(source, stored, dtype)
         self._dtype = dtype
         if quantization is not None:
             # It converts what stays as it is, and its scales stay in float32.

@@ -108,8 +108,8 @@ class Publisher:
                 each pass: two to open the publisher, one in each publication. Values may be `LocalPart`.
                 Names, shapes, parts and tied tensors must stay the same; there may be other tensor objects
                 under the names at each call. The prefixes of torch.compile, DistributedDataParallel and
-                activation checkpointing are removed from names; adapters of PEFT are merged. `mapped` and
-                `as_saved` publish under other names.
+                activation checkpointing are removed from names; adapters of PEFT are merged, and layers that
+                a library has quantised are dequantised. `mapped` and `as_saved` publish under other names.
             dtype: the dtype in which floating-point tensors of 16 bits or more are compared and served, such
                 as torch.bfloat16 or "bfloat16"; None to publish every tensor in its own dtype.
             encoding: how changes are stored. "raw": positions, 6 bytes per change in bf16. "gap": distances

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.publish.sources.mapped import Mapped
+from patchstore.publish.sources.names import child_of_peft
 from patchstore.publish.sources.pieces import LocalPart
 from patchstore.publish.sources.plain import class_of
 from patchstore.publish.sources.weights import Weights
@@ -33,7 +34,9 @@ def as_saved(model: torch.nn.Module) -> Mapped | torch.nn.Module:
         UsageError: this is no model of transformers.
         SchemaMismatch: transformers computes a tensor, and does not only take others apart or join them.
     """
-    inner = _of_transformers(model)
+    inner = of_transformers(model)
+    if inner is None:
+        raise UsageError(f"as_saved takes a model of transformers, not {class_of(model)}")
     given_now = Weights(model).read()
     tensors, places, tied = given_now.tensors, given_now.places, given_now.tied
     given = {}
@@ -56,17 +59,15 @@ def as_saved(model: torch.nn.Module) -> Mapped | torch.nn.Module:
     return Mapped(model, rule)
 
 
-def _of_transformers(model: torch.nn.Module) -> Any:
-    """Return the PreTrainedModel inside of wrappers."""
+def of_transformers(model: torch.nn.Module) -> Any:
+    """Return the PreTrainedModel inside of wrappers; None if there is none."""
     inner: Any = model
     while isinstance(inner, torch.nn.Module):
         if any(each.__name__ == "PreTrainedModel" for each in type(inner).__mro__):
             return inner
-        if hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()  # type: ignore[operator]
-        else:
-            inner = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
-    raise UsageError(f"as_saved takes a model of transformers, not {class_of(model)}")
+        names = (child_of_peft(inner), "module", "_orig_mod")
+        inner = next((inner._modules[name] for name in names if name in inner._modules), None)
+    return None
 
 
 class _Views(TorchFunctionMode):
