@@ -106,6 +106,8 @@ def test_everything_that_is_imported_is_asked_for() -> None:
         # The extra `sign` installs these.
         **dict.fromkeys(("cryptography", "sigstore"), None),
         **dict.fromkeys(("ray", "verl"), None),
+        # A trainer whose model it has quantised has it.
+        "bitsandbytes": None,
     }
     for name in imported:
         package = comes_with.get(name, name)

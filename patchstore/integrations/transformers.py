@@ -19,7 +19,9 @@ from patchstore.errors import PatchstoreError, UsageError
 from patchstore.integrations.measured import Measured
 from patchstore.publish.options import is_distributed
 from patchstore.publish.publisher import Publication, Publisher
+from patchstore.publish.sources.dequantised import is_coded
 from patchstore.publish.sources.dtypes import Asked
+from patchstore.publish.sources.saved import of_transformers
 from patchstore.stores import opened
 from patchstore.stores.base import Store
 from patchstore.support.arguments import whole_number
@@ -37,7 +39,8 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
     Pass it to the trainer on every rank: `Trainer(..., callbacks=[PublishCallback("s3://bucket/run")])`. A
     trainer of one process publishes alone. With several ranks each publishes its part, also with DDP, FSDP2,
     tensor parallelism and ZeRO; nothing is gathered. A version's `step` is the trainer's `global_step`.
-    Adapters of PEFT are merged into copies. Tensors have the names that `save_pretrained` writes.
+    Adapters of PEFT are merged into copies, and quantised layers are dequantised. Tensors have the names that
+    `save_pretrained` writes.
 
     The trainer waits for the comparison of the weights, not for the store. It gets in its log, with the loss,
     what was committed since the last time: `patchstore/version`, `/bytes`, `/changed` (share of the elements,
@@ -220,7 +223,8 @@ def _files(
     given: str | os.PathLike[str] | None, model: Any, processing_class: Any, options: Mapping[str, Any]
 ) -> Iterator[str | os.PathLike[str] | None]:
     """Yield the folder of files for full checkpoints; None on ranks that do not read it."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    within = of_transformers(model)
+    inner = model if within is None else within
     config: Any = getattr(inner, "config", None)
     is_first = not is_distributed() or torch.distributed.get_rank() == 0
     if given is not None or not is_first or not hasattr(config, "save_pretrained"):
@@ -228,6 +232,9 @@ def _files(
         return
     config = copy.deepcopy(config)
     config.dtype = Asked.of(options.get("dtype", torch.bfloat16)).default or config.dtype
+    if hasattr(config, "quantization_config") and any(map(is_coded, inner.modules())):
+        # Published are the weights that these layers compute with.
+        del config.quantization_config
     if not getattr(config, "architectures", None):
         config.architectures = [_class_name(inner)]
     with tempfile.TemporaryDirectory(prefix="patchstore-") as folder:

@@ -23,18 +23,22 @@ class Offered:
     """The tensors of a source, which must stay those that they were at first."""
 
     def __init__(
-        self, source: Source, stored: Collection[str], quantization: Quantization | None = None
+        self,
+        source: Source,
+        dtype: torch.dtype | None,
+        stored: Collection[str],
+        quantization: Quantization | None = None,
     ) -> None:
         """Look at a source; `read` comes next, and then `serve`.
 
         Args:
-            stored: see `Weights`.
+            dtype, stored: see `Weights`.
 
         Raises:
             SchemaMismatch, UsageError: see `Weights`.
         """
-        self._weights: Weights | Quantized = Weights(source, stored)
-        self._stored, self._quantization = stored, quantization
+        self._weights: Weights | Quantized = Weights(source, stored, dtype)
+        self._stored, self._dtype, self._quantization = stored, dtype, quantization
         self._source = source
         self.given = self._weights.given
         self.counts: dict[str, int] = {}
@@ -63,7 +67,7 @@ class Offered:
             if isinstance(self._source, torch.nn.Module):
                 rule = rule_as_saved(self._source, self._given)
                 if rule is not None:
-                    self._weights = Weights(Mapped(self._source, rule), self._stored)
+                    self._weights = Weights(Mapped(self._source, rule), self._stored, self._dtype)
                     self._given = self._weights.read()
         except Exception:
             self._weights.look_for_ranks()

@@ -109,8 +109,8 @@ class Publisher:
                 model of transformers is published under the names that its `save_pretrained` writes.
                 Names, shapes, parts and tied tensors must stay the same; there may be other tensor objects
                 under the names at each call. The prefixes of torch.compile, DistributedDataParallel and
-                activation checkpointing are removed from names; adapters of PEFT are merged. `mapped` and
-                `as_saved` publish under other names.
+                activation checkpointing are removed from names; adapters of PEFT are merged, and layers that
+                a library has quantised are dequantised. `mapped` and `as_saved` publish under other names.
             dtype: the dtype in which weights are compared and served, such as torch.bfloat16 or "bfloat16",
                 but for those that must keep another one. These are: weights that the checkpoint in `files`
                 has in another dtype than most of its elements; without such a checkpoint, those that a model
@@ -245,7 +245,7 @@ class Publisher:
         except Exception as exc:  # noqa: BLE001 -- raised below, when other ranks can hear of it
             failure = exc
         stored = () if begun is None else begun.schema.by_name()
-        self._offered = offered = Offered(source, stored, self._quantization)
+        self._offered = offered = Offered(source, self._asked.default, stored, self._quantization)
         try:
             # Also after a failure: it tells which ranks must hear of that.
             offered.read()

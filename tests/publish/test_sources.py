@@ -7,10 +7,10 @@ import torch
 from small_models import layers, published, quantised_layers
 from torch.nn.utils import prune
 
-from patchstore import Publisher
+from patchstore import Publisher, Replica
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.stores.memory import MemoryStore
-from tests.support.weights import assert_same_bits, served
+from tests.support.weights import State, assert_same_bits, served
 
 
 def averaged() -> torch.nn.Module:
@@ -41,6 +41,21 @@ for _parameter in PARTLY[1].parameters():
     _parameter.ds_id, _parameter.ds_numel = 1, 256
     _parameter.data = torch.empty(0)
 
+
+class Extra(torch.nn.Linear):
+    """Keeps a state beside its weights, as layers of TransformerEngine do."""
+
+    def __init__(self, state: object) -> None:
+        super().__init__(3, 3)
+        self.state = state
+
+    def get_extra_state(self) -> object:
+        return self.state
+
+    def set_extra_state(self, state: object) -> None:
+        self.state = state
+
+
 W = torch.ones(3, 3)
 
 
@@ -70,6 +85,7 @@ W = torch.ones(3, 3)
         ({"w": None}, "NoneType"),
         ({"w": 3.0}, "float"),
         ({"layer._extra_state": b""}, "leave it out"),
+        ({"w": W, "layer._extra_state": torch.zeros(4, dtype=torch.uint8)}, "leave it out"),
         ({0: W}, "must be strings.*0"),
         ({None: W}, "must be strings"),
         ({"": W}, "it is empty"),
@@ -89,6 +105,20 @@ def test_what_is_no_models_weights_is_refused_with_what_to_pass(
     with pytest.raises(SchemaMismatch, match=f"(?s){advice}"):
         Publisher(store, value)  # type: ignore[arg-type]
     assert list(store.list()) == []
+
+
+@pytest.mark.parametrize("state", [torch.zeros(4, dtype=torch.uint8), b"", {"scale": 1.0}])
+def test_what_a_module_keeps_beside_its_weights_is_left_out(store: MemoryStore, state: object) -> None:
+    model = torch.nn.ModuleDict({"up": Extra(state), "norm": torch.nn.LayerNorm(3)})
+    with Publisher(store, model) as publisher:
+        publisher.publish_patch(0).result()
+        with torch.no_grad():
+            model["up"].weight[0, 0] = 7.0
+        publisher.publish_patch(1).result()
+    found: State = {}
+    Replica(store, found).update()
+    weights = dict(model.named_parameters())
+    assert_same_bits(found, served(weights))
 
 
 @pytest.mark.parametrize(

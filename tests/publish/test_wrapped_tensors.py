@@ -159,12 +159,13 @@ def test_torchao_models_that_train_whole_weights_publish_them(
     assert_same_bits(published(store, convert(model)), expected)
 
 
-def test_torchao_weights_in_int8_are_refused_and_can_be_passed_dequantised(
+def test_torchao_weights_in_int8_are_published_dequantised_and_refused_in_a_mapping(
     store: MemoryStore, torchao: ModuleType
 ) -> None:
     model = in_int8(layers(), mixed=False)
     with pytest.raises(SchemaMismatch, match=r"'0.weight' is a torchao.*Int8QuantizedTraining.*dequantize"):
-        Publisher(store, model)
+        Publisher(store, model.state_dict())
     assert list(store.list()) == []
     plain = {name: tensor.dequantize() for name, tensor in model.state_dict().items()}
-    assert_same_bits(published(store, plain), served(plain))
+    assert_same_bits(published(store, model), served(plain))
+    assert_same_bits(published(MemoryStore(), plain), served(plain))

@@ -1,7 +1,9 @@
-"""Models with PEFT's adapters, merged layer by layer. The trainer's weights stay as they are.
+"""Models whose weights are computed when they are read: adapters merged, codes of quantised layers decoded.
 
-PEFT itself merges, into a copy of one layer at a time. So any adapter that PEFT can merge is merged exactly
-as `merge_and_unload` would: in the same dtypes, and in the same order where several are active.
+PEFT itself merges, into a copy of one layer at a time, and the trainer's weights stay as they are. So any
+adapter that PEFT can merge is merged exactly as `merge_and_unload` would: in the same dtypes, and in the same
+order where several are active. Where the layer below is quantised, the copy has its decoded weights instead:
+PEFT would round the sum to codes again, and the model does not compute with these.
 
 Of a sharded model the ranks gather one adapted layer at a time, and each publishes its part of what PEFT
 leaves. A product of matrices may have other bits where it is computed of fewer rows, and so may a norm. So a
@@ -9,53 +11,98 @@ rank cannot merge its own rows alone.
 """
 
 import copy
+import logging
+import sys
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from patchstore.errors import SchemaMismatch
+from patchstore.publish.sources.dequantised import decoded, is_coded, without_codes
 from patchstore.publish.sources.dtensors import Layout, is_sharded, local_of, ranks_of
+from patchstore.publish.sources.names import Names, child_of_peft, is_of_peft
 from patchstore.publish.sources.pieces import LocalPart, Piece, whole
-from patchstore.publish.sources.plain import plain
+from patchstore.publish.sources.plain import class_of, plain
+from patchstore.publish.sources.scales import holds_codes
 from patchstore.publish.sources.ties import each_once, storage_of
+
+logger = logging.getLogger(__name__)
 
 _INSTEAD = (
     "publish a mapping of merged tensors under the base model's names, such as "
     "copy.deepcopy(model).merge_and_unload().state_dict(), which is updated before each call"
 )
+_UNTIE = (
+    "a checkpoint has one tensor there, and the model computes with two. Give each module a copy of the "
+    "weights before adapters are added, with tie_word_embeddings=False for a head; or adapt embeddings and "
+    "head both, with ensure_weight_tying=True in the adapter's config"
+)
+_NUM_MEASURED = 8
+"""Passes in which it is measured what rounding leaves of the adapters."""
+_NUM_LOGGED = 3
+_MUCH = 0.1
+"""A relative error of what adapters add that is worth a warning."""
 
 
 class _Adapted(NamedTuple):
-    """A module that PEFT put in place of one of the model's."""
+    """A module that PEFT put in place of one of the model's, and that merges something into it."""
 
     path: str
+    """With what wrappers add to it, and a dot."""
     wrapper: Any
     tensors: dict[str, torch.Tensor]
-    """What it adapts, by the model's names, before it is merged."""
-    is_merged_here: bool
-    """Whether there is anything to merge."""
+    """What it adapts, by the names that are published, before it is merged; without quantised layers."""
+
+    def adapter(self) -> frozenset[object]:
+        """Return what tells its adapter from others."""
+        found = dict(self.wrapper.named_parameters()) | dict(self.wrapper.named_buffers())
+        return frozenset(
+            _place(name, each)
+            for name, each in found.items()
+            if each.numel() and {"base_layer", "original_module"}.isdisjoint(name.split("."))
+        )
 
 
-def is_adapted(model: torch.nn.Module) -> bool:
-    """Whether this is a PeftModel."""
-    return any(
-        each.__name__ == "PeftModel" and each.__module__.partition(".")[0] == "peft"
-        for each in type(model).__mro__
-    )
+class _Apart(NamedTuple):
+    """What a model is made of."""
+
+    plain: dict[str, torch.Tensor]
+    """What is published as it is, by the names that are published."""
+    adapted: list[_Adapted]
+    coded: list[tuple[str, torch.nn.Module]]
+    """Quantised layers, by path with a dot."""
+
+
+def is_computed(model: torch.nn.Module) -> bool:
+    """Whether something of a model's weights is computed when they are read."""
+    return any(is_of_peft(each) or _is_adapter(each) or is_coded(each) for each in model.modules())
 
 
 class Merged:
-    """A model with adapters, of which each pass yields the merged tensors under the base model's names.
+    """A model of which each pass yields what it computes with, under the names that it has without PEFT.
 
-    What is published is what the model computes with: active adapters, and none where they are disabled.
+    Active adapters are merged, and none where they are disabled. Quantised layers are decoded.
     """
 
-    def __init__(self, model: Any, stored: Collection[str]) -> None:
-        self._model, self._stored = model, stored
+    def __init__(self, model: torch.nn.Module, stored: Collection[str], dtype: torch.dtype | None) -> None:
+        """Look at a model.
+
+        Args:
+            stored: see `Weights`.
+            dtype: in which the tensors are served; None for their own.
+
+        Raises:
+            SchemaMismatch: see `Names`.
+        """
+        self._model, self._stored, self._dtype = model, stored, dtype
+        self._names = Names(model)
         self.tied: dict[str, str] = {}
         """Further names of tensors -> the ones that they are under, as the last pass found them."""
+        self._num_passes = 0
+        self._said: list[str] = []
 
     def ranks(self) -> set[int]:
         """Return the ranks among which the model is sharded; none if it is not."""
@@ -63,69 +110,213 @@ class Merged:
         return set[int]().union(*found)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | list[LocalPart]]]:
-        """Yield tensors; those that adapters change are computed one layer at a time.
+        """Yield tensors; those that are computed one layer at a time.
 
         Of a sharded model all ranks of its mesh must take the same steps: a layer is gathered between them.
 
         Raises:
-            SchemaMismatch: DeepSpeed shards the model, or PEFT cannot merge an adapter.
+            SchemaMismatch: DeepSpeed shards the model, PEFT cannot merge an adapter, or another module uses a
+                tensor that one changes.
         """
-        self._check()
-        base = self._model.get_base_model()
-        adapted = _adapted(base)
-        paths = tuple(f"{each.path}." for each in adapted)
-        state = base.state_dict(keep_vars=True)
-        found = {name: each for name, each in state.items() if not name.startswith(paths)}
-        for each in adapted:
+        apart = _Apart({}, [], [])
+        self._take_apart("", self._model, apart)
+        _check_users(apart)
+        found = dict(apart.plain)
+        for each in apart.adapted:
             found |= each.tensors
         once, self.tied = each_once({name: _pieces(name, each) for name, each in found.items()}, self._stored)
-        merged = [each for each in adapted if each.is_merged_here]
-        changed = {key for each in merged for key in _keys(each)}
         for name in once:
-            if _key(name, found[name]) not in changed:
+            if name in apart.plain:
                 yield name, found[name].detach()
-        for group in _sharing(merged):
-            yielded = set[str]()
-            for name, tensor in _merge(group):
+        for path, module in apart.coded:
+            for name, tensor in decoded(path, module).items():
+                yield self._names.of(path + name), tensor
+        lost = self._measures()
+        shared: dict[str, torch.Tensor] = {}
+        for each in apart.adapted:
+            for name, tensor in self._merged(each, lost):
                 kept = self.tied.get(name, name)
-                if kept not in yielded:
-                    yielded.add(kept)
-                    yield kept, _part(name, tensor, found[name]) if is_sharded(found[name]) else tensor
+                if kept in shared:
+                    _check_equal(name, tensor, kept, shared[kept])
+                    continue
+                if kept in self.tied.values():
+                    shared[kept] = tensor
+                yield kept, _part(name, tensor, found[name]) if is_sharded(found.get(name)) else tensor
+        if lost is not None and (line := lost.line()) and line not in self._said:
+            self._said.append(line)
+            logger.log(logging.WARNING if lost.overall > _MUCH else logging.INFO, "%s", line)
 
-    def _check(self) -> None:
-        """Raises SchemaMismatch where there are no merged weights of the model."""
-        configs = getattr(self._model, "peft_config", {}).values()
-        if any(getattr(config, "is_prompt_learning", False) for config in configs):
-            raise SchemaMismatch(
-                "the model learns a prompt, which is no part of its weights and cannot be merged; servers "
-                "load such an adapter themselves"
-            )
-        for name, parameter in self._model.named_parameters():
-            if hasattr(parameter, "ds_id"):
-                raise SchemaMismatch(
-                    f"{name!r} is sharded by DeepSpeed, and adapters are merged of whole tensors; {_INSTEAD}"
-                )
-        check = getattr(self._model.base_model, "_check_merge_allowed", None)
-        try:
-            if check is not None:
-                check()
-        except ValueError as exc:
-            raise SchemaMismatch(f"PEFT cannot merge these adapters: {exc}") from exc
+    def _take_apart(self, path: str, module: Any, apart: _Apart) -> None:
+        """Add what a module is made of.
 
-
-def _adapted(base: torch.nn.Module) -> list[_Adapted]:
-    """Return what PEFT put into a model, outermost modules alone, in the order in which PEFT merges them."""
-    found: list[_Adapted] = []
-    for path, module in base.named_modules():
-        if found and path.startswith(f"{found[-1].path}."):
-            continue
-        if hasattr(module, "unload_and_optionally_merge_module") or (
-            hasattr(module, "base_layer") and hasattr(module, "merge")
-        ):
+        Raises:
+            SchemaMismatch: it cannot be said what the module computes with.
+        """
+        child = child_of_peft(module)
+        if child is not None:
+            _check_wrapper(module)
+            self._take_apart(f"{path}{child}.", module._modules[child], apart)
+        elif _is_adapter(module):
             inner, merges = _inside(module)
-            state = inner.state_dict(keep_vars=True)
-            tensors = {f"{path}.{name}": tensor for name, tensor in state.items()}
-            found.append(_Adapted(path, module, tensors, merges))
+            if not merges:
+                self._take_apart(path, inner, apart)
+                return
+            tensors = {self._names.of(path + name): each for name, each in _state(path, inner).items()}
+            apart.adapted.append(_Adapted(path, module, tensors))
+        elif is_of_peft(module):
+            raise SchemaMismatch(
+                f"{path[:-1]!r} is a {class_of(module)}, which cannot be merged into the model's weights; "
+                "have servers load the adapter themselves"
+            )
+        elif is_coded(module):
+            apart.coded.append((path, module))
+        else:
+            for name, tensor in _own(path, module).items():
+                apart.plain[self._names.of(path + name)] = tensor
+            for name, each in module._modules.items():
+                if each is not None:
+                    self._take_apart(f"{path}{name}.", each, apart)
+
+    def _merged(self, adapted: _Adapted, lost: "_Lost | None") -> Iterator[tuple[str, torch.Tensor]]:
+        """Merge a copy of a module, and yield the tensors by the names that are published.
+
+        Raises:
+            SchemaMismatch: PEFT cannot merge an adapter, or leaves other tensors than there were.
+        """
+        path = adapted.path
+        before: dict[str, torch.Tensor] = {}
+        exact: dict[str, torch.Tensor] = {}
+        with torch.no_grad(), warnings.catch_warnings():
+            # PEFT says so where an adapter is merged already.
+            warnings.simplefilter("ignore")
+            wrapper = _copied(path, adapted.wrapper)
+            try:
+                if lost is not None:
+                    wide = copy.deepcopy(wrapper)
+                    before = {name: each.clone() for name, each in _inside(wide)[0].state_dict().items()}
+                    _widen(wide, torch.float32)
+                    exact = _left_of(wide).state_dict()
+                    del wide
+                _widen(wrapper, self._dtype)
+                merged = _left_of(wrapper).state_dict()
+            except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as exc:
+                where = self._names.of(f"{path}weight").removesuffix(".weight")
+                raise SchemaMismatch(f"PEFT cannot merge the adapter of {where!r}: {exc!r}") from exc
+        names = {own: self._names.of(path + own) for own in merged}
+        if missing := adapted.tensors.keys() - names.values():
+            raise SchemaMismatch(
+                f"PEFT renames {min(missing)!r} when it merges, which is not known here; {_INSTEAD}"
+            )
+        for own, tensor in merged.items():
+            if lost is not None:
+                lost.add(names[own], before[own], tensor, exact[own])
+            yield names[own], tensor
+
+    def _measures(self) -> "_Lost | None":
+        """Return what measures the rounding of this pass, where that is wanted."""
+        self._num_passes += 1
+        distributed = torch.distributed
+        is_other = distributed.is_available() and distributed.is_initialized() and distributed.get_rank() > 0
+        # The first pass shows what there is, and the second one is the snapshot.
+        if is_other or not 1 < self._num_passes <= _NUM_MEASURED or len(self._said) == _NUM_LOGGED:
+            return None
+        return _Lost(self._dtype)
+
+
+class _Lost:
+    """How much of what adapters add is lost where the sums are rounded."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = self._served = dtype
+        self._added = self._lost = self._worst = 0.0
+        self._name = ""
+
+    def add(self, name: str, before: torch.Tensor, merged: torch.Tensor, exact: torch.Tensor) -> None:
+        """Compare a tensor before and after the merge with the sum in float32."""
+        if not merged.is_floating_point():
+            return
+        self._served = served = self._dtype or merged.dtype
+        added = exact.float() - before.float()
+        lost = merged.to(served).float() - before.to(served).float() - added
+        size, error = float(added.norm()), float(lost.norm())
+        if size:
+            self._added, self._lost = self._added + size**2, self._lost + error**2
+            if error / size > self._worst:
+                self._worst, self._name = error / size, name
+
+    @property
+    def overall(self) -> float:
+        return float((self._lost / self._added) ** 0.5) if self._added else 0.0
+
+    def line(self) -> str:
+        """Return what to say; nothing where adapters add nothing, or nothing is lost."""
+        if not self._worst:
+            return ""
+        return (
+            f"what adapters add to the weights is published in {self._served} with a relative error of "
+            f"{self.overall:.2g} over all layers, at worst {self._worst:.2g} in {self._name!r}: it is "
+            "rounded together with the weights, which are larger. The error falls as adapters learn; "
+            "dtype=torch.float32 avoids it, in twice the bytes"
+        )
+
+
+def _is_adapter(module: torch.nn.Module) -> bool:
+    """Whether this is what PEFT puts in place of one of the model's modules."""
+    kind = type(module)
+    is_layer = "base_layer" in module._modules and callable(getattr(kind, "merge", None))
+    return is_layer or hasattr(kind, "unload_and_optionally_merge_module")
+
+
+def _check_wrapper(wrapper: Any) -> None:
+    """Raises SchemaMismatch where what PEFT put around a model says that nothing can be merged."""
+    configs = getattr(wrapper, "peft_config", {}).values()
+    if any(getattr(config, "is_prompt_learning", False) for config in configs):
+        raise SchemaMismatch(
+            "the model learns a prompt, which is no part of its weights and cannot be merged; servers "
+            "load such an adapter themselves"
+        )
+    check = getattr(type(wrapper), "_check_merge_allowed", None)
+    try:
+        if check is not None:
+            check(wrapper)
+    except ValueError as exc:
+        raise SchemaMismatch(f"PEFT cannot merge these adapters: {exc}") from exc
+
+
+def _own(path: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a module itself would save: parameters and buffers.
+
+    Raises:
+        SchemaMismatch: DeepSpeed shards them.
+    """
+    kept = module._buffers.keys() - module._non_persistent_buffers_set
+    found = module._parameters | {name: each for name, each in module._buffers.items() if name in kept}
+    for name, each in found.items():
+        if hasattr(each, "ds_id"):
+            raise SchemaMismatch(
+                f"{path + name!r} is sharded by DeepSpeed, and adapters are merged of whole tensors; "
+                f"{_INSTEAD}"
+            )
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _state(path: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a module that is adapted would save, without the quantised layers in it.
+
+    Raises:
+        SchemaMismatch: it has codes that nothing here can decode.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for inner, each in module.named_modules():
+        if not is_coded(each):
+            start = f"{inner}." if inner else ""
+            found |= {start + name: tensor for name, tensor in _own(path + start, each).items()}
+    for name, tensor in found.items():
+        if holds_codes(tensor):
+            raise SchemaMismatch(
+                f"{path + name!r} has codes of {tensor.dtype} in a {class_of(module)}, into which no adapter "
+                "can be merged; publish a mapping of merged tensors that were dequantised"
+            )
     return found
 
 
@@ -143,69 +334,122 @@ def _inside(wrapper: Any) -> tuple[Any, bool]:
     return wrapper.get_base_layer(), not disabled or wrapper.merged
 
 
-def _sharing(adapted: Sequence[_Adapted]) -> list[list[_Adapted]]:
-    """Group modules that adapt the same tensor: tied ones are merged one after the other."""
-    groups: list[tuple[set[object], list[_Adapted]]] = []
-    for each in adapted:
-        keys = _keys(each)
-        group = next((group for group in groups if group[0] & keys), None)
-        if group is None:
-            groups.append((keys, [each]))
-        else:
-            group[0].update(keys)
-            group[1].append(each)
-    return [group for _, group in groups]
-
-
-def _merge(group: Sequence[_Adapted]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Merge copies of modules that share tensors, and yield the tensors by the model's names.
+def _check_users(apart: _Apart) -> None:
+    """Refuse adapters that change a tensor which another module uses without the same adapter.
 
     Raises:
-        SchemaMismatch: PEFT cannot merge an adapter, or leaves other tensors than there were.
+        SchemaMismatch: there is such a tensor.
     """
-    with torch.no_grad(), warnings.catch_warnings():
-        # PEFT says so where an adapter is merged already.
-        warnings.simplefilter("ignore")
-        # One memo for all, so that what they share is shared by the copies too.
-        memo: dict[int, Any] = {}
-        gathered = [_gather(each.wrapper, memo) for each in group]
-        copies = [copy.deepcopy(each.wrapper, memo) for each in group]
-        del gathered
-        left = []
-        for each, wrapper in zip(group, copies, strict=True):
-            try:
-                left.append(_left_of(wrapper))
-            except (NotImplementedError, RuntimeError, ValueError) as exc:
-                raise SchemaMismatch(f"PEFT cannot merge the adapter of {each.path!r}: {exc}") from exc
-    for each, module in zip(group, left, strict=True):
-        tensors = {f"{each.path}.{name}": tensor for name, tensor in module.state_dict().items()}
-        if tensors.keys() != each.tensors.keys():
-            odd = min(tensors.keys() ^ each.tensors.keys())
-            raise SchemaMismatch(f"PEFT renames {odd!r} when it merges, which is not known here; {_INSTEAD}")
-        yield from tensors.items()
+    users: dict[object, tuple[str, frozenset[object]]] = {}
+    for each in apart.adapted:
+        adapter = each.adapter()
+        for name, tensor in each.tensors.items():
+            first, known = users.setdefault(_place(name, tensor), (name, adapter))
+            if known != adapter:
+                raise SchemaMismatch(f"{first!r} and {name!r} are one tensor with two adapters: {_UNTIE}")
+    for name, tensor in apart.plain.items() if users else ():
+        if (user := users.get(_place(name, tensor))) is not None:
+            raise SchemaMismatch(
+                f"{user[0]!r} and {name!r} are one tensor, and only the first has an adapter: {_UNTIE}"
+            )
 
 
-def _gather(wrapper: Any, memo: dict[int, Any]) -> list[Any]:
-    """Have a copy of a module get whole tensors in place of sharded ones; all ranks of their mesh take part.
+def _check_equal(name: str, merged: torch.Tensor, kept: str, other: torch.Tensor) -> None:
+    """Raises SchemaMismatch where one tensor becomes two; products of transposes may differ in a last bit."""
+    few = 4 * torch.finfo(other.dtype).eps if other.is_floating_point() else 0.0
+    merged, other = merged.float(), other.float()
+    if not torch.allclose(merged, other, rtol=few, atol=few * float(other.abs().max()), equal_nan=True):
+        raise SchemaMismatch(f"{kept!r} and {name!r} are one tensor with two adapters: {_UNTIE}")
 
-    Returns:
-        The sharded tensors, which must live as long as the memo, where they are known by their ids.
+
+def _copied(path: str, wrapper: Any) -> Any:
+    """Copy a module with whole tensors in place of sharded ones; all ranks of their mesh take part.
+
+    In place of a quantised layer the copy has a plain one, and the class that PEFT has for these.
 
     Raises:
-        SchemaMismatch: FSDP shards the module by itself, and then forbids copies of it.
+        SchemaMismatch: FSDP shards the module by itself, and then forbids copies of it; or a quantised layer
+            cannot be decoded.
     """
     if any(each.__name__ == "FSDPModule" for each in type(wrapper).__mro__):
         raise SchemaMismatch(
             f"fully_shard was called for the {type(wrapper).__name__} that PEFT put in, of which FSDP allows "
             "no copy; call it for the layer around it"
         )
-    sharded = [each for each in (*wrapper.parameters(), *wrapper.buffers()) if is_sharded(each)]
-    for each in sharded:
-        full: torch.Tensor = each.full_tensor().detach()
-        memo[id(each)] = (
-            torch.nn.Parameter(full, each.requires_grad) if isinstance(each, torch.nn.Parameter) else full
+    # It knows originals by their ids, and they outlive it.
+    memo: dict[int, Any] = {}
+    were_coded = False
+    for name, module in wrapper.named_modules():
+        if is_coded(module):
+            memo[id(module)] = without_codes(f"{path}{name}.", module)
+            were_coded = True
+            continue
+        for each in tree_leaves(vars(module)):
+            if isinstance(each, torch.Tensor) and not each.is_leaf:
+                # PEFT keeps some, and torch forbids copies of them.
+                memo[id(each)] = each.detach()
+    for each in (*wrapper.parameters(), *wrapper.buffers()):
+        if is_sharded(each):
+            full: torch.Tensor = each.full_tensor().detach()
+            is_parameter = isinstance(each, torch.nn.Parameter)
+            memo[id(each)] = torch.nn.Parameter(full, each.requires_grad) if is_parameter else full
+    copied = copy.deepcopy(wrapper, memo)
+    for module in copied.modules() if were_coded else ():
+        if _is_adapter(module) and "base_layer" in module._modules:
+            module.__class__ = _of_plain_layers(path, module)
+            # Not all classes for quantised layers have it, and none of these is transposed.
+            vars(module).setdefault("fan_in_fan_out", False)
+    return copied
+
+
+def _of_plain_layers(path: str, wrapper: torch.nn.Module) -> type[torch.nn.Module]:
+    """Return the class of adapters of plain layers, for one that PEFT has for quantised layers.
+
+    Raises:
+        SchemaMismatch: PEFT has none.
+    """
+    kind = type(wrapper)
+    home = f"{kind.__module__.rpartition('.')[0]}.layer"
+    if kind.__module__ == home:
+        return kind
+    known = vars(sys.modules[home]).values() if home in sys.modules else ()
+    found = [
+        each
+        for each in known
+        if isinstance(each, type) and issubclass(each, torch.nn.Module) and each.__module__ == home
+        if each.__name__.endswith("Linear") and hasattr(each, "merge")
+    ]
+    if len(found) != 1:
+        raise SchemaMismatch(
+            f"{path[:-1]!r} is a {class_of(wrapper)} of a quantised layer, and PEFT can merge it only into "
+            "codes; publish a mapping of merged tensors that were dequantised"
         )
-    return sharded
+    return found[0]
+
+
+def _widen(wrapper: Any, dtype: torch.dtype | None) -> None:
+    """Have adapters merged in a dtype with more bits than the weights have."""
+    if dtype is None:
+        return
+    inner: torch.nn.Module = _inside(wrapper)[0]
+    for each in (*inner.parameters(), *inner.buffers()):
+        if each.is_floating_point() and each.element_size() < dtype.itemsize:
+            each.data = each.data.to(dtype)
+
+
+def _left_of(wrapper: Any) -> Any:
+    """Merge a module of PEFT, or undo that where adapters are disabled, and return what is left of it."""
+    if getattr(wrapper, "disable_adapters", False):
+        inner = getattr(wrapper, "token_adapter", wrapper)
+        inner.unmerge()
+        return inner.get_base_layer()
+    if hasattr(wrapper, "unload_and_optionally_merge_module"):
+        return wrapper.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+    if hasattr(wrapper.base_layer, "base_layer"):
+        # An adapter of another kind, which PEFT would leave out. What is merged is not merged again.
+        _left_of(wrapper.base_layer)
+    wrapper.merge(safe_merge=False, adapter_names=None)
+    return wrapper.get_base_layer()
 
 
 def _pieces(name: str, tensor: Any) -> list[Piece]:
@@ -225,24 +469,9 @@ def _part(name: str, merged: torch.Tensor, tensor: Any) -> list[LocalPart]:
     return found
 
 
-def _key(name: str, tensor: Any) -> object:
+def _place(name: str, tensor: Any) -> object:
     """Return what tied tensors share: the same on all ranks, also on those that have no element of it."""
     if is_sharded(tensor):
         return id(tensor)
-    return storage_of(name, tensor) if tensor.numel() else name
-
-
-def _keys(adapted: _Adapted) -> set[object]:
-    return {_key(name, tensor) for name, tensor in adapted.tensors.items()}
-
-
-def _left_of(wrapper: Any) -> Any:
-    """Merge a module of PEFT, or undo that where adapters are disabled, and return what is left of it."""
-    if getattr(wrapper, "disable_adapters", False):
-        inner = getattr(wrapper, "token_adapter", wrapper)
-        inner.unmerge()
-        return inner.get_base_layer()
-    if hasattr(wrapper, "unload_and_optionally_merge_module"):
-        return wrapper.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-    wrapper.merge(safe_merge=False, adapter_names=None)
-    return wrapper.get_base_layer()
+    local = plain(name, tensor)
+    return (storage_of(name, local), local.storage_offset()) if local.numel() else name

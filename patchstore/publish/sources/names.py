@@ -9,10 +9,12 @@ from patchstore.publish.sources.plain import DISTRIBUTED, class_of
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Parts of a name that torch.compile, activation checkpointing and FSDP add, and nothing else."""
+EXTRA_STATE = "_extra_state"
+"""Last part of the name of what `get_extra_state` of a module returns."""
 _FAKE_QUANTISED = frozenset({"weight_fake_quant", "activation_post_process", "fake_quant_enabled"})
 """Parts of names that torch's quantisation-aware training adds."""
 _PEFT = (
-    "an adapter's wrapper names them so; pass the PeftModel itself, which is published merged, or a mapping "
+    "an adapter's wrapper names them so; pass the model itself, which is published merged, or a mapping "
     "from copy.deepcopy(model).merge_and_unload().state_dict()"
 )
 
@@ -27,8 +29,8 @@ class Names:
             SchemaMismatch: a wrapper around the model, of which no weights can be taken.
         """
         self._known: dict[object, str] = {}
-        self._parallel = look_into(source) if isinstance(source, torch.nn.Module) else []
-        """Beginnings of names, down to the `module.` of a DistributedDataParallel or DataParallel."""
+        self._wrappers = look_into(source) if isinstance(source, torch.nn.Module) else []
+        """Beginnings of names, down to what a wrapper calls the model in it, and without that."""
 
     def of(self, given: object) -> str:
         """Return what a tensor is published as.
@@ -44,10 +46,12 @@ class Names:
                 f"names of tensors must be strings, but one is {given!r} ({class_of(given)})"
             )
         name = given
-        for prefix in self._parallel:
+        for prefix, kept in self._wrappers:
             if name.startswith(prefix):
-                name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+                name = kept + name.removeprefix(prefix)
         *parts, last = name.split(".")
+        if last == EXTRA_STATE:
+            raise SchemaMismatch(f"{given!r} is what a module keeps beside its weights; leave it out")
         if last in {"_flat_param", "flat_param"}:
             raise SchemaMismatch(f"{given!r} is a flat parameter of FSDP; {DISTRIBUTED}")
         if "base_layer" in parts or parts[:1] == ["prompt_encoder"]:
@@ -85,8 +89,10 @@ def check_all(names: Collection[str]) -> None:
             )
 
 
-def look_into(model: torch.nn.Module) -> list[str]:
-    """Return beginnings of names that end in a wrapper's `module.`, innermost first.
+def look_into(model: torch.nn.Module) -> list[tuple[str, str]]:
+    """Return beginnings of names, down to what a wrapper calls the model in it, and without that.
+
+    Innermost first. Wrappers are DistributedDataParallel, DataParallel and those of PEFT.
 
     Raises:
         SchemaMismatch: the model is wrapped by something of which no whole weights can be taken.
@@ -94,8 +100,10 @@ def look_into(model: torch.nn.Module) -> list[str]:
     parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     found = []
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, parallel):
-            found.append(f"{path}.module." if path else "module.")
+        inner = "module" if isinstance(module, parallel) else child_of_peft(module)
+        if inner is not None:
+            start = f"{path}." if path else ""
+            found.append((f"{start}{inner}.", start))
         elif type(module).__name__ == "FullyShardedDataParallel":
             raise SchemaMismatch(f"{path or 'the model'!r} is wrapped by FSDP; {DISTRIBUTED}")
     names = [name for name, _ in model.named_parameters()]
@@ -105,4 +113,17 @@ def look_into(model: torch.nn.Module) -> list[str]:
         raise SchemaMismatch(
             f"{class_of(model)} wraps a model, whose names all begin with 'module.' there; pass its .module"
         )
-    return sorted(found, key=len, reverse=True)
+    return sorted(found, key=lambda each: len(each[0]), reverse=True)
+
+
+def is_of_peft(module: torch.nn.Module) -> bool:
+    """Whether PEFT put this module into a model, or around it."""
+    return any(each.__module__.partition(".")[0] == "peft" for each in type(module).__mro__)
+
+
+def child_of_peft(module: torch.nn.Module) -> str | None:
+    """Return what a wrapper of PEFT around a model calls it; None for other modules."""
+    if not is_of_peft(module):
+        return None
+    name = "model" if any(each.__name__ == "BaseTuner" for each in type(module).__mro__) else "base_model"
+    return name if name in module._modules else None

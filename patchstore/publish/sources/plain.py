@@ -7,11 +7,16 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from patchstore.errors import SchemaMismatch
+from patchstore.publish.sources.scales import holds_codes
 
 DISTRIBUTED = (
     "on all ranks, gather whole tensors with torch.distributed.checkpoint.state_dict.get_model_state_dict("
     "model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)); publish them from rank 0, as "
     "a dict that is updated with them before each call"
+)
+DEQUANTISED = (
+    "publish what the model computes with: a model that was loaded without quantisation, or a mapping or a "
+    "stream of dequantised tensors by name"
 )
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types whose memory holds their elements."""
@@ -62,10 +67,7 @@ def _unwrapped(name: str, tensor: Any) -> torch.Tensor:
         SchemaMismatch: it is made of others, or is not a tensor at all.
     """
     if not isinstance(tensor, torch.Tensor):
-        last = name.rpartition(".")[2]
-        if last == "_extra_state":
-            advice = "it is not a weight: leave it out, in a mapping of names to tensors"
-        elif last in {"_packed_params", "dtype"} and "_packed_params" in name:
+        if name.rpartition(".")[2] in {"_packed_params", "dtype"} and "_packed_params" in name:
             advice = "torch quantised this module; publish the weights from before that"
         elif isinstance(tensor, Mapping):
             advice = f"pass the tensors of one model by name, perhaps source[{name!r}]"
@@ -86,14 +88,20 @@ def _unwrapped(name: str, tensor: Any) -> torch.Tensor:
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         # The subclass changes what Python sees, and its memory is its own.
         with torch._C.DisableTorchFunctionSubclass():
-            return tensor.as_subclass(torch.Tensor)
+            inner = tensor.as_subclass(torch.Tensor)
+        if holds_codes(inner) or getattr(tensor, "quant_state", None) is not None:
+            raise SchemaMismatch(
+                f"{name!r} is a {class_of(tensor)} of codes, {inner.dtype}, and its scales are elsewhere; "
+                f"pass the module itself, which is published dequantised, or {DEQUANTISED}"
+            )
+        return inner
     if hasattr(tensor, "__tensor_flatten__"):
-        inner = [getattr(tensor, part) for part in tensor.__tensor_flatten__()[0]]
-        if len(inner) == 1 and isinstance(inner[0], torch.Tensor) and _is_alike(inner[0], tensor):
-            return inner[0]
+        parts = [getattr(tensor, part) for part in tensor.__tensor_flatten__()[0]]
+        if len(parts) == 1 and isinstance(parts[0], torch.Tensor) and _is_alike(parts[0], tensor):
+            return parts[0]
     raise SchemaMismatch(
         f"{name!r} is a {class_of(tensor)}, whose elements are not in one tensor of its shape and dtype; "
-        "pass plain tensors in a mapping by name, such as what its dequantize() returns"
+        "pass the module itself, or plain tensors in a mapping by name, such as what its dequantize() returns"
     )
 
 

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.publish.sources.mapped import Mapped, Rule
+from patchstore.publish.sources.names import child_of_peft
 from patchstore.publish.sources.pieces import LocalPart
 from patchstore.publish.sources.plain import class_of
 from patchstore.publish.sources.weights import Given, Weights
@@ -33,7 +34,7 @@ def as_saved(model: torch.nn.Module) -> Mapped | torch.nn.Module:
         UsageError: this is no model of transformers.
         SchemaMismatch: transformers computes a tensor, and does not only take others apart or join them.
     """
-    inner = _of_transformers(model)
+    inner = of_transformers(model)
     if inner is None:
         raise UsageError(f"as_saved takes a model of transformers, not {class_of(model)}")
     rule = rule_as_saved(model, Weights(model).read())
@@ -50,7 +51,7 @@ def rule_as_saved(model: torch.nn.Module, read: Given) -> Rule | None:
     Raises:
         SchemaMismatch: see `as_saved`.
     """
-    inner = _of_transformers(model)
+    inner = of_transformers(model)
     if inner is None:
         return None
     given = {}
@@ -74,16 +75,14 @@ def rule_as_saved(model: torch.nn.Module, read: Given) -> Rule | None:
     return rule
 
 
-def _of_transformers(model: torch.nn.Module) -> Any:
+def of_transformers(model: torch.nn.Module) -> Any:
     """Return the PreTrainedModel inside of wrappers; None if there is none."""
     inner: Any = model
     while isinstance(inner, torch.nn.Module):
         if any(each.__name__ == "PreTrainedModel" for each in type(inner).__mro__):
             return inner
-        if hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()  # type: ignore[operator]
-        else:
-            inner = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
+        names = (child_of_peft(inner), "module", "_orig_mod")
+        inner = next((inner._modules[name] for name in names if name in inner._modules), None)
     return None
 
 

@@ -8,10 +8,11 @@ import torch
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.format.records import TensorSpec
 from patchstore.publish.sources import zero3
+from patchstore.publish.sources.dequantised import check_decodable
 from patchstore.publish.sources.dtensors import Layout, is_sharded, local_of, ranks_of
 from patchstore.publish.sources.mapped import Applied, Mapped
-from patchstore.publish.sources.merged import Merged, is_adapted
-from patchstore.publish.sources.names import Names, check_all
+from patchstore.publish.sources.merged import Merged, is_computed
+from patchstore.publish.sources.names import EXTRA_STATE, Names, check_all
 from patchstore.publish.sources.pieces import LocalPart, Piece, whole
 from patchstore.publish.sources.plain import class_of, plain
 from patchstore.publish.sources.ties import each_once
@@ -61,11 +62,15 @@ class Given(NamedTuple):
 class Weights:
     """The tensors of a source, as they are at each call of `read`, or each pass of `stream`."""
 
-    def __init__(self, source: Source, stored: Collection[str] = ()) -> None:
+    def __init__(
+        self, source: Source, stored: Collection[str] = (), dtype: torch.dtype | None = None
+    ) -> None:
         """Look at a source; nothing is copied.
 
         Args:
             stored: names under which an existing run stores tensors; preferred among tied ones.
+            dtype: in which most tensors are served; None for their own. Weights that are computed have at
+                least its bits.
 
         Raises:
             UsageError: this is no source.
@@ -81,7 +86,7 @@ class Weights:
         self.given = inner
         """The source without what says how it is published."""
         if isinstance(inner, torch.nn.Module):
-            inner = _model(inner, stored)
+            inner = _model(inner, stored, dtype)
         self._source = inner
         self._names = Names(inner)
         self._layouts: dict[str, Layout] = {}
@@ -206,7 +211,7 @@ class Weights:
         if isinstance(source, torch.nn.Module):
             # Parameters themselves: DeepSpeed has attributes on them, and detaching 400 DTensors takes 6 ms.
             state: Mapping[str, Any] = source.state_dict(keep_vars=True)
-            return state
+            return {name: each for name, each in state.items() if name.rpartition(".")[2] != EXTRA_STATE}
         if isinstance(source, Mapping):
             return source
         if isinstance(source, Merged):
@@ -328,20 +333,18 @@ def _of_parts(name: str, parts: Sequence[LocalPart]) -> list[Piece]:
     return found
 
 
-def _model(model: torch.nn.Module, stored: Collection[str]) -> Any:
-    """Return what of a model is published: without DeepSpeed's engine, and with adapters merged."""
+def _model(model: torch.nn.Module, stored: Collection[str], dtype: torch.dtype | None) -> Any:
+    """Return what of a model is published: without DeepSpeed's engine, and as what the model computes with.
+
+    Raises:
+        SchemaMismatch: it has codes that nothing can decode, and they are not published as they are.
+    """
     inner: torch.nn.Module = model
-    while True:
-        if any(each.__name__ == "DeepSpeedEngine" for each in type(inner).__mro__):
-            inner = inner.module  # type: ignore[assignment]
-        elif is_adapted(inner):
-            return Merged(inner, stored)
-        elif isinstance(
-            inner, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel
-        ) and is_adapted(inner.module):
-            inner = inner.module
-        else:
-            return inner
+    while any(each.__name__ == "DeepSpeedEngine" for each in type(inner).__mro__):
+        inner = inner.module  # type: ignore[assignment]
+    for path, module in inner.named_modules() if dtype is not None else ():
+        check_decodable(f"{path}." if path else "", module)
+    return Merged(inner, stored, dtype) if is_computed(inner) else inner
 
 
 def changed(name: str, was: TensorSpec | None, now: TensorSpec | None) -> SchemaMismatch:

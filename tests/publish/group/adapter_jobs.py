@@ -25,6 +25,8 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Sides that no number of ranks divides."""
 
+    _tied_weights_keys = ("lm_head.weight",)
+
     def __init__(self, tied: bool) -> None:
         super().__init__()
         self.config = {"model_type": "custom", "tie_word_embeddings": tied}
@@ -35,6 +37,9 @@ class Net(nn.Module):
         if tied:
             self.lm_head.weight = self.embed_tokens.weight
         self.register_buffer("scale", torch.tensor(0.5))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
 
 
 def adapted(kind: str, dtype: torch.dtype) -> Any:
@@ -47,14 +52,16 @@ def adapted(kind: str, dtype: torch.dtype) -> Any:
         "several": [{"target_modules": ["up"]}, {"target_modules": ["up", "down"], "lora_alpha": 3}],
         "embedding": [{"target_modules": ["embed_tokens", "down"]}],
         "bias": [{"target_modules": ["up"], "lora_bias": True, "use_rslora": True}],
-        "tied": [{"target_modules": ["lm_head", "up"]}],
+        "tied": [{"target_modules": ["up"], "trainable_token_indices": {"embed_tokens": [3, 5, 30]}}],
+        "tied, head alone": [{"target_modules": ["lm_head", "up"]}],
+        "injected": [{"target_modules": ["up", "down"]}],
         "nothing else": [{"target_modules": ["up", "down", "embed_tokens", "lm_head"]}],
     }
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first, *others = [peft.LoraConfig(r=4, **each) for each in options[kind]]
-        model = peft.get_peft_model(Net(kind == "tied").to(dtype), first)
+        model = peft.get_peft_model(Net(kind.startswith("tied")).to(dtype), first)
         for number, config in enumerate(others):
             model.add_adapter(f"other{number}", config)
         if others:
@@ -80,8 +87,10 @@ def publish(rank: int, url: str, kind: str, dtype: torch.dtype, num_steps: int) 
         for block in model.get_base_model().blocks:
             fully_shard(block)
         fully_shard(model)
+    # What adapters are injected into has no PeftModel around it.
+    source = model.get_base_model() if kind == "injected" else model
     published = []
-    with Publisher(url, model, rank_timeout_s=60, resume="auto") as publisher:
+    with Publisher(url, source, rank_timeout_s=60, resume="auto") as publisher:
         for step in range(num_steps):
             before = {name: local(each).clone() for name, each in model.named_parameters()}
             version = publisher.publish_patch(step).result().version
@@ -97,10 +106,12 @@ def publish(rank: int, url: str, kind: str, dtype: torch.dtype, num_steps: int) 
     return published
 
 
-def by_itself(rank: int, url: str) -> str:
-    """Shard a layer that PEFT put in by itself."""
-    model = adapted("linear", torch.float32)
-    fully_shard(model.get_base_model().blocks[0].up)
+def refused(rank: int, url: str, kind: str) -> str:
+    """Publish what is refused; return why."""
+    model = adapted(kind, torch.float32)
+    if kind == "linear":
+        # A layer that PEFT put in, by itself.
+        fully_shard(model.get_base_model().blocks[0].up)
     fully_shard(model)
     try:
         Publisher(url, model, rank_timeout_s=60)

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.timeout(600)
         ("embedding", 3, torch.bfloat16),
         ("bias", 2, torch.bfloat16),
         ("tied", 3, torch.float32),
+        ("injected", 2, torch.bfloat16),
         ("nothing else", 2, torch.bfloat16),
     ],
 )
@@ -51,9 +52,19 @@ def test_a_run_of_adapters_goes_on_with_another_number_of_ranks(ranks_of: RanksO
     assert results[0][0][0] >= 2
 
 
-def test_a_layer_that_is_sharded_by_itself_is_refused(ranks_of: RanksOf, tmp_path: Path) -> None:
-    found = ranks_of(2).run(adapter_jobs.by_itself, str(tmp_path / "store"))
-    assert ["call it for the layer around it" in each for each in found] == [True, True]
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("linear", "call it for the layer around it"),
+        ("tied, head alone", "are one tensor, and only the first has an adapter"),
+    ],
+    ids=["a layer sharded by itself", "a tied head alone"],
+)
+def test_what_cannot_be_merged_of_a_sharded_model_is_refused_on_all_ranks(
+    ranks_of: RanksOf, tmp_path: Path, kind: str, reason: str
+) -> None:
+    found = ranks_of(2).run(adapter_jobs.refused, str(tmp_path / "store"), kind)
+    assert [reason in each for each in found] == [True, True]
 
 
 def test_adapted_experts_are_published_as_saved(ranks_of: RanksOf, tmp_path: Path) -> None:
