@@ -11,7 +11,7 @@ from patchstore.publish.snapshot.rounded import Given as Unrounded
 from patchstore.publish.snapshot.rounded import Measure, Rounded
 from patchstore.publish.sources import Given, Quantized, Source, Weights, changed
 from patchstore.publish.sources.cuts import Exchange
-from patchstore.publish.sources.dtypes import OWN, Choice, Served, is_weight
+from patchstore.publish.sources.dtypes import OWN, SOURCE, Choice, Served, is_weight
 from patchstore.publish.sources.mapped import Mapped
 from patchstore.publish.sources.saved import rule_as_saved
 from patchstore.publish.sources.scales import check_scales
@@ -93,7 +93,9 @@ class Offered:
             name = key if key not in given.places else given.places[key].name
             names, origin = [name, *aliases.get(name, ())], weights.origins.get(name, name)
             self.choices[name] = choices[key] = served.of(names, origin, tensor.dtype)
-        check_scales(given.tensors, {key: each.of(given.tensors[key].dtype) for key, each in choices.items()})
+        # Scales of weights that are quantised already always have more bits, so that says nothing.
+        asked = {k: Choice(self._dtype) if each.why == SOURCE else each for k, each in choices.items()}
+        check_scales(given.tensors, {k: each.of(given.tensors[k].dtype) for k, each in asked.items()})
         if self._quantization is not None:
             self._weights = weights = Quantized(weights, self._quantization, choices)
             given = self._given = weights.round(given)

@@ -31,9 +31,10 @@ def test_weights_that_are_quantised_already_are_published_as_they_are(store: Mem
 def test_weights_that_are_in_fp8_already_are_not_quantised_again(store: MemoryStore) -> None:
     codes, scales = FORMS["fp8-block"].quantize(torch.randn(256, 256))
     given = weights() | {"a.weight": codes, "a.weight_scale_inv": scales}
-    for options in ({}, {"dtype": None}):
-        with pytest.raises(SchemaMismatch, match=r"'a.weight' is in FP8 already.*without quantization="):
-            Publisher(store, given, quantization="fp8-block", **options)
+    with pytest.raises(UsageError, match=r"'a.weight_scale_inv' is a scale of .* give dtype=None"):
+        Publisher(store, given, quantization="fp8-block")
+    with pytest.raises(SchemaMismatch, match=r"'a.weight' is in FP8 already.*without quantization="):
+        Publisher(store, given, quantization="fp8-block", dtype=None)
     del given["a.weight"]
     with pytest.raises(SchemaMismatch, match=r"has a tensor 'a.weight_scale_inv', the name that"):
         Publisher(store, given | {"a.weight": torch.randn(256, 256)}, quantization="fp8-block")

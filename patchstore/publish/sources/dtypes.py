@@ -131,6 +131,8 @@ class Choice(NamedTuple):
 
 
 OWN = Choice(None)
+SOURCE = "the source"
+"""Who says it where a source has some tensors in more bits than most."""
 
 
 class Served:
@@ -183,7 +185,7 @@ class Served:
         if own.itemsize > default.itemsize and (kept := self._kept_by_model(origin)) is not None:
             return Choice(kept, "the model")
         if own.itemsize > self._most_bytes <= default.itemsize:
-            return Choice(own, "the source")
+            return Choice(own, SOURCE)
         return Choice(default)
 
     def _kept_by_model(self, origin: str) -> torch.dtype | None:
