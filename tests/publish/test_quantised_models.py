@@ -312,15 +312,36 @@ def test_numbers_beside_codes_are_not_rounded_whatever_they_are_called(
     assert_same_bits(published(store, given, dtype=None), given)
 
 
-def test_a_model_that_torchao_has_quantised_is_published_dequantised(store: MemoryStore) -> None:
-    pytest.importorskip("torchao")
+class Gated(nn.Linear):
+    """A layer with others in it."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("bounds", torch.rand(2))
+
+
+def in_int8(model: nn.Module) -> nn.Module:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
+    quantize_(model, Int8WeightOnlyConfig(), lambda module, name: isinstance(module, nn.Linear))
+    return model
+
+
+def test_what_is_beside_a_quantised_weight_and_below_its_module_is_published(store: MemoryStore) -> None:
+    pytest.importorskip("torchao")
+    model = in_int8(nn.ModuleDict({"gated": Gated(), "rest": nn.LayerNorm(8)}))
+    expected = dict(model.state_dict())
+    expected["gated.weight"] = expected["gated.weight"].dequantize()
+    assert_same_bits(published(store, model, dtype=None), expected)
+
+
+def test_a_model_that_torchao_has_quantised_is_published_dequantised(store: MemoryStore) -> None:
+    pytest.importorskip("torchao")
     model = unquantised()
-    head = model.lm_head.weight
-    quantize_(model, Int8WeightOnlyConfig(), lambda module, name: "proj" in name)
+    in_int8(model.model)
     expected = {
-        name: each.dequantize() if each is not head and "proj" in name and "bias" not in name else each
+        name: each.dequantize() if name.endswith("proj.weight") else each
         for name, each in model.state_dict().items()
     }
     assert_same_bits(published(store, model), expected)

@@ -39,21 +39,26 @@ def decoded(path: str, module: Any) -> dict[str, torch.Tensor]:
             f"{path[:-1]!r} is a quantised Conv1D, and its checkpoint has the weights transposed; publish a "
             "mapping of dequantised tensors under the checkpoint's names, in its layout"
         )
-    if any(is_sharded(each) for each in module.parameters()):
+    if any(is_sharded(each) or hasattr(each, "ds_id") for each in module.parameters(recurse=False)):
         raise SchemaMismatch(
             f"the codes of {path[:-1]!r}, a {class_of(module)}, are sharded, and whole ones alone are "
             "decoded; shard the model without these layers, or publish a mapping of dequantised tensors"
         )
-    with torch.no_grad():
-        if callable(getattr(type(module), "dequantize", None)):
-            found = {"weight": module.dequantize(), "bias": getattr(module, "bias", None)}
-        else:
-            kept = {name for name, _ in module.named_buffers(recurse=False)}
-            kept -= module._non_persistent_buffers_set
-            found = {name: module._buffers[name] for name in kept if not is_scale(name)}
-            for name, parameter in module._parameters.items():
-                decode = _decoder(module, name)
-                found[name] = parameter if decode is None else decode()
+    found: dict[str, Any] = {}
+    try:
+        with torch.no_grad():
+            if callable(getattr(type(module), "dequantize", None)):
+                found = {"weight": module.dequantize(), "bias": getattr(module, "bias", None)}
+            else:
+                kept = module._buffers.keys() - module._non_persistent_buffers_set
+                found = {name: module._buffers[name] for name in kept if not is_scale(name)}
+                for name, parameter in module._parameters.items():
+                    decode = _decoder(module, name)
+                    found[name] = parameter if decode is None else decode()
+    except (ImportError, NotImplementedError) as exc:
+        raise SchemaMismatch(
+            f"the codes of {path[:-1]!r}, a {class_of(module)}, cannot be decoded here ({exc}); {DEQUANTISED}"
+        ) from exc
     return {name: plain(path + name, each.detach()) for name, each in found.items() if each is not None}
 
 
@@ -64,11 +69,12 @@ def without_codes(path: str, module: Any) -> torch.nn.Module:
         SchemaMismatch: as `decoded`, or the module is neither a linear layer nor an embedding.
     """
     tensors = decoded(path, module)
-    rows, columns = tensors["weight"].shape if tensors.keys() <= {"weight", "bias"} else (0, 0)
+    is_leaf = tensors.keys() <= {"weight", "bias"} and tensors["weight"].dim() == 2 and not module._modules
+    rows, columns = tensors["weight"].shape if is_leaf else (0, 0)
     layer: torch.nn.Module
-    if isinstance(module, torch.nn.Embedding):
+    if isinstance(module, torch.nn.Embedding) and is_leaf:
         layer = torch.nn.Embedding(rows, columns, module.padding_idx, device="meta")
-    elif hasattr(module, "in_features") and rows:
+    elif hasattr(module, "in_features") and is_leaf:
         layer = torch.nn.Linear(columns, rows, "bias" in tensors, device="meta")
     else:
         raise SchemaMismatch(

@@ -168,14 +168,23 @@ class Merged:
                 f"{path[:-1]!r} is a {class_of(module)}, which cannot be merged into the model's weights; "
                 "have servers load the adapter themselves"
             )
-        elif is_coded(module):
-            apart.coded.append((path, module))
         else:
-            for name, tensor in _own(path, module).items():
-                apart.plain[self._names.of(path + name)] = tensor
+            if is_coded(module):
+                apart.coded.append((path, module))
+            else:
+                self._add_plain(path, module, apart.plain)
             for name, each in module._modules.items():
                 if each is not None:
                     self._take_apart(f"{path}{name}.", each, apart)
+
+    def _add_plain(self, path: str, module: torch.nn.Module, plain: dict[str, torch.Tensor]) -> None:
+        """Add what a module itself has, or raise SchemaMismatch where a name is another tensor's already."""
+        for own, tensor in _own(path, module).items():
+            name = self._names.of(path + own)
+            if plain.setdefault(name, tensor) is not tensor:
+                raise SchemaMismatch(
+                    f"two tensors would be published as {name!r}; what wrappers add to names is taken off"
+                )
 
     def _merged(self, adapted: _Adapted, lost: "_Lost | None") -> Iterator[tuple[str, torch.Tensor]]:
         """Merge a copy of a module, and yield the tensors by the names that are published.
