@@ -19,7 +19,7 @@ from patchstore.errors import SchemaMismatch
 from patchstore.publish.sources.dtensors import Layout, is_sharded, local_of, ranks_of
 from patchstore.publish.sources.pieces import LocalPart, Piece, whole
 from patchstore.publish.sources.plain import plain
-from patchstore.publish.sources.ties import each_once, storage_of
+from patchstore.publish.sources.ties import Saved, each_once, storage_of
 
 _INSTEAD = (
     "publish a mapping of merged tensors under the base model's names, such as "
@@ -78,7 +78,8 @@ class Merged:
         found = {name: each for name, each in state.items() if not name.startswith(paths)}
         for each in adapted:
             found |= each.tensors
-        once, self.tied = each_once({name: _pieces(name, each) for name, each in found.items()}, self._stored)
+        pieces = {name: _pieces(name, each) for name, each in found.items()}
+        once, self.tied = each_once(pieces, self._stored, Saved(base).leaves_out)
         merged = [each for each in adapted if each.is_merged_here]
         changed = {key for each in merged for key in _keys(each)}
         for name in once:

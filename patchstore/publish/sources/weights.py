@@ -14,7 +14,7 @@ from patchstore.publish.sources.merged import Merged, is_adapted
 from patchstore.publish.sources.names import Names, check_all
 from patchstore.publish.sources.pieces import LocalPart, Piece, whole
 from patchstore.publish.sources.plain import class_of, plain
-from patchstore.publish.sources.ties import each_once
+from patchstore.publish.sources.ties import Saved, each_once
 from patchstore.publish.sources.unmoved import Unmoved
 from patchstore.publish.sources.weight_source import (
     is_weight_source,
@@ -84,6 +84,9 @@ class Weights:
             inner = _model(inner, stored)
         self._source = inner
         self._names = Names(inner)
+        self._saved = Saved(inner, self._names.of)
+        self._before: dict[str, str] = {}
+        """What tensors are called before rules, by the names that rules give them."""
         self._layouts: dict[str, Layout] = {}
         """Of sharded tensors, by name, as they were at the first call."""
         self._places: dict[str, Any] = {}
@@ -138,7 +141,11 @@ class Weights:
             found.setdefault(name, []).extend(pieces)
         check_all(found.keys())
         self._check_not_empty(found, items)
-        once, tied = each_once(found, self._stored)
+
+        def leaves_out(name: str) -> bool:
+            return self._saved.leaves_out(self._before.get(name, name))
+
+        once, tied = each_once(found, self._stored, leaves_out)
         tensors, places = dict[str, torch.Tensor](), dict[str, Place]()
         for name, parts in once.items():
             if len(parts) == 1 and parts[0].start is None:
@@ -244,7 +251,9 @@ class Weights:
             found: Iterable[tuple[str, list[Piece]]] = [(name, pieces)]
             for rule in rules:
                 found = [each for name, pieces in found for each in rule.to(name, pieces)]
-            yield from found
+            for new, pieces in found:
+                self._before[new] = name
+                yield new, pieces
 
     def _of_value(self, name: str, value: Any) -> list[Piece]:
         if type(value) is torch.Tensor or (type(value) is torch.nn.Parameter and not vars(value)):
