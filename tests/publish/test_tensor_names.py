@@ -1,7 +1,6 @@
 """Names of tensors: prefixes that wrappers of models add, and tensors with several names."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -117,23 +116,6 @@ def test_the_name_that_a_tied_tensor_is_stored_under_does_not_depend_on_order(
         given = Weights(dict.fromkeys(order, tensor)).read()
         assert list(given.tensors) == [kept]
         assert given.tied == dict.fromkeys(set(names) - {kept}, kept)
-
-
-@pytest.mark.exhaustive
-def test_hugging_face_models_store_the_name_that_their_checkpoints_keep(
-    store: MemoryStore, tmp_path: Path
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    from safetensors import safe_open
-
-    config = transformers.Qwen3Config(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, vocab_size=32, tie_word_embeddings=True, head_dim=8,
-    )  # fmt: skip
-    model = transformers.Qwen3ForCausalLM(config)
-    model.save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert published(store, model).keys() == set(file.keys())
 
 
 def test_a_run_goes_on_with_its_tensors_in_another_order(store: MemoryStore) -> None:

@@ -27,7 +27,7 @@ from patchstore.publish.sources.names import Names, child_of_peft, is_of_peft
 from patchstore.publish.sources.pieces import LocalPart, Piece, whole
 from patchstore.publish.sources.plain import class_of, plain
 from patchstore.publish.sources.scales import holds_codes
-from patchstore.publish.sources.ties import each_once, storage_of
+from patchstore.publish.sources.ties import Saved, each_once, storage_of
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class Merged:
         """
         self._model, self._stored, self._dtype = model, stored, dtype
         self._names = Names(model)
+        self._saved = Saved(model, self._names.of)
         self.tied: dict[str, str] = {}
         """Further names of tensors -> the ones that they are under, as the last pass found them."""
         self._num_passes = 0
@@ -124,7 +125,8 @@ class Merged:
         found = dict(apart.plain)
         for each in apart.adapted:
             found |= each.tensors
-        once, self.tied = each_once({name: _pieces(name, each) for name, each in found.items()}, self._stored)
+        pieces = {name: _pieces(name, each) for name, each in found.items()}
+        once, self.tied = each_once(pieces, self._stored, self._saved.leaves_out)
         for name in once:
             if name in apart.plain:
                 yield name, found[name].detach()

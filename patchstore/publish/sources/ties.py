@@ -5,7 +5,8 @@ its address is 0, like that of all others of its class. So a tensor is first unw
 one tensor only if they are the same view of the same storage.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -14,12 +15,42 @@ from patchstore.publish.sources.pieces import Piece
 from patchstore.publish.sources.plain import DISTRIBUTED
 
 
+class Saved:
+    """Which of a tensor's names `save_pretrained` of transformers writes, where a model says it.
+
+    A model of transformers has patterns of those names that it leaves out, because loading ties them again.
+    Another model may have one inside. The patterns are of the class, so all ranks and restarts have the same.
+    """
+
+    def __init__(self, source: object, named: Callable[[str], str] = str) -> None:
+        """Look for patterns; what is no model has none.
+
+        Args:
+            named: returns what a name of the model's is called here.
+        """
+        self._patterns: list[re.Pattern[str]] = []
+        modules = source.named_modules() if isinstance(source, torch.nn.Module) else ()
+        for path, module in modules:
+            given = getattr(module, "_tied_weights_keys", None)
+            # transformers 4 has a list of them, and later releases a mapping to the names that are kept.
+            for pattern in given if isinstance(given, Mapping | list | tuple | set) else ():
+                self._patterns.append(re.compile(named(f"{path}.{pattern}" if path else pattern)))
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether a name is left out if the tensor has another one."""
+        return any(pattern.search(name) for pattern in self._patterns)
+
+
 def each_once(
-    found: Mapping[str, Sequence[Piece]], stored: Collection[str]
+    found: Mapping[str, Sequence[Piece]], stored: Collection[str], leaves_out: Callable[[str], bool]
 ) -> tuple[dict[str, Sequence[Piece]], dict[str, str]]:
     """Return each tensor's pieces under one of its names, and its further names -> that one.
 
     A tensor of which this process has no element is not known to be tied.
+
+    Args:
+        stored: names that are preferred before all others.
+        leaves_out: see `Saved`.
     """
     sharing: dict[int, list[str]] = {}
     for name, pieces in found.items():
@@ -34,7 +65,7 @@ def each_once(
             for name in names:
                 same.setdefault(tuple(map(_view, found[name])), []).append(name)
             for alike in same.values():
-                kept = min(alike, key=lambda name: (name not in stored, *_preference(name)))
+                kept = _kept(alike, stored, leaves_out)
                 tied |= dict.fromkeys(sorted(set(alike) - {kept}), kept)
     return {name: pieces for name, pieces in found.items() if name not in tied}, tied
 
@@ -59,8 +90,18 @@ def _view(piece: Piece) -> tuple[object, ...]:
     return piece.place, local.dtype, local.stride(), local.storage_offset()
 
 
+def _kept(names: Collection[str], stored: Collection[str], leaves_out: Callable[[str], bool]) -> str:
+    """Return the name under which a tied tensor is stored."""
+    known = [name for name in names if name in stored]
+    if known:
+        return min(known, key=_preference)
+    left = [name for name in names if not leaves_out(name)]
+    # Of names that are all left out transformers writes the last one.
+    return min(left, key=_preference) if left else max(names)
+
+
 def _preference(name: str) -> tuple[bool, bool, bool, str]:
-    """Order the names of a tied tensor; the first is stored.
+    """Order the names of a tied tensor where nothing else says which is stored; the first is.
 
     By name alone, so that neither a restart nor another order of the mapping changes it. The embedding
     comes before the head: that is what Hugging Face checkpoints keep and what loaders look for.

@@ -15,7 +15,7 @@ from patchstore.publish.sources.merged import Merged, is_computed
 from patchstore.publish.sources.names import EXTRA_STATE, Names, check_all
 from patchstore.publish.sources.pieces import LocalPart, Piece, whole
 from patchstore.publish.sources.plain import class_of, plain
-from patchstore.publish.sources.ties import each_once
+from patchstore.publish.sources.ties import Saved, each_once
 from patchstore.publish.sources.unmoved import Unmoved
 from patchstore.publish.sources.weight_source import (
     is_weight_source,
@@ -89,6 +89,7 @@ class Weights:
             inner = _model(inner, stored, dtype)
         self._source = inner
         self._names = Names(inner)
+        self._saved = Saved(inner, self._names.of)
         self._layouts: dict[str, Layout] = {}
         """Of sharded tensors, by name, as they were at the first call."""
         self._places: dict[str, Any] = {}
@@ -145,7 +146,11 @@ class Weights:
             found.setdefault(name, []).extend(pieces)
         check_all(found.keys())
         self._check_not_empty(found, items)
-        once, tied = each_once(found, self._stored)
+
+        def leaves_out(name: str) -> bool:
+            return self._saved.leaves_out(self.origins.get(name, name))
+
+        once, tied = each_once(found, self._stored, leaves_out)
         tensors, places = dict[str, torch.Tensor](), dict[str, Place]()
         for name, parts in once.items():
             if len(parts) == 1 and parts[0].start is None:

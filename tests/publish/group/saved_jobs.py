@@ -1,4 +1,4 @@
-"""What ranks do with sharded mixtures of experts of transformers."""
+"""What ranks do with sharded models of transformers."""
 
 import os
 import warnings
@@ -66,3 +66,22 @@ def publish_masters(rank: int, url: str, folder: str) -> list[tuple[int, Bits]]:
     with Publisher(url, model, files=base, rank_timeout_s=60) as publisher:
         version = publisher.publish_patch(0).result().version
     return [(version, {n: (t.dtype, tuple(t.shape), bits(t).numpy().tobytes()) for n, t in expected.items()})]
+
+
+def publish_tied(rank: int, url: str, folder: str, names: list[str]) -> list[tuple[int, Bits]]:
+    """Publish models with tied weights that FSDP2 shards; return all tensors of each before."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import tied_models
+
+    found = []
+    for name in names:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = tied_models.build(name)
+            if rank == 0:
+                model.save_pretrained(Path(folder) / name)
+            before = serve_bits(model.state_dict())
+            fully_shard(model)
+        with Publisher(f"{url}/{name}", as_saved(model), rank_timeout_s=60) as publisher:
+            found.append((publisher.publish_patch(0).result().version, before))
+    return found
