@@ -141,3 +141,11 @@ def test_a_run_keeps_the_names_of_tied_tensors_that_it_began_with(store: MemoryS
     with pytest.raises(PatchstoreError, match="tied"):
         Publisher(store, {"z": memory, "a": memory}, resume=True)
     assert Weights({"z": memory, "a": memory}, {"z"}).read().tied == {"a": "z"}
+
+
+def test_a_module_that_is_called_as_peft_calls_its_prompts_is_published(store: MemoryStore) -> None:
+    given = {
+        "prompt_encoder.mask_embed.conv1.weight": torch.ones(2),
+        "prompt_encoder.point_embed.weight": torch.ones(2),
+    }
+    assert published(store, given).keys() == given.keys()

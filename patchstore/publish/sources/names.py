@@ -54,7 +54,9 @@ class Names:
             raise SchemaMismatch(f"{given!r} is what a module keeps beside its weights; leave it out")
         if last in {"_flat_param", "flat_param"}:
             raise SchemaMismatch(f"{given!r} is a flat parameter of FSDP; {DISTRIBUTED}")
-        if "base_layer" in parts or parts[:1] == ["prompt_encoder"]:
+        # PEFT has an embedding for each adapter there; models of images have a module of that name too.
+        is_prompt = parts[:1] == ["prompt_encoder"] and parts[2:] == ["embedding"]
+        if "base_layer" in parts or is_prompt:
             raise SchemaMismatch(f"{given!r} is no name that servers know: {_PEFT}")
         if not _FAKE_QUANTISED.isdisjoint(name.split(".")):
             raise SchemaMismatch(
