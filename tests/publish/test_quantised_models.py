@@ -56,9 +56,10 @@ def unquantised(kind: type[Any] | None = None) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
 
 
-def load(folder: Path, kind: str, model: Any = None) -> Any:
+def load(folder: Path, kind: str, model: Any = None, *, save: bool = True) -> Any:
     """Load a model as QLoRA does."""
-    (unquantised() if model is None else model).save_pretrained(folder)
+    if save:
+        (unquantised() if model is None else model).save_pretrained(folder)
     config = transformers.BitsAndBytesConfig(**QUANTISED[kind])
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, quantization_config=config, device_map="cpu"
@@ -70,8 +71,8 @@ def lora(**options: Any) -> Any:
     return peft.LoraConfig(**(given | options))
 
 
-def adapted(model: Any, config: Any) -> Any:
-    model = peft.get_peft_model(model, config)
+def adapted(model: Any, config: Any, **options: Any) -> Any:
+    model = peft.get_peft_model(model, config, **options)
     # Adapters begin as zeros.
     with torch.no_grad():
         for parameter in model.parameters():
@@ -87,9 +88,9 @@ def dequantised(model: Any) -> Any:
     return copy.deepcopy(model).dequantize(dtype)
 
 
-def merged(plain: Any, model: Any, config: Any) -> State:
+def merged(plain: Any, model: Any, config: Any, **options: Any) -> State:
     """Return what PEFT merges of a dequantised model with the adapters of a quantised one."""
-    plain = peft.get_peft_model(plain, config)
+    plain = peft.get_peft_model(plain, config, **options)
     peft.set_peft_model_state_dict(plain, peft.get_peft_model_state_dict(model))
     return dict(plain.merge_and_unload().state_dict())
 

@@ -28,21 +28,24 @@ def is_coded(module: torch.nn.Module) -> bool:
 def decoded(path: str, module: Any) -> dict[str, torch.Tensor]:
     """Return what a module that keeps codes would keep if it did not, by its own names.
 
+    Of sharded codes all ranks of their mesh must take part: they are gathered.
+
     Args:
         path: of the module, with a dot.
 
     Raises:
-        SchemaMismatch: the codes are sharded, or the module stores its weights transposed.
+        SchemaMismatch: DeepSpeed shards the codes, the module stores its weights transposed, or its library
+            cannot decode here.
     """
     if getattr(getattr(module, "source_cls", None), "__name__", "") == "Conv1D":
         raise SchemaMismatch(
             f"{path[:-1]!r} is a quantised Conv1D, and its checkpoint has the weights transposed; publish a "
             "mapping of dequantised tensors under the checkpoint's names, in its layout"
         )
-    if any(is_sharded(each) or hasattr(each, "ds_id") for each in module.parameters(recurse=False)):
+    if any(hasattr(each, "ds_id") for each in module.parameters(recurse=False)):
         raise SchemaMismatch(
-            f"the codes of {path[:-1]!r}, a {class_of(module)}, are sharded, and whole ones alone are "
-            "decoded; shard the model without these layers, or publish a mapping of dequantised tensors"
+            f"DeepSpeed shards the codes of {path[:-1]!r}, a {class_of(module)}, and whole ones alone are "
+            "decoded; publish a mapping of dequantised tensors"
         )
     found: dict[str, Any] = {}
     try:
@@ -54,7 +57,7 @@ def decoded(path: str, module: Any) -> dict[str, torch.Tensor]:
                 found = {name: module._buffers[name] for name in kept if not is_scale(name)}
                 for name, parameter in module._parameters.items():
                     decode = _decoder(module, name)
-                    found[name] = parameter if decode is None else decode()
+                    found[name] = _whole(parameter) if decode is None else decode()
     except (ImportError, NotImplementedError) as exc:
         raise SchemaMismatch(
             f"the codes of {path[:-1]!r}, a {class_of(module)}, cannot be decoded here ({exc}); {DEQUANTISED}"
@@ -102,12 +105,12 @@ def _decoder(module: Any, name: str) -> Callable[[], torch.Tensor] | None:
     parameter = module._parameters[name]
     if parameter is None:
         return None
-    # FSDP makes another parameter of it, and the module remembers.
-    state = getattr(parameter, "quant_state", None) or (
-        getattr(module, "quant_state", None) if name == "weight" else None
-    )
+    state = getattr(parameter, "quant_state", None)
+    if state is None and name == "weight":
+        # FSDP makes another parameter of it, and the module remembers.
+        state = getattr(module, "quant_state", None)
     if state is not None:
-        return lambda: _of_four_bits(module, name)
+        return lambda: _of_four_bits(module, parameter, state)
     # The first forward pass moves them.
     scales = getattr(parameter, "SCB", None)
     scales = getattr(getattr(module, "state", None), "SCB", None) if scales is None else scales
@@ -124,19 +127,20 @@ def _decoder(module: Any, name: str) -> Callable[[], torch.Tensor] | None:
     return decode
 
 
-def _of_four_bits(module: Any, name: str) -> torch.Tensor:
+def _of_four_bits(module: Any, codes: torch.Tensor, state: Any) -> torch.Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
-    weight = module._parameters[name]
-    if getattr(weight.quant_state, "packing_format_for_cpu", False):
+    if getattr(state, "packing_format_for_cpu", False):
+        if is_sharded(codes):
+            raise NotImplementedError("inference on a CPU has packed codes that are sharded")
         # Inference on a CPU has packed them otherwise, with scales in bf16, [blocks of a row, rows]. Saving
         # undoes that, here in a copy; but 0.50.2 leaves the scales so, or rounds them again.
-        scales = weight.quant_state.absmax.T.reshape(-1).float()
+        scales = state.absmax.T.reshape(-1).float()
         module = copy.deepcopy(module)
         module.state_dict()
-        weight = module._parameters[name]
-        weight.quant_state.absmax, weight.quant_state.nested = scales, False
-    found: torch.Tensor = dequantize_4bit(weight.data, weight.quant_state)
+        codes, state = module.weight, module.weight.quant_state
+        state.absmax, state.nested = scales, False
+    found: torch.Tensor = dequantize_4bit(_whole(codes).data, state)
     computed = getattr(module, "compute_dtype", None)
     # The layer casts them so before it multiplies.
     return found if computed is None else found.to(computed)
@@ -145,5 +149,9 @@ def _of_four_bits(module: Any, name: str) -> torch.Tensor:
 def _of_eight_bits(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     from bitsandbytes.functional import int8_vectorwise_dequant
 
-    found: torch.Tensor = int8_vectorwise_dequant(codes.data, scales.to(codes.device))
+    found: torch.Tensor = int8_vectorwise_dequant(_whole(codes).data, scales.to(codes.device))
     return found
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if is_sharded(tensor) else tensor

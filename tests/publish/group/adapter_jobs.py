@@ -139,3 +139,31 @@ def fused_experts(rank: int, url: str, folder: str) -> list[tuple[int, Bits]]:
     fully_shard(model)
     with Publisher(url, as_saved(model), rank_timeout_s=60) as publisher:
         return [(publisher.publish_patch(0).result().version, serve_bits(saved))]
+
+
+def quantised(rank: int, url: str, folder: str) -> list[tuple[int, Bits]]:
+    """Publish steps of QLoRA, of a model that FSDP2 shards; return versions, and what PEFT merges of it."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from pathlib import Path
+
+    import test_quantised_models as models
+
+    if rank == 0:
+        models.unquantised().save_pretrained(folder)
+    dist.barrier()
+    base = models.load(Path(folder), "fp4 stored as bf16", save=False)
+    dequantised = models.dequantised(base)
+    torch.manual_seed(0)
+    # FSDP2 wants one dtype in a group of parameters.
+    model = models.adapted(base, models.lora(), autocast_adapter_dtype=False)
+    expected = models.merged(dequantised, model, models.lora(), autocast_adapter_dtype=False)
+    model.train()
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    published = []
+    with Publisher(url, model, rank_timeout_s=60) as publisher:
+        for step in range(2):
+            published.append((publisher.publish_patch(step).result().version, serve_bits(expected)))
+            model(models.TOKENS).logits.mean().backward()
+    return published

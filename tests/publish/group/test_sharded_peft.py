@@ -71,3 +71,11 @@ def test_adapted_experts_are_published_as_saved(ranks_of: RanksOf, tmp_path: Pat
     pytest.importorskip("transformers", minversion="5")
     url = str(tmp_path / "store")
     check(url, ranks_of(2).run(adapter_jobs.fused_experts, url, str(tmp_path / "saved")))
+
+
+def test_adapters_of_a_sharded_and_quantised_model_are_merged_into_what_it_computes_with(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    url = str(tmp_path / "store")
+    check(url, ranks_of(2).run(adapter_jobs.quantised, url, str(tmp_path / "base")))
