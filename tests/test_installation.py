@@ -1,9 +1,12 @@
 """What pyproject.toml asks an installer for, what the code asks for at run time, and what is locked."""
 
 import ast
+import os
 import re
+import subprocess
 import sys
 import tomllib
+import zipfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,20 @@ def pins(name: str) -> dict[str, Version]:
     """The versions of a lock file of `requirements/`, by normalised name."""
     lines = re.findall(r"^([\w.-]+)==([^ ;\n]+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE)
     return {canonicalize_name(package): Version(version) for package, version in lines}
+
+
+def run_python(code: str, *options: str, cwd: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *options, "-c", code],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
@@ -163,6 +180,25 @@ def test_the_oldest_environment_is_as_old_as_may_be() -> None:
         # Of 0.27 the first is 0.27.0, of 2.19 it is 2.19.0.
         bound = lower_bound(requirement)
         assert str(found[name]).startswith(f"{bound}.") or str(found[name]) == bound, name
+
+
+# What an installation is.
+
+
+def test_a_clone_called_patchstore_does_not_hide_what_is_installed(tmp_path: Path) -> None:
+    clone, site = tmp_path / "patchstore", tmp_path / "site"
+    clone.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "patchstore", "vllm_plugin"):
+        (clone / name).symlink_to(ROOT / name)
+    build = "from setuptools.build_meta import build_editable as build; print(build('..'))"
+    built = run_python(build, cwd=clone).splitlines()[-1]
+    with zipfile.ZipFile(tmp_path / built) as wheel:
+        wheel.extractall(site)
+    use = (
+        f"import site; site.addsitedir({str(site)!r}); from patchstore import __version__; print(__version__)"
+    )
+    # Not the checkout that these tests come from, which may be installed too.
+    assert run_python(use, "-S", cwd=tmp_path) == f"{PROJECT['version']}\n"
 
 
 def test_a_wheel_has_all_packages_and_their_types() -> None:
