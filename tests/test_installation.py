@@ -201,6 +201,39 @@ def test_a_clone_called_patchstore_does_not_hide_what_is_installed(tmp_path: Pat
     assert run_python(use, "-S", cwd=tmp_path) == f"{PROJECT['version']}\n"
 
 
+@pytest.mark.vllm
+def test_setup_says_beforehand_how_much_it_installs() -> None:
+    script = ROOT / "requirements" / "setup.py"
+    done = subprocess.run(
+        [sys.executable, script, sys.prefix, "--figures"], capture_output=True, text=True, check=True
+    )
+    announced = re.search(
+        r"^# Measured.*$", (ROOT / "requirements" / "constraints.txt").read_text(), re.MULTILINE
+    )
+    assert announced, "run `make lock`"
+    for pattern in (r"([\d,]+) packages", r"([\d,]+) MB"):
+        said, found = (
+            int(re.findall(pattern, text)[0].replace(",", "")) for text in (announced[0], done.stdout)
+        )
+        assert said == pytest.approx(found, rel=0.05), f"{pattern}: run `make lock`"
+
+
+def test_setup_says_in_a_log_that_it_goes_on(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    waiting = f"import pathlib, time\nwhile not pathlib.Path({str(seen)!r}).exists(): time.sleep(0.01)"
+    run = f"setup.run('installing', sys.executable, '-c', {waiting!r})"
+    code = f"import sys, setup; setup.HEARTBEAT_S = 0.1; {run}"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT / "requirements", stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        lines = [program.stdout.readline() for _ in range(3)]
+        seen.touch()
+    assert lines[0] == "setup: installing\n"
+    assert lines[1].startswith("setup: installing: 0 s so far")
+    assert program.returncode == 0
+
+
 def test_a_wheel_has_all_packages_and_their_types() -> None:
     """Files without `.py` are package data, which setuptools leaves out unless it is told."""
     configured: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
