@@ -234,6 +234,17 @@ def test_setup_says_in_a_log_that_it_goes_on(tmp_path: Path) -> None:
     assert program.returncode == 0
 
 
+@pytest.mark.parametrize("broken", ["demo", "check", None])
+def test_ci_tries_the_demo_and_the_check_and_fails_with_either(broken: str | None, tmp_path: Path) -> None:
+    make = tmp_path / "make"
+    make.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/made\ntest "$1" != "{broken}"\n')
+    make.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run([ROOT / ".ci" / "run"], env={**os.environ, "PATH": path}, check=False)
+    assert (tmp_path / "made").read_text().split() == ["setup", "demo", "check"]
+    assert (done.returncode == 0) == (broken is None)
+
+
 def test_a_wheel_has_all_packages_and_their_types() -> None:
     """Files without `.py` are package data, which setuptools leaves out unless it is told."""
     configured: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
