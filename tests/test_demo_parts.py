@@ -1,7 +1,11 @@
 """The demo's own parts, without vLLM; `make demo` itself is run by hand and before a release."""
 
+import io
+import os
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +13,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from examples import report
 from examples.checkpoint import save, served_weights
 from examples.demo import corpus, tables
 from examples.demo.training import Trainer
@@ -42,6 +47,65 @@ def test_the_checkpoint_has_the_bits_that_are_published(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name].view(torch.int16), served[name].view(torch.int16)) for name in saved)
     assert any(not torch.equal(before[name], served[name]) for name in saved)
     assert (tmp_path / "tokenizer.json").is_file()
+
+
+def test_a_step_is_computed_in_float32_where_the_cpu_has_no_bf16() -> None:
+    step = """
+import torch
+from examples.demo.training import Trainer
+trainer = Trainer(torch.arange(1000), 2048)
+trainer.model.lm_head.register_forward_hook(lambda module, given, logits: print(logits.dtype))
+trainer.step()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", step],
+        # As on a CPU with AVX2 alone, where such a step in bf16 takes half a minute.
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["torch.float32"]
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What an example prints where its output is a file."""
+    printed = io.StringIO()
+    monkeypatch.setattr(report, "console", Console(file=printed, width=110))
+    monkeypatch.setattr(report, "HEARTBEAT_S", 0.02)
+    return printed
+
+
+def _wait_for(text: str, printed: io.StringIO) -> None:
+    deadline = time.monotonic() + 30
+    while text not in printed.getvalue():
+        assert time.monotonic() < deadline, printed.getvalue()
+        time.sleep(0.01)
+
+
+def test_a_log_shows_that_a_stage_goes_on(printed: io.StringIO) -> None:
+    with report.stage("starting vLLM"):
+        _wait_for("starting vLLM: 0 s so far\n", printed)
+    assert printed.getvalue().splitlines()[-1].startswith("starting vLLM (")
+
+
+def test_a_log_shows_the_step_and_the_loss_of_a_training_and_what_is_left(printed: io.StringIO) -> None:
+    def steps() -> Iterator[float]:
+        yield 7.5
+        _wait_for("warming up: step 1 of 3, loss 7.50, about 0 s left", printed)
+        yield from (5.0, 2.25)
+
+    report.train("warming up", steps(), 3)
+    assert printed.getvalue().endswith("loss 7.50 -> 2.25\n")
+
+
+def test_a_log_shows_how_many_versions_are_served(printed: io.StringIO) -> None:
+    table = tables.versions_table()
+    with report.growing("publishing", table):
+        table.add_row("1")
+        _wait_for("publishing: 1 so far", printed)
 
 
 def test_a_program_ends_together_with_what_it_started(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """What pyproject.toml asks an installer for, what the code asks for at run time, and what is locked."""
 
 import ast
+import os
 import re
+import subprocess
 import sys
 import tomllib
+import zipfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,20 @@ def pins(name: str) -> dict[str, Version]:
     """The versions of a lock file of `requirements/`, by normalised name."""
     lines = re.findall(r"^([\w.-]+)==([^ ;\n]+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE)
     return {canonicalize_name(package): Version(version) for package, version in lines}
+
+
+def run_python(code: str, *options: str, cwd: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *options, "-c", code],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
@@ -165,6 +182,69 @@ def test_the_oldest_environment_is_as_old_as_may_be() -> None:
         # Of 0.27 the first is 0.27.0, of 2.19 it is 2.19.0.
         bound = lower_bound(requirement)
         assert str(found[name]).startswith(f"{bound}.") or str(found[name]) == bound, name
+
+
+# What an installation is.
+
+
+def test_a_clone_called_patchstore_does_not_hide_what_is_installed(tmp_path: Path) -> None:
+    clone, site = tmp_path / "patchstore", tmp_path / "site"
+    clone.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "patchstore", "vllm_plugin"):
+        (clone / name).symlink_to(ROOT / name)
+    build = "from setuptools.build_meta import build_editable as build; print(build('..'))"
+    built = run_python(build, cwd=clone).splitlines()[-1]
+    with zipfile.ZipFile(tmp_path / built) as wheel:
+        wheel.extractall(site)
+    use = (
+        f"import site; site.addsitedir({str(site)!r}); from patchstore import __version__; print(__version__)"
+    )
+    # Not the checkout that these tests come from, which may be installed too.
+    assert run_python(use, "-S", cwd=tmp_path) == f"{PROJECT['version']}\n"
+
+
+@pytest.mark.vllm
+def test_setup_says_beforehand_how_much_it_installs() -> None:
+    script = ROOT / "requirements" / "setup.py"
+    done = subprocess.run(
+        [sys.executable, script, sys.prefix, "--figures"], capture_output=True, text=True, check=True
+    )
+    announced = re.search(
+        r"^# Measured.*$", (ROOT / "requirements" / "constraints.txt").read_text(), re.MULTILINE
+    )
+    assert announced, "run `make lock`"
+    for pattern in (r"([\d,]+) packages", r"([\d,]+) MB"):
+        said, found = (
+            int(re.findall(pattern, text)[0].replace(",", "")) for text in (announced[0], done.stdout)
+        )
+        assert said == pytest.approx(found, rel=0.05), f"{pattern}: run `make lock`"
+
+
+def test_setup_says_in_a_log_that_it_goes_on(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    waiting = f"import pathlib, time\nwhile not pathlib.Path({str(seen)!r}).exists(): time.sleep(0.01)"
+    run = f"setup.run('installing', sys.executable, '-c', {waiting!r})"
+    code = f"import sys, setup; setup.HEARTBEAT_S = 0.1; {run}"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT / "requirements", stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        lines = [program.stdout.readline() for _ in range(3)]
+        seen.touch()
+    assert lines[0] == "setup: installing\n"
+    assert lines[1].startswith("setup: installing: 0 s so far")
+    assert program.returncode == 0
+
+
+@pytest.mark.parametrize("broken", ["demo", "check", None])
+def test_ci_tries_the_demo_and_the_check_and_fails_with_either(broken: str | None, tmp_path: Path) -> None:
+    make = tmp_path / "make"
+    make.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/made\ntest "$1" != "{broken}"\n')
+    make.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run([ROOT / ".ci" / "run"], env={**os.environ, "PATH": path}, check=False)
+    assert (tmp_path / "made").read_text().split() == ["setup", "demo", "check"]
+    assert (done.returncode == 0) == (broken is None)
 
 
 def test_a_wheel_has_all_packages_and_their_types() -> None:

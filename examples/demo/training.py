@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from examples.precision import autocast
+
 SEQUENCES, LENGTH = 8, 128
 """Shape of a batch."""
 WARM_UP_RATE = 1e-3
@@ -67,7 +69,7 @@ class Trainer:
         """Take one optimiser step, and return its loss."""
         starts = torch.randint(len(self._tokens) - LENGTH, (SEQUENCES,))
         batch = torch.stack([self._tokens[start : start + LENGTH] for start in starts.tolist()])
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             loss = self.model(input_ids=batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

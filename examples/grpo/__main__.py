@@ -20,20 +20,23 @@ from pathlib import Path
 from statistics import mean
 from typing import Literal
 
-import httpx
-import torch
-from transformers.utils.logging import disable_progress_bar
-
 from examples import report
-from examples.checkpoint import save, served_weights
-from examples.grpo import task
-from examples.grpo.picture import Step, draw
-from examples.grpo.policy import SHAPES, Group, Policy
-from examples.grpo.rollouts import Rollouts, ask, served_version
-from examples.processes import Program
-from examples.serving import FollowCommand, Vllm
-from examples.stores import KINDS, Kind, Place, start_store
-from patchstore import PatchstoreError, Publication, Publisher, open_store
+
+# Ten seconds and more where files are not cached yet.
+with report.stage("loading torch, transformers and patchstore"):
+    import httpx
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from examples.checkpoint import save, served_weights
+    from examples.grpo import task
+    from examples.grpo.picture import Step, draw
+    from examples.grpo.policy import SHAPES, Group, Policy
+    from examples.grpo.rollouts import Rollouts, ask, served_version
+    from examples.processes import Program
+    from examples.serving import FollowCommand, Vllm
+    from examples.stores import KINDS, Kind, Place, start_store
+    from patchstore import PatchstoreError, Publication, Publisher, open_store
 
 GROUPS = 16
 """Prompts of a step; each has a group of answers."""
@@ -119,12 +122,9 @@ class Run:
 
     def _warmed_up(self, policy: Policy) -> Path:
         """Teach the model the form of an answer; return its checkpoint, which the servers start from."""
-        with report.stage("warming up on answers of which 30 % are sorted"):
-            losses = list(policy.warm_up())
-        report.console.print(
-            f"{policy.num_parameters:,} parameters, fp32 masters, AdamW; "
-            f"loss {losses[0]:.2f} -> {losses[-1]:.2f}"
-        )
+        report.console.print(f"{policy.num_parameters:,} parameters, fp32 masters, AdamW")
+        num_steps = SHAPES[self._shape].warm_up_steps
+        report.train("warming up on answers of which 30 % are sorted", policy.warm_up(), num_steps)
         checkpoint = self._folder / "checkpoint"
         save(policy.model, task.tokenizer(), checkpoint)
         return checkpoint

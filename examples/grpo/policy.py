@@ -8,6 +8,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from examples.grpo import task
+from examples.precision import autocast
 
 CLIP = 0.2
 """Clips the ratio of the policies' probabilities to [1 - CLIP, 1 + CLIP] (Schulman et al., 2017)."""
@@ -113,7 +114,7 @@ class Policy:
         )
         for _ in range(steps):
             tokens, labels = task.warm_up_batch(self._draw, _WARM_UP_EXAMPLES)
-            with self._precision():
+            with autocast(self._device):
                 loss = self.model(input_ids=tokens.to(self._device), labels=labels.to(self._device)).loss
             self._descend(loss)
             schedule.step()
@@ -134,7 +135,7 @@ class Policy:
         tokens, sampled, mask, advantage = (
             part.to(self._device) for part in (tokens, sampled, mask, advantage)
         )
-        with self._precision():
+        with autocast(self._device):
             # The logits of one token predict the next: those of the last token are not asked for.
             logits = self.model(input_ids=tokens, logits_to_keep=task.MAX_ANSWER + 1).logits[:, :-1]
         answers = tokens[:, -task.MAX_ANSWER :, None]
@@ -142,10 +143,6 @@ class Policy:
         ratio = (log_probs - sampled).exp()
         gain = torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
         self._descend(-(gain * mask).sum() / mask.sum())
-
-    def _precision(self) -> torch.autocast:
-        """Compute in bf16 on a GPU; in fp32 on CPUs, of which many have no instructions for bf16."""
-        return torch.autocast(self._device, torch.bfloat16, enabled=self._device != "cpu")
 
     def _descend(self, loss: torch.Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
