@@ -184,7 +184,7 @@ class Together:
         if settings.quantization is not None:
             from patchstore.publish.group import maxima
 
-            self.maxima = maxima.Maxima(ranks, settings.rank_timeout_s)
+            self.maxima = maxima.Maxima(ranks, settings.rank_timeout_s, self._agreed.secret)
 
     def open(
         self, prepare: Callable[[], None], served: Mapping[str, torch.Tensor], workers: Sequence[Worker]
