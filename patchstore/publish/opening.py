@@ -184,7 +184,7 @@ class Together:
             self._files = check_schema(schema)
 
         try:
-            found = opening.look(self._channel, look, base)
+            found = opening.share_dtypes(self._channel, look, base)
             self._agreed = opening.agree(self._channel, store, lambda: describe(*found), settings, check)
         except BaseException:
             self._channel.leave()
@@ -195,7 +195,7 @@ class Together:
         if settings.quantization is not None:
             from patchstore.publish.group import maxima
 
-            self.maxima = maxima.Maxima(ranks, settings.rank_timeout_s)
+            self.maxima = maxima.Maxima(ranks, settings.rank_timeout_s, self._agreed.secret)
 
     def open(
         self, prepare: Callable[[], None], served: Mapping[str, torch.Tensor], workers: Sequence[Worker]

@@ -1,6 +1,8 @@
 """What a rank hears of another one that answers and closes its publisher at once."""
 
+import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,12 +28,13 @@ class BetweenLooks:
         return getattr(self._store, name)
 
 
-def channel(rank: int, store: BetweenLooks) -> Channel:
+def channel(rank: int, store: Any) -> Channel:
     """An end of a group of two ranks that have met."""
     found = object.__new__(Channel)
     found.ranks, found.rank, found.timeout_s = (0, 1), rank, 5.0
     found._store, found._base, found.session = store, "base", "session"
     found._call, found._stage, found._old, found._heard = 1, 0, [], []
+    found._secret, found._open = None, {each: hashlib.sha256() for each in found.ranks}
     return found
 
 
@@ -61,3 +64,55 @@ def test_a_rank_that_left_without_a_word_is_named(rank: int) -> None:
             "publish", dict, lambda _: {}
         )
     assert error.value.ranks == (other,)
+
+
+class Rewriting:
+    """A store of keys in which another process changes one message before it is read."""
+
+    def __init__(self, store: dist.Store, key: str, text: str) -> None:
+        self._store, self._key, self._text = store, key, text
+
+    def get(self, key: str) -> bytes:
+        return self._text.encode() if key == self._key else self._store.get(key)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize(
+    ("rank", "key", "text"),
+    [
+        (0, f"{ROUND}/1", '{"ok": {"size": 8}}'),
+        (1, f"{ROUND}/answer", '{"ok": {"run": "another"}}'),
+        (None, "", ""),
+    ],
+)
+def test_what_was_rewritten_before_ranks_had_a_secret_is_found_out_then(
+    rank: int | None, key: str, text: str
+) -> None:
+    store = dist.HashStore()
+    ends = [channel(each, Rewriting(store, key if each == rank else "", text)) for each in range(2)]
+
+    def talk(end: Channel) -> object:
+        end.round("open a publisher", lambda: {"size": 7}, lambda _: {"run": "this"})
+        end.trust(b"secret")
+        try:
+            return end.round("open a run", dict, lambda _: {"opened": 1})
+        except RankFailed as exc:
+            return str(exc)
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(talk, ends))
+    if rank is None:
+        assert found == [{"opened": 1}] * 2
+    else:
+        assert all("another process writes there" in str(each) for each in found)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "nonsense", '{"ok": {}}'])
+def test_a_message_without_the_ranks_secret_is_refused(text: str) -> None:
+    leader = channel(0, BetweenLooks(f"{ROUND}/1", {f"{ROUND}/1": text}))
+    leader.trust(b"secret")
+    with pytest.raises(RankFailed, match="another process writes there") as error:
+        leader.round("publish", dict, lambda _: {})
+    assert error.value.ranks == (1,)

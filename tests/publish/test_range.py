@@ -9,6 +9,7 @@ import torch
 from patchstore import Publisher
 from patchstore.errors import PublishFailed, SchemaMismatch
 from patchstore.format import history
+from patchstore.publish.snapshot.memory import check_range
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
 from tests.support.weights import assert_same_bits, newest
@@ -67,6 +68,21 @@ def test_a_number_that_grows_beyond_the_range_is_refused_and_the_next_call_goes_
     assert (manifest.version, manifest.kind) == (1, "delta")
     assert manifest.delta is not None and manifest.delta.num_changed == 16
     assert_same_bits(newest(store), as_served(tensors, dtype))
+
+
+@pytest.mark.parametrize("number", [465.0, -1e5, float("inf")])
+def test_a_number_that_e4m3_would_cut_off_is_refused(number: float) -> None:
+    served = torch.tensor([3.0, 464.0, number]).to(torch.float8_e4m3fn)
+    # What rounds to the largest number, 448, fits.
+    check_range("w", torch.tensor([3.0, 464.0]), served[:2])
+    for given, at in (
+        (torch.tensor([3.0, 464.0, number]), None),
+        (torch.tensor([number, 464.0, 3.0, number])[[2, 1, 0]], torch.arange(3)),
+    ):
+        with pytest.raises(
+            SchemaMismatch, match=r"'w' has . numbers beyond the range of torch\.float8_e4m3fn"
+        ):
+            check_range("w", given, served, at)
 
 
 def test_a_trainers_own_infinities_are_published_as_they_are(store: MemoryStore) -> None:

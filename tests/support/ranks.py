@@ -72,6 +72,16 @@ class Ranks:
         self.has_failed = has_failed
         return [found[rank] for rank in ranks]
 
+    def reach_store(self) -> Any:
+        """Return a connection to the key-value store, as any process has that reaches its port."""
+        return dist.TCPStore(
+            "127.0.0.1",
+            self._store.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=2),
+        )
+
     def end_store(self) -> None:
         """End the key-value store, as when the process that hosts it is killed."""
         self._store = None

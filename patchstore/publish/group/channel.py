@@ -4,15 +4,20 @@ No message is a collective: a rank that is dead or late keeps no other waiting b
 groups that the trainer computes with are not touched. All ranks take part in *rounds*, in the same order. In
 a round each rank does its part and tells the leader the result. The leader concludes, and tells all. A
 failure of any rank is the result of the round on every rank.
+
+Whoever reaches the port of that store can write every key. So the ranks share a secret from `trust` on, and
+a message that another process wrote ends the round with an error.
 """
 
 import hashlib
+import hmac
 import json
+import re
 import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Thread
 from typing import Any, TypeAlias
@@ -28,6 +33,7 @@ Message: TypeAlias = dict[str, Any]
 
 _ANSWER_TIMES = 3
 """The leader's answer is awaited for so many times the timeout: the leader waits for all others itself."""
+_SESSION = re.compile("[0-9a-f]{32}")
 _LEAVING_S = 10.0
 _GRACE_S = 1.0
 """After a rank has failed, so long others may go on with what they do in the round, and fail themselves."""
@@ -74,6 +80,9 @@ class Channel:
         """Keys of rounds that all ranks have ended once they are heard of in the next one."""
         self._heard: list[str] = []
         """Keys by which ranks say that they have the answer of the last round."""
+        self._secret: bytes | None = None
+        self._open = {rank: hashlib.sha256() for rank in self.ranks}
+        """Of what each rank and the leader told each other without a secret, as far as this one knows."""
 
     def _connected(self) -> Any:
         """Return a connection of its own: another thread of the trainer may wait on the one that it has.
@@ -126,12 +135,14 @@ class Channel:
                     f"{self.name(self.rank)} did: every rank of a group must open it",
                     (self.ranks[0],),
                 )
-            self.session = self._store.get(key).decode()
+            self.session = self._store.get(key).decode(errors="replace")
+            if not _SESSION.fullmatch(self.session):
+                raise self._forged(self.ranks[0])
             self._store.delete_key(key)
             self._store.set(f"{self._base}/{self.session}/here/{self.rank}", "")
 
     def _welcome(self, deadline: float) -> None:
-        self.session = uuid.uuid4().hex[:16]
+        self.session = uuid.uuid4().hex
         missing, welcomed = set(self.ranks) - {self.rank}, dict[int, str]()
         while missing:
             for rank in sorted(missing):
@@ -140,7 +151,7 @@ class Channel:
                     missing.discard(rank)
                     self._store.delete_key(hello)
                 elif self._store.check([hello]) and welcomed.get(rank) != (
-                    nonce := self._store.get(hello).decode()
+                    nonce := self._store.get(hello).decode(errors="replace")
                 ):
                     welcomed[rank] = nonce
                     self._store.set(f"{self._base}/welcome/{rank}/{nonce}", self.session)
@@ -151,11 +162,58 @@ class Channel:
                     tuple(sorted(missing)),
                 )
                 # Those that came are in the first round, and find its answer.
-                answer = json.dumps({"error": _told(error)})
-                self._store.set(f"{self._base}/{self.session}/0.1/answer", answer)
+                self._tell(f"{self._base}/{self.session}/0.1/answer", {"error": _told(error)})
                 raise error
             if missing:
                 time.sleep(10 * _LEAST_POLL_S)
+
+    def trust(self, secret: bytes) -> None:
+        """Believe only messages of those who know this, from now on; all ranks do so after the same round.
+
+        Each report then shows whether the rank and the leader heard what the other told it before.
+        """
+        self._secret = secret
+
+    def _tell(self, path: str, message: Message) -> None:
+        text = json.dumps(message)
+        self._store.set(path, self._tag(path, text) + text)
+
+    def _hear(self, path: str, teller: int) -> Message:
+        """Read a message that is there.
+
+        Raises:
+            RankFailed: another process wrote it.
+        """
+        stored: bytes = self._store.get(path)
+        text = stored.decode(errors="replace")
+        tag, text = text[: len(self._tag(path, ""))], text[len(self._tag(path, "")) :]
+        found: Any = None
+        if hmac.compare_digest(tag.encode(), self._tag(path, text).encode()):
+            with suppress(ValueError):
+                found = json.loads(text)
+        if not isinstance(found, dict):
+            raise self._forged(teller)
+        return found
+
+    def _tag(self, path: str, text: str) -> str:
+        """Return what shows that one of the ranks wrote this, and in this place."""
+        if self._secret is None:
+            return ""
+        return hmac.new(self._secret, f"{path}\n{text}".encode(), hashlib.sha256).hexdigest()
+
+    def _note(self, rank: int, message: Message) -> None:
+        """Remember what a rank and the leader told each other without a secret."""
+        if self._secret is None:
+            self._open[rank].update(json.dumps(message).encode())
+
+    def _forged(self, teller: int) -> RankFailed:
+        unknown = "; what the ranks concluded is unknown here" if teller == self.ranks[0] else ""
+        return RankFailed(
+            f"{self.name(self.rank)} found another message in the place of that of {self.name(teller)}, in "
+            f"the key-value store of torch.distributed{unknown}: another process writes there. Let only the "
+            "hosts of this job reach MASTER_PORT",
+            (teller,),
+        )
 
     def next_call(self) -> None:
         """Begin the rounds of the next publication; all ranks count them."""
@@ -196,7 +254,10 @@ class Channel:
             return self._follow(prefix, what, mine, failure)
 
     def _follow(self, prefix: str, what: str, mine: Message, failure: Exception | None) -> Message:
-        self._store.set(f"{prefix}/{self.rank}", json.dumps(mine))
+        if self._secret is not None:
+            mine["open"] = self._open[self.rank].hexdigest()
+        self._note(self.rank, mine)
+        self._tell(f"{prefix}/{self.rank}", mine)
         if failure is not None:
             raise failure
         leader = self.ranks[0]
@@ -209,9 +270,10 @@ class Channel:
                 "unknown here",
                 (leader,),
             )
-        answer: Message = json.loads(self._store.get(keys[0]))
+        answer = self._hear(keys[0], leader)
         if "each" in answer:
-            answer = json.loads(self._store.get(keys[1]))
+            answer = self._hear(keys[1], leader)
+        self._note(self.rank, answer)
         self._store.set(f"{prefix}/heard/{self.rank}", "")
         if "error" in answer:
             raise _error(answer["error"])
@@ -241,19 +303,23 @@ class Channel:
             if not isinstance(exc, PatchstoreError):
                 told["message"] = f"{self.name(self.rank)}: {told['message']}"
             # It stays: a rank that is late finds it whenever it comes.
-            self._store.set(f"{prefix}/answer", json.dumps({"error": told}))
+            self._tell(f"{prefix}/answer", {"error": told})
             raise
         finally:
             self._old += [f"{prefix}/{rank}" for rank in self.ranks[1:]]
             self._old += [f"{prefix}/heard/{rank}" for rank in self.ranks[1:]]
         self._old.append(f"{prefix}/answer")
+        answers = found if isinstance(found, list) else [found] * len(self.ranks)
+        for rank, report, answer in zip(self.ranks, reports, answers, strict=True):
+            self._note(rank, {"ok": report})
+            self._note(rank, {"ok": answer})
         if not isinstance(found, list):
-            self._store.set(f"{prefix}/answer", json.dumps({"ok": found}))
+            self._tell(f"{prefix}/answer", {"ok": found})
             return found
-        for rank, each in zip(self.ranks[1:], found[1:], strict=True):
+        for rank, answer in zip(self.ranks[1:], found[1:], strict=True):
             self._old.append(f"{prefix}/answer/{rank}")
-            self._store.set(f"{prefix}/answer/{rank}", json.dumps({"ok": each}))
-        self._store.set(f"{prefix}/answer", json.dumps({"each": True}))
+            self._tell(f"{prefix}/answer/{rank}", {"ok": answer})
+        self._tell(f"{prefix}/answer", {"each": True})
         return found[0]
 
     def _gather(self, prefix: str, what: str) -> list[Message]:
@@ -268,7 +334,9 @@ class Channel:
         while missing:
             for rank in list(missing):
                 if self._store.check([f"{prefix}/{rank}"]):
-                    found[rank] = json.loads(self._store.get(f"{prefix}/{rank}"))
+                    found[rank] = self._hear(f"{prefix}/{rank}", rank)
+                    if self._secret is not None and found[rank].get("open") != self._open[rank].hexdigest():
+                        raise self._forged(rank)
                     missing.remove(rank)
                     if "error" in found[rank]:
                         failed_at = failed_at if failed else time.monotonic()

@@ -130,16 +130,21 @@ class GroupCommitter:
         attempt, step, _, delta = begun
         assert delta is not None
 
+        stored: Message = {}
+
         def store() -> Message:
-            return self._stored(attempt, step, delta)
+            nonlocal stored
+            stored = self._stored(attempt, step, delta)
+            return stored
 
         def conclude(reports: list[Message]) -> Message:
             assert self._committer is not None
-            stored, growth = _joined(reports)
+            joined, growth = _joined(reports)
             sums = self._committer.grown(growth)
-            return _told(self._committer.finish(step, sums, attempt, lambda: stored, None))
+            return _told(self._committer.finish(step, sums, attempt, lambda: joined, None))
 
         manifest = _heard(self._channel.round("store a delta", store, conclude))
+        _check_named(manifest, stored["payloads"])
         assert self._sums is not None
         for key, growth in delta.sum_growth.items():
             self._sums[key] = self._sums[key].plus(growth)
@@ -155,7 +160,7 @@ class GroupCommitter:
             As `commit_delta`.
         """
         attempt, step, _, delta = begun
-        pieces, written = Pieces(), Written([], {}, {})
+        pieces, written, stored = Pieces(), Written([], {}, {}), Message()
         # Later anchors are of weights that were trained.
         known, in_base = self._in_base(snapshot) if attempt.version == 0 else ({}, set())
 
@@ -184,17 +189,19 @@ class GroupCommitter:
                     snapshot=snapshot,
                     base=self._base,
                 )
+                stored.update({} if delta is None else self._stored(attempt, step, delta))
                 return {
                     "files": [asdict(payload) for payload in written.payloads],
                     "written": {name: each.hex() for name, each in written.sums.items()},
                     "sums": by_name(self._parts, {**known, **pieces.sums, **written.own}),
-                    **({} if delta is None else self._stored(attempt, step, delta)),
+                    **stored,
                 }
 
             def conclude(reports: list[Message]) -> Message:
                 return _told(self._finish_anchor(attempt, step, reports, with_delta=delta is not None))
 
             manifest = _heard(self._channel.round("store an anchor", write, conclude))
+            _check_named(manifest, [*map(asdict, written.payloads), *stored.get("payloads", ())])
         finally:
             if pieces.key:
                 # A publisher need not have the right to delete; readers never look at pieces.
@@ -369,6 +376,17 @@ def _joined(reports: Sequence[Message]) -> tuple[Delta, dict[str, Sums]]:
         payloads=tuple(Payload(**each) for report in reports for each in report["payloads"]),
     )
     return delta, growth
+
+
+def _check_named(manifest: Manifest, stored: Sequence[Message]) -> None:
+    """Raises PublishFailed unless a version names all that this rank stored for it."""
+    parts = [part for part in (manifest.delta, manifest.anchor) if part is not None]
+    named = {payload for part in parts for payload in part.payloads}
+    if missing := [each["key"] for each in stored if Payload(**each) not in named]:
+        raise PublishFailed(
+            f"version {manifest.version} lacks {missing[0]}, which this rank stored for it; the next "
+            "publication will be an anchor"
+        )
 
 
 def _told(manifest: Manifest) -> Message:

@@ -12,14 +12,15 @@ from patchstore.publish.sources.cuts import Cuts, Values, joined
 class Maxima:
     """One rank's end of an exchange that every rank takes part in once per publication."""
 
-    def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
-        """Meet the other ranks.
+    def __init__(self, ranks: Sequence[int], timeout_s: float, secret: bytes) -> None:
+        """Meet the other ranks; see `Channel.trust`.
 
         Raises:
             RankFailed: some did not come in time.
         """
         self._channel = Channel(ranks, timeout_s, "maxima")
         self._channel.meet()
+        self._channel.trust(secret)
         self._is_needed: bool | None = None
         """Whether any rank has a part of a block; None before the first exchange."""
         self._is_begun = False

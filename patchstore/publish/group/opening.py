@@ -2,6 +2,7 @@
 
 import base64
 import json
+import secrets
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +38,8 @@ class Agreed(NamedTuple):
     schema: Schema | None
     needs_sums: bool
     """Whether to digest what this rank owns: the run is continued from a version that has these weights."""
-    probe: str
-    """Key of an object that the leader stored."""
+    secret: bytes
+    """Known to those who can read the store while the publisher opens; the channel trusts it."""
 
 
 class Run(NamedTuple):
@@ -52,7 +53,7 @@ class Run(NamedTuple):
     """On the leader alone."""
 
 
-def look(channel: Channel, count: Callable[[], Counts], base: BaseCheckpoint) -> tuple[Base, Counts]:
+def share_dtypes(channel: Channel, count: Callable[[], Counts], base: BaseCheckpoint) -> tuple[Base, Counts]:
     """Tell all ranks which dtypes the base checkpoint has, which the leader reads, and what all ranks have.
 
     Args:
@@ -83,7 +84,7 @@ def agree(
     settings: "Settings",
     check_schema: Callable[[Schema], None],
 ) -> Agreed:
-    """Agree on who owns what.
+    """Agree on who owns what, and on a secret.
 
     Args:
         describe: returns what this rank has, and which names are tied to others.
@@ -97,6 +98,8 @@ def agree(
     schema: Schema | None = None
 
     parts: Sequence[Part] = ()
+    # Not told through the channel: whoever writes there could name an object that it knows.
+    probe, secret = f"{layout.PROBES}ranks-{channel.session}", b""
 
     def say() -> Message:
         nonlocal parts
@@ -125,8 +128,7 @@ def agree(
         begun = history.read_header(store)
         check_create_only(store)
         plan = ownership.plan(schema, owned, settings.max_shard_bytes)
-        probe = f"{layout.PROBES}group-{channel.session}"
-        store.put(probe, channel.session.encode())
+        store.put(probe, secrets.token_hex().encode())
         needs_sums = begun is not None and settings.resume.needs_weights
         writers = plan.writers()
         return [
@@ -139,12 +141,31 @@ def agree(
                     if file.writer == place
                 ],
                 "needs_sums": needs_sums,
-                "probe": probe,
             }
             for place, (its, numbers, parts) in enumerate(zip(given, chosen, owned, strict=True))
         ]
 
-    told = channel.round("open a publisher", say, conclude)
+    def look() -> Message:
+        nonlocal secret
+        try:
+            secret = store.get(probe)
+        except NotFound as exc:
+            raise UsageError(
+                f"{store.url} is another place on {channel.name(channel.rank)} than on "
+                f"{channel.name(channel.ranks[0])}, which stored {probe} there; give a URL or a path that "
+                "all ranks share"
+            ) from exc
+        return {}
+
+    try:
+        told = channel.round("open a publisher", say, conclude)
+        channel.round("look for each other in the store", look, lambda _: {})
+    finally:
+        if channel.leads:
+            # A few bytes left behind are no harm, and a publisher need not have the right to delete.
+            with suppress(PatchstoreError):
+                store.delete(probe)
+    channel.trust(secret)
     share = Share(
         tuple(parts[number] for number in told["own"]),
         told["writers"],
@@ -159,7 +180,7 @@ def agree(
             for name, specs in told["files"]
         ),
     )
-    return Agreed(share, plan, schema, told["needs_sums"], told["probe"])
+    return Agreed(share, plan, schema, told["needs_sums"], secret)
 
 
 def open_run(
@@ -182,15 +203,6 @@ def open_run(
     committer: Committer | None = None
 
     def ready() -> Message:
-        if not channel.leads:
-            try:
-                store.get(agreed.probe)
-            except NotFound as exc:
-                raise UsageError(
-                    f"{store.url} is another place on {channel.name(channel.rank)} than on "
-                    f"{channel.name(channel.ranks[0])}, which stored {agreed.probe} there; give a URL or a "
-                    "path that all ranks share"
-                ) from exc
         return {"sums": by_name(agreed.share.parts, prepare())}
 
     def conclude(reports: list[Message]) -> Message:
@@ -206,13 +218,7 @@ def open_run(
             "since_anchor": asdict(since_anchor),
         }
 
-    try:
-        told = channel.round("open a run", ready, conclude)
-    finally:
-        if channel.leads:
-            # A few bytes left behind are no harm, and a publisher need not have the right to delete.
-            with suppress(PatchstoreError):
-                store.delete(agreed.probe)
+    told = channel.round("open a run", ready, conclude)
     header = committer.header if committer is not None else history.read_header(store)
     if header is None or header.run_id != told["run_id"]:
         raise UsageError(f"{store.url} does not hold the run that the other ranks opened")

@@ -1,6 +1,7 @@
 """Memory for a snapshot, and tensors in the dtype in which they are served."""
 
 import errno
+import math
 import os
 import tempfile
 import weakref
@@ -101,7 +102,7 @@ def is_narrowed(given: torch.dtype, served: torch.dtype) -> bool:
 
 
 def check_range(name: str, given: torch.Tensor, served: torch.Tensor, at: torch.Tensor | None = None) -> None:
-    """Raise SchemaMismatch where a finite number became infinite, or NaN, as it was converted.
+    """Raise SchemaMismatch where a number became infinite or NaN as it was converted, or a smaller one.
 
     Args:
         given: the tensor of the model.
@@ -109,14 +110,18 @@ def check_range(name: str, given: torch.Tensor, served: torch.Tensor, at: torch.
     """
     if not served.numel() or not is_narrowed(given.dtype, served.dtype):
         return
-    if at is None:
-        # One pass without temporaries; NaN is the least and the greatest then. FP8 has no such operation.
-        wide = served.half() if served.element_size() == 1 else served
-        if bool(torch.stack(wide.aminmax()).isfinite().all()):
-            return
+    range_ = torch.finfo(served.dtype)
+    # One pass without temporaries; NaN is the least and the greatest then. FP8 has no such operation.
+    wide = served.half() if served.element_size() == 1 else served
+    if bool((torch.stack(wide.aminmax()).abs() < range_.max).all()):
+        return
     flat = given.detach().reshape(-1)
     numbers = flat if at is None else flat[at.to(flat.device)]
-    lost = numbers.isfinite() & ~served.float().isfinite().view(-1)
+    # In E4M3, which has no infinity, what is too large becomes the largest number. So does what rounds to it.
+    largest = range_.max + range_.eps * 2.0 ** (math.frexp(range_.max)[1] - 2)
+    is_finite = wide.isfinite().view(-1)
+    fits = is_finite & (numbers.double().abs() <= largest)
+    lost = torch.where(numbers.isfinite(), ~fits, numbers.isinf() & is_finite)
     if bool(lost.any()):
         wider = "with " if served.dtype == torch.bfloat16 else "as torch.bfloat16, or with "
         raise SchemaMismatch(

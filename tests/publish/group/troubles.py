@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from patchstore import LocalPart, Publisher, open_store
 from patchstore.errors import PatchstoreError
+from patchstore.stores.folder import FolderStore
 from patchstore.testing.faults import Fault, FaultyStore
 
 Outcome = tuple[str, str, list[int], float]
@@ -259,3 +260,48 @@ def here(rank: int) -> None:
 def opened_without_a_store(rank: int, url: str) -> Outcome:
     part = LocalPart(torch.ones(4, 4), (8, 4), start=(4 * rank, 0))
     return attempt(lambda: Publisher(url, {WEIGHT: part}, group=dist.group.WORLD, rank_timeout_s=3))
+
+
+class SlowStore(FolderStore):
+    """Takes its time for uploads, so that others look for what is told after them before it is."""
+
+    def upload(self, key: str, chunks: Any) -> None:
+        time.sleep(0.5)
+        super().upload(key, chunks)
+
+
+def publish_beside_an_intruder(
+    rank: int, url: str, ready: str, slow: int
+) -> tuple[Outcome, tuple[str, int, jobs.Bits]]:
+    """Publish one version, then one while another process writes into the ranks' store, then go on."""
+    tensors = sharded()
+    publisher = Publisher(SlowStore(url) if rank == slow else url, tensors, rank_timeout_s=60)
+    publisher.publish_patch(0).result()
+    wait_for(ready)
+    train(tensors)
+    failed = publish(publisher, 1)
+    found = failed, repaired(publisher, tensors, 2)
+    close(publisher)
+    return found
+
+
+def quantize_beside_an_intruder(rank: int, url: str, ready: str) -> Outcome:
+    """The same in FP8, of a matrix that is cut within a block."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = {name: distribute_tensor(torch.randn(320, 128), mesh, [Shard(0)])}
+    publisher = Publisher(url, tensors, rank_timeout_s=60, quantization="fp8-block")
+    publisher.publish_patch(0).result()
+    wait_for(ready)
+    train(tensors)
+    # The leader looks for what this rank tells before that is told.
+    time.sleep(0.5 * rank)
+    found = publish(publisher, 1)
+    close(publisher)
+    return found
+
+
+def wait_for(path: str) -> None:
+    while not Path(path).exists():
+        time.sleep(0.01)
