@@ -224,7 +224,8 @@ class Run:
             f"{policy.num_parameters / 1e6:.1f} M parameters learn to sort; two vLLM servers; "
             f"weights through a bucket ({self._store})"
         )
-        draw(self._rows, killed, returned or self._num_steps, title, picture)
+        with report.stage("drawing the picture"):
+            draw(self._rows, killed, returned or self._num_steps, title, picture)
         report.console.print(f"picture: {picture}; rows: {self._folder / 'steps.jsonl'}")
         rewards = [row.reward for row in self._rows]
         first, last = mean(rewards[:10]), mean(rewards[-10:])
@@ -284,7 +285,7 @@ def examine(url: str) -> float:
     """Return the share of `EXAM` fixed prompts that a server answers right, greedily."""
     draw_fixed = random.Random("exam")
     prompts = [task.draw_prompt(draw_fixed) for _ in range(EXAM)]
-    with httpx.Client(timeout=120) as client:
+    with report.stage(f"{url} sorts {EXAM} prompts"), httpx.Client(timeout=120) as client:
         groups = [ask(client, url, served_version(url) or 0, prompt, greedy=True) for prompt in prompts]
     return mean(group.rewards[0] == 1 for group in groups)
 
