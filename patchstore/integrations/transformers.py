@@ -231,7 +231,7 @@ def _files(
         yield given
         return
     config = copy.deepcopy(config)
-    config.dtype = Asked.of(options.get("dtype", torch.bfloat16)).default or config.dtype
+    config.dtype = Asked.of(options.get("dtype", torch.bfloat16)).usual or config.dtype
     if hasattr(config, "quantization_config") and any(map(is_coded, inner.modules())):
         # Published are the weights that these layers compute with.
         del config.quantization_config

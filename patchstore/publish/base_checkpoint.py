@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,17 +33,17 @@ class BaseCheckpoint:
         """Why some of its tensors are not known, if so."""
         if folder is None:
             return
-        try:
-            files = sorted(Path(folder).glob("*.safetensors"))
-            for file in files:
+        files = sorted(Path(folder).glob("*.safetensors"))
+        for file in files:
+            try:
                 self._list(file)
+            except (OSError, DataError) as exc:
+                self.unread = f"{file.name} cannot be read: {exc}"
+        try:
             if lacking := _listed(Path(folder)) - {file.name for file in files}:
                 self.unread = f"{min(lacking)} is missing, which {_INDEX} lists"
-        except ValueError as exc:
-            self.unread = f"{_INDEX} is not JSON: {exc}"
-        except (OSError, DataError) as exc:
-            # What is equal to it saves work, which is not known then.
-            self._places, self.unread = {}, str(exc)
+        except (OSError, ValueError) as exc:
+            self.unread = f"{_INDEX} cannot be read: {exc}"
 
     def _list(self, file: Path) -> None:
         with file.open("rb") as opened:
@@ -60,6 +61,28 @@ class BaseCheckpoint:
     def specs(self) -> list[TensorSpec]:
         """What the folder has."""
         return [place.spec for place in self._places.values()]
+
+    def named_as(self, names: Collection[str]) -> dict[str, TensorSpec]:
+        """Return what the folder has as a model names it that has one module more around it, or one less.
+
+        Example: "wte.weight" of GPT-2's checkpoint is "transformer.wte.weight" in a model with a head.
+
+        Args:
+            names: of the model.
+        """
+        theirs = {spec.name: spec for spec in self.specs}
+        ours = frozenset(names)
+        if not theirs.keys().isdisjoint(ours):
+            return theirs
+        for name in ours:
+            prefix, _, rest = name.partition(".")
+            if rest in theirs:
+                return {f"{prefix}.{each}": spec for each, spec in theirs.items()}
+        for each in theirs:
+            prefix, _, rest = each.partition(".")
+            if rest in ours:
+                return {name.removeprefix(f"{prefix}."): spec for name, spec in theirs.items()}
+        return theirs
 
     def has(self, spec: TensorSpec) -> bool:
         """Whether the folder has a tensor of this name, dtype and shape, with elements."""

@@ -3,13 +3,13 @@
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from patchstore.errors import UsageError
 from patchstore.format.layout import check_file_name
-from patchstore.format.records import Schema, TensorSpec
+from patchstore.format.records import Schema
 from patchstore.publish.base_checkpoint import BaseCheckpoint
 from patchstore.quantization import FORMS
 
@@ -98,12 +98,15 @@ def _config(files: dict[str, bytes]) -> dict[str, Any]:
     return config
 
 
-def check_fits(files: dict[str, bytes], source: object, schema: Schema, base: BaseCheckpoint) -> None:
+def check_fits(
+    files: dict[str, bytes], source: object, schema: Schema, base: BaseCheckpoint, untied: Sequence[str]
+) -> None:
     """Refuse the config of another model than the one that is published.
 
     Args:
         source: what is published; where it has a `config` as Transformers' models do, that is compared.
         base: the weights in the folder of the config, if there are any.
+        untied: output layers that the model would not store if they were tied.
 
     Raises:
         UsageError: a server that loads a replay with this config would not serve what was trained.
@@ -124,6 +127,12 @@ def check_fits(files: dict[str, bytes], source: object, schema: Schema, base: Ba
                     "one tensor in this model, so a replay would lack the weights of one; give a config that "
                     "says true"
                 )
+    if untied and any(isinstance(part, dict) and part.get("tie_word_embeddings") is True for part in parts):
+        raise UsageError(
+            f"the {CONFIG} in files= says tie_word_embeddings true, but {untied[0]!r} is a tensor of its own "
+            "in this model, so a server of a replay would take the embedding in its place; set "
+            "model.config.tie_word_embeddings = False before, and give a config that says so"
+        )
     to_dict = getattr(getattr(source, "config", None), "to_dict", None)
     if not config or to_dict is None:
         return
@@ -145,45 +154,30 @@ def _check_tensors(schema: Schema, base: BaseCheckpoint) -> None:
     they are of different models, or in different layouts.
     """
     specs = schema.by_name()
-    ours = {**specs, **{alias: specs[name] for alias, name in schema.tied.items()}}
-    theirs = _named_alike({spec.name: spec for spec in base.specs}, ours)
+    called = {name: {name} for name in specs}
+    for alias, name in schema.tied.items():
+        called[name].add(alias)
+    theirs = base.named_as([*specs, *schema.tied])
     if not theirs:
         return
-    for name in sorted(ours.keys() & theirs.keys()):
-        our, their = ours[name], theirs[name]
-        # Codes in FP8 are of the same shape, and of weights that the folder may have as they were.
-        are_codes = {each.dtype in _WHOLE_VALUES or each.dtype.startswith("F8_") for each in (our, their)}
-        if our.shape != their.shape or len(are_codes) > 1:
-            raise UsageError(
-                f"{name!r} is published as {our.kind}, and the folder in files= has it as {their.kind}, so "
-                f"its {CONFIG} is that of another model; {_OTHER_FILES}"
-            )
-    more, fewer = (
-        sorted(name for name in names if not name.endswith(_SCALES))
-        for names in (ours.keys() - theirs.keys(), theirs.keys() - ours.keys())
-    )
+    for name, our in sorted(specs.items()):
+        for their in (theirs[each] for each in sorted(called[name] & theirs.keys())):
+            # Codes in FP8 are of the same shape, and of weights that the folder may have as they were.
+            are_codes = {
+                dtype in _WHOLE_VALUES or dtype.startswith("F8_") for dtype in (our.dtype, their.dtype)
+            }
+            if our.shape != their.shape or len(are_codes) > 1:
+                raise UsageError(
+                    f"{name!r} is published as {our.kind}, and the folder in files= has it as {their.kind}, "
+                    f"so its {CONFIG} is that of another model; {_OTHER_FILES}"
+                )
+    more = sorted(name for name, names in called.items() if names.isdisjoint(theirs))
+    fewer = sorted(theirs.keys() - set().union(*called.values()))
+    more, fewer = ([name for name in names if not name.endswith(_SCALES)] for names in (more, fewer))
     if more and fewer and base.unread is None:
         raise UsageError(
             f"{len(more):,} of the published tensors are not in the folder of files=, such as {more[0]!r}, "
             f"and {len(fewer):,} of its tensors are not published, such as {fewer[0]!r}: its {CONFIG} is "
-            "that of another model, or the trainer names or fuses tensors otherwise, which patchstore.mapped "
-            f"and patchstore.as_saved(model) change; {_OTHER_FILES}"
+            "that of another model, or the trainer names or fuses tensors otherwise: pass the model itself, "
+            f"and not its state_dict, or see patchstore.mapped; {_OTHER_FILES}"
         )
-
-
-def _named_alike(theirs: dict[str, TensorSpec], ours: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """Return a checkpoint's tensors as a model names them that has one module more around it, or one less.
-
-    Example: "wte.weight" of GPT-2's checkpoint is "transformer.wte.weight" in a model with a head.
-    """
-    if not theirs.keys().isdisjoint(ours):
-        return theirs
-    for name in ours:
-        prefix, _, rest = name.partition(".")
-        if rest in theirs:
-            return {f"{prefix}.{each}": spec for each, spec in theirs.items()}
-    for each in theirs:
-        prefix, _, rest = each.partition(".")
-        if rest in ours:
-            return {name.removeprefix(f"{prefix}."): spec for name, spec in theirs.items()}
-    return theirs

@@ -1,6 +1,7 @@
 """What a source offers to a publisher, and what of it this publisher publishes, as it is served."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from math import prod
 
 import torch
 
@@ -11,7 +12,7 @@ from patchstore.publish.snapshot.rounded import Given as Unrounded
 from patchstore.publish.snapshot.rounded import Measure, Rounded
 from patchstore.publish.sources import Given, Quantized, Source, Weights, changed
 from patchstore.publish.sources.cuts import Exchange
-from patchstore.publish.sources.dtypes import OWN, SOURCE, Choice, Served, is_weight
+from patchstore.publish.sources.dtypes import OWN, SOURCE, Choice, Held, Served, is_weight
 from patchstore.publish.sources.mapped import Mapped
 from patchstore.publish.sources.saved import rule_as_saved
 from patchstore.publish.sources.scales import check_scales
@@ -41,8 +42,6 @@ class Offered:
         self._stored, self._dtype, self._quantization = stored, dtype, quantization
         self._source = source
         self.given = self._weights.given
-        self.counts: dict[str, int] = {}
-        """How many elements of weights this process has of each dtype."""
         self.choices: dict[str, Choice] = {}
         """By name, in which dtype a tensor is served, and who says so."""
         self._given: Given | None = None
@@ -72,10 +71,17 @@ class Offered:
         except Exception:
             self._weights.look_for_ranks()
             raise
-        for tensor in self._given.tensors.values():
+
+    def held(self) -> Held:
+        """Return what was read, as far as it decides dtypes."""
+        assert self._given is not None
+        weights = {}
+        for key, tensor in self._given.tensors.items():
             if is_weight(tensor.dtype):
-                dtype = str(tensor.dtype)
-                self.counts[dtype] = self.counts.get(dtype, 0) + tensor.numel()
+                place = self._given.places.get(key)
+                name, shape = (key, tensor.shape) if place is None else (place.name, place.shape)
+                weights[name] = str(tensor.dtype), prod(shape)
+        return Held(weights, dict(self._given.tied))
 
     def serve(self, served: Served) -> None:
         """Choose in which dtypes tensors are served, and so what this process has to publish.
@@ -85,14 +91,18 @@ class Offered:
         """
         given, weights = self._given, self._weights
         assert given is not None and isinstance(weights, Weights)
-        aliases: dict[str, list[str]] = {}
-        for alias, name in given.tied.items():
-            aliases.setdefault(name, []).append(alias)
         choices: dict[str, Choice] = {}
+        computed: dict[str, torch.dtype] = {}
         for key, tensor in given.tensors.items():
             name = key if key not in given.places else given.places[key].name
-            names, origin = [name, *aliases.get(name, ())], weights.origins.get(name, name)
-            self.choices[name] = choices[key] = served.of(names, origin, tensor.dtype)
+            origin = weights.origins.get(name, name)
+            self.choices[name] = choices[key] = choice = served.of(name, origin, tensor.dtype)
+            # Of a tensor that is cut into several, what is computed is computed once.
+            dtype = choice.of(tensor.dtype)
+            computed[origin] = max(computed.get(origin, dtype), dtype, key=lambda each: each.itemsize)
+        weights.compute_in(computed)
+        self.untied = sorted(filter(weights.is_tied_head, self.choices.keys() - set(given.tied.values())))
+        """Output layers that checkpoints of such a model lack if they are tied, which these are not."""
         # Scales of weights that are quantised already always have more bits, so that says nothing.
         asked = {k: Choice(self._dtype) if each.why == SOURCE else each for k, each in choices.items()}
         check_scales(given.tensors, {k: each.of(given.tensors[k].dtype) for k, each in asked.items()})

@@ -18,7 +18,7 @@ from patchstore.publish.committer import Begun, Committer
 from patchstore.publish.encode import largest_delta
 from patchstore.publish.options import Resume
 from patchstore.publish.resume import open_run
-from patchstore.publish.sources.dtypes import Base, Counts
+from patchstore.publish.sources.dtypes import Held, Known
 from patchstore.signing.signers import Signer
 from patchstore.stores.base import Store
 from patchstore.stores.probe import check_create_only
@@ -54,11 +54,11 @@ class Settings:
         return asdict(self) | {"resume": str(self.resume)}
 
 
-Look = Callable[[], Counts]
-"""Returns how many elements of weights this process has in each dtype."""
-Describe = Callable[[Base, Counts], tuple[tuple[Part, ...], Mapping[str, str]]]
-"""Given the base checkpoint's dtypes, and what all processes have, returns what this one has, ascending by
-key, and further names of tensors -> those they are under."""
+Look = Callable[[], Held]
+"""Returns what this process has, before its dtypes are decided."""
+Describe = Callable[[Known], tuple[tuple[Part, ...], Mapping[str, str]]]
+"""Given what decides dtypes, returns what this process has, ascending by key, and further names of tensors ->
+those they are under."""
 CheckSchema = Callable[[Schema], dict[str, bytes]]
 """Raises if a schema cannot be published; returns the files that go into anchors."""
 
@@ -116,8 +116,8 @@ class Alone:
             describe: returns whole tensors.
         """
         self._store, self._settings, self._signer = store, settings, signer
-        counts = look()
-        self.parts, tied = describe(Base.of(base.specs), counts)
+        held = look()
+        self.parts, tied = describe(Known.of(base, [held]))
         """What this process publishes."""
         for part in self.parts:
             if not part.is_whole:
@@ -184,8 +184,8 @@ class Together:
             self._files = check_schema(schema)
 
         try:
-            found = opening.share_dtypes(self._channel, look, base)
-            self._agreed = opening.agree(self._channel, store, lambda: describe(*found), settings, check)
+            known = opening.share_dtypes(self._channel, look, base)
+            self._agreed = opening.agree(self._channel, store, lambda: describe(known), settings, check)
         except BaseException:
             self._channel.leave()
             raise

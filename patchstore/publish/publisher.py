@@ -44,7 +44,7 @@ from patchstore.publish.options import (
 )
 from patchstore.publish.pipeline import Pipeline, Publication
 from patchstore.publish.sources import Source
-from patchstore.publish.sources.dtypes import Asked, Base, Counts, DtypeLike, Served
+from patchstore.publish.sources.dtypes import Asked, DtypeLike, Held, Known, Served
 from patchstore.quantization import check_config, quantization_of
 from patchstore.signing.signers import Signer
 from patchstore.stores import opened
@@ -110,7 +110,7 @@ class Publisher:
                 Names, shapes, parts and tied tensors must stay the same; there may be other tensor objects
                 under the names at each call. The prefixes of torch.compile, DistributedDataParallel and
                 activation checkpointing are removed from names; adapters of PEFT are merged, and layers that
-                a library has quantised are dequantised. `mapped` and `as_saved` publish under other names.
+                a library has quantised are dequantised. `mapped` publishes under other names.
             dtype: the dtype in which weights are compared and served, such as torch.bfloat16 or "bfloat16",
                 but for those that must keep another one. These are: weights that the checkpoint in `files`
                 has in another dtype than most of its elements; without such a checkpoint, those that a model
@@ -260,13 +260,13 @@ class Publisher:
             )
         self._is_alone = ranks is None
 
-        def look() -> Counts:
+        def look() -> Held:
             if failure is not None:
                 raise failure
-            return offered.counts
+            return offered.held()
 
-        def describe(base: Base, counts: Counts) -> tuple[tuple[Part, ...], Mapping[str, str]]:
-            offered.serve(Served(self._asked, base, counts, offered.given))
+        def describe(known: Known) -> tuple[tuple[Part, ...], Mapping[str, str]]:
+            offered.serve(Served(self._asked, known, offered.given))
             if self._is_alone:
                 offered.join()
             return offered.parts, offered.tied
@@ -274,7 +274,7 @@ class Publisher:
         def check_schema(schema: Schema) -> dict[str, bytes]:
             found = checkpoint_files.read_folder(files)
             self._asked.check_used(schema)
-            checkpoint_files.check_fits(found, offered.given, schema, base)
+            checkpoint_files.check_fits(found, offered.given, schema, base, offered.untied)
             if self._quantization is not None:
                 return self._quantization.complete(found, schema)
             check_config(found, schema)

@@ -80,8 +80,8 @@ def open_run(
             raise SchemaMismatch(
                 f"tensor {name!r} is {'missing' if our is None else our.kind} here, and the run has "
                 f"{'none of that name' if their is None else their.kind}; a run keeps its names, shapes "
-                "and dtypes, and so its dtype= and quantization=: give those that it was begun with, or "
-                "another store"
+                "and dtypes, and so its dtype=, files= and quantization=, which decide them: give those that "
+                "it was begun with, or another store; dtype={name: dtype} says it of single tensors"
             )
     if schema.tied != header.schema.tied:
         raise SchemaMismatch(f"tensors are tied as {schema.tied}, but the run has {header.schema.tied}")

@@ -68,8 +68,8 @@ class Quantization:
         if len(spec.shape) == 3 and _FUSED.search(spec.name):
             raise SchemaMismatch(
                 f"{spec.name!r} holds the experts of a layer in one tensor, but a checkpoint in FP8 has one "
-                "tensor per expert; pass patchstore.as_saved(model), which splits them if the model's own "
-                "checkpoints do, or publish without quantization="
+                "tensor per expert; pass the model itself, whose experts are then those of its own "
+                "checkpoints, or publish without quantization="
             )
         if len(spec.shape) != 2 or spec.dtype not in {"BF16", "F16", "F32"}:
             return False

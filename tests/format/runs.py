@@ -95,6 +95,8 @@ def special_values(tensors: State) -> None:
         "F32.matrix": [-0x80000000, 0x7F800000, -0x800000, 0x7FC00001, 0x7F800001, -0x3FFFFF, 0],
         "F64.matrix": [-(1 << 63), 0x7FF << 52, -(1 << 52), (0x7FF << 52) + 1, 0, 1, -1],
     }.items():
+        if name not in tensors:
+            continue
         flat = bits(tensors[name])
         flat[:7] = torch.tensor(patterns, dtype=flat.dtype)
     tensors["F32.scalar"].copy_(torch.tensor(-0.0))
@@ -103,8 +105,11 @@ def special_values(tensors: State) -> None:
 
 def eventful(store: Store, encoding: str, dtype: torch.dtype | None) -> Run:
     """A run with everything: anchors with and without deltas, empty deltas, a trainer that went back."""
-    run = Run(tensors_of_every_dtype(), dtype)
-    with Publisher(store, run.tensors, dtype=dtype, encoding=encoding, anchor_every=4) as publisher:
+    # Random bits of float64 are mostly numbers that no narrower dtype can hold, and these are refused.
+    given = {n: each for n, each in tensors_of_every_dtype().items() if dtype is None or n[:4] != "F64."}
+    run = Run(given, dtype)
+    asked = None if dtype is None else {"*": dtype}
+    with Publisher(store, run.tensors, dtype=asked, encoding=encoding, anchor_every=4) as publisher:
         run.publish(publisher)
         run.publish(publisher, new_bits(1))
         run.publish(publisher)
@@ -113,7 +118,7 @@ def eventful(store: Store, encoding: str, dtype: torch.dtype | None) -> Run:
         run.publish(publisher, new_bits(2))
     run.go_back(3)
     options: dict[str, Any] = {
-        "dtype": dtype,
+        "dtype": asked,
         "encoding": encoding,
         "anchor_every": 5,
         "max_shard_bytes": 120_000,

@@ -67,6 +67,69 @@ def test_the_base_checkpoint_says_the_dtype_of_each_tensor(
     assert_same_bits(published(MemoryStore(), masters, files=base), expected)
 
 
+def test_a_base_checkpoint_without_the_prefix_of_the_model_says_dtypes_too(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    expected = {"proj.weight": torch.randn(64, 64).bfloat16(), "gate.bias": 34.5 + 0.14 * torch.randn(64)}
+    safetensors.save_file(expected, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    masters = {f"model.{name}": tensor.float() for name, tensor in expected.items()}
+    found = published(store, masters, files=tmp_path)
+    assert_same_bits(found, {f"model.{name}": tensor for name, tensor in expected.items()})
+
+
+def test_what_can_be_read_of_a_checkpoint_says_dtypes(
+    store: MemoryStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = {"proj.weight": torch.randn(64, 64).bfloat16(), "gate.bias": 34.5 + 0.14 * torch.randn(64)}
+    safetensors.save_file(expected, tmp_path / "model-00001-of-00002.safetensors")
+    (tmp_path / "model-00002-of-00002.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    (tmp_path / "config.json").write_text("{}")
+    masters = {name: tensor.float() for name, tensor in expected.items()}
+    with caplog.at_level(logging.WARNING, "patchstore"):
+        assert_same_bits(published(store, masters, files=tmp_path), expected)
+    assert "model-00002-of-00002.safetensors cannot be read" in caplog.text
+
+
+def test_adapters_are_merged_in_the_dtype_in_which_the_tensor_is_served(store: MemoryStore) -> None:
+    peft = pytest.importorskip("peft")
+    model = trained("DeepseekV3").bfloat16()
+    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["kv_a_proj_with_mqa"]))
+    with torch.no_grad():
+        for own, tensor in adapted.named_parameters():
+            if "lora_B" in own:
+                tensor.normal_(std=1e-3)
+    pattern = published(store, adapted, dtype={"*.kv_a_proj_with_mqa.*": "float32"})
+    assert pattern["lm_head.weight"].dtype == torch.bfloat16
+    exact = published(MemoryStore(), adapted, dtype="float32")
+    assert_same_bits({name: pattern[name]}, {name: exact[name]})
+    assert not torch.equal(pattern[name], pattern[name].bfloat16().float())
+
+
+class Stiff(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
+    """A model as code beside a checkpoint may define it: it cannot be made without memory."""
+
+    config_class = transformers.GPT2Config
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.rates = torch.ones(3).numpy().tolist()
+        self.proj = torch.nn.Linear(8, 8)
+        self.A_log = torch.nn.Parameter(torch.zeros(8, dtype=torch.float32))
+        self.post_init()
+
+
+def test_a_model_that_cannot_be_made_anew_is_named_in_the_log(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "patchstore"):
+        published(store, Stiff(transformers.GPT2Config()))
+    assert "Stiff cannot be made anew" in caplog.text
+    caplog.clear()
+    published(MemoryStore(), Stiff(transformers.GPT2Config()), dtype={"A_log": "float32"})
+
+
 def test_a_base_checkpoint_in_float32_is_served_in_bfloat16_but_for_what_the_model_keeps(
     store: MemoryStore, tmp_path: Path
 ) -> None:
@@ -203,3 +266,21 @@ def test_a_run_goes_on_with_the_dtypes_that_it_has(store: MemoryStore) -> None:
         assert publisher.publish_patch(1).result().delta.num_changed == 0  # type: ignore[union-attr]
     with pytest.raises(SchemaMismatch, match="a run keeps its names, shapes and dtypes"):
         Publisher(store, dict(model.state_dict()), resume=True)
+
+
+class Around(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
+    """A model around another one, whose constructor takes that, and which registers nothing of it."""
+
+    config_class = transformers.GPT2Config
+
+    def __init__(self, config: Any, backbone: torch.nn.Module) -> None:
+        super().__init__(config)
+        self.backbone, self.value = backbone, torch.nn.Linear(16, 1)
+
+
+def test_models_inside_of_one_that_cannot_be_made_anew_say_what_they_keep(store: MemoryStore) -> None:
+    inner = trained("Glm4Moe")
+    found = published(store, Around(transformers.GPT2Config(), inner))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert_same_bits({name: found[f"backbone.{name}"]}, {name: inner.state_dict()[name]})
+    assert found["value.weight"].dtype == torch.bfloat16

@@ -9,6 +9,7 @@ import pytest
 import saved_models
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from patchstore import Publisher
 from patchstore.errors import UsageError
@@ -147,6 +148,18 @@ def test_a_checkpoint_may_have_more_than_is_trained_or_less(store: MemoryStore, 
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_of_a_tied_model_may_have_more_than_is_trained(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    trained = qwen(tie_word_embeddings=True)
+    base = folder_of(trained, tmp_path)
+    tensors = load_file(base / "model.safetensors")
+    # As in checkpoints of GPT-2, or of models with layers that predict further tokens.
+    save_file(tensors | {"model.layers.0.attn.bias": torch.ones(4)}, base / "model.safetensors")
+    Publisher(store, trained, files=base).close()
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_of_the_model_without_its_head_may_name_tensors_without_its_prefix(
     store: MemoryStore, tmp_path: Path
 ) -> None:
@@ -178,5 +191,18 @@ def test_experts_that_a_model_fuses_have_the_names_of_the_checkpoint(
         publisher.publish_patch(0).result()
     with safe_open(base / "model.safetensors", "pt") as saved:
         assert {spec.name for spec in publisher.schema.tensors} == set(saved.keys())
-    with pytest.raises(UsageError, match=r"fuses tensors otherwise, which .* patchstore.as_saved\(model\)"):
+    with pytest.raises(UsageError, match="fuses tensors otherwise: pass the model itself"):
         Publisher(MemoryStore(), dict(model.state_dict()), files=base)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_head_of_its_own_under_a_config_that_says_tied_is_refused(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    model = qwen(tie_word_embeddings=True)
+    base = folder_of(model, tmp_path / "base")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 1.5)
+    with pytest.raises(UsageError, match=r"'lm_head.weight' is a tensor of its own"):
+        Publisher(store, model, files=base)
+    model.config.tie_word_embeddings = False
+    Publisher(store, model, files=folder_of(model, tmp_path / "untied")).close()

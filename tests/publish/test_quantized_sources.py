@@ -96,3 +96,14 @@ def test_blocks_that_do_not_divide_a_matrix_are_named(
     caplog.clear()
     Publisher(MemoryStore(), given, quantization="fp8-channel").close()
     assert not caplog.text
+
+
+def test_positions_beside_a_bias_are_no_codes(store: MemoryStore) -> None:
+    given = {
+        "a.weight": torch.randn(64, 64).bfloat16(),
+        "a.index": torch.arange(5000, dtype=torch.int32),
+        "a.bias": torch.randn(64),
+    }
+    with Publisher(store, given) as publisher:
+        publisher.publish_patch(0).result()
+    assert_served(store, given)

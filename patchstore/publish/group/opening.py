@@ -4,7 +4,6 @@ import base64
 import json
 import secrets
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from patchstore.publish.group import ownership
 from patchstore.publish.group.channel import Channel, Message
 from patchstore.publish.group.ownership import File, Plan, Share
 from patchstore.publish.group.report import add, by_name
-from patchstore.publish.sources.dtypes import Base, Counts
+from patchstore.publish.sources.dtypes import Held, Known
 from patchstore.stores.base import Store
 from patchstore.stores.probe import check_create_only
 
@@ -53,28 +52,32 @@ class Run(NamedTuple):
     """On the leader alone."""
 
 
-def share_dtypes(channel: Channel, count: Callable[[], Counts], base: BaseCheckpoint) -> tuple[Base, Counts]:
-    """Tell all ranks which dtypes the base checkpoint has, which the leader reads, and what all ranks have.
+def share_dtypes(channel: Channel, look: Callable[[], Held], base: BaseCheckpoint) -> Known:
+    """Tell all ranks what decides dtypes: of the base checkpoint, which the leader reads, and of all ranks.
 
     Args:
-        count: returns how many elements this rank has of each dtype.
+        look: returns what this rank has.
 
     Raises:
-        RankFailed, and what `count` raises.
+        RankFailed, and what `look` raises.
     """
 
     def conclude(reports: list[Message]) -> Message:
-        total = Counter[str]()
-        for report in reports:
-            total.update(report["counts"])
-        found = Base.of(base.specs)
-        # Tens of thousands of names, to hundreds of ranks.
-        names = zlib.compress(json.dumps(dict(found.dtypes)).encode())
-        return {"counts": dict(total), "base": base64.b64encode(names).decode(), "default": found.default}
+        return {
+            "known": _packed(asdict(Known.of(base, [Held(*_unpacked(each["held"])) for each in reports])))
+        }
 
-    told = channel.round("say what they have", lambda: {"counts": dict(count())}, conclude)
-    names = json.loads(zlib.decompress(base64.b64decode(told["base"])))
-    return Base(names, told["default"]), told["counts"]
+    told = channel.round("say what they have", lambda: {"held": _packed(look())}, conclude)
+    return Known(**_unpacked(told["known"]))
+
+
+def _packed(value: Any) -> str:
+    """Return JSON in few bytes: there are tens of thousands of names, and hundreds of ranks."""
+    return base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
+
+
+def _unpacked(text: str) -> Any:
+    return json.loads(zlib.decompress(base64.b64decode(text)))
 
 
 def agree(

@@ -9,7 +9,7 @@ import copy
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from patchstore.errors import UsageError
-from patchstore.format.records import Schema, TensorSpec
-from patchstore.publish.sources.names import Names
+from patchstore.format.records import Schema
+from patchstore.publish.base_checkpoint import BaseCheckpoint
+from patchstore.publish.sources.names import Names, without_engine
 from patchstore.tensors.bits import TORCH_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,11 @@ class Asked:
             raise UsageError(f"dtype must map patterns of tensors' names to dtypes, not {value!r:.200}")
         return cls(torch.bfloat16, tuple((pattern, _dtype_of(each)) for pattern, each in value.items()))
 
+    @property
+    def usual(self) -> torch.dtype | None:
+        """The dtype of most tensors, for a config; None if that is not known."""
+        return dict(self.patterns).get("*", self.default)
+
     def __str__(self) -> str:
         return ", ".join([*(f"{pattern}: {dtype}" for pattern, dtype in self.patterns), str(self.default)])
 
@@ -93,28 +99,50 @@ def _dtype_of(value: Any) -> torch.dtype | None:
     return found
 
 
-Counts = Mapping[str, int]
-"""How many elements of weights there are of each dtype, by what `str` says of it."""
+class Held(NamedTuple):
+    """What a process has of a source, as far as that decides dtypes."""
+
+    weights: Mapping[str, tuple[str, int]]
+    """By name: the dtype, as `str` says it, and the elements of the whole tensor. No integers, no codes."""
+    tied: Mapping[str, str]
+    """Further names of tensors -> those that they are under."""
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """The dtypes of the weights in the base checkpoint."""
+class Known:
+    """What decides dtypes beside the user and the model, the same in all processes that publish together."""
 
-    dtypes: Mapping[str, str]
-    """By name, as safetensors names them."""
-    default: str = ""
-    """The one that most elements have."""
+    base: Mapping[str, str]
+    """Dtypes of the base checkpoint's weights, as safetensors names them, by the names that are published."""
+    base_default: str
+    """The dtype that most elements of the base checkpoint have."""
+    most_bytes: int
+    """Bytes of an element, of those of which the source has most."""
+    aliases: Mapping[str, Sequence[str]]
+    """Further names of tensors."""
 
     @classmethod
-    def of(cls, specs: Iterable[TensorSpec]) -> Self:
-        dtypes: dict[str, str] = {}
-        counts = Counter[str]()
-        for spec in specs:
+    def of(cls, base: BaseCheckpoint, held: Sequence[Held]) -> Self:
+        """Join what is known.
+
+        Args:
+            held: of all processes; a tensor of which several have something counts once.
+        """
+        weights = {name: each for its in held for name, each in its.weights.items()}
+        sizes, counts = Counter[int](), Counter[str]()
+        for dtype, num in weights.values():
+            sizes[getattr(torch, dtype.removeprefix("torch.")).itemsize] += num
+        aliases: dict[str, list[str]] = {}
+        for alias, name in sorted({each for its in held for each in its.tied.items()}):
+            aliases.setdefault(name, []).append(alias)
+        dtypes = {}
+        for name, spec in base.named_as([*weights, *(each for its in held for each in its.tied)]).items():
             if is_weight(TORCH_DTYPES[spec.dtype]):
-                dtypes[spec.name] = spec.dtype
+                dtypes[name] = spec.dtype
                 counts[spec.dtype] += spec.num_elements
-        return cls(dtypes, max(counts, key=lambda dtype: counts[dtype], default=""))
+        # Where two have as many elements, nothing is wider on purpose.
+        most_bytes = max(sizes, key=lambda size: (sizes[size], size), default=8)
+        return cls(dtypes, max(counts, key=lambda each: counts[each], default=""), most_bytes, aliases)
 
 
 class Choice(NamedTuple):
@@ -143,89 +171,84 @@ class Served:
     and some is wider. All else is served in the user's dtype.
     """
 
-    def __init__(
-        self,
-        asked: Asked,
-        base: Base,
-        counts: Counts,
-        source: object,
-    ) -> None:
+    def __init__(self, asked: Asked, known: Known, source: object) -> None:
         """Look at nothing yet.
 
         Args:
-            counts: of the source, on all ranks.
             source: a model may say what it keeps in float32; that is asked once a tensor needs it.
         """
-        self._asked, self._base, self._source = asked, base, source
-        # Where two have as many elements, nothing is wider on purpose.
-        sizes = {getattr(torch, name.removeprefix("torch.")).itemsize: num for name, num in counts.items()}
-        self._most_bytes = max(sizes, key=lambda size: (sizes[size], size), default=8)
-        self._kept: Mapping[str, torch.dtype] | None = None
+        self._asked, self._known, self._source = asked, known, source
+        self._kept: Kept | None = None
 
-    def of(self, names: Sequence[str], origin: str, own: torch.dtype) -> Choice:
+    def of(self, name: str, origin: str, own: torch.dtype) -> Choice:
         """Return in which dtype a tensor is served.
 
         Args:
-            names: under which it is published, that it is stored under first.
+            name: that it is stored under.
             origin: what the model calls it.
             own: its dtype in the source.
         """
-        default = self._asked.default
+        default, base = self._asked.default, self._known.base
+        names = [name, *self._known.aliases.get(name, ())]
         for pattern, asked in self._asked.patterns:
-            if any(fnmatchcase(name, pattern) for name in names):
+            if any(fnmatchcase(each, pattern) for each in names):
                 return Choice(asked, "dtype=")
         if default is None or not is_weight(own):
             return OWN
-        based = next((self._base.dtypes[name] for name in names if name in self._base.dtypes), None)
-        if based is not None and based != self._base.default:
+        based = next((base[each] for each in names if each in base), None)
+        if based is not None and based != self._known.base_default:
             return Choice(TORCH_DTYPES[based], "files=")
         # A checkpoint in float32 has also that in float32 which is served in fewer bits.
         if based is not None and TORCH_DTYPES[based].itemsize <= default.itemsize:
             return Choice(default)
         if own.itemsize > default.itemsize and (kept := self._kept_by_model(origin)) is not None:
             return Choice(kept, "the model")
-        if own.itemsize > self._most_bytes <= default.itemsize:
+        if own.itemsize > self._known.most_bytes <= default.itemsize:
             return Choice(own, SOURCE)
         return Choice(default)
 
     def _kept_by_model(self, origin: str) -> torch.dtype | None:
         if self._kept is None:
-            self._kept = kept_by_models(self._source, self._asked.default)
-        if not self._kept:
-            return None
-        # The model may be inside of another one, under some name.
-        while origin not in self._kept and "." in origin:
-            origin = origin.partition(".")[2]
-        return self._kept.get(origin)
+            self._kept = Kept(self._source, self._asked.default)
+        return self._kept.of(origin)
 
 
-def kept_by_models(source: object, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return which tensors models of transformers have in another dtype than one in which they are loaded.
+class Kept:
+    """Which tensors models of transformers have in another dtype than one of 16 bits that they are loaded in.
 
     A model is made anew without memory, as `from_pretrained(dtype=...)` makes it: some parameters have a
     dtype of their own. Others are named by `_keep_in_fp32_modules_strict`, and for float16 by
     `_keep_in_fp32_modules`.
-
-    Returns:
-        By the names of the innermost model's tensors.
     """
-    found: dict[str, torch.dtype] = {}
-    if not isinstance(source, torch.nn.Module) or dtype not in {torch.bfloat16, torch.float16}:
-        return found
-    outermost = ""
-    for path, module in source.named_modules():
-        is_inside = outermost and path.startswith(outermost)
-        if is_inside or not any(each.__name__ == "PreTrainedModel" for each in type(module).__mro__):
-            continue
-        outermost = f"{path}." if path else "."
-        kept, names = re.compile("|".join(_patterns(module, dtype)) or r"(?!)"), Names(module)
-        for given, own in _dtypes_when_loaded(module, dtype):
-            name = names.of(given)
-            if is_weight(each := torch.float32 if kept.search(name) else own) and each != dtype:
-                found[name] = each
-        if not path:
-            break
-    return found
+
+    def __init__(self, source: object, dtype: torch.dtype | None) -> None:
+        self._made: dict[str, torch.dtype] = {}
+        """By the names of the source's tensors."""
+        self._named: list[tuple[str, re.Pattern[str]]] = []
+        """Beginnings of names, and what models say of the rest."""
+        if not isinstance(source, torch.nn.Module) or dtype not in {torch.bfloat16, torch.float16}:
+            return
+        model = without_engine(source)
+        names, made = Names(model), list[str]()
+        for path, module in model.named_modules():
+            if not any(each.__name__ == "PreTrainedModel" for each in type(module).__mro__):
+                continue
+            # One more part, as a name never ends in that of a wrapper.
+            start = names.of(f"{path}.x" if path else "x").removesuffix("x")
+            if said := _patterns(module, dtype):
+                self._named.append((start, re.compile("|".join(said))))
+            if not any(path.startswith(each) for each in made):
+                found = _dtypes_when_loaded(module, dtype)
+                if found is not None:
+                    made.append(f"{path}." if path else "")
+                    self._made |= {start + n: each for n, each in found.items() if each != dtype}
+
+    def of(self, name: str) -> torch.dtype | None:
+        """Return the dtype that a model keeps a tensor in; None if that is the one of the others."""
+        for start, said in self._named:
+            if name.startswith(start) and said.search(name.removeprefix(start)):
+                return torch.float32
+        return self._made.get(name)
 
 
 def _patterns(model: Any, dtype: torch.dtype) -> list[str]:
@@ -236,17 +259,21 @@ def _patterns(model: Any, dtype: torch.dtype) -> list[str]:
     return [f"(?:{each.replace('*', '.*')})" for each in said]
 
 
-def _dtypes_when_loaded(model: Any, dtype: torch.dtype) -> list[tuple[str, torch.dtype]]:
-    """Return the names of a model's tensors, and which dtypes they have before weights are loaded in one."""
+def _dtypes_when_loaded(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype] | None:
+    """Return the dtypes of a model's weights before they are loaded; None if it cannot be made anew."""
     # FSDP2 makes a class of its own of a model's.
     kind = next(each for each in type(model).__mro__ if not each.__name__.startswith("FSDP"))
     try:
         with _default_dtype(dtype), torch.random.fork_rng(devices=[]), torch.device("meta"):
             state = kind(copy.deepcopy(model.config)).state_dict()
-        return [(name, tensor.dtype) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)]
+        return {n: each.dtype for n, each in state.items() if is_weight(getattr(each, "dtype", torch.bool))}
     except Exception as exc:  # noqa: BLE001 -- code of any model; the names that it keeps are known without
-        logger.debug("%s cannot be made anew: %s", kind.__name__, exc)
-        return [(name, dtype) for name in model.state_dict()]
+        logger.warning(
+            "%s cannot be made anew (%s), so it is not known which parameters it makes in float32; files= "
+            "with a checkpoint, or dtype= by name, says so",
+            *(kind.__name__, exc),
+        )
+        return None
 
 
 @contextmanager

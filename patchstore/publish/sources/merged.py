@@ -14,7 +14,7 @@ import copy
 import logging
 import sys
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +98,8 @@ class Merged:
             SchemaMismatch: see `Names`.
         """
         self._model, self._stored, self._dtype = model, stored, dtype
+        self.served: Mapping[str, torch.dtype] = {}
+        """In which dtype each tensor is served; `dtype` for others."""
         self._names = Names(model)
         self._saved = Saved(model, self._names.of)
         self.tied: dict[str, str] = {}
@@ -205,10 +207,10 @@ class Merged:
                 if lost is not None:
                     wide = copy.deepcopy(wrapper)
                     before = {name: each.clone() for name, each in _inside(wide)[0].state_dict().items()}
-                    _widen(wide, torch.float32)
+                    _widen(wide, lambda _: torch.float32)
                     exact = _left_of(wide).state_dict()
                     del wide
-                _widen(wrapper, self._dtype)
+                _widen(wrapper, lambda own: self._served(self._names.of(path + own)))
                 merged = _left_of(wrapper).state_dict()
             except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as exc:
                 where = self._names.of(f"{path}weight").removesuffix(".weight")
@@ -220,7 +222,8 @@ class Merged:
             )
         for own, tensor in merged.items():
             if lost is not None:
-                lost.add(names[own], before[own], tensor, exact[own])
+                served = self._served(names[own]) or tensor.dtype
+                lost.add(names[own], served, before[own], tensor, exact[own])
             yield names[own], tensor
 
     def _measures(self) -> "_Lost | None":
@@ -231,22 +234,32 @@ class Merged:
         # The first pass shows what there is, and the second one is the snapshot.
         if is_other or not 1 < self._num_passes <= _NUM_MEASURED or len(self._said) == _NUM_LOGGED:
             return None
-        return _Lost(self._dtype)
+        return _Lost()
+
+    def _served(self, name: str) -> torch.dtype | None:
+        return self.served.get(name, self._dtype)
 
 
 class _Lost:
     """How much of what adapters add is lost where the sums are rounded."""
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self._dtype = self._served = dtype
+    def __init__(self) -> None:
+        self._served: set[str] = set()
         self._added = self._lost = self._worst = 0.0
         self._name = ""
 
-    def add(self, name: str, before: torch.Tensor, merged: torch.Tensor, exact: torch.Tensor) -> None:
-        """Compare a tensor before and after the merge with the sum in float32."""
+    def add(
+        self,
+        name: str,
+        served: torch.dtype,
+        before: torch.Tensor,
+        merged: torch.Tensor,
+        exact: torch.Tensor,
+    ) -> None:
+        """Compare a tensor before and after the merge, as it is served, with the sum in float32."""
         if not merged.is_floating_point():
             return
-        self._served = served = self._dtype or merged.dtype
+        self._served.add(str(served))
         added = exact.float() - before.float()
         lost = merged.to(served).float() - before.to(served).float() - added
         size, error = float(added.norm()), float(lost.norm())
@@ -264,7 +277,8 @@ class _Lost:
         if not self._worst:
             return ""
         return (
-            f"what adapters add to the weights is published in {self._served} with a relative error of "
+            f"what adapters add to the weights is published in {', '.join(sorted(self._served))} with a "
+            "relative error of "
             f"{self.overall:.2g} over all layers, at worst {self._worst:.2g} in {self._name!r}: it is "
             "rounded together with the weights, which are larger. The error falls as adapters learn; "
             "dtype=torch.float32 avoids it, in twice the bytes"
@@ -410,6 +424,9 @@ def _copied(path: str, wrapper: Any) -> Any:
             module.__class__ = _of_plain_layers(path, module)
             # Not all classes for quantised layers have it, and none of these is transposed.
             vars(module).setdefault("fan_in_fan_out", False)
+            if "quantization_backend" in vars(module):
+                # Other kinds of adapters have one class for all layers, and this decodes for them.
+                module.quantization_backend = None
     return copied
 
 
@@ -438,13 +455,16 @@ def _of_plain_layers(path: str, wrapper: torch.nn.Module) -> type[torch.nn.Modul
     return found[0]
 
 
-def _widen(wrapper: Any, dtype: torch.dtype | None) -> None:
-    """Have adapters merged in a dtype with more bits than the weights have."""
-    if dtype is None:
-        return
+def _widen(wrapper: Any, dtype_of: Callable[[str], torch.dtype | None]) -> None:
+    """Have adapters merged in dtypes with more bits than the weights have.
+
+    Args:
+        dtype_of: returns the dtype of a tensor, by the name that the adapted module has for it.
+    """
     inner: torch.nn.Module = _inside(wrapper)[0]
-    for each in (*inner.parameters(), *inner.buffers()):
-        if each.is_floating_point() and each.element_size() < dtype.itemsize:
+    for own, each in (*inner.named_parameters(), *inner.named_buffers()):
+        dtype = dtype_of(own)
+        if dtype is not None and each.is_floating_point() and each.element_size() < dtype.itemsize:
             each.data = each.data.to(dtype)
 
 

@@ -118,6 +118,13 @@ def look_into(model: torch.nn.Module) -> list[tuple[str, str]]:
     return sorted(found, key=lambda each: len(each[0]), reverse=True)
 
 
+def without_engine(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside of DeepSpeed's engine; other models as they are."""
+    while any(each.__name__ == "DeepSpeedEngine" for each in type(model).__mro__):
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
 def is_of_peft(module: torch.nn.Module) -> bool:
     """Whether PEFT put this module into a model, or around it."""
     return any(each.__module__.partition(".")[0] == "peft" for each in type(module).__mro__)

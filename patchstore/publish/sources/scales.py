@@ -36,11 +36,14 @@ def check_scales(tensors: Mapping[str, torch.Tensor], served: Mapping[str, torch
         UsageError: a number that belongs to codes would be served in another dtype than it has.
     """
     names = {key.partition("\t")[0] for key in tensors}
+    scaled = {_module(name) for name in names if is_scale(name.rpartition(".")[2])}
     codes = {module: (module, math.inf) for module in map(_module, names) if module and module in names}
     for key, tensor in tensors.items():
         name = key.partition("\t")[0]
         module = _module(name)
-        if module and holds_codes(tensor) and codes.get(module, ("", 0))[1] < tensor.numel():
+        # Positions and counts are integers of 32 bits too; codes have scales beside them.
+        is_coded = holds_codes(tensor) and (tensor.dtype.itemsize == 1 or module in scaled)
+        if module and is_coded and codes.get(module, ("", 0))[1] < tensor.numel():
             codes[module] = name, tensor.numel()
     for key, tensor in tensors.items() if codes else ():
         name = key.partition("\t")[0]

@@ -7,6 +7,7 @@ one tensor only if they are the same view of the same storage.
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -29,8 +30,17 @@ class Saved:
             named: returns what a name of the model's is called here.
         """
         self._patterns: list[re.Pattern[str]] = []
-        modules = source.named_modules() if isinstance(source, torch.nn.Module) else ()
-        for path, module in modules:
+        heads = set[int]()
+        self.heads = set[str]()
+        """Names of the weights of output layers."""
+        modules = dict(source.named_modules()) if isinstance(source, torch.nn.Module) else {}
+        for module in modules.values():
+            if callable(getattr(type(module), "get_output_embeddings", None)):
+                with suppress(AttributeError, NotImplementedError):
+                    heads.add(id(module.get_output_embeddings()))  # type: ignore[operator]
+        for path, module in modules.items():
+            if id(module) in heads:
+                self.heads.add(named(f"{path}.weight"))
             given = getattr(module, "_tied_weights_keys", None)
             # transformers 4 has a list of them, and later releases a mapping to the names that are kept.
             for pattern in given if isinstance(given, Mapping | list | tuple | set) else ():

@@ -12,7 +12,7 @@ from patchstore.publish.sources.dequantised import check_decodable
 from patchstore.publish.sources.dtensors import Layout, is_sharded, local_of, ranks_of
 from patchstore.publish.sources.mapped import Applied, Mapped
 from patchstore.publish.sources.merged import Merged, is_computed
-from patchstore.publish.sources.names import EXTRA_STATE, Names, check_all
+from patchstore.publish.sources.names import EXTRA_STATE, Names, check_all, without_engine
 from patchstore.publish.sources.pieces import LocalPart, Piece, whole
 from patchstore.publish.sources.plain import class_of, plain
 from patchstore.publish.sources.ties import Saved, each_once
@@ -129,6 +129,16 @@ class Weights:
                     keys[name] = key
             self._unmoved.remember(items, keys)
         return given
+
+    def is_tied_head(self, name: str) -> bool:
+        """Whether this is an output layer that the model declares to be tied."""
+        origin = self.origins.get(name, name)
+        return origin in self._saved.heads and self._saved.leaves_out(origin)
+
+    def compute_in(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Say in which dtypes tensors are served, by the source's names: what is computed has their bits."""
+        if isinstance(self._source, Merged):
+            self._source.served = dtypes
 
     def forget(self) -> None:
         """Have the next `read` work out again what tensors are: those of the last one were refused."""
@@ -344,9 +354,7 @@ def _model(model: torch.nn.Module, stored: Collection[str], dtype: torch.dtype |
     Raises:
         SchemaMismatch: it has codes that nothing can decode, and they are not published as they are.
     """
-    inner: torch.nn.Module = model
-    while any(each.__name__ == "DeepSpeedEngine" for each in type(inner).__mro__):
-        inner = inner.module  # type: ignore[assignment]
+    inner = without_engine(model)
     for path, module in inner.named_modules() if dtype is not None else ():
         check_decodable(f"{path}." if path else "", module)
     return Merged(inner, stored, dtype) if is_computed(inner) else inner
