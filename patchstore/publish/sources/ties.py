@@ -37,7 +37,7 @@ class Saved:
         for module in modules.values():
             if callable(getattr(type(module), "get_output_embeddings", None)):
                 with suppress(AttributeError, NotImplementedError):
-                    heads.add(id(module.get_output_embeddings()))  # type: ignore[operator]
+                    heads.add(id(module.get_output_embeddings()))
         for path, module in modules.items():
             if id(module) in heads:
                 self.heads.add(named(f"{path}.weight"))
