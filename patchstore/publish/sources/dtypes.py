@@ -20,7 +20,7 @@ import torch
 from patchstore.errors import UsageError
 from patchstore.format.records import Schema
 from patchstore.publish.base_checkpoint import BaseCheckpoint
-from patchstore.publish.sources.names import Names, without_engine
+from patchstore.publish.sources.names import models_of_transformers, without_engine
 from patchstore.tensors.bits import TORCH_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -228,17 +228,12 @@ class Kept:
         """Beginnings of names, and what models say of the rest."""
         if not isinstance(source, torch.nn.Module) or dtype not in {torch.bfloat16, torch.float16}:
             return
-        model = without_engine(source)
-        names, made = Names(model), list[str]()
-        for path, module in model.named_modules():
-            if not any(each.__name__ == "PreTrainedModel" for each in type(module).__mro__):
-                continue
-            # One more part, as a name never ends in that of a wrapper.
-            start = names.of(f"{path}.x" if path else "x").removesuffix("x")
-            if said := _patterns(module, dtype):
+        made: list[str] = []
+        for path, start, model in models_of_transformers(without_engine(source)):
+            if said := _patterns(model, dtype):
                 self._named.append((start, re.compile("|".join(said))))
-            if not any(path.startswith(each) for each in made):
-                found = _dtypes_when_loaded(module, dtype)
+            if not path.startswith(tuple(made)):
+                found = _dtypes_when_loaded(model, dtype)
                 if found is not None:
                     made.append(f"{path}." if path else "")
                     self._made |= {start + n: each for n, each in found.items() if each != dtype}

@@ -1,6 +1,7 @@
 """Names of tensors as servers know them: without what wrappers of models add."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -123,6 +124,25 @@ def without_engine(model: torch.nn.Module) -> torch.nn.Module:
     while any(each.__name__ == "DeepSpeedEngine" for each in type(model).__mro__):
         model = model.module  # type: ignore[assignment]
     return model
+
+
+class Found(NamedTuple):
+    """A model of transformers, perhaps in another one or in wrappers."""
+
+    path: str
+    """Of the module in the source."""
+    start: str
+    """What names that are published of it begin with."""
+    model: Any
+
+
+def models_of_transformers(model: torch.nn.Module) -> Iterator[Found]:
+    """Yield models of transformers, the outer ones before those in them."""
+    names = Names(model)
+    for path, module in model.named_modules():
+        if any(each.__name__ == "PreTrainedModel" for each in type(module).__mro__):
+            # With one more part, as no name ends in that of a wrapper.
+            yield Found(path, names.of(f"{path}.x" if path else "x").removesuffix("x"), module)
 
 
 def is_of_peft(module: torch.nn.Module) -> bool:

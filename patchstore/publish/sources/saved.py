@@ -6,19 +6,31 @@ elements.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.publish.sources.mapped import Mapped, Rule
-from patchstore.publish.sources.names import child_of_peft
+from patchstore.publish.sources.names import models_of_transformers, without_engine
 from patchstore.publish.sources.pieces import LocalPart
 from patchstore.publish.sources.plain import class_of
 from patchstore.publish.sources.weights import Given, Weights
 
 _COPIES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.contiguous, torch.Tensor.clone})
+
+
+class _Said(NamedTuple):
+    """A checkpoint tensor that has something of a model's tensor."""
+
+    name: str
+    view: torch.Tensor
+    """Of the model's tensor."""
+    shape: tuple[int, ...]
+    """Of the checkpoint tensor."""
+    start: tuple[int, ...]
+    """Where the view begins there."""
 
 
 def as_saved(model: torch.nn.Module) -> Mapped | torch.nn.Module:
@@ -51,16 +63,20 @@ def rule_as_saved(model: torch.nn.Module, read: Given) -> Rule | None:
     Raises:
         SchemaMismatch: see `as_saved`.
     """
-    inner = of_transformers(model)
-    if inner is None:
-        return None
     given = {}
     for key, tensor in read.tensors.items():
         place = read.places.get(key)
         name, shape = (key, tuple(tensor.shape)) if place is None else (place.name, place.shape)
         given[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
     given |= {alias: torch.empty_like(given[name]) for alias, name in read.tied.items() if name in given}
-    found = _converted(inner, given)
+    found: dict[str, list[_Said]] = {}
+    outer: list[str] = []
+    for path, start, inner in models_of_transformers(without_engine(model)):
+        if not path.startswith(tuple(outer)):
+            outer.append(f"{path}." if path else "")
+            own = {n.removeprefix(start): each for n, each in given.items() if n.startswith(start)}
+            for name, said in _converted(inner, own).items():
+                found[start + name] = [each._replace(name=start + each.name) for each in said]
     if not found:
         return None
 
@@ -76,14 +92,8 @@ def rule_as_saved(model: torch.nn.Module, read: Given) -> Rule | None:
 
 
 def of_transformers(model: torch.nn.Module) -> Any:
-    """Return the PreTrainedModel inside of wrappers; None if there is none."""
-    inner: Any = model
-    while isinstance(inner, torch.nn.Module):
-        if any(each.__name__ == "PreTrainedModel" for each in type(inner).__mro__):
-            return inner
-        names = (child_of_peft(inner), "module", "_orig_mod")
-        inner = next((inner._modules[name] for name in names if name in inner._modules), None)
-    return None
+    """Return the outermost model of transformers in a model; None if there is none."""
+    return next((each.model for each in models_of_transformers(without_engine(model))), None)
 
 
 class _Views(TorchFunctionMode):
@@ -117,15 +127,12 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _converted(
-    model: Any, given: Mapping[str, torch.Tensor]
-) -> dict[str, list[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]]:
+def _converted(model: Any, given: Mapping[str, torch.Tensor]) -> dict[str, list[_Said]]:
     """Have transformers convert tensors without elements.
 
     Returns:
-        By the name of a given tensor, the checkpoint tensors that have something of it: name, a view of the
-        given tensor, shape of the checkpoint tensor, and where the view begins there. A tensor that keeps its
-        name and shape is left out.
+        By the name of a given tensor, the checkpoint tensors that have something of it. A tensor that keeps
+        its name and shape is left out.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -135,12 +142,12 @@ def _converted(
     with _Views() as seen:
         converted = revert_weight_conversion(model, dict(given))
     names = {_storage(tensor): name for name, tensor in given.items()}
-    found: dict[str, list[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]] = {}
+    found: dict[str, list[_Said]] = {}
 
     def add(new: str, view: torch.Tensor, shape: tuple[int, ...], start: tuple[int, ...]) -> None:
         storage = _storage(view)
         if storage in names:
-            found.setdefault(names[storage], []).append((new, view, shape, start))
+            found.setdefault(names[storage], []).append(_Said(new, view, shape, start))
             return
         whole, parts = seen.joined.get(storage, (None, []))
         if whole is None or (whole.shape, whole.stride()) != (view.shape, view.stride()):
@@ -156,5 +163,5 @@ def _converted(
     return {
         name: said
         for name, said in found.items()
-        if [(new, shape) for new, _, shape, _ in said] != [(name, tuple(given[name].shape))]
+        if [(each.name, each.shape) for each in said] != [(name, tuple(given[name].shape))]
     }
