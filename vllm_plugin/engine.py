@@ -154,14 +154,13 @@ class DeltaWeightTransferEngine(RankEngine):
             updater.store.url,
             "no version of it" if held is None else f"version {held.version}",
         )
-        wider = updater.map.wider
-        if 0 < len(wider) < len(updater.header.schema.tensors) / 2:
+        if updater.map.is_widened_apart:
             logger.warning(
                 "this model keeps %d tensors in more bits than the run stores, so the trainer's steps may be "
                 "lost in them: %s. Publish these as they are in the model's checkpoint: give Publisher its "
                 'folder as files=, or dtype={"NAME": "float32"}',
-                len(wider),
-                alike(wider),
+                len(updater.map.wider),
+                alike(updater.map.wider),
             )
         if self._serving.is_calculated:
             logger.warning(

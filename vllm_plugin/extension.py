@@ -247,7 +247,7 @@ def _map(updater: Updater) -> dict[str, Any]:
     """Summarise where weights go: number of `runtimes` (pieces of memory), of names that are `mapped`,
     `computed` (loaded in full by vLLM's loader), `partial` (held in part), `absent` (of no use here) and
     `wider` (served in more bits than the run stores), each with some of those, and whether the map
-    `is_proved` by weights that vLLM itself had loaded.
+    `is_proved` by weights that vLLM itself had loaded. `widened_apart` lists what is wider where most is not.
     """
     mapped = updater.map
     kinds = {
@@ -261,6 +261,6 @@ def _map(updater: Updater) -> dict[str, Any]:
         "mapped": len(mapped.proved),
         **{f"num_{kind}": len(names) for kind, names in kinds.items()},
         **{kind: sorted(names)[:20] for kind, names in kinds.items()},
-        "wider_names": alike(mapped.wider),
+        "widened_apart": alike(mapped.wider) if mapped.is_widened_apart else "",
         "is_proved": updater.weights.is_map_proved,
     }

@@ -103,6 +103,9 @@ class WeightMap:
         """Names that no rank has a use for, such as a vision tower that is switched off."""
         self.wider = frozenset(self._wider())
         """Names of which this rank serves each element in more bits than the run stores."""
+        # A server with --dtype float32 widens all of them, and that is meant.
+        self.is_widened_apart = 0 < len(self.wider) < len(schema.tensors) / 2
+        """Whether these are some among others, so that the run may have lost what the model keeps."""
         self.aliases: Mapping[str, tuple[str, str]] = dict(self._aliases())
         """Names of memory that this rank loads from another name too -> what the model calls that memory, and
         the other name."""

@@ -177,12 +177,12 @@ def _tensors(server: Server) -> Iterator[Finding]:
     taken = f"its model takes all {len(header.schema.tensors):,} tensors of the run"
     if status.initialised and status.run_id == header.run_id:
         # Opening the store traced the model's loader, and would have failed for a name or a shape.
-        mapped = status.ranks[0].get("map") or {}
-        yield server.finding("tensors", taken + _use(mapped))
-        if 0 < mapped.get("num_wider", 0) < len(header.schema.tensors) / 2:
+        yield server.finding("tensors", taken + _use(status.ranks[0].get("map") or {}))
+        wider = {(rank.get("map") or {}).get("widened_apart", "") for rank in status.ranks} - {""}
+        if wider:
             found = (
-                f"serves {mapped['num_wider']:,} tensors in more bits than the run stores, so steps of the "
-                f"trainer may be lost in them: {mapped['wider_names']}"
+                "serves some tensors in more bits than the run stores, so steps of the trainer may be lost "
+                f"in them: {'; '.join(sorted(wider))}"
             )
             yield server.finding("tensors-wider", found, _WIDER)
         return

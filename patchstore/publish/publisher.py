@@ -253,11 +253,6 @@ class Publisher:
             failure = failure or exc
         ranks = ranks_that_publish(group, offered.ranks)
         base = BaseCheckpoint(files)
-        if base.unread is not None:
-            logger.warning(
-                "the weights in files= say in which dtype tensors are served, as far as they can be read: %s",
-                base.unread,
-            )
         self._is_alone = ranks is None
 
         def look() -> Held:

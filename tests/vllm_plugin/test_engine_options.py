@@ -53,8 +53,9 @@ def test_the_status_tells_weights_that_another_dtype_widens_from_those_that_it_r
 def test_the_status_names_each_weight_that_the_model_has_in_more_bits_than_the_run(found):
     mapped = found["rounded"]["2"]["map"]
     assert mapped["wider"] == ["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert mapped["num_wider"] == 1
+    assert (mapped["num_wider"], mapped["widened_apart"]) == (1, mapped["wider"][0].replace("1", "*"))
     assert found["float32"]["2"]["map"]["num_wider"] == 25
+    assert found["float32"]["2"]["map"]["widened_apart"] == ""
     assert found["float16"]["2"]["map"]["num_wider"] == 0
 
 

@@ -128,6 +128,11 @@ class Known:
         Args:
             held: of all processes; a tensor of which several have something counts once.
         """
+        if base.unread is not None:
+            logger.warning(
+                "the weights in files= say in which dtype tensors are served, as far as they can be read: %s",
+                base.unread,
+            )
         weights = {name: each for its in held for name, each in its.weights.items()}
         sizes, counts = Counter[int](), Counter[str]()
         for dtype, num in weights.values():

@@ -266,7 +266,8 @@ class Weights:
             found: list[tuple[str, list[Piece]]] = [(name, pieces)]
             for rule in rules:
                 found = [each for name, pieces in found for each in rule.to(name, pieces)]
-            self.origins |= {new: name for new, _ in found}
+            for new, _ in found:
+                self.origins.setdefault(new, name)
             yield from found
 
     def _of_value(self, name: str, value: Any) -> list[Piece]:
