@@ -204,6 +204,25 @@ def test_without_a_dtype_dequantised_weights_have_that_of_the_layer(
     assert_same_bits(published(store, model, dtype=None), dict(dequantised(model).state_dict()))
 
 
+@pytest.mark.parametrize("name", ["VeraConfig", "OFTConfig", "BOFTConfig", "MissConfig"])
+@pytest.mark.parametrize("kind", ["nf4, twice", "int8"])
+def test_adapters_of_kinds_that_have_one_class_for_all_layers_are_merged(
+    store: MemoryStore, folder: Path, kind: str, name: str
+) -> None:
+    sizes = {"VeraConfig": {"r": 4}, "MissConfig": {"r": 4}, "OFTConfig": {"oft_block_size": 8, "r": 0}}
+    given = sizes.get(name, {"boft_block_size": 8})
+    config = getattr(peft, name)(target_modules=["q_proj"], task_type="CAUSAL_LM", **given)
+    model, weight = load(folder, kind), "model.layers.0.self_attn.q_proj.weight"
+    plain = dequantised(model)
+    before = plain.state_dict()[weight].float().clone()
+    model = adapted(model, config)
+    expected = merged(plain, model, config)[weight].float()
+    found = published(store, model)[weight].float()
+    # A dequantised model of 8 bits is in float32, and its adapters with it.
+    assert torch.allclose(found, expected, rtol=0.02, atol=0.002)
+    assert not torch.allclose(found, before, rtol=0.02, atol=0.002)
+
+
 def test_disabled_adapters_of_a_quantised_model_are_not_merged(store: MemoryStore, folder: Path) -> None:
     base = load(folder, "nf4, twice")
     expected = dequantised(base).state_dict()
