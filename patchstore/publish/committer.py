@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from patchstore.errors import (
     DataError,
@@ -68,6 +68,29 @@ class Attempt:
     version: int
     parent: int | None
     write_id: str
+
+
+Kind = Literal["anchor", "delta", "nothing"]
+"""How a publication is stored."""
+
+
+class Wanted(NamedTuple):
+    """How a publication is to be stored."""
+
+    step: int
+    is_anchor: bool = False
+    """Whether the whole model is stored, whatever has changed."""
+    is_due: bool = False
+    """Whether it is stored if there is anything to store."""
+    if_changed: bool = False
+    """As `Publisher.publish_patch` takes it."""
+    has_version: bool = True
+    """Whether this publisher has committed a version, which can stand for one in which nothing changed."""
+
+    def is_needed(self, delta: EncodedDelta | None) -> bool:
+        """Whether there is anything to store."""
+        may_be_nothing = self.if_changed and self.has_version and not self.is_anchor
+        return not may_be_nothing or delta is None or delta.num_changed > 0
 
 
 class Begun(NamedTuple):
@@ -177,23 +200,36 @@ class Committer:
         new = self._manifest(self.parent.step, self.parent.state, delta, None, new_write_id())
         return self._commit(new, self._sums, is_signed=is_signed)
 
-    def begin(
-        self, step: int, delta: EncodedDelta | None, *, is_anchor: bool, if_changed: bool
-    ) -> Begun | None:
-        """Say how the next publication is stored; nothing is written.
+    def foreseen(self, wanted: Wanted, delta: EncodedDelta | None) -> Kind:
+        """Say how a publication is going to be stored; any thread may ask.
 
         Args:
-            delta: to the parent; there is one, or `is_anchor`.
-            if_changed: return None where the delta has no changes: no version is needed.
+            delta: to the parent; there is one, or an anchor is wanted.
+        """
+        if not wanted.is_needed(delta):
+            return "nothing"
+        is_too_large = delta is not None and self.is_too_large(delta.num_bytes)
+        return "anchor" if wanted.is_anchor or wanted.is_due or is_too_large else "delta"
+
+    def begin(self, wanted: Wanted, delta: EncodedDelta | None) -> Begun | None:
+        """Say how the next publication is stored, None for not at all. Nothing is written.
+
+        Before an anchor this finds out whether a commit that got no answer took place. If it did, its version
+        is the parent from now on.
+
+        Args:
+            delta: as `foreseen`.
 
         Raises:
             RunLost: an anchor is to be uploaded, but the store no longer holds the parent.
         """
-        if if_changed and not is_anchor and delta is not None and not delta.num_changed:
+        kind = self.foreseen(wanted, delta)
+        if kind == "nothing":
             return None
         if delta is not None and self.is_too_large(delta.num_bytes):
-            delta, is_anchor = None, True
-        return Begun(self.attempt(is_anchor=is_anchor), step, is_anchor, delta)
+            delta = None
+        is_anchor = kind == "anchor"
+        return Begun(self.attempt(is_anchor=is_anchor), wanted.step, is_anchor, delta)
 
     def is_too_large(self, num_bytes: int) -> bool:
         """Whether an anchor takes the place of a delta with so many bytes."""

@@ -31,6 +31,11 @@ def of_rollups(encoding: Encoding) -> str:
     return encoding.index.name if isinstance(encoding, Context) and encoding.only_dense else encoding.name
 
 
+def is_limited(name: str) -> bool:
+    """Whether an anchor takes the place of a delta that is too large; not where the user has chosen how."""
+    return name == "auto"
+
+
 def largest_delta(name: str, schema: Schema, files: Mapping[str, bytes]) -> int | None:
     """Return how large a delta may be: an anchor takes the place of a larger one.
 
@@ -39,7 +44,7 @@ def largest_delta(name: str, schema: Schema, files: Mapping[str, bytes]) -> int 
     Args:
         files: that go into anchors.
     """
-    if name != "auto":
+    if not is_limited(name):
         return None
     return schema.num_bytes + sum(map(len, files.values())) + _TOO_FEW_BYTES
 

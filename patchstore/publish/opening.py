@@ -14,7 +14,7 @@ from patchstore.format.state_sums import Sums
 from patchstore.payloads.delta import EncodedDelta
 from patchstore.publish.anchor_upload import ReadOnly
 from patchstore.publish.base_checkpoint import BaseCheckpoint
-from patchstore.publish.committer import Begun, Committer
+from patchstore.publish.committer import Begun, Committer, Kind, Wanted
 from patchstore.publish.encode import largest_delta
 from patchstore.publish.options import Resume
 from patchstore.publish.resume import open_run
@@ -66,9 +66,10 @@ CheckSchema = Callable[[Schema], dict[str, bytes]]
 class Commits(Protocol):
     """What a pipeline hands publications to: `Committer`, or `GroupCommitter` on each of several ranks."""
 
-    def begin(
-        self, step: int, delta: EncodedDelta | None, *, is_anchor: bool, if_changed: bool
-    ) -> Begun | None: ...
+    def foreseen(self, wanted: Wanted, delta: EncodedDelta | None) -> Kind | None:
+        """Say how a publication is going to be stored; None where other processes decide it with this one."""
+
+    def begin(self, wanted: Wanted, delta: EncodedDelta | None) -> Begun | None: ...
 
     def commit_delta(self, begun: Begun) -> Manifest: ...
 

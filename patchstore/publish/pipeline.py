@@ -13,7 +13,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from threading import Event
 
@@ -22,6 +21,7 @@ from patchstore.errors import PatchstoreError, PublishFailed, VersionConflict
 from patchstore.format.anchoring import Every, Since, is_due
 from patchstore.format.records import Manifest, Part, TensorSpec
 from patchstore.payloads.delta import EncodedDelta
+from patchstore.publish.committer import Kind, Wanted
 from patchstore.publish.encode import encode
 from patchstore.publish.opening import Commits
 from patchstore.publish.snapshot import Snapshot, Tensors
@@ -83,16 +83,16 @@ class _Job:
         *,
         began: float,
         changes: Changes | None,
-        is_anchor: bool,
-        if_changed: bool = False,
+        wanted: Wanted,
     ) -> None:
         self.publication, self.number, self.began = publication, number, began
         self.changes = changes
         """None if the whole model is published; the snapshot has it already then."""
-        self.is_anchor, self.if_changed = is_anchor, if_changed
-        """Whether the snapshot is stored; may become true until `begun`."""
-        self.begun = Event()
-        """Set once it is known how it is stored, or that it is not."""
+        self.wanted = wanted
+        self.is_anchor = wanted.is_anchor
+        """Whether the snapshot is stored; may become true until `settled`."""
+        self.settled = Event()
+        """Set once it is known whether it is an anchor, or that it is not stored."""
         self.parent: int | None = None
         """The publication that the delta leads from."""
         self.delta: EncodedDelta | None = None
@@ -124,6 +124,7 @@ class Pipeline:
         anchor_every: Every,
         since_anchor: Since,
         max_pending: int,
+        is_limited: bool,
     ) -> None:
         """Take over threads that do nothing yet: one encodes, one uploads and commits.
 
@@ -133,19 +134,21 @@ class Pipeline:
             is_stored: whether the version to build on has the snapshot's weights.
             since_anchor: what leads from the newest anchor to that version.
             max_pending: publications that are under way before a call waits.
+            is_limited: whether a delta may be too large, so that an anchor takes its place.
         """
         self._schema, self._parts = schema, {part.key: part for part in parts}
         self._snapshot, self._encoding, self._committer = snapshot, encoding, committer
         self._encoder, self._uploader = threads
-        self._anchor_every, self._max_pending = anchor_every, max_pending
-        self._since = since_anchor
-        """What leads from the newest anchor to the version to build on, if no anchor followed; and the bytes
-        of deltas since then."""
+        self._anchor_every, self._max_pending, self._is_limited = anchor_every, max_pending, is_limited
         self._anchor_bytes = sum(spec.num_bytes for spec in schema)
-        self._bytes: dict[int, int | None] = {}
-        """Of committed publications after `_known`, by number: bytes of their deltas; None of an anchor."""
-        self._last = self._anchor = self._known = 0
-        """The number of the newest publication, of the newest anchor, and of the newest that all know of."""
+        self._last = self._known = 0
+        """The numbers of the newest publication, and of the newest of which all ranks know how it ended."""
+        self._since = self._since_known = since_anchor
+        """What leads from the newest anchor to the newest version, and to that of publication `_known`."""
+        self._since_each: dict[int, Since] = {}
+        """The same of each publication after it that was stored, by number."""
+        self._foreseen: dict[int, Kind | None] = {}
+        """How publications after it are going to be stored, by number; None where that is not settled."""
         self._in_snapshot: int | None = 0
         """The publication whose weights the snapshot has; None if it has parts of two."""
         self._in_store: int | None = 0 if is_stored else None
@@ -165,7 +168,7 @@ class Pipeline:
         Args:
             current: the tensors of the schema; they may change once this returns.
             began: when the call began, of `time.monotonic`.
-            if_changed: as `Publisher.publish_patch` takes it. No anchor is due then: none may be needed.
+            if_changed: as `Publisher.publish_patch` takes it.
         """
         self._wait_until_at_most(self._max_pending - 1)
         self._encoder.wait_until_at_most(0)
@@ -177,35 +180,38 @@ class Pipeline:
             self._in_snapshot = None
             self._snapshot.replace(current)
             self._in_snapshot = number
-        is_anchor = changes is None or (not if_changed and self._is_anchor_due(number))
-        publication = Publication(step, waited_s=time.monotonic() - began)
-        job = _Job(
-            *(publication, number), began=began, changes=changes, is_anchor=is_anchor, if_changed=if_changed
+        is_due = self._is_anchor_due(number)
+        wanted = Wanted(
+            step,
+            is_anchor=changes is None or (is_due and not if_changed),
+            is_due=is_due and if_changed,
+            if_changed=if_changed,
         )
+        publication = Publication(step, waited_s=time.monotonic() - began)
+        job = _Job(publication, number, began=began, changes=changes, wanted=wanted)
         publication._task = _Stage(job, partial(self._commit, job))
         self._last = number
         self._encoder.hand_over(_Stage(job, partial(self._encode, job)))
-        if is_anchor:
-            self._anchor, self._since = number, Since()
         return publication
 
     def _is_anchor_due(self, number: int) -> bool:
-        """Whether a publication is to be an anchor; the same on all ranks that publish together.
+        """Whether a publication is to be an anchor, if it is one of changes; the same on all ranks.
 
-        Each of them knows how those were stored that are no longer under way, and perhaps of more.
+        Each of them knows how those were stored that are no longer under way, and perhaps of more. What is
+        not settled counts as a delta.
         """
         while self._known < number - self._max_pending:
             self._known += 1
-            num_bytes = self._bytes.pop(self._known, 0)
-            if self._known <= self._anchor:
-                continue
-            if num_bytes is None:
-                self._anchor, self._since = self._known, Since()
-            else:
-                self._since = replace(self._since, num_bytes=self._since.num_bytes + num_bytes)
-        num_deltas = self._since.num_deltas + number - self._anchor
-        since = replace(self._since, num_deltas=num_deltas)
-        return is_due(self._anchor_every, since, self._anchor_bytes)
+            self._foreseen.pop(self._known, None)
+            self._since_known = self._since_each.pop(self._known, self._since_known)
+        since = self._since_known
+        for under_way in range(self._known + 1, number):
+            since = _after(since, self._foreseen.get(under_way))
+        return self._is_due_after(since)
+
+    def _is_due_after(self, since: Since) -> bool:
+        """Whether an anchor is due in the place of the delta that follows."""
+        return is_due(self._anchor_every, _after(since, "delta"), self._anchor_bytes)
 
     def abandon(self, step: int, error: Exception) -> None:
         """Queue a publication that this process could not make, so that other ranks hear why.
@@ -214,7 +220,7 @@ class Pipeline:
         """
         publication = Publication(step, waited_s=0)
         publication.reported = True
-        job = _Job(publication, self._last + 1, began=time.monotonic(), changes=None, is_anchor=False)
+        job = _Job(publication, self._last + 1, began=time.monotonic(), changes=None, wanted=Wanted(step))
         job.error = error
         publication._task = _Stage(job, partial(self._commit, job))
         self._last += 1
@@ -252,10 +258,13 @@ class Pipeline:
             if job.changes is not None:
                 job.parent = self._in_snapshot
                 job.delta = self._encoded(job, job.changes)
+            if job.error is None:
+                self._settle(job)
+            if job.changes is not None:
                 # An anchor that is being uploaded reads the snapshot.
                 for task in self._uploader.under_way():
                     assert isinstance(task, _Stage)
-                    task.job.begun.wait()
+                    task.job.settled.wait()
                     if task.job.is_anchor:
                         task.wait()
                 self._in_snapshot = None
@@ -277,6 +286,18 @@ class Pipeline:
                 raise
             logger.warning("step %d will be an anchor without a delta: %s", job.publication.step, exc)
             return None
+
+    def _settle(self, job: _Job) -> None:
+        """Say whether a publication is an anchor, unless ranks are to agree on it when they begin it."""
+        # A parent without a number is not of this publisher.
+        job.wanted = job.wanted._replace(has_version=bool(job.parent))
+        kind = self._committer.foreseen(job.wanted, job.delta)
+        if kind is None and not self._is_limited and not job.wanted.is_due:
+            kind = "delta"
+        self._foreseen[job.number] = kind
+        if kind is not None:
+            job.is_anchor = kind == "anchor"
+            job.settled.set()
 
     def _commit(self, job: _Job) -> Manifest:
         """Upload and commit a publication, on the second thread.
@@ -302,8 +323,9 @@ class Pipeline:
             ) from exc
         finally:
             job.delta = None
-            job.begun.set()
+            job.settled.set()
         self._in_store = job.number
+        self._since = self._since_each[job.number] = _after(self._since, *_stored_as(manifest))
         publication.publish_s = time.monotonic() - job.began
         if manifest is None:
             assert self._newest is not None
@@ -313,9 +335,6 @@ class Pipeline:
             )
             return self._newest
         self._newest = manifest
-        self._bytes[job.number] = (
-            None if manifest.anchor is not None or manifest.delta is None else manifest.delta.num_bytes
-        )
         self._ask_whether_it_trains(manifest)
         logger.info(
             "published version %d: step %d, %d changed (%s), %.1f MiB, waited %.2f s, published in %.2f s",
@@ -336,14 +355,19 @@ class Pipeline:
         follows = job.parent is not None and job.parent == self._in_store
         if job.error is None and (job.is_anchor or follows):
             delta = job.delta if follows else None
-            if_changed = job.if_changed and self._newest is not None
-            begun = self._committer.begin(step, delta, is_anchor=job.is_anchor, if_changed=if_changed)
+            wanted, is_settled = job.wanted, job.settled.is_set()
+            # An anchor may have been stored since it was due.
+            is_still_due = wanted.is_due and not is_settled and self._is_due_after(self._since)
+            begun = self._committer.begin(
+                wanted._replace(is_anchor=job.is_anchor, is_due=is_still_due), delta
+            )
             if begun is None:
                 return None
-            if begun.is_anchor and not job.is_anchor:
+            if begun.is_anchor and begun.delta is None and not wanted.is_anchor:
                 logger.info("step %d is an anchor: its changes would take more bytes than the model", step)
+            assert job.is_anchor == begun.is_anchor or not is_settled, "the snapshot may have changed"
             job.is_anchor = begun.is_anchor
-            job.begun.set()
+            job.settled.set()
             if begun.is_anchor:
                 return self._committer.commit_anchor(begun, self._snapshot)
             return self._committer.commit_delta(begun)
@@ -369,3 +393,21 @@ class Pipeline:
                     manifest.step,
                     _UNCHANGED_CALLS,
                 )
+
+
+def _after(since: Since, kind: Kind | None, num_bytes: int = 0) -> Since:
+    """Return what leads from the newest anchor to a version, after what is stored as `kind`."""
+    if kind == "anchor":
+        return Since()
+    if kind == "nothing":
+        return since
+    return Since(num_deltas=since.num_deltas + 1, num_bytes=since.num_bytes + num_bytes)
+
+
+def _stored_as(manifest: Manifest | None) -> tuple[Kind, int]:
+    """Say how a publication was stored, and the bytes of a delta."""
+    if manifest is None:
+        return "nothing", 0
+    if manifest.anchor is not None or manifest.delta is None:
+        return "anchor", 0
+    return "delta", manifest.delta.num_bytes

@@ -28,7 +28,7 @@ from patchstore.publish import checkpoint_files
 from patchstore.publish import snapshot as snapshots
 from patchstore.publish.base_checkpoint import BaseCheckpoint
 from patchstore.publish.beside import Compaction, CompactorProcess, job_of
-from patchstore.publish.encode import choose, of_rollups
+from patchstore.publish.encode import choose, is_limited, of_rollups
 from patchstore.publish.offered import Offered
 from patchstore.publish.opening import Alone, Settings, Together, ranks_that_publish
 from patchstore.publish.options import (
@@ -315,6 +315,7 @@ class Publisher:
             anchor_every=self._anchor_every,
             since_anchor=run.since_anchor,
             max_pending=self._max_pending,
+            is_limited=is_limited(settings.encoding),
         )
         if run.is_leader:
             self._say_dtypes(run.header.schema)
@@ -344,8 +345,8 @@ class Publisher:
         Args:
             step: the trainer's count, from -(2**53 - 1) to 2**53 - 1, because JSON keeps these exactly.
             if_changed: commit nothing where no bit differs, on any rank, from the version that this publisher
-                committed last. `result` of the returned publication has that version's manifest then. Such a
-                version is no periodic anchor. All ranks give the same.
+                committed last. `result` of the returned publication has that version's manifest then. A
+                periodic anchor that is due waits for a change, too. All ranks give the same.
 
         Raises:
             PublishFailed: an earlier publication was not stored, and that was not raised yet. If this process

@@ -424,6 +424,58 @@ def test_a_stream_is_compared_once_however_much_has_changed(
 
 
 @pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("source", ["mapping", "function"])
+def test_kernels_refuse_a_number_in_the_place_of_an_infinity(place: snapshot.Place, source: str) -> None:
+    tensors = {"a": torch.randn(5000, device=DEVICE), "b": torch.ones(7, device=DEVICE)}
+    tensors["a"][77] = float("inf")
+    store, given = MemoryStore(), tensors if source == "mapping" else lambda: iter(tensors.items())
+    with Publisher(store, given, dtype="float16", snapshot=place, encoding=QUICK) as publisher:  # type: ignore[arg-type]
+        publisher.publish_patch(0).result()
+        tensors["a"][77] = 7e4
+        for step in (1, 2):
+            with pytest.raises(SchemaMismatch, match=r"'a' has 1 numbers .*, such as 70000.0"):
+                publisher.publish_patch(step)
+        tensors["a"][77] = 1
+        tensors["b"][3] = float("-inf")
+        publisher.publish_patch(3).result()
+        tensors["b"][3] = -7e4
+        with pytest.raises(SchemaMismatch, match=r"'b' has 1 numbers .*, such as -70000.0"):
+            publisher.publish_patch(4)
+        tensors["b"][3] = float("-inf")
+        tensors["a"][5] = 2
+        manifest = publisher.publish_patch(5).result()
+    assert manifest.delta is not None and manifest.delta.num_changed == 1
+    held: dict[str, torch.Tensor] = {}
+    Replica(store, held).update()
+    assert_same_bits(held, {name: tensor.to(torch.float16).cpu() for name, tensor in tensors.items()})
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_what_changed_of_a_stream_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many groups of tensors it has, and whatever dtype they are converted from."""
+    monkeypatch.setattr(snapshot.streamed, "STREAMED_BYTES", 4 << 10)
+    tensors = {str(i): torch.randn(900, device=DEVICE) for i in range(8)}
+    counts = 0
+
+    def count(found: compare.Found) -> torch.Tensor:
+        nonlocal counts
+        counts += 1
+        return counted(found)
+
+    counted = index_encode.count
+    with Publisher(
+        MemoryStore(), lambda: iter(tensors.items()), dtype="float16", encoding=QUICK
+    ) as publisher:
+        publisher.publish_patch(0).result()
+        for tensor in tensors.values():
+            tensor.add_(1)
+        monkeypatch.setattr(index_encode, "count", count)
+        delta = publisher.publish_patch(1).result().delta
+    assert delta is not None and delta.num_changed > 7000
+    assert counts == 1
+
+
+@pytest.mark.usefixtures("_kernels")
 def test_a_comparison_that_fails_loses_no_change(
     monkeypatch: pytest.MonkeyPatch, place: snapshot.Place
 ) -> None:

@@ -1,13 +1,16 @@
 """What the default encoding stores of real training steps: never more than the whole model."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from threading import Event
 
 import pytest
 import torch
 
 from patchstore import Manifest, Publisher, Replica
+from patchstore.errors import PublishFailed, StoreUnavailable
 from patchstore.payloads.tensor_file import open_buffer
+from patchstore.stores.base import Chunk
 from patchstore.stores.memory import MemoryStore
 from tests.support.weights import State, assert_same_bits, newest
 
@@ -120,6 +123,34 @@ def test_changes_that_would_take_more_than_the_model_are_stored_as_an_anchor(
         assert publisher.publish_patch(6).result().kind == "delta"
     assert "step 3 is an anchor: its changes would take more bytes than the model" in caplog.messages
     assert_same_bits(newest(store), training.served(torch.float32))
+
+
+def test_an_anchor_in_the_place_of_a_delta_repairs_a_run_whose_last_delta_was_not_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
+    gate = Event()
+
+    class Failing(MemoryStore):
+        def upload(self, key: str, chunks: Iterable[Chunk]) -> None:
+            if key.startswith("deltas/"):
+                gate.wait(30)
+                raise StoreUnavailable("the network is down")
+            super().upload(key, chunks)
+
+    store, model = Failing(), {"w": torch.randn(100, 1000)}
+    with Publisher(store, model, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+        model["w"][0] += 1
+        small = publisher.publish_patch(1)
+        model["w"] *= 1.5
+        large = publisher.publish_patch(2)
+        gate.set()
+        with pytest.raises(PublishFailed, match="the network is down"):
+            small.result()
+        manifest = large.result()
+    assert (manifest.version, manifest.step, manifest.kind, manifest.delta) == (1, 2, "anchor", None)
+    assert_same_bits(newest(store), model)
 
 
 def test_weights_that_are_all_replaced_never_take_more_than_an_anchor(store: MemoryStore) -> None:

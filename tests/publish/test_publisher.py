@@ -10,6 +10,7 @@ from patchstore.errors import PublishFailed, SchemaMismatch, UsageError
 from patchstore.format import history
 from patchstore.payloads.tensor_file import open_buffer
 from patchstore.stores.memory import MemoryStore
+from patchstore.testing.faults import Fault, FaultyStore
 from tests.support.weights import Run, assert_same_bits, newest, served
 
 
@@ -87,6 +88,40 @@ def test_what_is_published_only_if_it_changed_adds_no_version_where_it_did_not(
     assert publisher.publish_patch(2, if_changed=True).result().version == 1
     assert publisher.publish_patch(3).result().version == 2
     assert_same_bits(newest(run.store), served(run.model))
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("waits", [False, True])
+def test_every_third_version_is_an_anchor_also_if_only_changes_are_published(
+    store: MemoryStore, every: int, waits: bool
+) -> None:
+    model = {"w": torch.zeros(1000)}
+    with Publisher(store, model, anchor_every=3) as publisher:
+        publications = []
+        for step in range(10 * every):
+            if step % every == 0:
+                model["w"][step] += 1
+            # Some calls find no change.
+            publications.append(publisher.publish_patch(step, if_changed=True))
+            if waits:
+                publications[-1].result()
+        results = [(each.result(), each.is_unchanged) for each in publications]
+        manifests = [manifest for manifest, is_unchanged in results if not is_unchanged]
+        assert [each.step for each in manifests] == [step * every for step in range(10)]
+        assert [each.anchor is not None for each in manifests] == [i % 3 == 0 for i in range(10)]
+        # Anchors of periods have their deltas too.
+        assert all(each.delta is not None for each in manifests[1:])
+    assert_same_bits(newest(store), served(model))
+
+
+def test_calls_in_which_nothing_changed_bring_no_anchor_nearer(store: MemoryStore) -> None:
+    model = {"w": torch.zeros(100)}
+    with Publisher(store, model, anchor_every=3) as publisher:
+        publisher.publish_patch(0)
+        for step in range(1, 6):
+            publisher.publish_patch(step, if_changed=True)
+        model["w"][0] += 1
+        assert publisher.publish_patch(6).result().kind == "delta"
 
 
 def test_unchanged_tensors_are_absent_from_a_delta(run: Run) -> None:
@@ -266,6 +301,42 @@ def test_no_more_publications_are_under_way_than_allowed() -> None:
     third.join(30)
     publisher.close()
     assert history.head(store) is not None and history.head(store).version == 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("encoding", ["auto", "gap"])
+@pytest.mark.parametrize("if_changed", [False, True])
+def test_as_many_deltas_are_under_way_as_max_pending_says(
+    store: MemoryStore, encoding: str, if_changed: bool
+) -> None:
+    gate = threading.Event()
+    slow = Fault(verb="upload", key="deltas/*", effect="delay", times=None)
+    model = {"w": torch.zeros(100)}
+    with Publisher(
+        FaultyStore(store, slow, sleep=lambda _: gate.wait(120)), model, max_pending=6, encoding=encoding
+    ) as publisher:
+        publisher.publish_patch(0).result()
+        under_way = []
+
+        def publish() -> None:
+            for step in range(1, 8):
+                model["w"] += 1
+                under_way.append(publisher.publish_patch(step, if_changed=if_changed))
+                if len(under_way) == 6:
+                    six.set()
+
+        six = threading.Event()
+        calls = threading.Thread(target=publish)
+        calls.start()
+        try:
+            assert six.wait(30)
+            assert not any(each.done() for each in under_way)
+            calls.join(0.2)
+            assert calls.is_alive()
+        finally:
+            gate.set()
+            calls.join(60)
+        assert [each.result().kind for each in under_way] == ["delta"] * 7
+    assert_same_bits(newest(store), served(model))
 
 
 def test_a_manifest_is_as_small_for_thousands_of_tensors_as_for_one(store: MemoryStore) -> None:

@@ -1,7 +1,8 @@
 """Numbers that do not fit the dtype in which they are served are never published as infinity or NaN."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ import torch
 from patchstore import Publisher
 from patchstore.errors import PublishFailed, SchemaMismatch
 from patchstore.format import history
-from patchstore.publish.snapshot.memory import check_range
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
 from tests.support.weights import assert_same_bits, newest
@@ -70,19 +70,77 @@ def test_a_number_that_grows_beyond_the_range_is_refused_and_the_next_call_goes_
     assert_same_bits(newest(store), as_served(tensors, dtype))
 
 
-@pytest.mark.parametrize("number", [465.0, -1e5, float("inf")])
-def test_a_number_that_e4m3_would_cut_off_is_refused(number: float) -> None:
-    served = torch.tensor([3.0, 464.0, number]).to(torch.float8_e4m3fn)
-    # What rounds to the largest number, 448, fits.
-    check_range("w", torch.tensor([3.0, 464.0]), served[:2])
-    for given, at in (
-        (torch.tensor([3.0, 464.0, number]), None),
-        (torch.tensor([number, 464.0, 3.0, number])[[2, 1, 0]], torch.arange(3)),
-    ):
-        with pytest.raises(
-            SchemaMismatch, match=r"'w' has . numbers beyond the range of torch\.float8_e4m3fn"
-        ):
-            check_range("w", given, served, at)
+def offered(tensors: Tensors, source: str) -> Any:
+    return tensors if source == "mapping" else lambda: iter(tensors.items())
+
+
+@pytest.mark.parametrize("source", ["mapping", "function"])
+@pytest.mark.parametrize("place", ["device", "file"])
+def test_a_number_that_takes_the_place_of_an_infinity_is_refused(
+    store: MemoryStore, tmp_path: Path, source: str, place: str
+) -> None:
+    tensors = model()
+    where: Any = tmp_path if place == "file" else place
+    weight = tensors["up.weight"]
+    weight[0, 0] = float("inf")
+    with Publisher(store, offered(tensors, source), dtype="float16", snapshot=where) as publisher:
+        publisher.publish_patch(0).result()
+        weight[0, 0] = 70_000
+        weight[1] += 1
+        for step in (1, 2):
+            with pytest.raises(SchemaMismatch, match=r"'up.weight' has 1 numbers .*, such as 70000.0"):
+                publisher.publish_patch(step)
+        weight[0, 0] = 1
+        publisher.publish_patch(3).result()
+        # An infinity that came with a delta, beside one in another tensor.
+        tensors["norm.weight"][3] = weight[2, 5] = float("-inf")
+        publisher.publish_patch(4).result()
+        tensors["norm.weight"][3] = 1
+        weight[2, 5] = -70_000
+        with pytest.raises(SchemaMismatch, match=r"'up.weight' has 1 numbers .*, such as -70000.0"):
+            publisher.publish_patch(5)
+        # What this call found of the other tensor was not published.
+        weight[2, 5] = 1
+        tensors["norm.weight"][3] = -80_000
+        with pytest.raises(SchemaMismatch, match=r"'norm.weight' has 1 numbers .*, such as -80000.0"):
+            publisher.publish_patch(6)
+        tensors["norm.weight"][3] = float("-inf")
+        publisher.publish_patch(7).result()
+    assert_same_bits(newest(store), as_served(tensors, torch.float16))
+
+
+def test_a_number_is_refused_after_an_infinity_that_the_trainer_had_in_half_precision(
+    store: MemoryStore,
+) -> None:
+    """A trainer may give a tensor in the dtype in which it is served, and later in a wider one."""
+    tensors = model()
+    with Publisher(store, tensors, dtype="float16") as publisher:
+        publisher.publish_patch(0).result()
+        tensors["up.weight"] = tensors["up.weight"].half()
+        tensors["up.weight"][0, 0] = float("inf")
+        publisher.publish_patch(1).result()
+        tensors["up.weight"] = tensors["up.weight"].float()
+        tensors["up.weight"][0, 0] = 70_000
+        with pytest.raises(SchemaMismatch, match=r"'up.weight' has 1 numbers .*, such as 70000.0"):
+            publisher.publish_patch(2)
+
+
+def test_a_stream_with_a_number_beyond_the_range_is_read_to_its_end(store: MemoryStore) -> None:
+    """Other ranks may gather the tensors that follow, and would wait for this one."""
+    tensors, last = model(), []
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors.items():
+            last.append(name)
+            yield name, tensor
+
+    with Publisher(store, source, dtype="float16") as publisher:
+        publisher.publish_patch(0).result()
+        tensors["norm.weight"][0] = 1e5
+        last.clear()
+        with pytest.raises(SchemaMismatch, match=r"'norm.weight' has 1 numbers"):
+            publisher.publish_patch(1)
+    assert last == ["norm.weight", "up.weight"]
 
 
 def test_a_trainers_own_infinities_are_published_as_they_are(store: MemoryStore) -> None:

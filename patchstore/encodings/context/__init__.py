@@ -56,5 +56,5 @@ class Context:
     name: str = "context"
     index: Gap = field(default_factory=Gap)
     only_dense: bool = False
-    """Code nothing but parts of which so much has changed that `gap` would take a quarter of their bytes, or
-    more. A delta without such parts is one in `gap`."""
+    """Code nothing but parts of which so much has changed that `gap` would take more than a quarter of their
+    bytes. A delta without such parts is one in `gap`."""

@@ -16,7 +16,15 @@ from patchstore.payloads import anchor_file
 from patchstore.payloads.delta import NO_CHANGES, EncodedDelta
 from patchstore.publish.anchor_upload import ReadOnly
 from patchstore.publish.base_checkpoint import BaseCheckpoint
-from patchstore.publish.committer import Attempt, Begun, Committer, check_parents, store_delta
+from patchstore.publish.committer import (
+    Attempt,
+    Begun,
+    Committer,
+    Kind,
+    Wanted,
+    check_parents,
+    store_delta,
+)
 from patchstore.publish.group import assembly
 from patchstore.publish.group.assembly import Pieces, Source, Written
 from patchstore.publish.group.channel import Channel, Message
@@ -60,13 +68,15 @@ class GroupCommitter:
         self._committer, self._base = committer, base
         self._uploads = Uploads(store)
 
-    def begin(
-        self, step: int, delta: EncodedDelta | None, *, is_anchor: bool, if_changed: bool
-    ) -> Begun | None:
+    def foreseen(self, wanted: Wanted, delta: EncodedDelta | None) -> Kind | None:
+        """See `Commits`."""
+        return "anchor" if wanted.is_anchor else None
+
+    def begin(self, wanted: Wanted, delta: EncodedDelta | None) -> Begun | None:
         """Agree on what is published next, and how: on whether it is an anchor, and on one encoding.
 
-        Args:
-            if_changed: return None where no rank has changes: no version is needed.
+        Returns:
+            None where no rank has anything to store.
 
         Raises:
             As `commit_delta`.
@@ -75,33 +85,24 @@ class GroupCommitter:
 
         def say() -> Message:
             return {
-                "step": step,
-                "is_anchor": is_anchor,
+                "step": wanted.step,
+                "is_anchor": wanted.is_anchor,
+                "is_due": wanted.is_due,
+                "if_changed": wanted.if_changed,
                 "num_bytes": None if known is None else known.num_bytes,
                 "encoding": None if known is None or not known.num_changed else known.encoding,
-                "is_needed": is_anchor or not if_changed or known is None or known.num_changed > 0,
+                "is_needed": wanted.is_needed(known),
             }
 
         def conclude(reports: list[Message]) -> Message:
             assert self._committer is not None
-            for rank, report in zip(self._channel.ranks, reports, strict=True):
-                if report["step"] != step:
-                    raise PublishFailed(
-                        f"{self._channel.name(rank)} publishes step {report['step']}, and "
-                        f"{self._channel.name(self._channel.rank)} step {step}: call publish_patch on all "
-                        "ranks, with the same steps in the same order; the next publication will be an anchor"
-                    )
-                if report["is_anchor"] != is_anchor:
-                    earlier = rank if report["is_anchor"] else self._channel.rank
-                    raise PublishFailed(
-                        f"step {step} is an anchor on {self._channel.name(earlier)} alone, which heard "
-                        "earlier of a failure; the next publication will be an anchor"
-                    )
+            self._check_alike(wanted, reports)
             if not any(report["is_needed"] for report in reports):
                 return {"is_needed": False}
             sizes = [report["num_bytes"] for report in reports]
             has_delta = None not in sizes and not self._committer.is_too_large(sum(sizes))
-            whole = is_anchor or not has_delta
+            # Where it is not due on a rank, the snapshot there may have later weights already.
+            whole = wanted.is_anchor or not has_delta or all(report["is_due"] for report in reports)
             encodings = {report["encoding"] for report in reports} - {None}
             return {
                 "attempt": asdict(self._committer.attempt(is_anchor=whole)),
@@ -118,7 +119,29 @@ class GroupCommitter:
         if told["encoding"] is not None:
             assert known is not None
             agreed = replace(known, encoding=told["encoding"])
-        return Begun(Attempt(**told["attempt"]), step, told["is_anchor"], agreed)
+        return Begun(Attempt(**told["attempt"]), wanted.step, told["is_anchor"], agreed)
+
+    def _check_alike(self, wanted: Wanted, reports: list[Message]) -> None:
+        """Raise PublishFailed where a rank wants something else than the leader does."""
+        step, own = wanted.step, self._channel.name(self._channel.rank)
+        for rank, report in zip(self._channel.ranks, reports, strict=True):
+            other = self._channel.name(rank)
+            if report["step"] != step:
+                raise PublishFailed(
+                    f"{other} publishes step {report['step']}, and {own} step {step}: call publish_patch on "
+                    "all ranks, with the same steps in the same order; the next publication will be an anchor"
+                )
+            if report["if_changed"] != wanted.if_changed:
+                raise PublishFailed(
+                    f"step {step} has if_changed={report['if_changed']} on {other}, and "
+                    f"if_changed={wanted.if_changed} on {own}: call publish_patch with the same arguments on "
+                    "all ranks; the next publication will be an anchor"
+                )
+            if report["is_anchor"] != wanted.is_anchor:
+                raise PublishFailed(
+                    f"step {step} is an anchor on {other if report['is_anchor'] else own} alone, which heard "
+                    "earlier of a failure; the next publication will be an anchor"
+                )
 
     def commit_delta(self, begun: Begun) -> Manifest:
         """Publish this rank's part of a delta to the parent.
@@ -317,10 +340,6 @@ class GroupCommitter:
 
         self._channel.next_call()
         self._channel.round("begin a publication", fail, lambda _: {})
-
-    def leave(self) -> None:
-        """Tell the other ranks that this one publishes no more."""
-        self._channel.leave()
 
     def _stored(self, attempt: Attempt, step: int, delta: EncodedDelta) -> Message:
         """Upload this rank's part of a delta, and say what it is."""

@@ -21,15 +21,14 @@ from patchstore.publish.snapshot.memory import (
     Stream,
     Tensors,
     allocating,
-    check_range,
     copy_each,
     in_file,
-    is_narrowed,
     pinned,
     served,
     views,
 )
 from patchstore.publish.snapshot.plain import write_patches
+from patchstore.publish.snapshot.ranges import Ranges, is_narrowed
 from patchstore.publish.snapshot.rounded import Begun, Rounder
 from patchstore.publish.snapshot.streamed import in_groups, make_room, runs
 from patchstore.tensors import parts as part_sums
@@ -135,6 +134,8 @@ class DeviceSnapshot:
             self._rounder = Rounder(kernels.rounded, current.rounded.form, self._found, numbers)
         self._watched: set[int] = set()
         """Tensors that were converted to a dtype of a smaller range."""
+        self._finite = self._found_finite = set[str]()
+        """`Ranges.finite` of the snapshot's tensors, and as they are after the changes found last."""
         self._num_words = 0
         """What the last comparison found."""
         self.tensors = views(self._memory, self._specs, self._tiles.first_bytes[:-1])
@@ -193,18 +194,26 @@ class DeviceSnapshot:
                     break
                 found.resize(num_words + num_words // 4)
             self._num_words = num_words
-            if strange:
-                self._check_range(narrowed)
+            self._check_range(narrowed, has_strange=bool(strange))
             return DeviceChanges(self, nums)
 
-    def _check_range(self, narrowed: Mapping[int, torch.Tensor]) -> None:
-        """Check those tensors, as the model has them, of which `count` found elements that are no numbers."""
-        for i in self._found.strange.nonzero().view(-1).tolist():
-            if i in narrowed:
-                spec = self._specs[i]
-                check_range(spec.name, narrowed[i], served(narrowed[i], spec))
+    def _check_range(self, narrowed: Mapping[int, torch.Tensor], *, has_strange: bool) -> None:
+        """Check those tensors, as the model has them, that have infinities or NaN, or may have some.
+
+        Args:
+            has_strange: whether `count` found some among the changed elements.
+        """
+        strange = set(self._found.strange.nonzero().view(-1).tolist()) if has_strange else set()
+        ranges = Ranges(self._specs[i].name for i in narrowed)
+        for i, given in narrowed.items():
+            spec = self._specs[i]
+            if i in strange or spec.name not in self._finite:
+                ranges.look(spec.name, given, served(given, spec))
+        ranges.end()
+        self._found_finite = ranges.finite
 
     def apply(self, changes: Changes) -> None:
+        self._finite = self._found_finite
         if self.is_file:
             write_patches(self.tensors, changes)
             return
@@ -216,7 +225,8 @@ class DeviceSnapshot:
     def replace(self, current: Tensors) -> None:
         with self.here():
             specs = {spec.name: spec for spec in self._specs}
-            copy_each(current, specs, self.tensors)
+            self._finite = set()
+            self._finite = copy_each(current, specs, self.tensors)
             if self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
 
@@ -268,19 +278,19 @@ class DeviceSnapshot:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _find(self, current: Tensors) -> Mapping[int, torch.Tensor]:
-        """Compare all tensors, and return those whose range is to be checked, by number."""
+        """Compare all tensors, and return those whose range is still to be checked, by number."""
         if not isinstance(current, Stream):
             return self._find_given(current)
+        ranges = Ranges()
         for group, narrowed, size in in_groups(current, self._specs, self.device):
+            # No wait of its own: that for the room, which follows, has less to wait for.
+            ranges.look_at([(self._specs[i].name, given, group[i]) for i, given in narrowed.items()])
             # A stream cannot be read again, so there must be room for all that may have changed.
             make_room(self._found, size // self._kernels.compare.WORD + len(group))
             addresses = [group[i].data_ptr() if i in group else 0 for i in range(len(self._specs))]
             for i, end in runs(group):
                 self._find_among(addresses, range(*(self._tiles.first_tiles[at] for at in (i, end))))
-            if narrowed:
-                self._watch(narrowed)
-                self._kernels.encode.count(self._found)
-                self._check_range(narrowed)
+        ranges.end()
         return {}
 
     def _find_rounded(self, rounder: Rounder, begun: Begun) -> Mapping[int, torch.Tensor]:
@@ -293,7 +303,6 @@ class DeviceSnapshot:
         for i in narrowed:
             if i not in self._watched:
                 self._watched.add(i)
-                # In E4M3, which has no infinity, this is NaN.
                 infinite = torch.tensor([torch.inf], device="cpu").to(TORCH_DTYPES[self._specs[i].dtype])
                 self._found.masks[i] = int(bits(infinite)[0])
 

@@ -1,7 +1,6 @@
 """Memory for a snapshot, and tensors in the dtype in which they are served."""
 
 import errno
-import math
 import os
 import tempfile
 import weakref
@@ -12,8 +11,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from patchstore.errors import SchemaMismatch, UsageError
+from patchstore.errors import UsageError
 from patchstore.format.records import TensorSpec
+from patchstore.publish.snapshot.ranges import Ranges
 from patchstore.publish.snapshot.rounded import Roundable
 from patchstore.tensors.bits import TORCH_DTYPES
 
@@ -88,47 +88,17 @@ def served(tensor: torch.Tensor, spec: TensorSpec, device: torch.device | None =
     return tensor.detach().to(device=device, dtype=TORCH_DTYPES[spec.dtype]).contiguous()
 
 
-def copy_each(current: Tensors, specs: Mapping[str, TensorSpec], held: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors as they are served. Raises SchemaMismatch as `check_range`; some may be copied then."""
+def copy_each(
+    current: Tensors, specs: Mapping[str, TensorSpec], held: Mapping[str, torch.Tensor]
+) -> set[str]:
+    """Copy tensors as they are served, and return `Ranges.finite`. Raises as `Ranges.end`, after that."""
+    ranges = Ranges()
     for name, given in in_turn(current):
         tensor = served(given, specs[name])
-        check_range(name, given, tensor)
+        ranges.look(name, given, tensor)
         held[name].copy_(tensor)
-
-
-def is_narrowed(given: torch.dtype, served: torch.dtype) -> bool:
-    """Whether a finite number of one dtype may be beyond the range of the other."""
-    return given != served and torch.finfo(given).max > torch.finfo(served).max
-
-
-def check_range(name: str, given: torch.Tensor, served: torch.Tensor, at: torch.Tensor | None = None) -> None:
-    """Raise SchemaMismatch where a number became infinite or NaN as it was converted, or a smaller one.
-
-    Args:
-        given: the tensor of the model.
-        served: its elements as they are served: all, or those at the flat positions `at`.
-    """
-    if not served.numel() or not is_narrowed(given.dtype, served.dtype):
-        return
-    range_ = torch.finfo(served.dtype)
-    # One pass without temporaries; NaN is the least and the greatest then. FP8 has no such operation.
-    wide = served.half() if served.element_size() == 1 else served
-    if bool((torch.stack(wide.aminmax()).abs() < range_.max).all()):
-        return
-    flat = given.detach().reshape(-1)
-    numbers = flat if at is None else flat[at.to(flat.device)]
-    # In E4M3, which has no infinity, what is too large becomes the largest number. So does what rounds to it.
-    largest = range_.max + range_.eps * 2.0 ** (math.frexp(range_.max)[1] - 2)
-    is_finite = wide.isfinite().view(-1)
-    fits = is_finite & (numbers.double().abs() <= largest)
-    lost = torch.where(numbers.isfinite(), ~fits, numbers.isinf() & is_finite)
-    if bool(lost.any()):
-        wider = "with " if served.dtype == torch.bfloat16 else "as torch.bfloat16, or with "
-        raise SchemaMismatch(
-            f"{name.partition(chr(9))[0]!r} has {int(lost.sum())} numbers beyond the range of "
-            f"{served.dtype}, such as {float(numbers[lost][0])}; nothing was published, and once they are "
-            f"smaller the next call goes on. Publish {wider}dtype=None, in its own dtype"
-        )
+    ranges.end()
+    return ranges.finite
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from patchstore.publish.snapshot.memory import (
     Stream,
     Tensors,
     allocating,
-    check_range,
     copy_each,
     devices_of,
     in_file,
@@ -19,6 +18,7 @@ from patchstore.publish.snapshot.memory import (
     served,
     views,
 )
+from patchstore.publish.snapshot.ranges import Ranges
 from patchstore.tensors import diff, state_digest
 from patchstore.tensors import parts as part_sums
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits
@@ -33,6 +33,8 @@ class PlainSnapshot:
         self._specs = {spec.name: spec for spec in specs}
         num_bytes = sum(spec.num_bytes for spec in specs)
         devices = devices_of(current)
+        self._finite = self._found_finite = set[str]()
+        """`Ranges.finite` of the snapshot's tensors, and as they are after the changes found last."""
         with allocating(place, num_bytes):
             if isinstance(place, os.PathLike):
                 starts = [0]
@@ -52,29 +54,40 @@ class PlainSnapshot:
 
     def compare(self, current: Tensors) -> Changes:
         patches = []
-        for (name, tensor, _, given), at in diff.changed_each(self._pairs(current)):
+        ranges = Ranges(self._finite)
+        for (name, tensor, _, given), at in diff.changed_each(self._pairs(current, ranges)):
             values = bits(tensor)[at].view(tensor.dtype)
-            check_range(name, given, values, at)
+            if given is not tensor:
+                ranges.look(name, given, values, at)
             patches.append((self._specs[name], TensorPatch(name=name, indices=at.cpu(), values=values.cpu())))
+        ranges.end()
+        self._found_finite = ranges.finite
         # Tensors were compared in groups, which are not in the schema's order.
         patches.sort(key=lambda each: each[0].name)
         return Changes(sum(len(patch.indices) for _, patch in patches), patches)
 
-    def _pairs(self, current: Tensors) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def _pairs(
+        self, current: Tensors, ranges: Ranges
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield tensors as they are served and in the snapshot; then those whose changes are to be looked at
+        in `ranges`, as they were given, or once more what needs no further look.
+        """
         for name, given in in_turn(current):
             tensor, kept = served(given, self._specs[name]), given
-            if isinstance(current, Stream):
-                # Here, in one more look at what was just written, as a stream's tensors must not be kept.
-                check_range(name, given, tensor)
+            if isinstance(current, Stream) or name not in self._finite:
+                # All of it. A stream's tensors must not be kept.
+                ranges.look(name, given, tensor)
                 kept = tensor
             yield name, tensor, self.tensors[name].to(tensor.device), kept
 
     def apply(self, changes: Changes) -> None:
         write_patches(self.tensors, changes)
+        self._finite = self._found_finite
         self._wait(self.tensors)
 
     def replace(self, current: Tensors) -> None:
-        copy_each(current, self._specs, self.tensors)
+        self._finite = set()
+        self._finite = copy_each(current, self._specs, self.tensors)
         self._wait(current)
 
     def _wait(self, tensors: Tensors) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from patchstore.format.records import TensorSpec
-from patchstore.publish.snapshot.memory import Stream, is_narrowed, served
+from patchstore.publish.snapshot.memory import Stream, served
+from patchstore.publish.snapshot.ranges import is_narrowed
 from patchstore.tensors.bits import TORCH_DTYPES
 
 STREAMED_BYTES = 256 << 20

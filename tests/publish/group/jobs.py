@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from patchstore import LocalPart, Publisher, mapped
+from patchstore import LocalPart, Publisher, mapped, open_store
 from patchstore.errors import PatchstoreError
 from patchstore.signing import KeySigner
 from patchstore.stores.folder import FolderStore
 from patchstore.tensors.bits import bits
+from patchstore.testing.faults import Fault, FaultyStore
 
 Bits = dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]
 """A model as it is served."""
@@ -347,6 +349,54 @@ def change_one_rank(rank: int, url: str) -> list[tuple[int, bool]]:
             publication = publisher.publish_patch(step, if_changed=True)
             found.append((publication.result().version, publication.is_unchanged))
     return found
+
+
+def change_in_turn(rank: int, url: str) -> list[tuple[int, bool, Bits]]:
+    """Publish only what changed, every third version an anchor: in one call each rank alone has changes, then
+    both, then none. Several calls are under way at once.
+
+    Returns:
+        Of each version its number, whether it is an anchor, and the bits.
+    """
+    torch.manual_seed(0)
+    tensor = distribute_tensor(torch.randn(64, 64), init_device_mesh("cpu", (2,)), [Shard(0)])
+    published = []
+    with Publisher(url, {"w": tensor}, anchor_every=3, rank_timeout_s=60) as publisher:
+        for step in range(20):
+            if step % 4 in {rank, 2}:
+                tensor.to_local()[step] += 1
+            bits_now = serve_bits({"w": tensor})
+            published.append((publisher.publish_patch(step, if_changed=True), bits_now))
+        found = [(each.result(), each.is_unchanged, state) for each, state in published]
+    return [(each.version, each.anchor is not None, state) for each, same, state in found if not same]
+
+
+def calls_while_held(rank: int, url: str, encoding: str) -> int:
+    """Count the calls that return while no delta can be stored, of six that may be under way."""
+    torch.manual_seed(0)
+    tensor = distribute_tensor(torch.randn(64, 64), init_device_mesh("cpu", (2,)), [Shard(0)])
+    gate = Event()
+    held = Fault(verb="upload", key="deltas/*", effect="delay", times=None)
+    store = FaultyStore(open_store(url), held, sleep=lambda _: gate.wait(120))
+    options: dict[str, Any] = {"max_pending": 6, "encoding": encoding, "rank_timeout_s": 120}
+    with Publisher(store, {"w": tensor}, **options) as publisher:
+        publisher.publish_patch(0).result()
+        under_way = []
+
+        def publish() -> None:
+            for step in range(1, 7):
+                tensor.to_local()[step] += 1
+                under_way.append(publisher.publish_patch(step))
+
+        calls = Thread(target=publish)
+        calls.start()
+        calls.join(60)
+        dist.barrier()
+        num = len(under_way)
+        gate.set()
+        calls.join()
+        assert [each.result().kind for each in under_way] == ["delta"] * 6
+    return num
 
 
 def unevenly(

@@ -114,6 +114,20 @@ def test_what_changed_on_one_rank_alone_is_a_version_and_what_changed_on_none_is
     assert found == [[(0, True), (1, False), (1, True)]] * 2
 
 
+def test_every_third_version_of_ranks_is_an_anchor_also_if_only_changes_are_published(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    url = str(tmp_path / "store")
+    first, second = ranks_of(2).run(jobs.change_in_turn, url)
+    assert first == second
+    assert [(version, is_anchor) for version, is_anchor, _ in first] == [(i, i % 3 == 0) for i in range(15)]
+    check(url, [[(version, state) for version, _, state in first]])
+
+
+def test_as_many_calls_of_ranks_return_as_max_pending_says(ranks_of: RanksOf, tmp_path: Path) -> None:
+    assert ranks_of(2).run(jobs.calls_while_held, str(tmp_path / "store"), "gap") == [6, 6]
+
+
 def test_each_rank_of_a_pipeline_publishes_its_layers(ranks_of: RanksOf, tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     manifests = check(url, ranks_of(3).run(jobs.stages, url, {}))

@@ -106,6 +106,19 @@ def test_ranks_with_other_steps_are_refused(ranks_of: RanksOf, url: str) -> None
     check_repaired(url, [found for _, found in results])
 
 
+@pytest.mark.parametrize("asking", [0, 1])
+def test_ranks_of_which_one_alone_has_if_changed_are_told_so(
+    ranks_of: RanksOf, url: str, asking: int
+) -> None:
+    results = ranks_of(2).run(troubles.only_one_asks_for_changes, url, asking)
+    for (kind, message, _, _), _ in results:
+        assert kind == "publish-failed"
+        assert (
+            f"step 1 has if_changed={asking == 1} on rank 1 of 2, and if_changed={asking == 0} on rank 0 of 2"
+        ) in message
+    check_repaired(url, [found for _, found in results])
+
+
 @pytest.mark.parametrize("leaving", [0, 2])
 def test_a_rank_that_closes_ends_the_publication_of_the_others_at_once(
     ranks_of: RanksOf, url: str, leaving: int

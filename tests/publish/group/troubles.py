@@ -136,6 +136,17 @@ def steps_differ(rank: int, url: str) -> tuple[Outcome, tuple[str, int, jobs.Bit
     return found
 
 
+def only_one_asks_for_changes(rank: int, url: str, asking: int) -> tuple[Outcome, tuple[str, int, jobs.Bits]]:
+    """One rank alone publishes with if_changed=True, where an anchor is due."""
+    tensors = sharded()
+    publisher = Publisher(url, tensors, anchor_every=1, rank_timeout_s=120)
+    publisher.publish_patch(0).result()
+    failed = attempt(lambda: publisher.publish_patch(1, if_changed=rank == asking).result())
+    found = failed, repaired(publisher, tensors, 2)
+    close(publisher)
+    return found
+
+
 def one_rank_closes(rank: int, url: str, leaving: int) -> Outcome:
     tensors = sharded()
     publisher = Publisher(url, tensors, rank_timeout_s=60)
