@@ -54,7 +54,7 @@ def test_the_usual_rule_means_linear_layers(tensor: TensorSpec, expected: bool) 
 
 
 def test_experts_in_one_tensor_are_refused_with_the_source_that_splits_them() -> None:
-    with pytest.raises(SchemaMismatch, match="as_saved"):
+    with pytest.raises(SchemaMismatch, match="pass the model itself"):
         Quantization(FORMS["fp8-block"]).quantizes(spec("model.layers.0.mlp.experts.gate_up_proj", 4, 8, 8))
 
 
