@@ -1,6 +1,7 @@
 """Small models to publish, and what a reader of a store gets."""
 
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from patchstore import Publisher, Replica, verify
 from patchstore.format import history
+from patchstore.publish.sources import Weights
 from patchstore.stores.base import Store
 from tests.support.weights import State
 
@@ -26,6 +28,21 @@ def tied(store: Store) -> dict[str, str]:
     header = history.read_header(store)
     assert header is not None
     return dict(header.schema.tied)
+
+
+def computed(model: torch.nn.Module) -> tuple[int, int]:
+    """Read a model once; return how many tensors were computed for it, and how many were held at once."""
+    # Kept to the end: a copy may lie where a temporary one was.
+    state = model.state_dict()
+    own = {each.untyped_storage().data_ptr() for each in state.values()}
+    copies: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    for _, tensor in Weights(model).stream():
+        if tensor.untyped_storage().data_ptr() not in own:
+            copies.append(weakref.ref(tensor))
+        most = max(most, sum(copy() is not None for copy in copies))
+    del state
+    return len(copies), most
 
 
 def layers(num: int = 3) -> torch.nn.Sequential:

@@ -122,6 +122,7 @@ def _decoder(module: Any, name: str) -> Callable[[], torch.Tensor] | None:
         if not holds_codes(plain(name, parameter)):
             return None
     except SchemaMismatch:
+        # No plain tensor lies in it, and its class says how to decode it.
         pass
     decode: Callable[[], torch.Tensor] = parameter.dequantize
     return decode

@@ -212,6 +212,9 @@ class Merged:
                     del wide
                 _widen(wrapper, lambda own: self._served(self._names.of(path + own)))
                 merged = _left_of(wrapper).state_dict()
+            except torch.OutOfMemoryError:
+                # It says how much is free, and the next call may succeed.
+                raise
             except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as exc:
                 where = self._names.of(f"{path}weight").removesuffix(".weight")
                 raise SchemaMismatch(f"PEFT cannot merge the adapter of {where!r}: {exc!r}") from exc
