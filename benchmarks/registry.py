@@ -15,6 +15,7 @@ from benchmarks.cases import (
     encodings,
     fleet,
     fuzz_server,
+    growth,
     history,
     join,
     kernels,
@@ -111,6 +112,13 @@ CASES = (
         run=fuzz_server.run,
     ),
     Case(
+        name="growth",
+        about="How the host's work grows with the number of tensors, up to the 91,000 of DeepSeek-V3.",
+        gate="tests/encodings/test_index.py",
+        arguments=growth.arguments,
+        run=growth.run,
+    ),
+    Case(
         name="history",
         about="A run of many small tensors with a long history: log, resuming and publishing.",
         gate="tests/format/test_history.py",
@@ -197,7 +205,7 @@ CASES = (
     Case(
         name="soak",
         about="Thousands of versions while everything is killed and the store fails.",
-        gate="tests/test_lifecycle.py",
+        gate="tests/test_histories.py",
         arguments=soak.arguments,
         run=soak.run,
     ),

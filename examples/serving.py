@@ -14,9 +14,9 @@ import httpx
 import torch
 
 from examples.processes import Program, free_port, wait_for
-from patchstore.format import hashing
-from patchstore.serve.vllm_protocol import ServerStatus
-from patchstore.serve.vllm_server import VllmServer
+from patchstore.bucket import digests
+from patchstore.follow.vllm_protocol import ServerStatus
+from patchstore.follow.vllm_server import VllmServer
 from patchstore.tensors.bits import raw_bytes
 
 MODEL = "demo"
@@ -87,7 +87,7 @@ class Vllm(Program):
             for name in [name for name in weights if f".{parts[0]}." in name]:
                 pieces = [live.pop(name.replace(parts[0], part)) for part in parts]
                 live[name.replace(parts[0], fused)] = torch.cat(pieces)
-        expected = {name: hashing.digest(raw_bytes(tensor)) for name, tensor in live.items()}
+        expected = {name: digests.digest(raw_bytes(tensor)) for name, tensor in live.items()}
         (found,) = self._api.fingerprint()
         return expected.items() <= found.items()
 

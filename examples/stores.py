@@ -63,7 +63,7 @@ class HubServer(Program):
 
     def __init__(self, log: Path) -> None:
         super().__init__(
-            [sys.executable, "-m", "patchstore.testing.hub", "--bucket", "demo/bucket"],
+            [sys.executable, "-m", "tests.support.hub", "--bucket", "demo/bucket"],
             log=log,
             piped=True,
             owned=True,

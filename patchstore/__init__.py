@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from patchstore.apply.replica import Replica
+    from patchstore.bucket.records import Manifest, Payload, Plan, Schema, TensorSpec
     from patchstore.errors import PatchstoreError
-    from patchstore.format.records import Manifest, Payload, Plan, Schema, TensorSpec
+    from patchstore.follow.wait import wait_until
     from patchstore.publish.publisher import Publication, Publisher
     from patchstore.publish.sources import (
         LocalPart,
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
         without_padding,
     )
     from patchstore.read.replay import replay, verify
-    from patchstore.serve.wait import wait_until
     from patchstore.stores import Store, open_store
 
 __version__ = "0.1.0"
@@ -28,15 +28,15 @@ __version__ = "0.1.0"
 _HOMES = {
     "LocalPart": "patchstore.publish.sources",
     "Replica": "patchstore.apply.replica",
-    "Manifest": "patchstore.format.records",
+    "Manifest": "patchstore.bucket.records",
     "PatchstoreError": "patchstore.errors",
-    "Payload": "patchstore.format.records",
-    "Plan": "patchstore.format.records",
+    "Payload": "patchstore.bucket.records",
+    "Plan": "patchstore.bucket.records",
     "Publication": "patchstore.publish.publisher",
     "Publisher": "patchstore.publish.publisher",
-    "Schema": "patchstore.format.records",
+    "Schema": "patchstore.bucket.records",
     "Store": "patchstore.stores",
-    "TensorSpec": "patchstore.format.records",
+    "TensorSpec": "patchstore.bucket.records",
     "as_saved": "patchstore.publish.sources",
     "interleaved_qkv": "patchstore.publish.sources",
     "joined_gate_up": "patchstore.publish.sources",
@@ -44,7 +44,7 @@ _HOMES = {
     "open_store": "patchstore.stores",
     "replay": "patchstore.read.replay",
     "verify": "patchstore.read.replay",
-    "wait_until": "patchstore.serve.wait",
+    "wait_until": "patchstore.follow.wait",
     "without_padding": "patchstore.publish.sources",
 }
 

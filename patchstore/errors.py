@@ -48,7 +48,7 @@ class VersionNotFound(NotFound):
 
 
 class VersionRetired(NotFound):
-    """The version was given up by `patchstore retire`; its manifest is there, but not all of its payloads."""
+    """The version was given up by `patchstore prune`; its manifest is there, but not all of its payloads."""
 
     kind = "version-retired"
 
@@ -57,7 +57,7 @@ class VersionRetired(NotFound):
 
 
 class ServerUnavailable(PatchstoreError):
-    """An inference server could not be reached or refused the call."""
+    """An inference server could not be reached, or refused a call for a reason without a kind of its own."""
 
     kind = "server-unavailable"
 
@@ -66,6 +66,24 @@ class EnginesDiffer(ServerUnavailable):
     """A data-parallel engine of a server does not answer as the first one did."""
 
     kind = "engines-differ"
+
+
+class OtherServer(ServerUnavailable):
+    """Another server answers at an address than before: it was restarted, or the address has several."""
+
+    kind = "other-server"
+
+
+class StaleCaches(ServerUnavailable):
+    """A server cannot forget what older weights computed. It generates nothing, or was not updated."""
+
+    kind = "stale-caches"
+
+
+class RankLost(ServerUnavailable):
+    """A rank of a server ended or did not answer in time; no rank is updated before all are started again."""
+
+    kind = "rank-lost"
 
 
 class WaitTimeout(PatchstoreError, TimeoutError):
@@ -90,7 +108,7 @@ class DeviceMemoryShort(HostError):
 
 
 class UsageError(PatchstoreError):
-    """The caller's mistake; nothing was read or written because of it."""
+    """The caller's mistake, or a call that is impossible in this state; nothing was written because of it."""
 
     kind = "usage"
 
@@ -248,3 +266,15 @@ class InternalError(PatchstoreError):
     """A step failed in a way that the code does not expect; the log has the traceback."""
 
     kind = "internal"
+
+
+def of_kind(kind: str) -> type[PatchstoreError] | None:
+    """Return the class of a kind, such as another process told; None if this release has no such kind."""
+    return _OF_KIND.get(kind)
+
+
+_OF_KIND = {
+    each.kind: each
+    for each in list(vars().values())
+    if isinstance(each, type) and issubclass(each, PatchstoreError) and each is not PatchstoreError
+}

@@ -25,30 +25,24 @@ from benchmarks.serving.load import Request
 from benchmarks.serving.updates import PARTS, Update
 from benchmarks.support.trainer import RATE, STANDARD_DEVIATION, take_step
 from benchmarks.support.vllm_server import TimedServer
-from patchstore.encodings import ENCODINGS
-from patchstore.serve.settings import PauseMode, PrefixCache
+from patchstore.codec import ENCODINGS
+from patchstore.follow.settings import PauseMode, PrefixCache
 from patchstore.tensors.bits import bits
-from patchstore.testing.vllm_stub import StubServer, serving
+from tests.support.vllm_stub import StubServer, serving
 
 RECORDED = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 def update(called: float, *, pause_s: float = 0.25) -> Update:
     """A version whose every part but the pause took a second."""
-    pausing = called + 5
+    steps = ("called", "compared", "published", "noticed", "prefetched", "pausing")
+    times = {name: called + second for second, name in enumerate(steps)}
+    times |= {name: called + 5 + pause_s + n for n, name in enumerate(("resumed", "applied", "answered"))}
     return Update(
         version=1,
         num_changed=10,
         payload_bytes=20,
-        called=called,
-        compared=called + 1,
-        published=called + 2,
-        noticed=called + 3,
-        prefetched=called + 4,
-        pausing=pausing,
-        resumed=pausing + pause_s,
-        applied=pausing + pause_s + 1,
-        answered=pausing + pause_s + 2,
+        **times,
         calls={"hold": 0.0625, "finish": 0.125, "resume": 0.03125},
         staging_bytes=1000,
         timings={"fetch": 0.5, "stage": 0.25, "apply": 0.125},
@@ -127,14 +121,6 @@ def test_the_parts_of_an_update_are_all_of_its_time():
     assert one.parts() == dict.fromkeys(PARTS, 1.0) | {"pause_s": 0.25}
 
 
-def test_an_update_records_every_call_that_a_row_has():
-    with serving(StubServer()) as stub, TimedServer(stub.url) as server:
-        server.init_weight_transfer("memory://run")
-        server.apply(0)
-
-    assert server.spans.keys() >= {"prefetch", *updates.CALLS.values()}
-
-
 def test_the_server_of_a_benchmark_changes_what_it_does_with_requests_and_prefixes():
     keep = PauseMode.KEEP
     ways = [(keep, PrefixCache.RESET), (keep, PrefixCache.VERSION), (keep, PrefixCache.KEEP)]
@@ -146,10 +132,10 @@ def test_the_server_of_a_benchmark_changes_what_it_does_with_requests_and_prefix
             server.spans.clear()
             server.use(mode, cache)
             server.apply(version)
-            found.append(("delta_prefixes" in stub.calls, "delta_pause" in stub.calls, stub.stale_prefixes))
+            found.append(("delta_pause" in stub.calls, stub.engines[0].caches))
             assert server.spans.keys() >= {"prefetch", *updates.CALLS.values()}
 
-    assert found == [(False, True, False), (True, True, False), (False, True, True), (True, False, False)]
+    assert found == [(True, "reset"), (True, "version"), (True, "keep"), (False, "version")]
 
 
 def path_row() -> dict:

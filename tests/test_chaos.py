@@ -6,7 +6,7 @@ import queue
 import signal
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,8 @@ from benchmarks.chaos.journal import Journal
 from benchmarks.chaos.log_chain import is_one_chain
 from benchmarks.support.killable_program import Part
 from patchstore import Publisher, open_store
-from patchstore.format import layout
-from patchstore.stores import Store
+from patchstore.stores import Store, layout
+from tests.support.beside import is_running
 
 
 def arguments(folder: Path, *more: str) -> argparse.Namespace:
@@ -74,7 +74,7 @@ def test_a_spoilt_version_and_one_that_only_the_trainer_knows_are_not_proved(
         self._store.put(delta, bytes(data))
         self._journal.stored[100_000] = "blake3:0"
 
-    monkeypatch.setattr(Chaos, "_kill_until", spoil)
+    monkeypatch.setattr(Chaos, "kill_until", spoil)
     rows = chaos.run(arguments(tmp_path))
     assert next(rows)["failed"] == [
         "every version can be rebuilt",
@@ -92,7 +92,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path, monkeypatch: pytes
         seen.extend(running(tmp_path))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Chaos, "_kill_until", interrupt)
+    monkeypatch.setattr(Chaos, "kill_until", interrupt)
     with pytest.raises(KeyboardInterrupt):
         next(chaos.run(arguments(tmp_path)))
     assert any("benchmarks.chaos.trainer" in line for line in seen)
@@ -106,7 +106,7 @@ def test_a_part_that_ends_by_itself_ends_the_run(tmp_path: Path, monkeypatch: py
         self._follow.ask_to_end()
         self._wait("nothing", lambda: False)
 
-    monkeypatch.setattr(Chaos, "_kill_until", sabotage)
+    monkeypatch.setattr(Chaos, "kill_until", sabotage)
     with pytest.raises(RuntimeError, match="follow-0 ended with status"):
         next(chaos.run(arguments(tmp_path)))
     assert running(tmp_path) == []
@@ -142,21 +142,13 @@ def test_a_kill_leaves_neither_children_of_other_groups_nor_shared_memory(tmp_pa
             part.start()
         number, process = heard.get(timeout=60)
         assert number == expected
-        assert is_alive(process)
+        assert is_running(process)
         processes.add(process)
     part.check_alive()
     part.kill()
     assert len(processes) == 4
-    assert not any(map(is_alive, processes))
+    assert not any(map(is_running, processes))
     assert not shared.exists()
-
-
-def is_alive(process: int) -> bool:
-    """Return whether it runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.fixture
@@ -171,36 +163,48 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def test_a_log_is_one_chain_up_to_its_head_only(store: Store) -> None:
-    assert is_one_chain(store, 3)
-    assert not is_one_chain(store, 2)
-    assert not is_one_chain(store, 4)
-
-
-def test_a_gap_in_the_log_is_no_chain(store: Store) -> None:
-    store.delete(layout.manifest_key(1))
-    assert not is_one_chain(store, 3)
-
-
-def test_a_manifest_that_is_not_the_one_its_child_names_is_no_chain(store: Store) -> None:
+def rewritten(store: Store) -> None:
     key = layout.manifest_key(1)
     store.put(key, store.get(key).replace(b'"step":1', b'"step":9').replace(b'"step": 1', b'"step": 9'))
-    assert not is_one_chain(store, 3)
 
 
-def test_a_log_that_forks_is_no_chain(store: Store) -> None:
+def forked(store: Store) -> None:
     weights = {"w": torch.zeros(10)}
     weights["w"][:2] += 1
     with Publisher(store, weights, resume=1):
         pass
-    assert not is_one_chain(store, 4)
 
 
-def test_recovery_from_a_kill_is_a_later_word_of_a_later_process(tmp_path: Path) -> None:
-    journal = Journal()
+@pytest.mark.parametrize(
+    ("change", "head", "is_chain"),
+    [
+        (lambda store: None, 3, True),
+        (lambda store: None, 2, False),
+        (lambda store: None, 4, False),
+        (lambda store: store.delete(layout.manifest_key(1)), 3, False),
+        # A manifest that is not the one its child names.
+        (rewritten, 3, False),
+        (forked, 4, False),
+    ],
+)
+def test_a_log_is_one_chain_up_to_its_head_only(
+    store: Store, change: Callable[[Store], object], head: int, is_chain: bool
+) -> None:
+    change(store)
+    assert is_one_chain(store, head) == is_chain
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> tuple[Part, Part]:
+    """A trainer and a server that were not started."""
     trainer, server = (
         Part(name, ["true"], tmp_path, life_s=1, environment={}) for name in ("trainer", "server")
     )
+    return trainer, server
+
+
+def test_recovery_from_a_kill_is_a_later_word_of_a_later_process(parts: tuple[Part, Part]) -> None:
+    journal, (trainer, server) = Journal(), parts
     trainer.number = 2
     journal.killed(trainer, at=0.0, head=7)
     journal.trainer_said(2, {"version": 7, "state": "a"})
@@ -218,11 +222,8 @@ def test_recovery_from_a_kill_is_a_later_word_of_a_later_process(tmp_path: Path)
     assert (journal.stored, journal.applied, journal.twice) == ({7: "a", 9: "b"}, [9, 10], [])
 
 
-def test_kills_that_meet_are_not_timed(tmp_path: Path) -> None:
-    journal = Journal()
-    trainer, server = (
-        Part(name, ["true"], tmp_path, life_s=1, environment={}) for name in ("trainer", "server")
-    )
+def test_kills_that_meet_are_not_timed(parts: tuple[Part, Part]) -> None:
+    journal, (trainer, server) = Journal(), parts
     journal.killed(trainer, at=0.0, head=7)
     journal.killed(server, at=1.0, head=7)
     journal.trainer_said(0, {"version": 8, "state": "a"})

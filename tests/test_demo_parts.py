@@ -4,7 +4,6 @@ import io
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from examples.processes import Program
 from examples.stores import HubServer
 from patchstore import open_store
 from patchstore.errors import AlreadyExists
+from tests.support.beside import is_running, until
 
 pytestmark = pytest.mark.exhaustive
 
@@ -78,23 +78,16 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return printed
 
 
-def _wait_for(text: str, printed: io.StringIO) -> None:
-    deadline = time.monotonic() + 30
-    while text not in printed.getvalue():
-        assert time.monotonic() < deadline, printed.getvalue()
-        time.sleep(0.01)
-
-
 def test_a_log_shows_that_a_stage_goes_on(printed: io.StringIO) -> None:
     with report.stage("starting vLLM"):
-        _wait_for("starting vLLM: 0 s so far\n", printed)
+        until(lambda: "starting vLLM: 0 s so far\n" in printed.getvalue())
     assert printed.getvalue().splitlines()[-1].startswith("starting vLLM (")
 
 
 def test_a_log_shows_the_step_and_the_loss_of_a_training_and_what_is_left(printed: io.StringIO) -> None:
     def steps() -> Iterator[float]:
         yield 7.5
-        _wait_for("warming up: step 1 of 3, loss 7.50, about 0 s left", printed)
+        until(lambda: "warming up: step 1 of 3, loss 7.50, about 0 s left" in printed.getvalue())
         yield from (5.0, 2.25)
 
     report.train("warming up", steps(), 3)
@@ -105,7 +98,7 @@ def test_a_log_shows_how_many_versions_are_served(printed: io.StringIO) -> None:
     table = tables.versions_table()
     with report.growing("publishing", table):
         table.add_row("1")
-        _wait_for("publishing: 1 so far", printed)
+        until(lambda: "publishing: 1 so far" in printed.getvalue())
 
 
 def test_a_program_ends_together_with_what_it_started(tmp_path: Path) -> None:
@@ -115,10 +108,7 @@ def test_a_program_ends_together_with_what_it_started(tmp_path: Path) -> None:
         child = int(program.process.stdout.readline())
         program.check_alive()
         program.process.stdout.close()
-    deadline = time.monotonic() + 10
-    while _runs(child) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _runs(child)
+    until(lambda: not is_running(child))
 
 
 def test_a_program_that_ended_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
@@ -149,11 +139,3 @@ def test_generations_are_marked_from_where_they_part() -> None:
     assert "a [x] one" in shown
     assert "a [x] two" in shown
     assert "unchanged │ b same" in shown
-
-
-def _runs(process: int) -> bool:
-    """Whether a process exists and has not ended; an ended one that was not waited for does not count."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

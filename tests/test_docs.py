@@ -13,11 +13,12 @@ import patchstore
 from patchstore import verify
 from patchstore.cli import main
 from patchstore.stores.folder import FolderStore
-from patchstore.testing.vllm_stub import StubServer, serving
+from tests.support.vllm_stub import StubServer, serving
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+TREES = ("patchstore", "vllm_plugin", "tests", "benchmarks", "examples", "requirements")
 PUBLISH, APPLY = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -77,6 +78,15 @@ def test_links_and_files_named_in_a_page_exist(page: Path) -> None:
         assert (page.parent / link).exists(), link
     for name in re.findall(r"`((?:docs|tests|examples|benchmarks|requirements)/[\w./-]*)`", text):
         assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "design"], ids=lambda page: page.name
+)
+def test_modules_named_in_a_page_exist(page: Path) -> None:
+    files = [f"/{path.relative_to(ROOT)}" for top in TREES for path in (ROOT / top).rglob("*.py")]
+    for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
+        assert any(path.endswith(f"/{name}") for path in files), name
 
 
 def test_every_test_that_the_failures_page_names_exists() -> None:

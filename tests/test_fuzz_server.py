@@ -33,7 +33,7 @@ def test_a_seed_draws_the_same_calls_of_every_kind_and_of_no_other_method() -> N
             json.dumps(call.body)
 
 
-RANK = dict.fromkeys(fuzz_server._ALIKE) | {"serving": 1, "asleep": False, "half_applied": False}
+RANK = dict.fromkeys(fuzz_server.ALIKE) | {"serving": 1, "asleep": False, "half_applied": False}
 
 
 class Server:
@@ -55,14 +55,14 @@ class Server:
 
 @pytest.fixture
 def fuzz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fuzz:
-    monkeypatch.setattr(Fuzz, "_prove", lambda *_: None)
+    monkeypatch.setattr(Fuzz, "prove", lambda *_: None)
     parser = argparse.ArgumentParser()
     fuzz_server.arguments(parser)
     return Fuzz(parser.parse_args([]), tmp_path)
 
 
 def test_ranks_that_say_the_same_are_as_they_should_be(fuzz: Fuzz) -> None:
-    fuzz._check(Server({}, {}), 0)  # type: ignore[arg-type]
+    fuzz.check_ranks(Server({}, {}), 0)  # type: ignore[arg-type]
     assert fuzz.failed == []
     assert (fuzz.counts["held_proved"], fuzz.counts["healed_proved"]) == (1, 1)
 
@@ -71,7 +71,7 @@ def test_ranks_that_say_the_same_are_as_they_should_be(fuzz: Fuzz) -> None:
     "wrong", [{"serving": 2}, {"staged": 3}, {"half_applied": True}, {"update_open": True}, {"rank": 0}]
 )
 def test_ranks_that_differ_are_noticed(fuzz: Fuzz, wrong: dict[str, Any]) -> None:
-    fuzz._check(Server({}, wrong), 0)  # type: ignore[arg-type]
+    fuzz.check_ranks(Server({}, wrong), 0)  # type: ignore[arg-type]
     assert len(fuzz.failed) == 1
 
 
@@ -79,8 +79,8 @@ def test_weights_that_are_wrong_are_noticed(fuzz: Fuzz, monkeypatch: pytest.Monk
     def refuse(*_: object) -> None:
         raise StateMismatch("1 tensors differ")
 
-    monkeypatch.setattr(Fuzz, "_prove", refuse)
-    fuzz._check(Server({}, {}), 0)  # type: ignore[arg-type]
+    monkeypatch.setattr(Fuzz, "prove", refuse)
+    fuzz.check_ranks(Server({}, {}), 0)  # type: ignore[arg-type]
     assert "1 tensors differ" in fuzz.failed[0]
 
 
@@ -92,5 +92,5 @@ def test_a_call_that_succeeded_must_have_done_what_it_said_in_both_ranks(
         return httpx.Response(200, json={"results": [{"staged": each} for each in staged]})
 
     with httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer)) as http:
-        fuzz._expect(http, Call(path="/update_weights"), "staged", 4)
+        fuzz.expect(http, Call(path="/update_weights"), "staged", 4)
     assert (fuzz.failed == []) is is_so

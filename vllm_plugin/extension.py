@@ -1,8 +1,9 @@
 """What `--worker-extension-cls` mixes into vLLM's worker: methods for `/collective_rpc`.
 
 All are prefixed `delta_`, since vLLM refuses an extension that hides an attribute of its worker.
-Each rank answers for itself, and where the engine is not the `delta` engine answers `{"error": message}` to
-everything: as `vllm_plugin.ranks` says, several ranks that raise put vLLM's replies out of step.
+Each rank answers for itself. A method that refuses raises here, and the rank answers
+`{"error": "[kind] message"}`: as `vllm_plugin.ranks` says, several ranks that raise put vLLM's replies out of
+step. So does every method where the engine is not the `delta` engine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,17 +12,49 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import vllm
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 import patchstore
-from patchstore.errors import EnginesDiffer
-from patchstore.format import manifest_json
-from patchstore.format.dtypes import alike
-from vllm_plugin.engine import DeltaWeightTransferEngine
-from vllm_plugin.prefixes import NOT_LOADED
-from vllm_plugin.ranks import Failure, describe, gather, is_last
-from vllm_plugin.registration import adopt
-from vllm_plugin.serving import groups
-from vllm_plugin.update import Updater
+from patchstore.bucket import manifest_json
+from patchstore.errors import EnginesDiffer, PatchstoreError, UsageError
+from vllm_plugin.core import NOT_LOADED
+from vllm_plugin.engine import WORKERS, DeltaWeightTransferEngine
+from vllm_plugin.live.derived import watch_loading
+from vllm_plugin.live.update import Updater
+from vllm_plugin.map.mapping import WeightMap, share
+from vllm_plugin.ranks import Failure, RanksLost
+from vllm_plugin.serving import keep_load_layout, leave_order_to_engine, watch
+
+BACKEND = "delta"
+_COMPARED = ("delta_status", "delta_open", "delta_prefetch", "delta_sums")
+"""Methods whose answers `delta_expect` compares."""
+
+
+def register() -> None:
+    """Make `--weight-transfer-config '{"backend": "delta"}'` known. Calling it again changes nothing."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, DeltaWeightTransferEngine)
+
+
+def adopt(worker: object) -> None:
+    """Prepare a worker that is about to be constructed, and remember it for its engine."""
+    WORKERS.add(worker)
+    keep_load_layout()
+    watch_loading()
+    watch(
+        worker,
+        asleep=lambda level: _tell(worker, lambda engine: engine.sleeping(level)),
+        awake=lambda: _tell(worker, lambda engine: engine.sleeping(None)),
+        reloaded=lambda: _tell(worker, lambda engine: engine.reloaded()),
+    )
+    leave_order_to_engine(worker)
+
+
+def _tell(worker: Any, news: Callable[[DeltaWeightTransferEngine], None]) -> None:
+    engine = getattr(worker, "weight_transfer_engine", None)
+    if isinstance(engine, DeltaWeightTransferEngine):
+        news(engine)
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,17 +63,22 @@ T = TypeVar("T")
 def _with_engine(
     method: Callable[Concatenate["DeltaWorkerExtension", P], T],
 ) -> Callable[Concatenate["DeltaWorkerExtension", P], T | dict[str, str]]:
-    """Answer what is wrong, and call nothing, where another weight transfer engine was started, or none."""
+    """Answer with what the method refuses. Where another weight transfer engine was started, or none, refuse
+    without a call.
+    """
 
     @wraps(method)
     def answer(worker: "DeltaWorkerExtension", /, *args: P.args, **kwargs: P.kwargs) -> T | dict[str, str]:
         engine = getattr(worker, "weight_transfer_engine", None)
-        if isinstance(engine, DeltaWeightTransferEngine):
+        try:
+            if not isinstance(engine, DeltaWeightTransferEngine):
+                raise UsageError(
+                    f"the weight transfer engine is {type(engine).__name__}; start vllm with "
+                    '--weight-transfer-config \'{"backend": "delta"}\''
+                )
             return method(worker, *args, **kwargs)
-        return {
-            "error": f"the weight transfer engine is {type(engine).__name__}; start vllm with "
-            '--weight-transfer-config \'{"backend": "delta"}\''
-        }
+        except PatchstoreError as exc:
+            return {"error": f"[{exc.kind}] {exc}"}
 
     return answer
 
@@ -60,12 +98,15 @@ class DeltaWorkerExtension:
         Keys: `rank`, `release` (of patchstore), `vllm`, `initialised`, `asleep`, `draft` (None without a
         speculative draft model, `followed` if it is updated together with the model, `separate` if its
         checkpoint is another, so that it stays as it is), `form` (`plain`, `fp8-block` or `fp8-channel`, as
-        the checkpoint that was loaded; `calculated` where vLLM quantised that), `required_keys` (names of the
-        public keys that it was started to require, in the order of the alphabet), `store`, `run_id`, `held`
-        (version or None), `parent`, `step` and `state_digest` (of the held version), `staged` (version or
-        None), `update_open`, `switch` (see `delta_switch`), `half_applied`, `last_error` (None, or `rank`,
+        the checkpoint that was loaded; `calculated` where vLLM quantized that), `required_keys` (names of the
+        public keys that it was started to require, in the order of the alphabet), `store`, `run_id`,
+        `serving` (version or None), its `parent`, `step` and `state_digest`, `staged` (version or None),
+        `update_open`, `switch` (see `delta_switch`), `half_applied`, `last_error` (None, or `rank`,
         `kind`, `message`), `timings` (seconds, of the last update), `staging_bytes` (of the device's memory,
-        that staging took at most the last time), `map` (None, or see `_map`).
+        that staging took at most the last time), `map` (None, or see `_map`). vLLM's engine core adds
+        `engine` (see `delta_engine`), `drivers` (others that keep this server at a version, each with `id`
+        and `wants`), `stale` (None, or which cache could not be emptied), and `keeps` (None, or which cache
+        no update can empty).
         """
         engine = self._delta_engine()
         updater = engine.updater
@@ -82,8 +123,8 @@ class DeltaWorkerExtension:
             "draft": engine.draft,
             "form": engine.form,
             "required_keys": [] if engine.required is None else engine.required.names,
-            "store": None if updater is None else updater.store.url,
-            "run_id": None if updater is None else updater.header.run_id,
+            "store": None if updater is None else updater.run.store.url,
+            "run_id": None if updater is None else updater.run.header.run_id,
             "serving": None if held is None else held.version,
             "parent": None if held is None else held.parent,
             "step": None if held is None else held.step,
@@ -111,15 +152,12 @@ class DeltaWorkerExtension:
     def delta_prefetch(self, version: int, run_id: str | None = None) -> dict[str, Any]:
         """Begin to fetch and verify a version while generation goes on; call again until `is_done`.
 
-        `update_weights` with that version is quick then. It also says what went wrong, if anything did:
-        this never raises, since an exception in one rank would confuse vLLM's replies.
+        `update_weights` with that version is quick then. It also says what went wrong, if anything did: this
+        never raises, since an exception in one rank would confuse vLLM's replies.
 
-        Args:
-            run_id: begin only if the open store holds this run, and nothing else is being staged. Without it
-                what another driver had begun is dropped.
-
-        Returns:
-            `is_done`, and all keys of `delta_status`.
+        With `run_id` it begins only if the open store holds this run, and nothing else is being staged;
+        without it, what another driver had begun is dropped. Returns `is_done`, and all keys of
+        `delta_status`. Of what is no version's number it refuses, and what was begun before goes on.
         """
         is_done = self._delta_engine().prefetch(version, run_id)
         return self.delta_status() | {"is_done": is_done}
@@ -129,31 +167,37 @@ class DeltaWorkerExtension:
         """Keep a driver's mark that it is switching versions, or None when it is done.
 
         A driver that is killed while it has generation paused cannot tell its successor; the server can.
-
-        Raises:
-            TypeError: the mark is no text; in all ranks.
+        Refuses a mark that is no text.
         """
         if not isinstance(switch, str | None):
-            raise TypeError(f"a driver's mark must be text or null, not {type(switch).__name__}")
+            raise UsageError(f"a driver's mark must be text or null, not {type(switch).__name__}")
         self._delta_engine().switch = switch
 
     @_with_engine
-    def delta_prefixes(self, is_new: bool = False) -> dict[str, str]:
-        """Say why later requests cannot be kept from keys and values that older weights computed.
-
-        With patchstore's plugin vLLM's engine core answers instead, and asks no worker: `salt`, or `error` if
-        it cannot either. With `is_new` it renews the salt. See `vllm_plugin.prefixes`.
-        """
-        return {"error": NOT_LOADED}
+    def delta_drop(self) -> None:
+        """Close an update that was started, and drop what it staged. The weights stay."""
+        self._delta_engine().drop_update()
 
     @_with_engine
-    def delta_pause(self, clear_cache: bool = False) -> dict[str, str]:
-        """As `delta_prefixes`: the engine core pauses instead, as `/pause?mode=keep` does.
+    def delta_engine(self) -> dict[str, Any]:
+        """Say which engine this is: `engine`, an id that each start of the engine core makes anew, and
+        `salt`, of later requests. Refuses where the core lacks the plugin.
 
-        Args:
-            clear_cache: as vLLM's; refused of models that take images or sound.
+        vLLM's engine core answers for its workers; see `vllm_plugin.core`.
         """
-        return {"error": NOT_LOADED}
+        raise UsageError(NOT_LOADED)
+
+    @_with_engine
+    def delta_pause(self) -> dict[str, str]:
+        """Pause generation as `/pause?mode=keep&clear_cache=false` does, without the 20 ms that vLLM's front
+        waits. The engine core answers, as to `delta_engine`.
+        """
+        raise UsageError(NOT_LOADED)
+
+    @_with_engine
+    def delta_resume(self) -> dict[str, str]:
+        """Let generation go on, as `/resume` does. The engine core answers, as to `delta_engine`."""
+        raise UsageError(NOT_LOADED)
 
     @_with_engine
     def delta_sums(self, first: int, num_elements: int) -> dict[str, Any]:
@@ -166,57 +210,51 @@ class DeltaWorkerExtension:
             num_elements: stop with the tensor that brings this rank's part to so many.
 
         Returns:
-            `held`, `num_applied` (grows with every update: parts with different ones do not belong together),
-            `next` (where to go on, None at the end), and `sums`: per name, `[slice, 32 hex digits]` for each
-            slice that this rank holds. Equal slices are equal lists. Names that vLLM calculates from are in
-            `computed`, those that no rank holds in full in `unverified`; neither has sums.
+            `serving`, `num_applied` (grows with every update: parts with different ones do not belong
+            together), `next` (where to go on, None at the end), and `sums`: per name
+            `[slice, 32 hex digits]` for each slice that this rank holds. Equal slices are equal lists. Names
+            that vLLM calculates from are in `computed`, those that no rank holds in full in `unverified`;
+            neither has sums.
         """
         return self._delta_engine().sums(first, num_elements)
 
     @_with_engine
     def delta_fits(self, header: str) -> dict[str, Any]:
-        """Say whether the model's loader takes a run's tensors, by tracing it while generation waits.
+        """Say whether the model's loader takes the tensors of a run, by tracing it while generation waits.
 
-        Opens and changes nothing, and never raises: other ranks would be misunderstood. A model that vLLM
-        quantised is not traced, and takes any names.
+        `header` is the text of its `store.json`. Opens and changes nothing, and never raises: other ranks
+        would be misunderstood. A model that vLLM quantized is not traced, and takes any names.
 
-        Args:
-            header: the text of the run's `store.json`.
-
-        Returns:
-            `failure`: None, or why the run would be refused here: `rank`, `kind`, `message`.
+        Returns `failure`: None, or why the run would be refused here: `rank`, `kind`, `message`; and where it
+        would not, `widened_apart`: as in the status, of this rank.
         """
         engine = self._delta_engine()
         try:
-            engine.live.trace(manifest_json.header_from_json(header.encode()).schema)
+            schema = manifest_json.header_from_json(header.encode()).schema
+            traced = engine.live.models.trace(schema)
+            # What this rank serves in more bits does not depend on others.
+            apart = WeightMap(schema, traced, [share(traced)]).widened_apart
         except Exception as exc:  # noqa: BLE001 - whatever a model's loader raises
             return {"failure": asdict(Failure.of(engine.rank, exc))}
-        return {"failure": None}
+        return {"failure": None, "widened_apart": apart}
 
     @_with_engine
     def delta_expect(self, method: str, args: Sequence[Any], expected: Sequence[Mapping[str, Any]]) -> None:
         """Raise unless this engine answers as another one did. Of several data-parallel engines vLLM returns
         the first one's answers only, but the error of any.
 
-        Args:
-            method: `delta_status`, `delta_open`, `delta_prefetch` or `delta_sums`; each rank calls it with
-                `args`.
-            expected: for each rank, what its answer must hold; the answer may hold more.
-
-        Raises:
-            RuntimeError: it does not; in the last rank, for all of them. Begins with `[engines-differ]`, or
-                with the kind of what went wrong instead.
+        Each rank calls the method with `args`, and its answer must hold what is `expected` of it, and may
+        hold more. Raises for all ranks as `Ranks.fail`; begins with `[engines-differ]`, or with the kind of
+        what went wrong instead.
         """
-        rank = self._delta_engine().rank
+        engine = self._delta_engine()
+        rank, ranks = engine.rank, engine.ranks
         failure = None
         try:
-            answers: dict[str, Callable[..., dict[str, Any]]] = {
-                "delta_status": self.delta_status,
-                "delta_open": self.delta_open,
-                "delta_prefetch": self.delta_prefetch,
-                "delta_sums": self.delta_sums,
-            }
-            found = answers[method](*args)
+            if method not in _COMPARED:
+                raise UsageError(f"only the answers to {', '.join(_COMPARED)} are compared")
+            # Past `_with_engine`, so that what is refused keeps its kind.
+            found = getattr(type(self), method).__wrapped__(self, *args)
             differing = [
                 f"{key} is {found[key]!r:.80}, not {value!r:.80}"
                 for key, value in expected[rank].items()
@@ -226,9 +264,12 @@ class DeltaWorkerExtension:
                 failure = Failure(rank=rank, kind=EnginesDiffer.kind, message="; ".join(differing))
         except Exception as exc:  # noqa: BLE001  (an exception in one rank would confuse vLLM's replies)
             failure = Failure.of(rank, exc)
-        failures = [each for each in gather(groups(), failure) if each is not None]
-        if failures and is_last(groups()):
-            raise RuntimeError(describe(failures))
+        try:
+            failures = [each for each in ranks.gather(failure) if each is not None]
+        except RanksLost as lost:
+            failures = lost.failures
+        if failures:
+            ranks.fail(failures)
 
     @_with_engine
     def delta_fingerprint(self) -> dict[str, str]:
@@ -249,7 +290,7 @@ def _map(updater: Updater) -> dict[str, Any]:
     `wider` (served in more bits than the run stores), each with some of those, and whether the map
     `is_proved` by weights that vLLM itself had loaded. `widened_apart` lists what is wider where most is not.
     """
-    mapped = updater.map
+    mapped = updater.weights.map
     kinds = {
         "computed": mapped.computed,
         "partial": mapped.partial,
@@ -261,6 +302,6 @@ def _map(updater: Updater) -> dict[str, Any]:
         "mapped": len(mapped.proved),
         **{f"num_{kind}": len(names) for kind, names in kinds.items()},
         **{kind: sorted(names)[:20] for kind, names in kinds.items()},
-        "widened_apart": alike(mapped.wider) if mapped.is_widened_apart else "",
+        "widened_apart": mapped.widened_apart,
         "is_proved": updater.weights.is_map_proved,
     }

@@ -1,46 +1,162 @@
-"""Open a store while generation goes on.
+"""Open a store while generation goes on, if the request may have this server open it.
+
+The sender of a request chooses the store, and the operator sets the limits. A request must not send this
+server's own credentials to a place that the request names, nor read or make folders anywhere on its machine.
 
 The network, the disk and the compiler of kernels may keep a worker waiting. What needs them runs on a thread;
 only tracing the model and proving single weights run on the worker's own thread, between two batches.
 """
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, TypeAlias, TypeVar
+from urllib.parse import unquote
 
 import torch
 from huggingface_hub import snapshot_download
 from vllm.config import VllmConfig
 
-from patchstore.errors import CorruptObject, UsageError
+from patchstore.codec.checkpoint import weight_files
+from patchstore.errors import CorruptObject, DataError, UsageError
 from patchstore.read.host_cache import MAX_BYTES, HostCache
 from patchstore.signing.required import RequiredKeys
 from patchstore.stores import open_store
-from vllm_plugin.arguments import keywords
-from vllm_plugin.identify import Contents, checkpoint_files, read_folder
-from vllm_plugin.mapping import RankSlices, SliceSums
-from vllm_plugin.permission import KEYS, check_scratch, check_store, unquoted
+from vllm_plugin.live.identify import Contents
+from vllm_plugin.live.rank_weights import RankWeights
+from vllm_plugin.live.update import Updater, use_device
+from vllm_plugin.live.weights import LiveWeights
+from vllm_plugin.map.mapping import RankSlices, SliceSums, share
+from vllm_plugin.map.provenance import Trace
 from vllm_plugin.ranks import Failure, RanksFailed
-from vllm_plugin.trace import Trace
-from vllm_plugin.update import Updater, use_device
-from vllm_plugin.weights import LiveWeights
+
+STORES = "PATCHSTORE_ALLOWED_STORES"
+"""Environment variable: URLs and folders, with commas between. Only what is there or below may be opened."""
+ENDPOINTS = "PATCHSTORE_ALLOWED_ENDPOINTS"
+"""Environment variable: further URLs that this server's own credentials may be sent to."""
+SCRATCH = "PATCHSTORE_ALLOWED_SCRATCH"
+"""Environment variable: folders below which a request may have temporary files."""
+KEYS = "PATCHSTORE_REQUIRED_KEYS"
+"""Environment variable: PEM files with public keys. Only versions that one of them has signed are applied."""
+
+_OWN_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "HF_ENDPOINT")
+"""Environment variables that say where this server's credentials belong."""
+_KNOWN = frozenset({"s3", "s3a", "hf", "memory", "file", ""})
+"""Protocols of which the options are understood here."""
+_PLACES = frozenset({"endpoint", "endpoint_url", "gateway_url", "proxies", "proxy"})
+"""Options, at any depth, that say where requests are sent."""
+
+
+def check_store(url: str, options: Mapping[str, Any]) -> None:
+    allowed = _listed(STORES)
+    protocol, separator, _ = url.partition("://")
+    protocol = protocol.lower() if separator else ""
+    if allowed and not any(_is_below(url, each) for each in allowed):
+        raise UsageError(f"this server may open only what was allowed when it was started, with {STORES}")
+    if not allowed and protocol not in _KNOWN:
+        raise UsageError(
+            f"this server opens {protocol}:// stores only if they were allowed when it was started: set "
+            f"{STORES} to the URL"
+        )
+    own = {each.rstrip("/") for name in _OWN_ENDPOINTS if (each := os.environ.get(name))}
+    may_have = own | {each.rstrip("/") for each in _listed(ENDPOINTS)}
+    for place in _places(options):
+        if place.rstrip("/") not in may_have and not _has_credentials(protocol, options):
+            raise UsageError(
+                "an endpoint was given without credentials, and this server does not send its own there: "
+                f"give them with it, or set {ENDPOINTS} to the endpoint where the server is started"
+            )
+
+
+def required_keys() -> RequiredKeys | None:
+    """Read the keys that this server requires, when it starts; None if the operator named none.
+
+    No request can change them. If the variable names no key, or a file that is none, the server must not
+    start: it would serve versions that no one signed.
+    """
+    if os.environ.get(KEYS) is None:
+        return None
+    paths = _listed(KEYS)
+    if not paths:
+        raise UsageError(f"{KEYS} is set but names no key: name PEM files with public keys, or unset it")
+    try:
+        return RequiredKeys.of(paths)
+    except UsageError as exc:
+        raise UsageError(f"{KEYS}: {exc}") from exc
+
+
+def check_scratch(folder: Path) -> None:
+    """Refuse a folder for temporary files that is neither below the system's own nor allowed."""
+    roots = [tempfile.gettempdir(), "/dev/shm", *_listed(SCRATCH)]  # noqa: S108 # nosec B108 # a folder of this user
+    if not any(_is_below(os.fspath(folder), each) for each in roots):
+        raise UsageError(
+            f"scratch must be below {tempfile.gettempdir()} or /dev/shm, or in a folder that was allowed "
+            f"when this server was started, with {SCRATCH}"
+        )
+
+
+@contextmanager
+def unquoted(url: str) -> Iterator[None]:
+    """Keep what is in a folder's files out of errors, unless the folder was allowed."""
+    try:
+        yield
+    except DataError as exc:
+        if "://" in _path(url) or _listed(STORES):
+            raise
+        raise type(exc)(
+            f"{url} has no run that can be read; `patchstore doctor {url}` on that machine says what is wrong"
+        ) from None
+
+
+def _listed(name: str) -> list[str]:
+    return [each.strip() for each in os.environ.get(name, "").split(",") if each.strip()]
+
+
+def _is_below(url: str, root: str) -> bool:
+    url, root = (_path(each) for each in (url, root))
+    if "://" in url or "://" in root:
+        base = root.rstrip("/")
+        parts = url.partition("://")[2].split("/")
+        return (url == base or url.startswith(f"{base}/")) and not {".", ".."} & {*parts}
+    one, other = (Path(each).expanduser().resolve() for each in (url, root))
+    return one == other or other in one.parents
+
+
+def _path(url: str) -> str:
+    """The path of a file's URL, with what is escaped in it; all else as it is."""
+    return unquote(url.removeprefix("file://")) if url.startswith("file://") else url
+
+
+def _places(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if name in _PLACES and value is not None:
+            yield from (str(each) for each in value.values()) if isinstance(value, Mapping) else [str(value)]
+        elif isinstance(value, Mapping):
+            yield from _places(value)
+
+
+def _has_credentials(protocol: str, options: Mapping[str, Any]) -> bool:
+    """Whether a store takes its credentials, or their absence, from the options alone."""
+    if protocol == "hf":
+        return isinstance(options.get("token"), str) and bool(options["token"])
+    return options.get("anon") is True or (bool(options.get("key")) and bool(options.get("secret")))
+
 
 T = TypeVar("T")
 
 Together: TypeAlias = Callable[[Callable[[], Any]], list[Any]]
 """Runs a step in every rank and returns all results; raises `RanksFailed` in all if it failed in any."""
 
-_TYPES = {"store": str, "storage_options": dict, "scratch": str, "cache_bytes": int, "partial": bool}
-
 
 class Opening:
     """One store that is being opened, in one rank. All ranks call the same methods in the same order.
 
-    `advance` until it returns True; then either `failures` says why the store cannot be opened, or call
-    `adopt` and take the `updater`. Nothing that is served changes before `adopt`.
+    `advance` until it returns True; then either `failures` says why the store cannot be opened, or take the
+    `updater`, and have it adopt the `contents`. Nothing that is served changes before that.
     """
 
     def __init__(
@@ -51,13 +167,8 @@ class Opening:
         folder: Path | None,
         required: RequiredKeys | None = None,
     ) -> None:
-        """Begin with nothing.
-
-        Args:
-            given: as `DeltaWeightTransferEngine.init_transfer_engine` describes, unchecked.
-            prepare: checks that the server can be updated, and returns its weights.
-            folder: the checkpoint that the weights were loaded from; None if they are no longer those.
-            required: the keys that this rank requires; None for none.
+        """Begin with nothing. `prepare` checks the request, and that the server can be updated, and returns
+        its weights; they were loaded from the checkpoint in `folder`, if that is still known.
         """
         self.given = given
         self.failures: list[Failure] = []
@@ -69,20 +180,18 @@ class Opening:
         self._folder = folder
         self._required = required
         self._traced: Trace
-        self._contents: Contents | None = None
+        self.contents: Contents | None = None
+        """Of the version that is served, if that may be used; see `Updater.adopt`."""
         self._steps = self._run()
         self._waits: Future[Any] | None = None
         self._is_done = False
         self._thread: ThreadPoolExecutor | None = None
 
     def advance(self, all_done: Callable[[bool], bool] | None = None) -> bool:
-        """Run the steps that are due on this thread, and begin those that run beside it.
+        """Run the steps that are due on this thread, and begin those that run beside it; True once none is
+        left.
 
-        Args:
-            all_done: tells whether something is true of all ranks; None to wait for what runs on the thread.
-
-        Returns:
-            Whether no step is left, so that `failures` and `updater` are final.
+        `all_done` tells whether something is true of all ranks; None waits for what runs on the thread.
         """
         result: list[Any] | None = None
         while not self._is_done:
@@ -102,10 +211,6 @@ class Opening:
         if self._thread is not None:
             self._thread.shutdown(wait=False)
         return True
-
-    def adopt(self) -> bool:
-        """See `Updater.adopt`; the updater then says which version is served."""
-        return self._opened().adopt(self._contents)
 
     def close(self) -> None:
         """Give up, and let go of the store when what still runs on the thread has ended."""
@@ -128,18 +233,17 @@ class Opening:
         shares = self._together(self._share)
         slice_sums = yield lambda: self._survey(shares)
         assert slice_sums is not None
-        found = yield lambda: self._opened().find(slice_sums)
+        found = yield lambda: self._weights.find(slice_sums)
         assert found is not None
         version = found[0]
         are_read = yield lambda: self._read(version)
         assert are_read is not None
         if not all(are_read):
             # One host may have in its cache what was deleted from the store.
-            self._contents = None
+            self.contents = None
 
     def _begin(self) -> list[str] | None:
         """Check what was given; return the names of the keys that this rank requires."""
-        keywords("init_info", self.given, _TYPES, required={"store"})
         self.live = self._prepare()
         check_store(self.given["store"], self.given.get("storage_options", {}))
         if self._required is not None and self.given.get("partial"):
@@ -150,6 +254,7 @@ class Opening:
         return None if self._required is None else self._required.names
 
     def _open(self) -> None:
+        assert self.live is not None
         url, folder = self.given["store"], self.given.get("scratch")
         scratch = Path(folder or Path(gettempdir()) / f"patchstore-{os.geteuid()}")
         check_scratch(scratch)
@@ -159,7 +264,7 @@ class Opening:
             with unquoted(url):
                 self.updater = Updater(
                     store,
-                    self._weights(),
+                    self.live,
                     cache,
                     is_partial=self.given.get("partial", False),
                     required=self._required,
@@ -169,35 +274,32 @@ class Opening:
             raise
 
     def _share(self) -> RankSlices:
-        self._traced = self._opened().trace()
-        return self._weights().share(self._traced)
+        self._traced = self._weights.trace()
+        return share(self._traced)
 
     def _survey(self, shares: Sequence[RankSlices]) -> SliceSums:
         """Use the map that comes of all ranks' shares, and digest what is served."""
-        updater = self._opened()
+        weights = self._weights
         with torch.no_grad():
-            updater.follow(self._traced, shares)
+            weights.follow(self._traced, shares)
             if self._folder is not None:
-                updater.check_map(read_folder(self._folder, updater.schema))
-                updater.weights.loaded_from = self._folder
-            return updater.slice_sums()
+                weights.use_checkpoint(self._folder)
+            return weights.slice_sums()
 
     def _read(self, version: int | None) -> bool:
-        self._contents = self._opened().read(version)
-        return self._contents is not None
+        self.contents = self._weights.read(version)
+        return self.contents is not None
 
-    def _opened(self) -> Updater:
+    @property
+    def _weights(self) -> RankWeights:
         assert self.updater is not None
-        return self.updater
-
-    def _weights(self) -> LiveWeights:
-        assert self.live is not None
-        return self.live
+        return self.updater.weights
 
     def _on_thread(self, step: Callable[[], T]) -> Future[T]:
         if self._thread is None:
+            assert self.live is not None
             self._thread = ThreadPoolExecutor(
-                1, "patchstore-open", initializer=use_device, initargs=(self._weights().device,)
+                1, "patchstore-open", initializer=use_device, initargs=(self.live.device,)
             )
         return self._thread.submit(step)
 
@@ -222,18 +324,14 @@ def checkpoint_folder(config: VllmConfig) -> Path | None:
                 local_files_only=True,
             )
         )
-        is_complete = all(each.is_file() for each in checkpoint_files(folder))
+        is_complete = all(each.is_file() for each in weight_files(folder))
     except (OSError, ValueError, CorruptObject):
         return None
     return folder if is_complete else None
 
 
 def _check_same_keys(required: Sequence[list[str] | None]) -> None:
-    """Refuse to serve from ranks of which some would take what others refuse.
-
-    Raises:
-        UsageError: the ranks were started with different keys.
-    """
+    """Refuse to serve from ranks of which some would take what others refuse."""
     if any(each != required[0] for each in required):
         raise UsageError(
             f"the ranks of this server require different keys: {required}. Set {KEYS} to the same keys "

@@ -1,12 +1,20 @@
 """How vLLM serves a model: the parts of it that this package touches beside the engine's own interface.
 
 Where versions 0.26 to 0.33 or platforms differ, the difference is here.
+
+On CPUs weights are kept as they are loaded, which is how GPUs have them. By default vLLM packs Linear
+weights for oneDNN or AMX and leaves an empty parameter, and reorders experts and convolutions in place:
+nothing could be written into them afterwards. Here Linear layers multiply unpacked weights, and the kernels
+that insist on packed ones get them packed anew in each forward pass. That is slower; the CPU is for trying
+things out.
 """
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,30 +23,40 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 
+from patchstore.bucket.records import Schema
 from patchstore.errors import UsageError
-from patchstore.format.records import Schema
-from vllm_plugin import pairing, quantised
-from vllm_plugin.quantised import Objects
-from vllm_plugin.trace import Attributes
+from vllm_plugin import quantized
+from vllm_plugin.live.own_memory import check_own
+from vllm_plugin.map.trace import Attributes
+from vllm_plugin.quantized import Objects
 
-REQUANTISE = "PATCHSTORE_REQUANTIZE"
-"""Environment variable: 1 has a server quantise whole layers anew for each version, see `check_layout`."""
+REQUANTIZE = "PATCHSTORE_REQUANTIZE"
+"""Environment variable: 1 has a server quantize whole layers anew for each version, see `check_layout`."""
 
 
 class Serving:
     """The models of one rank, and how to call them."""
 
     def __init__(self, vllm_config: VllmConfig, model: torch.nn.Module) -> None:
-        self._config = vllm_config
-        self._model = model
+        self._config, self._model = vllm_config, model
+        config = vllm_config.model_config
+        holders = (config.hf_config, config.hf_text_config)
+        names = ("quantization_config", "compression_config")
+        found = (getattr(holder, name, None) for holder in holders for name in names)
+        checkpoint = next((each for each in found if each is not None), None)
+        is_quantized = config.quantization is not None
+        self.form = quantized.of_checkpoint(checkpoint)
+        """Of the checkpoint that was loaded."""
+        self.is_calculated = is_quantized and checkpoint is None
+        """Whether vLLM quantizes weights while it loads them, so that only its reload can write them."""
+        self.is_loaded_quantized = is_quantized and checkpoint is not None
+        """Whether the checkpoint has codes and scales already, so that they can be written where they lie."""
 
     def models(self, worker: Any) -> list[torch.nn.Module]:
-        """The model, and after it the draft model if that is loaded from the same checkpoint."""
         draft = self.draft(worker)
         return [self._model] if draft is None or not self._is_from_checkpoint() else [self._model, draft]
 
     def draft(self, worker: Any) -> torch.nn.Module | None:
-        """The speculative draft model, wherever its weights come from."""
         runner = worker.model_runner
         if hasattr(runner, "get_draft_model"):
             found = runner.get_draft_model()
@@ -57,50 +75,15 @@ class Serving:
         draft = None if speculative is None else speculative.draft_model_config
         return draft is not None and draft.model == self._config.model_config.model
 
-    @property
-    def form(self) -> str | None:
-        """Of the checkpoint that was loaded; see `pairing`."""
-        return pairing.of_checkpoint(self._checkpoint_config)
-
-    @property
-    def is_calculated(self) -> bool:
-        """Whether vLLM quantises weights while it loads them, so that only its reload can write them."""
-        return self._is_quantised and self._checkpoint_config is None
-
-    @property
-    def is_loaded_quantised(self) -> bool:
-        """Whether the checkpoint has codes and scales already, so that they can be written where they lie."""
-        return self._is_quantised and self._checkpoint_config is not None
-
-    @property
-    def _is_quantised(self) -> bool:
-        return self._config.model_config.quantization is not None
-
-    @property
-    def _checkpoint_config(self) -> object:
-        config = self._config.model_config
-        for holder in (config.hf_config, config.hf_text_config):
-            for name in ("quantization_config", "compression_config"):
-                if (found := getattr(holder, name, None)) is not None:
-                    return found
-        return None
-
     def check_fits(self, schema: Schema) -> None:
-        """Refuse a run of another form than this server's. Raises as `pairing.check_pair`."""
-        pairing.check_pair(schema, self.form, is_calculated=self.is_calculated)
+        quantized.check_pair(schema, self.form, is_calculated=self.is_calculated)
 
     def load(self, model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
-        """Call a model's own loader, as vLLM does when it starts, or reloads.
-
-        Returns:
-            Weights that nothing was loaded into, of a model that vLLM quantises.
-
-        Raises:
-            ValueError: only some of the weights of a quantised layer were loaded; they are as before.
-            Whatever the loader raises.
+        """Call a model's own loader, as vLLM does when it starts, or reloads. Returns the weights that
+        nothing was loaded into, of a model that vLLM quantizes.
         """
         with self._surroundings():
-            if self._is_quantised:
+            if self.is_calculated or self.is_loaded_quantized:
                 return self._reload(model, weights)
             model.load_weights(weights)  # type: ignore[operator]
             return set()
@@ -108,10 +91,10 @@ class Serving:
     def load_traced(self, model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """As `load`, for a trace: nothing is executed. What layers become after loading is followed too."""
         with self._surroundings():
-            quantised.load(model, lambda: model.load_weights(weights))  # type: ignore[operator]
+            quantized.load(model, lambda: model.load_weights(weights))  # type: ignore[operator]
 
     def _reload(self, model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load layers in full, have vLLM quantise them, and copy the result to where it was."""
+        """Load layers in full, have vLLM quantize them, and copy the result to where it was."""
         # Not with this module, as it imports all of torch's compiler.
         from vllm.model_executor.model_loader.reload import layerwise
 
@@ -119,7 +102,7 @@ class Serving:
         places = {name: each.data_ptr() for name, each in model.named_parameters(remove_duplicate=False)}
         try:
             layerwise.initialize_layerwise_reload(model)
-            caches = quantised.cache_scales(model)
+            caches = quantized.cache_scales(model)
             wanted = {n for n, each in model.named_parameters() if each.dim() > 0 and n not in caches}
             loaded = set(model.load_weights(weights) or ())  # type: ignore[operator]
             owners = {name.rpartition(".")[0] for name in loaded}
@@ -132,7 +115,7 @@ class Serving:
             for module in model.modules():
                 layerwise.get_layerwise_info(module).reset()
             raise
-        if self.is_loaded_quantised:
+        if self.is_loaded_quantized:
             # Kernels were made anew over tensors of their own, to which no version would be written.
             before.restore()
             objects.restore()
@@ -160,31 +143,32 @@ class Serving:
             torch.set_default_dtype(before)
 
     def check_layout(self, models: Sequence[torch.nn.Module]) -> None:
-        """Refuse models whose weights were rearranged after loading: they cannot be loaded into again.
-
-        Raises:
-            UsageError: with the reason, the parameters, and the option that helps.
+        """Refuse models whose weights are not this process's alone, or were rearranged after loading, so that
+        they cannot be loaded into again.
         """
         config = self._config.model_config
+        check_own(
+            (name, each.untyped_storage()) for model in models for name, each in model.named_parameters()
+        )
         if getattr(self._config.parallel_config, "enable_eplb", False):
             raise UsageError(
                 "the delta backend needs experts where they were loaded, but --enable-eplb moves them "
                 "between ranks; start vllm without it"
             )
         if self.is_calculated:
-            if os.environ.get(REQUANTISE) != "1":
+            if os.environ.get(REQUANTIZE) != "1":
                 raise UsageError(
-                    f"this server quantises a bf16 checkpoint itself ({config.quantization}), so it would "
-                    "load and quantise whole layers for each version, and generation would wait for seconds: "
+                    f"this server quantizes a bf16 checkpoint itself ({config.quantization}), so it would "
+                    "load and quantize whole layers for each version, and generation would wait for seconds: "
                     'publish with Publisher(..., quantization="fp8-block") or "fp8-channel" instead, serve '
                     "a checkpoint of that run without --quantization, and versions are written in place. To "
-                    f"follow a bf16 run slowly, start vllm with {REQUANTISE}=1"
+                    f"follow a bf16 run slowly, start vllm with {REQUANTIZE}=1"
                 )
             return
-        if self.is_loaded_quantised:
+        if self.is_loaded_quantized:
             if self.form is None:
                 raise UsageError(
-                    "of quantised checkpoints the delta backend takes FP8 with one scale a block or a row, "
+                    "of quantized checkpoints the delta backend takes FP8 with one scale a block or a row, "
                     f"and this one is another ({config.quantization}): publish with "
                     'Publisher(..., quantization="fp8-block"), and serve a checkpoint of that run; or serve '
                     "the bf16 checkpoint"
@@ -195,7 +179,7 @@ class Serving:
                     "with --load-format dummy vLLM makes up the scales of an FP8 cache, which no version "
                     "replaces: start it from a checkpoint, or without --kv-cache-dtype fp8"
                 )
-            quantised.check_kernels(models)
+            quantized.check_kernels(models)
         if getattr(current_platform, "is_zen_cpu", bool)():
             raise UsageError(
                 "the delta backend needs Linear weights as loaded, but this platform packs them for ZenDNN"
@@ -224,6 +208,18 @@ def groups() -> list[dist.ProcessGroup]:
     return [group.cpu_group for group in found if group.world_size > 1]
 
 
+def is_read_in_order(config: VllmConfig) -> bool:
+    """Whether one process reads the replies of this engine's ranks from queues, one rank after the other.
+
+    Otherwise each process reads its own (`external_launcher`), or Ray keeps each reply by itself.
+    """
+    # Not with this module: they import what starts processes.
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    return issubclass(Executor.get_class(config), MultiprocExecutor)
+
+
 def watch(
     worker: Any,
     asleep: Callable[[int], None],
@@ -232,11 +228,8 @@ def watch(
 ) -> None:
     """Be told when something else than the engine changes a worker's weights.
 
-    Args:
-        asleep: called before the weights' memory is given away, with the level: 1 keeps a copy of them on the
-            host, 2 keeps nothing.
-        awake: called when the memory is back.
-        reloaded: called when vLLM has loaded or reset weights by itself, or failed to.
+    `asleep` is called before their memory is given away: level 1 keeps a copy on the host, 2 nothing. `awake`
+    when it is back; `reloaded` when vLLM has loaded or reset weights by itself, or failed to.
     """
     sleep, wake_up = worker.sleep, worker.wake_up
 
@@ -300,3 +293,68 @@ def leave_order_to_engine(worker: Any) -> None:
             return shut_down(*args, **kwargs)
 
         worker.shutdown_weight_transfer_engine = shut_down_anyway
+
+
+def keep_load_layout() -> None:
+    """Set this up in a process that will load a model. Does nothing elsewhere than on CPUs, or again."""
+    if not current_platform.is_cpu():
+        return
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_, **__: False
+    if hasattr(torch.cpu, "_is_amx_tile_supported"):
+        # Latent attention would keep packed copies of its projections, and drop the parameter.
+        torch.cpu._is_amx_tile_supported = lambda: False
+    _keep_experts()
+    _keep_convolutions(_custom_ops)
+
+
+def _keep_experts() -> None:
+    try:
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+        pack = cpu_moe.cpu_prepack_moe_weight
+    except (ImportError, AttributeError):
+        from vllm.model_executor.layers.fused_moe import cpu_fused_moe as cpu_moe  # before 0.28
+
+        pack = cpu_moe.cpu_prepack_moe_weight
+
+    def packed(given: inspect.BoundArguments) -> None:
+        for name in ("w13", "w2"):
+            given.arguments[name] = pack(given.arguments[name], given.arguments["isa"])
+
+    if _wrap(cpu_moe, "cpu_fused_moe", packed):
+        cpu_moe.cpu_prepack_moe_weight = lambda weight, isa: weight  # noqa: ARG005  (its callers name it)
+
+
+def _keep_convolutions(ops: ModuleType) -> None:
+    pack = vars(ops).get("causal_conv1d_weight_pack")
+    if pack is None:
+        return
+    # Weights are packed after loading only where this is found.
+    del ops.causal_conv1d_weight_pack
+
+    def packed(given: inspect.BoundArguments) -> None:
+        given.arguments["weight"] = pack(given.arguments["weight"].squeeze(1))
+
+    for name in ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"):
+        _wrap(ops, name, packed)
+
+
+def _wrap(module: ModuleType, name: str, change: Callable[[inspect.BoundArguments], None]) -> bool:
+    """Change the arguments of a function before each call; returns whether that is new."""
+    function = getattr(module, name)
+    if hasattr(function, "__wrapped__"):
+        return False
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        change(given)
+        return function(*given.args, **given.kwargs)
+
+    setattr(module, name, changed)
+    return True

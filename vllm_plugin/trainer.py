@@ -47,13 +47,7 @@ class DeltaTrainerWeightTransferEngine(TrainerWeightTransferEngine[DeltaTrainerI
     def __init__(
         self, publisher: Publisher, closing: ExitStack, told: Mapping[str, Any], **given: Any
     ) -> None:
-        """Take over an open publisher.
-
-        Args:
-            closing: closes it.
-            told: how servers open the store.
-            given: what vLLM's own class takes.
-        """
+        """Take over an open publisher, what closes it, and how servers open the store."""
         super().__init__(**given)
         self.last: Publication | None = None
         self._publisher, self._closing, self._told = publisher, closing, told
@@ -65,7 +59,7 @@ class DeltaTrainerWeightTransferEngine(TrainerWeightTransferEngine[DeltaTrainerI
         """Create a run in the store, or continue one (`publisher={"resume": "auto"}`), on every rank.
 
         Args:
-            client: None; a `VLLMWeightSyncClient` of vLLM; or `patchstore.serve.vllm_server.VllmServer`,
+            client: None; a `VLLMWeightSyncClient` of vLLM; or `patchstore.follow.vllm_server.VllmServer`,
                 which downloads before it pauses, and resets the prefix cache. Servers are first called by
                 `send_weights`.
             source: a `WeightSource`, or anything else that `Publisher` takes.
@@ -129,7 +123,6 @@ class DeltaTrainerWeightTransferEngine(TrainerWeightTransferEngine[DeltaTrainerI
             self._bring_to(version)
 
     def _bring_to(self, version: int) -> None:
-        """Have the servers apply a version."""
         client: Any = self.client
         with _noted(f"version {version} is stored at {self._told['store']}, but not every server serves it"):
             if hasattr(client, "apply"):

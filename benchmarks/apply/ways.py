@@ -16,9 +16,8 @@ from benchmarks.support.trainer import Step, Trainer
 from patchstore.tensors.bits import TensorPatch
 
 if TYPE_CHECKING:
-    from vllm_plugin.staged_write import StagedWrite
-    from vllm_plugin.update import Updater
-    from vllm_plugin.weights import LiveWeights
+    from vllm_plugin.live.update import Updater
+    from vllm_plugin.live.weights import LiveWeights, StagedWrite
 
 Way = Literal["patchstore", "patchstore-decoded", "vllm-patch", "vllm-patch-unchecked", "dense"]
 
@@ -87,13 +86,13 @@ class Server:
             # vLLM's loader loads the first anchor, which proves the map; later anchors go through the map.
             row |= self._load_anchor("anchor") | self._load_anchor("anchor_again")
         else:
-            from vllm_plugin.mapping import WeightMap
+            from vllm_plugin.map.mapping import WeightMap, share
 
-            traced = self._live.trace(trainer.schema)
-            self._live.follow(WeightMap(trainer.schema, traced, [self._live.share(traced)]))
-            self._live.load(trainer.tensors)
+            traced = self._live.models.trace(trainer.schema)
+            self._live.follow(WeightMap(trainer.schema, traced, [share(traced)]))
+            self._live.models.load(trainer.schema, trainer.tensors)
         names = sorted(self._live.map.regions)
-        trace_s = self._median(lambda: self._live.trace(trainer.schema))
+        trace_s = self._median(lambda: self._live.models.trace(trainer.schema))
         return {
             "num_elements": sum(spec.num_elements for spec in trainer.schema.tensors),
             "num_names": len(trainer.schema.tensors),
@@ -166,7 +165,8 @@ class Server:
         assert self._updater is not None and prepared.step.manifest is not None
         began = self._now()
         self._updater.stage(prepared.step.manifest.version)
-        changes = self._updater.changes()
+        assert self._updater.staged is not None
+        changes = self._updater.weights.changes(self._updater.staged)
         staged = self._now()
         self._updater.verify([changes])
         proved = self._now()
@@ -205,7 +205,7 @@ class Server:
 
     def _dense(self, prepared: Prepared) -> Spent:
         began = self._now()
-        self._live.load(prepared.step.tensors)
+        self._live.models.load(self._live.map.schema, prepared.step.tensors)
         return Spent(pause_s=self._now() - began)
 
     def _now(self) -> float:

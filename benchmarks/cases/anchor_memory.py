@@ -21,9 +21,8 @@ from benchmarks.support.child_process import Child
 from benchmarks.support.store_kinds import KINDS, place, versions
 from benchmarks.support.work_folder import work_folder
 from patchstore import Publisher, Replica, Store, open_store, replay
-from patchstore.format import history
-from patchstore.format.state_sums import state_total
-from patchstore.publish.snapshot import Place
+from patchstore.bucket import history
+from patchstore.bucket.state_sums import state_total
 from patchstore.tensors import state_digest
 
 _SPARE_BYTES = 2 << 30
@@ -33,9 +32,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--gib", type=float, default=4.0, help="size of the model, and of its anchor")
     parser.add_argument("--tensor-mib", type=int, default=64, help="size of each of its tensors")
-    parser.add_argument(
-        "--snapshot", choices=("host", "file"), default="host", help="where the publisher's copy is"
-    )
     parser.add_argument("--folder", type=Path, help="to work in; takes three times the model's size")
 
 
@@ -53,7 +49,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _short(where: store_kinds.Place, folder: Path, args: argparse.Namespace) -> str:
     """Return which resource is too short; empty if none is."""
     # The model, its snapshot, and two copies in ministack, which joins the parts of an upload.
-    copies = 1 + (args.snapshot == "host") + 2 * (where.server == "ministack")
+    copies = 2 + 2 * (where.server == "ministack")
     needed = copies * args.gib * 2**30 + _SPARE_BYTES
     if (available := _status("/proc/meminfo", "MemAvailable")) < needed:
         return f"needs {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} are available"
@@ -72,7 +68,6 @@ def measure(where: store_kinds.Place, folder: Path, args: argparse.Namespace) ->
         "options": dict(where.options),
         "num_tensors": max(1, round(args.gib * 1024 / args.tensor_mib)),
         "tensor_bytes": args.tensor_mib << 20,
-        "snapshot": args.snapshot,
         "folder": str(folder),
     }
     model_bytes = job["num_tensors"] * job["tensor_bytes"]
@@ -93,7 +88,6 @@ def measure(where: store_kinds.Place, folder: Path, args: argparse.Namespace) ->
             "side": side,
             "model_mib": model_bytes / 2**20,
             "tensor_mib": args.tensor_mib,
-            "snapshot": args.snapshot,
             "held_before_mib": said["before_bytes"] / 2**20,
             "grown_mib": said["peak_bytes"] / 2**20,
             "grown_beside_model_mib": beside / 2**20,
@@ -141,9 +135,8 @@ def _publish(store: Store, job: Mapping[str, Any]) -> dict[str, Any]:
         )
         for number in range(job["num_tensors"])
     }
-    snapshot: Place = "host" if job["snapshot"] == "host" else Path(job["folder"])
     # One file, of the largest size that stores take.
-    with Publisher(store, weights, snapshot=snapshot, max_shard_bytes=1 << 40) as publisher:
+    with Publisher(store, weights, max_shard_bytes=1 << 40) as publisher:
         found = _peak(lambda: publisher.publish_patch(0).result())
     return found | {"state": _state(store, weights.items())}
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from patchstore import Publication, Publisher
-from patchstore.format import history, shortcuts
+from patchstore.bucket import history, shortcuts
 from patchstore.stores.folder import FolderStore
 from patchstore.tensors.bits import bits
 

@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.support.counting import CountingStore
 from patchstore import Publisher, Replica
-from patchstore.compact.service import Compactor
-from patchstore.format import lineage, shortcuts
+from patchstore.bucket import lineage, shortcuts
+from patchstore.ops.compact.service import Compactor
 from patchstore.stores.folder import FolderStore
 from patchstore.tensors.bits import bits
 

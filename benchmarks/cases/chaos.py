@@ -35,9 +35,9 @@ from benchmarks.support.vllm_server import VLLM_ENVIRONMENT
 from benchmarks.support.work_folder import keep_logs, work_folder
 from examples.processes import free_port
 from patchstore import Store, open_store
+from patchstore.bucket import digests, history
 from patchstore.errors import ServerUnavailable
-from patchstore.format import hashing, history
-from patchstore.serve.vllm_server import VllmServer
+from patchstore.follow.vllm_server import VllmServer
 from patchstore.tensors.bits import raw_bytes
 
 _MODEL = "tiny"
@@ -173,7 +173,7 @@ class Chaos:
         """
         self._wait("the first version was served", lambda: bool(self._journal.applied))
         began = time.monotonic()
-        self._kill_until(began + 60 * self._args.minutes)
+        self.kill_until(began + 60 * self._args.minutes)
         killed_s = time.monotonic() - began
         self._wait("all have come back", lambda: not self._journal.open_kills())
         self._trainer.ask_to_end()
@@ -187,7 +187,7 @@ class Chaos:
         failed = [claim for claim, is_so in found.items() if not is_so]
         return self._row(killed_s, found), failed
 
-    def _kill_until(self, deadline: float) -> None:
+    def kill_until(self, deadline: float) -> None:
         turn: list[Part] = []
         while True:
             # Every part is killed once, in random order, before one is killed again: kills are spread evenly.
@@ -261,9 +261,9 @@ class Chaos:
     def _has_the_trainers_bits(self, server: VllmServer) -> bool:
         weights = load_file(self._folder / FINAL)
         if self._args.stub:
-            expected = {name: hashing.digest(raw_bytes(tensor)) for name, tensor in weights.items()}
+            expected = {name: digests.digest(raw_bytes(tensor)) for name, tensor in weights.items()}
         else:
-            from patchstore.testing.tiny_qwen import served
+            from tests.support.tiny_qwen import served
 
             expected = served(weights)
         return all(expected.items() <= found.items() for found in server.fingerprint())

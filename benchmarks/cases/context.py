@@ -24,8 +24,8 @@ import torch
 from benchmarks.context.versions import STEP_ELEMENTS, Version, Weights
 from benchmarks.support.kernel_bench import WIDTH, Bench, Row, Short, Spent, device
 from benchmarks.support.shapes import SHAPES
-from patchstore.encodings.context import Coded, packed_table, tiling
-from patchstore.format.records import TensorSpec
+from patchstore.bucket.records import TensorSpec
+from patchstore.codec.context import Coded, packed_table, tiling
 
 if TYPE_CHECKING:
     from patchstore.kernels.context_decode import Decoded
@@ -39,11 +39,9 @@ RANKS = 8
 INTERPRETED_TILES = 300
 """Tiles in all without a GPU, where each tile takes long."""
 KERNELS = {
-    "patchstore.kernels.context_encode": ("_locate", "_fill", "_measure", "_order"),
-    "patchstore.kernels.context_write": ("_write",),
+    "patchstore.kernels.context_encode": ("_locate", "_fill", "_measure", "_order", "_write"),
     "patchstore.kernels.context_classes": ("_count",),
-    "patchstore.kernels.context_read": ("_parse",),
-    "patchstore.kernels.context_decode": ("_place",),
+    "patchstore.kernels.context_decode": ("_parse", "_place"),
 }
 """Kernels whose launches are timed one by one, by module."""
 

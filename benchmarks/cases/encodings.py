@@ -21,8 +21,8 @@ from benchmarks.encodings.entropy import Entropy, Step, entropy
 from benchmarks.encodings.peers import PEERS, Peer
 from benchmarks.encodings.trace import Trace
 from patchstore import Publisher, Replica
-from patchstore.encodings import ENCODINGS
-from patchstore.format import layout
+from patchstore.codec import ENCODINGS
+from patchstore.stores import layout
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits
 

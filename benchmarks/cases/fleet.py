@@ -97,8 +97,8 @@ class Measured:
         urls = [url for url, each in self.fleet.kinds.items() if kind in ("all", each)]
         if not urls:
             return None
-        seconds = sorted(lag for url in urls for lag in self._seconds(url))
-        behind = sorted(lag for url in urls for lag in self._versions(url))
+        seconds = sorted(lag for url in urls for lag in self.lags_s(url))
+        behind = sorted(lag for url in urls for lag in self.versions_behind(url))
         return {
             "kind": kind,
             "servers": len(urls),
@@ -106,11 +106,11 @@ class Measured:
             "left_paused": len(set(urls) & self.fleet.left),
             "versions": len(self.created) - 1,
             **{f"lag_{name}_s": value for name, value in quantiles(seconds).items()},
-            **{f"lag_{name}_versions": value for name, value in quantiles(behind).items()},
+            **{f"lag_{name}versions_behind": value for name, value in quantiles(behind).items()},
             **(self.follower if kind == "all" else {}),
         }
 
-    def _seconds(self, url: str) -> Iterator[float]:
+    def lags_s(self, url: str) -> Iterator[float]:
         """Yield the lag of each version after the first: seconds until the server held it, or a later one."""
         events = self.fleet.events[url]
         for version, created in enumerate(self.created):
@@ -121,7 +121,7 @@ class Measured:
                 if arrived:
                     yield arrived[0] - created
 
-    def _versions(self, url: str) -> Iterator[int]:
+    def versions_behind(self, url: str) -> Iterator[int]:
         """Yield by how many versions the server was behind, at many moments, while it held one."""
         events = self.fleet.events[url]
         times = [at for at, _ in events]

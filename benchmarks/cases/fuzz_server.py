@@ -30,16 +30,16 @@ from benchmarks.support.vllm_server import VLLM_ENVIRONMENT
 from benchmarks.support.work_folder import keep_logs, work_folder
 from examples.processes import free_port
 from patchstore import PatchstoreError, Publisher, open_store
-from patchstore.format import layout
-from patchstore.serve.verify import verify_server
-from patchstore.serve.vllm_server import VllmServer
+from patchstore.follow.verify import verify_server
+from patchstore.follow.vllm_server import VllmServer
+from patchstore.stores import layout
 
 _NUM_VERSIONS = 8
 _START_S = 600.0
 _CALL_S = 180.0
 _ANSWER_S = 3.0
 """Seconds to wait for a completion: a paused server does not answer."""
-_ALIKE = (
+ALIKE = (
     *("initialised", "asleep", "store", "run_id", "serving", "parent", "state_digest", "staged"),
     *("update_open", "switch", "half_applied"),
 )
@@ -123,7 +123,7 @@ class Fuzz:
             began, burst = time.monotonic(), 0
             while time.monotonic() - began < 60 * self._args.minutes and not self.failed:
                 self._burst(burst, header)
-                self._check(server, burst)
+                self.check_ranks(server, burst)
                 burst += 1
         return self._row(burst, time.monotonic() - began)
 
@@ -161,9 +161,9 @@ class Fuzz:
                         continue
                     if call.path == "/update_weights":
                         staged = call.version
-                        self._expect(http, call, "staged", staged)
+                        self.expect(http, call, "staged", staged)
                     elif call.path == "/finish_weight_update":
-                        self._expect(http, call, "serving", staged)
+                        self.expect(http, call, "serving", staged)
 
     def _send(self, http: httpx.Client, call: Call) -> bool:
         """Send a call; return whether it succeeded."""
@@ -186,7 +186,7 @@ class Fuzz:
             self.answers[said] += 1
         return is_done
 
-    def _expect(self, http: httpx.Client, call: Call, key: str, version: int | None) -> None:
+    def expect(self, http: httpx.Client, call: Call, key: str, version: int | None) -> None:
         """Check the status of both ranks after a call that succeeded, while no other client calls."""
         body = {"method": "delta_status"}
         ranks = http.post("/collective_rpc", json=body, timeout=_CALL_S).raise_for_status().json()["results"]
@@ -198,7 +198,7 @@ class Fuzz:
         with self._changed:
             self.failed.append(what)
 
-    def _check(self, server: VllmServer, burst: int) -> None:
+    def check_ranks(self, server: VllmServer, burst: int) -> None:
         """Check the server's status, bring it to some version, and check that version."""
         try:
             status = server.status()
@@ -206,11 +206,11 @@ class Fuzz:
             if said != [0, 1]:
                 self._not_so(f"burst {burst}: ranks {said} answered")
             one, other = status.ranks
-            if differing := [key for key in _ALIKE if one[key] != other[key]]:
+            if differing := [key for key in ALIKE if one[key] != other[key]]:
                 self._not_so(f"burst {burst}: ranks differ in {differing}: {one}, {other}")
             self.counts["half_applied"] += status.half_applied
             if status.serving is not None and not one["asleep"]:
-                self._prove(server, status.serving, status.store)
+                self.prove(server, status.serving, status.store)
                 self.counts["held_proved"] += 1
             server._http.post("/wake_up", {})
             server.resume()
@@ -220,12 +220,12 @@ class Fuzz:
             server.init_weight_transfer(self._stores[number])
             version = burst * 5 % _NUM_VERSIONS
             server.apply(version)
-            self._prove(server, version, self._stores[number])
+            self.prove(server, version, self._stores[number])
             self.counts["healed_proved"] += 1
         except (PatchstoreError, httpx.HTTPError) as exc:
             self._not_so(f"burst {burst}: {type(exc).__name__}: {exc}")
 
-    def _prove(self, server: VllmServer, version: int, url: str | None) -> None:
+    def prove(self, server: VllmServer, version: int, url: str | None) -> None:
         """Compare every live weight of both ranks with the published ones."""
         assert url is not None
         with closing(open_store(url)) as store:

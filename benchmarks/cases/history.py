@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from patchstore import Publisher
-from patchstore.format import history, layout
-from patchstore.format.records import Manifest
+from patchstore.bucket import history
+from patchstore.bucket.records import Manifest
+from patchstore.stores import layout
 from patchstore.stores.folder import FolderStore
 
 _CHILD = """

@@ -2,15 +2,18 @@
 
 A server that was started from a checkpoint proves its map with that, while generation goes on. One with dummy
 weights cannot, so vLLM's own loader writes the anchor while generation waits. Beside them, on the same files:
-a copy of the anchor, and a load of it by `safetensors`.
+a copy of the anchor, and a load of it by `safetensors`. `server_cpu_s` is the CPU time of the server's
+processes during the join.
 """
 
 import argparse
+import dataclasses
+import os
 import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +27,14 @@ from benchmarks.support.trainer import Trainer
 from benchmarks.support.vllm_server import question, serve
 from benchmarks.support.work_folder import work_folder
 from patchstore import open_store
-from patchstore.serve.verify import verify_server
+from patchstore.follow.verify import verify_server
 
 WAYS = ("cp", "safetensors", "dummy", "checkpoint")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-0.5b", help="of the model")
+    parser.add_argument("--layers", type=int, help="of the model; all, if not given")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--deltas", type=int, default=3, help="versions after the anchor")
     parser.add_argument("--density", type=float, default=0.01, help="share of elements a version changes")
@@ -43,6 +47,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each repeat of each way. Every server is verified, bit for bit."""
     shape, device = SHAPES[args.shape], torch.device("cpu")
+    if args.layers is not None:
+        shape = dataclasses.replace(shape, name=f"{shape.name}-{args.layers}-layers", layers=args.layers)
     args.prompt_tokens, args.max_tokens, args.log = 16, 16, None
     on = torch.device("cuda:0") if torch.cuda.is_available() else device
     about: dict[str, Any] = {"shape": shape.name, **software(on)}
@@ -82,11 +88,14 @@ def _one(
             # The first forward pass allocates and converts.
             asked = question(shape, args, 0) | {"max_tokens": 1}
             httpx.post(f"{server.url}/v1/completions", json=asked, timeout=300).raise_for_status()
+            cpu_s = _cpu_s_of_children()
             join_s = _timed(lambda: server.apply(args.deltas))
+            cpu_s = _cpu_s_of_children() - cpu_s
             verify_server(store, server, args.deltas)
             spans, timings = server.spans, server.status().ranks[0]["timings"]
             return {
                 "join_s": join_s,
+                "server_cpu_s": cpu_s,
                 "pause_s": spans["resume"][1] - spans["pause"][0],
                 **{f"engine_{part}_s": seconds for part, seconds in timings.items()},
             }
@@ -98,6 +107,20 @@ def _timed(work: Callable[[], object]) -> float:
     began = time.monotonic()
     work()
     return time.monotonic() - began
+
+
+def _cpu_s_of_children() -> float:
+    """The CPU time so far of all running processes that this one started, or these did."""
+    ours, ticks, rest = {os.getpid()}, 0, []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # It has ended.
+            fields = path.read_text().rpartition(")")[2].split()
+            rest.append((int(path.parent.name), int(fields[1]), int(fields[11]) + int(fields[12])))
+    while found := [each for each in rest if each[1] in ours]:
+        ours |= {process for process, _, _ in found}
+        ticks += sum(of_it for _, _, of_it in found)
+        rest = [each for each in rest if each not in found]
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _load(anchor: Path) -> None:

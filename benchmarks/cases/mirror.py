@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from patchstore import Publisher
-from patchstore.mirror import build
-from patchstore.mirror.place import Place
-from patchstore.mirror.service import Mirror
+from patchstore import Publisher, replay
+from patchstore.ops.mirror.place import Place
+from patchstore.ops.mirror.service import Mirror
 from patchstore.stores.folder import FolderStore
 
 _TENSORS = 16
@@ -43,9 +42,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "density": 1.0,
                 **_step(mirror),
                 "replay_s": None,
-                "shares_blocks": None,
             }
-            shares = _shares(place.path)
             for density in args.densities:
                 rows = []
                 for _ in range(args.repeats):
@@ -57,7 +54,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 row = sorted(rows, key=lambda each: each["seconds"])[len(rows) // 2]
                 out = Path(scratch) / "replayed"
                 began = time.perf_counter()
-                build.rebuild(store, mirror.version or 0, out)
+                replay(store, mirror.version, out=out)
                 replay_s = time.perf_counter() - began
                 for path in out.iterdir():
                     path.unlink()
@@ -67,30 +64,16 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "density": density,
                     **row,
                     "replay_s": replay_s,
-                    "shares_blocks": shares,
                 }
 
 
 def _step(mirror: Mirror) -> dict[str, Any]:
     cpu = time.process_time()
     (event,) = mirror.work()
-    folder = mirror._folder
-    assert folder is not None
+    folder = Path(event.detail or "")
     return {
         "checkpoint_bytes": sum(path.stat().st_size for path in folder.iterdir()),
         "fetched_bytes": event.num_bytes,
         "seconds": event.seconds,
         "cpu_s": time.process_time() - cpu,
     }
-
-
-def _shares(folder: Path) -> bool:
-    """Whether files of a folder can share blocks."""
-    one, other = folder / ".one", folder / ".other"
-    one.write_bytes(b"x" * 8192)
-    try:
-        with one.open("rb") as old, other.open("x+b") as new:
-            return build._share(old.fileno(), new.fileno())
-    finally:
-        one.unlink()
-        other.unlink()

@@ -18,8 +18,8 @@ import torch
 from benchmarks.encodings.entropy import split_bits
 from benchmarks.encodings.trace import Trace
 from patchstore import Publisher, Replica
-from patchstore.encodings.context.classes import exponents, steps
-from patchstore.payloads.tensor_file import open_buffer
+from patchstore.codec.context.classes import exponents, steps
+from patchstore.codec.tensor_file import open_buffer
 from patchstore.quantization import CHOICES, FORMS
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits, unsigned

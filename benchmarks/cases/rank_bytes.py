@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from benchmarks.support.shapes import SHAPES
-from patchstore.encodings import ENCODINGS
-from patchstore.format.records import Part, TensorSpec
-from patchstore.payloads import delta_file
-from patchstore.payloads.delta import DeltaEncoder, EncodedDelta, PartChange
-from patchstore.tensors.bits import TensorPatch, bits
+from patchstore.bucket.records import Part, Schema, TensorSpec
+from patchstore.codec import ENCODINGS
+from patchstore.codec.delta import DeltaEncoder, EncodedDelta
+from patchstore.codec.part_table import PartTable
+from patchstore.tensors.bits import bits
+from patchstore.tensors.columns import Block
 
 Row = dict[str, Any]
 
@@ -75,12 +76,19 @@ def _part(spec: TensorSpec, rank: int, num: int, *, is_even: bool) -> Part:
 def _row(
     args: argparse.Namespace, num: int, rank: int, schema: Sequence[TensorSpec], held: Sequence[Part]
 ) -> Row:
-    encoder = DeltaEncoder(schema, ENCODINGS[args.encoding])
+    held = sorted(held, key=lambda part: part.key)
+    places = {spec.name: place for place, spec in enumerate(schema)}
+    table = PartTable(held, [places[part.spec.name] for part in held])
+    whole = Schema(tensors=tuple(schema))
+    encoder = DeltaEncoder(whole, table, ENCODINGS[args.encoding])
     generator = torch.Generator().manual_seed(rank)
-    encoder.add_parts(_change(part, args.step, generator) for part in held)
+    for number, part in enumerate(held):
+        old, new = _change(part, args.step, generator)
+        block = Block.of([number], [old])
+        encoder.add(block.changed(new.reshape(-1), block.numbers), block)
     delta = encoder.delta()
     num_elements = sum(part.num_elements for part in held)
-    num_bytes = _size(delta)
+    num_bytes = _size(whole, delta)
     return {
         "shape": args.shape,
         "encoding": delta.encoding,
@@ -96,18 +104,16 @@ def _row(
     }
 
 
-def _change(part: Part, step: float, generator: torch.Generator) -> PartChange:
-    """Make a part of random weights, and what a step changes of it."""
+def _change(part: Part, step: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make a part of random weights, and the same after a step."""
     # The same scale in every process, and another in every tensor.
     scale = 0.02 * 2 ** (_number_of(part.spec.name) % 5 - 2)
     master = torch.randn(part.size, generator=generator) * scale
     old = master.to(torch.bfloat16)
     new = (master + torch.randn(part.size, generator=generator) * step * scale / 0.02).to(torch.bfloat16)
-    at = (bits(old) != bits(new)).nonzero().view(-1)
-    if not len(at):
-        at = torch.zeros(1, dtype=torch.int64)
+    if torch.equal(bits(old), bits(new)):
         bits(new)[0] += 1
-    return part, TensorPatch(name=part.spec.name, indices=at, values=new.reshape(-1)[at]), old
+    return old, new
 
 
 def _number_of(name: str) -> int:
@@ -115,7 +121,7 @@ def _number_of(name: str) -> int:
     return sum(name.encode())
 
 
-def _size(delta: EncodedDelta) -> int:
+def _size(schema: Schema, delta: EncodedDelta) -> int:
     """Return the bytes of a delta's file."""
-    metadata = delta_file.delta_metadata(*(1, 0, 1, "0" * 32), *(delta.encoding, delta.listed, delta.firsts))
-    return sum(memoryview(chunk).nbytes for chunk in delta.file(metadata)())
+    file = delta.file(schema, version=1, parent=0, step=1, run_id="0" * 32)
+    return sum(memoryview(chunk).nbytes for chunk in file())

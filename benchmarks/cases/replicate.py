@@ -13,13 +13,26 @@ import torch
 
 from benchmarks.support.counting import CountingStore
 from patchstore import Publisher
-from patchstore.replicate.replicator import Replicator
+from patchstore.ops.replicate.replicator import Replicator
 from patchstore.stores.base import Store
 from patchstore.stores.memory import MemoryStore
-from patchstore.testing.faults import SlowStore
+from patchstore.testing.faults import Fault, FaultyStore
 
 _SINGLE = 10
 """Versions that are copied as they come, one at a time."""
+
+
+class _Far(FaultyStore):
+    """A store that is read over a long line; transfers do not slow each other."""
+
+    def __init__(self, inner: Store, latency_s: float, bytes_per_s: float) -> None:
+        super().__init__(inner, Fault(verb="*", effect="delay", times=None, delay_s=latency_s))
+        self._bytes_per_s = bytes_per_s
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        data = super().get(key, start, end)
+        time.sleep(len(data) / self._bytes_per_s)
+        return data
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +57,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _measured(source: Store, args: argparse.Namespace, latency_ms: float) -> dict[str, Any]:
-    slow = SlowStore(source, latency_s=latency_ms / 1000, bytes_per_s=1e6 * args.mb_per_s)
+    slow = _Far(source, latency_ms / 1000, 1e6 * args.mb_per_s)
     theirs, ours = CountingStore(slow), CountingStore(MemoryStore(f"memory://benchmark-{latency_ms}"))
     replicator = Replicator(theirs, ours)
     replicator.open()

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from patchstore import Publisher
-from patchstore.compact.service import Compactor
-from patchstore.retention import Retention, collect, retire
+from patchstore.ops.compact.service import Compactor
+from patchstore.ops.retention import Retention, collect, retire
 from patchstore.stores.folder import FolderStore
 from patchstore.tensors.bits import bits
 

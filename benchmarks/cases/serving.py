@@ -32,9 +32,9 @@ from benchmarks.support.software import software
 from benchmarks.support.trainer import CHANGES, Trainer
 from benchmarks.support.vllm_server import question, serve
 from patchstore import open_store
+from patchstore.follow.settings import PauseMode, PrefixCache
 from patchstore.publish.sources.quantized import quantize
 from patchstore.quantization import CHOICES, FORMS
-from patchstore.serve.settings import PauseMode, PrefixCache
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +104,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="of the trainer's weights: cpu, cuda:1; the last GPU, if not given, or the CPU",
     )
     parser.add_argument(
+        "--snapshot",
+        choices=["device", "host"],
+        default="device",
+        help="where the publisher keeps what it compares with, as its option of this name",
+    )
+    parser.add_argument(
         "--store",
         help="URL of an empty store, which keeps what is published; or a new folder, such as /dev/shm/bench, "
         "which holds twice the model's size and is removed afterwards; a temporary one, if not given",
@@ -161,6 +167,7 @@ def _serve(args: argparse.Namespace, shape: Shape, form: str | None) -> Iterator
             **software(torch.device("cuda:0" if torch.cuda.is_available() else "cpu")),
             "trainer_on": str(trains_on),
             "changes": args.changes,
+            "snapshot": args.snapshot,
             "store": store.url.partition("://")[0] if is_url else str(folder.parent),
             "is_eager": args.eager,
             "engine_args": shlex.join(args.engine_args),
@@ -170,7 +177,9 @@ def _serve(args: argparse.Namespace, shape: Shape, form: str | None) -> Iterator
         yield {"row": "server", **about, "start_s": start_s}
         server.use(args.pause_mode[0], args.prefix_cache[0])
         asked = question(shape, args, 0) | {"max_tokens": 1}
-        bench = stack.enter_context(closing(Bench(trainer, store, server, asked, args.poll_s, form)))
+        bench = stack.enter_context(
+            closing(Bench(trainer, store, server, asked, args.poll_s, form, args.snapshot))
+        )
         yield {"row": "anchor", **about, **bench.anchor(folder / "scratch", args.storage_options)}
         # The first update compiles and allocates, so it is not counted.
         bench.update(max(args.densities))

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from benchmarks.support.shapes import SHAPES
 from benchmarks.support.work_folder import work_folder
 from patchstore import Publisher
-from patchstore.format.records import Manifest
+from patchstore.bucket.records import Manifest
 
 Row = dict[str, Any]
 _torch: Any = torch

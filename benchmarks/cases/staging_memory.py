@@ -22,7 +22,7 @@ import torch
 from benchmarks.support.shapes import SHAPES, Shape
 from benchmarks.support.vllm_server import TimedServer, question, serve
 from patchstore import Publisher
-from patchstore.format import history
+from patchstore.bucket import history
 from patchstore.stores import open_store
 from patchstore.tensors.bits import bits
 

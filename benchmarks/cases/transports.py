@@ -24,9 +24,10 @@ from benchmarks.support.child_process import Child
 from benchmarks.support.store_kinds import KINDS, Place, place, versions
 from benchmarks.support.work_folder import work_folder
 from patchstore import Publisher, Replica, Store, open_store
-from patchstore.format import history, layout
-from patchstore.format.state_sums import state_total
-from patchstore.serve.desired import HeadWatcher
+from patchstore.bucket import history
+from patchstore.bucket.state_sums import state_total
+from patchstore.follow.desired import HeadWatcher
+from patchstore.stores import layout
 from patchstore.stores.base import Chunk
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import bits

@@ -4,7 +4,8 @@ import sys
 from itertools import pairwise
 
 from patchstore import PatchstoreError, Store
-from patchstore.format import history, layout
+from patchstore.bucket import history
+from patchstore.stores import layout
 
 
 def is_one_chain(store: Store, head: int) -> bool:

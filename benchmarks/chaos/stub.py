@@ -13,11 +13,11 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 
 from patchstore import PatchstoreError, Replica, open_store
-from patchstore.apply.staged import Staged
-from patchstore.format import hashing
+from patchstore.apply.replica import Staged
+from patchstore.bucket import digests
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import raw_bytes
-from patchstore.testing.vllm_stub import Engine, StubServer
+from tests.support.vllm_stub import Engine, StubServer
 
 
 class WeightServer(StubServer):
@@ -65,7 +65,7 @@ class WeightServer(StubServer):
     def collective(self, method: str, args: list[Any], engine: Engine) -> list[Any]:
         weights = self._replica.tensors if self._replica else {}
         if method == "delta_fingerprint":
-            return [{name: hashing.digest(raw_bytes(tensor)) for name, tensor in weights.items()}]
+            return [{name: digests.digest(raw_bytes(tensor)) for name, tensor in weights.items()}]
         if method == "delta_sums":
             sums = {
                 name: [[_whole(tensor), state_digest.of_tensor(tensor).hex()]]

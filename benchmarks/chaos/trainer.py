@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from patchstore import Publisher, Store, open_store, replay
+from patchstore.bucket import history
+from patchstore.bucket.state_sums import state_total
 from patchstore.errors import VersionConflict
-from patchstore.format import history
-from patchstore.format.state_sums import state_total
 from patchstore.tensors import state_digest
 
 FINAL = "final.safetensors"

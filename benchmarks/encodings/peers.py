@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.encodings.entropy import Bits, Numbers, Step, apply_difference, difference, exponents
 from benchmarks.encodings.rice import BitReader, BitWriter, from_zigzag, zigzag
-from patchstore.tensors import elements
+from benchmarks.support import gaps as gaps_of
 
 Weights = Mapping[str, Bits]
 
@@ -98,10 +98,10 @@ def _encode_gaps(step: Step, *, level: int) -> bytes:
     gaps, values = [], []
     file.number(len(changed))
     for name, (old, new) in changed.items():
-        stated = elements.bridge(torch.from_numpy(np.flatnonzero(old != new)))
+        stated = gaps_of.bridge(torch.from_numpy(np.flatnonzero(old != new)))
         file.stream(name.encode())
         file.number(len(stated))
-        gaps.append(elements.to_gaps(stated).numpy())
+        gaps.append(gaps_of.to_gaps(stated).numpy())
         values.append(new[stated.numpy()])
     file.stream(_zstd(_joined(gaps), level))
     file.stream(_zstd(_joined(values), level))
@@ -114,7 +114,7 @@ def _decode_gaps(data: bytes, old: Weights) -> dict[str, Bits]:
     gaps, values = (np.frombuffer(_unzstd(file.stream()), np.uint16) for _ in range(2))
     new, at = {name: bits.copy() for name, bits in old.items()}, 0
     for name, num in named:
-        indices = elements.from_gaps(torch.from_numpy(gaps[at : at + num].copy())).numpy()
+        indices = gaps_of.from_gaps(torch.from_numpy(gaps[at : at + num].copy())).numpy()
         new[name][indices] = values[at : at + num]
         at += num
     return new

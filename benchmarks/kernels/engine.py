@@ -1,26 +1,28 @@
 """The kernels of an update: staging, committing and digesting."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from benchmarks.support.gaps import from_gaps
 from benchmarks.support.kernel_bench import WIDTH, Bench, Row, Short, must_agree, sample_of
 from benchmarks.support.shapes import Shape
-from patchstore.encodings import EncodedTensor
-from patchstore.format.records import Schema, TensorSpec
+from patchstore.bucket.records import Schema, TensorSpec
+from patchstore.codec.delta_file import Content
+from patchstore.codec.index import Listed
 from patchstore.read.deltas import Deltas
-from patchstore.read.parts import Parts
 from patchstore.tensors import elements
 from patchstore.tensors.bits import TensorPatch, bits
 
 if TYPE_CHECKING:
-    from vllm_plugin.weights_gpu import DeviceWeights, Exchanges
+    from vllm_plugin.gpu.weights import DeviceWeights, Exchanges
 
 
 MIN_DENSITY = 0.0005
@@ -80,18 +82,19 @@ class Drawn:
     positions: Sequence[torch.Tensor]
     """int64 [num] per tensor."""
     block: torch.Tensor
-    """int16, on the device: gaps and new values of each tensor in turn, as in a payload."""
+    """int16, on the device: the gaps of all tensors, then their new values, as in a payload."""
 
     @property
     def num_changed(self) -> int:
         return sum(map(len, self.positions))
 
-    def pieces(self, block: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the gaps and values of each tensor in turn, in a copy of the block."""
-        return _split(block, [len(each) for each in self.positions for _ in range(2)])
+    def gaps(self) -> Sequence[torch.Tensor]:
+        """Return the gaps of each tensor."""
+        return _split(self.block[: self.num_changed], [*map(len, self.positions)])
 
     def values(self) -> Sequence[torch.Tensor]:
-        return self.pieces(self.block)[1::2]
+        """Return the new values of each tensor."""
+        return _split(self.block[self.num_changed :], [*map(len, self.positions)])
 
     def patch(self, at: int) -> TensorPatch:
         values = self.values()[at].view(torch.bfloat16)
@@ -101,18 +104,26 @@ class Drawn:
 class Stored(Deltas):
     """The delta of one version in memory, encoded as `gap`."""
 
-    def __init__(self, drawn: Drawn, block: torch.Tensor) -> None:
-        super().__init__([], {})
-        pieces = drawn.pieces(block)
-        self.entries: dict[str, Parts] = {
-            name: (
-                ("in memory", EncodedTensor(idx=gaps.view(torch.uint16), val=values.view(torch.bfloat16))),
-            )
-            for name, gaps, values in zip(drawn.names, pieces[::2], pieces[1::2], strict=True)
-        }
+    def __init__(self, schema: Schema, drawn: Drawn, block: torch.Tensor) -> None:
+        super().__init__([], schema)
+        numbers = np.array([schema.places[name] for name in drawn.names], dtype=np.int64)
+        counts = np.array([*map(len, drawn.positions)], dtype=np.int64)
+        gaps, values = block.split(drawn.num_changed)  # type: ignore[no-untyped-call]
+        starts = counts.cumsum() - counts
+        order = numbers.argsort()
+        listed = Listed(
+            where="in memory",
+            numbers=numbers[order],
+            counts=counts[order],
+            firsts=np.zeros_like(counts),
+            starts=starts[order],
+            idx=gaps.view(torch.uint16),
+            val=values.view(torch.bfloat16),
+        )
+        self._content = Content([listed], [])
 
-    def stored(self) -> list[Mapping[str, Parts]]:
-        return [self.entries]
+    def contents(self) -> list[Content]:
+        return [self._content]
 
 
 def _draw(specs: Sequence[TensorSpec], density: float, device: torch.device) -> Drawn:
@@ -134,11 +145,10 @@ def _draw(specs: Sequence[TensorSpec], density: float, device: torch.device) -> 
     values = torch.randint(-(2**15), 2**15, at.shape, dtype=torch.int16, device=device, generator=random)
     nums = [num for num in counts.tolist() if num]
     gaps = distances.to(torch.uint16).view(torch.int16)
-    both = zip(_split(gaps, nums), _split(values, nums), strict=True)
     return Drawn(
         names=[spec.name for spec, num in zip(specs, counts.tolist(), strict=True) if num],
         positions=_split(at, nums),
-        block=torch.cat([part for pair in both for part in pair]),
+        block=torch.cat([gaps, values]),
     )
 
 
@@ -148,19 +158,20 @@ def _split(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 def engine(bench: Bench, densities: Sequence[float]) -> Iterator[Row]:
     try:
-        from vllm_plugin.mapping import WeightMap
-        from vllm_plugin.post_load import Derived
-        from vllm_plugin.weights import LiveWeights
-        from vllm_plugin.weights_gpu import DeviceWeights, Exchanges
+        from vllm_plugin.gpu.weights import DeviceWeights, Exchanges
+        from vllm_plugin.live.derived import Derived
+        from vllm_plugin.live.models import ServedModels
+        from vllm_plugin.live.weights import LiveWeights
+        from vllm_plugin.map.mapping import WeightMap, share
     except ImportError as exc:
         raise Short(str(exc)) from exc
     bench.need(bench.num_bytes, "live weights")
     model = Served(bench.shape, bench.device)
     schema = Schema(tensors=bench.specs, tied={})
-    live, plain = (kind([model], _load, Derived([], lambda _: None)) for kind in (DeviceWeights, LiveWeights))
-    assert isinstance(live, DeviceWeights)
-    traced = live.trace(schema)
-    mapped = WeightMap(schema, traced, [live.share(traced)])
+    models = ServedModels([model], _load, Derived([], lambda _: None))
+    live, plain = DeviceWeights(models), LiveWeights(models)
+    traced = models.trace(schema)
+    mapped = WeightMap(schema, traced, [share(traced)])
     live.follow(mapped)
     plain.follow(mapped)
     names = [spec.name for spec in bench.specs]
@@ -183,7 +194,7 @@ def engine(bench: Bench, densities: Sequence[float]) -> Iterator[Row]:
             yield bench.skipped(str(exc), density)
             continue
         drawn = _draw(bench.specs, density, bench.device)
-        stored = Stored(drawn, drawn.block)
+        stored = Stored(schema, drawn, drawn.block.cpu())
         change = live.stage_deltas(stored, drawn.names, {}, keep_old=True)
         assert isinstance(change, Exchanges)
         if is_first:
@@ -214,12 +225,12 @@ def _digest(live: "DeviceWeights") -> None:
 
 def _staging(bench: Bench, live: "DeviceWeights", drawn: Drawn, density: float) -> Iterator[Row]:
     """Measure the steps that begin in host memory."""
-    from vllm_plugin.upload import send
+    from vllm_plugin.gpu.upload import send
 
-    stored = Stored(drawn, drawn.block.cpu())
+    stored = Stored(live.map.schema, drawn, drawn.block.cpu())
     row = partial(bench.row, density=density, num_changed=drawn.num_changed, num_bytes=drawn.block.nbytes)
     yield row("copy_payload", bench.copy(drawn.block.nbytes))
-    lists = drawn.pieces(drawn.block.cpu())
+    lists = [drawn.block.cpu()]
     yield row("upload", bench.time(lambda: send(lists, bench.device), is_wall=True, is_slow=True))
     sent = send(lists, bench.device)
     must_agree(torch.equal(torch.cat([bits(each) for each in sent]), drawn.block), "a payload on the device")
@@ -231,13 +242,13 @@ def _staging(bench: Bench, live: "DeviceWeights", drawn: Drawn, density: float) 
 
 
 def _device_part(bench: Bench, drawn: Drawn, change: "Exchanges", density: float) -> Iterator[Row]:
-    """Measure the kernels of staging, one by one and together. `change` is staged from the drawn block."""
+    """Measure the kernels of staging, one by one and together. `change` is staged from the drawn changes."""
     from patchstore.kernels import gap_decode, patch
 
     row = partial(bench.row, density=density, num_changed=drawn.num_changed)
-    gaps = drawn.pieces(drawn.block)[::2]
+    gaps = drawn.gaps()
     unsigned = [each.view(torch.uint16) for each in gaps]
-    spent = bench.time(lambda: [elements.from_gaps(each) for each in unsigned], is_slow=True)
+    spent = bench.time(lambda: [from_gaps(each) for each in unsigned], is_slow=True)
     yield row("torch_from_gaps", spent)
     others = [0] * (len(gap_decode.Stream) - 2)
     streams = torch.tensor([[each.data_ptr(), len(each), *others] for each in gaps], device=bench.device)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.support import gaps as gaps_of
 from benchmarks.support.kernel_bench import WIDTH, Bench, Row, Short, must_agree, sample_of
 from patchstore.tensors import elements
 
@@ -197,10 +198,10 @@ def _expected(trained: Trained) -> dict[int, tuple[torch.Tensor, torch.Tensor, l
     found = {}
     for index in sample_of(len(trained.sizes), trained.sizes):
         new, old = (trained.tensor(memory, index) for memory in (trained.weights, trained.snapshot))
-        stated = elements.bridge(elements.differing(new, old))
-        after, before = elements.sum_at(stated, new[stated]), elements.sum_at(stated, old[stated])
+        stated = gaps_of.bridge(elements.differing(new, old))
+        after, before = elements.sum_of(new[stated], stated), elements.sum_of(old[stated], stated)
         grown = [(a - b) % 2**64 for a, b in zip(after, before, strict=True)]
-        found[index] = elements.to_gaps(stated).view(torch.int16), new[stated], grown
+        found[index] = gaps_of.to_gaps(stated).view(torch.int16), new[stated], grown
     return found
 
 
@@ -238,10 +239,10 @@ def _nonzero(trained: Trained, changed: list[torch.Tensor]) -> None:
 
 def _torch_gaps(trained: Trained, changed: Sequence[torch.Tensor]) -> None:
     for (new, old), indices in zip(trained.pairs(), changed, strict=True):
-        stated = elements.bridge(indices)
-        elements.to_gaps(stated)
-        elements.sum_at(stated, new[stated])
-        elements.sum_at(stated, old[stated])
+        stated = gaps_of.bridge(indices)
+        gaps_of.to_gaps(stated)
+        elements.sum_of(new[stated], stated)
+        elements.sum_of(old[stated], stated)
 
 
 def _over_the_bus(trained: Trained, density: float, host: torch.Tensor) -> Row:

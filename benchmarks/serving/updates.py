@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import torch
@@ -17,7 +17,7 @@ from benchmarks.serving.latency import Span
 from benchmarks.support.trainer import Trainer
 from benchmarks.support.vllm_server import TimedServer
 from patchstore import Manifest, Publisher, Store
-from patchstore.format import history
+from patchstore.bucket import history
 
 PARTS: Mapping[str, str] = {
     "compare_s": "the trainer waits: what changed",
@@ -102,16 +102,18 @@ class Bench:
         question: Mapping[str, Any],
         poll_s: float,
         form: str | None,
+        snapshot: Literal["device", "host"],
     ) -> None:
         """Prepare; nothing is published yet.
 
         Args:
             question: the request whose answer ends an update.
             form: of FP8 in which versions are published; None for bf16.
+            snapshot: as of `Publisher`.
         """
         self.server = server
         self._trainer, self._store, self._question, self._poll_s = trainer, store, question, poll_s
-        self._form = form
+        self._form, self._snapshot = form, snapshot
         self._device = next(iter(trainer.tensors.values())).device
         self._http = httpx.Client(base_url=server.url, timeout=300)
         self._publisher: Publisher | None = None
@@ -128,7 +130,11 @@ class Bench:
         before = self._device_bytes()
         began = time.monotonic()
         self._publisher = Publisher(
-            self._store, self._trainer.tensors, anchor_every=1_000_000, quantization=self._form
+            self._store,
+            self._trainer.tensors,
+            anchor_every=1_000_000,
+            quantization=self._form,
+            snapshot=self._snapshot,
         )
         opened = time.monotonic()
         publication = self._publisher.publish_patch(0)

@@ -14,22 +14,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from patchstore.format import times
+from patchstore.bucket import notes
 
-times.GRACE, times.CLOCK_MARGIN = timedelta(seconds=20), timedelta(seconds=1)
+notes.GRACE, notes.CLOCK_MARGIN = timedelta(seconds=20), timedelta(seconds=1)
 
 import torch  # noqa: E402 -- after the grace period, which the modules below copy
 
 from patchstore import Publisher, Replica, Store, open_store  # noqa: E402
-from patchstore.compact.service import Compactor  # noqa: E402
+from patchstore.bucket import digests, history  # noqa: E402
 from patchstore.errors import PatchstoreError  # noqa: E402
-from patchstore.format import hashing, history  # noqa: E402
-from patchstore.publish import uploads  # noqa: E402
-from patchstore.retention import Retention, collect, retire  # noqa: E402
+from patchstore.ops.compact.service import Compactor  # noqa: E402
+from patchstore.ops.retention import Retention, collect, retire  # noqa: E402
+from patchstore.stores import tries  # noqa: E402
 from patchstore.tensors.bits import raw_bytes  # noqa: E402
 from patchstore.testing.faults import Fault, FaultyStore  # noqa: E402
 
-uploads.FIRST_PAUSE_S = 0.01
+tries.FIRST_PAUSE_S = 0.01
 _RETRY_S = 0.02
 _SHAPES = {"embed.weight": (256, 64), "layer.weight": (128, 128), "layer.bias": (128,), "norm.weight": (64,)}
 
@@ -40,7 +40,7 @@ def say(**values: Any) -> None:
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
     """Return a digest of all bits."""
-    hasher = hashing.Hasher()
+    hasher = digests.Hasher()
     for name in sorted(tensors):
         hasher.update(name.encode())
         hasher.update(raw_bytes(tensors[name]))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.support.shapes import Shape
-from patchstore.format.records import TensorSpec
+from patchstore.bucket.records import TensorSpec
 
 try:
     import triton

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from patchstore.format.records import TensorSpec
+from patchstore.bucket.records import TensorSpec
 from patchstore.quantization import FORMS, Quantization
 
 

@@ -97,9 +97,9 @@ def ministack(folder: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 @contextmanager
 def _hub(folder: Path) -> Iterator[Place]:
-    from patchstore.testing.hub.server import GATEWAY_KEY, GATEWAY_SECRET, TOKEN
+    from tests.support.hub.server import GATEWAY_KEY, GATEWAY_SECRET, TOKEN
 
-    command = [sys.executable, "-m", "patchstore.testing.hub", "--port", "0"]
+    command = [sys.executable, "-m", "tests.support.hub", "--port", "0"]
     command += ["--folder", str(folder / "contents"), "--bucket", _BUCKET]
     log = folder / "hub.log"
     with log.open("wb") as output:
@@ -119,7 +119,7 @@ def _hub(folder: Path) -> Iterator[Place]:
                 "gateway_key": GATEWAY_KEY,
                 "gateway_secret": GATEWAY_SECRET,
             },
-            server="patchstore.testing.hub",
+            server="tests.support.hub",
             process=server.pid,
         )
 

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.support.shapes import Shape
 from patchstore import Publisher, open_store
-from patchstore.format.records import Manifest, Schema
+from patchstore.bucket.records import Manifest, Schema
 from patchstore.tensors.bits import TensorPatch, bits, index_dtype, spec_of
 
 CHANGES = {
@@ -138,7 +138,9 @@ def take_step(weights: torch.Tensor, rate: float, random: torch.Generator) -> No
         rate: standard deviation of the noise.
     """
     masters = weights.float()
-    mantissa, exponent = torch.frexp(masters)
+    # It launches its kernel on the current device, wherever its argument is.
+    with torch.cuda.device_of(masters):  # type: ignore[no-untyped-call]
+        mantissa, exponent = torch.frexp(masters)
     offset = torch.rand(masters.shape, generator=random, device=masters.device).sub_(0.5).mul_(0.999)
     # The interval of a power of two is half as wide on the side of 0.
     offset = torch.where((mantissa.abs() == 0.5) & (offset * mantissa < 0), offset / 2, offset)

@@ -18,8 +18,8 @@ from benchmarks.support.paths import ROOT
 from benchmarks.support.shapes import Shape
 from examples.processes import Program, free_port
 from patchstore.errors import PatchstoreError
-from patchstore.serve.settings import PauseMode, PrefixCache
-from patchstore.serve.vllm_server import VllmServer
+from patchstore.follow.settings import PauseMode, PrefixCache
+from patchstore.follow.vllm_server import VllmServer
 
 _MODEL = "served"
 _START_S = 420.0

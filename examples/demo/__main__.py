@@ -27,8 +27,8 @@ with report.stage("loading torch, transformers and patchstore"):
     from examples.serving import FollowCommand, Vllm
     from examples.stores import KINDS, Kind, start_store
     from patchstore import Manifest, PatchstoreError, Publisher, Schema, Store, open_store, replay
-    from patchstore.format import history
-    from patchstore.format.state_sums import state_total
+    from patchstore.bucket import history
+    from patchstore.bucket.state_sums import state_total
     from patchstore.tensors import state_digest
 
 WARM_UP_STEPS = 100

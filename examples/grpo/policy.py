@@ -98,7 +98,7 @@ class Policy:
                 eos_token_id=task.END,
             )
         ).to(device)
-        self._optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=WARM_UP_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True
         )
 
@@ -110,7 +110,7 @@ class Policy:
         """Learn from examples that are mostly not sorted; yield the loss of each step."""
         steps = self._shape.warm_up_steps
         schedule = torch.optim.lr_scheduler.OneCycleLR(
-            self._optimizer, WARM_UP_RATE, total_steps=steps, pct_start=0.1
+            self.optimizer, WARM_UP_RATE, total_steps=steps, pct_start=0.1
         )
         for _ in range(steps):
             tokens, labels = task.warm_up_batch(self._draw, _WARM_UP_EXAMPLES)
@@ -119,7 +119,7 @@ class Policy:
             self._descend(loss)
             schedule.step()
             yield loss.item()
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = self._shape.rate
 
     def step(self, groups: Sequence[Group]) -> None:
@@ -128,7 +128,7 @@ class Policy:
         Equation 3 of the GRPO paper without its KL term, averaged over tokens: an answer's advantage is its
         reward less its group's mean, divided by its group's standard deviation.
         """
-        tokens, sampled, mask = _padded(groups)
+        tokens, sampled, mask = pad(groups)
         rewards = torch.tensor([group.rewards for group in groups])
         spread = rewards.std(dim=1, keepdim=True, correction=0)
         advantage = ((rewards - rewards.mean(dim=1, keepdim=True)) / (spread + 1e-4)).view(-1, 1)
@@ -147,11 +147,11 @@ class Policy:
     def _descend(self, loss: torch.Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
-def _padded(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def pad(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return all answers of all groups, one a row.
 
     Returns:

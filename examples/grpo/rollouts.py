@@ -14,7 +14,7 @@ from examples.grpo import task
 from examples.grpo.policy import Group
 from examples.serving import MODEL
 from patchstore.errors import PatchstoreError
-from patchstore.serve.vllm_server import VllmServer
+from patchstore.follow.vllm_server import VllmServer
 
 ANSWERS = 8
 """Answers to each prompt: the group of GRPO."""

@@ -1,31 +1,260 @@
 """Keep named tensors at a version of a store, whole or not at all.
 
-An update has two halves. Staging plans, fetches, checks and decodes, and compares the state digest
-that the tensors would have with the manifest's: all of it without writing to them. Applying
-writes, and returns what undoes it.
+An update has two halves. Staging plans, fetches, checks and decodes, and compares the state digest that the
+tensors would have with the manifest's: all of it without writing to them. Applying writes, and returns what
+undoes it.
 """
 
 import logging
 import os
-from collections.abc import MutableMapping, Sequence
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
-from patchstore.apply.staged import Staged, Undo
-from patchstore.apply.tensor_weights import TensorWeights
-from patchstore.apply.update import Update
-from patchstore.errors import HalfApplied, StateMismatch, UsageError, VersionNotFound
-from patchstore.format import history, kept, tags
-from patchstore.format.records import Manifest
+from patchstore.apply.update import ReadGate, Update
+from patchstore.bucket import history, kept, notes
+from patchstore.bucket.records import Manifest, Plan
+from patchstore.bucket.state_sums import SumsArray, as_array, differing
+from patchstore.errors import HalfApplied, SchemaMismatch, StateMismatch, UsageError, VersionNotFound
+from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
+from patchstore.read.rebuild import patched
+from patchstore.read.run import LEFT, Run
 from patchstore.signing.required import Keys, RequiredKeys
 from patchstore.stores import Store, opened
 from patchstore.support import host
 from patchstore.support.arguments import version_number
+from patchstore.tensors import state_digest
+from patchstore.tensors.bits import bits, spec_of
+from patchstore.tensors.columns import Group, Scattered
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """An update that is verified and ready to be written."""
+
+    plan: Plan
+    changes: Sequence[Group]
+    """What changes of tensors, by place in the schema; a tensor is in one of them."""
+    full: dict[str, torch.Tensor]
+    """Per tensor that an anchor replaces as a whole."""
+    sums: SumsArray
+    """Digest sums of every tensor of the target."""
+    timings: dict[str, float]
+    """Seconds spent on `fetch`, `decode` and `verify`."""
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.plan.target
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors that change."""
+        return len(self.full) + sum(len(group.numbers) for group in self.changes)
+
+
+@dataclass(slots=True)
+class Replaced:
+    """What an update replaced, in the order in which it was written."""
+
+    sums: SumsArray | None
+    """Digest sums of every tensor from before the update; None where those were not known."""
+    old: list[Group | tuple[str, torch.Tensor | None]] = field(default_factory=list)
+    """The elements that were replaced, or a tensor as it was; None if there was no such tensor."""
+
+
+class Undo:
+    """What an update replaced; putting it back needs nothing but memory."""
+
+    def __init__(self, restore: Callable[[], None]) -> None:
+        self._restore = restore
+
+    def rollback(self) -> None:
+        """Restore the tensors and the held version to what they were before the update.
+
+        Raises:
+            UsageError: another update came after this one; nothing was changed.
+        """
+        self._restore()
+
+
+class TensorWeights:
+    """Tensors by checkpoint name, on any device, written in place."""
+
+    def __init__(
+        self,
+        run: Run,
+        tensors: MutableMapping[str, torch.Tensor],
+        *,
+        scratch: Path | None,
+        cache: HostCache | None,
+    ) -> None:
+        """Take over tensors as they are.
+
+        Args:
+            tensors: those of the schema, or none; the first anchor then makes them.
+            scratch, cache: as of `Replica`.
+        """
+        self.tensors = tensors
+        self.replaced = Replaced(None)
+        """What the last update replaced."""
+        self._store, self._schema, self._specs = run.store, run.schema, run.schema.by_name()
+        self._scratch, self._cache = scratch, cache
+        self._live = Scattered(lambda number: tensors[self._schema.tensors[number].name])
+        self._sums: SumsArray | None = None
+        """Digest sums of every tensor of the held version; None while that is unknown."""
+        if tensors:
+            self._check_tensors()
+
+    def adopt(self, manifest: Manifest) -> None:
+        """Take it that the tensors have a version, after comparing their digest with it."""
+        found = state_digest.of_named(
+            {name: self.tensors[name] for name in self._specs.keys() & self.tensors}
+        )
+        if len(found) != len(self._specs):
+            raise StateMismatch(f"no tensors were given, so they cannot be at version {manifest.version}")
+        self._sums = as_array(self._schema, found)
+        state_digest.check_state(self._store, self._schema, self._sums, manifest)
+
+    def stage(self, plan: Plan, reading: ReadGate) -> Staged:
+        """Fetch and decode a plan, and add up the digest sums that the tensors would have.
+
+        Memory: an anchor is held in full, deltas as their changed elements.
+        """
+        if plan.held is not None and (missing := self._specs.keys() - self.tensors.keys()):
+            raise SchemaMismatch(
+                f"tensor {min(missing)!r} was taken out of the followed tensors; put it back, or open a new "
+                "Replica"
+            )
+        began = time.monotonic()
+        sums = np.zeros((len(self._schema.tensors), 2), dtype=np.uint64)
+        with open_deltas(self._store, plan.deltas, self._schema, self._scratch, self._cache) as deltas:
+            fetched = time.monotonic()
+            changes: list[Group] = []
+            full: dict[str, torch.Tensor] = {}
+            if plan.anchor is not None:
+                files = patched(self._store, self._schema, plan.anchor, deltas, sums, cache=self._cache)
+                for _, specs, tensors in files:
+                    full |= zip((spec.name for spec in specs), tensors, strict=True)
+            else:
+                with reading():
+                    self._check_parents(deltas.relative(), plan)
+                    # The mapped files are closed with this block; what is staged must outlive it.
+                    changes = [
+                        Group(*(each if each.flags.owndata else each.copy() for each in group))
+                        for group in deltas.merged_groups(deltas.numbers, self._live.tensor)
+                    ]
+            decoded = time.monotonic()
+        if plan.anchor is None:
+            assert self._sums is not None
+            sums = self._sums.copy()
+            for group in changes:
+                before = group._replace(values=self._live.at(group))
+                sums[group.numbers] += state_digest.of_group(group) - state_digest.of_group(before)
+        timings = {
+            "fetch": fetched - began,
+            "decode": decoded - fetched,
+            "verify": time.monotonic() - decoded,
+        }
+        return Staged(plan=plan, changes=changes, full=full, sums=sums, timings=timings)
+
+    def _check_parents(self, names: Sequence[str], plan: Plan) -> None:
+        """Check the tensors that deltas are decoded against."""
+        assert self._sums is not None
+        found = state_digest.of_named({name: self.tensors[name] for name in names})
+        if wrong := differing(self._schema, found, self._sums):
+            raise StateMismatch(
+                f"{wrong[0]!r} is no longer that of version {plan.held}: something else wrote to it"
+            )
+
+    def verify(self, staged: Staged, reports: Sequence[Any] = ()) -> None:
+        """Compare the state digest that the tensors would have with the manifest's."""
+        began = time.monotonic()
+        state_digest.check_state(self._store, self._schema, staged.sums, staged.manifest)
+        staged.timings["verify"] += time.monotonic() - began
+
+    def check(self, staged: Staged) -> None:
+        """All that can be checked was checked by `stage` and `verify`."""
+
+    def write(self, staged: Staged) -> None:
+        """Write patches and full tensors; `replaced` has what was there, also if this raises.
+
+        Memory: the replaced values.
+        """
+        self.replaced = Replaced(self._sums)
+        with writing_to(self.tensors):
+            for group in staged.changes:
+                self.replaced.old.append(group._replace(values=self._live.at(group)))
+                self._live.write(group)
+            for name, tensor in staged.full.items():
+                if name in self.tensors:
+                    self.replaced.old.append((name, self.tensors[name].clone()))
+                    bits(self.tensors[name]).copy_(bits(tensor))
+                else:
+                    self.replaced.old.append((name, None))
+                    self.tensors[name] = tensor
+
+    def undo(self, staged: Staged) -> None:
+        """Put back what `write` replaced."""
+        self.restore(self.replaced)
+
+    def restore(self, replaced: Replaced) -> None:
+        """Put back what an update replaced, the last one that was written first."""
+        with writing_to(self.tensors):
+            for each in reversed(replaced.old):
+                if isinstance(each, Group):
+                    self._live.write(each)
+                    continue
+                name, old = each
+                if old is None:
+                    del self.tensors[name]
+                else:
+                    bits(self.tensors[name]).copy_(bits(old))
+        replaced.old.clear()
+        self._sums = replaced.sums
+        self._live.forget()
+
+    def accept(self, staged: Staged) -> None:
+        self._sums = staged.sums
+
+    def release(self, staged: Staged) -> None:
+        self._live.forget()
+
+    def _check_tensors(self) -> None:
+        found = {name: spec_of(name, tensor) for name, tensor in self.tensors.items()}
+        for alias, name in self._schema.tied.items():
+            # The further name of a tied tensor is no tensor of its own, as long as it really is the same.
+            if alias in found and self.tensors[alias].data_ptr() == self.tensors[name].data_ptr():
+                del found[alias]
+        for name in sorted(found.keys() | self._specs.keys()):
+            if found.get(name) != self._specs.get(name):
+                raise SchemaMismatch(
+                    f"tensor {name!r} is {found.get(name)}, but the run has {self._specs.get(name)}"
+                )
+            if not self.tensors[name].is_contiguous():
+                raise SchemaMismatch(f"tensor {name!r} is not contiguous, so it cannot be written in place")
+        places = sorted(
+            (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+            for name, tensor in self.tensors.items()
+            if name in found and tensor.numel()
+        )
+        for (device, _, end, name), (other_device, start, _, other) in pairwise(places):
+            if device == other_device and start < end:
+                raise SchemaMismatch(f"tensors {name!r} and {other!r} share memory, but are two in this run")
+
+
+def writing_to(tensors: Mapping[str, torch.Tensor]) -> torch.inference_mode:
+    """Tensors that were made in inference mode can only be written to in it."""
+    return torch.inference_mode(any(tensor.is_inference() for tensor in tensors.values()))
 
 
 class Replica:
@@ -77,19 +306,12 @@ class Replica:
         required = RequiredKeys.of(required_keys)
         with ExitStack() as closing:
             self.store = closing.enter_context(opened(store))
-            header = history.read_header(self.store)
-            if header is None:
-                raise VersionNotFound(f"{self.store.url} holds no run; open a publisher on it first")
-            self.header = header
-            self._weights = TensorWeights(self.store, header.schema, tensors, scratch=scratch, cache=cache)
-            self._update = Update(
-                self.store, header, self._weights, reopen="open a new Replica", required=required
-            )
+            self.header = history.run_header(self.store)
+            run = Run(self.store, self.header, required, then=LEFT.format("open a new Replica"))
+            self._weights = TensorWeights(run, tensors, scratch=scratch, cache=cache)
+            self._update = Update(run, self._weights)
             if held is not None:
-                manifest, data = history.read_stored(self.store, held)
-                self._update.check_run(manifest)
-                if self._update.check_signed is not None:
-                    self._update.check_signed(manifest, data)
+                manifest = run.manifest(held)
                 self._weights.adopt(manifest)
                 self._update.held = manifest
             self._closing = closing.pop_all()
@@ -136,7 +358,7 @@ class Replica:
             StoreReplaced: as `stage`, or, where the head is wanted, the versions end before the held one.
         """
         if version is not None:
-            version = tags.version_of(self.store, version)
+            version = notes.version_of(self.store, version)
             if self.held is None or version < self.held:
                 kept.check(self.store, version)
         if version is None:
@@ -186,9 +408,7 @@ class Replica:
             SchemaMismatch: one of the followed tensors was taken out of the dict.
             HostError: this host is short of memory, disk or open files.
         """
-        staged = self._update.prepare(version_number(version))
-        self._weights.verify(staged)
-        return staged
+        return self._update.prepare(version_number(version), verify=self._weights.verify)
 
     def apply(self, staged: Staged) -> Undo:
         """Write a staged update into the tensors; afterwards they hold its version.
@@ -215,7 +435,7 @@ class Replica:
         logger.info(
             "applied version %d: %d tensors, %.1f MiB, fetch %.2f s, decode %.2f s, verify %.2f s",
             staged.manifest.version,
-            len(staged.names),
+            staged.num_tensors,
             staged.plan.num_bytes / 2**20,
             *(staged.timings[part] for part in ("fetch", "decode", "verify")),
         )

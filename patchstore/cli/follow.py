@@ -1,15 +1,31 @@
-"""`patchstore follow`: keep servers at a version."""
+"""`patchstore follow`, `wait` and `pin`: keep servers at a version, wait for them, steer them."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from patchstore.cli.options import AllowRollback, Json, RequireSignature, StorageOption, StoreUrl, parsed
-from patchstore.cli.stores import open_with, version_named
-from patchstore.cli.watching import LogOption, MaxHeadAge, MaxPollInterval, UnhealthyAfter, set_up_log, shown
-from patchstore.serve.settings import DEFAULTS, PauseMode, PrefixCache, Settings
+from patchstore.bucket import notes
+from patchstore.cli import output
+from patchstore.cli.loops import LogOption, MaxHeadAge, MaxPollInterval, UnhealthyAfter, set_up_log, shown
+from patchstore.cli.options import (
+    AllowRollback,
+    Json,
+    RequireSignature,
+    ServerHeader,
+    StorageOption,
+    StoreUrl,
+    number_or_tag,
+    open_with,
+    parsed,
+    server_headers,
+    version_named,
+)
+from patchstore.follow.settings import DEFAULTS, PauseMode, PrefixCache, Settings
 from patchstore.signing.required import RequiredKeys
+
+_LISTENER = "http://127.0.0.1:9464"
 
 
 def follow(
@@ -23,6 +39,13 @@ def follow(
         Path | None,
         typer.Option(help="A file with one server URL per line, read again when it changes."),
     ] = DEFAULTS.servers_file,
+    server_header: ServerHeader = None,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN", help="The run to follow, also if servers have another one from this store."
+        ),
+    ] = DEFAULTS.run_id,
     at: Annotated[
         str | None,
         typer.Option(help="Pin servers to this version or tag, instead of following the newest."),
@@ -68,15 +91,17 @@ def follow(
     as_json: Json = False,
 ) -> None:
     """Keep servers at the newest version, or pin them to one, until SIGTERM or Ctrl-C."""
-    from patchstore.serve import service
+    from patchstore.follow import loop, service
 
     set_up_log(log_format, service.__name__)
     bucket = open_with(store, option)
     settings = Settings(
         servers=server or [],
         servers_file=servers_file,
+        headers=server_headers(server_header),
         required_keys=RequiredKeys.of(require_signature or None),
         floor_file=floor_file,
+        run_id=run,
         allow_rollback=allow_rollback,
         storage_options=parsed(option),
         at=version_named(bucket, at),
@@ -92,6 +117,91 @@ def follow(
         timeout_s=timeout,
         max_poll_interval_s=max_poll_interval,
     )
-    stop = service.stop_on_signals()
+    stop = loop.stop_on_signals()
     for _ in shown(service.follow(bucket, settings, stop), log_format, as_json=as_json):
         pass
+
+
+def wait(
+    version: Annotated[str, typer.Argument(metavar="VERSION", help="A number, or a tag.")],
+    *,
+    store: Annotated[
+        str | None, typer.Option("--store", metavar="STORE", help="The store that has the tag.")
+    ] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option("--server", metavar="URL", help="A vLLM server to ask itself; repeatable."),
+    ] = None,
+    follow: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where patchstore follow listens, to ask for all its servers."),
+    ] = None,
+    server_header: ServerHeader = None,
+    exactly: Annotated[bool, typer.Option("--exactly", help="A later version does not count.")] = False,
+    run: Annotated[
+        str | None, typer.Option(metavar="RUN", help="The run of the version; patchstore log shows it.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0, help="How long to wait, in seconds.")] = 600.0,
+    patience: Annotated[
+        float, typer.Option(min=0, help="How long a server may be gone, or serve another run, in seconds.")
+    ] = 120.0,
+    option: StorageOption = None,
+    as_json: Json = False,
+) -> None:
+    """Wait until all servers serve a version, or a later one; exit code 6 if they do not in time."""
+    from patchstore.follow.wait import wait_until
+
+    if server and follow:
+        raise typer.BadParameter("name servers, or a follow, and not both")
+    wanted = number_or_tag(version)
+    if isinstance(wanted, str):
+        if store is None:
+            raise typer.BadParameter(f"{wanted!r} is a tag: name the store that has it, with --store")
+        wanted = notes.version_of(open_with(store, option), wanted)
+    asked = None if server else follow or _LISTENER
+    began = time.monotonic()
+    served = wait_until(
+        wanted,
+        servers=server or (),
+        follow=asked,
+        exactly=exactly,
+        run_id=run,
+        timeout_s=timeout,
+        patience_s=patience,
+        headers=server_headers(server_header),
+    )
+    if as_json:
+        output.print_json({"version": wanted, "servers": served, "seconds": time.monotonic() - began})
+        return
+    for url, serving in served.items():
+        output.print_line(f"{url} serves version {serving}")
+
+
+def pin(
+    version: Annotated[
+        str | None, typer.Argument(metavar="VERSION", help="A number, or a tag; none with --off.")
+    ] = None,
+    *,
+    off: Annotated[bool, typer.Option("--off", help="Bring servers to the newest version again.")] = False,
+    allow_rollback: AllowRollback = False,
+    follow: Annotated[str, typer.Option(metavar="URL", help="Where patchstore follow listens.")] = _LISTENER,
+    server_header: ServerHeader = None,
+    as_json: Json = False,
+) -> None:
+    """Have a running follow bring its servers to a version, older or newer, and keep them there."""
+    from patchstore.follow.http_client import FollowClient
+
+    if off == (version is not None):
+        raise typer.BadParameter("name the VERSION to keep servers at, or give --off, and not both")
+    with FollowClient(follow, headers=server_headers(server_header)) as client:
+        if version is None:
+            client.unpin()
+            number = None
+        else:
+            number = client.pin(number_or_tag(version), allow_rollback=allow_rollback)
+    if as_json:
+        output.print_json({"pinned": number})
+    elif number is None:
+        output.print_line("servers follow the newest version")
+    else:
+        output.print_line(f"servers go to version {number}: patchstore wait {number} --exactly")

@@ -9,41 +9,34 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
 
 from patchstore import __version__
-from patchstore.cli import check, compact, export, follow, keep, look, mirror, replicas, sign, steer
-from patchstore.cli.failures import WRONG_CALL, exit_code, explain, explain_call
+from patchstore.cli import copies, follow, log, prune, verify
+from patchstore.cli.output import WRONG_CALL, exit_code, explain, explain_call
 from patchstore.errors import HostError, InternalError, PatchstoreError
+from patchstore.follow.logs import TextFormatter
 
 app = typer.Typer(
     help="Versions of model weights in an object store: list, verify, rebuild, serve.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (
-    look.log,
-    look.show,
-    check.verify,
-    sign.sign,
-    export.replay,
-    export.transcode,
-    mirror.mirror,
-    follow.follow,
-    steer.wait,
-    steer.pin,
-    steer.unpin,
-    compact.compact,
-    replicas.replicate,
-    replicas.promote,
-    keep.tag,
-    keep.retire,
-    keep.collect,
-    check.doctor,
-):
-    app.command()(command)
+PANELS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Look and check": (log.log, verify.verify, verify.doctor),
+    "Get weights": (
+        copies.replay,
+        copies.mirror,
+    ),
+    "Keep servers at a version": (follow.follow, follow.wait, follow.pin),
+    "Look after a bucket": (prune.tag, prune.prune, copies.compact, copies.replicate, prune.sign),
+}
+for panel, commands in PANELS.items():
+    for command in commands:
+        app.command(rich_help_panel=panel)(command)
 
 
 def _version(wanted: bool) -> None:
@@ -59,10 +52,9 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(TextFormatter())
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands have; and the store, run and version that they name."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from patchstore.errors import UsageError
+from patchstore.bucket import history, notes
+from patchstore.bucket.records import Manifest, StoreHeader
+from patchstore.errors import DataError, UsageError, VersionNotFound
+from patchstore.stores import Store, layout, open_store
+from patchstore.support.arguments import version_number
 
 StoreUrl = Annotated[
     str, typer.Argument(metavar="STORE", help="A folder, s3://bucket/prefix or another URL.")
@@ -37,6 +41,15 @@ AllowRollback = Annotated[
         help="Where signatures are required, accept an older version than was served before.",
     ),
 ]
+ServerHeader = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="'NAME: VALUE'",
+        help="Send this header to each server that is named; repeatable. 'NAME: @FILE' has the value in a "
+        "file, and @FILE whole headers, one a line. PATCHSTORE_SERVER_TOKEN in the environment is sent as "
+        "Authorization: Bearer.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object per line.")]
 
 _CREDENTIALS = {"key", "secret", "token", "gateway_key", "gateway_secret", "username", "password"}
@@ -63,7 +76,92 @@ def _option_value(text: str) -> Any:
     return text if isinstance(value, str) else value
 
 
+def server_headers(given: list[str] | None) -> dict[str, str]:
+    """Read headers as they are given on the command line. No message shows a value, or what may be one."""
+    from patchstore.follow.http_client import checked_headers
+
+    found: dict[str, str] = {}
+    for text in given or []:
+        lines = _secret_file(text[1:]).splitlines() if text.startswith("@") else [text]
+        for line in filter(str.strip, lines):
+            name, separator, value = line.partition(":")
+            value = value.strip()
+            if not separator:
+                raise UsageError("--server-header takes 'NAME: VALUE', 'NAME: @FILE' or @FILE")
+            if value.startswith("@") and line is text:
+                value = _secret_file(value[1:])
+            if name in found:
+                raise UsageError("--server-header gives one header twice")
+            found[name] = value
+    return checked_headers(found)
+
+
+def _secret_file(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text()
+    except (OSError, ValueError, RuntimeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "no text in UTF-8"
+        raise UsageError(f"a file that --server-header names after @ cannot be read: {reason}") from None
+
+
 def check_out(out: str) -> None:
     """Refuse an OUT that is a number: the caller probably gave a version and left out OUT."""
     if out.isdecimal():
         raise UsageError(f"{out} is no place to write to; give OUT before the version, or ./{out}")
+
+
+# Open stores, and read the run and the newest version.
+
+_MOST_DIGITS = 20
+
+
+def open_with(url: str, options: list[str] | None) -> Store:
+    """Open a store with options as they are given on the command line."""
+    return open_store(url, **parsed(options))
+
+
+def header(store: Store) -> StoreHeader:
+    """Read the header of the run in a store."""
+    found = history.read_header(store)
+    if found is None:
+        path = None if "://" in store.url else Path(store.url)
+        what = "is no folder" if path is not None and not path.is_dir() else "holds no run"
+        raise VersionNotFound(f"{store.url} {what}; check the URL, or publish a version there")
+    return found
+
+
+def head(store: Store) -> Manifest:
+    """Read the newest version."""
+    newest = history.head(store)
+    if newest is None:
+        raise VersionNotFound(f"{store.url} holds a run without a version yet; publish one")
+    return newest
+
+
+def number_or_tag(version: str) -> int | str:
+    """Return what a VERSION of the command line is: a number, or the name of a tag."""
+    if version.isascii() and version.isdecimal():
+        # The first digits of a long number are too large already, and Python reads no number of thousands.
+        return version_number(int(version.lstrip("0")[:_MOST_DIGITS] or "0"))
+    if not version[:1].isalpha():
+        raise UsageError(f"{version!r:.100} is no version: give a number from 0 on, or a tag")
+    return notes.check_tag_name(version)
+
+
+def version_named(store: Store, version: str | None) -> int | None:
+    """Return the number of the version that the command line names; None where it names none."""
+    wanted = None if version is None else number_or_tag(version)
+    return notes.version_of(store, wanted) if isinstance(wanted, str) else wanted
+
+
+def newest_slot(store: Store) -> int:
+    """Return the number of the newest version, also where its manifest cannot be read."""
+    try:
+        return head(store).version
+    except DataError:
+        # Perhaps the newest manifest itself is damaged. The keys of manifests also tell their versions.
+        listed = (layout.manifest_version(key) for key in store.list(layout.VERSIONS))
+        newest = max((version for version in listed if version is not None), default=None)
+        if newest is None:
+            raise
+        return newest

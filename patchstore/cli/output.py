@@ -1,14 +1,20 @@
-"""What the command line shows: versions as tables for people and as JSON lines for programs."""
+"""What the command line shows: versions as tables for people and as JSON lines for programs.
+
+All that it writes goes through here, or through the log (`patchstore.follow.logs`). Keys, names and errors
+come from stores and servers, so each value is shown on one line, without control characters.
+"""
 
 import json
 import os
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.measure import Measurement
@@ -17,6 +23,8 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -24,13 +32,24 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from patchstore.errors import PatchstoreError
-from patchstore.format import manifest_json as manifests
-from patchstore.format.records import Manifest, StoreHeader
-from patchstore.format.state_sums import Sums
+from patchstore.bucket import manifest_json as manifests
+from patchstore.bucket.records import Manifest, StoreHeader
+from patchstore.errors import (
+    DataError,
+    NotFound,
+    PatchstoreError,
+    ServerUnavailable,
+    StoreUnavailable,
+    UsageError,
+    VersionConflict,
+    WaitTimeout,
+    WrongParent,
+)
+from patchstore.support.printable import escaped, json_line
 
 if TYPE_CHECKING:
-    from patchstore.doctor import Finding
+    from patchstore.bucket.state_sums import Sums
+    from patchstore.ops.doctor import Finding
     from patchstore.read.whole_run import Verdict
 
 out = Console()
@@ -51,17 +70,22 @@ class Unreadable:
 
 def print_json(value: Any) -> None:
     """Print one JSON value on one line of standard output, and flush."""
-    print(json.dumps(value), flush=True)
+    print(json_line(value), flush=True)
 
 
 def print_line(text: str) -> None:
-    """Print one line as it is on standard output: brackets are no markup, and nothing is wrapped."""
-    out.print(text, markup=False, highlight=False, soft_wrap=True)
+    """Print one line on standard output: brackets are no markup, and nothing is wrapped."""
+    out.print(escaped(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def print_error(kind: str, message: str) -> None:
     """Print an error on one line of standard error."""
-    err.print(Text.assemble(("error", "bold red"), f" ({kind}): {message}"), soft_wrap=True)
+    err.print(Text.assemble(("error", "bold red"), escaped(f" ({kind}): {message}")), soft_wrap=True)
+
+
+def _cell(value: str, style: str = "") -> Text:
+    """What a table shows of a text: no markup, and no control characters, which may come from a store."""
+    return Text(escaped(value), style)
 
 
 def print_table(table: Table) -> None:
@@ -97,7 +121,7 @@ def summary(found: Manifest) -> dict[str, Any]:
     }
 
 
-def full(found: Manifest, sums: Mapping[str, Sums] | None) -> dict[str, Any]:
+def full(found: Manifest, sums: "Mapping[str, Sums] | None") -> dict[str, Any]:
     """A version with its whole manifest, and with each tensor's digest sums if they are given."""
     record: dict[str, Any] = json.loads(manifests.to_json(found))
     if sums is not None:
@@ -131,11 +155,7 @@ class Marks:
         }
 
     def row(self, version: int, shown: str) -> dict[str, str]:
-        """Return what is printed of it.
-
-        Args:
-            shown: its own anchor.
-        """
+        """Return what is printed of it."""
         words = [*self.tags.get(version, ()), *(["retired"] if version in self.retired else [])]
         row = {"marks": ", ".join(words)} if words else {}
         return {**row, "anchor": "added"} if shown == "-" and version in self.added else row
@@ -169,7 +189,7 @@ def print_log(
     lines += [_BETWEEN.join(row.get(name, "").rjust(widths[name]) for name in shown) for row in rows]
     foot = f"not shown in so few columns: {', '.join(left_out)}" if left_out else ""
     width = out.width if _has_edge() else len(title)
-    print("\n".join([*textwrap.wrap(title, width), *lines, *textwrap.wrap(foot, width)]))
+    print("\n".join(map(escaped, [*textwrap.wrap(title, width), *lines, *textwrap.wrap(foot, width)])))
 
 
 def _row(found: Manifest | Unreadable, num_elements: int) -> dict[str, str]:
@@ -188,24 +208,24 @@ def _row(found: Manifest | Unreadable, num_elements: int) -> dict[str, str]:
     return row
 
 
-def show_table(found: Manifest, sums: Mapping[str, Sums] | None) -> Table:
+def version_table(found: Manifest, sums: "Mapping[str, Sums] | None") -> Table:
     """One version, one field per line."""
     table = Table(title=f"version {found.version}", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in summary(found).items():
-        # Text from a bucket may look like rich's markup.
-        table.add_row(name, "-" if value is None else Text(str(value)))
-    table.add_row("write_id", Text(found.writer.write_id))
+        table.add_row(name, "-" if value is None else _cell(str(value)))
+    table.add_row("write_id", _cell(found.writer.write_id))
     table.add_row("parent_digest", found.parent_digest or "-")
     delta = found.delta.payloads if found.delta else ()
     state = (found.state.sums,)
     anchor = (*found.anchor.payloads, *found.anchor.files) if found.anchor else ()
     for part, payloads in (("delta", delta), ("anchor", anchor), ("sums", state)):
         for payload in payloads:
-            table.add_row(part, Text(f"{payload.key}\n{payload.size:,} bytes, {payload.digest}"))
+            said = f"\n{payload.size:,} bytes, {payload.digest}"
+            table.add_row(part, _cell(payload.key).append(said))
     for name, each in (sums or {}).items():
-        table.add_row(each.hex(), Text(name))
+        table.add_row(each.hex(), _cell(name))
     return table
 
 
@@ -224,13 +244,13 @@ def findings_table(findings: Iterable["Finding"]) -> Table:
     table.add_column(overflow="fold")
     for about, each in groupby(findings, lambda finding: finding.about):
         table.add_section()
-        table.add_row(*("" for _ in table.columns[1:]), Text(about, style="bold"))
+        table.add_row(*("" for _ in table.columns[1:]), _cell(about, "bold"))
         for finding in each:
-            text = Text(f"{finding.kind}: {finding.found}" if is_narrow else finding.found)
+            text = _cell(f"{finding.kind}: {finding.found}" if is_narrow else finding.found)
             if finding.advice is not None:
-                text.append(f"\n-> {finding.advice}", style="italic")
+                text.append("\n-> " + escaped(finding.advice), style="italic")
             kind = () if is_narrow else (finding.kind,)
-            table.add_row(Text(finding.level, style=_COLOURS[finding.level]), *kind, text)
+            table.add_row(_cell(finding.level, _COLOURS[finding.level]), *kind, text)
     return table
 
 
@@ -242,7 +262,7 @@ def wrong_table(verdicts: "Iterable[Verdict]") -> Table:
     table.add_column("what", overflow="fold")
     for each in verdicts:
         assert each.error is not None
-        table.add_row(str(each.version), Text(each.error.kind, style="bold red"), Text(str(each.error)))
+        table.add_row(str(each.version), _cell(each.error.kind, "bold red"), _cell(str(each.error)))
     return table
 
 
@@ -252,30 +272,81 @@ def short(digest: str) -> str:
 
 
 @contextmanager
-def progress(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a bar of bytes on standard error while the block runs, where that is a terminal."""
+def _bar(what: str, shown: bool, *columns: ProgressColumn) -> Iterator[tuple[Progress, TaskID] | None]:
+    """Show a bar on standard error while the block runs, where that is a terminal."""
     if not (shown and err.is_terminal):
         yield None
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, transient=True) as bars:
-        task = bars.add_task(what, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
+    every = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
+    with Progress(*every, console=err, transient=True) as bars:
+        yield bars, bars.add_task(what, total=None)
+
+
+@contextmanager
+def progress(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar of bytes."""
+    with _bar(what, shown, DownloadColumn(), TransferSpeedColumn()) as bar:
+        yield bar and (lambda done, total: bar[0].update(bar[1], completed=done, total=total))
 
 
 @contextmanager
 def versions_progress(what: str, *, shown: bool, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar of versions on standard error while the block runs, where that is a terminal."""
-    if not (shown and err.is_terminal):
-        yield lambda: None
+    """Show a bar of versions."""
+    with _bar(what, shown, MofNCompleteColumn()) as bar:
+        yield lambda: None if bar is None else bar[0].update(bar[1], advance=1, total=total)
+
+
+# Failures: one line, and an exit code.
+
+EXIT_CODES: dict[type[PatchstoreError], int] = {
+    UsageError: 2,
+    NotFound: 2,
+    DataError: 3,
+    WrongParent: 3,
+    StoreUnavailable: 4,
+    ServerUnavailable: 4,
+    VersionConflict: 5,
+    WaitTimeout: 6,
+}
+
+
+def exit_code(error: PatchstoreError) -> int:
+    """Return the exit code of a command that ended with an error."""
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
+
+
+WRONG_CALL = typer.BadParameter.__mro__[1]
+"""The base class of typer's errors about a wrong call; typer does not export it."""
+
+_HINTS = {
+    "--version": "the version is an argument without a name: patchstore replay STORE OUT 12",
+    "-v": "the version is an argument without a name: patchstore replay STORE OUT 12",
+    "--verbose": "it comes before the command: patchstore --verbose doctor STORE",
+}
+
+
+def explain_call(exc: Any, *, as_json: bool) -> None:
+    """Report a wrong call, for which typer raised `exc`."""
+    message = exc.format_message()
+    if not message:
+        # There were no arguments, and the help was shown instead.
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as bars:
-        task = bars.add_task(what, total=total)
-        yield lambda: bars.advance(task)
+    # Releases of typer and click write it differently.
+    if given := re.match(r"No such option:? '?(-[^\s']*[^\s'.])", message):
+        is_number = given[1][1:].isdecimal()
+        hint = "versions count from 0" if is_number else _HINTS.get(given[1])
+        message = message if hint is None else f"No such option: {given[1]}; {hint}"
+    if exc.ctx is not None:
+        # On one line, also if typer wrapped it for a narrow terminal.
+        usage = " ".join(exc.ctx.get_usage().split())
+        message = f"{message.rstrip('.')}. {usage}; --help says more"
+    explain(UsageError.kind, message, as_json=as_json)
+
+
+def explain(kind: str, message: str, *, as_json: bool) -> None:
+    """Report an error on standard error, and with `--json` on standard output too."""
+    if as_json:
+        # Standard output itself may be what failed.
+        with suppress(OSError):
+            print_json({"error": {"kind": kind, "message": message}})
+    print_error(kind, message)

@@ -52,14 +52,8 @@ def scrambled(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def boxes_of(tensor: torch.Tensor, highest: int) -> list[Box]:
-    """Return where a converted tensor has which elements of this process; none if it has none.
-
-    Args:
-        tensor: of numbers below `highest`, and of FOREIGN.
-        highest: beyond all numbers that were given.
-
-    Raises:
-        NoMap: it has other numbers, or they are too scattered.
+    """Return where a converted tensor, of numbers below `highest` and of FOREIGN, has which elements of this
+    process.
     """
     if tensor.dtype != torch.int64:
         raise NoMap(f"the numbers were cast to {tensor.dtype}")

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from patchstore.errors import SchemaMismatch, UsageError
-from patchstore.integrations.alone import alone
 from patchstore.integrations.index_maps import FOREIGN, Box, NoMap, boxes_of, filled_in, numbered, scrambled
+from patchstore.integrations.single_rank_collectives import alone
 from patchstore.publish.sources.pieces import LocalPart
 
 _LOG = logging.getLogger(__name__)
@@ -78,32 +78,31 @@ class Exported:
         if dist.is_available() and dist.is_initialized():
             every = [None] * dist.get_world_size(group)
             dist.all_gather_object(every, odd, group=group)
-        self.gathered = [place for place in range(len(tasks)) if any(place in each for each in every)]
-        """Places of the tasks whose tensors all ranks gather in each publication."""
-        self.converted = sorted(trace.unknown - set(self.gathered))
-        """Places of the tasks that this rank converts in each publication."""
+        gathered = [place for place in range(len(tasks)) if any(place in each for each in every)]
+        converted = sorted(trace.unknown - set(gathered))
+        self.gathered = [tasks[place].global_param_name for place in gathered]
+        """Parameters whose tensors all ranks gather in each publication."""
+        self.converted = [tasks[place].global_param_name for place in converted]
+        """Parameters that this rank converts in each publication."""
         self._parts: dict[str, list[_Part]] = defaultdict(list)
         for name, part in trace.parts:
-            if part.task not in trace.unknown and part.task not in self.gathered:
+            if part.task not in trace.unknown and part.task not in gathered:
                 self._parts[name].append(part)
         # Those that were run alone remember what other ranks do not have.
-        self._fresh = [_tasks(bridge, models)[place] for place in self.gathered] if self.gathered else []
-        if self.gathered:
-            names = [tasks[place].global_param_name for place in self.gathered]
-            _LOG.info("%s parameters are gathered in each publication, such as %s", len(names), names[0])
+        self._fresh = [_tasks(bridge, models)[place] for place in gathered] if gathered else []
+        self._converted = [tasks[place] for place in converted]
+        if gathered:
+            what = "%s parameters are gathered in each publication, such as %s"
+            _LOG.info(what, len(gathered), self.gathered[0])
 
     def __call__(self) -> "dict[str, Any] | Iterator[tuple[str, Any]]":
-        """Return what this rank has now: an iterator if there is something to gather.
-
-        Raises:
-            SchemaMismatch: a parameter is not what it was.
-        """
+        """Return what this rank has now: an iterator if there is something to gather."""
         found: dict[str, Any] = {
             name: [self._now(part) for part in parts] for name, parts in self._parts.items()
         }
-        if self.converted:
+        if self._converted:
             with alone(0):
-                found |= dict(self._export([self._tasks[place] for place in self.converted]))
+                found |= dict(self._export(self._converted))
         return self._with_gathered(found) if self.gathered else found
 
     def _with_gathered(self, found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -142,11 +141,7 @@ class Exported:
 
 
 def _tasks(bridge: Any, models: list[Any]) -> list[Any]:
-    """Return Bridge's conversion tasks, the same list on all ranks that export together.
-
-    Raises:
-        UsageError, SchemaMismatch: as `as_exported`.
-    """
+    """Return Bridge's conversion tasks, the same list on all ranks that export together."""
     try:
         tasks = list(bridge.get_conversion_tasks(models))
     except ValueError as exc:
@@ -171,11 +166,7 @@ class _Trace:
     def __init__(
         self, export: Callable[[Sequence[Any]], Iterable[tuple[str, torch.Tensor]]], tasks: list[Any]
     ) -> None:
-        """Trace.
-
-        Args:
-            tasks: None for those of other ranks.
-        """
+        """Trace; a task of another rank is None."""
         self._export, self._tasks = export, tasks
         self.parts: list[tuple[str, _Part]] = []
         self.unknown = {place for place, task in enumerate(tasks) if task is not None and not _is_plain(task)}
@@ -253,11 +244,7 @@ class _Trace:
         }
 
     def _mapped(self, name: str, tensor: torch.Tensor) -> None:
-        """Take down where numbers went.
-
-        Raises:
-            NoMap: they went nowhere, but were computed with.
-        """
+        """Take down where numbers went."""
         shape = tuple(tensor.shape)
         self._moved[name] = [self._part(shape, box) for box in boxes_of(tensor, self._end)]
 
@@ -285,11 +272,7 @@ class _Trace:
         return parts
 
     def _part(self, shape: tuple[int, ...], box: Box) -> _Part:
-        """Return a box as a part of a parameter.
-
-        Raises:
-            NoMap: it goes from one parameter to another, or backwards.
-        """
+        """Return a box as a part of a parameter."""
         place = bisect_right(self._firsts, box.first) - 1
         first = self._firsts[place]
         if any(stride < 0 for stride in box.strides):

@@ -5,6 +5,7 @@ import inspect
 import logging
 import os
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
@@ -15,13 +16,14 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
+from patchstore.bucket.records import Manifest
 from patchstore.errors import PatchstoreError, UsageError
-from patchstore.integrations.measured import Measured
+from patchstore.publish.compactor import Compaction
 from patchstore.publish.options import is_distributed
 from patchstore.publish.publisher import Publication, Publisher
-from patchstore.publish.sources.dequantised import is_coded
+from patchstore.publish.sources.computed import is_coded
 from patchstore.publish.sources.dtypes import Asked
-from patchstore.publish.sources.saved import of_transformers
+from patchstore.publish.sources.layouts import of_transformers
 from patchstore.stores import opened
 from patchstore.stores.base import Store
 from patchstore.support.arguments import whole_number
@@ -39,7 +41,7 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
     Pass it to the trainer on every rank: `Trainer(..., callbacks=[PublishCallback("s3://bucket/run")])`. A
     trainer of one process publishes alone. With several ranks each publishes its part, also with DDP, FSDP2,
     tensor parallelism and ZeRO; nothing is gathered. A version's `step` is the trainer's `global_step`.
-    Adapters of PEFT are merged into copies, and quantised layers are dequantised. Tensors have the names that
+    Adapters of PEFT are merged into copies, and quantized layers are dequantized. Tensors have the names that
     `save_pretrained` writes.
 
     The trainer waits for the comparison of the weights, not for the store. It gets in its log, with the loss,
@@ -98,7 +100,7 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         self._store: Store | None = None
         self._num_elements = 0
         self._last: Publication | None = None
-        self._measured = Measured()
+        self._measured = _Measured()
         _ask_last()
 
     @property
@@ -166,11 +168,7 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         return self._last
 
     def _close(self) -> None:
-        """Wait until everything is stored, and close what is open.
-
-        Raises:
-            As `Publisher.close`.
-        """
+        """Wait until everything is stored, and close what is open."""
         publisher, self._publisher, self._last = self._publisher, None, None
         with self._closing:
             if publisher is not None:
@@ -185,7 +183,7 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
             self._close()
         except PatchstoreError:
             logger.exception("a publication of an earlier train() failed")
-        self._measured = Measured()
+        self._measured = _Measured()
 
     def _log(self, state: Any, logs: dict[str, Any]) -> None:
         compaction = None if self._publisher is None else self._publisher.compaction
@@ -200,11 +198,63 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         state.log_history[-1].update(found)
 
 
+class _Measured:
+    """Publications under way, and what was committed since it was last taken. Use from one thread."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Publication] = deque()
+        self._committed: list[tuple[Publication, Manifest]] = []
+        self._waited_s: float | None = None
+
+    def add(self, publication: Publication) -> None:
+        """Take note of a publication, which the trainer waited for while it was compared."""
+        self._pending.append(publication)
+
+    def add_wait(self, seconds: float) -> None:
+        """Take note that the trainer waited for servers."""
+        self._waited_s = (self._waited_s or 0.0) + seconds
+
+    def wait(self) -> None:
+        """Wait until everything is committed."""
+        while self._pending:
+            self._end(self._pending.popleft())
+
+    def take(self, num_elements: int, compaction: Compaction | None = None) -> dict[str, float]:
+        """Return the figures of what was committed since the last call, as `PublishCallback` logs them; empty
+        if nothing was. With a process beside the publisher also how many anchors it has added, and how often
+        it failed.
+        """
+        while self._pending and self._pending[0].done():
+            self._end(self._pending.popleft())
+        committed, self._committed = self._committed, []
+        waited_s, self._waited_s = self._waited_s, None
+        found: dict[str, float] = {}
+        if committed:
+            manifests = [manifest for _, manifest in committed]
+            changed = [each.delta.num_changed for each in manifests if each.delta is not None]
+            found["patchstore/version"] = manifests[-1].version
+            found["patchstore/bytes"] = sum(each.num_bytes for each in manifests)
+            if changed:
+                found["patchstore/changed"] = sum(changed) / len(changed) / max(1, num_elements)
+            found["patchstore/blocked_ms"] = 1000 * sum(each.waited_s for each, _ in committed)
+            if compaction is not None:
+                found["patchstore/anchors_beside"] = compaction.num_anchors
+                found["patchstore/failures_beside"] = compaction.num_failures
+        if waited_s is not None:
+            found["patchstore/waited_s"] = waited_s
+        return found
+
+    def _end(self, publication: Publication) -> None:
+        manifest = publication.result()
+        if not publication.is_unchanged:
+            self._committed.append((publication, manifest))
+
+
 @cache
 def _ask_last() -> None:
     """Have trainers ask publishing callbacks last when training ends; once in a process.
 
-    The trainer asks nobody after that, and a callback is not told of the others.
+    The trainer asks no callback after that, and a callback is not told of the others.
     """
     original = CallbackHandler.on_train_end
 

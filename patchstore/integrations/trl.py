@@ -8,77 +8,54 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial, wraps
-from typing import Any, Literal
+from functools import cache, partial, wraps
+from typing import Any
 
 import torch
 from trl.generation import vllm_generation
 
-from patchstore.errors import UsageError
-from patchstore.integrations.serving import Serving, check_via
+from patchstore.bucket.records import Manifest
+from patchstore.errors import ServerUnavailable, StoreUnavailable, UsageError, WaitTimeout
+from patchstore.follow.http_client import checked_headers
+from patchstore.follow.reconcile import Reconciler
+from patchstore.follow.settings import Settings
+from patchstore.follow.vllm_server import VllmServer
+from patchstore.follow.wait import wait_until
 from patchstore.integrations.transformers import PublishCallback
 from patchstore.publish.options import seconds
 from patchstore.publish.publisher import Publication
 from patchstore.stores.base import Store
 
+_MAY_PASS = (ServerUnavailable, StoreUnavailable)
+"""Failures after which it is tried again until the time is over."""
+_NUM_TRIES = 3
+"""Of what fails otherwise: a step may repair what the one before found, such as expired credentials."""
+
+
+def _checked_via(via: object) -> str:
+    """Return who has servers serve a version."""
+    if isinstance(via, str) and (via in {"apply", "follow"} or via.startswith(("http://", "https://"))):
+        return via
+    raise UsageError(
+        'via must be "apply" (this process applies versions), "follow" (a `patchstore follow` does, and the '
+        f"server is asked), or the URL at which a `patchstore follow` listens, not {via!r:.100}"
+    )
+
 
 class _Served(PublishCallback):
     """What both kinds of trainers have in common: a server that serves versions."""
 
-    def __init__(
-        self,
-        store: Store | str | os.PathLike[str],
-        *,
-        via: str,
-        storage_options: Mapping[str, Any] | None,
-        timeout_s: float,
-        files: str | os.PathLike[str] | None,
-        resume: bool | int | Literal["anchor", "auto"],
-        options: dict[str, Any],
-    ) -> None:
-        super().__init__(store, files=files, resume=resume, **options)
-        self._via, self._timeout_s = check_via(via), seconds("timeout_s", timeout_s)
-        self._storage_options = storage_options
-        self._serving: Serving | None = None
-
-    def _connect(self, url: str) -> None:
-        """Take the server of the trainer, on the process that generates."""
-        if self._serving is not None:
-            self._serving.close()
-        self._serving = Serving(
-            url, via=self._via, storage_options=self._storage_options, timeout_s=self._timeout_s
-        )
-        self._serving.check()
-
-    def _bring(self, publication: Publication) -> None:
-        """Return once the server serves a publication."""
-        assert self._serving is not None and self._store is not None
-        began = time.monotonic()
-        self._serving.bring(self._store, publication.result())
-        # The commit is waited for too.
-        self._measured.add_wait(time.monotonic() - began)
-
-
-class ServerSync(_Served):
-    """Weight sync of `GRPOTrainer`, and TRL's other trainers with `vllm_mode="server"`, through a store.
-
-    Pass it to the trainer, on every rank: `GRPOTrainer(..., callbacks=[ServerSync("s3://bucket/run")])`. TRL
-    then opens no NCCL group. Before it generates with new weights, each rank publishes its part of what
-    changed, and the process that generates waits until TRL's server serves that version. So training stays
-    on-policy. When training ends, the last weights are published too, though nothing waits for the server.
-
-    As `PublishCallback` otherwise: names, adapters of PEFT, ranks, figures in the log, resumption.
-    """
+    _VIA: str
+    """If the caller does not say it."""
 
     def __init__(
         self,
         store: Store | str | os.PathLike[str],
         *,
-        via: str = "apply",
+        via: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
-        files: str | os.PathLike[str] | None = None,
-        resume: bool | int | Literal["anchor", "auto"] = "auto",
+        headers: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         """Prepare; nothing is opened until the trainer is made.
@@ -90,30 +67,101 @@ class ServerSync(_Served):
                 listens: that is asked, and all its servers are waited for.
             storage_options: what TRL's server needs to open the store; for "apply".
             timeout_s: how long to wait for a version, from its commit on.
-            files, resume: see `PublishCallback`.
-            options: further ones of `Publisher`.
+            headers: are sent with patchstore's requests to TRL's server or the `follow`, for a gateway in
+                front of it; see `VllmServer`. TRL's own requests do not have them.
+            options: those of `PublishCallback`, and further ones of `Publisher`.
 
         Raises:
             UsageError: an argument is impossible.
         """
-        super().__init__(
-            store,
-            via=via,
-            storage_options=storage_options,
-            timeout_s=timeout_s,
-            files=files,
-            resume=resume,
-            options=options,
-        )
-        self._state: Any = None
-        self._is_attached = False
+        super().__init__(store, **options)
+        self._via = _checked_via(self._VIA if via is None else via)
+        self._timeout_s = seconds("timeout_s", timeout_s)
+        self._storage_options, self._headers = storage_options, checked_headers(headers)
+        self._server: VllmServer | None = None
+        self._reconciler: Reconciler | None = None
+        self._desired: Manifest | None = None
+
+    def _connect(self, url: str) -> None:
+        """Take the server of the trainer, on the process that generates."""
+        self._disconnect()
+        self._server = VllmServer(url, timeout_s=self._timeout_s, headers=self._headers)
+        if self._via in {"apply", "follow"}:
+            self._server.check_backend()
+
+    def _disconnect(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._server = self._reconciler = None
+
+    def _bring(self, publication: Publication) -> None:
+        """Return once the server serves a publication."""
+        assert self._server is not None
+        began = time.monotonic()
+        manifest = publication.result()
+        if self._via == "apply":
+            self._apply(self._server, manifest)
+        else:
+            is_asked = self._via == "follow"
+            wait_until(
+                manifest.version,
+                servers=self._server.url if is_asked else (),
+                follow=None if is_asked else self._via,
+                run_id=manifest.run_id,
+                timeout_s=self._timeout_s,
+                headers=self._headers,
+            )
+        # The commit is waited for too.
+        self._measured.add_wait(time.monotonic() - began)
+
+    def _apply(self, server: VllmServer, manifest: Manifest) -> None:
+        assert self._store is not None
+        began = time.monotonic()
+        if self._reconciler is None or self._reconciler.store is not self._store:
+            self._reconciler = Reconciler(
+                self._store,
+                server,
+                Settings(storage_options=self._storage_options or {}),
+                desired=lambda: self._desired,
+            )
+        self._desired = manifest
+        num_failed = 0
+        while True:
+            done = self._reconciler.step()
+            if done.outcome != "failed" and done.version == manifest.version:
+                return
+            error = done.error if done.outcome == "failed" else None
+            if error is not None and not isinstance(error, _MAY_PASS):
+                num_failed += 1
+                if num_failed == _NUM_TRIES:
+                    raise error
+            if time.monotonic() - began > self._timeout_s:
+                raise WaitTimeout(
+                    f"{server.url} does not serve version {manifest.version} after {self._timeout_s:g} s; "
+                    f"the last step: {done}"
+                ) from error
+            if error is not None:
+                time.sleep(self._reconciler.interval_s)
+
+
+class ServerSync(_Served):
+    """Weight sync of `GRPOTrainer`, and TRL's other trainers with `vllm_mode="server"`, through a store.
+
+    Pass it to the trainer, on every rank: `GRPOTrainer(..., callbacks=[ServerSync("s3://bucket/run")])`. TRL
+    then opens no NCCL group. Before it generates with new weights, each rank publishes its part of what
+    changed, and the process that generates waits until TRL's server serves that version. So training stays
+    on-policy. When training ends, the last weights are published too, though nothing waits for the server.
+
+    As `PublishCallback` otherwise: names, adapters of PEFT, ranks, figures in the log, resumption. By default
+    this process applies each version (`via="apply"`).
+    """
+
+    _VIA = "apply"
+    _state: Any = None
+    _is_attached = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Wait for TRL to make its client, which follows this in the trainer's constructor.
-
-        Raises:
-            UsageError: the trainer does not generate with a server.
-        """
+        """Wait for TRL to make its client, which follows this in the trainer's constructor."""
         if not getattr(args, "use_vllm", False) or getattr(args, "vllm_mode", None) != "server":
             use_vllm, mode = getattr(args, "use_vllm", None), getattr(args, "vllm_mode", None)
             raise UsageError(
@@ -174,20 +222,15 @@ _EXPECTED: "weakref.WeakKeyDictionary[torch.nn.Module, ServerSync]" = weakref.We
 """Models of trainers that are being made, whose generation is to be synced here."""
 
 
+@cache
 def _ask_first() -> None:
-    """Have TRL's generations ask here whose they are, before they make a client; once in a process.
-
-    Raises:
-        UsageError: this release of TRL has another class.
-    """
+    """Have TRL's generations ask here whose they are, before they make a client; once in a process."""
     kind = vllm_generation.VLLMGeneration
     original = getattr(kind, "_init_vllm", None)
     if original is None or not hasattr(kind, "sync_weights") or not hasattr(vllm_generation, "VLLMClient"):
         raise UsageError(
             "this release of TRL makes its clients of vLLM in another way; 1.16 is known to work"
         )
-    if hasattr(original, "__wrapped__"):
-        return
 
     @wraps(original)
     def init_vllm(self: Any) -> None:
@@ -206,51 +249,32 @@ class AsyncSync(_Served):
     Pass the same object twice, on every rank:
     `AsyncGRPOTrainer(..., weight_transfer=sync, callbacks=[sync])`. Each rank publishes its part of what
     changed every `weight_sync_steps` steps, and training goes on: nothing is paused, gathered or merged into
-    the trainer's weights. Before the first rollouts the trainer waits until the server serves its weights.
+    the trainer's weights. Before the first rollouts the trainer waits until the server serves its weights. By
+    default a `patchstore follow` applies versions (`via="follow"`).
     """
 
-    def __init__(
-        self,
-        store: Store | str | os.PathLike[str],
-        *,
-        via: str = "follow",
-        wait: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
-        timeout_s: float = 600.0,
-        files: str | os.PathLike[str] | None = None,
-        resume: bool | int | Literal["anchor", "auto"] = "auto",
-        **options: Any,
-    ) -> None:
+    _VIA = "follow"
+    _is_first = True
+    _url = ""
+
+    def __init__(self, store: Store | str | os.PathLike[str], *, wait: bool = False, **options: Any) -> None:
         """Prepare; nothing is opened until training begins.
 
         Args:
-            via: as `ServerSync`. With "apply" the trainer waits for every version, because it applies it.
+            store: as `ServerSync` takes it.
             wait: whether the trainer waits for every version until it is served, so that TRL's count of
                 versions, by which it drops stale samples, never runs ahead of the server.
-            store, storage_options, timeout_s, files, resume, options: as `ServerSync`.
+            options: as `ServerSync` takes them. With `via="apply"` the trainer waits for every version,
+                because it applies it.
 
         Raises:
             UsageError: an argument is impossible.
         """
-        super().__init__(
-            store,
-            via=via,
-            storage_options=storage_options,
-            timeout_s=timeout_s,
-            files=files,
-            resume=resume,
-            options=options,
-        )
-        self._waits = wait or via == "apply"
-        self._is_first = True
-        self._url = ""
+        super().__init__(store, **options)
+        self._waits = wait or self._via == "apply"
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the trainer's settings.
-
-        Raises:
-            UsageError: this is another trainer.
-        """
+        """Take the trainer's settings."""
         if not hasattr(args, "weight_sync_steps") or not hasattr(args, "vllm_server_base_url"):
             raise UsageError(
                 f"AsyncSync is for AsyncGRPOTrainer of TRL, not for a trainer with {type(args).__name__}; "
@@ -265,12 +289,7 @@ class AsyncSync(_Served):
         self._is_first = True
 
     def init_weight_transfer(self) -> None:
-        """Connect to the server.
-
-        Raises:
-            UsageError: the trainer does not have this object among its callbacks, or its server was started
-                without the delta backend.
-        """
+        """Connect to the server."""
         if self._publisher is None:
             raise UsageError(
                 "pass the AsyncSync of the trainer's weight_transfer= in its callbacks= too, on every rank"
@@ -297,17 +316,12 @@ class AsyncSync(_Served):
 
     def destroy(self) -> None:
         """Close the connection to the server. The run was closed when training ended."""
-        if self._serving is not None:
-            self._serving.close()
-            self._serving = None
+        self._disconnect()
 
 
+@cache
 def _leave_weights() -> None:
-    """Have asynchronous trainers with an `AsyncSync` neither gather nor merge; once in a process.
-
-    Raises:
-        UsageError: this release of TRL has another class.
-    """
+    """Have asynchronous trainers with an `AsyncSync` neither gather nor merge; once in a process."""
     from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
     original = getattr(AsyncGRPOTrainer, "_sync_weight_merged", None)
@@ -315,8 +329,6 @@ def _leave_weights() -> None:
         raise UsageError(
             "this release of TRL syncs asynchronous trainers in another way; 1.16 is known to work"
         )
-    if hasattr(original, "__wrapped__"):
-        return
 
     @wraps(original)
     def sync_weight_merged(self: Any, t0: float) -> tuple[float, float, float]:

@@ -13,34 +13,41 @@ format, so verl's receivers inside of vLLM and SGLang write it.
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.tensor import DTensor
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.checkpoint_engine.delta_sync.encode import DeltaParam, checksum
 
-from patchstore.apply.replica import Replica
-from patchstore.errors import PublishFailed, UsageError
-from patchstore.format.records import Manifest
-from patchstore.integrations.verl_flushes import Flush, all_entries, entries, flushes, has_nan
+from patchstore.apply.replica import Replica, Staged
+from patchstore.bucket.records import Manifest, Schema
+from patchstore.errors import PublishFailed, SchemaMismatch, UsageError
 from patchstore.publish.options import seconds
 from patchstore.publish.publisher import Publisher
 from patchstore.publish.sources import LocalPart
-from patchstore.publish.sources.dtensors import local_shape
+from patchstore.publish.sources.pieces import local_shape
 from patchstore.read.host_cache import HostCache
 from patchstore.stores import open_store
+from patchstore.tensors.bits import TensorPatch
+from patchstore.tensors.columns import patches
 
 BACKEND = "delta_sharded"
 _ENGINES = "verl.workers.engine."
 _DIRECT = {"fsdp", "torchtitan"}
 """verl's engines whose shards are parts of a checkpoint's tensors, unless they say how to convert them.
 Megatron's have names and shapes of their own, and do not say so."""
+
+_MAX_ENTRY = 64 << 20
+"""Elements of one entry of a flush: verl's receivers take 8 bytes for each, and more, while they decode."""
+
+Flush = list[tuple[str, torch.Tensor]]
 
 
 @CheckpointEngineRegistry.register(BACKEND)  # type: ignore[untyped-decorator, unused-ignore]
@@ -95,6 +102,8 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._is_gathered = False
         self._num_elements = 0
         self._publisher: Publisher | None = None
+        self._publishing = ExitStack()
+        """Ends the publisher, and its store."""
         self._replica: Replica | None = None
 
     def prepare(self) -> dict[str, Any]:
@@ -113,11 +122,7 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Give all workers what trainer rank 0 returned from `prepare`.
-
-        Raises:
-            UsageError: no trainer rank is the master.
-        """
+        """Give all workers what trainer rank 0 returned from `prepare`."""
         found = next((each for each in metadata[:actor_wg_world_size] if each), None)
         if found is None:
             raise UsageError(
@@ -131,6 +136,20 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def finalize(self) -> None:
         """Keep everything: the next sync needs it."""
+
+    def close(self) -> None:
+        """End the publisher, or what a rollout worker reads with; the next sync opens the store anew.
+
+        verl does not call this: a job that just ends has its publisher closed by Python's end.
+
+        Raises:
+            PublishFailed, VersionConflict: see `Publisher.close`.
+        """
+        replica, self._replica = self._replica, None
+        if replica is not None:
+            replica.store.close()
+        self._publisher = None
+        self._publishing.close()
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
         """Publish what changed as the next version, on every trainer rank, and name it to rollout workers.
@@ -169,12 +188,17 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._engine = engine
             self._is_gathered = self._needs_gather()
             is_one_of_several = dist.is_initialized() and dist.get_world_size() > 1
-            self._publisher = Publisher(
-                open_store(self._url, **self._options),
-                self._items,
-                group=dist.group.WORLD if is_one_of_several else None,
-                **self._arguments,
-            )
+            with ExitStack() as begun:
+                store = open_store(self._url, **self._options)
+                begun.callback(store.close)
+                self._publisher = Publisher(
+                    store,
+                    self._items,
+                    group=dist.group.WORLD if is_one_of_several else None,
+                    **self._arguments,
+                )
+                begun.callback(self._publisher.close)
+                self._publishing = begun.pop_all()
         return self._publisher.publish_patch(step).result()
 
     def _needs_gather(self) -> bool:
@@ -239,13 +263,13 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._replica = None
         try:
             staged = replica.stage(version)
-            changed = entries(staged, replica)
-            if is_whole := has_nan(staged):
+            changed = _entries(staged, replica)
+            if is_whole := _has_nan(staged, replica.header.schema):
                 replica.apply(staged)
-                changed = all_entries(replica)
+                changed = _all_entries(replica)
             device = _device()
             waiting: Flush | None = None
-            for flush in flushes(changed, self._bucket_bytes, device):
+            for flush in _flushes(changed, self._bucket_bytes, device):
                 if waiting is not None:
                     yield waiting, False
                 waiting = flush
@@ -308,12 +332,7 @@ def _is_adapted(name: str) -> bool:
 
 
 def _placed(local: torch.Tensor, spec: Any) -> Any:
-    """Return the elements of a shard with the place where they belong.
-
-    Args:
-        local: [num_elements], contiguous.
-        spec: verl's `ShardSpec`.
-    """
+    """Return the elements of a shard, contiguous, with the place that verl's `ShardSpec` gives them."""
     shape = tuple(spec.full_shape)
     if isinstance(spec.place, int):
         return LocalPart(local, shape, offset=spec.place)
@@ -331,3 +350,96 @@ def _placed(local: torch.Tensor, spec: Any) -> Any:
         shape=torch.Size(shape),
         stride=torch.empty(shape, device="meta").stride(),
     )
+
+
+# What a version changes, in the format of verl's receivers inside of vLLM and SGLang.
+
+
+class _Entry(NamedTuple):
+    """Elements of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    indices: torch.Tensor | None
+    """Positions in the flattened tensor; None for all of it."""
+    values: torch.Tensor
+
+
+def _has_nan(staged: Staged, schema: Schema) -> bool:
+    """Whether NaN is among changed elements, which verl's receivers take for elements that did not change."""
+    values = (patch.values for patch in _patches(staged, schema))
+    return any(each.is_floating_point() and bool(each.isnan().any()) for each in values)
+
+
+def _patches(staged: Staged, schema: Schema) -> Iterator[TensorPatch]:
+    """Yield the elements that an update writes."""
+    for group in sorted(staged.changes, key=lambda group: schema.tensors[group.numbers[0]].dtype):
+        yield from patches(group, schema)
+
+
+def _flushes(wanted: Iterator[_Entry], most_bytes: int, device: torch.device) -> Iterator[Flush]:
+    """Yield entries in verl's format: of one dtype each, and of about `most_bytes`."""
+    held: list[_Entry] = []
+    num_bytes = 0
+    for entry in wanted:
+        if held and (num_bytes >= most_bytes or held[0].values.dtype != entry.values.dtype):
+            yield _flush(held, device)
+            held, num_bytes = [], 0
+        held.append(entry)
+        num_bytes += entry.values.nbytes + (0 if entry.indices is None else 4 * len(entry.indices))
+    if held:
+        yield _flush(held, device)
+
+
+def _all_entries(replica: Replica) -> Iterator[_Entry]:
+    """Yield all tensors as they are."""
+    for spec in sorted(replica.header.schema.tensors, key=lambda spec: (spec.dtype, spec.name)):
+        yield _Entry(spec.name, spec.shape, None, replica.tensors[spec.name].reshape(-1))
+
+
+def _entries(staged: Staged, replica: Replica) -> Iterator[_Entry]:
+    """Yield what an update writes."""
+    schema = replica.header.schema
+    specs = schema.by_name()
+    for name in sorted(staged.full, key=lambda name: (specs[name].dtype, name)):
+        yield _Entry(name, specs[name].shape, None, staged.full[name].reshape(-1))
+    for patch in _patches(staged, schema):
+        spec = specs[patch.name]
+        if spec.num_elements >= 1 << 31:
+            raise SchemaMismatch(f"{spec} has more elements than verl's receivers can address, 2**31 - 1")
+        for first in range(0, len(patch.indices), _MAX_ENTRY):
+            some = slice(first, first + _MAX_ENTRY)
+            yield _Entry(spec.name, spec.shape, patch.indices[some].to(torch.int32), patch.values[some])
+
+
+def _flush(entries: list[_Entry], device: torch.device) -> Flush:
+    is_dense = entries[0].indices is None
+    params = []
+    end = 0
+    for entry in entries:
+        start, end = end, end + len(entry.values)
+        params.append(
+            DeltaParam(
+                name=entry.name,
+                dtype=str(entry.values.dtype).removeprefix("torch."),
+                shape=list(entry.shape),
+                pos_start=0 if is_dense else 4 * start,
+                pos_end=0 if is_dense else 4 * end,
+                pos_width=4,
+                val_start=start,
+                val_end=end,
+            )
+        )
+    values = torch.cat([entry.values for entry in entries]).to(device)
+    listed = [entry.indices for entry in entries if entry.indices is not None]
+    positions = torch.cat(listed).view(torch.uint8) if listed else torch.empty(0, dtype=torch.uint8)
+    positions = positions.to(device)
+    told = {
+        "encoding": "dense" if is_dense else "indices",
+        "verify": False,
+        "params": [vars(param) for param in params],
+        "checksum": int(checksum(positions, values)),
+    }
+    spec = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8).to(device)
+    found = [("__delta_spec__", spec), ("__values__", values)]
+    return found if is_dense else [found[0], ("__positions__", positions), found[1]]

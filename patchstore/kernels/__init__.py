@@ -30,4 +30,4 @@ def new_stream(device: torch.device) -> torch.cuda.Stream | None:
     """A stream of one's own, for work beside the current one's; None where there are none."""
     if device.type != "cuda":
         return None
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)

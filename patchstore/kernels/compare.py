@@ -34,9 +34,7 @@ _WORD = tl.constexpr(WORD)
 
 
 @triton.jit
-def keep(
-    tile, words, new, old, places, new_words, old_words, offsets, counts, cursor, capacity
-):  # fmt: skip
+def keep(tile, words, new, old, places, new_words, old_words, offsets, counts, cursor, capacity):
     """Add the words of a tile that changed to what was found, if there is room; see `Found`."""
     changed = new != old
     count = tl.sum(changed.to(tl.int32))
@@ -53,24 +51,10 @@ def keep(
 
 @triton.jit(do_not_specialize=["first_tile", "capacity"])
 def _compare(
-    tensors,
-    sizes,
-    starts,
-    owners,
-    indices,
-    picked,
-    first_tile,
-    snapshot,
-    places,
-    new_words,
-    old_words,
-    offsets,
-    counts,
-    cursor,
-    capacity,
-    TILE: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    tensors, sizes, starts, owners, indices, picked, first_tile, snapshot,
+    places, new_words, old_words, offsets, counts, cursor, capacity,
+    TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """Compare a tile of TILE words; see `compare`.
 
     Where WHOLE, programs take tiles that are full and aligned and leave the others alone; otherwise they
@@ -180,11 +164,7 @@ class Tiles:
         return found
 
     def max_data_bytes(self, nums: Sequence[int], *, gaps: bool) -> int:
-        """Return how large the data of a payload is at most.
-
-        Args:
-            nums: changed elements of each element width, as `count` returns them.
-        """
+        """Return how large the data of a payload is at most, where `count` returned `nums`."""
         total = 0
         for num, width in zip(nums, self.by_width(), strict=True):
             numels = [
@@ -202,8 +182,7 @@ def cut(
 ) -> Tiles:
     """Cut tensors of these sizes and element widths (wide ones first) into tiles; the tables are on `device`.
 
-    Args:
-        tile_bytes: a power of two, at most 65,536: the distance of two changes in a tile is a gap.
+    The distance of two changes in a tile must be a gap, so tiles have at most 65,536 bytes.
     """
     assert WORD <= tile_bytes <= MAX_GAP + 1 and tile_bytes & (tile_bytes - 1) == 0
     assert list(widths) == sorted(widths, reverse=True)
@@ -232,11 +211,7 @@ class Found:
     """What a comparison found, in room that is kept from one to the next."""
 
     def __init__(self, tiles: Tiles, capacity: int) -> None:
-        """Allocate on the device of `tiles`: 18 bytes a changed word, 24 a tile.
-
-        Args:
-            capacity: changed words.
-        """
+        """Allocate on the device of `tiles`: 18 bytes for each changed word, and 24 a tile."""
         self.tiles = tiles
         self._device = tiles.owners.device
         self.places, self.new_words, self.old_words = self._room(capacity)
@@ -304,21 +279,9 @@ def compare(
         if len(chosen) == 0:
             continue
         _compare[(len(chosen),)](
-            tensors,
-            cut_up.sizes,
-            cut_up.starts,
-            cut_up.owners,
-            cut_up.indices,
-            picked,
-            chosen.start,
-            snapshot,
-            found.places,
-            found.new_words,
-            found.old_words,
-            found.offsets,
-            found.counts,
-            found.cursor,
-            found.capacity,
+            *(tensors, cut_up.sizes, cut_up.starts, cut_up.owners, cut_up.indices, picked),
+            *(chosen.start, snapshot, found.places, found.new_words, found.old_words),
+            *(found.offsets, found.counts, found.cursor, found.capacity),
             TILE=cut_up.words,
             WHOLE=whole,
             num_warps=warps,
@@ -326,11 +289,7 @@ def compare(
 
 
 def apply(found: Found, snapshot: int) -> None:
-    """Write what was found into the snapshot; one launch.
-
-    Args:
-        snapshot: its address.
-    """
+    """Write what was found into the snapshot at this address; one launch."""
     tiles = found.tiles
     if tiles.num_tiles:
         _apply[(tiles.num_tiles,)](

@@ -1,8 +1,10 @@
-"""Classes of the elements of tiles, for decoding and for encoding: count them, and index them.
+"""Classes of the elements of tiles, and the walk through a stream: what decoding and encoding share.
 
 Elements of a tile are numbered class after class, and by position within a class; streams speak of these
 numbers. `count` counts the elements of each class. `index_classes` makes the index that leads from positions
 to numbers and back: the class of every element, and how many of each class precede each 64 elements.
+
+A thread takes the stream of one tile, class after class. The threads of a program go on together.
 """
 
 from typing import Any
@@ -11,15 +13,19 @@ import torch
 import triton
 import triton.language as tl
 
-from patchstore.kernels.context_tables import Segments, Tensor, Tensors, box
+from patchstore.codec.context import rows as row_codes
+from patchstore.kernels import context_tables as columns
+from patchstore.kernels.context_tables import Segments, Tensors, box
 
 VECTORS = 512
 """How often 8 elements a program reads at once."""
 
-_SHIFT = tl.constexpr(int(Tensor.SHIFT))
-_MASK = tl.constexpr(int(Tensor.MASK))
-_LOWEST = tl.constexpr(int(Tensor.LOWEST))
-_CLASSES = tl.constexpr(int(Tensor.CLASSES))
+LANES = 32
+"""Streams that a program takes: it is one warp, whose threads go on together."""
+SILENT = tl.constexpr(row_codes.SILENT)
+DENSE = tl.constexpr(row_codes.DENSE)
+UNARY = tl.constexpr(row_codes.UNARY_LIMIT)
+"""Ones after which a number is stored as it is."""
 
 
 @triton.jit
@@ -33,10 +39,10 @@ def is_aligned(address, num_cols, row_stride, col_stride, MEMORY_WIDTH: tl.const
 def class_rule(row):
     """What `classes_of` goes by for a tensor whose row is given: shift, mask, lowest exponent, last class."""
     return (
-        tl.load(row + _SHIFT).to(tl.int32),
-        tl.load(row + _MASK).to(tl.int32),
-        tl.load(row + _LOWEST).to(tl.int32),
-        tl.load(row + _CLASSES).to(tl.int32) - 1,
+        tl.load(row + columns.SHIFT).to(tl.int32),
+        tl.load(row + columns.MASK).to(tl.int32),
+        tl.load(row + columns.LOWEST).to(tl.int32),
+        tl.load(row + columns.CLASSES).to(tl.int32) - 1,
     )
 
 
@@ -282,27 +288,21 @@ def count(
     starts: torch.Tensor | None = None,
     totals: torch.Tensor | None = None,
 ) -> None:
-    """Count the elements of each class of tiles; one launch a kind.
+    """Count the elements of each class of tiles into `counts`, int32 [num_jobs * 16]; one launch a kind.
 
-    Args:
-        counts: int32 [num_jobs * 16], is written: of tiles with a stream alone, if `starts` is given.
-        totals: int64 [num_tensors * 16], grows by those of each tensor, if `starts` is not given.
+    Given `starts`, of tiles with a stream alone; otherwise `totals`, int64 [num_tensors * 16], grow by those
+    of each tensor.
     """
     for kind, picked in segments.kinds:
         if len(picked):
             _count[len(picked),](
                 *(tensors.table, segments.table, segments.owners, segments.tiles, picked),
                 *(counts if starts is None else starts, counts, counts if totals is None else totals),
-                VECTORS=index_constants(segments.blocks)["VECTORS"],
+                VECTORS=min(VECTORS, 8 * segments.blocks),
                 ALL=starts is None,
                 num_warps=2,
                 **kind.constants(),
             )
-
-
-def index_constants(blocks: int, vectors: int = VECTORS) -> dict[str, Any]:
-    """What kernels that look classes up are compiled for."""
-    return {"BLOCKS": blocks, "VECTORS": min(vectors, 8 * blocks)}
 
 
 def each_tile(
@@ -317,27 +317,82 @@ def each_tile(
 ) -> None:
     """Run a kernel that indexes classes; one launch a kind. Its programs take one tile after the other.
 
-    Args:
-        kernel: takes the tables, which jobs are to be done, `arguments`, the scratch and the number of jobs.
-        per_processor: programs that run at a time.
-        scratch_words: words of 8 bytes that a program has for each `BLOCK` elements of the largest tile.
+    `per_processor` of them run at a time, and each has `scratch_words` words of 8 bytes for each `BLOCK`
+    elements of the largest tile.
     """
-    programs = _num_programs(segments.table.device, per_processor)
-    scratch = torch.empty(
-        programs * scratch_words * segments.blocks, dtype=torch.int64, device=segments.table.device
-    )
+    device, programs = segments.table.device, 4
+    if device.type == "cuda":
+        programs = per_processor * torch.cuda.get_device_properties(device).multi_processor_count
+    scratch = torch.empty(programs * scratch_words * segments.blocks, dtype=torch.int64, device=device)
     for kind, picked in segments.kinds:
         if len(picked):
             kernel[min(programs, len(picked)),](
                 *(tensors.table, segments.table, segments.owners, picked, *arguments, scratch, len(picked)),
-                **index_constants(segments.blocks, vectors),
+                BLOCKS=segments.blocks,
+                VECTORS=min(vectors, 8 * segments.blocks),
                 **kind.constants(),
                 **constants,
             )
 
 
-def _num_programs(device: torch.device, per_processor: int) -> int:
-    """Programs that take one tile after the other, each with scratch of its own."""
-    if device.type != "cuda":
-        return 4
-    return per_processor * torch.cuda.get_device_properties(device).multi_processor_count
+@triton.jit
+def tile_of(tensors, segments, owners, rows, job, inside):
+    """What the tensors of jobs bring: the last class of each, bytes of an element, and where codes begin."""
+    segment = segments + tl.load(owners + job, mask=inside, other=0).to(tl.int64) * columns.SEGMENT_COLUMNS
+    row = tensors + tl.load(segment, mask=inside, other=0) * columns.NUM_COLUMNS
+    last_class = tl.load(row + columns.CLASSES, mask=inside, other=0).to(tl.int32) - 1
+    width = tl.load(row + columns.WIDTH, mask=inside, other=0).to(tl.int32)
+    codes = rows + tl.load(row + columns.FIRST_ROW, mask=inside, other=0)
+    return last_class, width, codes
+
+
+@triton.jit
+def next_class(active, number, left, element, run, is_open, code, codes, counts, last_class):
+    """Go on to the next class where no element of a class is left, and pass all elements of a silent one.
+
+    Returns: the first seven arguments as they are then. `active` ends with the last class.
+    """
+    fresh = active & (left == 0)
+    active = active & ((left > 0) | (number < last_class))
+    fresh = fresh & active
+    number += fresh.to(tl.int32)
+    left = tl.where(fresh, tl.load(counts + number, mask=fresh, other=0), left)
+    code = tl.where(fresh, tl.load(codes + number, mask=fresh, other=0), code)
+    run = tl.where(fresh, 0, run)
+    is_open = is_open & ~fresh
+    kind = code & 0xFF
+    element += tl.where(kind == SILENT, left, 0)
+    left = tl.where(kind == SILENT, 0, left)
+    return active, number, left, element, run, is_open, code
+
+
+@triton.jit
+def power_of(values):
+    """The floor of the logarithm to base two of numbers that float32 holds exactly."""
+    return ((values.to(tl.float32).to(tl.int32, bitcast=True)) >> 23) - 127
+
+
+@triton.jit
+def run_length(code):
+    """The parameter that a code stands for: 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, .."""
+    step = tl.maximum(code - 3, 0)
+    return tl.where(code < 3, code + 1, (4 + (step & 3)) << (step >> 2))
+
+
+@triton.jit
+def floor_div(value, by):
+    """Divide numbers below 2**18; exact, see `context_classes.eights`."""
+    return ((value.to(tl.float32) + 0.5) * (1.0 / by.to(tl.float32))).to(tl.int32)
+
+
+def each_stream(
+    kernel: Any, tensors: Tensors, segments: Segments, *arguments: torch.Tensor, emit: bool
+) -> None:
+    """Run a kernel on the streams of all jobs, to count or to `emit`; one launch."""
+    if segments.num_jobs:
+        kernel[(triton.cdiv(segments.num_jobs, LANES),)](
+            *(tensors.table, segments.table, segments.owners, *arguments, segments.num_jobs),
+            LANES=LANES,
+            EMIT=emit,
+            num_warps=1,
+        )

@@ -6,7 +6,6 @@ rank has jobs for what it holds alone, and elements stay where they are, whateve
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -15,99 +14,46 @@ import torch
 import triton
 import triton.language as tl
 
-from patchstore.encodings.context.tiles import Tiling
+from patchstore.codec.context import classes as context_classes
+from patchstore.codec.context.tiles import Tiling
 
 Array = npt.NDArray[Any]
 
-FORMATS = {"BF16": (2, 7, 0xFF), "F16": (2, 10, 0x1F), "F8_E4M3": (1, 3, 0xF), "F8_E5M2": (1, 2, 0x1F)}
-"""Bytes of an element, and by how much it is shifted and with what masked for its exponent."""
-MAX_CLASSES = 16
+FORMATS = context_classes.FORMATS
 BLOCK = 64
 """Elements for which classes are counted together."""
 MAX_POSITION = 2**31 - 1
 
 
-class Tensor(IntEnum):
-    """Columns of the table of tensors."""
+# Columns of the table of tensors.
+ROWS, COLS = tl.constexpr(0), tl.constexpr(1)
+"""Of the elements of a level."""
+SLICE_ROWS, SLICE_COLS, TILE_ROWS, TILE_COLS = (tl.constexpr(column) for column in range(2, 6))
+"""Of a slice, and of a tile."""
+ROW_TILES, COL_TILES = tl.constexpr(6), tl.constexpr(7)
+"""Along a slice."""
+SHIFT, MASK, WIDTH = (tl.constexpr(column) for column in range(8, 11))
+"""Of the exponent; bytes of an element."""
+LOWEST, CLASSES, FIRST_ROW = (tl.constexpr(column) for column in range(11, 14))
+"""The exponent of the lowest class; how many classes; where their codes begin among those of all."""
+FIRST_TILE = tl.constexpr(14)
+LEVEL, ROW, PART_ROWS, COL, PART_COLS = (tl.constexpr(column) for column in range(15, 20))
+"""The part's first level, first row, rows, first column and columns."""
+FIRST_ROW_TILE, PART_ROW_TILES, FIRST_COL_TILE, PART_COL_TILES = (tl.constexpr(n) for n in range(20, 24))
+"""The part's first tile along the rows of the whole tensor, and how many it has; then along the columns."""
+NUM_COLUMNS = tl.constexpr(24)
 
-    ROWS = 0
-    """Of elements, in a level; then columns, those of a slice, those of a tile, and tiles along a slice."""
-    COLS = 1
-    SLICE_ROWS = 2
-    SLICE_COLS = 3
-    TILE_ROWS = 4
-    TILE_COLS = 5
-    ROW_TILES = 6
-    COL_TILES = 7
-    SHIFT = 8
-    MASK = 9
-    WIDTH = 10
-    """Bytes of an element."""
-    LOWEST = 11
-    CLASSES = 12
-    FIRST_ROW = 13
-    """Of its classes, among the rows of all."""
-    FIRST_TILE = 14
-    LEVEL = 15
-    """The first of the part; then its first row, its rows, its first column, and its columns."""
-    ROW = 16
-    PART_ROWS = 17
-    COL = 18
-    PART_COLS = 19
-    FIRST_ROW_TILE = 20
-    """The first tile of the part along the rows of the whole tensor, and how many it has; then along the
-    columns."""
-    PART_ROW_TILES = 21
-    FIRST_COL_TILE = 22
-    PART_COL_TILES = 23
-
-
-class Segment(IntEnum):
-    """Columns of the table of segments."""
-
-    TENSOR = 0
-    FIRST_JOB = 1
-    LEVEL = 2
-    """Of the first tile, in the part; then its tile row and its tile column there, and tiles along them."""
-    ROW = 3
-    COL = 4
-    NUM_ROWS = 5
-    NUM_COLS = 6
-    ADDRESS = 7
-    """Where the tensor's first element is, or would be."""
-    LEVEL_STRIDE = 8
-    """In elements, as the others."""
-    ROW_STRIDE = 9
-    COL_STRIDE = 10
-
-
-_TENSOR = tl.constexpr(len(Tensor))
-_SEGMENT = tl.constexpr(len(Segment))
-_ROWS = tl.constexpr(int(Tensor.ROWS))
-_COLS = tl.constexpr(int(Tensor.COLS))
-_SLICE_ROWS = tl.constexpr(int(Tensor.SLICE_ROWS))
-_SLICE_COLS = tl.constexpr(int(Tensor.SLICE_COLS))
-_TILE_ROWS = tl.constexpr(int(Tensor.TILE_ROWS))
-_TILE_COLS = tl.constexpr(int(Tensor.TILE_COLS))
-_ROW_TILES = tl.constexpr(int(Tensor.ROW_TILES))
-_COL_TILES = tl.constexpr(int(Tensor.COL_TILES))
-_PART_LEVEL = tl.constexpr(int(Tensor.LEVEL))
-_PART_ROW = tl.constexpr(int(Tensor.ROW))
-_PART_ROWS = tl.constexpr(int(Tensor.PART_ROWS))
-_PART_COL = tl.constexpr(int(Tensor.COL))
-_PART_COLS = tl.constexpr(int(Tensor.PART_COLS))
-_FIRST_ROW_TILE = tl.constexpr(int(Tensor.FIRST_ROW_TILE))
-_FIRST_COL_TILE = tl.constexpr(int(Tensor.FIRST_COL_TILE))
-_FIRST_JOB = tl.constexpr(int(Segment.FIRST_JOB))
-_LEVEL = tl.constexpr(int(Segment.LEVEL))
-_ROW = tl.constexpr(int(Segment.ROW))
-_COL = tl.constexpr(int(Segment.COL))
-_NUM_ROWS = tl.constexpr(int(Segment.NUM_ROWS))
-_NUM_COLS = tl.constexpr(int(Segment.NUM_COLS))
-_ADDRESS = tl.constexpr(int(Segment.ADDRESS))
-_LEVEL_STRIDE = tl.constexpr(int(Segment.LEVEL_STRIDE))
-_ROW_STRIDE = tl.constexpr(int(Segment.ROW_STRIDE))
-_COL_STRIDE = tl.constexpr(int(Segment.COL_STRIDE))
+# Columns of the table of segments; the first is the tensor's number.
+FIRST_JOB = tl.constexpr(1)
+SEGMENT_LEVEL, SEGMENT_ROW, SEGMENT_COL = (tl.constexpr(column) for column in range(2, 5))
+"""Of the first tile, in the part: its level, tile row and tile column."""
+NUM_ROWS, NUM_COLS = tl.constexpr(5), tl.constexpr(6)
+"""Of tiles."""
+ADDRESS = tl.constexpr(7)
+"""Where the tensor's first element is, or would be."""
+LEVEL_STRIDE, ROW_STRIDE, COL_STRIDE = (tl.constexpr(column) for column in range(8, 11))
+"""In elements."""
+SEGMENT_COLUMNS = tl.constexpr(11)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +61,7 @@ class Tensors:
     """Coded parts of tensors."""
 
     table: torch.Tensor
-    """int64 [num_tensors, len(Tensor)], on the device."""
+    """int64 [num_tensors, NUM_COLUMNS], on the device."""
     host: Array
     """The same."""
     num_tiles: Array
@@ -129,7 +75,7 @@ class Segments:
     """Where what is held of coded tensors lies. All tables but `first_jobs` are on the device."""
 
     table: torch.Tensor
-    """int64 [num_segments, len(Segment)]."""
+    """int64 [num_segments, SEGMENT_COLUMNS]."""
     first_jobs: Array
     """int64 [num_segments + 1]."""
     owners: torch.Tensor
@@ -167,12 +113,7 @@ class Kind:
 
 
 def geometry(tilings: Sequence[Tiling]) -> Array:
-    """Return int64 [num_tensors, 16] of parts.
-
-    Levels of the part; rows and columns of the tensor, those of a slice, those of a tile; the part's first
-    level, first row, rows, first column and columns; its first tile and its tiles along rows, and along
-    columns.
-    """
+    """Return int64 [num_tensors, 16] of parts: levels, and then columns of the table of tensors."""
     # Tensors of one shape have one tiling.
     distinct = {id(each): each for each in tilings}
     numbers = {key: number for number, key in enumerate(distinct)}
@@ -204,22 +145,21 @@ def tensors(
         geometry: as the function of that name returns it.
         formats: int [num_tensors, 3], of `FORMATS`.
         lowest: int [num_tensors], the exponent of the lowest class.
-        classes: int [num_tensors].
         first_rows: of each tensor among the rows of classes; without gaps if not given.
     """
-    host = np.zeros((len(geometry), len(Tensor)), dtype=np.int64)
+    host = np.zeros((len(geometry), NUM_COLUMNS.value), dtype=np.int64)
     host[:, :6] = geometry[:, 1:7]
     host[:, 6:8] = -(-geometry[:, 3:5] // geometry[:, 5:7])
-    host[:, Tensor.SHIFT] = formats[:, 1]
-    host[:, Tensor.MASK] = formats[:, 2]
-    host[:, Tensor.WIDTH] = formats[:, 0]
-    host[:, Tensor.LOWEST] = lowest
-    host[:, Tensor.CLASSES] = classes
-    host[:, Tensor.FIRST_ROW] = np.cumsum(classes) - classes if first_rows is None else first_rows
-    host[:, Tensor.LEVEL :] = geometry[:, 7:16]
+    host[:, SHIFT] = formats[:, 1]
+    host[:, MASK] = formats[:, 2]
+    host[:, WIDTH] = formats[:, 0]
+    host[:, LOWEST] = lowest
+    host[:, CLASSES] = classes
+    host[:, FIRST_ROW] = np.cumsum(classes) - classes if first_rows is None else first_rows
+    host[:, LEVEL:] = geometry[:, 7:16]
     tiles = geometry[:, [0, 13, 15]]
     count = tiles.prod(axis=1)
-    host[:, Tensor.FIRST_TILE] = np.cumsum(count) - count
+    host[:, FIRST_TILE] = np.cumsum(count) - count
     return Tensors(table=torch.from_numpy(host).to(device), host=host, num_tiles=count, tiles=tiles)
 
 
@@ -241,26 +181,26 @@ def segments(
         memory_widths: int [num_segments], bytes of an element in memory.
     """
     device = tensors.table.device
-    host = np.zeros((len(owners), len(Segment)), dtype=np.int64)
+    host = np.zeros((len(owners), SEGMENT_COLUMNS.value), dtype=np.int64)
     jobs = boxes[:, 3:].prod(axis=1)
     ends = np.cumsum(jobs)
-    host[:, Segment.TENSOR] = owners
-    host[:, Segment.FIRST_JOB] = ends - jobs
-    host[:, Segment.LEVEL : Segment.NUM_ROWS] = boxes[:, :3]
-    host[:, Segment.NUM_ROWS : Segment.ADDRESS] = boxes[:, 4:]
-    host[:, Segment.ADDRESS] = addresses
-    host[:, Segment.LEVEL_STRIDE :] = strides
+    host[:, 0] = owners
+    host[:, FIRST_JOB] = ends - jobs
+    host[:, SEGMENT_LEVEL:NUM_ROWS] = boxes[:, :3]
+    host[:, NUM_ROWS:ADDRESS] = boxes[:, 4:]
+    host[:, ADDRESS] = addresses
+    host[:, LEVEL_STRIDE:] = strides
     num_jobs = int(ends[-1]) if len(ends) else 0
     columns = np.stack(
         [
-            *(host[:, Segment.FIRST_JOB], *host[:, Segment.LEVEL : Segment.ADDRESS].T),
-            *(*tensors.tiles[owners, 1:].T, tensors.host[owners, Tensor.FIRST_TILE]),
+            *(host[:, FIRST_JOB], *host[:, SEGMENT_LEVEL:ADDRESS].T),
+            *(*tensors.tiles[owners, 1:].T, tensors.host[owners, FIRST_TILE]),
         ]
     )
-    widths, memory_widths = tensors.host[owners, Tensor.WIDTH], np.asarray(memory_widths)
+    widths, memory_widths = tensors.host[owners, WIDTH], np.asarray(memory_widths)
     pairs = sorted({*zip(widths.tolist(), memory_widths.tolist(), strict=True)})
     mine = [(widths == width) & (memory_widths == memory_width) for width, memory_width in pairs]
-    of_kinds = [np.stack([host[each, Segment.FIRST_JOB], jobs[each]]) for each in mine]
+    of_kinds = [np.stack([host[each, FIRST_JOB], jobs[each]]) for each in mine]
     arrays = [each.reshape(-1) for each in (host, jobs, columns, *of_kinds)]
     # In one copy.
     moved = torch.from_numpy(np.concatenate(arrays)).to(device)
@@ -277,13 +217,13 @@ def segments(
         picked = torch.arange(size, device=device) + torch.repeat_interleave(shift, sizes, output_size=size)
         kinds.append((Kind(width=width, memory_width=memory_width), picked.to(torch.int32)))
     used = tensors.host[np.unique(owners)]
-    tile_rows = np.minimum(used[:, Tensor.TILE_ROWS], used[:, Tensor.PART_ROWS])
-    tile_cols = np.minimum(used[:, Tensor.TILE_COLS], used[:, Tensor.PART_COLS])
+    tile_rows = np.minimum(used[:, TILE_ROWS], used[:, PART_ROWS])
+    tile_cols = np.minimum(used[:, TILE_COLS], used[:, PART_COLS])
     largest = int((tile_rows * tile_cols).max(initial=1))
-    levels = tensors.host[:, Tensor.LEVEL] + tensors.tiles[:, 0]
-    num_elements = levels * tensors.host[:, Tensor.ROWS] * tensors.host[:, Tensor.COLS]
+    levels = tensors.host[:, LEVEL] + tensors.tiles[:, 0]
+    num_elements = levels * tensors.host[:, ROWS] * tensors.host[:, COLS]
     return Segments(
-        table=table.view(-1, len(Segment)),
+        table=table.view(-1, SEGMENT_COLUMNS.value),
         first_jobs=np.concatenate([[0], ends]),
         owners=of,
         tiles=tiles,
@@ -297,11 +237,11 @@ def whole(tensors: Tensors, addresses: Array) -> Segments:
     """Describe parts that lie contiguously, elements in the order of the tensor: a segment each."""
     host = tensors.host
     boxes = np.concatenate([np.zeros_like(tensors.tiles), tensors.tiles], axis=1)
-    rows, cols = host[:, Tensor.PART_ROWS], host[:, Tensor.PART_COLS]
+    rows, cols = host[:, PART_ROWS], host[:, PART_COLS]
     strides = np.stack([rows * cols, cols, np.ones_like(cols)], axis=1)
-    before = (host[:, [Tensor.LEVEL, Tensor.ROW, Tensor.COL]] * strides).sum(axis=1)
-    firsts = addresses - before * host[:, Tensor.WIDTH]
-    return segments(tensors, np.arange(len(host)), boxes, firsts, strides, host[:, Tensor.WIDTH])
+    before = (host[:, [LEVEL.value, ROW.value, COL.value]] * strides).sum(axis=1)
+    firsts = addresses - before * host[:, WIDTH]
+    return segments(tensors, np.arange(len(host)), boxes, firsts, strides, host[:, WIDTH])
 
 
 @triton.jit(do_not_specialize=["num_jobs", "num_segments"])
@@ -330,23 +270,25 @@ def box(tensors, segments, owners, job, MEMORY_WIDTH: tl.constexpr):
     Returns: the tensor's number, its row, the address of the tile's first element and its position in the
         tensor (both int64), rows, columns, and the distances of rows and columns in memory (int64).
     """
-    segment = segments + tl.load(owners + job).to(tl.int64) * _SEGMENT
+    segment = segments + tl.load(owners + job).to(tl.int64) * SEGMENT_COLUMNS
     tensor = tl.load(segment)
-    row = tensors + tensor * _TENSOR
-    index = (job - tl.load(segment + _FIRST_JOB)).to(tl.int32)
-    num_rows = tl.load(segment + _NUM_ROWS).to(tl.int32)
-    num_cols = tl.load(segment + _NUM_COLS).to(tl.int32)
+    row = tensors + tensor * NUM_COLUMNS
+    index = (job - tl.load(segment + FIRST_JOB)).to(tl.int32)
+    num_rows = tl.load(segment + NUM_ROWS).to(tl.int32)
+    num_cols = tl.load(segment + NUM_COLS).to(tl.int32)
     rest = index // num_cols
-    level = tl.load(row + _PART_LEVEL) + tl.load(segment + _LEVEL) + rest // num_rows
-    row_tile = (tl.load(row + _FIRST_ROW_TILE) + tl.load(segment + _ROW)).to(tl.int32) + rest % num_rows
-    col_tile = (tl.load(row + _FIRST_COL_TILE) + tl.load(segment + _COL)).to(tl.int32) + index % num_cols
-    first_row, tile_rows = _side(row, row_tile, _SLICE_ROWS, _TILE_ROWS, _ROW_TILES, _PART_ROW, _PART_ROWS)
-    first_col, tile_cols = _side(row, col_tile, _SLICE_COLS, _TILE_COLS, _COL_TILES, _PART_COL, _PART_COLS)
-    row_stride = tl.load(segment + _ROW_STRIDE)
-    col_stride = tl.load(segment + _COL_STRIDE)
-    place = level * tl.load(segment + _LEVEL_STRIDE) + first_row * row_stride + first_col * col_stride
-    address = tl.load(segment + _ADDRESS) + place * MEMORY_WIDTH
-    position = (level * tl.load(row + _ROWS) + first_row) * tl.load(row + _COLS) + first_col
+    level = tl.load(row + LEVEL) + tl.load(segment + SEGMENT_LEVEL) + rest // num_rows
+    row_tile = (tl.load(row + FIRST_ROW_TILE) + tl.load(segment + SEGMENT_ROW)).to(tl.int32) + rest % num_rows
+    col_tile = (tl.load(row + FIRST_COL_TILE) + tl.load(segment + SEGMENT_COL)).to(
+        tl.int32
+    ) + index % num_cols
+    first_row, tile_rows = _side(row, row_tile, SLICE_ROWS, TILE_ROWS, ROW_TILES, ROW, PART_ROWS)
+    first_col, tile_cols = _side(row, col_tile, SLICE_COLS, TILE_COLS, COL_TILES, COL, PART_COLS)
+    row_stride = tl.load(segment + ROW_STRIDE)
+    col_stride = tl.load(segment + COL_STRIDE)
+    place = level * tl.load(segment + LEVEL_STRIDE) + first_row * row_stride + first_col * col_stride
+    address = tl.load(segment + ADDRESS) + place * MEMORY_WIDTH
+    position = (level * tl.load(row + ROWS) + first_row) * tl.load(row + COLS) + first_col
     return tensor, row, address, position, tile_rows, tile_cols, row_stride, col_stride
 
 

@@ -1,25 +1,56 @@
 """Digest what is served, in place, for all segments at once; see `tensors.state_digest`.
 
-A program takes a block of one segment.
+A program takes a block of one segment. Other kernels digest single elements with `mix`;
+`tensors.elements.sum_of` says what it means.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from patchstore.kernels.mixing import fold, place, spread
 from patchstore.kernels.segments import INTEGERS, Column, Kind
+from patchstore.tensors import elements
 
+_A = tl.constexpr(elements.A)
+_B = tl.constexpr(elements.B)
+_M = tl.constexpr(elements.M)
+_LOW = tl.constexpr(elements.LOW)
 BLOCK = 65_536
 """Elements that one program digests."""
 _STEP = 512
 """Elements that it has in registers: with 2,048 there are too many, and it takes 2.5 times as long."""
-
 _NUM = tl.constexpr(int(Column.NUM))
 _MEMORY = tl.constexpr(int(Column.MEMORY))
 _SOURCE = tl.constexpr(int(Column.SOURCE))
 _TARGET = tl.constexpr(int(Column.TARGET))
 _DIMS = tl.constexpr(int(Column.DIMS))
+
+
+@triton.jit
+def place(positions):
+    """Return what a position (uint64, from 0) brings to an element's sum."""
+    return (positions + 1) * _A
+
+
+@triton.jit
+def spread(distances):
+    """Return by how much `place` grows over a distance (uint64)."""
+    return distances * _A
+
+
+@triton.jit
+def fold(placed, bits):
+    """Return what elements add to the two digest sums, modulo 2**64; `bits` are uint64, zero-extended."""
+    u = placed + bits * _B
+    z = (u ^ (u >> 32)) * _M
+    y = z ^ (z >> 32)
+    return y, (y >> 32) * (y & _LOW)
+
+
+@triton.jit
+def mix(positions, bits):
+    """`fold` of the elements at these positions (uint64, from 0)."""
+    return fold(place(positions), bits)
 
 
 @triton.jit
@@ -114,11 +145,7 @@ def _digest(
 
 
 def digest(kind: Kind, table: torch.Tensor, jobs: torch.Tensor) -> torch.Tensor:
-    """Digest what is served of some segments.
-
-    Args:
-        table: int64 [num_segments, kind.num_columns]; `NUM` is the region's number of elements.
-        jobs: int32 [num_jobs, 2]: a segment, and which of its blocks.
+    """Digest what is served of some segments, whose `NUM` is the region's number of elements.
 
     Returns:
         int64 [num_segments, 3]: both digest sums, and how many elements no checkpoint holds.

@@ -54,12 +54,7 @@ def _list(streams, jobs, starts, listed, TILE: tl.constexpr):
 
 
 def sum_gaps(streams: torch.Tensor, jobs: torch.Tensor) -> torch.Tensor:
-    """Return by how many positions each tile of some gap streams advances: int64 [num_jobs].
-
-    Args:
-        streams: int64 [num_streams, len(Stream)].
-        jobs: int32 [num_jobs, 2]: a stream, and which of its tiles.
-    """
+    """Return by how many positions each job, a tile of a gap stream, advances: int64 [num_jobs]."""
     sums = torch.empty(len(jobs), dtype=torch.int64, device=jobs.device)
     if len(jobs):
         _sum_gaps[len(jobs),](streams, jobs, sums, TILE=TILE)
@@ -67,11 +62,7 @@ def sum_gaps(streams: torch.Tensor, jobs: torch.Tensor) -> torch.Tensor:
 
 
 def list_positions(streams: torch.Tensor, jobs: torch.Tensor, starts: torch.Tensor, num: int) -> torch.Tensor:
-    """Return what gap streams state, one after the other: int64 [num].
-
-    Args:
-        starts: int64 [num_jobs]: one past the position before each tile.
-    """
+    """Return what gap streams state, int64 [num]; `starts` are one past the position before each tile."""
     listed = torch.empty(num, dtype=torch.int64, device=jobs.device)
     if len(jobs):
         _list[len(jobs),](streams, jobs, starts, listed, TILE=TILE)

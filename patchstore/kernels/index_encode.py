@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from patchstore.kernels.compare import Found
-from patchstore.kernels.mixing import mix
+from patchstore.kernels.digest import mix
+from patchstore.kernels.segments import INTEGERS
 from patchstore.tensors.elements import MAX_GAP
 
 BLOCK = 64
@@ -19,7 +20,6 @@ BLOCK = 64
 ROWS = 32
 """Tiles that a program counts: they have few changes each, and one at a time is only waiting."""
 
-_INTEGERS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 _STEP = tl.constexpr(MAX_GAP + 1)
 
 
@@ -60,23 +60,9 @@ def _element(words, k, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_tile", "end_tile"])
 def _count(
-    places,
-    new_words,
-    old_words,
-    offsets,
-    counts,
-    first_tile,
-    end_tile,
-    owners,
-    masks,
-    nums,
-    firsts,
-    lasts,
-    strange,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    places, new_words, old_words, offsets, counts, first_tile, end_tile, owners, masks,
+    nums, firsts, lasts, strange, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Count the changed elements of ROWS tiles, and find the first and the last of each; see `Found`.
 
     Example, two bytes an element: words 0 and 5, of which the second and the first elements differ: 2 changed
@@ -116,32 +102,11 @@ def _count(
 
 @triton.jit(do_not_specialize=["first_tile"])
 def _encode(
-    starts,
-    owners,
-    indices,
-    snapshot,
-    places,
-    new_words,
-    old_words,
-    offsets,
-    counts,
-    first_tile,
-    bridges,
-    before,
-    ranks,
-    wide,
-    idx_at,
-    val_at,
-    data,
-    sums,
-    lines,
-    TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    INTEGER: tl.constexpr,
-    GAPS: tl.constexpr,
-    IN_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    starts, owners, indices, snapshot, places, new_words, old_words, offsets, counts, first_tile,
+    bridges, before, ranks, wide, idx_at, val_at, data, sums, lines,
+    TILE: tl.constexpr, WIDTH: tl.constexpr, INTEGER: tl.constexpr, GAPS: tl.constexpr,
+    IN_PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write the changes of a tile into a payload's data, and add up what they change in the digest sums.
 
     Example, gaps: the tile from 8192 on, with changes at its positions 0 and 5 and none before it, gives the
@@ -227,31 +192,18 @@ def _encode(
 
 
 def count(found: Found) -> torch.Tensor:
-    """Count changed elements, after a comparison that found room for all; one launch an element width.
+    """Count changed elements for each width of `Tiles.by_width`, after a comparison that found room for all.
 
-    Counts those of `Found.strange` too.
-
-    Returns:
-        int64 [num_widths], their number for each width of `Tiles.by_width`.
+    Counts those of `Found.strange` too. One launch an element width.
     """
     sums = []
     found.strange.zero_()
     for width, tiles in found.tiles.by_width().items():
         if len(tiles):
             _count[(triton.cdiv(len(tiles), ROWS),)](
-                found.places,
-                found.new_words,
-                found.old_words,
-                found.offsets,
-                found.counts,
-                tiles.start,
-                tiles.stop,
-                found.tiles.owners,
-                found.masks,
-                found.nums,
-                found.firsts,
-                found.lasts,
-                found.strange,
+                *(found.places, found.new_words, found.old_words, found.offsets, found.counts),
+                *(tiles.start, tiles.stop, found.tiles.owners, found.masks),
+                *(found.nums, found.firsts, found.lasts, found.strange),
                 WIDTH=width,
                 ROWS=ROWS,
                 COLUMNS=32,
@@ -352,28 +304,13 @@ def encode(
     for width, chosen in tiles.by_width().items():
         if len(chosen):
             _encode[(len(chosen),)](
-                tiles.starts,
-                tiles.owners,
-                tiles.indices,
-                snapshot,
-                found.places,
-                found.new_words,
-                found.old_words,
-                found.offsets,
-                found.counts,
-                chosen.start,
-                stated.bridges,
-                stated.before,
-                stated.ranks,
-                order.wide,
-                idx_at,
-                val_at,
-                block.data_ptr() + head_bytes(num_tensors),
-                sums,
-                sums if lines is None else lines,
+                *(tiles.starts, tiles.owners, tiles.indices, snapshot),
+                *(found.places, found.new_words, found.old_words, found.offsets, found.counts),
+                *(chosen.start, stated.bridges, stated.before, stated.ranks, order.wide, idx_at, val_at),
+                *(block.data_ptr() + head_bytes(num_tensors), sums, sums if lines is None else lines),
                 TILE=tiles.words,
                 WIDTH=width,
-                INTEGER=_INTEGERS[width],
+                INTEGER=INTEGERS[width],
                 GAPS=gaps,
                 IN_PARTS=lines is not None,
                 BLOCK=BLOCK,

@@ -1,7 +1,7 @@
 """Patches on the device, for all segments at once: find where changes go, exchange them, and compare.
 
 A program takes one tile of one segment: some changes of one patch. `tensors.elements`, and
-`vllm_plugin.weights` where there are no kernels, say what all of this means.
+`vllm_plugin.live.weights` where there are no kernels, say what all of this means.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from patchstore.kernels.digest import mix
 from patchstore.kernels.gap_decode import TILE
-from patchstore.kernels.mixing import mix
 from patchstore.kernels.segments import INTEGERS, Column, Kind
 
 _NUM = tl.constexpr(int(Column.NUM))
@@ -219,15 +219,10 @@ def count(stated: Stated) -> torch.Tensor:
 def translate(
     stated: Stated, counts: torch.Tensor, num: int, target: torch.dtype, *, is_digested: bool
 ) -> tuple[Exchange, torch.Tensor]:
-    """Find where changes go, and read what is there.
+    """Find where `num` changes go, whose `counts` are of `count`, and read what is there.
 
-    Args:
-        counts: of `count`.
-        num: their sum.
-        target: int32 or int64, whatever reaches the end of the longest storage.
-
-    Returns:
-        And, if `is_digested`, int64 [num_segments, NUM_SUMS]: see there.
+    Positions become `target`: int32 or int64, whatever reaches the end of the longest storage. Returns also,
+    if `is_digested`, int64 [num_segments, NUM_SUMS].
     """
     kind, device = stated.kind, stated.jobs.device
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[kind.memory_width]
@@ -256,8 +251,7 @@ def translate(
 def exchange(what: Exchange) -> torch.Tensor:
     """Write the new bits, and keep in the place of the old ones what was there.
 
-    Returns:
-        int32 [1]: the first segment of which an element was not as expected; `NONE` where all were.
+    Returns int32 [1]: the first segment of which an element was not as expected; `NONE` where all were.
     """
     # Threads have two changes each, so that many loads are under way.
     return _run(_exchange, what, what.new, what.old, num_warps=8)

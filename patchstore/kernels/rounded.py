@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from patchstore.kernels.compare import WORD, Found, keep
-from patchstore.kernels.e4m3 import converts, e4m3, words_of
-from patchstore.quantization.matrix import Matrix
+from patchstore.kernels.quantize import converts, e4m3, words_of
+from patchstore.quantization.forms import Matrix
 
 _WORD = tl.constexpr(WORD)
 _FIELDS = tl.constexpr(9)
@@ -219,9 +219,8 @@ def plan(
 ) -> Rounding:
     """Make the tables for matrices, on the device of `found`.
 
-    Args:
-        matrices: each with the number of its codes in `found.tiles`; None if only its scales are wanted.
-        block: rows and columns that share a scale; None where each row has one.
+    Each has the number of its codes in `found.tiles`; None if only its scales are wanted. Without a `block`
+    each row has a scale.
     """
     tiles, device = found.tiles, found.cursor.device
 
@@ -306,10 +305,9 @@ def _runs(first_tiles: Sequence[int], tensors: Iterable[int]) -> list[range]:
 
 
 def measure(rounding: Rounding, maxima: torch.Tensor) -> None:
-    """Write the largest magnitude of each block or row; one launch for each kind of matrix.
+    """Write the largest magnitude of each block or row, float32; one launch for each kind of matrix.
 
-    Args:
-        maxima: float32 [num_groups]. NaN where a weight is not finite, and 0 between matrices.
+    NaN where a weight is not finite, and 0 between matrices.
     """
     rows, columns = rounding.block or (1, 0)
     for each in rounding.launches:
@@ -328,10 +326,7 @@ def measure(rounding: Rounding, maxima: torch.Tensor) -> None:
 def compare(rounding: Rounding, found: Found, operands: torch.Tensor, snapshot: int) -> None:
     """Add to `found` how codes differ from the snapshot, which stays as it is, as `kernels.compare.compare`.
 
-    At most two launches for each kind of matrix.
-
-    Args:
-        operands: float32 [num_groups], what `Form.operands` returns.
+    At most two launches for each kind of matrix; `operands` are those of `Form.operands`.
     """
     tiles = found.tiles
     rows, columns = rounding.block or (1, 0)
@@ -362,12 +357,7 @@ def warm_up(
     block: tuple[int, int] | None,
     snapshot: int,
 ) -> None:
-    """Compile the kernels, by comparing one tile with zeros, and forget what was found.
-
-    Args:
-        tensor: whose codes have a tile.
-        dtypes: of weights as given, and as served.
-    """
+    """Compile the kernels, by comparing one tile of codes with zeros, and forget what was found."""
     converts(found.cursor.device)
     tile = found.tiles.first_tiles[tensor]
     # At least as large as a tile.

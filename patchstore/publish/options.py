@@ -2,23 +2,18 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from patchstore.encodings import CHOICES
+from patchstore.bucket.lineage import Every, check_every
+from patchstore.codec import CHOICES, ENCODINGS, Encoding
+from patchstore.codec.context import Context
 from patchstore.errors import RunExists, UsageError, VersionConflict
-from patchstore.format.anchoring import Every, check_every
-from patchstore.signing.signers import Signer
+from patchstore.signing import PublicKey, Signer
 from patchstore.support.arguments import whole_number
-
-
-def out_of_inference() -> AbstractContextManager[object]:
-    """The snapshot outlives the caller's inference mode, so it must not be made of inference tensors."""
-    # Not entered where it changes nothing: an interrupt while it is left would change the trainer's mode.
-    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 @contextmanager
@@ -56,17 +51,12 @@ def on_one_rank() -> Iterator[None]:
 
 
 def is_distributed() -> bool:
-    """Whether this process is one of several ranks of torch.distributed."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _rank() -> str | None:
-    """Return the name of this rank, as far as this process knows it without asking the others.
-
-    Returns:
-        Such as "rank 0 of 4"; None where there seems to be no other.
-    """
+    """Return such as "rank 0 of 4", as far as this process knows; None if it seems alone."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, num_ranks = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
     else:
@@ -92,7 +82,6 @@ class Resume:
 
     @classmethod
     def of(cls, value: Any) -> "Resume":
-        """Read the argument of a publisher."""
         if isinstance(value, bool):
             return cls("same" if value else "new")
         if isinstance(value, str) and value in {"anchor", "auto"}:
@@ -107,24 +96,15 @@ class Resume:
 
     @property
     def may_begin(self) -> bool:
-        """Whether to create a run where there is none."""
         return self.how in {"new", "auto"}
 
     @property
     def needs_weights(self) -> bool:
-        """Whether the weights decide on the version to build on."""
         return self.how not in {"new", "anchor"}
 
 
 def anchor_interval(value: Any, *, compact: Any) -> Every | None:
-    """Return after how many publications an anchor is due; None if none is.
-
-    Args:
-        compact: whether another process adds it.
-
-    Raises:
-        UsageError: no publisher has such an option.
-    """
+    """Return after how many publications an anchor is due, here or from another process; None if none is."""
     if type(compact) is not bool:
         raise UsageError(f"compact must be True or False, not {compact!r:.100}")
     if value is None or (isinstance(value, str) and value == "auto"):
@@ -144,28 +124,45 @@ def check_encoding(value: Any) -> None:
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return a positive number of seconds.
-
-    Raises:
-        UsageError: it is none.
-    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise UsageError(f"{name} must be a positive number of seconds, not {value!r}")
     return float(value)
 
 
 def signer_name(signer: Signer | None) -> str | None:
-    """Return what a signer is called; None without one.
-
-    Raises:
-        UsageError: it is no signer.
-    """
+    """Return what a signer's key is called; None without a signer."""
     if signer is None:
         return None
-    name = getattr(signer, "name", None)
-    if not isinstance(name, str) or not callable(getattr(signer, "sign", None)):
+    key = getattr(signer, "public_key", None)
+    if not isinstance(key, PublicKey) or not callable(getattr(signer, "sign", None)):
         raise UsageError(
-            "signer must have a name and a method sign, such as patchstore.signing.KeySigner(path), not be "
-            f"a {type(signer).__name__}"
+            "signer must have a public_key and a method sign, such as patchstore.signing.KeySigner(path), "
+            f"not be a {type(signer).__name__}"
         )
-    return name
+    return key.name
+
+
+_TOO_FEW_BYTES = 1 << 15
+"""To save so many is not worth an anchor, for whose upload the second call after it waits."""
+
+
+def chosen_encoding(name: str, *, has_kernels: bool) -> Encoding:
+    """Return the encoding of a publisher's choice.
+
+    `auto` is `context` where kernels encode it. On the CPU `context` takes a second for 70 million elements,
+    however few of them have changed, so it is for tensors of which much has: see `Context.only_dense`.
+    """
+    return Context(only_dense=not has_kernels) if name == "auto" else ENCODINGS[name]
+
+
+def encoding_of_rollups(encoding: Encoding) -> str:
+    """Return the name of the encoding of rollups, which a process on the CPU makes of many deltas."""
+    return encoding.index.name if isinstance(encoding, Context) and encoding.only_dense else encoding.name
+
+
+def largest_delta(name: str, anchor_bytes: int) -> int | None:
+    """Return how large a delta may be: an anchor, and a little more, takes the place of a larger one.
+
+    None where the user has chosen the encoding.
+    """
+    return anchor_bytes + _TOO_FEW_BYTES if name == "auto" else None

@@ -1,8 +1,12 @@
-"""The stages of a publication: compare, then encode, then upload and commit.
+"""The stages of a publication, and the threads that they run on.
 
-The trainer's thread compares. Two threads do the rest, each in the order of the calls. The first encodes the
-changes against the snapshot, and then applies them to it. The second uploads and commits. So the snapshot is
-the parent of what is being encoded.
+    source   `ServedSource.current`  the trainer's tensors, as they are served   the trainer's thread
+    compare  `Snapshot.compare`      with what was published last                the trainer's thread
+    encode   `Snapshot.encode`       against the snapshot, which then follows    the encoder
+    store    `Committer`             payloads, under names of this attempt       the uploader
+    commit   `Log.finish`            by creating the version's manifest          the uploader
+
+Each thread does them in the order of the calls. So the snapshot is the parent of what is being encoded.
 
 Every publication has a number. The snapshot has the weights of one of them, and so has the newest version in
 the store. As long as both are known, a delta leads from one to the next. After any failure one of them is not
@@ -12,21 +16,19 @@ known, and the next publication stores the whole model.
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
 from functools import partial
 from threading import Event
 
-from patchstore.encodings import Encoding
+from patchstore.bucket.lineage import Every, Since, is_due
+from patchstore.bucket.records import Manifest, Schema
+from patchstore.codec import Encoding
+from patchstore.codec.delta import NO_CHANGES, EncodedDelta
+from patchstore.codec.part_table import PartTable
 from patchstore.errors import PatchstoreError, PublishFailed, VersionConflict
-from patchstore.format.anchoring import Every, Since, is_due
-from patchstore.format.records import Manifest, Part, TensorSpec
-from patchstore.payloads.delta import EncodedDelta
-from patchstore.publish.committer import Kind, Wanted
-from patchstore.publish.encode import encode
-from patchstore.publish.opening import Commits
+from patchstore.publish.commit import Committer, Kind, Wanted
 from patchstore.publish.snapshot import Snapshot, Tensors
-from patchstore.support.worker import Task, Worker
-from patchstore.tensors.changes import Changes
+from patchstore.support.threads import Task, Worker
+from patchstore.tensors.columns import Changes
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,8 @@ class Publication:
         Where nothing was committed because nothing had changed, it is that of the version before.
 
         Raises:
-            PublishFailed: not stored; the next publication will be an anchor.
+            PublishFailed: not stored, or the commit had no answer; the next publication finds out, and will
+                be an anchor.
             VersionConflict: another publisher has this run; this one must stop.
             RunLost: the store no longer holds this run; this publisher must stop.
             TimeoutError: not done within `timeout_s`.
@@ -108,47 +111,92 @@ class _Stage(Task[Manifest]):
         self.job = job
 
 
+def _after(since: Since, kind: Kind | None, num_bytes: int = 0) -> Since:
+    """Return what leads from the newest anchor to a version, after what is stored as `kind`."""
+    if kind == "anchor":
+        return Since()
+    if kind == "nothing":
+        return since
+    return Since(num_deltas=since.num_deltas + 1, num_bytes=since.num_bytes + num_bytes)
+
+
+class _Anchors:
+    """Says when an anchor is due: the same on all ranks, whichever knows first how a publication ended."""
+
+    def __init__(self, every: Every, anchor_bytes: int, since: Since, max_pending: int) -> None:
+        self._every, self._anchor_bytes, self._max_pending = every, anchor_bytes, max_pending
+        self._known = 0
+        """The newest publication of which all ranks know how it was stored, as it is no longer under way."""
+        self._since_known = since
+        """What leads from the newest anchor to the version of that publication."""
+        self._since = since
+        """The same of the newest version."""
+        self._since_each: dict[int, Since] = {}
+        """The same of each publication after `_known` that was stored, by number."""
+        self.foreseen: dict[int, Kind | None] = {}
+        """How publications after it are going to be stored, by number; None where that is not settled."""
+
+    def is_due(self, number: int) -> bool:
+        """Whether a publication is to be an anchor, if it is one of changes.
+
+        A rank may know of more publications how they were stored, and does not use that. What is not settled
+        counts as a delta.
+        """
+        while self._known < number - self._max_pending:
+            self._known += 1
+            self.foreseen.pop(self._known, None)
+            self._since_known = self._since_each.pop(self._known, self._since_known)
+        since = self._since_known
+        for under_way in range(self._known + 1, number):
+            since = _after(since, self.foreseen.get(under_way))
+        return self._is_due_after(since)
+
+    def is_due_now(self) -> bool:
+        return self._is_due_after(self._since)
+
+    def stored(self, number: int, manifest: Manifest | None) -> None:
+        """Take note of a publication's version; None where nothing had changed."""
+        if manifest is None:
+            since = self._since
+        elif manifest.anchor is not None or manifest.delta is None:
+            since = Since()
+        else:
+            since = _after(self._since, "delta", manifest.delta.num_bytes)
+        self._since = self._since_each[number] = since
+
+    def _is_due_after(self, since: Since) -> bool:
+        """Whether an anchor is due in the place of the delta that follows."""
+        return is_due(self._every, _after(since, "delta"), self._anchor_bytes)
+
+
 class Pipeline:
     """The queue of publications, their snapshot, and the threads. Calls come from one thread."""
 
     def __init__(
         self,
-        schema: Sequence[TensorSpec],
-        parts: Sequence[Part],
+        schema: Schema,
+        table: PartTable,
         snapshot: Snapshot,
         encoding: Encoding,
-        committer: Commits,
+        committer: Committer,
         threads: tuple[Worker, Worker],
         *,
         is_stored: bool,
         anchor_every: Every,
         since_anchor: Since,
         max_pending: int,
-        is_limited: bool,
     ) -> None:
         """Take over threads that do nothing yet: one encodes, one uploads and commits.
 
-        Args:
-            schema: of the run.
-            parts: what is published, by the keys of the snapshot.
-            is_stored: whether the version to build on has the snapshot's weights.
-            since_anchor: what leads from the newest anchor to that version.
-            max_pending: publications that are under way before a call waits.
-            is_limited: whether a delta may be too large, so that an anchor takes its place.
+        `is_stored`: whether the version to build on has the snapshot's weights. `since_anchor`: what leads
+        from the newest anchor to it.
         """
-        self._schema, self._parts = schema, {part.key: part for part in parts}
+        self._schema, self._table = schema, table
         self._snapshot, self._encoding, self._committer = snapshot, encoding, committer
         self._encoder, self._uploader = threads
-        self._anchor_every, self._max_pending, self._is_limited = anchor_every, max_pending, is_limited
-        self._anchor_bytes = sum(spec.num_bytes for spec in schema)
-        self._last = self._known = 0
-        """The numbers of the newest publication, and of the newest of which all ranks know how it ended."""
-        self._since = self._since_known = since_anchor
-        """What leads from the newest anchor to the newest version, and to that of publication `_known`."""
-        self._since_each: dict[int, Since] = {}
-        """The same of each publication after it that was stored, by number."""
-        self._foreseen: dict[int, Kind | None] = {}
-        """How publications after it are going to be stored, by number; None where that is not settled."""
+        self._max_pending, self._last = max_pending, 0
+        """How many publications there were; the number of the newest."""
+        self._anchors = _Anchors(anchor_every, schema.num_bytes, since_anchor, max_pending)
         self._in_snapshot: int | None = 0
         """The publication whose weights the snapshot has; None if it has parts of two."""
         self._in_store: int | None = 0 if is_stored else None
@@ -165,10 +213,7 @@ class Pipeline:
     def publish(self, step: int, current: Tensors, *, began: float, if_changed: bool = False) -> Publication:
         """Compare, and hand the rest to the threads. If this raises, nothing is published.
 
-        Args:
-            current: the tensors of the schema; they may change once this returns.
-            began: when the call began, of `time.monotonic`.
-            if_changed: as `Publisher.publish_patch` takes it.
+        The tensors may change once this returns. `began`: when the call began, of `time.monotonic`.
         """
         self._wait_until_at_most(self._max_pending - 1)
         self._encoder.wait_until_at_most(0)
@@ -180,7 +225,7 @@ class Pipeline:
             self._in_snapshot = None
             self._snapshot.replace(current)
             self._in_snapshot = number
-        is_due = self._is_anchor_due(number)
+        is_due = self._anchors.is_due(number)
         wanted = Wanted(
             step,
             is_anchor=changes is None or (is_due and not if_changed),
@@ -188,30 +233,8 @@ class Pipeline:
             if_changed=if_changed,
         )
         publication = Publication(step, waited_s=time.monotonic() - began)
-        job = _Job(publication, number, began=began, changes=changes, wanted=wanted)
-        publication._task = _Stage(job, partial(self._commit, job))
-        self._last = number
-        self._encoder.hand_over(_Stage(job, partial(self._encode, job)))
+        self._queue(_Job(publication, number, began=began, changes=changes, wanted=wanted))
         return publication
-
-    def _is_anchor_due(self, number: int) -> bool:
-        """Whether a publication is to be an anchor, if it is one of changes; the same on all ranks.
-
-        Each of them knows how those were stored that are no longer under way, and perhaps of more. What is
-        not settled counts as a delta.
-        """
-        while self._known < number - self._max_pending:
-            self._known += 1
-            self._foreseen.pop(self._known, None)
-            self._since_known = self._since_each.pop(self._known, self._since_known)
-        since = self._since_known
-        for under_way in range(self._known + 1, number):
-            since = _after(since, self._foreseen.get(under_way))
-        return self._is_due_after(since)
-
-    def _is_due_after(self, since: Since) -> bool:
-        """Whether an anchor is due in the place of the delta that follows."""
-        return is_due(self._anchor_every, _after(since, "delta"), self._anchor_bytes)
 
     def abandon(self, step: int, error: Exception) -> None:
         """Queue a publication that this process could not make, so that other ranks hear why.
@@ -222,8 +245,11 @@ class Pipeline:
         publication.reported = True
         job = _Job(publication, self._last + 1, began=time.monotonic(), changes=None, wanted=Wanted(step))
         job.error = error
-        publication._task = _Stage(job, partial(self._commit, job))
-        self._last += 1
+        self._queue(job)
+
+    def _queue(self, job: _Job) -> None:
+        job.publication._task = _Stage(job, partial(self._commit, job))
+        self._last = job.number
         self._encoder.hand_over(_Stage(job, partial(self._encode, job)))
 
     def _can_follow(self) -> bool:
@@ -280,7 +306,9 @@ class Pipeline:
 
     def _encoded(self, job: _Job, changes: Changes) -> EncodedDelta | None:
         try:
-            return encode(self._schema, self._parts, changes, self._snapshot, self._encoding)
+            if changes.num_changed == 0:
+                return NO_CHANGES
+            return self._snapshot.encode(self._schema, self._table, changes, self._encoding)
         except Exception as exc:
             if not job.is_anchor:
                 raise
@@ -292,19 +320,13 @@ class Pipeline:
         # A parent without a number is not of this publisher.
         job.wanted = job.wanted._replace(has_version=bool(job.parent))
         kind = self._committer.foreseen(job.wanted, job.delta)
-        if kind is None and not self._is_limited and not job.wanted.is_due:
-            kind = "delta"
-        self._foreseen[job.number] = kind
+        self._anchors.foreseen[job.number] = kind
         if kind is not None:
             job.is_anchor = kind == "anchor"
             job.settled.set()
 
     def _commit(self, job: _Job) -> Manifest:
-        """Upload and commit a publication, on the second thread.
-
-        Raises:
-            As `Publication.result`.
-        """
+        """Upload and commit a publication, on the second thread; raises as `Publication.result`."""
         publication = job.publication
         try:
             manifest = self._commit_or_fail(job)
@@ -325,7 +347,7 @@ class Pipeline:
             job.delta = None
             job.settled.set()
         self._in_store = job.number
-        self._since = self._since_each[job.number] = _after(self._since, *_stored_as(manifest))
+        self._anchors.stored(job.number, manifest)
         publication.publish_s = time.monotonic() - job.began
         if manifest is None:
             assert self._newest is not None
@@ -357,7 +379,7 @@ class Pipeline:
             delta = job.delta if follows else None
             wanted, is_settled = job.wanted, job.settled.is_set()
             # An anchor may have been stored since it was due.
-            is_still_due = wanted.is_due and not is_settled and self._is_due_after(self._since)
+            is_still_due = wanted.is_due and not is_settled and self._anchors.is_due_now()
             begun = self._committer.begin(
                 wanted._replace(is_anchor=job.is_anchor, is_due=is_still_due), delta
             )
@@ -378,11 +400,11 @@ class Pipeline:
             else f"step {step} builds on a publication that was not stored; the next publication will be an "
             "anchor"
         )
+        failed.__cause__ = job.error
         self._committer.abandon(failed)
-        raise failed from job.error
+        raise failed
 
     def _ask_whether_it_trains(self, manifest: Manifest) -> None:
-        """Warn once where many publications found nothing to publish."""
         if manifest.delta is not None:
             self._unchanged_calls = 0 if manifest.delta.num_changed else self._unchanged_calls + 1
             if self._unchanged_calls == _UNCHANGED_CALLS:
@@ -393,21 +415,3 @@ class Pipeline:
                     manifest.step,
                     _UNCHANGED_CALLS,
                 )
-
-
-def _after(since: Since, kind: Kind | None, num_bytes: int = 0) -> Since:
-    """Return what leads from the newest anchor to a version, after what is stored as `kind`."""
-    if kind == "anchor":
-        return Since()
-    if kind == "nothing":
-        return since
-    return Since(num_deltas=since.num_deltas + 1, num_bytes=since.num_bytes + num_bytes)
-
-
-def _stored_as(manifest: Manifest | None) -> tuple[Kind, int]:
-    """Say how a publication was stored, and the bytes of a delta."""
-    if manifest is None:
-        return "nothing", 0
-    if manifest.anchor is not None or manifest.delta is None:
-        return "anchor", 0
-    return "delta", manifest.delta.num_bytes

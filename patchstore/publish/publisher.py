@@ -8,50 +8,45 @@ comparison; `pipeline` does the rest on threads.
 import logging
 import os
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Literal, Self
 
 import torch
 
-from patchstore.errors import (
-    PublishFailed,
-    UsageError,
-    VersionConflict,
-)
-from patchstore.format import dtypes, history, replica_mark
-from patchstore.format.anchoring import Every
-from patchstore.format.json_fields import MAX_INTEGER
-from patchstore.format.records import Part, Schema, StoreHeader, TensorSpec
-from patchstore.publish import checkpoint_files
+from patchstore.bucket import history, notes, schema_text
+from patchstore.bucket.lineage import Every
+from patchstore.bucket.manifest_json import MAX_INTEGER
+from patchstore.bucket.records import Schema, StoreHeader, TensorSpec
+from patchstore.errors import PublishFailed, UsageError, VersionConflict
+from patchstore.publish import at_exit, ranks
 from patchstore.publish import snapshot as snapshots
-from patchstore.publish.base_checkpoint import BaseCheckpoint
-from patchstore.publish.beside import Compaction, CompactorProcess, job_of
-from patchstore.publish.encode import choose, is_limited, of_rollups
-from patchstore.publish.offered import Offered
-from patchstore.publish.opening import Alone, Settings, Together, ranks_that_publish
+from patchstore.publish.base_checkpoint import BaseCheckpoint, check_fits
+from patchstore.publish.compactor import Compaction, CompactorProcess, job_of
+from patchstore.publish.open import Agreed, Settings, agree, open_run
 from patchstore.publish.options import (
     Resume,
     anchor_interval,
     check_encoding,
+    chosen_encoding,
+    encoding_of_rollups,
     is_distributed,
     on_one_rank,
-    out_of_inference,
     seconds,
     signer_name,
     threads_start,
 )
 from patchstore.publish.pipeline import Pipeline, Publication
 from patchstore.publish.sources import Source
-from patchstore.publish.sources.dtypes import Asked, DtypeLike, Held, Known, Served
+from patchstore.publish.sources.dtypes import Asked, DtypeLike
+from patchstore.publish.sources.weights import ServedSource
 from patchstore.quantization import check_config, quantization_of
-from patchstore.signing.signers import Signer
+from patchstore.signing import Signer
 from patchstore.stores import opened
 from patchstore.stores.base import Store
-from patchstore.support import at_exit
 from patchstore.support.arguments import whole_number
-from patchstore.support.worker import Worker
+from patchstore.support.threads import Worker
 
 __all__ = ["Publication", "Publisher", "Source"]
 
@@ -104,13 +99,14 @@ class Publisher:
 
         Args:
             store: an open store, or the URL or path of one, which is opened and closed with the publisher.
+                `open_store(url, timeout_s=...)` says how long a request may take.
             source: the model, or its tensors by name, or a function that yields names and tensors anew in
                 each pass: two to open the publisher, one in each publication. Values may be `LocalPart`. A
                 model of transformers is published under the names that its `save_pretrained` writes.
                 Names, shapes, parts and tied tensors must stay the same; there may be other tensor objects
                 under the names at each call. The prefixes of torch.compile, DistributedDataParallel and
                 activation checkpointing are removed from names; adapters of PEFT are merged, and layers that
-                a library has quantised are dequantised. `mapped` publishes under other names.
+                a library has quantized are dequantized. `mapped` publishes under other names.
             dtype: the dtype in which weights are compared and served, such as torch.bfloat16 or "bfloat16",
                 but for those that must keep another one. These are: weights that the checkpoint in `files`
                 has in another dtype than most of its elements; without such a checkpoint, those that a model
@@ -131,7 +127,7 @@ class Publisher:
                 process reads from the store what it needs, and ends with the publisher. Its failures are
                 warnings, and in `compaction`. The store must be one that another process can open.
             files: a checkpoint folder whose config and tokenizer files go into every anchor. Its config must
-                fit the source: the same sizes, ties that are there, quantised as the tensors are. If it has
+                fit the source: the same sizes, ties that are there, quantized as the tensors are. If it has
                 weights, they must have the source's names and shapes, and they say in which dtype each
                 tensor is served; see `dtype`.
             resume: False for a new run. True to continue from the newest version that has exactly these
@@ -144,8 +140,7 @@ class Publisher:
             snapshot: where to keep the last published weights for comparison. "device": beside the weights,
                 compared at the speed of their memory. "host": in host memory, pinned where kernels compare;
                 takes no memory of the device, and a comparison takes a little longer than copying the
-                snapshot over the bus. The Path of a folder: in a file there that has no name and is gone with
-                the process; takes 512 MiB of host memory and what the page cache can spare; slowest.
+                snapshot over the bus.
             group: the ranks that publish together, each of them with a publisher of its own: a process group
                 of torch.distributed. Each publishes what it has; of tensors that several have, one of them is
                 chosen. If not given, these are the ranks of the mesh of sharded tensors; with ZeRO-3, all.
@@ -157,7 +152,7 @@ class Publisher:
                 codes with a scale per block of 128 x 128, as checkpoints of DeepSeek-V3 and Qwen3 in FP8
                 are. "fp8-channel": with a scale per row, as compressed-tensors writes them. Servers then
                 serve FP8 and compute nothing. A version's anchor is an ordinary checkpoint in FP8. `files`
-                says which layers are quantised, if it is the folder of such a checkpoint; otherwise all are
+                says which layers are quantized, if it is the folder of such a checkpoint; otherwise all are
                 but embeddings, heads, norms and routers.
 
         Raises:
@@ -172,7 +167,7 @@ class Publisher:
             StoreUnavailable: the store does not answer.
             RankFailed: another rank of the group failed, or did not open a publisher in time.
             UsageError: an argument is impossible, or differs among ranks; `dtype` would round the scales of
-                weights that are quantised already; memory for the snapshot is short, or the system starts no
+                weights that are quantized already; memory for the snapshot is short, or the system starts no
                 more threads; no run was created.
             VersionConflict: another publisher claimed the run at the same time.
         """
@@ -182,16 +177,15 @@ class Publisher:
         self._anchor_every: Every = _NEVER if every is None or compact else every
         self._max_pending = whole_number("max_pending", max_pending, least=1)
         snapshots.check_place(snapshot)
+        check_encoding(encoding)
+        self._base = base = BaseCheckpoint(files)
         if not is_distributed():
             # Among ranks, the one that commits reads them: the others may lack the folder.
-            checkpoint_files.read_folder(files)
-        check_encoding(encoding)
+            base.files()
         chosen = None
         if quantization is not None:
             # Each rank rounds its own part, so each needs the rule.
-            weights = BaseCheckpoint(files)
-            base = checkpoint_files.read_folder(files)
-            chosen = quantization_of(quantization, base, weights.specs, weights.unread)
+            chosen = quantization_of(quantization, base.files(), base.specs, base.unread)
         settings = Settings(
             dtype=str(self._asked),
             encoding=encoding,
@@ -210,6 +204,8 @@ class Publisher:
         self._process = os.getpid()
         self._closed = False
         self._compactor: CompactorProcess | None = None
+        self._amax: ranks.BlockAmax | None = None
+        """What ranks share to round weights to FP8, if they do."""
         self._closing = ExitStack()
         with self._closing:
             self._store = self._closing.enter_context(opened(store))
@@ -217,10 +213,10 @@ class Publisher:
             if compact:
                 assert every is not None
                 job = job_of(self._store, every)
-            with out_of_inference(), threads_start():
-                is_leader = self._open(source, settings, snapshot, files, group)
+            with _out_of_inference(), threads_start():
+                is_leader = self._open(source, settings, snapshot, group)
             if job is not None and is_leader:
-                self._compactor = CompactorProcess(job, of_rollups(self._encoding))
+                self._compactor = CompactorProcess(job, encoding_of_rollups(self._encoding))
                 self._closing.callback(self._compactor.stop)
                 self._compactor.start()
             at_exit.expect(self)
@@ -232,7 +228,6 @@ class Publisher:
         source: Source,
         settings: Settings,
         snapshot: snapshots.Place,
-        files: str | os.PathLike[str] | None,
         group: "torch.distributed.ProcessGroup | None",
     ) -> bool:
         """Open the run, and return whether this process commits."""
@@ -240,74 +235,77 @@ class Publisher:
         begun: StoreHeader | None = None
         try:
             # A read first: if the store does not answer, it fails at once; the probe would try repeatedly.
-            replica_mark.check_writable(self._store)
+            notes.check_writable(self._store)
             begun = history.read_header(self._store)
         except Exception as exc:  # noqa: BLE001 -- raised below, when other ranks can hear of it
             failure = exc
         stored = () if begun is None else begun.schema.by_name()
-        self._offered = offered = Offered(source, self._asked.default, stored, self._quantization)
+        self._source = given = ServedSource(source, self._asked.default, stored, self._quantization)
         try:
             # Also after a failure: it tells which ranks must hear of that.
-            offered.read()
+            given.read()
         except Exception as exc:  # noqa: BLE001 -- as above
             failure = failure or exc
-        ranks = ranks_that_publish(group, offered.ranks)
-        base = BaseCheckpoint(files)
-        self._is_alone = ranks is None
-
-        def look() -> Held:
-            if failure is not None:
-                raise failure
-            return offered.held()
-
-        def describe(known: Known) -> tuple[tuple[Part, ...], Mapping[str, str]]:
-            offered.serve(Served(self._asked, known, offered.given))
-            if self._is_alone:
-                offered.join()
-            return offered.parts, offered.tied
+        self._channel = channel = ranks.connect(group, given.ranks, settings.rank_timeout_s)
+        self._closing.callback(channel.leave)
 
         def check_schema(schema: Schema) -> dict[str, bytes]:
-            found = checkpoint_files.read_folder(files)
+            found = self._base.files()
             self._asked.check_used(schema)
-            checkpoint_files.check_fits(found, offered.given, schema, base, offered.untied)
+            check_fits(found, given.given, schema, self._base, given.untied)
             if self._quantization is not None:
                 return self._quantization.complete(found, schema)
             check_config(found, schema)
             return found
 
-        if ranks is None:
-            with on_one_rank():
-                alone = Alone(self._store, settings, look, describe, check_schema, base, self._signer)
-                return self._open_as(alone, settings, snapshot)
-        together = Together(self._store, settings, look, describe, check_schema, ranks, base, self._signer)
-        return self._open_as(together, settings, snapshot)
+        with on_one_rank() if channel.is_alone else nullcontext():
+            agreed = agree(
+                *(channel, self._store, begun, given, failure),
+                asked=self._asked,
+                check_schema=check_schema,
+                base=self._base,
+                settings=settings,
+            )
+            return self._start(agreed, begun, settings, snapshot)
 
-    def _open_as(self, opening: Alone | Together, settings: Settings, snapshot: snapshots.Place) -> bool:
-        """Create or continue the run, and start what publishes."""
-        self._closing.callback(opening.leave)
-        offered = self._offered
-        offered.choose(opening.parts)
-        self._maxima = opening.maxima
-        if self._maxima is not None:
-            offered.share(self._maxima.exchange)
-        specs = [TensorSpec(name=part.key, dtype=part.spec.dtype, shape=part.size) for part in opening.parts]
-        current = offered.first()
+    def _start(
+        self,
+        agreed: Agreed,
+        begun: StoreHeader | None,
+        settings: Settings,
+        snapshot: snapshots.Place,
+    ) -> bool:
+        parts = agreed.share.parts
+        self._source.choose(parts)
+        if self._quantization is not None:
+            self._amax = ranks.BlockAmax(self._channel.twin("maxima"))
+            self._closing.callback(self._amax.leave)
+            self._source.share(self._amax.exchange)
+        specs = [TensorSpec(name=part.key, dtype=part.spec.dtype, shape=part.size) for part in parts]
+        current = self._source.first()
         workers: list[Worker] = []
 
-        def prepare() -> None:
-            self._snapshot = snapshots.take(current, specs, snapshot)
+        def prepare() -> snapshots.Snapshot:
+            self._snapshot = _snapshot(current, specs, snapshot)
             # Before anything is written: without its threads a publisher could not go on.
             names = ("check", "state", "upload", "encode")
             workers.extend(self._started(f"patchstore-{name}") for name in names)
+            return self._snapshot
 
-        served = snapshots.Served(current, specs, lambda: self._snapshot.tensors)
-        run = opening.open(prepare, served, workers)
-        self._encoding = choose(settings.encoding, self._snapshot)
+        run = open_run(
+            *(self._channel, self._store, begun, agreed),
+            prepare=prepare,
+            workers=workers,
+            base=self._base,
+            settings=settings,
+            signer=self._signer,
+        )
+        self._encoding = chosen_encoding(settings.encoding, has_kernels=self._snapshot.has_kernels)
         self.run_id = run.header.run_id
         self.schema = run.header.schema
         """The tensors of the run."""
         self._pipeline = Pipeline(
-            *(run.header.schema.tensors, opening.parts, self._snapshot),
+            *(run.header.schema, agreed.table, self._snapshot),
             self._encoding,
             run.committer,
             (workers[3], workers[2]),
@@ -315,23 +313,21 @@ class Publisher:
             anchor_every=self._anchor_every,
             since_anchor=run.since_anchor,
             max_pending=self._max_pending,
-            is_limited=is_limited(settings.encoding),
         )
-        if run.is_leader:
+        if self._channel.leads:
             self._say_dtypes(run.header.schema)
-        return run.is_leader
+        return self._channel.leads
 
     def _say_dtypes(self, schema: Schema) -> None:
         """Log in which dtypes tensors are served, and who says so of those that have not the usual one."""
         reasons: dict[str, list[str]] = {}
-        for name, choice in self._offered.choices.items():
+        for name, choice in self._source.choices.items():
             if choice.why:
                 reasons.setdefault(choice.why, []).append(name)
-        because = "".join(f"; {why} says so of {dtypes.alike(names)}" for why, names in reasons.items())
-        logger.info("serving %s%s", dtypes.of_schema(schema), because)
+        because = "".join(f"; {why} says so of {schema_text.alike(names)}" for why, names in reasons.items())
+        logger.info("serving %s%s", schema_text.of_schema(schema), because)
 
     def _started(self, name: str) -> Worker:
-        """Start a thread that ends with the publisher."""
         worker = Worker(name)
         self._closing.callback(worker.stop)
         return worker
@@ -372,19 +368,19 @@ class Publisher:
         if self._pipeline.conflict is not None:
             raise self._pipeline.conflict
         earlier = self._unreported()
-        if earlier is not None and self._is_alone:
+        if earlier is not None and self._channel.is_alone:
             raise earlier
         began = time.monotonic()
-        with out_of_inference():
+        with _out_of_inference():
             try:
-                if self._maxima is not None:
-                    self._maxima.begin()
-                current = self._offered.current()
+                if self._amax is not None:
+                    self._amax.begin()
+                current = self._source.current()
                 found = self._pipeline.publish(step, current, began=began, if_changed=if_changed)
             except Exception as exc:
-                if self._maxima is not None:
-                    self._maxima.abandon(exc)
-                if not self._is_alone:
+                if self._amax is not None:
+                    self._amax.abandon(exc)
+                if not self._channel.is_alone:
                     self._pipeline.abandon(step, exc)
                 raise
         if earlier is not None:
@@ -428,7 +424,7 @@ class Publisher:
             logger.exception("a publication failed too, while the trainer was failing")
 
     def _close_at_exit(self) -> str | None:
-        """Close a publisher that the trainer left open; return a message if steps were lost."""
+        """Close a publisher that was left open; raise nothing, but return a message if steps were lost."""
         unstored = self._unstored()
         try:
             self.close()
@@ -466,3 +462,22 @@ class Publisher:
         # The later ones failed because the first did.
         assert unreported[0]._task is not None and unreported[0]._task.error is not None
         return unreported[0]._task.error
+
+
+def _out_of_inference() -> AbstractContextManager[object]:
+    """The snapshot outlives the caller's inference mode, so it must not be made of inference tensors."""
+    # Not entered where it changes nothing: an interrupt while it is left would change the trainer's mode.
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def _snapshot(
+    current: snapshots.Tensors, specs: Sequence[TensorSpec], place: snapshots.Place
+) -> snapshots.Snapshot:
+    """Copy tensors as they are served, or raise UsageError where memory is short."""
+    devices = set(snapshots.devices_of(current).values())
+    if not snapshots.have_kernels(devices):
+        return snapshots.PlainSnapshot(current, specs, place)
+    # Imports Triton.
+    from patchstore.publish.snapshot_gpu import DeviceSnapshot
+
+    return DeviceSnapshot(current, specs, place, devices.pop())

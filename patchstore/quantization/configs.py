@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from patchstore.bucket.records import Schema, TensorSpec
 from patchstore.errors import SchemaMismatch, UsageError
-from patchstore.format.records import Schema, TensorSpec
 from patchstore.quantization.forms import FORMS, Form, form_of
 
 CONFIG = "config.json"
@@ -16,7 +16,7 @@ _OLD_ENTRY = "compression_config"
 """What compressed-tensors called it."""
 _NAME = re.compile(r"(^|\.)weight$")
 _HEAD = "lm_head.weight"
-"""A model has this layer, which is not quantised, whether or not its checkpoint has the tensor."""
+"""A model has this layer, which is not quantized, whether or not its checkpoint has the tensor."""
 _KEPT = re.compile(
     r"(^|[._])(embed\w*|wte|wpe|lm_head|head|embed_out|output_layer|norm\w*|\w*norm|ln_\w+|layernorm\w*"
     r"|router|gate|shared_expert_gate|score|classifier|rotary_emb|patch_embed\w*|pos_emb\w*|conv1d|conv\w*"
@@ -24,7 +24,7 @@ _KEPT = re.compile(
     # Within a router or a head; InternLM's head, and T5's embedding.
     r"|(^|\.)(router|gate|(v|value|score|reward)_head)\.|^(model\.)?(output|shared)$"
 )
-"""Modules that are usually not quantised: embeddings, heads, norms, routers and convolutions."""
+"""Modules that are usually not quantized: embeddings, heads, norms, routers and convolutions."""
 _FUSED = re.compile(
     r"(^|\.)experts\.(gate_up_proj|down_proj|gate_proj|up_proj)$|(^|\.)\w*(experts|moe)\.(?!.*conv).*weight$"
 )
@@ -45,7 +45,7 @@ class Quantization:
 
     form: Form
     patterns: tuple[str, ...] = ()
-    """What a base checkpoint's config says is not quantised."""
+    """What a base checkpoint's config says is not quantized."""
     names: frozenset[str] | None = None
     """The weights that the base checkpoint itself has in this form; None if that is not known."""
     others: frozenset[str] = frozenset()
@@ -53,12 +53,7 @@ class Quantization:
     _known: dict[tuple[str, tuple[int, ...]], bool] = field(default_factory=dict, repr=False, compare=False)
 
     def quantizes(self, spec: TensorSpec) -> bool:
-        """Whether a tensor is stored in FP8: the weight of a linear layer that no pattern excludes.
-
-        Raises:
-            SchemaMismatch: it holds the experts of a layer in one tensor, which no checkpoint does; or the
-                base checkpoint does not have it, and so does not say whether it is quantised.
-        """
+        """Whether a tensor is stored in FP8: the weight of a linear layer that no pattern excludes."""
         key = spec.name, spec.shape
         if key not in self._known:
             self._known[key] = self._decided(spec)
@@ -82,18 +77,13 @@ class Quantization:
         if spec.name not in self.names and spec.name not in self.others:
             raise SchemaMismatch(
                 f"the checkpoint in files= has no tensor {spec.name!r}, so it does not say whether that is "
-                "quantised; give the folder of a checkpoint with these names, or one with the unquantised "
+                "quantized; give the folder of a checkpoint with these names, or one with the unquantized "
                 "model's config"
             )
         return spec.name in self.names
 
     def complete(self, files: Mapping[str, bytes], stored: Schema) -> dict[str, bytes]:
-        """Return a checkpoint's files, with a config that says how the tensors are stored.
-
-        Args:
-            files: of the base checkpoint; its `config.json` may say so already.
-            stored: the tensors as they are published: codes and scales.
-        """
+        """Return a checkpoint's files, with a config that says how the tensors are stored."""
         if CONFIG not in files:
             return dict(files)
         config = json.loads(files[CONFIG])
@@ -106,7 +96,7 @@ class Quantization:
             and self.form.scale_name(name) not in specs
             and "norm" not in name
         }
-        # A layer that is tied to one of these has no tensor, but a module that would be made a quantised one.
+        # A layer that is tied to one of these has no tensor, but a module that would be made a quantized one.
         kept |= {alias for alias, name in stored.tied.items() if name in kept and alias.endswith(".weight")}
         if self.form.scale_name(_HEAD) not in specs and self.form.scale_name(_HEAD) not in stored.tied:
             kept.add(_HEAD)
@@ -131,12 +121,8 @@ def quantization_of(
         name: a form's name.
         files: of the base checkpoint, without weights.
         base: its tensors, as far as they are there. If they are in this form, they say which weights are
-            quantised. Otherwise the usual rule does, without the modules that the config excludes.
+            quantized. Otherwise the usual rule does, without the modules that the config excludes.
         unread: why some of its tensors are not in `base`, if so.
-
-    Raises:
-        UsageError: there is no such form, or the checkpoint is in another one, or its config and its tensors
-            disagree, or some of its tensors cannot be read.
     """
     form = form_of(name)
     config = _entry(files)
@@ -152,13 +138,13 @@ def quantization_of(
     if not isinstance(config, dict) or not _is_of(form, config):
         raise UsageError(
             f"quantization={name!r} does not fit the {CONFIG} in files=, whose {ENTRY} says "
-            f"{_short(config)}; give the quantization= of that checkpoint, or a folder with the unquantised "
+            f"{_short(config)}; give the quantization= of that checkpoint, or a folder with the unquantized "
             "model's config"
         )
     if unread is not None:
         raise UsageError(
-            f"the {CONFIG} in files= has a {ENTRY}, and the weights there say which layers are quantised, "
-            f"but {unread}; complete the folder, or give one with the unquantised model's config"
+            f"the {CONFIG} in files= has a {ENTRY}, and the weights there say which layers are quantized, "
+            f"but {unread}; complete the folder, or give one with the unquantized model's config"
         )
     key = "ignore" if form.block is None else "modules_to_not_convert"
     patterns = config.get(key) or config.get("ignored_layers") or ()
@@ -177,20 +163,17 @@ def quantization_of(
     if not coded:
         raise UsageError(
             f"the {ENTRY} in files= says {_short(config)}, but no weight in that folder is in FP8; give a "
-            "folder with the unquantised model's config"
+            "folder with the unquantized model's config"
         )
     return Quantization(form, tuple(sorted(patterns)), frozenset(coded), frozenset(specs.keys() - coded))
 
 
 def check_config(files: Mapping[str, bytes], stored: Schema) -> None:
-    """Compare a checkpoint's config with weights that a trainer has quantised itself.
+    """Compare a checkpoint's config with weights that a trainer has quantized itself.
 
     Args:
         files: of the checkpoint, without weights.
         stored: the tensors as they are published.
-
-    Raises:
-        UsageError: vLLM or transformers would read these tensors otherwise than they are meant.
     """
     if CONFIG not in files:
         return
@@ -200,14 +183,14 @@ def check_config(files: Mapping[str, bytes], stored: Schema) -> None:
     if coded and not isinstance(config, dict):
         raise UsageError(
             f"{coded[0]!r} is in FP8, but the {CONFIG} in files= has no {ENTRY}, so a replay would be read "
-            "as if it were not quantised; give the folder of a checkpoint in this form"
+            "as if it were not quantized; give the folder of a checkpoint in this form"
         )
     if not isinstance(config, dict):
         return
     if _says_fp8(config) and _BYTES.isdisjoint(spec.dtype for spec in specs.values()):
         raise UsageError(
             f"the {CONFIG} in files= has a quantization_config for FP8 ({_short(config)}), but none of the "
-            "published tensors is in FP8; give a folder with the unquantised model's config"
+            "published tensors is in FP8; give a folder with the unquantized model's config"
         )
     for name in coded:
         form = next((each for each in FORMS.values() if each.scale_name(name) in specs), None)

@@ -1,11 +1,11 @@
 """Forms of FP8 weights: codes in E4M3, and one scale per block or per row; in plain torch.
 
-A code times its scale is about the weight. Both forms round as the quantiser does that usually writes such
+A code times its scale is about the weight. Both forms round as the quantizer does that usually writes such
 checkpoints, bit for bit; `kernels.quantize` does the same on a GPU.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ LARGEST = 448.0
 """The largest number of E4M3."""
 SMALLEST_MAXIMUM = LARGEST / torch.finfo(torch.float32).max
 """Below this, 448 / maximum is infinite in float32."""
-_TOGETHER = 1 << 22
+TOGETHER = 1 << 22
 """Elements that are rounded at a time: their temporaries in float32 take a few times 16 MiB."""
 
 
@@ -76,7 +76,7 @@ class Form:
         if not codes.numel():
             return codes, scales
         step = 1 if self.block is None else self.block[0]
-        rows = max(step, _TOGETHER // weights.shape[1] // step * step)
+        rows = max(step, TOGETHER // weights.shape[1] // step * step)
         for first in range(0, len(weights), rows):
             given = weights[first : first + rows].float()
             at = slice(first // step, -(-(first + len(given)) // step))
@@ -88,11 +88,7 @@ class Form:
         return codes, scales
 
     def operands(self, maxima: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what weights are multiplied by (blocks) or divided by (rows), and the scales.
-
-        Args:
-            maxima: float32, of blocks or rows, in any shape, which both results have.
-        """
+        """Return what weights are multiplied by (blocks) or divided by (rows), and the scales."""
         if self.block is None:
             scales = _row_scales(maxima)
             return scales, scales
@@ -104,22 +100,14 @@ class Form:
         return (1, max(shape[1], 1)) if self.block is None else self.block
 
     def part(self, weights: torch.Tensor, start: tuple[int, ...]) -> torch.Tensor:
-        """Return a part of a matrix with zeros around it, so that it begins where a block does.
-
-        Args:
-            start: where the part begins in the matrix.
-        """
+        """Return a part of a matrix with zeros before it, so that it begins where a block does."""
         if self.block is None:
             return weights
         above, left = start[0] % self.block[0], start[1] % self.block[1]
         return torch.nn.functional.pad(weights, (left, 0, above, 0)) if above or left else weights
 
     def config(self, kept: list[str]) -> dict[str, Any]:
-        """Return the `quantization_config` of a checkpoint in this form.
-
-        Args:
-            kept: modules whose weights are matrices, and stay as they are.
-        """
+        """Return the `quantization_config` of a checkpoint in this form, where the modules `kept` are not."""
         if self.block is not None:
             return {
                 "quant_method": "fp8",
@@ -155,11 +143,7 @@ CHOICES = tuple(FORMS)
 
 
 def form_of(name: object) -> Form:
-    """Return a form by its name.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return a form by its name."""
     if not isinstance(name, str) or name not in FORMS:
         raise UsageError(f"quantization must be None or one of {', '.join(CHOICES)}, not {name!r}")
     return FORMS[name]
@@ -193,3 +177,37 @@ def _spread(weights: torch.Tensor, factors: torch.Tensor, block: tuple[int, int]
     rows, columns = weights.shape
     found = _blocks(weights, block) * factors[:, None, :, None]
     return found.view(found.shape[0] * block[0], -1)[:rows, :columns]
+
+
+class Matrix(NamedTuple):
+    """Weights, and where they lie in the blocks that share a scale."""
+
+    weights: torch.Tensor
+    """[rows, columns] in bf16, fp16 or fp32, with any strides."""
+    served: torch.dtype
+    """bf16, fp16 or fp32: what the weights are rounded to before they are quantized."""
+    above: int = 0
+    """Rows of its first blocks that are not part of it, where it is a part of a larger matrix."""
+    left: int = 0
+    """The same of columns."""
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether 8 elements from a multiple of 8 on are one run of one block, aligned to 16 bytes."""
+        row_stride, column_stride = self.weights.stride()
+        sizes = self.weights.shape[1], row_stride, self.left
+        return column_stride == 1 and not any(n % 8 for n in sizes) and self.weights.data_ptr() % 16 == 0
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Where and what the weights are, to be compared with those of another time."""
+        weights = self.weights
+        where = weights.data_ptr(), tuple(weights.shape), weights.stride()
+        return (*where, weights.dtype, self.served, self.above, self.left)
+
+    def groups(self, block: tuple[int, int] | None) -> tuple[int, int]:
+        """Return how many blocks it touches, down and across; rows and 1 where each row has a scale."""
+        rows, columns = self.weights.shape
+        if block is None:
+            return rows, 1
+        return -(-(rows + self.above) // block[0]), -(-(columns + self.left) // block[1])

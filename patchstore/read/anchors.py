@@ -1,21 +1,17 @@
 """Open the files of an anchor, verified: one tensor after the other, or mapped into memory."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 
+from patchstore.bucket.records import Manifest, Payload, TensorSpec
+from patchstore.codec import tensor_file
 from patchstore.errors import CorruptObject
-from patchstore.format.records import Manifest, Payload, StoreHeader, TensorSpec
-from patchstore.payloads import anchor_file, tensor_file
-from patchstore.read.download import chunks, in_memory
-from patchstore.stores.base import PART_BYTES, Store
-from patchstore.tensors import state_digest
-from patchstore.tensors.bits import batches
+from patchstore.read.download import chunks, in_memory, parts_of
+from patchstore.stores.base import Store
 
 if TYPE_CHECKING:
     from patchstore.read.host_cache import HostCache
@@ -29,16 +25,9 @@ def stream_anchor(
 ) -> Iterator[tuple[str, list[TensorSpec], Iterator[torch.Tensor]]]:
     """Stream an anchor, file by file.
 
-    Args:
-        cache: stream its files from there, if given; they are in use there until this iterator ends.
-
     Yields:
         A file's name, the specs of its tensors, and the tensors in the same order, one in memory at a time.
         All must be taken before the next file; they are verified only when their iterator ends.
-
-    Raises:
-        CorruptObject: a file is not the one that the manifest names, or the files together do not have each
-            tensor of the run once.
     """
     assert manifest.anchor is not None
     seen: set[str] = set()
@@ -55,25 +44,9 @@ def stream_anchor(
     _check_complete(manifest, schema, seen)
 
 
-def check_anchor(store: Store, header: StoreHeader, manifest: Manifest) -> None:
-    """Read all files of an anchor, and compare its weights with the state digest.
-
-    Raises:
-        CorruptObject, StateMismatch: they are not what the manifest says.
-    """
-    assert manifest.anchor is not None
-    sums: dict[str, state_digest.Sums] = {}
-    for _, specs, tensors in stream_anchor(store, manifest, header.schema.by_name()):
-        for batch in batches(specs, tensors):
-            sums |= state_digest.of_named({spec.name: tensor for spec, tensor in batch})
-    state_digest.check_state(store, header.schema, sums, manifest)
-    for wanted in manifest.anchor.files:
-        deque(chunks(store, wanted), maxlen=0)
-
-
 def _read(file: BinaryIO) -> Iterator[bytes]:
     with file:
-        yield from iter(partial(file.read, PART_BYTES), b"")
+        yield from parts_of(file)
 
 
 @contextmanager
@@ -85,9 +58,6 @@ def open_anchor(
     They are private mappings of the cache's files: memory is the page cache, which all processes of the
     host share. A tensor that is written to keeps its own copy of the pages, and the files stay as they
     are. Tensors may outlive the block, which then keep their file's disk space.
-
-    Raises:
-        CorruptObject: as `stream_anchor`; nothing was yielded.
     """
     assert manifest.anchor is not None
     seen: set[str] = set()
@@ -128,13 +98,9 @@ def _admitted(
     schema: Mapping[str, TensorSpec],
     seen: set[str],
 ) -> list[TensorSpec]:
-    """Return the specs of a file of an anchor, and add them to `seen`, unless the anchor must not have them.
-
-    Raises:
-        CorruptObject
-    """
+    """Return the specs of a file of an anchor, and add them to `seen`, if the anchor may have them."""
     tensor_file.check_metadata(
-        where, header, anchor_file.anchor_metadata(manifest.version, manifest.step, manifest.run_id)
+        where, header, tensor_file.anchor_metadata(manifest.version, manifest.step, manifest.run_id)
     )
     specs = [entry.spec for entry in header.entries]
     for spec in specs:

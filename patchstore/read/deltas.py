@@ -1,32 +1,249 @@
-"""Open the deltas of a plan, verified, and turn them into patches."""
+"""Open the deltas of a plan, verified, and turn them into patches.
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+Of a delta of encoding `context` only the ranges that some tiles need can be read. The digest of the whole
+object cannot be checked then, so the caller must check the tensors' digest sums before it applies the result.
+"""
+
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from patchstore.encodings import encoding
-from patchstore.encodings.context import Chosen, Coded, Context, Tiles, Tiling, decode_patches
-from patchstore.encodings.gap import Gap
-from patchstore.format.records import Manifest, Payload, TensorSpec
-from patchstore.format.state_sums import Sums
-from patchstore.payloads import delta_file
-from patchstore.payloads.delta_file import Stored
-from patchstore.read import ranges
+from patchstore.bucket.digests import missing
+from patchstore.bucket.records import REQUEST_BYTES, Box, Manifest, Payload, Schema, TensorSpec, view_of
+from patchstore.bucket.state_sums import SumsArray
+from patchstore.codec import IndexEncoding, delta_file, encoding, tensor_file
+from patchstore.codec.context import Chosen, Context, Tiles, Tiling, decode_all, unpack
+from patchstore.codec.delta_file import CodedPart, Content
+from patchstore.codec.index import Gap
+from patchstore.errors import CorruptObject, NotFound
 from patchstore.read.download import OwnMemory, fill, in_memory, room_for
-from patchstore.read.parts import Parts, check_boxes, check_listed, check_patches
 from patchstore.stores.base import Store
 from patchstore.support import host
 from patchstore.support.threads import Threads
-from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, grouped
-from patchstore.tensors.state_digest import of_elements
+from patchstore.tensors.bits import TOGETHER, TORCH_DTYPES, TensorPatch, unsigned
+from patchstore.tensors.columns import Group, Scattered, in_order, last_of, patches, runs
+from patchstore.tensors.state_digest import of_group
 
 if TYPE_CHECKING:
     from patchstore.read.host_cache import HostCache
+
+Array = npt.NDArray[Any]
+
+
+def check_boxes(version: int, content: Content, schema: Schema) -> None:
+    """Refuse coded parts of a tensor that have elements in common."""
+    numbers = content.coded_numbers
+    for number in np.unique(numbers[1:][numbers[1:] == numbers[:-1]]):
+        parts = content.of(np.array([number])).coded
+        spec = schema.tensors[number]
+        pair = _overlapping([part.coded.tiling.box for part in parts], view_of(spec.shape))
+        if pair is not None:
+            raise CorruptObject(
+                f"{parts[pair[1]].where}: it codes elements of {spec.name!r} that {parts[pair[0]].where} "
+                f"codes too, in version {version}"
+            )
+
+
+def check_listed(version: int, content: Content, schema: Schema, index: IndexEncoding) -> None:
+    """Refuse elements that two payloads list, or that one lists and any of them codes, also of gaps that are
+    not decoded.
+    """
+    shared = content.shared
+    if not len(shared):
+        return
+    some = content.of(shared)
+    if not some.coded and all(each.idx.dtype == torch.uint16 for each in some.listed):
+        # Where gaps begin and end is known without listing positions.
+        listed = [each.alone() for each in some.listed]
+        begins = [each.firsts + unsigned(each.idx)[each.starts] for each in listed]
+        sums = [np.add.reduceat(unsigned(each.idx), each.starts, dtype=np.int64) for each in listed]
+        ends = [each.firsts + its + each.counts for each, its in zip(listed, sums, strict=True)]
+        if _are_apart([each.numbers for each in listed], begins, [each - 1 for each in ends]):
+            return
+    for number in shared:
+        its = content.of(np.array([number]))
+        decoded = [(each.where, index.decode(each, schema)) for each in its.listed]
+        check_groups(version, its.coded, schema, decoded)
+
+
+def check_groups(
+    version: int, coded: Sequence[CodedPart], schema: Schema, listed: Sequence[tuple[str, Group]]
+) -> None:
+    """Refuse elements of tensors that two payloads list, or that one lists and any of them codes.
+
+    `listed` are payloads' keys, and what each lists of these tensors.
+    """
+    for part in coded:
+        its = np.array([part.number])
+        cut = part.coded.tiling
+        for key, group in listed:
+            line, col = np.divmod(group.of(its).positions.astype(np.int64), cut.cols)
+            level, row = np.divmod(line, cut.rows)
+            box = cut.box
+            inside = (level >= box.level) & (level < box.level + box.levels)
+            inside &= (row >= box.row) & (row < box.row + box.rows)
+            inside &= (col >= box.col) & (col < box.col + box.cols)
+            if inside.any():
+                name = schema.tensors[part.number].name
+                raise CorruptObject(
+                    f"{key}: it lists an element of {name!r} that a payload of version {version} codes"
+                )
+    if len(listed) < 2:
+        return
+    groups = [group for _, group in listed]
+    starts = [group.counts.cumsum() - group.counts for group in groups]
+    begins = [group.positions[its] for group, its in zip(groups, starts, strict=True)]
+    ends = [group.positions[its + group.counts - 1] for group, its in zip(groups, starts, strict=True)]
+    if _are_apart([group.numbers for group in groups], begins, ends):
+        return
+    joined = in_order(groups)
+    twice = (np.diff(joined.positions) == 0) & (np.diff(joined.owner) == 0)
+    for at in np.flatnonzero(twice)[:1]:
+        number = joined.numbers[joined.owner[at]]
+        key = [key for key, group in listed if number in group.numbers][-1]
+        raise CorruptObject(
+            f"{key}: it states an element of {schema.tensors[number].name!r} that another payload of version "
+            f"{version} states too"
+        )
+
+
+def _are_apart(numbers: Sequence[Array], begins: Sequence[Array], ends: Sequence[Array]) -> bool:
+    """Whether ranges of one tensor, of positions from the first to the last, never meet."""
+    owners, first, last = (np.concatenate(each) for each in (numbers, begins, ends))
+    order = np.lexsort((first, owners))
+    owners, first, last = owners[order], first[order], last[order]
+    return bool(((last[:-1] < first[1:]) | (owners[:-1] != owners[1:])).all())
+
+
+def _overlapping(boxes: Sequence[Box], sides: tuple[int, int, int]) -> tuple[int, int] | None:
+    """Return two boxes within a tensor of these sides that have elements in common, if any have."""
+    starts = np.array([(box.level, box.row, box.col) for box in boxes])
+    ends = starts + np.array([(box.levels, box.rows, box.cols) for box in boxes])
+    # Most trainers cut one dimension: then neighbours along it tell.
+    differ = [
+        dim for dim in range(3) if len(np.unique(np.stack([starts[:, dim], ends[:, dim]], 1), axis=0)) > 1
+    ]
+    if len(differ) <= 1:
+        dim = differ[0] if differ else 0
+        order = np.argsort(starts[:, dim], kind="stable")
+        near = np.flatnonzero(starts[order[1:], dim] < ends[order[:-1], dim])
+        return (int(order[near[0]]), int(order[near[0] + 1])) if len(near) else None
+    # A hostile payload may have a part for each element: each pair would be too many.
+    taken = np.zeros(sides, dtype=np.bool_) if len(boxes) ** 2 > prod(sides) else None
+    for number in range(len(boxes)):
+        if taken is not None:
+            its = taken[tuple(map(slice, starts[number], ends[number]))]
+            if not its.any():
+                its[...] = True
+                continue
+        common = (starts[:number] < ends[number]) & (starts[number] < ends[:number])
+        found = np.flatnonzero(common.all(axis=1))
+        if len(found):
+            return int(found[0]), number
+    return None
+
+
+FIRST_BYTES = 1 << 16
+"""Size of the first request: contains header and table of most payloads."""
+
+Needs = Callable[[TensorSpec, Tiling], Tiles]
+"""Which tiles of a part of a tensor are needed, ascending; None for all."""
+
+
+def read_ranges(store: Store, wanted: Payload, manifest: Manifest, schema: Schema, needs: Needs) -> Content:
+    """Read the parts of a delta of encoding `context` that some tiles need.
+
+    Returns:
+        As `delta_file.read_delta`; streams of other tiles are zeros. Memory: what was read.
+    """
+    try:
+        view = memoryview(_room(store, wanted))[: wanted.size]
+        done = 0
+
+        def beginning(num_bytes: int) -> bytes:
+            nonlocal done
+            done = _fill(store, wanted, view, done, max(num_bytes, FIRST_BYTES))
+            return bytes(view[:done])
+
+        header = tensor_file.read_header(wanted.key, wanted.size, beginning)
+        bounds = (header.data_start + header.bounds).tolist()
+        entries = {name: place for place, name in enumerate(header.names)}
+        table, tiles = entries.get("table"), entries.get("tiles")
+        end = wanted.size if tiles is None else bounds[tiles]
+        _fill(store, wanted, view, done, end)
+        if tiles is not None and table is not None:
+            listed = np.frombuffer(view[bounds[table] : bounds[table + 1]], dtype=np.uint8)
+            for first, last in _needed(wanted.key, listed, bounds[tiles + 1] - end, schema, needs):
+                _fill(store, wanted, view, max(end + first, done), end + last)
+    except NotFound as exc:
+        raise missing(store, wanted) from exc
+    return delta_file.read_delta(wanted.key, view, manifest, schema)
+
+
+def _room(store: Store, wanted: Payload) -> mmap.mmap:
+    """Reserve address space for a payload; only pages that are written take memory."""
+    try:
+        return mmap.mmap(-1, max(wanted.size, 1))
+    except OSError as exc:
+        if (size := store.size(wanted.key)) != wanted.size:
+            raise CorruptObject(f"{wanted.key} should have {wanted.size:,} bytes but has {size:,}") from exc
+        raise
+
+
+def _fill(store: Store, wanted: Payload, view: memoryview, start: int, end: int) -> int:
+    """Read bytes from `start` to `end` to their place in the buffer; return the end of the last range."""
+    at, end = start, min(end, wanted.size)
+    if at < end:
+        with host.reading(wanted.key):
+            for chunk in store.read(wanted.key, start=at, end=end):
+                view[at : at + len(chunk)] = chunk
+                at += len(chunk)
+        if at < end:
+            raise CorruptObject(f"{wanted.key} ends {end - at:,} bytes early")
+    return max(start, end)
+
+
+def _needed(
+    where: str, table: np.ndarray, num_bytes: int, schema: Schema, needs: Needs
+) -> Iterator[tuple[int, int]]:
+    """Yield ranges of the entry `tiles` with all streams that are needed, ascending and apart."""
+    specs = schema.tensors
+    # As many zeros as there are bytes of tiles, in the memory of one.
+    found = unpack(where, table, np.broadcast_to(np.zeros(1, dtype=np.uint8), num_bytes), specs)
+    lengths = np.concatenate([coded.lengths for _, coded in found])
+    ends, first = np.cumsum(lengths), 0
+    chosen = np.zeros(len(ends), dtype=np.bool_)
+    for place, coded in found:
+        mine = chosen[first : (first := first + len(coded.lengths))]
+        tiles = needs(specs[place], coded.tiling)
+        mine[slice(None) if tiles is None else tiles] = True
+    chosen &= lengths > 0
+    yield from joined(zip((ends - lengths)[chosen].tolist(), ends[chosen].tolist(), strict=True))
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Join ascending ranges that are near each other."""
+    start, end = 0, 0
+    for first, last in ranges:
+        # Reading what lies between takes no longer than one more request.
+        if first - end > REQUEST_BYTES:
+            if end > start:
+                yield start, end
+            start = first
+        elif end == start:
+            start = first
+        end = last
+    if end > start:
+        yield start, end
 
 
 _AT_A_TIME = 8
@@ -35,223 +252,217 @@ OWN_BYTES = 256 << 20
 """The most that is read into a process's own memory, of all deltas of a plan."""
 
 
-class Wanted(NamedTuple):
-    """A tensor whose changes are to be read."""
-
-    spec: TensorSpec
-    held: torch.Tensor | None
-    """The parent's tensor; None if no stored change of it is relative to the parent."""
-    tiles: Chosen | None = None
-    """Which tiles of a part `held` really has; None for all. Relative patches contain nothing of the other
-    tiles."""
-
-
-Version = tuple[Manifest, Mapping[str, Parts]]
-"""A version, and by name what its payloads state of each tensor."""
+Held = Callable[[int], torch.Tensor]
+"""Returns the parent's tensor by its place in the schema."""
+CutOf = Callable[[int], Chosen | None]
+"""Returns which tiles of the parts of a tensor are wanted; None for all. What is held need be right there
+alone."""
 
 
 class Deltas:
     """The deltas of a plan on local disk, mapped into memory.
 
-    Large tensors are decoded one at a time, small ones many at a time.
+    What they state is decoded many tensors at a time: those of one dtype, of about `TOGETHER` elements.
     """
 
-    def __init__(self, versions: Sequence[Version], schema: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, versions: Sequence[tuple[Manifest, Content]], schema: Schema) -> None:
         self._versions = versions
         self._schema = schema
-        self.names = {name for _, stored in versions for name in stored}
-        """Tensors that any of the deltas states."""
+        every = [content.numbers[0] for _, content in versions]
+        self.numbers: Array = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *every]))
+        """int64 [T], places in the schema of tensors that any of the deltas states; ascending."""
+        self.names = {schema.tensors[number].name for number in self.numbers.tolist()}
+        self._relative = {int(number) for _, content in versions for number in content.coded_numbers}
 
-    def is_relative(self, name: str) -> bool:
-        """Whether any of them is relative: it can be decoded only beside the tensor that it changes."""
-        return any(
-            isinstance(each, Coded) for _, stored in self._versions for _, each in stored.get(name, ())
-        )
+    def relative(self) -> list[str]:
+        """Return the names of which any of them is relative: it can be decoded only beside the tensor that it
+        changes.
+        """
+        return [self._schema.tensors[number].name for number in sorted(self._relative)]
 
     def apply(self, tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> None:
-        """Write the changes of all deltas into tensors that have the version before the first delta.
+        """Write the changes of all deltas into tensors that have the version before the first delta."""
+        held, numbers = self._by_number(tensors)
+        for _ in self._written(held, numbers):
+            pass
 
-        Raises:
-            CorruptObject: positions that no encoder writes, or one that two payloads of a version state.
+    def counted(
+        self, tensors: Iterable[tuple[TensorSpec, torch.Tensor]], growth: SumsArray, *, is_written: bool
+    ) -> None:
+        """Add to `growth`, of all tensors, by how much the digest sums of these grow.
+
+        Args:
+            is_written: `apply` too. Otherwise the tensors stay as they are, and there must be one delta.
         """
-        stated = (Wanted(spec, tensor) for spec, tensor in tensors if spec.name in self.names)
-        for group in self._grouped(stated):
-            for each, patch in self._patches(group):
-                assert each.held is not None
-                _write(patch, each.held)
+        assert is_written or len(self._versions) == 1
+        held, numbers = self._by_number(tensors)
+        for group in self._written(held, numbers, is_written=is_written):
+            growth[group.numbers] += of_group(group) - of_group(group._replace(values=held.at(group)))
 
-    def apply_counted(self, tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> dict[str, Sums]:
-        """`apply`, and return by how much the digest sums of each changed tensor grew. Raises as `apply`."""
-        growth: dict[str, Sums] = {}
-        stated = (Wanted(spec, tensor) for spec, tensor in tensors if spec.name in self.names)
-        for group in self._grouped(stated):
-            for each, patch in self._patches(group):
-                assert each.held is not None
-                before = each.held.view(-1)[patch.indices.to(torch.int64)]
-                added = of_elements(patch.indices, patch.values).minus(of_elements(patch.indices, before))
-                growth[patch.name] = growth.get(patch.name, Sums()).plus(added)
-                _write(patch, each.held)
-        return growth
+    def _by_number(self, tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> tuple[Scattered, Array]:
+        """Return those of these tensors that any delta states, and their places."""
+        its = {self._schema.places[spec.name]: tensor for spec, tensor in tensors if spec.name in self.names}
+        return Scattered(its.__getitem__), np.array(sorted(its), dtype=np.int64)
+
+    def _written(self, held: Scattered, numbers: Array, *, is_written: bool = True) -> Iterator[Group]:
+        """Yield all that the deltas state of tensors, delta by delta; each is written when the next is
+        taken.
+        """
+        for some in self._runs(numbers):
+            for number in range(len(self._versions)):
+                group = self._stated(number, some, held.tensor)
+                if group is not None:
+                    yield group
+                    if is_written:
+                        held.write(group)
 
     def after(self, spec: TensorSpec, before: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor with all deltas applied. Raises as `apply`."""
+        """Return a copy of a tensor with all deltas applied."""
         tensor = before.clone()
         self.apply([(spec, tensor)])
         return tensor
 
-    def _grouped(self, wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
-        return grouped(wanted, lambda each: each.spec.dtype, lambda each: each.spec.num_elements)
+    def _runs(self, numbers: Array) -> Iterator[Array]:
+        """Cut tensors, ascending, into runs that are decoded together."""
+        specs, sizes = self._schema.tensors, self._sizes[np.searchsorted(self.numbers, numbers)].tolist()
+        by_dtype: dict[str, tuple[list[int], list[int]]] = {}
+        for number, size in zip(numbers.tolist(), sizes, strict=True):
+            its, nums = by_dtype.setdefault(specs[number].dtype, ([], []))
+            its.append(number)
+            nums.append(size)
+        for its, nums in by_dtype.values():
+            for first, end in runs([0] * len(its), nums, TOGETHER):
+                yield np.array(its[first:end], dtype=np.int64)
 
-    def _patches(self, group: Sequence[Wanted]) -> Iterator[tuple[Wanted, TensorPatch]]:
-        """Yield all patches of tensors of one dtype, delta by delta.
+    @cached_property
+    def _sizes(self) -> Array:
+        """int64 [T], of `numbers`: elements that are listed of each, or all where any delta is relative."""
+        found = np.zeros(len(self.numbers), dtype=np.int64)
+        whole = np.array(self._schema.sizes, dtype=np.int64)[self.numbers]
+        for _, content in self._versions:
+            for each in content.listed:
+                found[np.searchsorted(self.numbers, each.numbers)] += each.counts
+            at = np.searchsorted(self.numbers, np.unique(content.coded_numbers))
+            found[at] += whole[at]
+        return found
 
-        A coded patch is decoded beside the tensor as it is at that moment. So the caller must write a patch
-        before it takes the next one.
-
-        Raises:
-            CorruptObject: positions that no encoder writes, or one that two payloads of a version state.
-        """
-        for number in range(len(self._versions)):
-            yield from self._decoded(number, group)
-
-    def _decoded(self, number: int, group: Sequence[Wanted]) -> Iterator[tuple[Wanted, TensorPatch]]:
-        """Yield the patches that one version has of tensors of one dtype. Raises as `_patches`."""
-        manifest, stored = self._versions[number]
+    def _stated(self, version: int, numbers: Array, held: Held, cut: CutOf | None = None) -> Group | None:
+        """Return what one version states of tensors of one dtype; None for nothing."""
+        manifest, content = self._versions[version]
         assert manifest.delta is not None
-        index = encoding(manifest.delta.encoding).index
-        coded: list[tuple[Wanted, str, Coded, Tiles]] = []
-        for each in group:
-            parts = stored.get(each.spec.name, ())
-            listed = []
-            for key, its in parts:
-                if isinstance(its, Coded):
-                    tiles = None if each.tiles is None else each.tiles(its.tiling)
-                    if tiles is None or len(tiles):
-                        coded.append((each, key, its, tiles))
-                else:
-                    listed.append((key, index.decode(its, each.spec, key)))
-            if len(parts) > 1:
-                check_patches(manifest.version, each.spec, parts, listed)
-            yield from ((each, patch) for _, patch in listed)
-        if not coded:
-            return
-        # Neighbours that are cut alike are cut into tiles together.
-        coded.sort(key=lambda one: one[0].spec.shape)
-        olds = []
-        for each, *_ in coded:
-            assert each.held is not None
-            olds.append(each.held.cpu())
-        patches = decode_patches(
-            [each.spec for each, *_ in coded],
-            [its for _, _, its, _ in coded],
-            olds,
-            [key for _, key, *_ in coded],
-            [tiles for *_, tiles in coded],
-        )
-        yield from zip((each for each, *_ in coded), patches, strict=True)
+        index, some = encoding(manifest.delta.encoding).index, content.of(numbers)
+        listed = [(each.where, index.decode(each, self._schema)) for each in some.listed]
+        if len(shared := some.shared):
+            its = some.of(shared)
+            check_groups(
+                manifest.version, its.coded, self._schema, [(key, group.of(shared)) for key, group in listed]
+            )
+        groups = [group for _, group in listed]
+        if some.coded:
+            groups += _decoded(some.coded, self._schema, held, cut)
+        groups = [group for group in groups if len(group.positions)]
+        return in_order(groups) if groups else None
 
     def tilings(self) -> Iterator[tuple[str, Tiling]]:
         """Yield for each coded part its tensor's name, and how it is cut into tiles."""
-        for _, stored in self._versions:
-            for name, parts in stored.items():
-                yield from ((name, each.tiling) for _, each in parts if isinstance(each, Coded))
+        for _, content in self._versions:
+            for part in content.coded:
+                yield self._schema.tensors[part.number].name, part.coded.tiling
 
-    def stored(self) -> list[Mapping[str, Parts]] | None:
-        """Return for each version, oldest first, by name what is stored, and the keys of its objects.
-
-        None where any of them has positions that are not gaps.
-
-        Raises:
-            CorruptObject: positions that no encoder writes, or one that two payloads of a version state.
-        """
-        for manifest, stored in self._versions:
+    def contents(self) -> list[Content] | None:
+        """Return what each version states, oldest first; None where any has positions that are not gaps."""
+        for manifest, content in self._versions:
             assert manifest.delta is not None
             index = encoding(manifest.delta.encoding).index
             if not isinstance(index, Gap):
                 return None
-            for name, parts in stored.items():
-                check_listed(manifest.version, self._schema[name], parts, index)
-        return [stored for _, stored in self._versions]
+            check_listed(manifest.version, content, self._schema, index)
+        return [content for _, content in self._versions]
 
     def merged(self, spec: TensorSpec, held: torch.Tensor | None, tiles: Chosen | None = None) -> TensorPatch:
-        """Return one patch with the effect of all; see `merged_each`."""
-        ((_, patch),) = self.merged_each([Wanted(spec, held, tiles)])
-        return patch
-
-    def merged_each(self, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, TensorPatch]]:
-        """Yield for each tensor, in any order, one patch with the effect of all: the last value of every
-        position wins.
+        """Return one patch of a tensor with the effect of all.
 
         Args:
-            wanted: tensors that the deltas state. Not written to; copied where that takes several relative
-                patches. Some are kept in memory meanwhile: `tensors.bits.TOGETHER` elements, or one per
-                dtype.
-
-        Raises:
-            CorruptObject: positions that no encoder writes.
+            held: the parent's tensor; None if no stored change of it is relative to the parent.
+            tiles: which tiles of a part are wanted; None for all.
         """
-        for group in self._grouped(wanted):
-            found: dict[str, list[TensorPatch]] = {each.spec.name: [] for each in group}
+
+        def given(_: int) -> torch.Tensor:
+            assert held is not None
+            return held
+
+        numbers = [self._schema.places[spec.name]] if spec.name in self.names else []
+        for group in self.merged_groups(np.array(numbers, dtype=np.int64), given, lambda _: tiles):
+            return next(patches(group, self._schema))
+        nothing = torch.empty(0, dtype=torch.int32, device="cpu")
+        return TensorPatch(name=spec.name, indices=nothing, values=nothing.to(TORCH_DTYPES[spec.dtype]))
+
+    def merged_groups(self, numbers: Array, held: Held, cut: CutOf | None = None) -> Iterator[Group]:
+        """Yield what all deltas together state of tensors, ascending: the last value of every position wins.
+
+        A tensor is in one group, and groups share no memory that is written to.
+        """
+        for some in self._runs(numbers):
             if len(self._versions) == 1:
-                for _, patch in self._decoded(0, group):
-                    found[patch.name].append(patch)
-            else:
-                copies = [
-                    each._replace(held=each.held.clone())
-                    if each.held is not None and self.is_relative(each.spec.name)
-                    else each
-                    for each in group
-                ]
-                for each, patch in self._patches(copies):
-                    found[patch.name].append(patch)
-                    if each.held is not None and self.is_relative(patch.name):
-                        _write(patch, each.held)
-            yield from ((each, _merged(each.spec, found[each.spec.name])) for each in group)
+                if (group := self._stated(0, some, held, cut)) is not None:
+                    yield group
+                continue
+            copies = {number: held(number).clone() for number in some.tolist() if number in self._relative}
+            relative, before = np.array(list(copies), dtype=np.int64), Scattered(copies.__getitem__)
+            found = []
+            for version in range(len(self._versions)):
+                if (group := self._stated(version, some, copies.__getitem__, cut)) is not None:
+                    before.write(group.of(relative))
+                    found.append(group)
+            if found:
+                yield last_of(found)
 
 
-def _write(patch: TensorPatch, tensor: torch.Tensor) -> None:
-    bits(tensor)[patch.indices.to(tensor.device)] = bits(patch.values).to(tensor.device)
-
-
-def _merged(spec: TensorSpec, patches: Sequence[TensorPatch]) -> TensorPatch:
-    """Return one patch of a tensor with the effect of several."""
-    if len(patches) == 1:
-        return patches[0]
-    if not patches:
-        nothing = torch.empty(0, dtype=TORCH_DTYPES[spec.dtype], device="cpu")
-        return TensorPatch(
-            name=spec.name, indices=torch.empty(0, dtype=torch.int32, device="cpu"), values=nothing
-        )
-    order = torch.cat([patch.indices.to(torch.int64) for patch in patches])
-    indices, by = order.sort(stable=True)
-    last = torch.ones(len(indices), dtype=torch.bool, device=indices.device)
-    last[:-1] = indices[1:] != indices[:-1]
-    values = torch.cat([patch.values for patch in patches])[by[last]]
-    return TensorPatch(name=patches[0].name, indices=indices[last], values=values)
+def _decoded(coded: Sequence[CodedPart], schema: Schema, held: Held, cut: CutOf | None) -> Iterator[Group]:
+    """Yield the changes of coded parts of tensors of one dtype; of one tensor's parts not in one group."""
+    some = []
+    for part in coded:
+        chosen = None if cut is None else cut(part.number)
+        tiles = None if chosen is None else chosen(part.coded.tiling)
+        if tiles is None or len(tiles):
+            some.append((part, tiles))
+    # Neighbours that are cut alike are cut into tiles together.
+    some.sort(key=lambda one: schema.tensors[one[0].number].shape)
+    if not some:
+        return
+    parts = [part for part, _ in some]
+    olds = [part.coded.tiling.of_whole(unsigned(held(part.number).cpu())) for part in parts]
+    counts, positions, new = decode_all(
+        [schema.tensors[part.number] for part in parts],
+        [part.coded for part in parts],
+        olds[0] if len(olds) == 1 else np.concatenate(olds),
+        [part.where for part in parts],
+        [tiles for _, tiles in some],
+    )
+    some_change = counts > 0
+    numbers = np.array([part.number for part in parts], dtype=np.int64)[some_change]
+    if len(positions) and positions.max() < 2**31:
+        positions = positions.astype(np.int32)
+    yield Group(numbers, counts[some_change], positions, new)
 
 
 @contextmanager
 def open_deltas(
     store: Store,
     manifests: tuple[Manifest, ...],
-    schema: Mapping[str, TensorSpec],
+    schema: Schema,
     scratch: Path | None,
     cache: "HostCache | None" = None,
-    needs: ranges.Needs | None = None,
+    needs: Needs | None = None,
     allocate: Callable[[int], torch.Tensor] | None = None,
 ) -> Iterator[Deltas]:
     """Download and open the deltas of these versions; their files are gone when the block ends.
 
     Args:
         scratch: folder for temporary files of the deltas' size; None for the system's.
-        cache: where their files are instead, if given, and may stay.
-        needs: which tiles of coded tensors to read, if not all; see `ranges` for what is not checked then.
+        needs: which tiles of coded tensors to read, if not all; their digests are not checked then.
         allocate: returns host memory, into which deltas of at most `OWN_BYTES` are read if the store is on
             this host: a second file of the same bytes would gain nothing, and takes long to write.
-
-    Raises:
-        CorruptObject: a payload is not what its manifest names, or not a delta of this run.
-        HostError: this host has no space for them, or is short of something else.
     """
     payloads = [payload for each in manifests if each.delta is not None for payload in each.delta.payloads]
 
@@ -290,46 +501,36 @@ def _are_near(store: Store, payloads: Sequence[Payload]) -> bool:
 def _opened(
     store: Store,
     manifests: Sequence[Manifest],
-    schema: Mapping[str, TensorSpec],
-    needs: ranges.Needs | None,
+    schema: Schema,
+    needs: Needs | None,
     local: Callable[[Payload], memoryview],
 ) -> Deltas:
-    """Read deltas. Raises as `open_deltas`.
-
-    Args:
-        local: fetches a payload, and maps it or reads it into memory.
-    """
-    versions: list[Version] = []
+    """Read deltas."""
+    versions: list[tuple[Manifest, Content]] = []
     for manifest in manifests:
         assert manifest.delta is not None
         # Before anything is fetched, so that a newer release's bucket fails at once.
         is_coded = isinstance(encoding(manifest.delta.encoding), Context)
-        stored: dict[str, Parts] = {}
         if needs is not None and is_coded:
-            payloads = _ranges(store, manifest, schema, needs)
+            found = list(_ranges(store, manifest, schema, needs))
         else:
-            payloads = (
-                (wanted.key, delta_file.read_delta(wanted.key, local(wanted), manifest, schema))
+            found = [
+                delta_file.read_delta(wanted.key, local(wanted), manifest, schema)
                 for wanted in manifest.delta.payloads
-            )
-        for key, found in payloads:
-            for name, parts in found.items():
-                stored[name] = (*stored.get(name, ()), *[(key, each) for each in parts])
-        for name, its in stored.items():
-            check_boxes(manifest.version, schema[name], its)
-        versions.append((manifest, stored))
+            ]
+        content = Content.joined(found)
+        check_boxes(manifest.version, content, schema)
+        versions.append((manifest, content))
     return Deltas(versions, schema)
 
 
-def _ranges(
-    store: Store, manifest: Manifest, schema: Mapping[str, TensorSpec], needs: ranges.Needs
-) -> Iterator[tuple[str, dict[str, tuple[Stored, ...]]]]:
+def _ranges(store: Store, manifest: Manifest, schema: Schema, needs: Needs) -> Iterator[Content]:
     """Read what is needed of the payloads of a version, some of them at a time."""
     assert manifest.delta is not None
 
-    def read(wanted: Payload) -> tuple[str, dict[str, tuple[Stored, ...]]]:
+    def read(wanted: Payload) -> Content:
         with room_for(store, wanted, "memory"):
-            return wanted.key, ranges.read(store, wanted, manifest, schema, needs)
+            return read_ranges(store, wanted, manifest, schema, needs)
 
     payloads = manifest.delta.payloads
     if len(payloads) < 2:

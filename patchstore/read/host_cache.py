@@ -22,23 +22,114 @@ import os
 import re
 import stat
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from patchstore.bucket import digests
+from patchstore.bucket.records import Manifest, Payload, Schema
+from patchstore.bucket.state_sums import SumsArray, sums_object, unpack_sums
 from patchstore.errors import CorruptObject, HostError, UsageError
-from patchstore.format import hashing
-from patchstore.format.records import Manifest, Payload, Schema
-from patchstore.format.state_sums import Sums, sums_object, unpack_sums
-from patchstore.read.cache_uses import USES, Uses, is_used
-from patchstore.read.download import check_size, download
-from patchstore.stores.base import PART_BYTES, Store
+from patchstore.read.download import check_size, download, parts_of
+from patchstore.stores.base import Store
 from patchstore.support import host, locks
 
 logger = logging.getLogger(__name__)
+
+USES = "uses"
+_LINE_BYTES = 65
+"""Of a list of uses: a digest, and the line's end."""
+
+
+class Uses:
+    """The list of what one cache uses, each payload as often as it was added. Callers hold `locks.guard`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._handle = _listed(folder)
+        self._places: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
+        self._free: list[int] = []
+
+    @property
+    def can_be_seen(self) -> bool:
+        """Whether others find the list: not in a forked child, nor where the folder was removed."""
+        return self._handle.is_open and self._handle.is_at(self._path)
+
+    def add(self, path: Path) -> None:
+        if path.name not in self._places:
+            place = self._free.pop() if self._free else len(self._places)
+            # Each at a place of its own, so that no reader finds another's name half written.
+            os.pwrite(self._handle.fileno(), f"{path.name}\n".encode(), place * _LINE_BYTES)
+            self._places[path.name], self._counts[path.name] = place, 0
+        self._counts[path.name] += 1
+
+    def remove(self, path: Path) -> None:
+        """Remove one use of a payload. The list ends with the last of all."""
+        self._counts[path.name] -= 1
+        if not self._counts[path.name]:
+            place = self._places.pop(path.name)
+            del self._counts[path.name]
+            self._free.append(place)
+            if self._handle.is_open:
+                os.pwrite(self._handle.fileno(), b" " * (_LINE_BYTES - 1), place * _LINE_BYTES)
+        self.end_if_empty()
+
+    def end_if_empty(self) -> None:
+        if not self._places and self._handle.is_open:
+            self._path.unlink(missing_ok=True)
+            self._handle.close()
+            with suppress(OSError):
+                # Not while there is another list in it.
+                self._path.parent.rmdir()
+
+
+def _listed(folder: Path) -> tuple[Path, locks.Handle]:
+    """Make an empty list of uses, and lock it."""
+    while True:
+        path = folder / USES / uuid.uuid4().hex
+        with suppress(FileExistsError):
+            path.parent.mkdir(mode=0o700)
+        # Until it is locked, others take it for a killed process's, and remove it, also with its folder.
+        with suppress(FileNotFoundError, BlockingIOError):
+            handle = locks.Handle(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                handle.lock(wait=False)
+                if handle.is_at(path):
+                    return path, handle
+            except BaseException:
+                handle.close()
+                raise
+            handle.close()
+
+
+def is_used(path: Path) -> bool:
+    """Whether any process uses a payload, this one included; removes lists of killed ones.
+
+    The caller holds the payload's lock.
+    """
+    uses = path.parent / USES
+    try:
+        lists = list(uses.iterdir())
+    except FileNotFoundError:
+        return False
+    for each in lists:
+        with suppress(FileNotFoundError), closing(locks.Handle(each)) as handle:
+            try:
+                handle.lock(wait=False)
+            except BlockingIOError:
+                if path.name.encode() in _content(handle):
+                    return True
+            else:
+                each.unlink()
+    return False
+
+
+def _content(handle: locks.Handle) -> bytes:
+    return os.pread(handle.fileno(), os.fstat(handle.fileno()).st_size, 0)
+
 
 MAX_BYTES = 4 << 30
 """How much lies unused by default. A delta is about 1 % of a model and is asked for again, by a server that
@@ -96,13 +187,8 @@ class HostCache:
             downloads it. The file was proved since any process began to use it: by its download, or by
             digesting what was kept, once for all that use it together. It is not removed before the block
             ends; a mapping of it stays valid for longer. It may be closed before, so that any number of
-            payloads can be lent. Several threads may call it.
-
-        Raises:
-            CorruptObject: as `fetch.chunks`.
-            HostError: the disk is full, which is said before the download begins, or the system refuses
-                something else. As after every error, nothing of a download is left, and the next process that
-                asks begins anew.
+            payloads can be lent. Several threads may call it. After an error nothing of a download is left,
+            and the next process that asks begins anew.
         """
         lent: list[tuple[Uses, Path]] = []
 
@@ -123,7 +209,7 @@ class HostCache:
 
     def _open(self, store: Store, wanted: Payload, path: Path) -> tuple[BinaryIO, Uses]:
         """Open a payload's file, marked as used, that is proved; download it if there is none."""
-        with _alone(path):
+        with alone(path):
             file = _proved(path, wanted)
             try:
                 if file is None:
@@ -133,7 +219,7 @@ class HostCache:
             except BaseException:
                 if file is not None:
                     file.close()
-                _if_unused(path)
+                if_unused(path)
                 raise
 
     def _begin_use(self, path: Path) -> Uses:
@@ -171,8 +257,8 @@ class HostCache:
                 uses.remove(path)
         for _, path in lent:
             # Another holder of the lock either begins to use the file, and will let go of it too, or evicts.
-            with suppress(BlockingIOError, FileNotFoundError), _alone(path, wait=False):
-                if _if_unused(path) is not None:
+            with suppress(BlockingIOError, FileNotFoundError), alone(path, wait=False):
+                if if_unused(path) is not None:
                     _seal(path)
         with suppress(FileNotFoundError):
             if self._num_bytes() > self._max_bytes:
@@ -184,8 +270,8 @@ class HostCache:
             unused: list[tuple[bool, int, int, Path]] = []
             for path in {self._folder / match[1] for match in self._names()}:
                 # Who holds the lock begins to use the file, or lets go of it and evicts next.
-                with suppress(BlockingIOError), _alone(path, wait=False):
-                    if (found := _if_unused(path)) is not None:
+                with suppress(BlockingIOError), alone(path, wait=False):
+                    if (found := if_unused(path)) is not None:
                         # What is larger than the bound first, or all else would go before it.
                         fits = found.st_size <= self._max_bytes
                         unused.append((fits, found.st_atime_ns, _size(found), path))
@@ -193,8 +279,8 @@ class HostCache:
             for _, _, size, path in sorted(unused):
                 if num_bytes <= self._max_bytes and self._free_bytes() >= needed_bytes:
                     break
-                with suppress(BlockingIOError), _alone(path, wait=False):
-                    if _if_unused(path) is not None:
+                with suppress(BlockingIOError), alone(path, wait=False):
+                    if if_unused(path) is not None:
                         path.unlink(missing_ok=True)
                         # Last: another process may make a new lock file from here on.
                         path.with_suffix(_LOCK).unlink(missing_ok=True)
@@ -261,7 +347,7 @@ def _proved(path: Path, wanted: Payload) -> BinaryIO | None:
         if not in_use:
             # Not where others use it: were this process killed now, they would pass for a proof.
             _seal(file.fileno())
-        if _holds(file, wanted):
+        if holds(file, wanted):
             return file
     except BaseException:
         file.close()
@@ -272,9 +358,9 @@ def _proved(path: Path, wanted: Payload) -> BinaryIO | None:
     return None
 
 
-def _holds(file: BinaryIO, wanted: Payload) -> bool:
+def holds(file: BinaryIO, wanted: Payload) -> bool:
     try:
-        deque(hashing.verified(iter(partial(file.read, PART_BYTES), b""), wanted), maxlen=0)
+        deque(digests.verified(parts_of(file), wanted), maxlen=0)
     except CorruptObject:
         return False
     file.seek(0)
@@ -286,7 +372,7 @@ def _seal(file: Path | int) -> None:
     os.utime(file, ns=(time.time_ns(), _SEAL_NS))
 
 
-def _if_unused(path: Path) -> os.stat_result | None:
+def if_unused(path: Path) -> os.stat_result | None:
     """Return the status of a payload's file if no process uses it; remove what killed processes left of it.
 
     The caller holds its lock, and must let go of it next if this returns None.
@@ -306,12 +392,8 @@ def _size(found: os.stat_result) -> int:
 
 
 @contextmanager
-def _alone(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a payload: no other process or thread downloads, verifies or removes its file.
-
-    Raises:
-        BlockingIOError: another holds it, and `wait` is false.
-    """
+def alone(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of a payload: no other process or thread downloads, verifies or removes its file."""
     lock = path.with_suffix(_LOCK)
     while True:
         with closing(locks.Handle(lock, os.O_RDWR | os.O_CREAT)) as handle:
@@ -329,11 +411,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def cached_sums(store: Store, schema: Schema, manifest: Manifest, cache: "HostCache") -> dict[str, Sums]:
-    """Fetch the digest sums of a version's tensors through the host's cache.
-
-    Raises:
-        CorruptObject: the object is missing, or is not what the manifest says.
-    """
+def cached_sums(store: Store, schema: Schema, manifest: Manifest, cache: "HostCache") -> SumsArray:
+    """Fetch the digest sums of a version's tensors through the host's cache."""
     with cache.fetch(store, sums_object(schema, manifest)) as file:
         return unpack_sums(schema, manifest, file.read())

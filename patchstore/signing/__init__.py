@@ -3,8 +3,7 @@
 `KeySigner` signs what a publisher commits. `RequiredKeys` is what a reader requires.
 """
 
-from patchstore.signing.keys import PublicKey
+from patchstore.signing.keys import KeySigner, PublicKey, Signer
 from patchstore.signing.required import RequiredKeys
-from patchstore.signing.signers import CertificateSigner, KeySigner, Signer
 
-__all__ = ["CertificateSigner", "KeySigner", "PublicKey", "RequiredKeys", "Signer"]
+__all__ = ["KeySigner", "PublicKey", "RequiredKeys", "Signer"]

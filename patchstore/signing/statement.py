@@ -1,21 +1,25 @@
-"""What a signature says: an in-toto statement in a Sigstore bundle. Their JSON is spelled and read here.
+"""A version's signature: what it says, how it is spelled, and where it lies in the bucket.
 
-The statement is that of OpenSSF Model Signing 1.0 over one file, the manifest. So the stock command line
-verifies it. Beside it the predicate has one object of ours, which other verifiers ignore.
+It is an in-toto statement in a Sigstore bundle. The statement is that of OpenSSF Model Signing 1.0 over one
+file, the manifest, so the stock command line verifies it. Its predicate has one object more, of ours, which
+other verifiers ignore.
 """
 
 import base64
 import binascii
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from patchstore.errors import CorruptObject
-from patchstore.format.json_fields import Record, json_object
+from patchstore.bucket import digests, history, manifest_json
+from patchstore.bucket.manifest_json import Record, json_object
+from patchstore.bucket.records import StoreHeader
+from patchstore.errors import CorruptObject, NotFound, WrongSignature
+from patchstore.signing.keys import PublicKey, Signer
+from patchstore.stores import layout
+from patchstore.stores.base import Store
 
-PAYLOAD_TYPE = "application/vnd.in-toto+json"
+_PAYLOAD_TYPE = "application/vnd.in-toto+json"
 _STATEMENT = "https://in-toto.io/Statement/v1"
 _PREDICATE = "https://model_signing/signature/v1.0"
 _BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
@@ -24,83 +28,100 @@ _SINGLE = "."
 """The name that Model Signing gives to a model that is one file."""
 _IGNORED = (".git", ".gitattributes", ".github", ".gitignore")
 """What Model Signing leaves out by default."""
-MAX_BYTES = 1_000_000
-"""Of a version's signature; readers ask for no more. One by a key has about 1,700 bytes."""
+_MAX_BYTES = 1_000_000
+"""Readers ask for no more. A signature has about 1,700 bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signed:
-    """What a statement of ours says."""
-
-    manifest: str
-    """SHA-256 of the manifest's bytes, 64 hex digits."""
-    header: str
-    """Digest of the run's `store.json`; see `header_digest` in `patchstore.signing.stored`."""
+def header_digest(header: StoreHeader) -> str:
+    """Digest of a run's header with the fields that every release knows, spelled as `store.json` is."""
+    return digests.digest(manifest_json.header_to_json(header))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
-    """A signature by a key, and the bytes that it is over."""
+def signed(signer: Signer, header: StoreHeader, version: int, data: bytes) -> tuple[str, bytes]:
+    """Sign a version; nothing is stored.
 
-    payload: bytes
-    """The statement, as JSON."""
-    signature: bytes
-
-
-def of_manifest(name: str, data: bytes, header: str) -> bytes:
-    """Return the statement about a version's manifest.
-
-    Args:
-        name: the manifest's file name; verifiers do not compare it.
-        data: the manifest as it is stored.
-        header: as `Signed.header`.
+    Returns:
+        The key of the signature in the bucket, and its bytes.
     """
-    digests = {_SINGLE: sha256(data)}
-    return _statement(name, digests, _IGNORED, {_OURS: {"header": header}})
+    key = layout.signature_key(version, digests.digest(data), signer.public_key.name)
+    name = layout.manifest_key(version).rpartition("/")[2]
+    statement = _statement(name, data, header_digest(header))
+    return key, _bundle(statement, signer.sign(_to_sign(statement)), signer.public_key)
 
 
-def of_folder(name: str, digests: Mapping[str, str], ignored: Sequence[str]) -> bytes:
-    """Return the statement about a folder of files.
-
-    Args:
-        name: the folder's.
-        digests: file name -> SHA-256, 64 hex digits.
-        ignored: names of files that are in the folder and not signed.
-    """
-    return _statement(name, digests, (*_IGNORED, *ignored), {})
+def sign_version(store: Store, signer: Signer, header: StoreHeader, version: int) -> bool:
+    """Sign a version that exists. False if this signer's signature was there already."""
+    found, data = history.read_stored(store, version)
+    history.check_same_run(store, found, header.run_id)
+    key, bundle = signed(signer, header, version, data)
+    # A second signature of the same bytes has other bytes.
+    return _read(store, key) is None and history.create(store, key, bundle) == bundle
 
 
-def _statement(
-    name: str, digests: Mapping[str, str], ignored: Sequence[str], extra: Mapping[str, Any]
-) -> bytes:
-    ordered = sorted(digests.items())
-    root = hashlib.sha256(b"".join(bytes.fromhex(digest) for _, digest in ordered)).hexdigest()
+def copy(source: Store, target: Store, version: int) -> None:
+    """Copy all signatures of a version, which are not verified."""
+    for key in source.list(layout.signature_prefix(version)):
+        if layout.is_signature_key(key) and (bundle := _read(source, key)) is not None:
+            history.create(target, key, bundle)
+
+
+def has_signed(store: Store, key: PublicKey, header: str, version: int, data: bytes) -> bool:
+    """Whether the store has a signature of a version by a key; costs one small request."""
+    where = layout.signature_key(version, digests.digest(data), key.name)
+    bundle = _read(store, where)
+    if bundle is None:
+        return False
+    try:
+        statement, signature = _read_bundle(where, bundle)
+        # First, so that nothing that others wrote is read as a statement.
+        if not key.has_signed(_to_sign(statement), signature):
+            raise WrongSignature(f"{where} is no signature by the key {key.name}: it was damaged, or forged")
+        of_manifest, of_header = _read_statement(where, statement)
+    except CorruptObject as exc:
+        raise WrongSignature(f"version {version}: {exc}") from exc
+    if of_manifest != hashlib.sha256(data).hexdigest():
+        raise WrongSignature(f"{where} signs another manifest than that of version {version}")
+    if of_header != header:
+        raise WrongSignature(
+            f"{where} was made for another {layout.HEADER} than the one that was read: expected "
+            f"{of_header}, found {header}"
+        )
+    return True
+
+
+def _read(store: Store, key: str) -> bytes | None:
+    """Return a signature as it is stored, or None; at most one byte more than readers take."""
+    try:
+        return history.small(store, key, _MAX_BYTES)
+    except NotFound:
+        return None
+
+
+def _statement(name: str, data: bytes, header: str) -> bytes:
+    """Spell the statement about a version's manifest."""
+    sha256 = hashlib.sha256(data)
+    # Model Signing digests the digests of all files; here there is one.
+    root = hashlib.sha256(sha256.digest()).hexdigest()
     value = {
         "_type": _STATEMENT,
         "subject": [{"name": name, "digest": {"sha256": root}}],
         "predicateType": _PREDICATE,
         "predicate": {
-            "resources": [
-                {"name": each, "algorithm": "sha256", "digest": digest} for each, digest in ordered
-            ],
+            "resources": [{"name": _SINGLE, "algorithm": "sha256", "digest": sha256.hexdigest()}],
             "serialization": {
                 "method": "files",
                 "hash_type": "sha256",
                 "allow_symlinks": False,
-                "ignore_paths": list(ignored),
+                "ignore_paths": list(_IGNORED),
             },
-            **extra,
+            _OURS: {"header": header},
         },
     }
-    return json.dumps(value, separators=(",", ":")).encode()
+    return _json(value)
 
 
-def read_statement(where: str, data: bytes) -> Signed:
-    """Read what a verified statement says of a version.
-
-    Raises:
-        CorruptObject: it is no statement of ours about one file.
-    """
+def _read_statement(where: str, data: bytes) -> tuple[str, str]:
+    """Return the digests of the manifest and of the header in a verified statement."""
     record = Record(where, "", json_object(where, data))
     for field, expected in (("_type", _STATEMENT), ("predicateType", _PREDICATE)):
         if (found := record.text(field)) != expected:
@@ -115,54 +136,40 @@ def read_statement(where: str, data: bytes) -> Signed:
         raise predicate.corrupt(
             _OURS, "is missing, so another tool signed this: sign the version with `patchstore sign`"
         )
-    return Signed(manifest=resources[0].text("digest"), header=predicate.item(_OURS).digest("header"))
+    return resources[0].text("digest"), predicate.item(_OURS).digest("header")
 
 
-def sha256(data: bytes) -> str:
-    """64 hex digits."""
-    return hashlib.sha256(data).hexdigest()
-
-
-def to_sign(statement: bytes) -> bytes:
+def _to_sign(statement: bytes) -> bytes:
     """Return the bytes that a key signs: DSSE's encoding of a statement and its type."""
-    kind = PAYLOAD_TYPE.encode()
+    kind = _PAYLOAD_TYPE.encode()
     return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(statement), statement)
 
 
-def bundle(statement: bytes, signature: bytes, material: Mapping[str, Any]) -> bytes:
-    """Spell a Sigstore bundle.
-
-    Args:
-        material: what verifies it: `publicKey` or `x509CertificateChain`.
-    """
+def _bundle(statement: bytes, signature: bytes, key: PublicKey) -> bytes:
     value = {
         "mediaType": _BUNDLE,
-        "verificationMaterial": {**material, "tlogEntries": []},
+        "verificationMaterial": {"publicKey": {"hint": key.identity}, "tlogEntries": []},
         "dsseEnvelope": {
             "payload": base64.b64encode(statement).decode(),
-            "payloadType": PAYLOAD_TYPE,
+            "payloadType": _PAYLOAD_TYPE,
             "signatures": [{"sig": base64.b64encode(signature).decode(), "keyid": ""}],
         },
     }
-    return json.dumps(value, separators=(",", ":")).encode()
+    return _json(value)
 
 
-def read_bundle(where: str, data: bytes) -> Envelope:
-    """Read a bundle with one signature. Nothing of it is verified yet.
-
-    Raises:
-        CorruptObject: it is none.
-    """
-    if len(data) > MAX_BYTES:
-        raise CorruptObject(f"{where} has more than {MAX_BYTES:,} bytes, which no reader takes")
+def _read_bundle(where: str, data: bytes) -> tuple[bytes, bytes]:
+    """Return the statement and the signature of a bundle; nothing is verified yet."""
+    if len(data) > _MAX_BYTES:
+        raise CorruptObject(f"{where} has more than {_MAX_BYTES:,} bytes, which no reader takes")
     record = Record(where, "", json_object(where, data))
     envelope = record.item("dsseEnvelope")
-    if (kind := envelope.text("payloadType")) != PAYLOAD_TYPE:
-        raise envelope.corrupt("payloadType", f"must be {PAYLOAD_TYPE}, not {kind!r:.80}")
+    if (kind := envelope.text("payloadType")) != _PAYLOAD_TYPE:
+        raise envelope.corrupt("payloadType", f"must be {_PAYLOAD_TYPE}, not {kind!r:.80}")
     signatures = envelope.items("signatures")
     if len(signatures) != 1:
         raise envelope.corrupt("signatures", f"must be one, not {len(signatures)}")
-    return Envelope(payload=_base64(envelope, "payload"), signature=_base64(signatures[0], "sig"))
+    return _base64(envelope, "payload"), _base64(signatures[0], "sig")
 
 
 def _base64(record: Record, field: str) -> bytes:
@@ -170,3 +177,7 @@ def _base64(record: Record, field: str) -> bytes:
         return base64.b64decode(record.text(field), validate=True)
     except (ValueError, binascii.Error) as exc:
         raise record.corrupt(field, f"is no base64: {exc}") from exc
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -2,15 +2,23 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from patchstore.errors import UnsupportedStore, UsageError
 from patchstore.stores.base import Store
+from patchstore.stores.options import advice, check_known, check_packages
 
-__all__ = ["Store", "open_store", "opened", "opened_elsewhere"]
+if TYPE_CHECKING:
+    from patchstore.stores.s3 import S3Store
+
+__all__ = ["Store", "open_store", "opened", "opened_elsewhere", "opens_store"]
+
+_Rest = ParamSpec("_Rest")
+_Result = TypeVar("_Result")
 
 _KNOWN = ("s3", "s3a", "hf", "file", "memory", "gs", "gcs", "az", "abfs", "abfss", "adl", "http", "https")
 _MISTYPED = re.compile(rf"(?i)(?:({'|'.join(_KNOWN)})(?::|//)|([a-z][a-z0-9+.-]*):/|:/)/*(.*)", re.DOTALL)
@@ -45,11 +53,7 @@ def open_store(url: str | os.PathLike[str], /, **storage_options: Any) -> Store:
 
 
 def opened_elsewhere(store: Store) -> tuple[str, Mapping[str, Any]]:
-    """Return the URL and the options with which another process of this host opens the same place.
-
-    Raises:
-        UsageError: they are not known.
-    """
+    """Return the URL and the options with which another process of this host opens the same place."""
     from patchstore.stores.folder import FolderStore
 
     if store.opened_as is not None:
@@ -83,38 +87,40 @@ def _open(url: str, storage_options: dict[str, Any]) -> Store:
     url = f"{protocol}://{rest}"
     if url != _public(url):
         raise UsageError(f"{_public(url)}: give passwords and options as keywords, not in the URL")
+    if protocol in {"s3", "s3a"}:
+        return open_s3(url, **storage_options)
     if protocol == "hf":
-        try:
+        with _needing("hf://", "huggingface_hub", "hf-xet"):
             from patchstore.stores.hub import HubStore
-        except ImportError as exc:
-            raise _not_opened("hf://", exc, "huggingface_hub", "hf-xet") from exc
 
         return HubStore(url, **storage_options)
-    try:
-        if protocol in {"s3", "s3a"}:
-            from patchstore.stores.s3 import S3Store
-
-            return S3Store(url, **storage_options)
+    with _needing(f"{protocol}://", "fsspec"):
         from patchstore.stores.fsspec_store import open_fsspec
-    except ImportError as exc:
-        needed = ("s3fs", "aiobotocore") if protocol in {"s3", "s3a"} else ("fsspec",)
-        raise _not_opened(f"{protocol}://", exc, *needed) from exc
+
     return open_fsspec(url, storage_options)
 
 
-def _not_opened(store: str, exc: ImportError, *needed: str) -> UnsupportedStore:
-    from patchstore.stores import packages
+def open_s3(url: str, **options: Any) -> "S3Store":
+    """Open a store in S3, whose code takes a second to import."""
+    with _needing("s3://", "s3fs", "aiobotocore"):
+        from patchstore.stores.s3 import S3Store
 
-    return UnsupportedStore(f"{store} stores cannot be opened ({exc}): {packages.advice(*needed)}")
+    return S3Store(url, **options)
+
+
+@contextmanager
+def _needing(kind: str, *packages: str) -> Iterator[None]:
+    """Say what to install where a kind of store cannot be imported, or one of its packages is too old."""
+    try:
+        yield
+    except ImportError as exc:
+        raise UnsupportedStore(f"{kind} stores cannot be opened ({exc}): {advice(*packages)}") from exc
+    check_packages(kind, *packages)
 
 
 @contextmanager
 def opened(store: Store | str | os.PathLike[str]) -> Iterator[Store]:
-    """Yield an open store as it is; open a URL or path, and close that store at the end.
-
-    Raises:
-        UsageError: this is neither. And as `open_store`.
-    """
+    """Yield an open store as it is; open a URL or path, and close that store at the end."""
     if isinstance(store, Store):
         yield store
         return
@@ -130,12 +136,22 @@ def opened(store: Store | str | os.PathLike[str]) -> Iterator[Store]:
         mine.close()
 
 
-def _checked(url: object) -> str:
-    """Return a URL or path that does not look mistyped.
+def opens_store(
+    function: Callable[Concatenate[Store, _Rest], _Result],
+) -> Callable[Concatenate[Store | str | os.PathLike[str], _Rest], _Result]:
+    """Let a function's first argument, `store`, also be a URL or a path, as of `opened`."""
 
-    Raises:
-        UsageError: says what was probably meant.
-    """
+    @wraps(function)
+    def call(store: Store | str | os.PathLike[str], *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
+        with opened(store) as mine:
+            return function(mine, *args, **kwargs)
+
+    # Typing has no way to name the first argument, which may be named all the same.
+    return call  # type: ignore[return-value]
+
+
+def _checked(url: object) -> str:
+    """Return a URL or path; refuse one that looks mistyped, and say what was probably meant."""
     if not isinstance(url, str | os.PathLike):
         raise UsageError(f"a store is named by a URL or a path, as text, not by {type(url).__name__}")
     text: object = os.fspath(url)
@@ -171,8 +187,7 @@ def _check_no_options(store: str, options: dict[str, Any]) -> None:
             f"{store} stores have no option timeout_s: calls of the operating system cannot be interrupted, "
             "also if a network file system hangs; leave the option out"
         )
-    if options:
-        raise UsageError(f"{store} stores have no option {', '.join(sorted(options))}; known are none")
+    check_known(store, options, ())
 
 
 def _file_path(url: str) -> str:
@@ -188,11 +203,7 @@ def _file_path(url: str) -> str:
 
 
 def _expanded(path: str) -> str:
-    """Replace `~` by the user's folder, which a shell does not do within quotes.
-
-    Raises:
-        UsageError: there is no such user.
-    """
+    """Replace `~` by the user's folder, which a shell does not do within quotes."""
     expanded = os.path.expanduser(path)  # noqa: PTH111 - of a user that does not exist pathlib raises its own
     if expanded.startswith("~"):
         raise UsageError(f"{path}: there is no such user's folder; a folder of that name is ./{path}")

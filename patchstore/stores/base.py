@@ -9,11 +9,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from datetime import datetime
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from patchstore.errors import UsageError
+from patchstore.stores import layout
 from patchstore.support.threads import Threads
 
 PART_BYTES = 8 << 20
@@ -43,6 +45,8 @@ class Store(ABC):
     single_writer: bool = False
     """Whether the store has no atomic create-only put, and the caller promised instead that no other
     publisher uses this place. A second publisher is not prevented, and not always noticed."""
+    endpoint: str | None = None
+    """The URL at which its service answers over HTTP; None if there is none, or it is not known."""
     opened_as: tuple[str, Mapping[str, Any]] | None = None
     """URL and options with which `open_store` opened it; None if the caller made it, or it is in memory.
     Contains secrets."""
@@ -63,6 +67,17 @@ class Store(ABC):
             NotFound: no such object.
         """
 
+    def stored_at(self, key: str) -> datetime | None:
+        """Return when an object was stored by `put`, by the store's own clock, to a second or better.
+
+        None if the store does not tell. The clocks of those who use the store do not count, so two of these
+        times can be compared also where several machines stored the objects.
+
+        Raises:
+            NotFound: no such object.
+        """
+        return None
+
     @abstractmethod
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
         """Store a small object in one step: a reader sees the old one, or all of the new one.
@@ -76,6 +91,7 @@ class Store(ABC):
     def list(self, prefix: str = "") -> Iterator[str]:
         """Yield the keys that start with `prefix`, in ascending order.
 
+        A place may hold objects that other programs named. Names that are no keys are left out.
         The prefix is a string, not a folder: `versions/0000` finds `versions/00000012.json`.
         """
 
@@ -113,13 +129,10 @@ class Store(ABC):
         return False
 
     def read_into(self, key: str, memory: memoryview) -> int:
-        """Copy an object into memory, or its first bytes, as many as there is room for.
+        """Copy an object, or as many of its first bytes as there is room for, and return their number.
 
         Args:
             memory: writable, of bytes.
-
-        Returns:
-            The number of bytes that were copied.
 
         Raises:
             NotFound: no such object.
@@ -133,10 +146,8 @@ class Store(ABC):
     def subscribe(self, wake: Callable[[], None]) -> Callable[[], None] | None:
         """Call `wake`, on a thread of the store, whenever something may have changed here.
 
-        A hint only: calls may be missing, late or needless, so the caller must also poll.
-
-        Returns:
-            A function that ends the subscription, or None if the store has no such feed.
+        A hint only: calls may be missing, late or needless, so the caller must also poll. Returns a function
+        that ends the subscription, or None if the store has no such feed.
         """
         return None
 
@@ -144,11 +155,19 @@ class Store(ABC):
         """Release connections; the store must not be used afterwards."""
 
 
+def keys_of(names: Iterable[str], prefix: str) -> list[str]:
+    """Return those names that are keys and start with `prefix`, in ascending order.
+
+    What a store lists may also be empty, end in `/` as the folders of web consoles do, or have spaces and
+    control characters. Such an object is none of ours, and cannot be asked for.
+    """
+    return sorted(name for name in names if name.startswith(prefix) and layout.is_key(name))
+
+
 def in_parts(get: Callable[[int, int], bytes], start: int, stop: int) -> Iterator[bytes]:
     """Yield bytes `start` to `stop` of an object in order, as `Store.read` does.
 
-    Args:
-        get: returns the bytes from one place to another, cut at the object's size; called on several threads.
+    `get` returns the bytes from one place to another, cut at the object's size. Several threads call it.
     """
     if stop - start <= PART_BYTES:
         if part := get(start, max(start, stop)):
@@ -170,12 +189,29 @@ def in_parts(get: Callable[[int, int], bytes], start: int, stop: int) -> Iterato
 
 
 def check_range(url: str, operation: str, key: str, start: int, end: int | None) -> None:
-    """Refuse a range that counts from the end or runs backwards.
-
-    Raises:
-        UsageError: `start` is negative, or `end` is before it.
-    """
+    """Refuse a range that counts from the end or runs backwards."""
     if start < 0 or (end is not None and end < start):
         raise UsageError(
             f"{url}: {operation} {key}: bytes {start} to {end} are no range: give 0 <= start <= end"
         )
+
+
+def cut(
+    chunks: Iterable[Chunk], part_bytes: Callable[[int], int] = lambda _: PART_BYTES
+) -> Iterator[bytearray]:
+    """Cut chunks of any sizes into parts: all full but the last, and at least one, maybe empty.
+
+    `part_bytes` returns the size of a part by its number, from 1.
+    """
+    number, part = 1, bytearray()
+    for chunk in chunks:
+        rest = memoryview(chunk).cast("B")
+        while rest:
+            # A full part waits for a further byte, so that an empty one never follows it.
+            if len(part) == part_bytes(number):
+                yield part
+                number, part = number + 1, bytearray()
+            room = part_bytes(number) - len(part)
+            part += rest[:room]
+            rest = rest[room:]
+    yield part

@@ -7,7 +7,8 @@ several writers win. File systems that inherit it, and all that ship with fsspec
 import inspect
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from datetime import datetime
 from typing import Any
 
 import fsspec
@@ -16,9 +17,9 @@ from fsspec.callbacks import Callback
 from fsspec.spec import AbstractFileSystem
 
 from patchstore.errors import PatchstoreError, UnsupportedStore, UsageError
-from patchstore.stores.base import Chunk, Store, check_range
-from patchstore.stores.deadline import DEFAULT_TIMEOUT_S, Deadline, Overdue, allowance, ended, started
-from patchstore.stores.messages import Messages
+from patchstore.stores.base import Chunk, Store, check_range, keys_of
+from patchstore.stores.deadline import DEFAULT_TIMEOUT_S, Deadline, Patience, allowance
+from patchstore.stores.errors import StoreErrors, named
 from patchstore.stores.options import checked_timeout
 
 _UNCACHED = {"skip_instance_cache": True, "use_listings_cache": False}
@@ -29,10 +30,8 @@ _DRIVERS_PART_BYTES = 64 << 20
 class FsspecStore(Store):
     """The files below `root`, a path of the file system without its protocol.
 
-    `probe.check_create_only` tests whether the file system keeps the promise of its `mode="create"`.
-
-    Raises:
-        UnsupportedStore: the file system is known not to create atomically.
+    `probe.check_create_only` tests whether the file system keeps the promise of its `mode="create"`. One
+    that is known not to create atomically is refused here.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class FsspecStore(Store):
         _check_creates(fs)
         self.url = url
         self.timeout_s = timeout_s
-        self._messages = Messages(url, secrets)
+        self._errors = StoreErrors(url, secrets, survives_fork=False)
         self._fs = fs
         self._root = root.rstrip("/")
 
@@ -56,29 +55,40 @@ class FsspecStore(Store):
         path = self._path("get", key)
         deadline = self._deadline(0 if end is None else end - start)
         if start == 0 and end is None:
-            with self._translate_errors("get", key):
+            with self._translating("get", key):
                 return deadline.run(lambda: bytes(self._fs.cat_file(path)))
         # File systems treat a range beyond the end differently, so never request one.
         size = self._size("get", key, deadline)
         stop = size if end is None else min(end, size)
         if start >= stop:
             return b""
-        with self._translate_errors("get", key):
+        with self._translating("get", key):
             return deadline.run(lambda: bytes(self._fs.cat_file(path, start=start, end=stop)))
 
     def size(self, key: str) -> int:
         return self._size("size", key, self._deadline())
 
+    def stored_at(self, key: str) -> datetime | None:
+        path, deadline = self._path("stored_at", key), self._deadline()
+        self._size("stored_at", key, deadline)
+        with self._translating("stored_at", key):
+            try:
+                found = deadline.run(lambda: self._fs.modified(path))
+            except NotImplementedError:
+                return None
+        # A time without a zone may be of any.
+        return found if isinstance(found, datetime) and found.tzinfo is not None else None
+
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
         path, mode = self._path("put", key), "create" if if_absent else "overwrite"
-        with self._translate_errors("put", key):
+        with self._translating("put", key):
             try:
                 self._deadline(len(data)).run(lambda: self._fs.pipe_file(path, data, mode=mode))
             except FileExistsError as exc:
-                raise self._messages.taken(key) from exc
+                raise self._errors.taken(key) from exc
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        folder = self._messages.prefix(prefix).rpartition("/")[0]
+        folder = self._errors.prefix(prefix).rpartition("/")[0]
 
         def paths() -> list[str]:
             self._fs.invalidate_cache()
@@ -87,14 +97,13 @@ class FsspecStore(Store):
             except FileNotFoundError:
                 return []
 
-        with self._translate_errors("list", prefix):
+        with self._translating("list", prefix):
             found = self._deadline().run(paths)
-        keys = (path.removeprefix(f"{self._root}/") for path in found)
-        yield from sorted(key for key in keys if key.startswith(prefix))
+        yield from keys_of((path.removeprefix(f"{self._root}/") for path in found), prefix)
 
     def delete(self, key: str) -> None:
         path = self._path("delete", key)
-        with self._translate_errors("delete", key):
+        with self._translating("delete", key):
             try:
                 self._deadline().run(lambda: self._fs.rm_file(path))
             except FileNotFoundError:
@@ -108,22 +117,15 @@ class FsspecStore(Store):
         path = self._path("upload", key)
         with tempfile.NamedTemporaryFile(prefix="patchstore-") as file:
             for chunk in chunks:
-                with self._translate_errors("upload", key):
+                with self._translating("upload", key):
                     file.write(chunk)
-            with self._translate_errors("upload", key):
+            progress = Callback()
+            with self._translating("upload", key):
                 file.flush()
-                self._send(file.name, path, file.tell())
-
-    def _send(self, source: str, path: str, num_bytes: int) -> None:
-        """Store a file, for as long as its driver reports progress."""
-        progress = Callback()
-        limit_s = allowance(self.timeout_s, min(num_bytes, _DRIVERS_PART_BYTES))
-        sending, before = started(lambda: self._fs.put_file(source, path, callback=progress)), 0
-        while not ended(sending, limit_s):
-            if progress.value == before:
-                raise Overdue(limit_s)
-            before = progress.value
-        sending.result()
+                patience = Patience(self.timeout_s, min(file.tell(), _DRIVERS_PART_BYTES))
+                patience.run(
+                    lambda: self._fs.put_file(file.name, path, callback=progress), lambda: progress.value
+                )
 
     def _size(self, operation: str, key: str, deadline: Deadline) -> int:
         path = self._path(operation, key)
@@ -132,70 +134,60 @@ class FsspecStore(Store):
             self._fs.invalidate_cache()
             return self._fs.info(path)
 
-        with self._translate_errors(operation, key):
+        with self._translating(operation, key):
             found = deadline.run(info)
             if found["type"] != "file":
-                raise self._messages.not_found(operation, key)
+                raise self._errors.not_found(operation, key)
             return int(found["size"])
 
     def _deadline(self, num_bytes: int = 0) -> Deadline:
         return Deadline(allowance(self.timeout_s, num_bytes))
 
     def _path(self, operation: str, key: str) -> str:
-        return f"{self._root}/{self._messages.key(operation, key)}"
+        return f"{self._root}/{self._errors.key(operation, key)}"
 
-    @contextmanager
-    def _translate_errors(self, operation: str, key: str) -> Iterator[None]:
-        """Translate errors of the file system into errors of a store."""
-        try:
-            yield
-        except PatchstoreError:
-            raise
-        except Overdue as exc:
-            raise self._messages.overdue(operation, key, exc) from exc
-        except FileNotFoundError as exc:
+    def _translating(self, operation: str, key: str) -> AbstractContextManager[None]:
+        return self._errors.translating(operation, key, self._error)
+
+    def _error(self, operation: str, key: str, exc: Exception) -> PatchstoreError:
+        if isinstance(exc, FileNotFoundError):
             if operation in {"put", "upload"}:
                 what = "there is nowhere to put it; does the bucket exist?"
-                raise self._messages.usage(operation, key, what) from exc
-            raise self._messages.not_found(operation, key) from exc
-        except PermissionError as exc:
-            what = f"refused: {self._messages.clean(exc)}; check the credentials"
-            raise self._messages.usage(operation, key, what) from exc
-        except Exception as exc:
-            # Not only OSError: drivers let through whatever their client libraries raise.
-            what = f"failed: {self._messages.clean(exc)}"
-            raise self._messages.unavailable(operation, key, what, "try again") from exc
+                return self._errors.usage(operation, key, what)
+            return self._errors.not_found(operation, key)
+        said = self._errors.clean(exc)
+        if isinstance(exc, PermissionError):
+            return self._errors.usage(operation, key, f"refused: {said}; check the credentials")
+        # Not only of OSError: drivers let through whatever their client libraries raise.
+        return self._errors.unavailable(operation, key, f"failed: {said}", "try again")
 
 
 def open_fsspec(url: str, options: dict[str, Any]) -> FsspecStore:
-    """Open a URL of any protocol that fsspec knows; it must hold no secrets.
-
-    Raises:
-        UsageError: no such protocol, or options that its driver does not take.
-        UnsupportedStore: its driver is not installed, or cannot create atomically.
-        StoreUnavailable: its driver asks its service when it is opened, and had no answer in time.
-    """
+    """Open a URL of any protocol that fsspec knows; it must hold no secrets."""
     protocol = url.partition("://")[0]
     options = dict(options)
-    try:
+    with named(url):
         timeout_s = checked_timeout(options.pop("timeout_s", DEFAULT_TIMEOUT_S))
+    try:
         driver = fsspec.get_filesystem_class(protocol)
-    except UsageError as exc:
-        raise UsageError(f"{url}: {exc}") from exc
     except ValueError as exc:
-        raise UsageError(f"{url}: fsspec knows no protocol {protocol}; use a path, or s3://") from exc
+        raise UsageError(
+            f"{url}: fsspec knows no protocol {protocol}; install the package that brings it (for Azure: pip "
+            "install adlfs), or use a path, or s3://"
+        ) from exc
     except ImportError as exc:
         raise UnsupportedStore(f"{url}: {exc}") from exc
     _check_creates(driver)
     secrets = _texts(options)
-    messages = Messages(url, secrets)
-    try:
+    errors = StoreErrors(url, secrets)
+
+    def refused(operation: str, key: str, exc: Exception) -> PatchstoreError:
+        what = f"{driver.__name__} refuses its options: {errors.clean(exc)}"
+        return errors.usage(operation, key, what)
+
+    # Some drivers ask their service when they are opened.
+    with errors.translating("open", "", refused):
         fs, root = Deadline(timeout_s).run(lambda: fsspec.url_to_fs(url, **_UNCACHED | options))
-    except Overdue as exc:
-        raise messages.overdue("open", "", exc) from exc
-    except Exception as exc:
-        what = f"{driver.__name__} refuses its options: {messages.clean(exc)}"
-        raise messages.usage("open", "", what) from exc
     return FsspecStore(fs, root, url=url, timeout_s=timeout_s, secrets=secrets)
 
 

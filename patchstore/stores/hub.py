@@ -6,17 +6,21 @@ put goes through the Hub's S3 gateway, which has conditions, or the caller promi
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import hf_xet
 
 from patchstore.errors import AlreadyExists, UnsupportedStore, UsageError
-from patchstore.stores.base import PART_BYTES, Chunk, Store, check_range
-from patchstore.stores.deadline import DEFAULT_TIMEOUT_S, Deadline, Patience, allowance
-from patchstore.stores.hub_api import BucketApi, Entry, Operation
-from patchstore.stores.hub_content import BLOCK_BYTES, Contents
-from patchstore.stores.hub_events import Feed
-from patchstore.stores.messages import Messages
-from patchstore.stores.multipart import in_parts
-from patchstore.stores.options import check_endpoint, check_texts, checked_timeout
+from patchstore.stores import open_s3
+from patchstore.stores.base import NUM_PARTS, PART_BYTES, Chunk, Store, check_range, cut, keys_of
+from patchstore.stores.deadline import DEFAULT_TIMEOUT_S, Deadline, Patience, allowance, ended, started
+from patchstore.stores.errors import StoreErrors, named
+from patchstore.stores.hub_api import BucketApi, Entry, Feed, Operation, Right
+from patchstore.stores.options import check_endpoint, check_known, check_texts, checked_timeout
+
+if TYPE_CHECKING:
+    from patchstore.stores.s3 import S3Store
 
 _GATEWAY_URL = "https://s3.hf.co"
 _GATEWAY_CONFIG = {
@@ -25,6 +29,23 @@ _GATEWAY_CONFIG = {
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
 }
+_BUFFER_BYTES = NUM_PARTS * PART_BYTES
+# By itself hf-xet takes up to 6 GB for downloads, and up to 64 blocks of 64 MB for uploads. So it takes about
+# 200 MiB and 400 MiB, for it rounds up to whole blocks.
+_CONFIG = {
+    "reconstruction.download_buffer_size": _BUFFER_BYTES,
+    "reconstruction.download_buffer_perfile_size": _BUFFER_BYTES,
+    "reconstruction.download_buffer_limit": _BUFFER_BYTES,
+    "reconstruction.min_prefetch_buffer": _BUFFER_BYTES,
+    "reconstruction.min_reconstruction_fetch_size": _BUFFER_BYTES,
+    "reconstruction.max_reconstruction_fetch_size": _BUFFER_BYTES,
+    "client.ac_max_upload_concurrency": 4,
+}
+_BLOCK_BYTES = 64 << 20
+"""hf-xet fetches blocks of this size; progress within a block is not visible."""
+_CONNECT_S = 10.0
+_STOP_S = 1.0
+"""How long to wait until hf-xet has stopped a failed transfer; it continues to stop after that."""
 
 
 class HubStore(Store):
@@ -43,10 +64,6 @@ class HubStore(Store):
             `stores/deadline.py`.
 
     Without credentials and without that promise everything but a create-only put works.
-
-    Raises:
-        UsageError: a URL without a bucket, a prefix that is no key, or options that do not fit together.
-        UnsupportedStore: the URL names something else than a bucket, or hf-xet or huggingface_hub is too old.
     """
 
     def __init__(
@@ -62,11 +79,6 @@ class HubStore(Store):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         **unknown: Any,
     ) -> None:
-        if unknown:
-            raise UsageError(
-                f"hf:// has no option {', '.join(sorted(unknown))}; known are endpoint, gateway_key, "
-                "gateway_secret, gateway_url, single_writer, timeout_s, token"
-            )
         owner, name, prefix = _split(url)
         self._prefix = f"{prefix}/" if prefix else ""
         self.url = "/".join(("hf://buckets", owner, name, *([prefix] if prefix else [])))
@@ -77,26 +89,27 @@ class HubStore(Store):
             "gateway_secret": gateway_secret,
             "gateway_url": gateway_url,
         }
-        try:
+        with named(self.url):
+            check_known("hf://", unknown, {*texts, "single_writer", "timeout_s"})
             self.timeout_s = checked_timeout(timeout_s)
-            self.single_writer = _checked_word(single_writer)
+            if not isinstance(single_writer, bool):
+                # The text "false" would count as true.
+                raise UsageError(f"single_writer is true or false, not {single_writer!r}")
+            self.single_writer = single_writer
             check_texts(texts, texts)
             for option in ("endpoint", "gateway_url"):
                 check_endpoint(option, texts[option])
-        except UsageError as exc:
-            raise UsageError(f"{self.url}: {exc}") from exc
-        self._messages = Messages(self.url, (token, gateway_key, gateway_secret, os.environ.get("HF_TOKEN")))
+        secrets = (token, gateway_key, gateway_secret, os.environ.get("HF_TOKEN"))
+        self._errors = StoreErrors(self.url, secrets, survives_fork=False)
         self._api = BucketApi(f"{owner}/{name}", endpoint, token)
+        self.endpoint = self._api.endpoint
         self._contents = Contents(self.timeout_s, self._api.grant)
-        self._gateway: Store | None = None
+        self._gateway: S3Store | None = None
         if gateway_key or gateway_secret or gateway_url:
             if not gateway_key or not gateway_secret or single_writer:
                 what = "the S3 gateway needs gateway_key and gateway_secret, and no single_writer"
-                raise self._messages.usage("open", "", what)
-            # Only publishers need it, and it takes a second to import.
-            from patchstore.stores.s3 import S3Store
-
-            gateway = S3Store(
+                raise self._errors.usage("open", "", what)
+            self._gateway = open_s3(
                 "/".join(("s3:/", name, *([prefix] if prefix else []))),
                 endpoint_url=gateway_url or f"{_GATEWAY_URL}/{owner}",
                 key=gateway_key,
@@ -105,14 +118,16 @@ class HubStore(Store):
                 config_kwargs=_GATEWAY_CONFIG,
                 timeout_s=self.timeout_s,
             )
-            gateway.is_part_of(self.url)
-            self._gateway = gateway
+            self._gateway.is_part_of(self.url)
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         return self._get("get", key, start, end)
 
     def size(self, key: str) -> int:
         return self._entry(self._small("size", key), key).size
+
+    def stored_at(self, key: str) -> datetime | None:
+        return self._entry(self._small("stored_at", key), key).stored_at
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
         path, operation = self._full("put", key), self._small("put", key, len(data))
@@ -128,14 +143,15 @@ class HubStore(Store):
                 "gateway_key and gateway_secret, the S3 credentials that the Hub makes from an access token "
                 "with the right to write; or single_writer=True, if no other publisher ever writes here"
             )
-            raise self._messages.unsupported("put", key, what)
+            raise self._errors.unsupported("put", key, what)
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        full = self._prefix + self._messages.prefix(prefix)
+        full = self._prefix + self._errors.prefix(prefix)
         operation = self._transfer("list", prefix)
         # The Hub lists folders, and a prefix may end anywhere.
         paths = self._api.paths(operation, full.rpartition("/")[0])
-        yield from sorted(path.removeprefix(self._prefix) for path in paths if path.startswith(full))
+        names = (path.removeprefix(self._prefix) for path in paths if path.startswith(self._prefix))
+        yield from keys_of(names, prefix)
 
     def delete(self, key: str) -> None:
         self._api.remove(self._small("delete", key), self._full("delete", key))
@@ -149,11 +165,11 @@ class HubStore(Store):
         if end is not None and end - start <= PART_BYTES:
             yield from filter(None, [self._get("read", key, start, end)])
             return
-        operation = self._transfer("read", key, BLOCK_BYTES)
+        operation = self._transfer("read", key, _BLOCK_BYTES)
         entry = self._entry(operation, key)
         stop = entry.size if end is None else min(end, entry.size)
         pieces = self._contents.stream(operation, entry, start, stop) if start < stop else ()
-        yield from (bytes(part) for part in in_parts(pieces) if part)
+        yield from (bytes(part) for part in cut(pieces) if part)
 
     def subscribe(self, wake: Callable[[], None]) -> Callable[[], None] | None:
         return Feed(self._api, wake).end
@@ -163,17 +179,17 @@ class HubStore(Store):
             self._gateway.close()
 
     def _full(self, operation: str, key: str) -> str:
-        return self._prefix + self._messages.key(operation, key)
+        return self._prefix + self._errors.key(operation, key)
 
     def _small(self, name: str, key: str, num_bytes: int = 0) -> Operation:
         """An operation that ends at a moment."""
         limit = Deadline(allowance(self.timeout_s, num_bytes))
-        return Operation(name=name, key=key, limit=limit, messages=self._messages)
+        return Operation(name=name, key=key, limit=limit, errors=self._errors)
 
     def _transfer(self, name: str, key: str, num_bytes: int = PART_BYTES) -> Operation:
         """An operation that ends when nothing moves any more, though `num_bytes` may move unseen."""
         limit = Patience(self.timeout_s, num_bytes)
-        return Operation(name=name, key=key, limit=limit, messages=self._messages)
+        return Operation(name=name, key=key, limit=limit, errors=self._errors)
 
     def _get(self, name: str, key: str, start: int, end: int | None) -> bytes:
         check_range(self.url, name, key, start, end)
@@ -187,13 +203,13 @@ class HubStore(Store):
     def _entry(self, operation: Operation, key: str) -> Entry:
         entry = self._api.entry(operation, self._full(operation.name, key))
         if entry is None:
-            raise self._messages.not_found(operation.name, key)
+            raise self._errors.not_found(operation.name, key)
         return entry
 
     def _claim(self, operation: Operation, path: str, data: bytes) -> None:
         """Check that the path is free, write, and check which object is there: the API has no conditions."""
         if self._api.entry(operation, path) is not None:
-            raise self._messages.taken(operation.key)
+            raise self._errors.taken(operation.key)
         content = self._contents.upload(operation, (data,))
         self._api.add(operation, path, content)
         stored = self._api.entry(operation, path)
@@ -217,14 +233,77 @@ def _split(url: str) -> tuple[str, str, str]:
     name, _, prefix = rest.partition("/")
     if not owner or not name:
         raise UsageError(f"{url} names no bucket: use hf://buckets/OWNER/NAME/prefix")
-    messages = Messages(url)
+    errors = StoreErrors(url)
     for part in (owner, name):
-        messages.key("open", part)
-    return owner, name, messages.key("open", prefix) if prefix else ""
+        errors.key("open", part)
+    return owner, name, errors.key("open", prefix) if prefix else ""
 
 
-def _checked_word(single_writer: object) -> bool:
-    # The text "false" would count as true.
-    if not isinstance(single_writer, bool):
-        raise UsageError(f"single_writer is true or false, not {single_writer!r}")
-    return single_writer
+class Contents:
+    """Uploads and downloads contents; this class does not know their paths.
+
+    `grant` gives the way there. Every method raises `UsageError` where it is refused, and
+    `StoreUnavailable` where contents cannot be reached, or none of them has moved for too long. hf-xet checks
+    what it sends and not what it gets: a flipped bit comes through. Digests are for that.
+    """
+
+    def __init__(self, timeout_s: float, grant: Callable[[Operation, Right], dict[str, Any]]) -> None:
+        self._grant = grant
+        # So that an abandoned transfer ends soon.
+        limits = {
+            "client.connect_timeout": _duration(min(_CONNECT_S, timeout_s)),
+            "client.read_timeout": _duration(timeout_s),
+            "client.retry_max_duration": _duration(2 * timeout_s),
+        }
+        self._session = hf_xet.XetSession(hf_xet.XetConfig().with_config(_CONFIG | limits))
+
+    def upload(self, operation: Operation, chunks: Iterable[Chunk]) -> str:
+        """Store bytes, and return their hash; no path has them yet.
+
+        Errors of `chunks` pass through.
+        """
+        way, run = self._grant(operation, "write"), operation.limit.run
+        with operation.translate_errors():
+            commit = run(lambda: self._session.new_upload_commit(**way))
+
+        def moved() -> object:
+            progress = commit.progress()
+            return progress.total_transfer_bytes_completed, progress.total_bytes_completed
+
+        try:
+            with operation.translate_errors():
+                stream = run(lambda: commit.start_upload_stream(sha256=hf_xet.SKIP_SHA256))
+            for part in cut(chunks):
+                with operation.translate_errors():
+                    run(lambda part=bytes(part): stream.write(part), moved)  # type: ignore[misc]
+            with operation.translate_errors():
+                found: str = run(stream.finish, moved).xet_info.hash
+                run(commit.wait_to_finish, moved)
+        except BaseException:
+            ended(started(commit.abort), _STOP_S)
+            raise
+        return found
+
+    def stream(self, operation: Operation, entry: Entry, start: int, end: int) -> Iterator[bytes]:
+        """Yield bytes `start` to `end` in order, in pieces of any size; `end` is at most the size."""
+        run = operation.limit.run
+        with operation.translate_errors():
+            way = self._grant(operation, "read")
+            downloads = run(lambda: self._session.new_download_stream_group(**way))
+            file = hf_xet.XetFileInfo(entry.content, entry.size)
+            stream = run(lambda: downloads.download_stream(file, start=start, end=end))
+        try:
+            missing = end - start
+            while missing:
+                with operation.translate_errors():
+                    piece: bytes = run(lambda: next(stream, b""))
+                if not 0 < len(piece) <= missing:
+                    raise operation.failure("failed: another number of bytes came than were asked for")
+                missing -= len(piece)
+                yield piece
+        finally:
+            ended(started(stream.cancel), _STOP_S)
+
+
+def _duration(seconds: float) -> str:
+    return f"{max(1, round(seconds * 1000))}ms"

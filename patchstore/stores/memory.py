@@ -2,9 +2,10 @@
 
 import threading
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 
 from patchstore.stores.base import Chunk, Store, check_range
-from patchstore.stores.messages import Messages
+from patchstore.stores.errors import StoreErrors
 
 
 class MemoryStore(Store):
@@ -12,8 +13,9 @@ class MemoryStore(Store):
 
     def __init__(self, url: str = "memory://") -> None:
         self.url = url
-        self._messages = Messages(url)
+        self._errors = StoreErrors(url)
         self._objects: dict[str, bytes] = {}
+        self._times: dict[str, datetime] = {}
         self._lock = threading.Lock()
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
@@ -23,36 +25,41 @@ class MemoryStore(Store):
     def size(self, key: str) -> int:
         return len(self._object("size", key))
 
+    def stored_at(self, key: str) -> datetime | None:
+        self._object("stored_at", key)
+        return self._times.get(key)
+
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
-        self._messages.key("put", key)
+        self._errors.key("put", key)
         with self._lock:
             if if_absent and key in self._objects:
-                raise self._messages.taken(key)
+                raise self._errors.taken(key)
             self._objects[key] = bytes(data)
+            self._times[key] = datetime.now(UTC)
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        self._messages.prefix(prefix)
+        self._errors.prefix(prefix)
         with self._lock:
             keys = sorted(key for key in self._objects if key.startswith(prefix))
         yield from keys
 
     def delete(self, key: str) -> None:
-        self._messages.key("delete", key)
+        self._errors.key("delete", key)
         with self._lock:
             self._objects.pop(key, None)
 
     def upload(self, key: str, chunks: Iterable[Chunk]) -> None:
-        self._messages.key("upload", key)
+        self._errors.key("upload", key)
         collected = bytearray()
         for chunk in chunks:
             collected += chunk
         self.put(key, bytes(collected))
 
     def _object(self, operation: str, key: str) -> bytes:
-        self._messages.key(operation, key)
+        self._errors.key(operation, key)
         with self._lock:
             if key not in self._objects:
-                raise self._messages.not_found(operation, key)
+                raise self._errors.not_found(operation, key)
             return self._objects[key]
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from threading import Barrier
 
 from patchstore.errors import AlreadyExists, NotFound, PatchstoreError, StoreUnavailable, UnsupportedStore
-from patchstore.format import layout
+from patchstore.stores import layout
 from patchstore.stores.base import Store
 
 _NUM_RACERS = 8
@@ -25,9 +25,7 @@ def check_create_only(store: Store) -> None:
     readers need no such guarantee, and may lack the right to write. If the caller promised a single writer,
     there is no race: the test is only that writers one after the other see each other.
 
-    Raises:
-        UnsupportedStore: a key was taken by more than one writer; says what was seen.
-        StoreUnavailable: the store did not answer, so nothing is known.
+    Raises UnsupportedStore where more than one writer took a key, and StoreUnavailable without an answer.
     """
     folder = f"{layout.PROBES}{uuid.uuid4().hex}/"
     races = () if store.single_writer else tuple(f"race-{turn}" for turn in range(_NUM_ROUNDS))

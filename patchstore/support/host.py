@@ -1,14 +1,17 @@
-"""This host: its errors, such as a full disk, with advice on what to do; and its file systems."""
+"""This host: its errors, such as a full disk, with advice on what to do; its files; its own name."""
 
 import ctypes
 import errno
+import ipaddress
 import os
 import re
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from patchstore.errors import HostError, StoreUnavailable
+from patchstore.support.causes import causes_of
 
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """Errors that mean that the host is short of something, in any call."""
@@ -25,6 +28,7 @@ _ADVICE = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
     errno.EFBIG: "raise how large a file may be: `ulimit -f`; or name a folder on another file system",
+    errno.ENOTDIR: "name another folder: a part of this path is a file",
     errno.ENOENT: _REMOVED,
     errno.ESTALE: _REMOVED,
     errno.EACCES: _RIGHTS,
@@ -49,12 +53,10 @@ that is not known."""
 
 
 def refused(number: int | None, doing: str, *, reason: str = "", where: object = None) -> HostError:
-    """Return an error about what this host refused.
+    """Return an error about what this host refused, which the system calls by a number, or which has a
+    reason.
 
-    Args:
-        number: what the system calls it; None if nothing, and then there must be a reason.
-        doing: what the process needed it for, and where, as the subject of "failed on this host".
-        where: the file that the system names.
+    `doing` says what the process needed it for, as the subject of "failed on this host".
     """
     said = reason if number is None else os.strerror(number)
     advice = _ADVICE.get(number or 0)
@@ -65,14 +67,9 @@ def refused(number: int | None, doing: str, *, reason: str = "", where: object =
 
 @contextmanager
 def asked(doing: str, *, kinds: tuple[type[Exception], ...] = (OSError, *SHORT_OF_MEMORY)) -> Iterator[None]:
-    """Translate errors of the operating system in the block into a `HostError`.
+    """Translate errors of the operating system in the block into a `HostError`, as of `refused`.
 
-    Args:
-        doing: as of `refused`.
-        kinds: of exceptions to translate. Without `OSError` if the block calls code that is not ours.
-
-    Raises:
-        HostError
+    Only exceptions of these `kinds`: without `OSError` if the block calls code that is not ours.
     """
     try:
         yield
@@ -88,24 +85,18 @@ def asked(doing: str, *, kinds: tuple[type[Exception], ...] = (OSError, *SHORT_O
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Tell a store that does not answer from a host that lacks something that the request needs.
-
-    Raises:
-        HostError: the block raised `StoreUnavailable` because of this host.
-    """
+    """Tell a store that does not answer from a host that lacks something that the request needs."""
     try:
         yield
     except StoreUnavailable as exc:
         # Libraries wrap the system's error in errors of their own.
-        cause: BaseException | None = exc
-        while cause is not None:
+        for cause in causes_of(exc):
             number = getattr(cause, "errno", None)
             # Libraries in Rust pass on only the text.
             if found := _RUST.search(str(cause)):
                 number = int(found[1])
             if number in _SHORT:
                 raise refused(number, f"reading {what}") from exc
-            cause = cause.__cause__ or cause.__context__
         raise
 
 
@@ -126,3 +117,34 @@ def file_system_number(file: int) -> int | None:
     # The first of many fields is the kind of the file system.
     fields = (ctypes.c_long * 64)()
     return int(fields[0]) if ctypes.CDLL(None).fstatfs(file, fields) == 0 else None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Give a file this content; after a crash, or an error, it has the old content or the new one."""
+    # In a folder that others may write to, a name that can be guessed may be a link that one of them left.
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with draft.open("x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    # The new name must outlive a crash of the machine too.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name, or an address, is this host's for itself: localhost, 127.0.0.0/8 or ::1."""
+    if name.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

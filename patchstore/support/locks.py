@@ -21,13 +21,9 @@ class Handle:
     """A file or folder that is open in order to lock it. In a forked child it is closed."""
 
     def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
-        """Open it; `flags` are those of `os.open`.
-
-        Raises:
-            OSError
-        """
+        """Open it, but no symbolic link; `flags` are those of `os.open`."""
         with guard:
-            self._number: int | None = os.open(path, flags, 0o600)
+            self._number: int | None = os.open(path, flags | os.O_NOFOLLOW, 0o600)
             _handles.add(self)
 
     @property
@@ -35,22 +31,13 @@ class Handle:
         return self._number is not None
 
     def fileno(self) -> int:
-        """Its descriptor, which makes it a file to `fcntl` and `os`.
-
-        Raises:
-            ValueError: it is closed.
-        """
+        """Its descriptor, which makes it a file to `fcntl` and `os`."""
         if self._number is None:
             raise ValueError("closed, as this process is a child of the one that opened it")
         return self._number
 
     def lock(self, *, wait: bool) -> None:
-        """Lock it against all other handles.
-
-        Raises:
-            BlockingIOError: another handle has it locked, and `wait` is false.
-            OSError: its file system has no locks.
-        """
+        """Lock it against all other handles; BlockingIOError if one has it, and `wait` is false."""
         fcntl.flock(self, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def is_at(self, path: Path) -> bool:

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from patchstore.bucket.manifest_json import is_name
+from patchstore.bucket.records import TensorSpec
 from patchstore.errors import SchemaMismatch
-from patchstore.format.json_fields import is_name
-from patchstore.format.records import TensorSpec
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
@@ -82,9 +82,8 @@ def grouped(
 ) -> Iterator[list[_Item]]:
     """Put items into groups of one kind for one call each: large ones alone, small ones together.
 
-    Yields:
-        Groups of about `TOGETHER` elements, in which items keep their order; at most one group of each kind
-        is kept back meanwhile.
+    Groups have about `TOGETHER` elements, and items keep their order in them; at most one group of each kind
+    is kept back meanwhile.
     """
     open_groups: dict[object, tuple[list[_Item], int]] = {}
     for item in items:
@@ -125,11 +124,7 @@ def batches(
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Describe a tensor.
-
-    Raises:
-        SchemaMismatch: its dtype cannot be stored, or its name is not printable.
-    """
+    """Describe a tensor."""
     if tensor.dtype not in _NAMES:
         raise SchemaMismatch(
             f"tensor {name!r} has dtype {tensor.dtype}; storable are {', '.join(sorted(TORCH_DTYPES))}"

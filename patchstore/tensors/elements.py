@@ -4,7 +4,6 @@ Integers here are 64-bit and wrap around; torch has no unsigned shift, so a shif
 followed by a mask.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,19 +38,8 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _mix(u: torch.Tensor) -> tuple[int, int]:
-    """Fold a position and bits that were joined to `u` (int64, overwritten), and sum over the elements."""
-    high = (u >> 32).bitwise_and_(LOW)
-    u.bitwise_xor_(high).mul_(_signed(M))
-    high = (u >> 32).bitwise_and_(LOW)
-    u.bitwise_xor_(high)
-    first = int(u.sum())
-    second = int(u.bitwise_and_(LOW).mul_(high).sum())
-    return first, second
-
-
-def sum_all(bits: torch.Tensor, first: int = 0) -> tuple[int, int]:
-    """Return the two digest sums of a whole tensor, or of a run of its elements, modulo 2**64.
+def sum_of(bits: torch.Tensor, at: torch.Tensor | int = 0) -> tuple[int, int]:
+    """Return the two digest sums of elements of a tensor, modulo 2**64.
 
     An element at position i (from 0) with bits x (zero-extended) adds, modulo 2**64:
         u = A * (i + 1) + B * x;  t = u ^ (u >> 32);  z = M * t;  y = z ^ (z >> 32)
@@ -59,55 +47,41 @@ def sum_all(bits: torch.Tensor, first: int = 0) -> tuple[int, int]:
     bijection, so a change of one element always changes the first sum.
 
     Args:
-        bits: flat integer tensor, [num_elements].
-        first: position of the first of them.
+        bits: flat integer tensor, [num].
+        at: their positions in the flattened tensor, or the first one where they follow each other.
 
     Example: bits [1] give u = 0x6fecc3ec50dd6918, the sums 0x9776c6b6230390f and 0x3a180016f332d45.
     """
     mask = (1 << (8 * bits.element_size())) - 1
     chunk = CHUNK if bits.device.type == "cpu" else DEVICE_CHUNK
-    ramp = torch.arange(1, min(chunk, bits.numel()) + 1, device=bits.device) * _signed(A)
-    total, products = 0, 0
-    for start in range(0, bits.numel(), chunk):
-        u = bits[start : start + chunk].to(torch.int64, copy=True)
-        if bits.element_size() < 8:
-            u.bitwise_and_(mask)
-        u.mul_(_signed(B)).add_(ramp[: u.numel()]).add_(_signed((first + start) * A))
-        one, two = _mix(u)
-        total, products = total + one, products + two
-    return total % 2**64, products % 2**64
-
-
-def sum_at(indices: torch.Tensor, bits: torch.Tensor) -> tuple[int, int]:
-    """Return what the elements at `indices` add to a tensor's digest sums, modulo 2**64.
-
-    Args:
-        indices: int32 or int64 [num], positions in the flattened tensor.
-        bits: integer [num], the elements' bit patterns.
-    """
-    mask = (1 << (8 * bits.element_size())) - 1
-    chunk = CHUNK if bits.device.type == "cpu" else DEVICE_CHUNK
+    if isinstance(at, int):
+        ramp = torch.arange(1, min(chunk, bits.numel()) + 1, device=bits.device) * _signed(A)
     first = second = 0
     for start in range(0, bits.numel(), chunk):
         u = bits[start : start + chunk].to(torch.int64, copy=True)
         if bits.element_size() < 8:
             u.bitwise_and_(mask)
-        at = indices[start : start + chunk].to(torch.int64)
-        u.mul_(_signed(B)).add_((at + 1).mul_(_signed(A)))
-        one, two = _mix(u)
-        first, second = first + one, second + two
+        u.mul_(_signed(B))
+        if isinstance(at, int):
+            u.add_(ramp[: u.numel()]).add_(_signed((at + start) * A))
+        else:
+            u.add_((at[start : start + chunk].to(torch.int64) + 1).mul_(_signed(A)))
+        high = (u >> 32).bitwise_and_(LOW)
+        u.bitwise_xor_(high).mul_(_signed(M))
+        high = (u >> 32).bitwise_and_(LOW)
+        u.bitwise_xor_(high)
+        first += int(u.sum())
+        second += int(u.bitwise_and_(LOW).mul_(high).sum())
     return first % 2**64, second % 2**64
 
 
 def sum_each(bits: Array, counts: Array, indices: Array | None = None) -> tuple[Array, Array]:
-    """Return the two digest sums of each of some tensors: `sum_all`, or `sum_at`, of many at once.
+    """Return the two digest sums of each of some tensors on the CPU: `sum_of` many at once; uint64 [T] each.
 
     Args:
-        bits: unsigned integers, on the CPU: the elements, tensor after tensor.
+        bits: unsigned integers: the elements, tensor after tensor.
         counts: int64 [T], how many are of each tensor.
-        indices: int64, their positions in the flattened tensors; None where these are all elements.
-
-    Returns: uint64 [T] each, modulo 2**64.
+        indices: integers, their positions in the flattened tensors; None where these are all elements.
     """
     firsts, seconds = np.zeros((2, len(counts)), dtype=np.uint64)
     some = np.flatnonzero(counts)  # reduceat would take an empty part for one element
@@ -121,7 +95,7 @@ def sum_each(bits: Array, counts: Array, indices: Array | None = None) -> tuple[
         u = bits[start:end].astype(np.uint64)
         u *= np.uint64(B)
         if indices is not None:
-            u += (indices[start:end] + 1).astype(np.uint64) * np.uint64(A)
+            u += (indices[start:end].astype(np.uint64) + np.uint64(1)) * np.uint64(A)
         else:
             u += ramp[: end - start]
             behind = np.uint64(start * A % 2**64) - before[first : last + 1]
@@ -145,56 +119,3 @@ def differing(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         for start in range(0, new.numel(), COMPARE_CHUNK)
     ]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=new.device)
-
-
-def bridge(indices: torch.Tensor) -> torch.Tensor:
-    """Return `indices` with as many positions added as it takes for no gap to exceed 65,535.
-
-    A bridge stands 65,536 after the position before it.
-
-    Example: [3, 65539, 200000] -> [3, 65539, 131075, 196611, 200000]: 65,535 positions lie between 3
-    and 65539, so that gap just fits; the next one takes two bridges.
-    """
-    if indices.numel() == 0 or int(indices[-1]) <= MAX_GAP:
-        return indices
-    before = torch.cat([indices.new_full((1,), -1), indices[:-1]])
-    num_bridges = (indices - before - 1) // (MAX_GAP + 1)
-    if not bool(num_bridges.any()):
-        return indices
-    counts = num_bridges + 1
-    last = counts.cumsum(0) - 1  # where each given position comes to stand
-    owner = torch.repeat_interleave(torch.arange(len(indices), device=indices.device), counts)
-    nth = torch.arange(len(owner), device=indices.device) - (last - num_bridges)[owner] + 1
-    bridged = before[owner] + nth.to(indices.dtype) * (MAX_GAP + 1)
-    bridged[last] = indices
-    return bridged
-
-
-def to_gaps(indices: torch.Tensor) -> torch.Tensor:
-    """Return uint16 gaps [num]: the positions skipped before each index; see `bridge` for their limit.
-
-    Example: [3, 4, 10] -> [3, 0, 5].
-    """
-    before = torch.cat([indices.new_full((1,), -1), indices[:-1]])[: len(indices)]
-    return (indices - before - 1).to(torch.uint16)
-
-
-def to_gaps_of_each(indices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`to_gaps` of each of several tensors of one dtype; the results share memory."""
-    if not indices:
-        return []
-    counts = torch.tensor([each.numel() for each in indices], device="cpu")
-    joined = torch.cat(list(indices))
-    gaps = joined - 1
-    gaps[1:] -= joined[:-1]
-    first = (counts.cumsum(0) - counts)[counts > 0].to(joined.device)
-    gaps[first] = joined[first]
-    return list(gaps.to(torch.uint16).split(counts.tolist()))  # type: ignore[no-untyped-call]
-
-
-def from_gaps(gaps: torch.Tensor) -> torch.Tensor:
-    """Return the int64 positions [num] that uint16 gaps stand for: one prefix sum.
-
-    Example: [3, 0, 5] -> [3, 4, 10].
-    """
-    return (gaps.to(torch.int64) + 1).cumsum(0) - 1

@@ -1,8 +1,8 @@
-"""Parts of tensors, see `format.records.Part`, as far as they need torch."""
+"""Parts of tensors, see `bucket.records.Part`, as far as they need torch."""
 
 import torch
 
-from patchstore.format.records import Part
+from patchstore.bucket.records import Part
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import bits
 from patchstore.tensors.state_digest import Sums
@@ -11,12 +11,13 @@ _TOGETHER = 1 << 22
 """Elements whose positions are listed at a time."""
 
 
-def positions(part: Part, local: torch.Tensor) -> torch.Tensor:
-    """Return where elements of a part stand in the flattened tensor, int64 [num].
+def name_of(key: str) -> str:
+    """Return the tensor's name of a key. The key of a part has more, behind a tab; names have no tabs."""
+    return key.partition("\t")[0]
 
-    Args:
-        local: int32 or int64 [num], their places in the flattened part.
-    """
+
+def positions(part: Part, local: torch.Tensor) -> torch.Tensor:
+    """Return where elements of a flattened part stand in the flattened tensor, int64 [num]."""
     found: torch.Tensor = part.positions(local.to(torch.int64))
     return found
 
@@ -29,11 +30,7 @@ def of_whole(part: Part, whole: torch.Tensor) -> torch.Tensor:
 
 
 def digest(part: Part, held: torch.Tensor) -> Sums:
-    """Return what a part adds to its tensor's digest sums.
-
-    Args:
-        held: its elements, contiguous.
-    """
+    """Return what a part, whose elements `held` are contiguous, adds to its tensor's digest sums."""
     if part.run is not None:
         return state_digest.of_run(part.run, held)
     flat, total = bits(held), Sums()

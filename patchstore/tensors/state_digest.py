@@ -1,6 +1,6 @@
 """State digests: they identify the weights of a version, however these are stored or split.
 
-Two 64-bit sums per tensor (see `elements.sum_all`). As sums they can be updated with the changed
+Two 64-bit sums per tensor (see `elements.sum_of`). As sums they can be updated with the changed
 elements alone, do not depend on order, and add up over parts. They protect against lost and mixed-up
 data; the cryptographic digests of the payloads protect against forgery.
 """
@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from patchstore.bucket.records import Manifest, Schema
+from patchstore.bucket.state_sums import AllSums, Sums, SumsArray, as_array, read_sums, state_total
 from patchstore.errors import SchemaMismatch, StateMismatch
-from patchstore.format.records import Manifest, Schema
-from patchstore.format.state_sums import Sums, read_sums, state_total
 from patchstore.stores.base import Store
 from patchstore.tensors import elements
-from patchstore.tensors.bits import TOGETHER, TensorPatch, bits, grouped, joined, spec_of
+from patchstore.tensors.bits import TOGETHER, bits, grouped, joined, spec_of
+from patchstore.tensors.columns import Group
 
 Array = npt.NDArray[Any]
 
@@ -27,23 +28,17 @@ __all__ = ["Sums", "check_state", "of_elements", "of_run", "of_tensor", "of_tens
 
 def of_tensor(tensor: torch.Tensor) -> Sums:
     """Sum over all elements; reads the tensor once."""
-    return Sums(*elements.sum_all(bits(tensor)))
+    return Sums(*elements.sum_of(bits(tensor)))
 
 
 def of_run(first: int, values: torch.Tensor) -> Sums:
     """Sum over elements that follow each other from position `first` on."""
-    return Sums(*elements.sum_all(bits(values), first))
+    return Sums(*elements.sum_of(bits(values), first))
 
 
 def of_elements(indices: torch.Tensor, values: torch.Tensor) -> Sums:
     """Sum over the elements with these positions and values; both [num]."""
-    return Sums(*elements.sum_at(indices, bits(values)))
-
-
-def of_each(bits: Array, counts: Array, indices: Array | None = None) -> list[Sums]:
-    """Sum over elements of each of some tensors; see `elements.sum_each`."""
-    first, second = elements.sum_each(bits, counts, indices)
-    return [Sums(*each) for each in zip(first.tolist(), second.tolist(), strict=True)]
+    return Sums(*elements.sum_of(bits(values), indices))
 
 
 def of_named(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sums]:
@@ -57,27 +52,18 @@ def of_named(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sums]:
             found[name] = of_tensor(tensor)
     for group in grouped(here, lambda name: tensors[name].element_size(), lambda name: tensors[name].numel()):
         counts = np.array([tensors[name].numel() for name in group])
-        found |= zip(group, of_each(joined([tensors[name] for name in group]), counts), strict=True)
+        each = elements.sum_each(joined([tensors[name] for name in group]), counts)
+        found |= zip(group, map(Sums, *(sums.tolist() for sums in each)), strict=True)
     return found
 
 
-def of_patches(patches: Iterable[TensorPatch]) -> dict[str, Sums]:
-    """Sum over the elements that patches of different tensors state, by name; they are on the CPU."""
-    found: dict[str, Sums] = {}
-    for group in grouped(patches, lambda each: each.values.element_size(), lambda each: len(each.indices)):
-        indices = torch.cat([each.indices.to(torch.int64) for each in group])
-        counts = np.array([len(each.indices) for each in group])
-        sums = of_each(joined([each.values for each in group]), counts, indices.numpy())
-        found |= zip((each.name for each in group), sums, strict=True)
-    return found
+def of_group(group: Group) -> SumsArray:
+    """Sum over the elements that a group states, of each of its tensors."""
+    return np.stack(elements.sum_each(group.values, group.counts, group.positions), axis=1)
 
 
 def of_tensors(schema: Schema, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Sums]:
-    """Digest named tensors that follow a schema; each is read once, small ones many at a time.
-
-    Raises:
-        SchemaMismatch: a tensor is unknown, missing, or of another shape or dtype.
-    """
+    """Digest named tensors that follow a schema; each is read once, small ones many at a time."""
     specs, sums = schema.by_name(), dict[str, Sums]()
     batch, num = dict[str, torch.Tensor](), 0
     for name, tensor in tensors:
@@ -96,21 +82,18 @@ def of_tensors(schema: Schema, tensors: Iterable[tuple[str, torch.Tensor]]) -> d
     return sums
 
 
-def check_state(store: Store, schema: Schema, sums: Mapping[str, Sums], manifest: Manifest) -> None:
+def check_state(store: Store, schema: Schema, sums: AllSums, manifest: Manifest) -> None:
     """Check that weights with these sums are the manifest's version.
 
-    Args:
-        store: if they are not, the version's own sums are read from there, to name the tensors that differ.
-
-    Raises:
-        StateMismatch: they are not.
+    If they are not, the version's own sums are read from the store, to name the tensors that differ.
     """
     found = state_total(schema, sums)
     if found == manifest.state.total:
         return
     try:
         recorded = read_sums(store, schema, manifest)
-        wrong = [spec.name for spec in schema.tensors if sums[spec.name] != recorded[spec.name]]
+        differ = (as_array(schema, sums) != recorded).any(axis=1)
+        wrong = [schema.tensors[place].name for place in np.flatnonzero(differ)]
         which = f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}"
     except Exception as exc:  # noqa: BLE001 -- a failure here must not hide that tensors differ
         which = f"which tensors differ cannot be told: {exc}"

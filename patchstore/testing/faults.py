@@ -1,4 +1,4 @@
-"""Stores that fail as real ones do, on a script or by chance, and stores that are slow.
+"""Stores that fail as real ones do, on a script or by chance.
 
     store = FaultyStore(inner, Fault(verb="put", key="versions/*", effect="fail-after"))
 
@@ -8,7 +8,9 @@ The first put of a manifest is then carried out, and reported as failed.
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from fnmatch import fnmatchcase
 from random import Random
 from typing import Literal
@@ -16,7 +18,7 @@ from typing import Literal
 from patchstore.errors import AlreadyExists, NotFound, StoreUnavailable
 from patchstore.stores.base import Chunk, Store
 
-Verb = Literal["get", "size", "put", "list", "delete", "upload"]
+Verb = Literal["get", "size", "stored_at", "put", "list", "delete", "upload"]
 Effect = Literal["fail-before", "fail-after", "exists", "stale", "truncate", "flip", "delay"]
 
 
@@ -48,7 +50,8 @@ class Fault:
 class FaultyStore(Store):
     """Another store, with faults; of those that match a call, the first one strikes.
 
-    The same seed and the same order of calls give the same faults.
+    The same seed and the same order of calls give the same faults. `before` is called with the verb and
+    key of every call before anything else happens; it may wait, or raise what the call is to raise.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class FaultyStore(Store):
         *faults: Fault,
         seed: int = 0,
         sleep: Callable[[float], None] = time.sleep,
+        before: Callable[[Verb, str], object] | None = None,
     ) -> None:
         self.url, self.single_writer = inner.url, inner.single_writer
         self.calls: list[tuple[str, str]] = []
@@ -65,49 +69,57 @@ class FaultyStore(Store):
         self._faults = faults
         self._matches = [0] * len(faults)
         self._random = Random(seed)
-        self._sleep = sleep
+        self._sleep, self._watcher = sleep, before
         self._lock = threading.Lock()
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        effect = self._before("get", key)
-        data = self._inner.get(key, start, end)
-        self._after(effect, key)
-        return self._spoiled(effect, data)
+        with self._call("get", key) as effect:
+            return self._spoiled(effect, self._inner.get(key, start, end))
 
     def size(self, key: str) -> int:
-        effect = self._before("size", key)
-        size = self._inner.size(key)
-        self._after(effect, key)
-        return size
+        with self._call("size", key):
+            return self._inner.size(key)
+
+    def stored_at(self, key: str) -> datetime | None:
+        with self._call("stored_at", key):
+            return self._inner.stored_at(key)
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
-        effect = self._before("put", key)
-        self._inner.put(key, self._spoiled(effect, data), if_absent=if_absent)
-        self._after(effect, key)
+        with self._call("put", key) as effect:
+            self._inner.put(key, self._spoiled(effect, data), if_absent=if_absent)
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        effect = self._before("list", prefix)
-        keys = [*self._inner.list(prefix)]
-        self._after(effect, prefix)
+        with self._call("list", prefix) as effect:
+            keys = [*self._inner.list(prefix)]
         yield from keys[:-1] if effect == "stale" else keys
 
     def delete(self, key: str) -> None:
-        effect = self._before("delete", key)
-        self._inner.delete(key)
-        self._after(effect, key)
+        with self._call("delete", key):
+            self._inner.delete(key)
 
     def upload(self, key: str, chunks: Iterable[Chunk]) -> None:
-        effect = self._before("upload", key)
-        if effect in {"truncate", "flip"}:
-            chunks = [self._spoiled(effect, b"".join(bytes(chunk) for chunk in chunks))]
-        self._inner.upload(key, chunks)
-        self._after(effect, key)
+        with self._call("upload", key) as effect:
+            if effect in {"truncate", "flip"}:
+                chunks = [self._spoiled(effect, b"".join(bytes(chunk) for chunk in chunks))]
+            self._inner.upload(key, chunks)
 
     def close(self) -> None:
         self._inner.close()
 
+    @contextmanager
+    def _call(self, verb: Verb, key: str) -> Iterator[Effect | None]:
+        """Let a call happen, with what goes wrong before it or after it; yields what else is to go wrong."""
+        effect = self._before(verb, key)
+        yield effect
+        if effect == "fail-after":
+            raise StoreUnavailable(f"{self.url}: no answer for {key} (injected)")
+        if effect == "exists":
+            raise AlreadyExists(f"{self.url} already has {key} (injected)")
+
     def _before(self, verb: Verb, key: str) -> Effect | None:
         """Count a call, and return the effect that it is to suffer later on, if any."""
+        if self._watcher is not None:
+            self._watcher(verb, key)
         with self._lock:
             self.calls.append((verb, key))
             fault = self._next_fault(verb, key)
@@ -117,7 +129,7 @@ class FaultyStore(Store):
             self._sleep(fault.delay_s)
         if fault.effect == "fail-before":
             raise StoreUnavailable(f"{self.url}: {verb} {key} did not happen (injected)")
-        if fault.effect == "stale" and verb in {"get", "size"}:
+        if fault.effect == "stale" and verb in {"get", "size", "stored_at"}:
             raise NotFound(f"{self.url} has no {key} (injected)")
         return fault.effect
 
@@ -133,12 +145,6 @@ class FaultyStore(Store):
                 return fault
         return None
 
-    def _after(self, effect: Effect | None, key: str) -> None:
-        if effect == "fail-after":
-            raise StoreUnavailable(f"{self.url}: no answer for {key} (injected)")
-        if effect == "exists":
-            raise AlreadyExists(f"{self.url} already has {key} (injected)")
-
     def _spoiled(self, effect: Effect | None, data: bytes) -> bytes:
         if effect == "truncate":
             return data[: len(data) // 2]
@@ -149,57 +155,3 @@ class FaultyStore(Store):
             flipped[bit // 8] ^= 1 << bit % 8
             return bytes(flipped)
         return data
-
-
-class SlowStore(Store):
-    """Another store, as far away and as slow as asked for; transfers do not slow each other."""
-
-    def __init__(
-        self,
-        inner: Store,
-        *,
-        latency_s: float,
-        bytes_per_s: float = float("inf"),
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self.url, self.single_writer = inner.url, inner.single_writer
-        self._inner = inner
-        self._latency_s = latency_s
-        self._bytes_per_s = bytes_per_s
-        self._sleep = sleep
-
-    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        data = self._inner.get(key, start, end)
-        self._wait(len(data))
-        return data
-
-    def size(self, key: str) -> int:
-        self._wait()
-        return self._inner.size(key)
-
-    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
-        self._wait(len(data))
-        self._inner.put(key, data, if_absent=if_absent)
-
-    def list(self, prefix: str = "") -> Iterator[str]:
-        self._wait()
-        yield from self._inner.list(prefix)
-
-    def delete(self, key: str) -> None:
-        self._wait()
-        self._inner.delete(key)
-
-    def upload(self, key: str, chunks: Iterable[Chunk]) -> None:
-        def slowly() -> Iterator[Chunk]:
-            for chunk in chunks:
-                self._sleep(memoryview(chunk).nbytes / self._bytes_per_s)
-                yield chunk
-
-        self._wait()
-        self._inner.upload(key, slowly())
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def _wait(self, num_bytes: int = 0) -> None:
-        self._sleep(self._latency_s + num_bytes / self._bytes_per_s)

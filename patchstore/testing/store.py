@@ -11,23 +11,56 @@
 That is a backend's whole test of the contract in `stores/base.py`.
 """
 
+import json
 import random
+import subprocess
+import sys
+from array import array
 from collections import Counter
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Event
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import pytest
 
 from patchstore.errors import AlreadyExists, NotFound, UsageError
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Chunk, Store
-from patchstore.testing.pattern import pattern, patterned
-from patchstore.testing.racers import read_line, start_racer, write_line
 
 _NUM_RACERS = 8
 _NUM_PROCESSES = 2
 _NUM_ROUNDS = 10
+
+
+_RACER = """
+import json, sys
+from patchstore.errors import AlreadyExists
+from patchstore.stores import open_store
+url, options, me = json.loads(sys.argv[1])
+store = open_store(url, **options)
+print("ready", flush=True)
+for line in sys.stdin:
+    try:
+        store.put(line.strip(), me.encode(), if_absent=True)
+        print("won", flush=True)
+    except AlreadyExists:
+        print("lost", flush=True)
+"""
+"""A process that is told a key at a time, and says whether it created it."""
+
+
+def pattern(start: int, end: int) -> bytes:
+    """Bytes `start` to `end` of an endless object in which every 8 bytes say where they are."""
+    first = start // 8
+    words = array("Q", range(first, (end + 7) // 8)).tobytes()
+    return words[start - 8 * first : end - 8 * first]
+
+
+def patterned(size: int) -> Iterator[bytes]:
+    """The pattern's first `size` bytes, in chunks that are no divisor of a part."""
+    step = 3_000_008
+    for offset in range(0, size, step):
+        yield pattern(offset, min(offset + step, size))
 
 
 class ProducerError(Exception):
@@ -39,6 +72,8 @@ class StoreConformance:
 
     reads_with = "get"
     """The store's method that brings each part of a `read`."""
+    tells_time = True
+    """Whether it says when an object was stored."""
 
     @pytest.fixture
     def store(self) -> Store:
@@ -74,6 +109,21 @@ class StoreConformance:
             assert store.size(key) == 0
             assert list(store.read(key)) == []
         assert list(store.list()) == ["also/empty", "empty"]
+
+    def test_it_says_when_an_object_was_put_or_always_that_it_does_not_know(self, store: Store) -> None:
+        with pytest.raises(NotFound):
+            store.stored_at("first")
+        store.put("first", b"1")
+        store.put("second", b"2", if_absent=True)
+        first, second = store.stored_at("first"), store.stored_at("second")
+        if not self.tells_time:
+            assert (first, second) == (None, None)
+            return
+        assert first is not None and second is not None
+        assert first.tzinfo is not None and first <= second
+        store.put("first", b"1")
+        again = store.stored_at("first")
+        assert again is not None and again >= second
 
     def test_a_range_is_cut_at_the_objects_size(self, store: Store) -> None:
         data = b"0123456789"
@@ -165,13 +215,25 @@ class StoreConformance:
         opening = self.other_process(store)
         if opening is None:
             pytest.skip("no other process can open this store")
-        racers = [start_racer(opening, f"process {me}") for me in range(_NUM_PROCESSES)]
+        racers = [
+            subprocess.Popen(
+                [sys.executable, "-c", _RACER, json.dumps([*opening, f"process {me}"])],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for me in range(_NUM_PROCESSES)
+        ]
+
+        def answers_of_all() -> list[str]:
+            return [cast("IO[str]", racer.stdout).readline().strip() for racer in racers]
+
         try:
-            assert [read_line(racer) for racer in racers] == ["ready"] * _NUM_PROCESSES
+            assert answers_of_all() == ["ready"] * _NUM_PROCESSES
             for turn in range(_NUM_ROUNDS):
                 for racer in racers:
-                    write_line(racer, f"race/{turn}")
-                answers = [read_line(racer) for racer in racers]
+                    print(f"race/{turn}", file=racer.stdin, flush=True)
+                answers = answers_of_all()
                 assert Counter(answers) == {"won": 1, "lost": _NUM_PROCESSES - 1}
                 assert store.get(f"race/{turn}").decode() == f"process {answers.index('won')}"
         finally:

@@ -1,26 +1,35 @@
 """The command line: what it prints, how it fails, and with which exit code."""
 
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
+from moto.server import ThreadedMotoServer
 from safetensors.torch import load_file
 
 from patchstore import __version__
 from patchstore.cli import main
 from patchstore.cli.options import parsed
+from patchstore.follow.logs import JsonFormatter, TextFormatter
 from patchstore.stores.folder import FolderStore
+from patchstore.support.printable import escaped, json_line
 from patchstore.tensors import state_digest
 from tests.format import bucket_edits, surgery
+from tests.support.commands import Cli
+from tests.support.copies import objects_of
+from tests.support.vllm_stub import StubServer, serving
 from tests.support.weights import Run, assert_same_bits
 
-Command = Callable[..., tuple[int, str, str]]
 PATCHSTORE = f"{sys.executable} -m patchstore"
 
 
@@ -30,21 +39,7 @@ def shell(command: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def patchstore(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Run the command line in this process; returns exit code, output, errors."""
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["patchstore", *map(str, args)])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err  # type: ignore[return-value]
-
-    return call
-
-
-@pytest.fixture
-def lines(patchstore: Command) -> Callable[..., list[dict[str, Any]]]:
+def lines(patchstore: Cli) -> Callable[..., list[dict[str, Any]]]:
     """Run a command that must succeed with --json; returns what it printed."""
 
     def call(*args: object) -> list[dict[str, Any]]:
@@ -58,8 +53,7 @@ def lines(patchstore: Command) -> Callable[..., list[dict[str, Any]]]:
 @pytest.fixture
 def bucket(tmp_path: Path) -> tuple[Path, Run]:
     run = Run(FolderStore(tmp_path / "bucket"))
-    run.publish_versions(6)
-    run.close()
+    run.publish_and_close(6)
     return tmp_path / "bucket", run
 
 
@@ -72,19 +66,19 @@ def test_log_lists_the_newest_versions_first(bucket, lines, patchstore) -> None:
     assert "B/change" in out
 
 
-def test_show_tells_all_about_a_version(bucket, lines, patchstore) -> None:
-    (found,) = lines("show", bucket[0], 4)
+def test_log_of_a_version_tells_all_about_it(bucket, lines, patchstore) -> None:
+    (found,) = lines("log", bucket[0], 4)
     assert (found["version"], found["kind"], found["parent"]) == (4, "anchor", 3)
     assert found["state"]["sums"]["size"] == 16 * len(bucket[1].history[4])
     assert "tensors" not in found["state"]
-    (found,) = lines("show", bucket[0], 4, "--tensors")
+    (found,) = lines("log", bucket[0], 4, "--tensors")
     assert found["state"]["tensors"] == {
         name: state_digest.of_tensor(tensor).hex() for name, tensor in bucket[1].history[4].items()
     }
-    code, out, _ = patchstore("show", bucket[0])
+    code, out, _ = patchstore("log", bucket[0], 5)
     assert code == 0
     assert "parent_digest" in out
-    code, out, _ = patchstore("show", bucket[0], "--tensors")
+    code, out, _ = patchstore("log", bucket[0], 5, "--tensors")
     assert code == 0
     assert "layers.0.proj.weight" in out
 
@@ -95,7 +89,7 @@ def test_verify_proves_one_version_or_all(bucket, lines) -> None:
     assert [v["version"] for v in lines("verify", bucket[0], "--all")] == [0, 1, 2, 3, 4, 5]
 
 
-def test_verify_all_says_of_each_version_whether_it_is_right(bucket, patchstore: Command) -> None:
+def test_verify_all_says_of_each_version_whether_it_is_right(bucket, patchstore: Cli) -> None:
     next(bucket[0].glob("deltas/00000001*/*")).unlink()
     code, out, err = patchstore("verify", bucket[0], "--all", "--json")
     found = {line["version"]: line for line in map(json.loads, out.splitlines())}
@@ -110,7 +104,7 @@ def test_verify_all_says_of_each_version_whether_it_is_right(bucket, patchstore:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_verify_all_goes_on_past_a_payload_that_is_no_file(bucket, patchstore: Command, kind: str) -> None:
+def test_verify_all_goes_on_past_a_payload_that_is_no_file(bucket, patchstore: Cli, kind: str) -> None:
     payload = next(bucket[0].glob("deltas/00000005*/*"))
     payload.rename(bucket[0] / "elsewhere")
     os.mkfifo(payload) if kind == "pipe" else payload.symlink_to(bucket[0] / "elsewhere")
@@ -119,7 +113,7 @@ def test_verify_all_goes_on_past_a_payload_that_is_no_file(bucket, patchstore: C
 
 
 @pytest.mark.parametrize("args", [[], ["--all"]])
-def test_verify_notices_that_the_newest_version_was_removed(bucket, patchstore: Command, args) -> None:
+def test_verify_notices_that_the_newest_version_was_removed(bucket, patchstore: Cli, args) -> None:
     (bucket[0] / "versions" / "00000005.json").unlink()
     code, _, err = patchstore("verify", bucket[0], *args)
     assert (code, "head.json names version 5" in err) == (3, True)
@@ -132,7 +126,7 @@ def test_a_closed_standard_output_is_no_success(bucket) -> None:
 
 
 def test_a_run_that_does_not_begin_at_version_0_is_refused_for_one_version_as_for_all(
-    tmp_path: Path, patchstore: Command
+    tmp_path: Path, patchstore: Cli
 ) -> None:
     objects = surgery.load(Path(__file__).parents[1] / "golden" / "v1-gap")
     bucket_edits.begin_at(objects, 5)
@@ -147,14 +141,8 @@ def test_a_run_that_does_not_begin_at_version_0_is_refused_for_one_version_as_fo
 def test_log_shows_a_parent_that_is_not_the_version_before(tmp_path: Path, bucket, patchstore) -> None:
     assert "parent" not in patchstore("log", bucket[0])[1]
     run = Run(FolderStore(tmp_path / "other"))
-    run.publish_versions(2)
-    weights = {name: tensor.clone() for name, tensor in run.model.items()}
-    run.publish()
-    run.train()
-    run.publish()
-    run.close()
-    for name, tensor in weights.items():
-        run.model[name].copy_(tensor)
+    run.publish_and_close(4)
+    run.go_back(2)
     run.open(resume=2)
     run.close()
     code, out, _ = patchstore("log", tmp_path / "other")
@@ -199,9 +187,9 @@ def test_log_leaves_out_columns_rather_than_digits_where_a_terminal_is_narrow(bu
 
 
 def test_a_table_in_a_pipe_has_whole_digests(bucket, lines) -> None:
-    (found,) = lines("show", bucket[0])
+    (found,) = lines("log", bucket[0], 5)
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    out = shell(f"{PATCHSTORE} show {bucket[0]} | cat", env=environment).stdout
+    out = shell(f"{PATCHSTORE} log {bucket[0]} 5 | cat", env=environment).stdout
     assert found["state"]["total"] in out
     assert found["delta"]["payloads"][0]["key"] in out
 
@@ -211,16 +199,18 @@ def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("│")]
 
 
-def test_replay_writes_a_version(bucket, lines, tmp_path: Path) -> None:
-    lines("replay", bucket[0], tmp_path / "out", 3)
-    assert_same_bits(load_file(tmp_path / "out" / "model.safetensors"), bucket[1].history[3])
+@pytest.mark.parametrize(("version", "expected"), [([], 5), ([3], 3)])
+def test_replay_writes_a_version(bucket, lines, tmp_path: Path, version: list[int], expected: int) -> None:
+    (found,) = lines("replay", bucket[0], tmp_path / "out", *version)
+    assert found["version"] == expected
+    assert_same_bits(load_file(tmp_path / "out" / "model.safetensors"), bucket[1].history[expected])
 
 
 @pytest.mark.parametrize(
     ("args", "code", "kind"),
     [
         (("log", "{empty}"), 2, "version-not-found"),
-        (("show", "{bucket}", "77"), 2, "version-not-found"),
+        (("log", "{bucket}", "77"), 2, "version-not-found"),
         (("replay", "{bucket}", "{empty}"), 2, "usage"),
         (("log", "nosuch://place"), 2, "usage"),
         (("log", "{bucket}", "--option", "key=value"), 2, "usage"),
@@ -230,10 +220,12 @@ def test_replay_writes_a_version(bucket, lines, tmp_path: Path) -> None:
         (("log",), 2, "usage"),
         (("nosuch",), 2, "usage"),
         (("log", "{bucket}/none"), 2, "version-not-found"),
-        (("show", "{bucket}", "-1"), 2, "usage"),
-        (("show", "{bucket}", "newest"), 2, "version-not-found"),
-        (("show", "{bucket}", "head"), 2, "usage"),
-        (("show", "{bucket}", "1_000"), 2, "usage"),
+        (("log", "{bucket}", "-1"), 2, "usage"),
+        (("log", "{bucket}", "--tensors"), 2, "usage"),
+        (("log", "{bucket}", "1", "--limit", "3"), 2, "usage"),
+        (("log", "{bucket}", "newest"), 2, "version-not-found"),
+        (("log", "{bucket}", "head"), 2, "usage"),
+        (("log", "{bucket}", "1_000"), 2, "usage"),
         (("verify", "{bucket}", "77"), 2, "version-not-found"),
         (("verify", "{bucket}", "1", "--all"), 2, "usage"),
         (("verify", "--server", "localhost"), 2, "usage"),
@@ -245,10 +237,6 @@ def test_replay_writes_a_version(bucket, lines, tmp_path: Path) -> None:
         (("replay", "{bucket}", "{file}/out"), 2, "usage"),
         (("replay", "{bucket}", "/proc/out"), 2, "usage"),
         (("replay", "{bucket}", "{empty}/out", "--version", "3"), 2, "usage"),
-        (("transcode", "{bucket}", "{empty}/out", "77"), 2, "version-not-found"),
-        (("transcode", "{bucket}", "{empty}/out/more", "0"), 2, "usage"),
-        (("transcode", "{bucket}", "{file}/out", "3"), 2, "usage"),
-        (("transcode", "{bucket}", "3"), 2, "usage"),
         (("follow", "{bucket}"), 2, "usage"),
         (("doctor", "{bucket}", "--server", "localhost"), 2, "usage"),
         (("verify", "{bucket}", "1"), 3, "corrupt-object"),
@@ -277,35 +265,36 @@ def test_a_wrong_call_names_what_is_missing_and_how_to_call(patchstore) -> None:
     _, _, err = patchstore("replay", "x")
     assert "Missing argument 'OUT'" in err and "VERSION" in err
     assert "patchstore replay STORE OUT 12" in patchstore("replay", "x", "y", "--version", 3)[2]
-    assert "versions count from 0" in patchstore("show", "x", "-1")[2]
+    assert "versions count from 0" in patchstore("log", "x", "-1")[2]
     assert "patchstore --verbose doctor" in patchstore("doctor", "x", "--verbose")[2]
+
+
+@pytest.mark.parametrize("digits", [19, 20, 5000])
+def test_a_number_too_large_for_a_version_ends_in_a_sentence(
+    bucket, patchstore, tmp_path, digits: int
+) -> None:
+    for args in (("log",), ("verify",), ("replay", tmp_path / "out")):
+        code, _, err = patchstore(args[0], bucket[0], *args[1:], "9" * digits)
+        assert (code, err.count("\n")) == (2, 1) and "version must be from 0 to" in err
+    assert "has no version 12345678901" in patchstore("log", bucket[0], "00012345678901")[2]
 
 
 def test_without_arguments_the_help_is_shown(patchstore) -> None:
     code, out, err = patchstore()
     assert (code, err) == (2, "")
-    assert "transcode" in out
+    assert "replicate" in out
 
 
-def test_every_command_takes_a_version_after_its_places(bucket, lines, tmp_path: Path) -> None:
-    for number, version in enumerate(([], [3])):
-        out = [tmp_path / f"replayed-{number}", tmp_path / f"transcoded-{number}"]
-        found = [
-            *lines("show", bucket[0], *version),
-            *lines("verify", bucket[0], *version),
-            *lines("replay", bucket[0], out[0], *version),
-            *lines("transcode", bucket[0], out[1], *version),
-        ]
-        assert {each["version"] for each in found} == {3 if version else 5}
-        assert len(found) == 4
+def edit_newest(bucket: Path, edit: Callable[[Any], object]) -> None:
+    path = bucket / "versions" / "00000005.json"
+    record = json.loads(path.read_text())
+    edit(record)
+    path.write_text(json.dumps(record))
 
 
 def test_what_a_bucket_and_a_path_say_is_no_markup(bucket, patchstore, tmp_path: Path) -> None:
-    key = bucket[0] / "versions" / "00000005.json"
-    record = json.loads(key.read_text())
-    record["writer"]["id"] = "trainer[/bold]"
-    key.write_text(json.dumps(record))
-    code, out, _ = patchstore("show", bucket[0])
+    edit_newest(bucket[0], bucket_edits.put("writer.id", "trainer[/bold]"))
+    code, out, _ = patchstore("log", bucket[0], 5)
     assert code == 0
     assert "trainer[/bold]" in out
     code, out, _ = patchstore("replay", bucket[0], tmp_path / "step[red]", 3)
@@ -323,41 +312,32 @@ def test_a_name_that_the_output_cannot_show_is_no_failure(bucket, tmp_path: Path
 
 
 def test_option_values_are_json_where_they_can_be() -> None:
-    options = [
-        "anon=false",
-        "max_concurrency=4",
-        'config_kwargs={"a": 1}',
-        "key=abc",
-        'secret="12"',
-        "gateway_secret=12345e67",
-        "url=http://x",
-    ]
-    assert parsed(options) == {
-        "anon": False,
-        "max_concurrency": 4,
-        "config_kwargs": {"a": 1},
-        "key": "abc",
-        "secret": '"12"',
-        "gateway_secret": "12345e67",
-        "url": "http://x",
+    meant = {
+        "anon=false": False,
+        "max_concurrency=4": 4,
+        'config_kwargs={"a": 1}': {"a": 1},
+        "key=abc": "abc",
+        'secret="12"': '"12"',
+        "gateway_secret=12345e67": "12345e67",
+        "url=http://x": "http://x",
     }
+    assert parsed(list(meant)) == {option.partition("=")[0]: value for option, value in meant.items()}
 
 
 def test_a_manifest_of_other_tensors_is_an_error_and_no_traceback(bucket, patchstore) -> None:
-    path = bucket[0] / "versions" / "00000005.json"
-    record = json.loads(path.read_text())
-    record["state"]["sums"]["size"] -= 16
-    path.write_text(json.dumps(record))
-    code, out, _ = patchstore("show", bucket[0], "--tensors", "--json")
+    edit_newest(bucket[0], lambda record: record["state"]["sums"].update(size=16))
+    code, out, _ = patchstore("log", bucket[0], 5, "--tensors", "--json")
     assert (code, json.loads(out)["error"]["kind"]) == (3, "corrupt-object")
 
 
-def test_help_lists_every_command(patchstore) -> None:
+def test_help_lists_every_command_in_its_group(patchstore) -> None:
     code, out, _ = patchstore("--help")
     assert code == 0
-    for command in ("log", "show", "verify", "replay", "transcode", "follow", "doctor"):
-        assert command in out
-        assert patchstore(command, "--help")[0] == 0
+    for panel, commands in main.PANELS.items():
+        assert panel in out
+        for command in commands:
+            assert command.__name__ in out
+            assert patchstore(command.__name__, "--help")[0] == 0
 
 
 _IN_THE_ANCHOR = """
@@ -377,34 +357,22 @@ main.main()
 """Runs a command that waits in the payload of an anchor, so that it can be ended there."""
 
 
-def replaying(bucket: Path, out: Path) -> subprocess.Popen[str]:
-    """Begin a replay, and return when it has made its folder."""
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_terminated_or_interrupted_replay_leaves_nothing(bucket, tmp_path: Path, sent, code: int) -> None:
+    out = tmp_path / "out"
     out.mkdir()
-    command = [sys.executable, "-c", _IN_THE_ANCHOR, "replay", str(bucket), str(out / "v")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not list(out.iterdir()):
-        assert process.poll() is None
-    return process
-
-
-def test_a_terminated_replay_leaves_nothing(bucket, tmp_path: Path) -> None:
-    process = replaying(bucket[0], tmp_path / "out")
-    process.terminate()
-    process.communicate(timeout=60)
-    assert process.returncode == 143
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_an_interrupted_replay_leaves_nothing(bucket, tmp_path: Path) -> None:
-    process = replaying(bucket[0], tmp_path / "out")
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    command = [sys.executable, "-c", _IN_THE_ANCHOR, "replay", str(bucket[0]), str(out / "v")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while not list(out.iterdir()):
+            assert process.poll() is None
+        process.send_signal(sent)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == code
     assert "Traceback" not in err
-    assert list((tmp_path / "out").iterdir()) == []
+    assert list(out.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", ["log {}", "log {} --json", "show {}", "--help"])
+@pytest.mark.parametrize("arguments", ["log {}", "log {} --json", "log {} 5", "--help"])
 def test_a_reader_that_stops_reading_ends_the_command_quietly(bucket, arguments: str) -> None:
     done = shell(f"{PATCHSTORE} {arguments.format(bucket[0])} | true; exit ${{PIPESTATUS[0]}}")
     # What is not read is neither done nor wrong; shells know this code.
@@ -418,7 +386,7 @@ def test_an_examination_whose_reader_goes_away_leaves_nothing(tmp_path: Path) ->
 
 @pytest.mark.parametrize("option", ["", "--json"])
 def test_output_that_cannot_be_written_is_an_error_and_no_traceback(bucket, option: str) -> None:
-    done = shell(f"{PATCHSTORE} show {bucket[0]} {option} > /dev/full")
+    done = shell(f"{PATCHSTORE} log {bucket[0]} 5 {option} > /dev/full")
     assert done.returncode == 1
     assert done.stderr.startswith("error (os): ") and "Traceback" not in done.stderr
 
@@ -450,3 +418,162 @@ def test_the_package_runs_as_a_module_under_the_commands_name() -> None:
     assert found.returncode == 0, found.stderr
     assert __version__ in found.stdout
     assert "Usage: patchstore log" in found.stdout
+
+
+# What a store or a server says is shown, also where a terminal would obey it or a log would gain a line.
+
+# A title, a C1 introducer, DEL, and an override of the direction.
+HOSTILE = "\x1b]0;mine\x07\x9b31m\x7f\u202e made-up"
+SHOWN = r"\x1b]0;mine\x07\x9b31m\x7f\u202e made-up"
+FORGED = "\n2026-01-01T00:00:00.000Z INFO patchstore.follow: all is well"
+
+Command = Callable[..., tuple[int, str]]
+
+
+def is_clean(text: str) -> bool:
+    return all(
+        each == "\n" or not (each < " " or "\x7f" <= each < "\xa0" or "\u202a" <= each <= "\u202e")
+        for each in text
+    )
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of S3 with a run at `bucket/run`, one whose records are hostile at `bucket/lost`, and at
+    `bucket/none` no run. All have objects of hostile names.
+    """
+    store = FolderStore(tmp_path_factory.mktemp("run") / "bucket")
+    Run(store).publish_and_close(2)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
+    client.create_bucket(Bucket="bucket")
+    hostile = {f"{kind}/{HOSTILE}.json": b"{}" for kind in ("versions", "tags", "retired", "signatures")}
+    says = dict.fromkeys(("tags/best/00000000.json", "store.json"), json.dumps({"format_version": HOSTILE}))
+    whole = objects_of(store) | hostile
+    for place, objects in {"run": whole, "lost": whole | says, "none": hostile}.items():
+        for key, data in objects.items():
+            client.put_object(Bucket="bucket", Key=f"{place}/{key}", Body=data)
+    client.close()
+    yield url
+    server.stop()
+
+
+@pytest.fixture
+def of_server(endpoint: str) -> Command:
+    """Run a command of a store of that server; returns its exit code, and all that it wrote."""
+
+    def call(*args: str) -> tuple[int, str]:
+        options = ("-o", f"endpoint_url={endpoint}", "-o", "key=test", "-o", "secret=test")
+        command = [sys.executable, "-m", "patchstore", *args, *options]
+        done = subprocess.run(command, capture_output=True, check=False, timeout=120)
+        return done.returncode, done.stdout.decode() + done.stderr.decode()
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (("log", "s3://bucket/lost"), 3),
+        (("verify", "s3://bucket/lost"), 3),
+        (("doctor", "s3://bucket/lost"), 1),
+        (("prune", "s3://bucket/lost"), 3),
+    ],
+)
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_record_of_a_store_commands_no_terminal(
+    of_server: Command, args: tuple[str, ...], code: int, form: tuple[str, ...]
+) -> None:
+    found, text = of_server(*args, *form)
+    assert found == code
+    assert "mine" in text
+    assert is_clean(text)
+    if args[0] != "doctor":
+        assert SHOWN in text
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (("log", "s3://bucket/none"), 2),
+        (("verify", "s3://bucket/none"), 2),
+        (("log", "s3://bucket/run"), 0),
+        (("prune", "s3://bucket/run", "--keys"), 0),
+        (("tag", "s3://bucket/run"), 0),
+    ],
+)
+def test_a_name_that_is_no_key_is_never_shown(of_server: Command, args: tuple[str, ...], code: int) -> None:
+    found, text = of_server(*args)
+    assert found == code
+    assert "made-up" not in text
+    assert is_clean(text)
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--log-format", "text"), ("--log-format", "json")])
+def test_an_error_of_a_server_commands_no_terminal_and_forges_no_line(
+    tmp_path: Path, form: tuple[str, ...]
+) -> None:
+    run = Run(FolderStore(tmp_path / "bucket"))
+    run.publish_versions(1)
+    run_id = run.publisher.run_id
+    run.close()
+    with serving(StubServer()) as stub:
+        stub.run_id = run_id
+        stub.failures["/update_weights"] = [f"[load-failed] {HOSTILE}{FORGED}"] * 100
+        args = [*PATCHSTORE.split(), "follow", tmp_path / "bucket", "--server", stub.url, *form]
+        with (tmp_path / "said").open("wb") as said:
+            process = subprocess.Popen(args, stdout=said, stderr=said)
+            try:
+                while "made-up" not in (text := (tmp_path / "said").read_text()):
+                    assert process.poll() is None, text
+                    time.sleep(0.05)
+            finally:
+                process.send_signal(signal.SIGTERM)
+                process.wait(timeout=60)
+    text = (tmp_path / "said").read_text()
+    assert is_clean(text)
+    assert not re.search(f"^{re.escape(FORGED[1:])}", text, re.MULTILINE)
+    if "--json" in form:
+        kinds = [json.loads(line)["event"] for line in text.splitlines() if line.startswith("{")]
+        assert "failed" in kinds
+
+
+def test_each_character_that_a_terminal_may_obey_is_shown() -> None:
+    ranges = (range(0x20), range(0x7F, 0xA0), range(0x200B, 0x2010), range(0x2028, 0x202F))
+    for code in (each for some in ranges for each in some):
+        assert escaped(f"a{chr(code)}b").isprintable()
+        assert json.loads(json_line({"a": chr(code)}, ensure_ascii=False)) == {"a": chr(code)}
+        assert is_clean(json_line({"a": chr(code)}, ensure_ascii=False))
+    assert escaped("a\r\n\tb\x00\x9b\u202e\udc80") == r"a\r\n\tb\x00\x9b\u202e\udc80"
+    plain = "Größe 模型 │ C:\\new [red] 🙂"
+    assert escaped(plain) == plain
+
+
+@pytest.fixture
+def record() -> logging.LogRecord:
+    """A record whose message and exception begin another line each."""
+    try:
+        raise ValueError(HOSTILE + FORGED)
+    except ValueError:
+        return logging.LogRecord(
+            "patchstore", logging.ERROR, "file", 1, "%s", (HOSTILE + FORGED,), sys.exc_info()
+        )
+
+
+def test_each_line_of_a_text_log_is_a_record_or_indented(record: logging.LogRecord) -> None:
+    first, *rest = TextFormatter().format(record).split("\n")
+    assert SHOWN in first and first.endswith(r"all is well")
+    assert any("ValueError" in line for line in rest)
+    assert all(line.startswith("    ") for line in rest)
+    assert is_clean("\n".join([first, *rest]))
+
+
+def test_a_record_of_a_json_log_is_one_line_and_keeps_what_was_said(record: logging.LogRecord) -> None:
+    line = JsonFormatter().format(record)
+    assert is_clean(line) and "\n" not in line
+    found = json.loads(line)
+    assert found["message"] == HOSTILE + FORGED
+    assert found["traceback"].endswith(HOSTILE + FORGED)

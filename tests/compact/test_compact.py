@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,19 @@ import torch
 from typer.testing import CliRunner
 
 from patchstore import Replica, open_store, replay, verify
+from patchstore.bucket import history, lineage, shortcuts
+from patchstore.bucket.records import Ends, Plan
 from patchstore.cli.main import app
-from patchstore.compact import build
-from patchstore.compact.service import Compactor
 from patchstore.errors import CorruptObject, PublishFailed, StoreUnavailable, UsageError, VersionNotFound
-from patchstore.format import history, layout, lineage, shortcuts
-from patchstore.format.records import Plan
-from patchstore.format.shortcuts import Ends
+from patchstore.follow.loop import LoopSettings
+from patchstore.ops.compact import build, service
+from patchstore.ops.compact.service import Compactor
+from patchstore.stores import layout
 from patchstore.stores.base import Store
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
-from tests.support.weights import Run, State, assert_same_bits
+from tests.support.copies import before, copy_of, long_run
+from tests.support.weights import Run, State, assert_same_bits, rebuilt
 
 NUM_VERSIONS = 41
 EVERY = 16
@@ -47,20 +50,11 @@ def plan(store: Store, held: int | None, target: int) -> Plan:
     return lineage.read(store, target, held).plan()
 
 
-def held_at(store: Store, version: int | None) -> State:
-    tensors: State = {}
-    if version is not None:
-        Replica(store, tensors).update(version)
-    return tensors
-
-
 @pytest.mark.parametrize("encoding", ["gap", "context", "raw"])
 def test_every_way_over_shortcuts_leads_to_the_bits_of_the_version(long: Run, encoding: str) -> None:
     assert len(compacted(long.store, encoding=encoding)) > 5
     for held, target in [(None, 40), (None, 16), (None, 15), (1, 16), (3, 40), (7, 31), (0, 32), (33, 40)]:
-        tensors = held_at(long.store, held)
-        Replica(long.store, tensors).update(target)
-        assert_same_bits(tensors, long.history[target])
+        long.assert_reached(target, held)
 
 
 def test_a_reader_that_came_over_shortcuts_goes_on_with_deltas(long: Run) -> None:
@@ -94,24 +88,18 @@ def test_a_late_reader_needs_the_newest_anchor_and_what_came_since(long: Run) ->
     assert plan(long.store, None, 32).deltas == ()
 
 
-def test_a_reader_far_behind_asks_for_few_objects_and_no_more_bytes(run: Run) -> None:
-    run.open(anchor_every=1000)
-    for number in range(130):
-        run.train()
-        run.publish(number)
-    run.close()
+def test_a_reader_far_behind_asks_for_few_objects_and_no_more_bytes(store: MemoryStore) -> None:
+    run = long_run(store, 130)
     before = plan(run.store, 1, 128)
     compacted(run.store, every=128)
-    store = FaultyStore(run.store)
-    after = plan(store, 1, 128)
+    watched = FaultyStore(store)
+    after = plan(watched, 1, 128)
     assert before.num_requests > 250
     assert after.num_requests <= 40
     assert after.num_bytes <= before.num_bytes
     # What planning asked for: near versions, one listing, and records.
-    assert len(store.calls) <= 60
-    tensors = held_at(run.store, 1)
-    Replica(run.store, tensors).update(128)
-    assert_same_bits(tensors, run.history[128])
+    assert len(watched.calls) <= 60
+    run.assert_reached(128, 1)
 
 
 def test_a_reader_that_is_near_asks_for_no_shortcut(long: Run) -> None:
@@ -124,13 +112,10 @@ def test_a_reader_that_is_near_asks_for_no_shortcut(long: Run) -> None:
 def test_a_reader_that_may_not_list_goes_without_shortcuts(long: Run) -> None:
     compacted(long.store)
 
-    class CannotList(FaultyStore):
-        def list(self, prefix: str = "") -> Iterator[str]:
-            raise UsageError(f"{self.url}: list {prefix}: access denied")
+    def denied() -> None:
+        raise UsageError("access denied")
 
-    tensors: State = {}
-    Replica(CannotList(long.store), tensors).update(40)
-    assert_same_bits(tensors, long.history[40])
+    assert_same_bits(rebuilt(before(long.store, "list", "*", denied), 40), long.history[40])
 
 
 def test_again_nothing_is_added_and_new_versions_are(long: Run) -> None:
@@ -139,9 +124,7 @@ def test_again_nothing_is_added_and_new_versions_are(long: Run) -> None:
     assert list(compactor.compact()) == []
     assert compacted(long.store) == []
     long.open(resume=True, anchor_every=1000)
-    for number in range(50, 60):
-        long.train()
-        long.publish(number)
+    long.train_versions(10)
     long.close()
     (done,) = compactor.compact()
     assert (done.first, done.last) == (32, 48)
@@ -162,9 +145,7 @@ def test_files_beside_the_weights_are_in_each_anchor(run: Run, tmp_path: Path) -
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "x"}')
     run.open(files=folder, anchor_every=1000)
-    for number in range(10):
-        run.train()
-        run.publish(number)
+    run.train_versions(10)
     run.close()
     assert Ends(8, None) in compacted(run.store, every=8)
     replay(run.store, 8, out=tmp_path / "out")
@@ -173,28 +154,19 @@ def test_files_beside_the_weights_are_in_each_anchor(run: Run, tmp_path: Path) -
 
 def test_the_versions_that_a_trainer_left_are_not_compacted(run: Run) -> None:
     run.open(anchor_every=1000)
-    for number in range(12):
-        run.train()
-        run.publish(number)
-        if number == 4:
-            masters = {name: tensor.clone() for name, tensor in run.model.items()}
+    run.train_versions(12)
     run.close()
     left = history.head(run.store).version
-    for name, tensor in masters.items():
-        run.model[name].copy_(tensor)
+    run.go_back(4)
     run.open(resume=4, anchor_every=1000)
-    for number in range(20, 32):
-        run.train()
-        run.publish(number)
+    run.train_versions(12)
     run.close()
     compacted(run.store, every=8)
     found = shortcuts.listed(run.store)
     assert found
     assert not [each for each in found if 4 < each.version <= left]
     head = history.head(run.store).version
-    tensors = held_at(run.store, 2)
-    Replica(run.store, tensors).update(head)
-    assert_same_bits(tensors, run.history[head])
+    run.assert_reached(head, 2)
 
 
 def test_auto_adds_an_anchor_when_the_deltas_have_its_size(long: Run) -> None:
@@ -206,18 +178,12 @@ def test_auto_adds_an_anchor_when_the_deltas_have_its_size(long: Run) -> None:
     assert sum(spent) >= size > sum(spent[:-1])
 
 
-def test_a_publisher_without_periodic_anchors_leaves_them_to_the_compactor(run: Run) -> None:
-    run.open(anchor_every=None)
-    for number in range(70):
-        run.train()
-        run.publish(number)
-    run.close()
+def test_a_publisher_without_periodic_anchors_leaves_them_to_the_compactor(store: MemoryStore) -> None:
+    run = long_run(store, 70)
     assert [each.version for each in history.read_back(run.store, 69) if each.anchor is not None] == [0]
     assert Ends(64, None) in compacted(run.store, every=64)
     run.open(resume="auto", anchor_every=16)
-    for number in range(70, 80):
-        run.train()
-        run.publish(number)
+    run.train_versions(10)
     # Counted from version 64, whose anchor is a shortcut.
     anchors = [each.version for each in history.read_back(run.store, 80) if each.anchor is not None]
     assert anchors == [80, 0]
@@ -230,10 +196,10 @@ def test_a_publisher_without_periodic_anchors_leaves_them_to_the_compactor(run: 
 def test_killed_at_any_write_nothing_is_wrong_and_the_next_completes_it(
     long: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = set(compacted(copy(long.store)))
-    monkeypatch.setattr("patchstore.publish.uploads.ATTEMPTS", 1)
+    expected = set(compacted(copy_of(long.store)))
+    monkeypatch.setattr("patchstore.stores.tries.ATTEMPTS", 1)
     for at in range(1, 200):
-        store = copy(long.store)
+        store = copy_of(long.store)
         faults = [
             Fault(verb=verb, effect="fail-before", times=None, skip=at)
             for verb in ("put", "upload", "delete")
@@ -245,35 +211,21 @@ def test_killed_at_any_write_nothing_is_wrong_and_the_next_completes_it(
         else:
             break
         for target in (16, 40):
-            tensors = held_at(store, 3)
-            Replica(store, tensors).update(target)
-            assert_same_bits(tensors, long.history[target])
+            long.assert_reached(target, 3, store)
         compacted(store)
         assert shortcuts.listed(store) == expected
     assert at > 5
 
 
-def copy(store: Store) -> MemoryStore:
-    made = MemoryStore()
-    for key in store.list():
-        made.put(key, store.get(key))
-    return made
-
-
 def test_two_at_once_add_each_shortcut_once_and_leave_no_other_object(long: Run) -> None:
-    results: list[list[Ends]] = []
     start = threading.Barrier(2)
 
-    def work() -> None:
+    def work(_: int) -> set[Ends]:
         start.wait()
-        results.append(compacted(long.store))
+        return set(compacted(long.store))
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    first, second = map(set, results)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(work, range(2))
     assert first | second == shortcuts.listed(long.store)
     assert not first & second
     named = set()
@@ -286,49 +238,7 @@ def test_two_at_once_add_each_shortcut_once_and_leave_no_other_object(long: Run)
         for part in (manifest.anchor, manifest.delta):
             named |= {payload.key for payload in part.payloads} if part else set()
     assert named == {key for key in long.store.list() if key.startswith(("anchors/", "deltas/"))}
-    tensors: State = {}
-    Replica(long.store, tensors).update(40)
-    assert_same_bits(tensors, long.history[40])
-
-
-def test_a_record_that_makes_no_sense_is_not_used(long: Run, caplog: pytest.LogCaptureFixture) -> None:
-    compacted(long.store)
-    key = layout.shortcut_key(32, None)
-    long.store.put(key, b"{}")
-    tensors: State = {}
-    Replica(long.store, tensors).update(40)
-    assert_same_bits(tensors, long.history[40])
-    assert f"{key}: format_version must be" in caplog.text
-
-
-def test_a_record_of_another_manifest_is_not_used(long: Run, caplog: pytest.LogCaptureFixture) -> None:
-    compacted(long.store)
-    key = layout.shortcut_key(40 - 8, None)
-    record = json.loads(long.store.get(key))
-    record["manifest"] = record["manifest"].replace('"step": 32', '"step": 33')
-    long.store.put(key, json.dumps(record).encode())
-    tensors: State = {}
-    Replica(long.store, tensors).update(40)
-    assert_same_bits(tensors, long.history[40])
-    assert "names another version 32" in caplog.text
-
-
-def test_wrong_weights_behind_a_rollup_are_never_applied(long: Run) -> None:
-    compacted(long.store)
-    ends = Ends(16, 0)
-    assert ends in shortcuts.listed(long.store)
-    wrong = shortcuts.read(long.store, Ends(8, 0))
-    key = layout.shortcut_key(16, 0)
-    record = json.loads(long.store.get(key))
-    (payload,) = wrong.way.delta.payloads
-    record["delta"]["payloads"] = [{"key": payload.key, "size": payload.size, "digest": payload.digest}]
-    long.store.put(key, json.dumps(record).encode())
-    long.store.delete(layout.shortcut_key(16, None))
-    tensors = held_at(long.store, 0)
-    assert plan(long.store, 0, 31).deltas[0].version == 16
-    with pytest.raises(CorruptObject, match="version"):
-        Replica(long.store, tensors).update(31)
-    assert_same_bits(tensors, long.history[0])
+    assert_same_bits(rebuilt(long.store, 40), long.history[40])
 
 
 def test_a_wrong_byte_in_a_delta_ends_it_before_a_record_is_created(long: Run) -> None:
@@ -349,15 +259,25 @@ def test_rollups_that_save_too_little_are_left_out(long: Run, monkeypatch: pytes
 # As users call it.
 
 
+def test_followed_it_waits_for_a_run_and_outlives_a_store_that_fails(run: Run) -> None:
+    store = FaultyStore(run.store, Fault(verb="list", key="shortcuts/*", effect="fail-before"))
+    stop, settings = threading.Event(), LoopSettings(min_poll_interval_s=0.001, max_poll_interval_s=0.002)
+    events = service.follow(Compactor(store, anchor_every=8), stop, settings)
+    assert next(events).outcome == "waiting"
+    run.open(anchor_every=None)
+    run.publish_versions(10)
+    assert next(events).outcome == "failed"
+    done = next(events)
+    assert (done.outcome, done.version) == ("compacted", 8)
+    assert {"version": 8, "parent": None} in done.to_dict()["added"]
+    stop.set()
+    assert list(events) == []
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Store]:
     store = open_store(str(tmp_path / "bucket"))
-    run = Run(store)
-    run.open(anchor_every=1000)
-    for number in range(18):
-        run.train()
-        run.publish(number)
-    run.close()
+    long_run(store, 18)
     yield store
     store.close()
 
@@ -382,9 +302,7 @@ def test_a_run_that_has_no_version_yet_is_compacted_once_it_has_some(run: Run) -
     run.open(anchor_every=1000)
     compactor = Compactor(run.store, anchor_every=EVERY)
     assert list(compactor.compact()) == []
-    for number in range(EVERY + 1):
-        run.train()
-        run.publish(number)
+    run.train_versions(EVERY + 1)
     assert [each for done in compactor.compact() for each in done.added]
 
 
@@ -410,6 +328,4 @@ def test_tensors_without_bits_of_their_own_are_compared_as_bits(run: Run) -> Non
         run.publish(number)
     run.close()
     compacted(run.store, every=8)
-    tensors = held_at(run.store, 0)
-    Replica(run.store, tensors).update(8)
-    assert_same_bits(tensors, run.history[8])
+    run.assert_reached(8, 0)

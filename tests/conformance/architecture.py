@@ -1,7 +1,7 @@
 """What a tiny model is, how vLLM spreads it over ranks, and the sizes that many of the models share."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +31,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         # The second stage has no buffers for what the first one sends, unless vLLM compiles the model.
         "pp2": Layout(engine={"pipeline_parallel_size": 2}, generates=False),
         "transformers": Layout(engine={"model_impl": "transformers"}),
-        # Quantised while it is loaded; vLLM has no kernel to answer with on the CPU.
+        # Quantized while it is loaded; vLLM has no kernel to answer with on the CPU.
         "int8": Layout(engine={"quantization": "int8_per_channel_weight_only"}, generates=False),
     }
 )
@@ -96,6 +96,15 @@ def config(kind: str, **changes: Any) -> Callable[[], PretrainedConfig]:
         "tie_word_embeddings": False,
     }
     return lambda: getattr(transformers, kind)(**common | changes)
+
+
+def text_model(name: str, kind: str, *sizes: Mapping[str, Any], **more: Any) -> Architecture:
+    """Return an architecture; what is no field of it is of its config, as are `sizes`."""
+    own = {each.name: more.pop(each.name) for each in fields(Architecture) if each.name in more}
+    changes: dict[str, Any] = {}
+    for each in (*sizes, more):
+        changes |= each
+    return Architecture(name=name, config=config(kind, **changes), **own)
 
 
 def layers(*kinds: str) -> dict[str, Any]:

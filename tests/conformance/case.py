@@ -9,7 +9,7 @@ from zlib import crc32
 
 import torch
 from architecture import LAYOUTS, Architecture, Layout
-from engines import Engine, EngineFailed, answers
+from engines import Engine, EngineFailed, answers, open_run, update
 from safetensors import safe_open
 from training import NEWEST, Patch, publish
 from vllm import LLM
@@ -92,14 +92,10 @@ class _Case:
 
     def follow(self, llm: LLM) -> tuple[dict[int, State], dict[str, Any]]:
         """Bring an engine to every version in turn; return its state at some, and its status."""
-        llm.collective_rpc(
-            "init_weight_transfer_engine", kwargs={"init_info": {"store": str(self._folder / "store")}}
-        )
+        open_run(llm, self._folder / "store")
         states = {}
         for version in range(NEWEST + 1):
-            llm.collective_rpc("start_weight_update")
-            llm.collective_rpc("update_weights", kwargs={"update_info": {"version": version}})
-            llm.collective_rpc("finish_weight_update")
+            update(llm, version)
             if version in COMPARED:
                 states[version] = self._state(llm)
         return states, llm.collective_rpc("delta_status")[0]

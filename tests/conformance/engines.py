@@ -7,7 +7,7 @@ one leaves behind in memory cannot reach the next. Import this module before any
 import os
 
 os.environ |= {
-    # What vLLM quantises while it loads is tested too.
+    # What vLLM quantizes while it loads is tested too.
     "PATCHSTORE_REQUANTIZE": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -127,6 +127,27 @@ class Engine:
         except BaseException as exc:  # noqa: BLE001  # It is told to the parent.
             traceback.print_exc()
             result.send((False, f"{type(exc).__name__}: {exc}"))
+
+
+def open_run(llm: LLM, store: Path) -> None:
+    """Have an engine follow the run in a store."""
+    llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {"store": str(store)}})
+
+
+def update(llm: LLM, version: int) -> None:
+    """Bring an engine to a version."""
+    llm.collective_rpc("start_weight_update")
+    llm.collective_rpc("update_weights", kwargs={"update_info": {"version": version}})
+    llm.collective_rpc("finish_weight_update")
+
+
+def refusal(call: Callable[..., None], *args: object) -> str | None:
+    """Make a call, and return what it raised."""
+    try:
+        call(*args)
+    except Exception as exc:  # noqa: BLE001  # Told to the test.
+        return str(exc)
+    return None
 
 
 def answers(llm: LLM) -> list[tuple[list[int], float]]:

@@ -36,8 +36,8 @@ class Table:
     """Results with one vLLM and one torch, by architecture."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, _Row] = {}
-        self._machines: list[str] = []
+        self.rows: dict[str, _Row] = {}
+        self.machines: list[str] = []
 
     @classmethod
     def read(cls, text: str) -> "Table":
@@ -50,7 +50,7 @@ class Table:
         if made is None:
             raise ValueError(f"its results are not of {_versions()}")
         table = cls()
-        table._machines = made.removeprefix(_versions()).strip(" .").split("; ")
+        table.machines = made.removeprefix(_versions()).strip(" .").split("; ")
         reasons = dict(re.findall(r"^(\d+)\. (.+)$", text, re.MULTILINE))
         lines = [
             [cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line[:1] == "|"
@@ -62,14 +62,14 @@ class Table:
                 verdict, _, number = cell.rstrip("]").partition(" [")
                 if verdict:
                     row.cells[layout] = verdict, reasons.get(number, "")
-            table._rows[name.rstrip("*")] = row
+            table.rows[name.rstrip("*")] = row
         return table
 
     def add(self, name: str, layout: str, outcome: case.Outcome) -> None:
         """Add a result, in the place of one that is there of the same case."""
-        if _machine() not in self._machines:
-            self._machines.append(_machine())
-        row = self._rows.setdefault(name, _Row())
+        if _machine() not in self.machines:
+            self.machines.append(_machine())
+        row = self.rows.setdefault(name, _Row())
         row.tensors = outcome.num_names or row.tensors
         row.cells[layout] = outcome.verdict, outcome.reason
         row.upstream = outcome.upstream or row.upstream
@@ -77,11 +77,11 @@ class Table:
             row.map = _listed(outcome.map)
 
     def __str__(self) -> str:
-        layouts = [each for each in LAYOUTS if any(each in row.cells for row in self._rows.values())]
+        layouts = [each for each in LAYOUTS if any(each in row.cells for row in self.rows.values())]
         lines = [
             "# Which architectures were compared",
             "",
-            f"{_versions()} {'; '.join(self._machines)}.",
+            f"{_versions()} {'; '.join(self.machines)}.",
             "Made by `make conformance`.",
             "",
             *_INTRODUCTION.splitlines(),
@@ -90,7 +90,7 @@ class Table:
             "|" + "---|" * (len(layouts) + 4),
         ]
         reasons: dict[str, int] = {}
-        for name, row in sorted(self._rows.items(), key=lambda each: _order(each[0])):
+        for name, row in sorted(self.rows.items(), key=lambda each: _order(each[0])):
             star = "" if name not in ARCHITECTURES or ARCHITECTURES[name].generates else "*"
             cells = [name + star, str(row.tensors)]
             cells += [_cell(*row.cells.get(layout, ("", "")), reasons) for layout in layouts]

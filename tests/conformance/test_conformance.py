@@ -17,7 +17,7 @@ CASES = [
     ("mamba2", "tp1"),  # calculated
     ("llama4", "ep2"),  # gathered by an index
     ("aria-text-only", "tp1"),  # no vision tower
-    ("qwen3-tied", "int8"),  # quantised by vLLM
+    ("qwen3-tied", "int8"),  # quantized by vLLM
 ]
 
 

@@ -12,14 +12,12 @@ from types import MappingProxyType
 import torch
 import transformers
 from architecture import Architecture
-from dense_models import DENSE_MODELS
-from expert_models import EXPERT_MODELS
 from image_models import IMAGE_MODELS
-from recurrent_models import RECURRENT_MODELS
+from text_models import TEXT_MODELS
 from transformers import PreTrainedModel
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {each.name: each for each in (*DENSE_MODELS, *EXPERT_MODELS, *RECURRENT_MODELS, *IMAGE_MODELS)}
+    {each.name: each for each in (*TEXT_MODELS, *IMAGE_MODELS)}
 )
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from patchstore.stores.memory import MemoryStore
 from tests.stores.conftest import s3_options, s3_session, s3_url  # noqa: F401 - fixtures
+from tests.support.commands import patchstore  # noqa: F401 -- fixtures
 from tests.support.weights import Run
 
 

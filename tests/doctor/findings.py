@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from patchstore.doctor import Finding, examine
+from patchstore.ops.doctor import Finding, examine
 from patchstore.stores.base import Store
 
 WRITTEN = ["write", "create-only", "read-after-write", "listing", "ranges", "latency", "throughput"]

@@ -1,6 +1,6 @@
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from patchstore.encodings.context import (
+from patchstore.bucket.records import TensorSpec
+from patchstore.codec.context import (
     Coded,
     RowSets,
     decode,
@@ -19,12 +20,10 @@ from patchstore.encodings.context import (
     tiling,
     unpack,
 )
-from patchstore.encodings.context.classes import WIDTHS
-from patchstore.encodings.context.parameters import BINS, DENSE, bin_of, choose_classes, choose_rows
+from patchstore.codec.context.classes import WIDTHS
+from patchstore.codec.context.rows import BINS, DENSE, bin_of, choose_classes, choose_rows
 from patchstore.errors import CorruptObject
-from patchstore.format.records import TensorSpec
-from tests.encodings import context_plain
-from tests.format.table_edits import Head, edited, setting
+from tests.format import independent_context
 
 SHAPES = [
     (),
@@ -64,15 +63,13 @@ def make_case(dtype: str, shape: tuple[int, ...], density: float, kind: str, see
     return spec, old, positions, (old[positions] + by[positions]).astype(as_bits)
 
 
-def streams_of(coded: Coded) -> list[bytes]:
-    ends = coded.lengths.cumsum()
-    return [coded.data[end - length : end].tobytes() for end, length in zip(ends, coded.lengths, strict=True)]
-
-
 def plainly(spec: TensorSpec, coded: Coded, old: Array) -> dict[int, int]:
-    return context_plain.decode(
-        spec.dtype, spec.shape, coded.lo, coded.rows.tolist(), streams_of(coded), old.tolist()
+    """The changes as the independent reader finds them: the new bits by position."""
+    table = pack([(0, coded)])
+    found = independent_context.changes(
+        table, coded.data.tobytes(), {spec.name: (spec.dtype, spec.shape)}, {spec.name: old.tobytes()}
     )
+    return {position: int.from_bytes(new, "little") for _, position, new in found}
 
 
 @pytest.mark.sample(120)
@@ -89,20 +86,27 @@ def test_a_change_comes_back_exactly(shape: tuple[int, ...], dtype: str, density
     assert np.array_equal(at, positions)
     assert bits.dtype == new.dtype
     assert np.array_equal(bits, new)
-    assert (coded.lengths > 0).sum() == sum(bool(set(tile) & set(positions.tolist())) for tile in cells(spec))
+    assert (coded.lengths > 0).sum() == sum(
+        bool(set(tile) & set(positions.tolist())) for tile in cells(spec.shape)
+    )
     if prod(shape) < 5000 or density < 0.1:
         plain = plainly(spec, coded, old)
         assert sorted(plain) == positions.tolist()
         assert [plain[position] for position in positions.tolist()] == new.tolist()
 
 
-def cells(spec: TensorSpec) -> list[list[int]]:
-    return list(context_plain.tiles(spec.shape))
+def cells(shape: tuple[int, ...]) -> list[list[int]]:
+    """The flat positions of each tile's elements, as the independent reader cuts them."""
+    _, rows, cols = independent_context.view(shape)
+    return [
+        [(level * rows + row) * cols + col for level, row, col in product(*tile)]
+        for tile in independent_context.tiles(shape, *independent_context.whole(shape))
+    ]
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 32, 3), (16, 131072), (70000, 16), (3, 65537)], ids=str)
 def test_tiles_are_those_of_the_description(shape: tuple[int, ...]) -> None:
-    cut, plain = tiling(shape), list(context_plain.tiles(shape))
+    cut, plain = tiling(shape), cells(shape)
     assert cut.num_tiles == len(plain)
     assert cut.sizes().tolist() == [len(tile) for tile in plain]
     assert cut.sizes().max() <= 65536
@@ -135,8 +139,10 @@ def test_a_slice_is_decoded_from_its_own_tiles_and_bits(
         index[side] = slice(part * length, (part + 1) * length)
         mine[tuple(index)] = True
         flat = mine.reshape(-1)
-        tiles = np.array([number for number, tile in enumerate(cells(spec)) if flat[tile].any()])
-        assert sum(len(tile) for number, tile in enumerate(cells(spec)) if number in tiles) == flat.sum()
+        tiles = np.array([number for number, tile in enumerate(cells(spec.shape)) if flat[tile].any()])
+        assert (
+            sum(len(tile) for number, tile in enumerate(cells(spec.shape)) if number in tiles) == flat.sum()
+        )
         garbage = np.random.default_rng(part).integers(0, 65536, len(old)).astype(old.dtype)
         at, bits = decode(spec, coded, np.where(flat, old, garbage), "payload", tiles)
         inside = flat[positions]
@@ -148,9 +154,9 @@ def test_a_large_tensor_in_several_groups_is_the_same(monkeypatch: pytest.Monkey
     spec, old, positions, new = make_case("BF16", (256, 512), 0.02, "steps")
     positions, new = positions[positions < 60000], new[positions < 60000]
     whole = encode(spec, old, positions, new)
-    monkeypatch.setattr("patchstore.encodings.context.encoder._WRITTEN_TOGETHER", 16384)
-    monkeypatch.setattr("patchstore.encodings.context.decoder._READ_TOGETHER", 8192)
-    monkeypatch.setattr("patchstore.encodings.context.bits._COPIED", 10)
+    monkeypatch.setattr("patchstore.codec.context.encoder.WRITTEN_TOGETHER", 16384)
+    monkeypatch.setattr("patchstore.codec.context.decoder.READ_TOGETHER", 8192)
+    monkeypatch.setattr("patchstore.codec.context.bits.COPIED", 10)
     parts = encode(spec, old, positions, new)
     assert whole.data.tobytes() == parts.data.tobytes()
     assert np.array_equal(whole.lengths, parts.lengths)
@@ -220,7 +226,7 @@ def test_tensors_that_are_coded_together_share_rows(dtype: str) -> None:
 
 
 def test_large_tensors_have_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchstore.encodings.context.row_sets.SHARING", 0)
+    monkeypatch.setattr("patchstore.codec.context.rows.SHARING", 0)
     cases = mixed_cases("BF16")
     for case, coded in zip(cases, encode_together(cases), strict=True):
         alone = encode(*case)
@@ -252,12 +258,7 @@ def test_tensors_that_are_decoded_together_are_those_of_each_alone(dtype: str) -
 
 
 DAMAGE: dict[str, Callable[[Coded], Coded]] = {
-    "row": lambda coded: replace(coded, rows=np.full_like(coded.rows, 0x7E)),
-    "number of rows": lambda coded: replace(coded, rows=coded.rows[:0]),
-    "number of tiles": lambda coded: replace(coded, lengths=coded.lengths[:-1]),
-    "negative length": lambda coded: replace(coded, lengths=coded.lengths - coded.lengths.max() - 1),
     "long stream": lambda coded: replace(coded, lengths=coded.lengths + 100_000),
-    "missing bytes": lambda coded: replace(coded, data=coded.data[:-1]),
     "more bytes than elements": lambda coded: replace(
         coded,
         lengths=coded.lengths + 40 * (np.arange(len(coded.lengths)) == 0),
@@ -287,59 +288,6 @@ def test_a_change_by_nothing_among_good_ones_is_refused_by_its_name() -> None:
         decode_all(specs, [coded, bad, coded], np.repeat(good[1], 3), ["key0", "key1", "key2"])
 
 
-def test_damaged_streams_are_refused_or_decode_to_something() -> None:
-    rng = np.random.default_rng(5)
-    cases = [
-        make_case(dtype, (96, 64), density, kind)
-        for dtype, density, kind in [
-            ("BF16", 0.02, "steps"),
-            ("BF16", 0.6, "any"),
-            ("F8_E4M3", 0.3, "any"),
-            ("F8_E5M2", 0.05, "steps"),
-        ]
-    ]
-    coded_cases = [(case, encode(*case)) for case in cases]
-    refused = 0
-    for number in range(2000):
-        (spec, old, _, _), coded = coded_cases[number % len(cases)]
-        data, lengths, rows = coded.data.copy(), coded.lengths.copy(), coded.rows.copy()
-        tile = int(rng.choice(np.flatnonzero(lengths)))
-        end = int(lengths[: tile + 1].sum())
-        damage = rng.integers(4)
-        if damage == 0:
-            for _ in range(rng.integers(1, 4)):
-                data[rng.integers(len(data))] ^= 1 << rng.integers(8)
-        elif damage == 1:
-            short = int(rng.integers(1, lengths[tile] + 1))
-            data, lengths[tile] = np.delete(data, np.arange(end - short, end)), lengths[tile] - short
-        elif damage == 2:
-            more = rng.integers(0, 256, rng.integers(1, 9)).astype(np.uint8)
-            data, lengths[tile] = np.insert(data, end, more), lengths[tile] + len(more)
-        else:
-            rows[rng.integers(len(rows)), rng.integers(3)] = rng.integers(256)
-        bad = replace(coded, data=data, lengths=lengths, rows=rows)
-        try:
-            at, bits = decode(spec, bad, old, "payload")
-        except CorruptObject:
-            refused += 1
-        else:
-            assert (np.diff(at) > 0).all() and len(at) == len(bits)
-            assert (bits != old[at]).all()
-            if number % 40 == 0:
-                plain = plainly(spec, bad, old)
-                assert plain == dict(zip(at.tolist(), bits.tolist(), strict=True))
-    assert refused > 400
-
-
-def test_a_change_by_nothing_is_refused() -> None:
-    spec = TensorSpec(name="w", dtype="F8_E4M3", shape=(1,))
-    row = np.array([[0x80, 0, 8]], dtype=np.uint8)  # one element, Rice with k = 8
-    data = np.array([0b01, 0b00], dtype=np.uint8)
-    coded = Coded(tiling=tiling(()), lo=0, rows=row, lengths=np.array([2]), data=data)
-    with pytest.raises(CorruptObject):  # 1 << 8 steps, in 8 bits
-        decode(spec, coded, np.zeros(1, dtype=np.uint8), "payload")
-
-
 def make_table() -> tuple[list[TensorSpec], list[tuple[int, Coded]]]:
     cases = [
         make_case("BF16", (96, 64), 0.03, "steps"),
@@ -354,125 +302,14 @@ def make_table() -> tuple[list[TensorSpec], list[tuple[int, Coded]]]:
 
 def test_a_table_comes_back() -> None:
     specs, items = make_table()
-    table, parts = pack(items)
-    tiles = np.concatenate(parts)
-    back = unpack("payload", np.frombuffer(table, dtype=np.uint8), len(tiles), specs)
-    assert back.indices.tolist() == [0, 2, 4]
-    for number, (_, coded) in enumerate(items):
-        again = back.coded(number, tiles)
+    tiles = np.concatenate([coded.data for _, coded in items])
+    back = unpack("payload", np.frombuffer(pack(items), dtype=np.uint8), tiles, specs)
+    assert [place for place, _ in back] == [0, 2, 4]
+    for (_, coded), (_, again) in zip(items, back, strict=True):
         assert again.lo == coded.lo
         assert np.array_equal(again.rows, coded.rows)
         assert np.array_equal(again.lengths, coded.lengths)
         assert np.array_equal(again.data, coded.data)
-
-
-def test_a_table_of_no_tensors_is_refused() -> None:
-    with pytest.raises(CorruptObject, match="no tensors"):
-        unpack("payload", np.zeros(12, dtype=np.uint8), 0, make_table()[0])
-
-
-BAD_FIELDS = [
-    ("place", 1, 0),  # the same tensor twice
-    ("place", 1, 1),  # one of a dtype that has no classes
-    ("place", 1, 3),  # one without elements
-    ("place", 2, 3),  # none of the schema
-    ("place", 2, 2**32 - 1),
-    ("levels", 0, 2),  # more than there are
-    ("first", 0, 1),  # all levels, and not the first
-    ("rows", 0, 97),
-    ("row", 0, 96),
-    ("row", 0, 2**48),
-    ("columns", 0, 65),
-    ("column", 0, 2**64 - 1),
-    ("slices", 0, 0x45),  # 32 slices of rows
-    ("slices", 0, 0x54),
-    ("slices", 1, 0x01),  # 33 rows in two slices
-    ("set", 0, 3),
-    ("w", 0, 33),
-    ("least", 0, 255),  # another sum of lengths
-    ("least", 0, 2**32 - 1),
-]
-
-
-@pytest.mark.parametrize(("column", "number", "value"), BAD_FIELDS)
-def test_a_bad_table_is_refused(column: str, number: int, value: int) -> None:
-    refused(setting(column, number, value))
-
-
-def set_row(at: int, value: int) -> Callable[[Head], None]:
-    def edit(head: Head) -> None:
-        head.rows[0][at] = value
-
-    return edit
-
-
-BAD_HEADS: dict[str, Callable[[Head], object]] = {
-    "no code": set_row(0, 0x7E),
-    "no runs": set_row(1, 0x40),
-    "no rice": set_row(2, 0x10),
-    "no classes": lambda head: head.num_classes.__setitem__(0, 0),
-    "17 classes": lambda head: head.num_classes.__setitem__(0, 17),
-    "a class less": lambda head: head.rows.pop(),
-    "a part less": lambda head: setattr(head, "num_parts", 2),
-    "a part more": lambda head: setattr(head, "num_parts", 4),
-    "no part": lambda head: setattr(head, "num_parts", 0),
-    "2**32 - 1 parts": lambda head: setattr(head, "num_parts", 2**32 - 1),
-    "no set": lambda head: setattr(head, "num_sets", 0),
-    "a set less": lambda head: setattr(head, "num_sets", head.num_sets - 1),
-    "more sets than parts": lambda head: setattr(head, "num_sets", 4),
-    "a byte behind the rows": lambda head: setattr(head, "more", b"\0"),
-    "a byte behind the stream": lambda head: setattr(head, "trailing", b"\0"),
-    "a million bytes behind the rows": lambda head: setattr(head, "more", bytes(10**6)),
-}
-
-
-@pytest.mark.parametrize("what", BAD_HEADS)
-def test_a_bad_head_is_refused(what: str) -> None:
-    refused(edited(BAD_HEADS[what]))
-
-
-def refused(edit: Callable[[bytes], bytes]) -> None:
-    specs, items = make_table()
-    table, parts = pack(items)
-    assert edited(lambda _: None)(table) == table
-    with pytest.raises(CorruptObject):
-        unpack("payload", np.frombuffer(edit(table), dtype=np.uint8), sum(map(len, parts)), specs)
-
-
-def test_a_head_that_is_not_compressed_is_refused() -> None:
-    refused(lambda table: table[:12] + bytes(Head(table).data()) + Head(table).rest)
-    refused(lambda table: table[:12] + b"\0" + table[13:])
-
-
-def test_a_table_of_another_length_or_padding_is_refused() -> None:
-    spec, old, positions, new = make_case("BF16", (7, 3), 0.2, "steps")
-    coded = encode(spec, old, positions, new)
-    table, parts = pack([(0, coded)])
-    num_bytes = sum(map(len, parts))
-    for cut in range(len(table)):
-        with pytest.raises(CorruptObject):
-            unpack("payload", np.frombuffer(table[:cut], dtype=np.uint8), num_bytes, [spec])
-    with pytest.raises(CorruptObject):
-        unpack("payload", np.frombuffer(table + b"\0", dtype=np.uint8), num_bytes, [spec])
-    with pytest.raises(CorruptObject):
-        unpack("payload", np.frombuffer(table, dtype=np.uint8), num_bytes + 1, [spec])
-    # One tile and one bit of length: seven of padding.
-    padded = bytearray(setting("w", 0, 1)(table) + b"\x02")
-    with pytest.raises(CorruptObject):
-        unpack("payload", np.frombuffer(bytes(padded), dtype=np.uint8), num_bytes, [spec])
-    padded[-1] = 0
-    unpack("payload", np.frombuffer(bytes(padded), dtype=np.uint8), num_bytes, [spec])
-
-
-def test_random_damage_to_a_table_never_breaks_the_reader() -> None:
-    specs, items = make_table()
-    table, parts = pack(items)
-    rng = np.random.default_rng(3)
-    for _ in range(500):
-        data = np.frombuffer(table, dtype=np.uint8).copy()
-        data[rng.integers(len(data))] ^= 1 << rng.integers(8)
-        with suppress(CorruptObject):
-            unpack("payload", data[: rng.integers(len(data) - 3, len(data) + 1)], sum(map(len, parts)), specs)
 
 
 def test_classes_reach_from_the_eighth_lowest_change_to_above_the_highest() -> None:

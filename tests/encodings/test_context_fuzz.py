@@ -19,11 +19,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from patchstore.encodings.context import Coded, decode, encode, pack, unpack
-from patchstore.encodings.context.classes import WIDTHS
-from patchstore.encodings.context.parameters import DENSE, SILENT, SWAP
+from patchstore.bucket.records import TensorSpec
+from patchstore.codec.context import Coded, decode, encode, pack, unpack
+from patchstore.codec.context.classes import WIDTHS
+from patchstore.codec.context.rows import DENSE, SILENT, SWAP
 from patchstore.errors import CorruptObject
-from patchstore.format.records import TensorSpec
 from patchstore.tensors import state_digest
 from patchstore.tensors.state_digest import Sums
 from tests.format import independent_context
@@ -76,14 +76,13 @@ def payload(*changes: tuple[str, tuple[int, ...], float, list[int]]) -> Payload:
             specs.append(TensorSpec(name=f"{len(specs)}", dtype="F32", shape=(2,)))
             olds.append(np.zeros(2, dtype="u4"))
             news.append(olds[-1])
-    table, parts = pack(items)
     return Payload(
         specs=specs,
         olds=olds,
         news=news,
         sums=[sums_of(new) for new in news],
         items=items,
-        entries=(table, np.concatenate(parts).tobytes()),
+        entries=(pack(items), np.concatenate([coded.data for _, coded in items]).tobytes()),
     )
 
 
@@ -154,8 +153,7 @@ def corrected(of: Payload, rng: np.random.Generator, cuts: bool) -> Entries:
         data = np.insert(coded.data, at, more)
         lengths[tile] += num
     items[chosen] = (place, replace(coded, data=data, lengths=lengths))
-    table, parts = pack(items)
-    return table, np.concatenate(parts).tobytes()
+    return pack(items), np.concatenate([coded.data for _, coded in items]).tobytes()
 
 
 Damage = Callable[[Payload, np.random.Generator], Entries]
@@ -178,9 +176,8 @@ def read(of: Payload, entries: Entries) -> list[Array] | None:
     table, tiles = (np.frombuffer(entry, dtype=np.uint8) for entry in entries)
     state = list(of.olds)
     try:
-        found = unpack("payload", table, len(tiles), of.specs)
-        for number, place in enumerate(found.indices.tolist()):
-            at, new = decode(of.specs[place], found.coded(number, tiles), state[place], "payload")
+        for place, coded in unpack("payload", table, tiles, of.specs):
+            at, new = decode(of.specs[place], coded, state[place], "payload")
             state[place] = state[place].copy()
             state[place][at] = new
     except CorruptObject:
@@ -241,11 +238,8 @@ def check_independently(of: Payload, entries: Entries, state: list[Array] | None
 
 def is_huge(of: Payload, entries: Entries) -> bool:
     """Whether a tile has more than 10 bytes an element, which a reader may refuse."""
-    found = unpack("payload", np.frombuffer(entries[0], dtype=np.uint8), len(entries[1]), of.specs)
-    return any(
-        (found.coded(number, np.empty(0, dtype=np.uint8)).lengths > 10).any()
-        for number in range(len(found.indices))
-    )
+    table, tiles = (np.frombuffer(entry, dtype=np.uint8) for entry in entries)
+    return any((coded.lengths > 10).any() for _, coded in unpack("payload", table, tiles, of.specs))
 
 
 def test_the_payloads_have_rows_of_every_kind() -> None:

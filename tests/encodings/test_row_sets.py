@@ -3,15 +3,19 @@
 import numpy as np
 import pytest
 
-from patchstore.encodings.context import row_sets
-from patchstore.encodings.context.parameters import BINS, DENSE, RUNS, SILENT, SWAP
-from patchstore.encodings.context.row_sets import (
+from patchstore.codec.context import rows
+from patchstore.codec.context.rows import (
+    BINS,
+    DENSE,
+    RUNS,
     SHARING,
+    SILENT,
+    SWAP,
+    Costs,
     CostsAhead,
     RowSet,
     RowSets,
     Totals,
-    _Costs,
     best_rows,
     first_exponent,
     told_apart,
@@ -49,11 +53,11 @@ def random_sets(num: int, seed: int) -> list[RowSet]:
     random = np.random.default_rng(seed)
     found = []
     for _ in range(num):
-        rows = []
+        its_rows = []
         for _ in range(random.integers(1, 17)):
             kind = random.integers(4)
             rice = int(random.integers(16))
-            rows.append(
+            its_rows.append(
                 [
                     (SILENT, 0, 0),
                     (DENSE, 0, SWAP if rice > 12 else rice),
@@ -61,7 +65,7 @@ def random_sets(num: int, seed: int) -> list[RowSet]:
                     (random.integers(len(RUNS)), random.integers(1, len(RUNS) + 1), rice),
                 ][kind]
             )
-        found.append(RowSet(int(random.integers(80, 130)), np.array(rows, dtype=np.uint8)))
+        found.append(RowSet(int(random.integers(80, 130)), np.array(its_rows, dtype=np.uint8)))
     return found
 
 
@@ -70,18 +74,18 @@ def test_costs_are_the_same_in_whatever_company_sets_and_parts_are_looked_at(see
     """A publisher on the CPU and one on a GPU look at others together, and must choose the same bytes."""
     totals = random_totals(12, seed)
     sets = [*random_sets(30, seed), *best_rows(totals).sets]
-    together = _Costs(totals).of(sets)
+    together = Costs(totals).of(sets)
     assert np.isfinite(together).any()
     for number, each in enumerate(sets):
-        assert np.array_equal(_Costs(totals).of([each])[:, 0], together[:, number])
+        assert np.array_equal(Costs(totals).of([each])[:, 0], together[:, number])
     for part in range(12):
-        assert np.array_equal(_Costs(totals.of(np.array([part]))).of(sets)[0], together[part])
+        assert np.array_equal(Costs(totals.of(np.array([part]))).of(sets)[0], together[part])
 
 
 def test_the_cost_of_a_parts_best_rows_is_what_choosing_them_said() -> None:
     totals = random_totals(20, 9)
     own = best_rows(totals)
-    costs = _Costs(totals).of(own.sets)
+    costs = Costs(totals).of(own.sets)
     for part in range(20):
         assert costs[part, part] == pytest.approx(own.bits[part], rel=1e-9)
 
@@ -104,7 +108,7 @@ def test_known_best_rows_change_no_choice() -> None:
 def test_parts_that_are_alone_get_what_they_get_one_after_the_other(
     seed: int, num_ahead: int, knows_sets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_sets, "_PARTS_AHEAD", num_ahead)
+    monkeypatch.setattr(rows, "PARTS_AHEAD", num_ahead)
     totals = random_totals(90, seed)
     own = best_rows(totals)
     num_changed = totals.changed.sum(axis=1)

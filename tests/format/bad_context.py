@@ -97,14 +97,22 @@ LIST_OF_DENSE = {"bf16.dense": {"dtype": "BF16", "shape": [30]}}
 LIST_OF_BIG = {"big": {"dtype": "I8", "shape": [140_000]}}
 for name, gaps, values in (("a change", [3], b"\1"), ("a bridge", [65_535, 65_535, 3], bytes(3))):
     # At 3, and at 131,075, where version 1 has a change and a bridge; with the values that they have there.
-    bad(
-        f"{name} is stated in two payloads",
-        second_payload(
-            {"big.idx": ("U16", [len(gaps)], uint16s(*gaps)), "big.val": ("I8", [len(gaps)], values)},
-            LIST_OF_BIG,
-        ),
-    )
+    its: Entries = {"big.idx": ("U16", [len(gaps)], uint16s(*gaps)), "big.val": ("I8", [len(gaps)], values)}
+    bad(f"{name} is stated in two payloads", second_payload(its, LIST_OF_BIG))
 bad("a second payload changes no tensor", second_payload({}, {}))
+
+
+def coded(name: str, edit: Callable[[Any, Entries], object], *kinds: str, version: int = 1) -> None:
+    """Another delta of `v1-context`."""
+    bad(name, in_file("delta", version, edit), *kinds, bucket="v1-context", version=version)
+
+
+def as_still(head: Head) -> None:
+    """The part of `bf16.dense` is one of `bf16.still`, of 20 elements and not 30."""
+    head.columns["place"][DENSE] = 2
+    head.columns["place"][LEVELS] = 1
+
+
 for name, edit in {
     "is a byte shorter": lambda data: data[:-1],
     "is a byte longer": lambda data: data + b"\0",
@@ -117,6 +125,7 @@ for name, edit in {
     "has no parts": edited(lambda head: setattr(head, "num_parts", 0)),
     "claims 2**32-1 parts": edited(lambda head: setattr(head, "num_parts", 2**32 - 1)),
     "has no row sets": edited(lambda head: setattr(head, "num_sets", 0)),
+    "has a row set less": edited(lambda head: setattr(head, "num_sets", head.num_sets - 1)),
     "has more row sets than parts": edited(lambda head: setattr(head, "num_sets", 6)),
     "has a head that is not compressed": lambda data: data[:12] + Head(data).data() + Head(data).rest,
     "has a damaged head": lambda data: bytes_at(20, data[20] ^ 255)(data),
@@ -148,115 +157,65 @@ for name, edit in {
     "says more than there is": setting("least", DENSE, 22),
     "says 2**32-1": setting("least", DENSE, 2**32 - 1),
 }.items():
-    bad(f"table {name}", in_file("delta", 1, in_entry("table", edit)), **CONTEXT)
-
-
-def as_still(head: Head) -> None:
-    """The part of `bf16.dense` is one of `bf16.still`, of 20 elements and not 30."""
-    head.columns["place"][DENSE] = 2
-    head.columns["place"][LEVELS] = 1
-
-
-bad(
-    "table has the place of a smaller tensor",
-    in_file("delta", 1, in_entry("table", edited(as_still))),
-    CORRUPT,
-    STATE,
-    **CONTEXT,
-)
-bad(
-    "table has lengths padded with a one",
-    # Two lengths of three bits, of `f8_e4m3.ragged`.
-    in_file("delta", 4, in_entry("table", edited(lambda head: pad(head, 16 * 3 // 8 + 48 * 3 // 8)))),
-    bucket="v1-context",
-    version=4,
-)
+    coded(f"table {name}", in_entry("table", edit))
+coded("table has the place of a smaller tensor", in_entry("table", edited(as_still)), CORRUPT, STATE)
+# Two lengths of three bits, of `f8_e4m3.ragged`.
+padded = in_entry("table", edited(lambda head: pad(head, 16 * 3 // 8 + 48 * 3 // 8)))
+coded("table has lengths padded with a one", padded, version=4)
 for row in (
-    (63, 0, 0),
-    (126, 0, 0),
-    (129, 0, 0),
-    (255, 255, 255),
-    (0, 0, 1),
-    (0, 1, 16),
-    (0, 64, 0),
-    (127, 1, 0),
-    (127, 0, 1),
-    (128, 1, 0),
-    (128, 0, 16),
-    (128, 0, 127),
-    (128, 0, 129),
+    *((63, 0, 0), (126, 0, 0), (129, 0, 0), (255, 255, 255), (0, 0, 1), (0, 1, 16), (0, 64, 0)),
+    *((127, 1, 0), (127, 0, 1), (128, 1, 0), (128, 0, 16), (128, 0, 127), (128, 0, 129)),
 ):
-    bad(
-        f"table has the row {row}",
-        in_file("delta", 1, in_entry("table", edited(lambda head, row=row: set_row(head, row)))),
-        **CONTEXT,
-    )
-bad("tiles are a byte shorter", in_file("delta", 1, in_entry("tiles", lambda data: data[:-1])), **CONTEXT)
-bad("tiles are a byte longer", in_file("delta", 1, in_entry("tiles", grown)), **CONTEXT)
-bad("a stream lacks its last byte", in_file("delta", 1, dense_stream(lambda s: s[:-1])), STATE, **CONTEXT)
-bad("a stream is empty", in_file("delta", 1, dense_stream(lambda _: b"")), STATE, **CONTEXT)
-bad("a stream has a byte too many", in_file("delta", 1, dense_stream(grown)), **CONTEXT)
-bad("a stream has 100 bytes too many", in_file("delta", 1, dense_stream(lambda s: s + bytes(100))), **CONTEXT)
-bad("a stream has 255 bytes of ones", in_file("delta", 1, dense_stream(lambda _: b"\xff" * 255)), **CONTEXT)
+    coded(f"table has the row {row}", in_entry("table", edited(lambda head, row=row: set_row(head, row))))
+coded("tiles are a byte shorter", in_entry("tiles", lambda data: data[:-1]))
+coded("tiles are a byte longer", in_entry("tiles", grown))
+coded("a stream lacks its last byte", dense_stream(lambda stream: stream[:-1]), STATE)
+coded("a stream is empty", dense_stream(lambda _: b""), STATE)
+coded("a stream has a byte too many", dense_stream(grown))
+coded("a stream has 100 bytes too many", dense_stream(lambda stream: stream + bytes(100)))
+coded("a stream has 255 bytes of ones", dense_stream(lambda _: b"\xff" * 255))
 for at in (0, 30, 31, 51, 52, 100, 200, -1):
-    bad(
-        f"tiles have a bit flipped in byte {at}",
-        in_file("delta", 1, in_entry("tiles", lambda data, at=at: flip(8 * (at % len(data)))(data))),
-        CORRUPT,
-        STATE,
-        **CONTEXT,
-    )
-bad(
-    "a stream changes an element by 0",
+    flipped = in_entry("tiles", lambda data, at=at: flip(8 * (at % len(data)))(data))
+    coded(f"tiles have a bit flipped in byte {at}", flipped, CORRUPT, STATE)
+for by, its in {
     # 16 << 4 steps are none in eight bits.
-    in_file("delta", 1, lambda _, t: t.update(coding(6, (128, 0, 4), [4] + [0] * 15, b"\xff\xff\0\0"))),
-    **CONTEXT,
-)
-bad(
-    "a stream changes an element by a magnitude of 256",
+    "0": coding(6, (128, 0, 4), [4] + [0] * 15, b"\xff\xff\0\0"),
     # Of eight bits again, sparse: a change of 2 + v, and v = 254 in Rice code with k = 4.
-    in_file("delta", 1, lambda _, t: t.update(coding(6, (0, 1, 4), [3] + [0] * 15, SPARSE_256))),
-    **CONTEXT,
-)
+    "a magnitude of 256": coding(6, (0, 1, 4), [3] + [0] * 15, SPARSE_256),
+}.items():
+    coded(f"a stream changes an element by {by}", lambda _, tensors, its=its: tensors.update(its))
+
+
+def as_dtype(name: str, dtype: str, shape: list[int]) -> Callable[[Any, Entries], None]:
+    """The same bytes with another dtype and shape; -1 stands for their number."""
+
+    def change(_: Any, tensors: Entries) -> None:
+        data = tensors[name][2]
+        tensors[name] = (dtype, [len(data) if size < 0 else size for size in shape], data)
+
+    return change
+
+
 for name in ("table", "tiles"):
-    bad(f"{name} is missing", in_file("delta", 1, lambda _, t, name=name: t.pop(name)), **CONTEXT)
+    coded(f"{name} is missing", lambda _, tensors, name=name: tensors.pop(name))
     for dtype, shape in (("I8", [-1]), ("U8", [-1, 1]), ("U8", [1, -1]), ("BOOL", [-1])):
-        bad(
-            f"{name} is {dtype} in {len(shape)} dimensions, the first of {shape[0]}",
-            in_file(
-                "delta",
-                1,
-                lambda _, t, name=name, dtype=dtype, shape=shape: t.update(
-                    {name: (dtype, [len(t[name][2]) if s < 0 else s for s in shape], t[name][2])}
-                ),
-            ),
-            **CONTEXT,
-        )
-bad("tiles are a scalar", in_file("delta", 1, entry("tiles", "U8", [], b"\0")), **CONTEXT)
-bad(
-    "tiles are without a table where nothing is coded",
-    in_file("delta", 5, entry("tiles", "U8", [0], b"")),
-    bucket="v1-context",
-    version=5,
-)
-bad(
-    "a coded tensor is stored as gaps too",
-    in_file("delta", 1, both(listed("bf16.dense", "BF16", [30]), lambda _, t: t.update(GAP_OF_DENSE))),
-    **CONTEXT,
-)
-bad("a second payload has a coded tensor as gaps", second_payload(GAP_OF_DENSE, LIST_OF_DENSE), **CONTEXT)
-bad(
-    "a second payload codes a tensor again",
-    second_payload(coding(1, (0, 0, 0), [1], b"\xfc"), {}),
-    **CONTEXT,
-)
-bad(
-    "a second payload codes a part of what the first codes",
-    second_payload(coding(1, (0, 0, 0), [1], b"\xfc", (0, 0, 0, 0, 7, 1)), {}),
-    **CONTEXT,
-)
-# Version 1 of `v1-parts` has three payloads, each with some rows of every tensor.
-PARTS: dict[str, Any] = {"bucket": "v1-parts", "version": 1}
+        what = f"{dtype} in {len(shape)} dimensions, the first of {shape[0]}"
+        coded(f"{name} is {what}", as_dtype(name, dtype, shape))
+coded("tiles are a scalar", entry("tiles", "U8", [], b"\0"))
+coded("tiles are without a table where nothing is coded", entry("tiles", "U8", [0], b""), version=5)
+EMPTY = coding(1, (0, 0, 0), [0], b"")
+only_a_table = both(lambda _, t: t.clear(), lambda _, t: t.update(EMPTY), metadata("tensors", "{}"))
+coded("table has a part and the streams no byte", only_a_table)
+also_as_gaps = both(listed("bf16.dense", "BF16", [30]), lambda _, tensors: tensors.update(GAP_OF_DENSE))
+coded("a coded tensor is stored as gaps too", also_as_gaps)
+ONE = coding(1, (0, 0, 0), [1], b"\xfc")
+A_PART = coding(1, (0, 0, 0), [1], b"\xfc", (0, 0, 0, 0, 7, 1))
+for name, its, its_list in (
+    ("has a coded tensor as gaps", GAP_OF_DENSE, LIST_OF_DENSE),
+    ("codes a tensor again", ONE, {}),
+    ("codes a part of what the first codes", A_PART, {}),
+):
+    bad(f"a second payload {name}", second_payload(its, its_list), **CONTEXT)
 
 
 def also_listed(_: Any, tensors: Entries) -> None:
@@ -264,24 +223,11 @@ def also_listed(_: Any, tensors: Entries) -> None:
     tensors |= {"bf16.matrix.idx": ("U16", [1], uint16s(5)), "bf16.matrix.val": ("BF16", [1], bytes(2))}
 
 
+# Version 1 of `v1-parts` has three payloads, each with some rows of every tensor.
 for number in range(3):
-    bad(
-        f"payload {number} lists an element that the first codes",
-        in_file("delta", 1, both(listed("bf16.matrix", "BF16", [48, 64]), also_listed), number),
-        **PARTS,
-    )
-bad(
-    "a coded delta is labelled gap",
-    lambda objects: (
-        in_file("delta", 1, metadata("encoding", "gap"))(objects),
-        in_manifest(1, put("delta.encoding", "gap"))(objects),
-    ),
-    **CONTEXT,
-)
-bad(
-    "the anchor below a coded delta has other weights",
-    in_file("anchor", 0, lambda _, t: t.update({"bf16.dense": ("BF16", [30], bytes(60))})),
-    CORRUPT,
-    STATE,
-    **CONTEXT,
-)
+    more = in_file("delta", 1, both(listed("bf16.matrix", "BF16", [48, 64]), also_listed), number)
+    bad(f"payload {number} lists an element that the first codes", more, bucket="v1-parts", version=1)
+as_gap = both(in_file("delta", 1, metadata("encoding", "gap")), in_manifest(1, put("delta.encoding", "gap")))
+bad("a coded delta is labelled gap", as_gap, **CONTEXT)
+zeros = in_file("anchor", 0, lambda _, tensors: tensors.update({"bf16.dense": ("BF16", [30], bytes(60))}))
+bad("the anchor below a coded delta has other weights", zeros, CORRUPT, STATE, **CONTEXT)

@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from patchstore.apply.replica import Replica
 from patchstore.read import replay
 from patchstore.stores.memory import MemoryStore
+from patchstore.tensors.bits import raw_bytes
 from tests.format import bucket_edits, independent_reader, surgery
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -20,11 +22,11 @@ class PatientStore(MemoryStore):
         super().__init__()
         for key, data in objects.items():
             self.put(key, data)
-        self.patience = 200
+        self.patience = 300
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         self.patience -= 1
-        assert self.patience > 0, "a bucket of some ten objects was asked for 200 pieces"
+        assert self.patience > 0, "a bucket of some ten objects was asked for 300 pieces"
         return super().get(key, start, end)
 
 
@@ -41,3 +43,10 @@ def spoiled(case: bucket_edits.Bad) -> surgery.Objects:
 def assert_both_verify(objects: surgery.Objects, version: int, folder: Path) -> None:
     assert replay.verify(surgery.store_of(objects), version).version == version
     independent_reader.verify(surgery.lay_out(objects, folder), version)
+
+
+def assert_expected(follower: Replica, bucket: str, version: int) -> None:
+    """Fail unless a follower has the weights that a version of a golden bucket had."""
+    expected = EXPECTED[bucket][str(version)]["tensors"]
+    found = {name: sha256(raw_bytes(tensor)) for name, tensor in follower.tensors.items()}
+    assert found == {name: tensor["sha256"] for name, tensor in expected.items()}

@@ -93,6 +93,9 @@ def parse_table(table: bytes, num_bytes: int, schema: Schema) -> list[Part]:
     """Return what a table says of every coded part."""
     count, num_sets, num_squeezed = struct.unpack_from("<III", table)
     need(count > 0, "a table of no tensors")
+    need(count <= num_bytes, "more parts than bytes of streams")
+    elements = sum(prod(shape) for dtype, shape in schema.values() if dtype in CODED)
+    need(count <= elements, "more parts than elements")
     need(0 < num_sets <= count, "no row sets, or more than parts")
     at = 12 + num_squeezed
     need(at <= len(table), "the table is too short")

@@ -64,7 +64,7 @@ def verify(bucket: Path, version: int) -> None:
     """
     rebuild(bucket, version)
     try:
-        target = anchored = _manifest(bucket, version)
+        target = anchored = read_manifest(bucket, version)
         while anchored["anchor"] is None:
             anchored = _parent(bucket, anchored)
         if anchored["parent"] is not None:
@@ -79,7 +79,7 @@ def _rebuild(bucket: Path, version: int, *, by_delta: bool) -> dict[str, Tensor]
     header = _json(_read(bucket / "store.json", MAX_JSON_BYTES))
     _need(type(header["format_version"]) is int and header["format_version"] == 1, "another format version")
     schema = _schema(header)
-    chain = [_manifest(bucket, version)]
+    chain = [read_manifest(bucket, version)]
     _need(chain[0]["run_id"] == header["run_id"], "the version is of another run")
     while chain[-1]["anchor"] is None or (by_delta and len(chain) == 1):
         chain.append(_parent(bucket, chain[-1]))
@@ -102,13 +102,13 @@ def _rebuild(bucket: Path, version: int, *, by_delta: bool) -> dict[str, Tensor]
         stated: dict[str, set[int]] = {}
         for payload in manifest["delta"]["payloads"]:
             _apply(_payload(bucket, payload), manifest, schema, parent, state, stated)
-    target = _manifest(bucket, version)
+    target = read_manifest(bucket, version)
     found = [sums(bytes(state[name][2]), WIDTHS[dtype]) for name, (dtype, _) in schema.items()]
     lines = "".join(
         f"{name}\t{dtype}\t{','.join(map(str, shape))}\t{text}\n"
         for (name, (dtype, shape)), text in zip(schema.items(), found, strict=True)
     )
-    _need(_digest(lines.encode()) == target["state"]["total"], "the state digest differs")
+    _need(digest_of(lines.encode()) == target["state"]["total"], "the state digest differs")
     stored = struct.unpack(f"<{2 * len(schema)}Q", _payload(bucket, target["state"]["sums"]))
     pairs = zip(stored[::2], stored[1::2], strict=True)
     _need(found == [f"{one:016x}{two:016x}" for one, two in pairs], "a tensor's sums differ")
@@ -164,7 +164,7 @@ def parse_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
         )
         found = data[8 + length + start : 8 + length + end]
         _need(entry["dtype"] != "BOOL" or not found.strip(b"\0\1"), "a BOOL byte is neither 0 nor 1")
-        tensors[_name(name)] = (entry["dtype"], tuple(entry["shape"]), found)
+        tensors[checked_name(name)] = (entry["dtype"], tuple(entry["shape"]), found)
         at = end
     _need(8 + length + at == len(data), "the data do not end with the file")
     return metadata, tensors
@@ -223,10 +223,10 @@ def _apply(
 def _schema(header: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     _string(header["run_id"])
     _time(header["created_at"])
-    names = [_name(entry["name"]) for entry in header["tensors"]]
+    names = [checked_name(entry["name"]) for entry in header["tensors"]]
     _need(names == sorted(set(names)), "names must ascend")
     for new, old in header["tied"].items():
-        _need(_name(new) not in names and old in names, "tied to nothing")
+        _need(checked_name(new) not in names and old in names, "tied to nothing")
     for entry in header["tensors"]:
         _num_bytes(entry["dtype"], entry["shape"])
     return {entry["name"]: (entry["dtype"], tuple(entry["shape"])) for entry in header["tensors"]}
@@ -242,7 +242,7 @@ def _num_bytes(dtype: str, shape: Any) -> int:
     return count * WIDTHS[dtype]
 
 
-def _manifest(bucket: Path, version: int) -> dict[str, Any]:
+def read_manifest(bucket: Path, version: int) -> dict[str, Any]:
     found = _json(_read(_version_path(bucket, version), MAX_JSON_BYTES))
     _need(type(found["format_version"]) is int and found["format_version"] == 1, "another format version")
     _need(_count(found["version"]) == version, "the manifest is of another version")
@@ -290,9 +290,9 @@ def _check_payloads(payloads: Any, folder: str) -> None:
 
 def _parent(bucket: Path, child: dict[str, Any]) -> dict[str, Any]:
     """The parent's manifest, which must be the one that the child names."""
-    found = _manifest(bucket, child["parent"])
+    found = read_manifest(bucket, child["parent"])
     stored = _read(_version_path(bucket, child["parent"]), MAX_JSON_BYTES)
-    _need(_digest(stored) == child["parent_digest"], "the parent is another manifest")
+    _need(digest_of(stored) == child["parent_digest"], "the parent is another manifest")
     _need(found["run_id"] == child["run_id"], "the parent is of another run")
     _need(found["writer"]["epoch"] <= child["writer"]["epoch"], "the parent is of a later epoch")
     return found
@@ -305,7 +305,7 @@ def _version_path(bucket: Path, version: int) -> Path:
 def _payload(bucket: Path, payload: dict[str, Any]) -> bytes:
     data = _read(bucket / payload["key"], payload["size"])
     _need(
-        len(data) == payload["size"] and _digest(data) == payload["digest"],
+        len(data) == payload["size"] and digest_of(data) == payload["digest"],
         f"{payload['key']} has other bytes",
     )
     return data
@@ -343,7 +343,7 @@ def _string(value: Any) -> str:
     return value  # type: ignore[no-any-return]
 
 
-def _name(value: Any) -> str:
+def checked_name(value: Any) -> str:
     _need(value != "__metadata__", "no tensor has this name")
     return _string(value)
 
@@ -363,7 +363,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _digest(data: bytes) -> str:
+def digest_of(data: bytes) -> str:
     return f"blake3:{blake3(data).hexdigest()}"
 
 

@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from patchstore.format.hashing import digest
+from patchstore.bucket.digests import digest
 from patchstore.stores.memory import MemoryStore
+from tests.support.copies import put_back
 
 Objects = dict[str, bytes]
 """A bucket: key -> bytes."""
@@ -39,8 +40,7 @@ def lay_out(objects: Mapping[str, bytes], folder: Path) -> Path:
 
 def store_of(objects: Mapping[str, bytes]) -> MemoryStore:
     store = MemoryStore()
-    for key, data in objects.items():
-        store.put(key, data)
+    put_back(store, objects)
     return store
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from patchstore.format.hashing import Hasher, digest
+from patchstore.bucket.digests import Hasher, digest
 
 MIB = 1 << 20
 

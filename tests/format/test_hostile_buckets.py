@@ -18,19 +18,18 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from patchstore.apply.replica import Replica
+from patchstore.bucket import digests, manifest_json
+from patchstore.bucket.records import DTYPE_BYTES, Payload
+from patchstore.codec import tensor_file
 from patchstore.errors import CorruptObject, DataError, StoreError, StoreReplaced, UsageError, WrongParent
-from patchstore.format import hashing, lineage, manifest_json
-from patchstore.format.records import DTYPE_BYTES, Payload
-from patchstore.payloads import tensor_file
 from patchstore.read import replay
-from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits, raw_bytes
 from tests.format import independent_reader, surgery
+from tests.format.golden_buckets import GOLDEN, PatientStore
 from tests.format.surgery import Objects
+from tests.support.copies import put_back
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 TYPED = (DataError, StoreError, UsageError, WrongParent, StoreReplaced)
-MAX_GETS = 300
 EXAMPLES = 50
 fuzz = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -58,29 +57,10 @@ edits = st.tuples(
 )
 
 
-class CountingStore(MemoryStore):
-    """Ends a reader that asks for ever."""
-
-    gets = 0
-
-    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        self.gets += 1
-        assert self.gets < MAX_GETS, f"asked for {MAX_GETS} pieces"
-        return super().get(key, start, end)
-
-
-def fill(store: MemoryStore, objects: Objects) -> None:
-    for key in [*store.list()]:
-        store.delete(key)
-    for key, data in objects.items():
-        store.put(key, data)
-
-
 def assert_reading_is_safe(bucket: str, objects: Objects) -> None:
     """Replay, follow from nothing, and from the version before: a typed error leaves no trace."""
     target = TARGETS[bucket]
-    store = CountingStore()
-    fill(store, objects)
+    store = PatientStore(objects)
     with TemporaryDirectory() as folder:
         try:
             replay.replay(store, target, out=Path(folder) / "out")
@@ -93,12 +73,12 @@ def assert_reading_is_safe(bucket: str, objects: Objects) -> None:
         Replica(store, fresh).update(target)
     except TYPED:
         assert fresh == {}
-    fill(store, BUCKETS[bucket])
+    put_back(store, BUCKETS[bucket])
     follower = Replica(store, {})
     follower.update(target - 1)
     before = {name: bits(tensor).clone() for name, tensor in follower.tensors.items()}
     places = {name: tensor.data_ptr() for name, tensor in follower.tensors.items()}
-    fill(store, objects)
+    put_back(store, objects)
     try:
         follower.update(target)
     except TYPED:
@@ -185,92 +165,18 @@ def assert_both_readers_agree(bucket: str, objects: Objects) -> None:
                 independent_reader.verify(laid_out, TARGETS[bucket])
 
 
-@fuzz
-@given(
-    st.sampled_from([*BUCKETS]),
-    st.sampled_from(["manifest", "store.json", "header", "list"]),
-    st.integers(0, 10),
-    st.lists(edits, min_size=1, max_size=2),
-)
-def test_the_reader_that_was_written_from_the_page_refuses_the_same(
-    bucket: str, what: str, back: int, changes: list[tuple[int, str, Any]]
-) -> None:
-    objects, target = dict(BUCKETS[bucket]), TARGETS[bucket]
-    match what:
-        case "manifest":
-            version = max(0, target - back % 3)
-            surgery.edit_manifest(objects, version, lambda record: edit_json(record, changes))
-        case "store.json":
-            surgery.edit_json(objects, "store.json", lambda record: edit_json(record, changes))
-        case "header":
-            version, part = (0, "anchor") if back % 2 else (target, "delta")
-            surgery.edit_header(objects, version, part, lambda header: edit_json(header, changes))
-        case "list":
-            surgery.edit_file(objects, target, "delta", lambda metadata, _: edit_list(metadata, changes))
-    assert_both_readers_agree(bucket, objects)
-
-
 def edit_list(metadata: Any, changes: list[tuple[int, str, Any]]) -> None:
     record = json.loads(metadata["tensors"])
     edit_json(record, changes)
     metadata["tensors"] = json.dumps(record)
 
 
-@fuzz
-@given(st.sampled_from([*BUCKETS]), st.integers(0, 10**6), byte_changes)
-def test_any_object_may_have_any_bytes(bucket: str, number: int, changes: list[tuple[str, int, int]]) -> None:
-    objects = dict(BUCKETS[bucket])
-    key = sorted(objects)[number % len(objects)]
-    objects[key] = mutated(objects[key], changes)
-    assert_reading_is_safe(bucket, objects)
-
-
-@fuzz
-@given(st.sampled_from([*BUCKETS]), st.booleans(), byte_changes)
-def test_a_payload_that_its_manifest_vouches_for_may_have_any_bytes(
-    bucket: str, anchor: bool, changes: list[tuple[str, int, int]]
-) -> None:
-    objects = dict(BUCKETS[bucket])
-    version, part = (0, "anchor") if anchor else (TARGETS[bucket], "delta")
-    surgery.put_payload(objects, version, part, mutated(surgery.payload(objects, version, part), changes))
-    assert_reading_is_safe(bucket, objects)
-
-
-@fuzz
-@given(st.sampled_from([*BUCKETS]), st.booleans(), st.lists(edits, min_size=1, max_size=3))
-def test_a_payload_may_have_any_header(
-    bucket: str, anchor: bool, changes: list[tuple[int, str, Any]]
-) -> None:
-    objects = dict(BUCKETS[bucket])
-    version, part = (0, "anchor") if anchor else (TARGETS[bucket], "delta")
-    surgery.edit_header(objects, version, part, lambda header: edit_json(header, changes))
-    assert_reading_is_safe(bucket, objects)
-
-
-@fuzz
-@given(st.sampled_from([*BUCKETS]), st.integers(0, 10), st.lists(edits, min_size=1, max_size=3))
-def test_a_manifest_may_say_anything(bucket: str, back: int, changes: list[tuple[int, str, Any]]) -> None:
-    objects = dict(BUCKETS[bucket])
-    version = max(0, TARGETS[bucket] - back % 3)
-    surgery.edit_manifest(objects, version, lambda record: edit_json(record, changes))
-    assert_reading_is_safe(bucket, objects)
-
-
-@fuzz
-@given(st.sampled_from([*BUCKETS]), st.lists(edits, min_size=1, max_size=3))
-def test_store_json_may_say_anything(bucket: str, changes: list[tuple[int, str, Any]]) -> None:
-    objects = dict(BUCKETS[bucket])
-    surgery.edit_json(objects, "store.json", lambda record: edit_json(record, changes))
-    assert_reading_is_safe(bucket, objects)
-
-
-@fuzz
-@given(st.sampled_from([*BUCKETS]), st.lists(edits, min_size=1, max_size=3))
-def test_a_delta_may_list_anything(bucket: str, changes: list[tuple[int, str, Any]]) -> None:
-    objects = dict(BUCKETS[bucket])
-
-    surgery.edit_file(objects, TARGETS[bucket], "delta", lambda metadata, _: edit_list(metadata, changes))
-    assert_reading_is_safe(bucket, objects)
+def replace_entries(metadata: Any, tensors: surgery.Entries, replaced: dict[int, Any]) -> None:
+    """Have positions and values of any dtype, shape and content, for tensors that the delta lists."""
+    names = sorted(json.loads(metadata["tensors"]))
+    for number, (idx, val) in replaced.items():
+        name = names[number % len(names)]
+        tensors |= {f"{name}.{part}": each for part, each in (("idx", idx), ("val", val)) if each is not None}
 
 
 @st.composite
@@ -286,28 +192,64 @@ def stored_tensors(draw: st.DrawFn) -> tuple[str, list[int], bytes]:
     return dtype, shape, b"".join((n % 2 ** (8 * width)).to_bytes(width, "little") for n in found)
 
 
+json_changes = st.lists(edits, min_size=1, max_size=3)
+pairs = st.tuples(st.none() | stored_tensors(), st.none() | stored_tensors())
+CHANGES = {
+    "an object's bytes": byte_changes,
+    "a payload's bytes": byte_changes,
+    "header": json_changes,
+    "manifest": json_changes,
+    "store.json": json_changes,
+    "list": json_changes,
+    "entries": st.dictionaries(st.integers(0, 100), pairs, min_size=1),
+}
+
+
+def changed(bucket: str, what: str, number: int, changes: Any) -> Objects:
+    """Change one thing in a bucket; all but an object's bytes have a manifest that vouches for them."""
+    objects, target = dict(BUCKETS[bucket]), TARGETS[bucket]
+    version, part = (0, "anchor") if number % 2 else (target, "delta")
+    match what:
+        case "an object's bytes":
+            key = sorted(objects)[number % len(objects)]
+            objects[key] = mutated(objects[key], changes)
+        case "a payload's bytes":
+            data = mutated(surgery.payload(objects, version, part), changes)
+            surgery.put_payload(objects, version, part, data)
+        case "header":
+            surgery.edit_header(objects, version, part, lambda header: edit_json(header, changes))
+        case "manifest":
+            version = max(0, target - number % 3)
+            surgery.edit_manifest(objects, version, lambda record: edit_json(record, changes))
+        case "store.json":
+            surgery.edit_json(objects, what, lambda record: edit_json(record, changes))
+        case "list":
+            surgery.edit_file(objects, target, "delta", lambda metadata, _: edit_list(metadata, changes))
+        case "entries":
+            surgery.edit_file(objects, target, "delta", lambda *file: replace_entries(*file, changes))
+    return objects
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@fuzz
+@given(bucket=st.sampled_from([*BUCKETS]), number=st.integers(0, 10**6), data=st.data())
+def test_any_part_of_a_bucket_may_be_anything(
+    what: str, bucket: str, number: int, data: st.DataObject
+) -> None:
+    assert_reading_is_safe(bucket, changed(bucket, what, number, data.draw(CHANGES[what])))
+
+
 @fuzz
 @given(
-    st.sampled_from(["v1-raw", "v1-resumed", "v1-sharded"]),
-    st.dictionaries(
-        st.integers(0, 100), st.tuples(st.none() | stored_tensors(), st.none() | stored_tensors()), min_size=1
-    ),
+    st.sampled_from([*BUCKETS]),
+    st.sampled_from(["manifest", "store.json", "header", "list"]),
+    st.integers(0, 10),
+    st.lists(edits, min_size=1, max_size=2),
 )
-def test_a_delta_may_hold_anything(bucket: str, replaced: dict[int, Any]) -> None:
-    """Positions and values of any dtype, shape and content, for tensors that the delta lists."""
-    objects = dict(BUCKETS[bucket])
-
-    def edit(metadata: Any, tensors: surgery.Entries) -> None:
-        names = sorted(json.loads(metadata["tensors"]))
-        for number, (idx, val) in replaced.items():
-            name = names[number % len(names)]
-            if idx is not None:
-                tensors[f"{name}.idx"] = idx
-            if val is not None:
-                tensors[f"{name}.val"] = val
-
-    surgery.edit_file(objects, TARGETS[bucket], "delta", edit)
-    assert_reading_is_safe(bucket, objects)
+def test_the_reader_that_was_written_from_the_page_refuses_the_same(
+    bucket: str, what: str, number: int, changes: list[tuple[int, str, Any]]
+) -> None:
+    assert_both_readers_agree(bucket, changed(bucket, what, number, changes))
 
 
 @settings(max_examples=400, deadline=None)
@@ -342,60 +284,16 @@ def test_a_stream_is_verified_however_it_is_cut(size: int, cuts: list[int], lie:
         pieces.append(data[at : at + cut])
         at += cut
     pieces.append(data[at:])
-    claimed = Payload(key="deltas/x/y", size=max(0, size + lie), digest=hashing.digest(data))
+    claimed = Payload(key="deltas/x/y", size=max(0, size + lie), digest=digests.digest(data))
     if claimed.size == size:
-        assert b"".join(hashing.verified(pieces, claimed)) == data
+        assert b"".join(digests.verified(pieces, claimed)) == data
     else:
         with pytest.raises(CorruptObject):
-            list(hashing.verified(pieces, claimed))
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_a_plan_leads_from_what_is_held_to_the_target(data: st.DataObject) -> None:
-    """In any tree of versions: planned steps are a path, or there is none."""
-    store = MemoryStore()
-    template = surgery.manifest(BUCKETS["v1-raw"], 1)
-    count = data.draw(st.integers(1, 8))
-    for version in range(count):
-        parent = data.draw(st.integers(0, version - 1)) if version else None
-        with_anchor = parent is None or data.draw(st.booleans())
-        with_delta = parent is not None and (not with_anchor or data.draw(st.booleans()))
-        sizes = [data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9))]
-        digest = "blake3:" + "0" * 64
-        anchor = {"payloads": [{"key": "anchors/a/b", "size": sizes[0], "digest": digest}], "files": []}
-        delta = {
-            "encoding": "gap",
-            "num_changed": 1,
-            "payloads": [{"key": "deltas/a/b", "size": sizes[1], "digest": digest}],
-        }
-        named = None if parent is None else hashing.digest(store.get(f"versions/{parent:08d}.json"))
-        record = template | {
-            "version": version,
-            "kind": "anchor" if with_anchor else "delta",
-            "parent": parent,
-            "parent_digest": named,
-            "anchor": anchor if with_anchor else None,
-            "delta": delta if with_delta else None,
-        }
-        store.put(f"versions/{version:08d}.json", json.dumps(record).encode())
-    target = data.draw(st.integers(0, count - 1))
-    held = data.draw(st.none() | st.integers(0, count - 1))
-    try:
-        plan = lineage.read(store, target, held).plan()
-    except WrongParent:
-        pytest.fail("every version without a parent has an anchor, so there is always a way")
-    steps = [version.version for version in plan.deltas]
-    start = held if plan.anchor is None else plan.anchor.version
-    assert plan.anchor is None or plan.anchor.anchor is not None
-    assert [version.parent for version in plan.deltas] == [start, *steps][:-1]
-    assert [start, *steps][-1] == target
+            list(digests.verified(pieces, claimed))
 
 
 def test_what_a_reader_holds_shares_no_memory_with_what_it_fetched() -> None:
-    store = MemoryStore()
-    fill(store, BUCKETS["v1-raw"])
-    follower = Replica(store, {})
+    follower = Replica(surgery.store_of(BUCKETS["v1-raw"]), {})
     follower.update(1)
     before = {name: bytes(raw_bytes(tensor)) for name, tensor in follower.tensors.items()}
     follower.apply(follower.stage(2)).rollback()

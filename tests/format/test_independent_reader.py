@@ -8,18 +8,20 @@ import torch
 from blake3 import blake3
 
 from patchstore.apply.replica import Replica
+from patchstore.bucket import history
 from patchstore.errors import PublishFailed, SchemaMismatch
-from patchstore.format import history
-from patchstore.publish import uploads
 from patchstore.publish.publisher import Publisher
 from patchstore.read import replay
+from patchstore.stores import tries
 from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits, raw_bytes, spec_of
 from patchstore.testing.faults import Effect, Fault, FaultyStore
 from tests.format import independent_reader
-from tests.format.runs import Run, State, eventful, new_bits, tensors_of_every_dtype
+from tests.format.runs import eventful, new_bits, publish, tensors_of_every_dtype
 from tests.format.surgery import lay_out
+from tests.support.copies import objects_of
+from tests.support.weights import Run, State
 
 
 def as_read(state: State) -> dict[str, independent_reader.Tensor]:
@@ -38,10 +40,11 @@ def in_folder(folder: Path) -> dict[str, independent_reader.Tensor]:
     return tensors
 
 
-def assert_both_readers_agree(bucket: Path, states: list[State], scratch: Path) -> None:
+def assert_both_readers_agree(bucket: Path, history: dict[int, State], scratch: Path) -> None:
     store = FolderStore(bucket)
     follower = Replica(store, {})
-    for version, state in enumerate(states):
+    assert [*history] == [*range(len(history))]
+    for version, state in history.items():
         expected = as_read(state)
         assert independent_reader.rebuild(bucket, version) == expected
         replay.replay(store, version, out=scratch / str(version))
@@ -60,9 +63,9 @@ def test_both_readers_rebuild_what_the_trainer_had(
 ) -> None:
     store = MemoryStore()
     run = eventful(store, encoding, dtype)
-    assert len(run.states) == 13
-    bucket = lay_out({key: store.get(key) for key in store.list()}, tmp_path / "bucket")
-    assert_both_readers_agree(bucket, run.states, tmp_path / "replayed")
+    assert len(run.history) == 13
+    bucket = lay_out(objects_of(store), tmp_path / "bucket")
+    assert_both_readers_agree(bucket, run.history, tmp_path / "replayed")
 
 
 def test_an_eventful_run_has_versions_of_every_kind() -> None:
@@ -81,40 +84,39 @@ def test_an_eventful_run_has_versions_of_every_kind() -> None:
 def test_both_readers_rebuild_what_follows_a_failed_publication(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effect: Effect
 ) -> None:
-    monkeypatch.setattr(uploads, "FIRST_PAUSE_S", 0.0)
-    bucket = tmp_path / "bucket"
-    failing = Fault(verb="upload", key="deltas/00000002-*", effect=effect, times=uploads.ATTEMPTS)
+    monkeypatch.setattr(tries, "FIRST_PAUSE_S", 0.0)
+    failing = Fault(verb="upload", key="deltas/00000002-*", effect=effect, times=tries.ATTEMPTS)
     inner = MemoryStore()
-    store = FaultyStore(inner, failing)
-    run = Run(tensors_of_every_dtype(), None)
-    with Publisher(store, run.tensors, dtype=None) as publisher:
-        run.publish(publisher)
-        run.publish(publisher, new_bits(1))
-        with pytest.raises(PublishFailed):
-            run.publish(publisher, new_bits(2))
-        run.publish(publisher, new_bits(3))
-        run.publish(publisher, new_bits(4))
-    recovered = history.read_manifest(store, 2)
+    run = Run(FaultyStore(inner, failing), tensors_of_every_dtype(), None)
+    run.open(dtype=None)
+    publish(run, None, new_bits(1))
+    with pytest.raises(PublishFailed):
+        publish(run, new_bits(2))
+    publish(run, new_bits(3), new_bits(4))
+    run.close()
+    recovered = history.read_manifest(inner, 2)
     assert recovered.delta is None
     assert recovered.anchor is not None
-    lay_out({key: inner.get(key) for key in inner.list()}, bucket)
-    assert_both_readers_agree(bucket, run.states, tmp_path / "replayed")
+    bucket = lay_out(objects_of(inner), tmp_path / "bucket")
+    assert_both_readers_agree(bucket, run.history, tmp_path / "replayed")
 
 
 def test_a_publisher_names_its_parent_by_the_bytes_that_are_stored(tmp_path: Path) -> None:
     """A later release may add fields, and `parent_digest` is over the parent byte for byte."""
     bucket = tmp_path / "bucket"
-    run = Run({"a": torch.arange(8, dtype=torch.int32)}, None)
-    with Publisher(FolderStore(bucket), run.tensors, dtype=None) as publisher:
-        run.publish(publisher)
+    run = Run(FolderStore(bucket), {"a": torch.arange(8, dtype=torch.int32)}, None)
+    run.open(dtype=None)
+    run.publish()
+    run.close()
     head = bucket / "versions/00000000.json"
     head.write_bytes(head.read_bytes().replace(b"{", b'{"added_by_a_later_release": [1, 2],', 1))
-    with Publisher(FolderStore(bucket), run.tensors, dtype=None, resume=True) as publisher:
-        run.record()
-        run.publish(publisher, lambda tensors: tensors["a"].add_(1))
-    stored = independent_reader._manifest(bucket, 1)["parent_digest"]
+    run.open(dtype=None, resume=True)
+    run.history[1] = run.history[0]
+    publish(run, lambda tensors: tensors["a"].add_(1))
+    run.close()
+    stored = independent_reader.read_manifest(bucket, 1)["parent_digest"]
     assert stored == f"blake3:{blake3(head.read_bytes()).hexdigest()}"
-    assert_both_readers_agree(bucket, run.states, tmp_path / "replayed")
+    assert_both_readers_agree(bucket, run.history, tmp_path / "replayed")
 
 
 def test_the_worked_examples_of_the_page_hold() -> None:

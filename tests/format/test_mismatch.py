@@ -2,8 +2,8 @@
 
 import pytest
 
-from patchstore.format import mismatch
-from patchstore.format.records import Schema, TensorSpec
+from patchstore.bucket import schema_text
+from patchstore.bucket.records import Schema, TensorSpec
 
 
 def schema(*names: str) -> Schema:
@@ -33,7 +33,7 @@ def schema(*names: str) -> Schema:
     ],
 )
 def test_a_wrapper_is_recognised_by_its_prefix(names: tuple[str, ...], publish: str) -> None:
-    found = mismatch.of_wrapper(schema(*names))
+    found = schema_text.of_wrapper(schema(*names))
     assert found is not None
     assert found.advice.startswith(publish)
     assert "\n" not in str(found)
@@ -44,11 +44,11 @@ def test_a_wrapper_is_recognised_by_its_prefix(names: tuple[str, ...], publish: 
     [(), ("embed.weight", "module.norm.weight"), ("model.module.w",), ("module_list.w",), ("my_orig_mod.w",)],
 )
 def test_names_of_a_bare_model_are_no_wrappers(names: tuple[str, ...]) -> None:
-    assert mismatch.of_wrapper(schema(*names)) is None
-    assert mismatch.explain(schema(*names), "otherwise") == "otherwise"
+    assert schema_text.of_wrapper(schema(*names)) is None
+    assert schema_text.explain(schema(*names), "otherwise") == "otherwise"
 
 
 def test_a_long_reason_is_cut_and_says_so() -> None:
-    assert mismatch.brief("short\nas it is") == "short as it is"
-    assert mismatch.brief("x" * 100_000).endswith("... (100,000 characters)")
-    assert len(mismatch.brief("x" * 100_000)) < 350
+    assert schema_text.brief("short\nas it is") == "short as it is"
+    assert schema_text.brief("x" * 100_000).endswith("... (100,000 characters)")
+    assert len(schema_text.brief("x" * 100_000)) < 350

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from patchstore.format.records import Box, Part, TensorSpec, view_of
+from patchstore.bucket.records import Box, Part, TensorSpec, view_of
 from patchstore.tensors import parts
 
 

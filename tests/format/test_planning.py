@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from patchstore.bucket import lineage
+from patchstore.bucket.digests import digest
+from patchstore.bucket.lineage import Plan, plan
+from patchstore.bucket.manifest_json import to_json
+from patchstore.bucket.records import REQUEST_BYTES, Anchor, Delta, Manifest, Payload, StateDigest, Writer
 from patchstore.errors import WrongParent
-from patchstore.format import layout, lineage, planning
-from patchstore.format.hashing import digest
-from patchstore.format.manifest_json import to_json
-from patchstore.format.planning import plan
-from patchstore.format.records import REQUEST_BYTES, Anchor, Delta, Manifest, Payload, StateDigest, Writer
+from patchstore.stores import layout
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import FaultyStore
 
@@ -51,49 +52,41 @@ LINE = chain(
 )
 
 
-def steps(
-    held: int | None, target: int, manifests: dict[int, Manifest] = LINE
-) -> tuple[int | None, list[int]]:
+HEAVY = chain(version(0, None, anchor=100), version(1, 0, delta=95), version(2, 1, delta=95, anchor=100))
+HEALED = chain(version(0, None, anchor=9), version(1, 0, delta=1), version(2, 1, anchor=900))
+BRANCHED = chain(
+    version(0, None, anchor=100), version(1, 0, delta=1), version(2, 1, delta=1), version(3, 1, delta=1)
+)
+QUIET = chain(
+    version(0, None, anchor=1),
+    *(version(n, n - 1, delta=0, anchor=1 if n == 100 else None) for n in range(1, 103)),
+)
+"""Versions that change nothing: they cost requests all the same."""
+
+
+@pytest.mark.parametrize(
+    ("manifests", "held", "target", "expected"),
+    [
+        pytest.param(LINE, None, 4, (2, [3, 4]), id="a newcomer starts from the nearest anchor"),
+        pytest.param(LINE, None, 2, (2, []), id="which may be the target"),
+        pytest.param(LINE, None, 1, (0, [1]), id="or an older one"),
+        pytest.param(LINE, 3, 4, (None, [4]), id="a follower goes on from what it holds"),
+        pytest.param(LINE, 1, 4, (None, [2, 3, 4]), id="also across an anchor"),
+        pytest.param(LINE, 4, 4, (None, []), id="what is held needs nothing"),
+        pytest.param(LINE, 4, 1, (0, [1]), id="going back leads through an anchor"),
+        pytest.param(HEAVY, 0, 2, (2, []), id="the anchor wins where deltas are larger"),
+        pytest.param(HEAVY, 1, 2, (None, [2]), id="and deltas win a tie"),
+        pytest.param(HEALED, 1, 2, (2, []), id="a version may have no delta"),
+        pytest.param(BRANCHED, 2, 3, (0, [1, 3]), id="an abandoned branch leads through an anchor"),
+        pytest.param(QUIET, 0, 102, (100, [101, 102]), id="many deltas of nothing"),
+        pytest.param(QUIET, 98, 102, (None, [99, 100, 101, 102]), id="few deltas of nothing"),
+    ],
+)
+def test_the_plan(
+    manifests: dict[int, Manifest], held: int | None, target: int, expected: tuple[int | None, list[int]]
+) -> None:
     found = plan(manifests, held, target)
-    return (found.anchor.version if found.anchor else None), [m.version for m in found.deltas]
-
-
-def test_a_newcomer_starts_from_the_nearest_anchor() -> None:
-    assert steps(None, 4) == (2, [3, 4])
-    assert steps(None, 2) == (2, [])
-    assert steps(None, 1) == (0, [1])
-
-
-def test_a_follower_goes_on_from_what_it_holds_even_across_an_anchor() -> None:
-    assert steps(3, 4) == (None, [4])
-    assert steps(1, 4) == (None, [2, 3, 4])
-    assert steps(0, 4) == (None, [1, 2, 3, 4])
-
-
-def test_what_is_held_already_needs_nothing() -> None:
-    assert steps(4, 4) == (None, [])
-
-
-def test_a_follower_that_is_ahead_goes_back_through_an_anchor() -> None:
-    assert steps(4, 1) == (0, [1])
-
-
-def test_the_anchor_wins_where_the_deltas_are_larger() -> None:
-    heavy = chain(version(0, None, anchor=100), version(1, 0, delta=95), version(2, 1, delta=95, anchor=100))
-    assert steps(0, 2, heavy) == (2, [])
-    assert steps(1, 2, heavy) == (None, [2])
-
-
-def test_a_version_without_a_delta_can_only_be_reached_by_its_anchor() -> None:
-    healed = chain(version(0, None, anchor=9), version(1, 0, delta=1), version(2, 1, anchor=900))
-    assert steps(1, 2, healed) == (2, [])
-
-
-def test_a_follower_on_an_abandoned_branch_takes_the_anchor() -> None:
-    branched = chain(
-        version(0, None, anchor=100), version(1, 0, delta=1), version(2, 1, delta=1), version(3, 1, delta=1)
-    )
-    assert steps(2, 3, branched) == (0, [1, 3])
+    assert (found.anchor and found.anchor.version, [each.version for each in found.deltas]) == expected
 
 
 def test_no_way_is_an_error_that_names_both_ends() -> None:
@@ -105,15 +98,6 @@ def test_a_plan_says_what_it_will_do() -> None:
     assert str(plan(LINE, None, 4)) == "anchor 2 -> 3 -> 4 (125,829,120 bytes, 6 requests)"
     assert str(plan(LINE, 3, 4)) == "held 3 -> 4 (10,485,760 bytes, 3 requests)"
     assert str(plan(LINE, 4, 4)) == "version 4 is held already"
-
-
-def test_versions_that_change_nothing_cost_requests_all_the_same() -> None:
-    quiet = chain(
-        version(0, None, anchor=1),
-        *(version(n, n - 1, delta=0, anchor=1 if n == 100 else None) for n in range(1, 103)),
-    )
-    assert steps(0, 102, quiet) == (100, [101, 102])
-    assert steps(98, 102, quiet) == (None, [99, 100, 101, 102])
 
 
 @st.composite
@@ -150,11 +134,21 @@ def ways(manifests: dict[int, Manifest], held: int | None, target: int) -> list[
         at = manifests[at.parent]
 
 
+def assert_leads(found: Plan, held: int | None, target: int) -> None:
+    """Fail unless a plan's steps are a path from what is held, or from an anchor, to the target."""
+    steps = [each.version for each in found.deltas]
+    start = held if found.anchor is None else found.anchor.version
+    assert found.anchor is None or found.anchor.anchor is not None
+    assert [each.parent for each in found.deltas] == [start, *steps][:-1]
+    assert [start, *steps][-1] == target
+
+
 @given(manifests=lineages(), data=st.data())
 def test_no_way_is_cheaper_than_the_plan(manifests: dict[int, Manifest], data: st.DataObject) -> None:
     held = data.draw(st.none() | st.sampled_from(sorted(manifests)))
     target = data.draw(st.sampled_from(sorted(manifests)))
     found = plan(manifests, held, target)
+    assert_leads(found, held, target)
     cheapest = min(cost for cost, _ in ways(manifests, held, target))
     start = found.anchor.version if found.anchor else None
     assert found.cost == cheapest
@@ -211,6 +205,7 @@ def test_what_is_read_of_a_lineage_suffices_and_ends_where_it_cannot_pay(
     assert len(asked) <= 2 * len(found) + 1
     best = plan(manifests, held, target)
     assert read.plan().cost == best.cost
+    assert_leads(read.plan(), held, target)
     # Each step back beyond the nearest anchor was still cheaper than that anchor.
     spent, nearest = 0, None
     for number in found:
@@ -218,6 +213,6 @@ def test_what_is_read_of_a_lineage_suffices_and_ends_where_it_cannot_pay(
             assert spent <= nearest
         each = found[number]
         if nearest is None and each.anchor is not None:
-            nearest = spent + planning.anchor_cost(each)
+            nearest = spent + lineage.anchor_cost(each)
         if each.delta is not None:
-            spent += planning.delta_cost(each)
+            spent += lineage.delta_cost(each)

@@ -4,24 +4,23 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors import safe_open
 from safetensors.torch import load, load_file, save, save_file
 
+from patchstore.codec import tensor_file
 from patchstore.errors import CorruptObject
-from patchstore.payloads import tensor_file
 from patchstore.read import replay
 from patchstore.stores.memory import MemoryStore
-from patchstore.tensors.bits import TORCH_DTYPES, bits, spec_of
-from patchstore.testing.encoding import random_values
+from patchstore.tensors.bits import TORCH_DTYPES, spec_of
 from tests.format import independent_reader, surgery
-from tests.format.runs import State, eventful, tensors_of_every_dtype
+from tests.format.runs import eventful, tensors_of_every_dtype
+from tests.support.weights import State, assert_same_bits, random_bits
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def stored_tensors() -> State:
-    return {name: tensor for name, tensor in tensors_of_every_dtype().items() if name != "big again"}
+    return {name: tensor for name, tensor in tensors_of_every_dtype().items() if name != "head.weight"}
 
 
 def written(tensors: State, metadata: dict[str, str]) -> bytes:
@@ -29,21 +28,14 @@ def written(tensors: State, metadata: dict[str, str]) -> bytes:
     return b"".join(tensor_file.write(specs, (tensors[spec.name] for spec in specs), metadata))
 
 
-def assert_same(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert spec_of(name, found[name]) == spec_of(name, tensor)
-        assert torch.equal(bits(found[name]), bits(tensor))
-
-
 def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
     tensors = stored_tensors()
     (tmp_path / "ours").write_bytes(written(tensors, {"format": "pt", "naïve": "重み \n\0"}))
-    assert_same(load_file(tmp_path / "ours"), tensors)
-    assert_same(load((tmp_path / "ours").read_bytes()), tensors)
+    assert_same_bits(load_file(tmp_path / "ours"), tensors)
+    assert_same_bits(load((tmp_path / "ours").read_bytes()), tensors)
     with safe_open(tmp_path / "ours", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "naïve": "重み \n\0"}
-        assert_same({name: file.get_tensor(name) for name in file.keys()}, tensors)  # noqa: SIM118 - no mapping
+        assert_same_bits({name: file.get_tensor(name) for name in file.keys()}, tensors)  # noqa: SIM118 - no mapping
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt", "q": '"'}])
@@ -53,12 +45,12 @@ def test_we_read_what_the_library_writes(tmp_path: Path, metadata: dict[str, str
     data = (tmp_path / "theirs").read_bytes()
     header, found = tensor_file.open_buffer("theirs", bytearray(data))
     assert header.metadata == (metadata or {})
-    assert_same(found, tensors)
+    assert_same_bits(found, tensors)
     for size in (7, 8, 1000, len(data)):
         pieces = [data[at : at + size] for at in range(0, 5000, size)] + [data[-(-5000 // size) * size :]]
         assert b"".join(pieces) == data
         _, *items = tensor_file.read_stream("theirs", len(data), pieces)
-        assert_same({spec.name: tensor for spec, tensor in items}, tensors)  # type: ignore[misc]
+        assert_same_bits({spec.name: tensor for spec, tensor in items}, tensors)  # type: ignore[misc]
     assert independent_reader.parse_safetensors(data)[1].keys() == tensors.keys()
 
 
@@ -71,9 +63,10 @@ def test_a_file_without_tensors_goes_both_ways() -> None:
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_one_element_of_any_dtype_goes_both_ways(dtype: str) -> None:
-    for tensor in (random_values(1, dtype), random_values(1, dtype).reshape(()), random_values(0, dtype)):
-        assert_same(load(written({"t": tensor}, {})), {"t": tensor})
-        assert_same(tensor_file.open_buffer("theirs", bytearray(save({"t": tensor})))[1], {"t": tensor})
+    for shape in ((1,), (), (0,)):
+        tensor = random_bits(TORCH_DTYPES[dtype], shape)
+        assert_same_bits(load(written({"t": tensor}, {})), {"t": tensor})
+        assert_same_bits(tensor_file.open_buffer("theirs", bytearray(save({"t": tensor})))[1], {"t": tensor})
 
 
 @pytest.mark.parametrize("encoding", ["raw", "gap"])
@@ -87,7 +80,7 @@ def test_the_library_reads_every_payload_and_every_replayed_file(tmp_path: Path,
         (tmp_path / "file").write_bytes(data)
         with safe_open(tmp_path / "file", framework="pt") as file:
             assert file.metadata() == header.metadata
-            assert_same({name: file.get_tensor(name) for name in file.keys()}, tensors)  # noqa: SIM118 - no mapping
+            assert_same_bits({name: file.get_tensor(name) for name in file.keys()}, tensors)  # noqa: SIM118 - no mapping
     replay.replay(store, out=tmp_path / "out")
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_bytes())
@@ -118,4 +111,4 @@ def test_what_the_library_refuses_we_refuse() -> None:
 @pytest.mark.parametrize("bucket", ["v1-gap", "v1-raw", "v1-sharded"])
 def test_the_library_reads_golden_payloads(bucket: str) -> None:
     for path in (GOLDEN / bucket).rglob("*.safetensors"):
-        assert_same(load_file(path), tensor_file.open_buffer("golden", bytearray(path.read_bytes()))[1])
+        assert_same_bits(load_file(path), tensor_file.open_buffer("golden", bytearray(path.read_bytes()))[1])

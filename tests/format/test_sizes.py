@@ -2,14 +2,16 @@
 
 import os
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
+from patchstore.bucket import history, manifest_json
+from patchstore.bucket.records import Schema, StoreHeader, TensorSpec
 from patchstore.errors import CorruptObject, PatchstoreError, UsageError
-from patchstore.format import history, json_fields, manifest_json
-from patchstore.format.records import Schema, StoreHeader, TensorSpec
 from patchstore.publish.publisher import Publisher
 from patchstore.read import replay
 from patchstore.stores.folder import FolderStore
@@ -20,19 +22,26 @@ from tests.format.golden_buckets import GOLDEN, PatientStore
 SIX_GIB = 6 << 30
 
 
+@contextmanager
+def taking_at_most(num_bytes: int) -> Iterator[None]:
+    """Fail if what happens takes more memory."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < num_bytes
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("key", ["store.json", "versions/00000001.json"])
 def test_an_object_that_is_larger_than_any_of_its_kind_is_refused_before_it_is_read(
     tmp_path: Path, key: str
 ) -> None:
     bucket = surgery.lay_out(surgery.load(GOLDEN / "v1-gap"), tmp_path)
     os.truncate(bucket / key, SIX_GIB)
-    tracemalloc.start()
-    try:
-        with pytest.raises(CorruptObject, match="100,000,000"):
-            replay.verify(FolderStore(bucket), 1)
-        assert tracemalloc.get_traced_memory()[1] < json_fields.MAX_JSON_BYTES + (16 << 20)
-    finally:
-        tracemalloc.stop()
+    most = manifest_json.MAX_JSON_BYTES + (16 << 20)
+    with taking_at_most(most), pytest.raises(CorruptObject, match="100,000,000"):
+        replay.verify(FolderStore(bucket), 1)
     with pytest.raises(independent_reader.Refused):
         independent_reader.rebuild(bucket, 1)
 
@@ -41,14 +50,9 @@ def test_a_hint_that_is_larger_than_any_is_not_read(tmp_path: Path) -> None:
     bucket = surgery.lay_out(surgery.load(GOLDEN / "v1-gap"), tmp_path)
     hint = bucket / "head.json"
     hint.write_bytes(b'{"version": 1}' + b" " * manifest_json.MAX_HINT_BYTES)
-    assert history._stored_hint(FolderStore(bucket)) is None
     os.truncate(hint, SIX_GIB)
-    tracemalloc.start()
-    try:
+    with taking_at_most(16 << 20):
         assert history.head(FolderStore(bucket)) == history.read_manifest(FolderStore(bucket), 3)
-        assert tracemalloc.get_traced_memory()[1] < 16 << 20
-    finally:
-        tracemalloc.stop()
 
 
 def test_what_no_reader_would_take_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +71,7 @@ def test_a_schema_of_100_000_tensors_is_far_below_the_limit() -> None:
     specs = tuple(TensorSpec(name=name, dtype="BF16", shape=(2048, 768)) for name in names)
     header = StoreHeader(run_id="run", created_at="2026-01-31T12:00:00Z", schema=Schema(tensors=specs))
     data = manifest_json.header_to_json(header)
-    assert len(data) * 4 < json_fields.MAX_JSON_BYTES
+    assert len(data) * 4 < manifest_json.MAX_JSON_BYTES
     assert manifest_json.header_from_json(data) == header
 
 
@@ -86,13 +90,8 @@ def test_a_lying_size_costs_neither_memory_nor_disk_nor_requests(
     objects = surgery.load(GOLDEN / "v1-gap")
     bucket_edits.in_manifest(version, bucket_edits.put(f"{part}.payloads.0.size", size))(objects)
     store = PatientStore(objects)
-    tracemalloc.start()
-    try:
-        with pytest.raises(PatchstoreError) as caught:
-            replay.verify(store, 1)
-        assert tracemalloc.get_traced_memory()[1] < 32 << 20
-    finally:
-        tracemalloc.stop()
+    with taking_at_most(32 << 20), pytest.raises(PatchstoreError) as caught:
+        replay.verify(store, 1)
     assert caught.value.kind == "corrupt-object"
     assert max(taken) < 32 << 20
     assert store.patience > 150

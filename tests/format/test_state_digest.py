@@ -5,15 +5,17 @@ import struct
 import pytest
 import torch
 
+from patchstore.bucket import digests
+from patchstore.bucket.records import DTYPE_BYTES, Manifest, Payload, Schema, StateDigest, TensorSpec, Writer
+from patchstore.bucket.state_sums import Sums, pack_sums, state_total
 from patchstore.errors import SchemaMismatch, StateMismatch
-from patchstore.format import hashing
-from patchstore.format.records import DTYPE_BYTES, Manifest, Payload, Schema, StateDigest, TensorSpec, Writer
-from patchstore.format.state_sums import pack_sums, state_total
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors import elements, state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, raw_bytes
-from patchstore.testing.encoding import random_values
+from patchstore.tensors.columns import in_order
 from tests.format import independent_reader
+from tests.support.stated import group_of
+from tests.support.weights import random_bits
 
 CHUNK = elements.CHUNK
 ONE_PER_WIDTH = ("U8", "BF16", "F32", "I64")
@@ -27,70 +29,45 @@ def at(tensor: torch.Tensor, positions: torch.Tensor) -> state_digest.Sums:
     return state_digest.of_elements(positions, bits(tensor)[positions].view(tensor.dtype))
 
 
+SIZES = (0, 1, 2, 5, 63, 300, 1000, CHUNK - 7, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1)
+EXTREMES = (0x00, 0x01, 0x7F, 0x80, 0xFF)
+
+
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_every_dtype_has_the_sums_of_plain_integers(dtype: str) -> None:
-    for size in (0, 1, 2, 63, 1000):
-        tensor = random_values(size, dtype, size)
-        assert state_digest.of_tensor(tensor).hex() == plainly(tensor)
+    """Of each tensor alone, of many at once, and of all elements of one, in chunks or not."""
+    kind, width = TORCH_DTYPES[dtype], DTYPE_BYTES[dtype]
+    tensors = {f"{size} elements": random_bits(kind, (size,), size) for size in SIZES}
+    for byte in EXTREMES[:2] if dtype == "BOOL" else EXTREMES:
+        tensors[f"bytes {byte}"] = torch.full((5 * width,), byte, dtype=torch.uint8).view(kind)
+    tensors |= {"no rows": torch.empty(0, 3, dtype=kind), "a scalar": random_bits(kind, ())}
+    together = state_digest.of_named(tensors)
+    for name, tensor in tensors.items():
+        expected = plainly(tensor)
+        assert state_digest.of_tensor(tensor).hex() == together[name].hex() == expected, name
+        for index_dtype in (torch.int32, torch.int64):
+            every = torch.arange(tensor.numel(), dtype=index_dtype)
+            assert at(tensor.reshape(-1), every).hex() == expected, name
+    assert together["no rows"].hex() == "0" * 32
+    # Shape does not enter the sums.
+    assert state_digest.of_tensor(tensors["a scalar"].reshape(1, 1)) == together["a scalar"]
 
 
 @pytest.mark.parametrize("dtype", ONE_PER_WIDTH)
-@pytest.mark.parametrize("size", [CHUNK - 1, CHUNK, CHUNK + 1])
-def test_chunks_leave_no_trace_in_the_sums(dtype: str, size: int) -> None:
-    tensor = random_values(size, dtype, size)
-    assert state_digest.of_tensor(tensor).hex() == plainly(tensor)
-
-
-@pytest.mark.parametrize("dtype", ONE_PER_WIDTH)
-def test_several_chunks_add_up(dtype: str) -> None:
-    tensor = random_values(2 * CHUNK + 1, dtype)
-    assert state_digest.of_tensor(tensor).hex() == plainly(tensor)
-    for index_dtype in (torch.int32, torch.int64):
-        assert at(tensor, torch.arange(tensor.numel(), dtype=index_dtype)) == state_digest.of_tensor(tensor)
-
-
-@pytest.mark.parametrize("dtype", TORCH_DTYPES)
-def test_extreme_bits_have_the_sums_of_plain_integers(dtype: str) -> None:
-    for byte in (0x00, 0x01) if dtype == "BOOL" else (0x00, 0x01, 0x7F, 0x80, 0xFF):
-        tensor = torch.full((5 * DTYPE_BYTES[dtype],), byte, dtype=torch.uint8).view(TORCH_DTYPES[dtype])
-        assert state_digest.of_tensor(tensor).hex() == plainly(tensor)
-
-
-def test_sums_of_many_tensors_at_once_are_those_of_each() -> None:
-    sizes = (0, 1, 5, CHUNK - 7, 1, 0, 2 * CHUNK, 63, CHUNK, CHUNK + 1, 300, 0)
-    tensors = {
-        f"{dtype}.{number}": random_values(size, dtype, number)
-        for number, size in enumerate(sizes)
-        for dtype in TORCH_DTYPES
-    }
-    found = state_digest.of_named(tensors)
-    assert {name: each.hex() for name, each in found.items()} == {
-        name: plainly(tensor) for name, tensor in tensors.items()
-    }
-
-
-def test_sums_of_the_elements_of_many_patches_at_once_are_those_of_each() -> None:
-    patches, expected = [], {}
-    for number, size in enumerate((0, 1, CHUNK - 3, 7, 0, CHUNK + 9, 2, 1000)):
-        for dtype in ONE_PER_WIDTH:
-            tensor = random_values(3 * size + 1, dtype, number)
-            positions = torch.randperm(tensor.numel())[:size].sort().values
-            values = bits(tensor)[positions].view(tensor.dtype)
-            name = f"{dtype}.{number}"
-            expected[name] = at(tensor, positions)
-            patches.append(TensorPatch(name=name, indices=positions.to(torch.int32), values=values))
-    assert state_digest.of_patches(patches) == expected
-
-
-def test_a_tensor_without_elements_has_32_zeros() -> None:
-    for tensor in (torch.empty(0), torch.empty(3, 0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)):
-        assert state_digest.of_tensor(tensor).hex() == "0" * 32
-
-
-def test_a_scalar_is_one_element_and_shape_does_not_enter_the_sums() -> None:
-    scalar = torch.tensor(-0.0, dtype=torch.bfloat16)
-    assert state_digest.of_tensor(scalar) == state_digest.of_tensor(scalar.reshape(1, 1))
-    assert state_digest.of_tensor(scalar).hex() == plainly(scalar)
+def test_sums_of_the_elements_of_many_tensors_at_once_are_those_of_each(dtype: str) -> None:
+    groups, expected = [], []
+    for number, size in enumerate((1, CHUNK - 3, 7, CHUNK + 9, 2, 1000)):
+        tensor = random_bits(TORCH_DTYPES[dtype], (3 * size + 1,), number)
+        positions = torch.randperm(tensor.numel())[:size].sort().values
+        values = bits(tensor)[positions].view(tensor.dtype)
+        expected.append(at(tensor, positions))
+        patch = TensorPatch(name="", indices=positions.to(torch.int32), values=values)
+        groups.append(group_of(patch, number))
+    assert [Sums(*each) for each in state_digest.of_group(in_order(groups)).tolist()] == expected
+    # The last position of the largest tensor with positions in int32.
+    last = TensorPatch(name="", indices=torch.tensor([2**31 - 1], dtype=torch.int32), values=values[:1])
+    wide = state_digest.of_elements(last.indices.to(torch.int64), values[:1])
+    assert Sums(*state_digest.of_group(group_of(last))[0].tolist()) == wide
 
 
 @pytest.mark.parametrize(
@@ -99,7 +76,7 @@ def test_a_scalar_is_one_element_and_shape_does_not_enter_the_sums() -> None:
 )
 @pytest.mark.parametrize("dtype", ONE_PER_WIDTH)
 def test_positions_of_any_size_have_the_sums_of_plain_integers(position: int, dtype: str) -> None:
-    value = random_values(1, dtype, position % 1000)
+    value = random_bits(TORCH_DTYPES[dtype], (1,), position % 1000)
     first, second = independent_reader.added(position, int.from_bytes(raw_bytes(value), "little"))
     expected = state_digest.Sums(first % 2**64, second % 2**64)
     assert state_digest.of_elements(torch.tensor([position]), value) == expected
@@ -109,7 +86,7 @@ def test_positions_of_any_size_have_the_sums_of_plain_integers(position: int, dt
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_a_change_that_is_followed_gives_the_sums_of_the_whole(dtype: str) -> None:
-    old, fresh = random_values(5000, dtype, 1), random_values(5000, dtype, 2)
+    old, fresh = random_bits(TORCH_DTYPES[dtype], (5000,), 1), random_bits(TORCH_DTYPES[dtype], (5000,), 2)
     new = old.clone()
     for seed in range(3):
         before = new.clone()
@@ -121,7 +98,7 @@ def test_a_change_that_is_followed_gives_the_sums_of_the_whole(dtype: str) -> No
 
 
 def test_parts_add_up_in_any_order() -> None:
-    tensor = random_values(100_000, "BF16")
+    tensor = random_bits(torch.bfloat16, (100_000,))
     order = torch.randperm(100_000, generator=torch.Generator().manual_seed(0))
     total = state_digest.Sums()
     for positions in torch.split(order, 33_333):
@@ -131,7 +108,7 @@ def test_parts_add_up_in_any_order() -> None:
 
 @pytest.mark.parametrize("dtype", ["I64", "U64", "F64", "I32", "BF16"])
 def test_what_is_digested_is_not_modified(dtype: str) -> None:
-    tensor = random_values(1000, dtype)
+    tensor = random_bits(TORCH_DTYPES[dtype], (1000,))
     positions = torch.arange(1000)
     copies = bits(tensor).clone(), positions.clone()
     state_digest.of_tensor(tensor)
@@ -142,7 +119,7 @@ def test_what_is_digested_is_not_modified(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "I8"])
 def test_what_is_lost_or_mixed_up_is_found(dtype: str) -> None:
-    tensor = random_values(512, dtype, 3)
+    tensor = random_bits(TORCH_DTYPES[dtype], (512,), 3)
     bits(tensor)[:8] = 0
     plain = state_digest.of_tensor(tensor)
 
@@ -209,25 +186,20 @@ SCHEMA = Schema(
 
 def tensors_of_schema() -> dict[str, torch.Tensor]:
     return {
-        "a": random_values(6, "BF16", 1).reshape(2, 3),
-        "b": random_values(6, "BF16", 2),
+        "a": random_bits(torch.bfloat16, (2, 3), 1),
+        "b": random_bits(torch.bfloat16, (6,), 2),
         "s": torch.tensor(1.0),
     }
 
 
-def test_the_total_is_that_of_the_page() -> None:
+def test_the_total_and_the_stored_sums_are_those_of_the_page() -> None:
     tensors = tensors_of_schema()
     a, b, s = map(plainly, tensors.values())
     lines = f"a\tBF16\t2,3\t{a}\nb\tBF16\t6\t{b}\ns\tF32\t\t{s}\n"
     found = state_digest.of_tensors(SCHEMA, reversed(tensors.items()))
-    assert state_total(SCHEMA, found) == independent_reader._digest(lines.encode())
+    assert state_total(SCHEMA, found) == independent_reader.digest_of(lines.encode())
     assert {name: sums.hex() for name, sums in found.items()} == {"a": a, "b": b, "s": s}
-
-
-def test_the_stored_sums_are_those_of_the_page() -> None:
-    found = state_digest.of_tensors(SCHEMA, tensors_of_schema().items())
-    data = pack_sums(SCHEMA, found)
-    assert struct.unpack("<6Q", data) == (*found["a"], *found["b"], *found["s"])
+    assert struct.unpack("<6Q", pack_sums(SCHEMA, found)) == (*found["a"], *found["b"], *found["s"])
 
 
 def test_two_tensors_that_traded_their_weights_have_another_total() -> None:
@@ -241,7 +213,7 @@ def test_a_mismatch_names_the_tensor_that_is_wrong(store: MemoryStore) -> None:
     sums = {name: state_digest.of_tensor(tensor) for name, tensor in tensors_of_schema().items()}
     data = pack_sums(SCHEMA, sums)
     store.put("states/00000003-w.sums", data)
-    stored = Payload(key="states/00000003-w.sums", size=48, digest=hashing.digest(data))
+    stored = Payload(key="states/00000003-w.sums", size=48, digest=digests.digest(data))
     manifest = Manifest(
         version=3,
         parent=None,

@@ -19,19 +19,22 @@ from unittest import mock
 
 import torch
 
-from patchstore.encodings import ENCODINGS
-from patchstore.encodings.context import encode, pack
+from patchstore.bucket import history
+from patchstore.bucket.records import Part, TensorSpec
+from patchstore.codec import ENCODINGS
+from patchstore.codec.context import encode, pack
 from patchstore.errors import PublishFailed
-from patchstore.format import history
-from patchstore.format.records import Part, TensorSpec
-from patchstore.publish import committer, publisher, resume, uploads
+from patchstore.publish import commit
 from patchstore.publish.publisher import Publisher
 from patchstore.read import replay
+from patchstore.stores import tries
 from patchstore.stores.folder import FolderStore
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, raw_bytes, spec_of, unsigned
 from patchstore.testing.faults import Fault, FaultyStore
 from tests.support import sharded
+from tests.support.stated import encoded as encode_one
+from tests.support.stated import with_bridges
 
 State = dict[str, torch.Tensor]
 MAKERS: dict[str, Callable[[Path], None]] = {}
@@ -160,7 +163,7 @@ def v1_sharded(folder: Path) -> None:
 def v1_recovered(folder: Path) -> None:
     """The delta of step 1 was never stored, so version 1 is step 2, as an anchor without a delta."""
     inner = FolderStore(folder)
-    fault = Fault(verb="upload", key="deltas/00000001-*", effect="truncate", times=uploads.ATTEMPTS)
+    fault = Fault(verb="upload", key="deltas/00000001-*", effect="truncate", times=tries.ATTEMPTS)
     tensors = {"weight": torch.arange(6, dtype=torch.float16)}
     with Publisher(FaultyStore(inner, fault), tensors, dtype=None, encoding="gap") as writer:
         for step in range(4):
@@ -343,9 +346,9 @@ def vectors() -> dict[str, Any]:
             if name == "gap" and num_elements > 10**6:
                 continue
             spec = spec_of("t", torch.empty(num_elements, dtype=torch.int8, device="meta"))
-            stated = encoding.with_bridges(torch.tensor(changed, dtype=torch.int64))
+            stated = with_bridges(encoding, torch.tensor(changed, dtype=torch.int64))
             patch = TensorPatch(name="t", indices=stated, values=torch.zeros(len(stated), dtype=torch.int8))
-            idx = encoding.encode(patch, spec).idx
+            idx = encode_one(encoding, patch, spec).idx
             encoded.append(
                 {
                     "encoding": name,
@@ -401,7 +404,7 @@ def coded_vector(name: str, old: torch.Tensor, new: torch.Tensor) -> dict[str, A
     spec = spec_of("t", old)
     positions = (bits(old) != bits(new)).nonzero().reshape(-1)
     stored = encode(spec, unsigned(old), positions.numpy(), unsigned(new)[positions.numpy()])
-    table, _ = pack([(0, stored)])
+    table = pack([(0, stored)])
     return {
         "name": name,
         "dtype": spec.dtype,
@@ -434,11 +437,11 @@ def make(folder: Path) -> None:
         numbers = count(1)
         with (
             mock.patch.object(uuid, "uuid4", pinned),
-            mock.patch.object(publisher, "check_create_only"),
-            mock.patch.object(resume, "now", return_value="2026-01-31T12:00:00.000Z"),
-            mock.patch.object(committer, "now", return_value="2026-01-31T12:00:01.000Z"),
-            mock.patch.object(committer, "writer_id", return_value="golden"),
-            mock.patch.object(uploads, "FIRST_PAUSE_S", 0.0),
+            mock.patch("patchstore.publish.open.check_create_only"),
+            mock.patch("patchstore.publish.open.now", return_value="2026-01-31T12:00:00.000Z"),
+            mock.patch.object(commit, "now", return_value="2026-01-31T12:00:01.000Z"),
+            mock.patch.object(commit, "writer_id", return_value="golden"),
+            mock.patch.object(tries, "FIRST_PAUSE_S", 0.0),
         ):
             maker(path)
         (path / ".tmp").rmdir()

@@ -1,13 +1,26 @@
 """Ranks for the tests of this folder, and a trainer of transformers that takes steps in milliseconds."""
 
+import importlib
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
 
-from tests.publish.group.conftest import ranks_of
+from tests.publish.group.conftest import url
+from tests.support import tiny_qwen
+from tests.support.ranks import RanksByNumber, RanksOf
 
-__all__ = ["ranks_of"]
+__all__ = ["url"]
+
+
+@pytest.fixture(scope="module")
+def ranks_of() -> Iterator[RanksOf]:
+    """Returns some ranks of a job."""
+    with closing(RanksByNumber()) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -17,3 +30,14 @@ def _no_hub() -> Iterator[None]:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         yield
+
+
+@pytest.fixture(scope="module")
+def grpo() -> Any:
+    """The module of that name."""
+    return importlib.import_module("grpo")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen.save(tiny_qwen.build(), tmp_path_factory.mktemp("models") / "base")

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from training import Remember, build, prepare, served
+from training import QUICK, Remember, build, prepare, served
 
-from patchstore.serve.vllm_server import VllmServer
-from patchstore.testing import tiny_qwen
+from patchstore.follow.vllm_server import VllmServer
+from tests.support import tiny_qwen
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -31,19 +31,14 @@ def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 
 def config_of(out: Path, url: str, **options: Any) -> GRPOConfig:
     given: dict[str, Any] = {
+        **QUICK,
         "output_dir": str(out),
-        "use_cpu": True,
         "bf16": False,
         "max_steps": 3,
         "per_device_train_batch_size": 4,
         "num_generations": 4,
         "max_completion_length": 6,
-        "learning_rate": 1e-3,
         "beta": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
         "use_vllm": True,
         "vllm_mode": "server",
         "vllm_server_base_url": url,
@@ -152,20 +147,14 @@ def async_config_of(out: Path, url: str, **options: Any) -> Any:
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: 1e12
     given: dict[str, Any] = {
+        **QUICK,
         "output_dir": str(out),
-        "use_cpu": True,
         "bf16": False,
         "max_steps": 3,
-        "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 1,
         "gradient_checkpointing": False,
         "token_budget": -1,
         "max_staleness": 100,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
         "vllm_server_base_url": url,
         "dtype": "float32",
     }

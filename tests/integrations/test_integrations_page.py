@@ -11,7 +11,7 @@ from training import TOKENS, arguments
 
 from examples.serving import FollowCommand, Vllm
 from patchstore import verify
-from patchstore.testing import tiny_qwen
+from tests.support import tiny_qwen
 
 PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
 SECTIONS = {

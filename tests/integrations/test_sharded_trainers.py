@@ -1,6 +1,5 @@
 """Trainers of several gloo ranks: each publishes its part, and versions have the bits of all of them."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,8 @@ from training import Remember, State, assert_replayed, build, prepare, trainer_o
 
 from patchstore.errors import RankFailed, SchemaMismatch
 from patchstore.integrations.transformers import PublishCallback
-from patchstore.testing import tiny_qwen
-from tests.support.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.support import tiny_qwen
+from tests.support.ranks import RanksOf
 
 
 def train(rank: int, kind: str, bucket: str, folder: str) -> tuple[dict[int, State], list[dict[str, Any]]]:

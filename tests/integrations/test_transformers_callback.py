@@ -6,26 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from training import Remember, assert_replayed, served, trainer_of, versions
+from training import On, Remember, assert_replayed, served, trained, trainer_of, versions
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from patchstore import open_store, replay, verify
-from patchstore.errors import PublishFailed, RunExists, SchemaMismatch, StoreUnavailable, UsageError
-from patchstore.format import history
+from patchstore.bucket import history
+from patchstore.errors import PublishFailed, RunExists, SchemaMismatch, UsageError
 from patchstore.integrations.transformers import PublishCallback
 from patchstore.stores.folder import FolderStore
-from patchstore.tensors.bits import bits
-from patchstore.testing import tiny_qwen
+from patchstore.testing.faults import Fault
+from tests.support import tiny_qwen
+from tests.support.copies import Unsteady
+from tests.support.weights import assert_same_bits, loaded
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_step_is_published_bit_for_bit(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
     seen = Remember()
-    model = tiny_qwen.build(tied=tied).to(dtype)
-    trainer = trainer_of(model, tmp_path, PublishCallback(tmp_path / "bucket"), seen)
-    trainer.train()
+    trained(tmp_path, seen, model=tiny_qwen.build(tied=tied).to(dtype))
     assert versions(tmp_path / "bucket") == [(0, "anchor"), *((step, "delta") for step in (1, 2, 3, 4))]
     assert_replayed(tmp_path / "bucket", tmp_path, seen.states)
     assert verify(str(tmp_path / "bucket")).version == 4
@@ -48,32 +47,39 @@ def test_the_replay_of_a_step_is_a_checkpoint_that_transformers_loads(tmp_path: 
 def test_files_of_the_caller_are_preferred(tmp_path: Path) -> None:
     base = tiny_qwen.save(tiny_qwen.build(), tmp_path / "base")
     (base / "notes.json").write_text("{}")
-    trainer_of(tiny_qwen.build(), tmp_path, PublishCallback(tmp_path / "bucket", files=base)).train()
+    trained(tmp_path, publish={"files": base})
     assert list((tmp_path / "bucket" / "anchors").rglob("*notes.json*"))
 
 
-def test_every_third_step_and_the_last_one(tmp_path: Path) -> None:
-    seen = Remember()
-    publish = PublishCallback(tmp_path / "bucket", every=3)
-    trainer_of(tiny_qwen.build(), tmp_path, publish, seen, max_steps=5).train()
-    assert [step for step, _ in versions(tmp_path / "bucket")] == [0, 3, 5]
+STOP_AT_2 = On(
+    "on_step_end",
+    lambda state, control, **_: setattr(control, "should_training_stop", state.global_step == 2),
+)
+
+
+@pytest.mark.parametrize(
+    ("every", "options", "callbacks", "steps"),
+    [
+        (3, {"max_steps": 5}, (), [0, 3, 5]),
+        # Another callback ends the training.
+        (10, {}, (STOP_AT_2,), [0, 2]),
+        (1, {"max_steps": -1, "num_train_epochs": 0}, (), [0]),
+    ],
+)
+def test_steps_that_are_due_and_the_last_one_are_published(
+    tmp_path: Path, every: int, options: dict[str, Any], callbacks: tuple[Any, ...], steps: list[int]
+) -> None:
+    seen, store = Remember(), open_store(tmp_path / "bucket")
+    publish = PublishCallback(store, every=every)
+    trainer_of(tiny_qwen.build(), tmp_path, publish, seen, *callbacks, **options).train()
+    assert [step for step, _ in versions(tmp_path / "bucket")] == steps
     assert_replayed(tmp_path / "bucket", tmp_path, seen.states)
-
-
-class _StopAt(TrainerCallback):  # type: ignore[misc]
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == 2
-
-
-def test_training_that_another_callback_ends_publishes_its_last_step(tmp_path: Path) -> None:
-    publish = PublishCallback(tmp_path / "bucket", every=10)
-    trainer_of(tiny_qwen.build(), tmp_path, publish, _StopAt()).train()
-    assert [step for step, _ in versions(tmp_path / "bucket")] == [0, 2]
+    # An open store stays open.
+    assert verify(store).version == len(steps) - 1
 
 
 def test_figures_of_each_version_are_in_the_log(tmp_path: Path) -> None:
-    trainer = trainer_of(tiny_qwen.build(), tmp_path, PublishCallback(tmp_path / "bucket"))
-    trainer.train()
+    trainer = trained(tmp_path)
     log = trainer.state.log_history
     found = [entry for entry in log if "patchstore/version" in entry]
     assert found[-1]["patchstore/version"] == 4
@@ -87,9 +93,7 @@ def test_figures_of_each_version_are_in_the_log(tmp_path: Path) -> None:
 
 
 def test_a_process_beside_the_publisher_is_in_the_log(tmp_path: Path) -> None:
-    publish = PublishCallback(tmp_path / "bucket", compact=True, anchor_every=2)
-    trainer = trainer_of(tiny_qwen.build(), tmp_path, publish)
-    trainer.train()
+    trainer = trained(tmp_path, publish={"compact": True, "anchor_every": 2})
     found = [entry for entry in trainer.state.log_history if "patchstore/version" in entry]
     assert all(entry["patchstore/failures_beside"] == 0 for entry in found[:-1])
     assert all(entry["patchstore/anchors_beside"] >= 0 for entry in found[:-1])
@@ -99,14 +103,9 @@ def test_a_process_beside_the_publisher_is_in_the_log(tmp_path: Path) -> None:
 def _assert_last_version_is_what_is_saved(trainer: Any, folder: Path) -> None:
     """Fail unless the newest version in the bucket there has what `save_model` writes now."""
     trainer.save_model(str(folder / "saved"))
-    saved = load_file(folder / "saved" / "model.safetensors")
+    saved = loaded(folder / "saved")
     replay(str(folder / "bucket"), out=folder / "last")
-    found: dict[str, torch.Tensor] = {}
-    for file in (folder / "last").glob("*.safetensors"):
-        found |= load_file(file)
-    assert found.keys() == saved.keys()
-    for name, tensor in saved.items():
-        assert torch.equal(bits(found[name]), bits(tensor.to(torch.bfloat16))), name
+    assert_same_bits(loaded(folder / "last"), {n: each.to(torch.bfloat16) for n, each in saved.items()})
 
 
 _SCHEDULE_FREE = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "learning_rate": 1e-2}
@@ -127,9 +126,7 @@ def test_the_last_version_is_what_save_model_writes(
 ) -> None:
     if "optim" in options:
         pytest.importorskip("schedulefree")
-    model = tiny_qwen.build().float()
-    trainer = trainer_of(model, tmp_path, PublishCallback(tmp_path / "bucket"), **options)
-    trainer.train()
+    trainer = trained(tmp_path, **options, model=tiny_qwen.build().float())
     assert [step for step, _ in versions(tmp_path / "bucket")] == steps
     _assert_last_version_is_what_is_saved(trainer, tmp_path)
 
@@ -178,52 +175,38 @@ def test_weights_that_another_callback_puts_in_place_at_the_end_are_the_last_ver
     assert sum(each["patchstore/bytes"] for each in logged) == sum(each.num_bytes for each in manifests)
 
 
-class _AverageOfTheOptimiser(TrainerCallback):  # type: ignore[misc]
-    def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        optimizer.eval()
-
-
 def test_the_average_of_a_schedule_free_optimiser_is_the_last_version_if_a_callback_asks_for_it(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("schedulefree")
     seen, model = Remember(), tiny_qwen.build().float()
-    callbacks = (PublishCallback(tmp_path / "bucket"), seen, _AverageOfTheOptimiser())
-    trainer = trainer_of(model, tmp_path, *callbacks, **_SCHEDULE_FREE)
-    trainer.train()
+    trainer = trained(
+        tmp_path,
+        seen,
+        On("on_train_end", lambda optimizer, **_: optimizer.eval()),
+        model=model,
+        **_SCHEDULE_FREE,
+    )
     _assert_last_version_is_what_is_saved(trainer, tmp_path)
     last, averaged = seen.states[4]["lm_head.weight"], served(model)["lm_head.weight"]
     assert not torch.equal(last, averaged)
 
 
-def test_a_training_of_no_steps_is_one_version(tmp_path: Path) -> None:
-    options = {"max_steps": -1, "num_train_epochs": 0}
-    trainer_of(tiny_qwen.build(), tmp_path, PublishCallback(tmp_path / "bucket"), **options).train()
-    assert versions(tmp_path / "bucket") == [(0, "anchor")]
-
-
-class _Reporter(TrainerCallback):  # type: ignore[misc]
-    def __init__(self) -> None:
-        self.keys: set[str] = set()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.keys |= logs.keys()
-
-
 def test_reporters_behind_the_callback_get_the_figures(tmp_path: Path) -> None:
-    reporter = _Reporter()
+    keys: set[str] = set()
+    reporter = On("on_log", lambda logs, **_: keys.update(logs))
     publish = PublishCallback(tmp_path / "bucket")
     trainer = trainer_of(tiny_qwen.build(), tmp_path, reporter, publish)
     trainer.callback_handler.callbacks.insert(0, trainer.pop_callback(publish))
     trainer.train()
-    assert {"patchstore/version", "patchstore/bytes", "patchstore/changed"} <= reporter.keys
+    assert {"patchstore/version", "patchstore/bytes", "patchstore/changed"} <= keys
 
 
 def test_a_resumed_training_continues_the_run(tmp_path: Path) -> None:
     bucket, seen = tmp_path / "bucket", Remember()
     model = tiny_qwen.build().float()
     saving = {"save_strategy": "steps", "save_steps": 2}
-    trainer_of(copy.deepcopy(model), tmp_path, PublishCallback(bucket), seen, max_steps=3, **saving).train()
+    trained(tmp_path, seen, model=copy.deepcopy(model), max_steps=3, **saving)
     # As after a crash: the newest checkpoint is of step 2, and step 3 was published.
     again = trainer_of(model, tmp_path, PublishCallback(bucket), seen, max_steps=5, **saving)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -237,27 +220,24 @@ def test_a_resumed_training_continues_the_run(tmp_path: Path) -> None:
 
 def test_a_second_training_of_one_trainer_continues_the_run(tmp_path: Path) -> None:
     seen = Remember()
-    trainer = trainer_of(tiny_qwen.build(), tmp_path, PublishCallback(tmp_path / "bucket"), seen, max_steps=1)
-    trainer.train()
+    trainer = trained(tmp_path, seen, max_steps=1)
     trainer.train()
     assert [step for step, _ in versions(tmp_path / "bucket")] == [0, 1, 1, 0, 1]
 
 
 def test_without_resume_an_existing_run_is_refused(tmp_path: Path) -> None:
-    trainer_of(tiny_qwen.build(), tmp_path, PublishCallback(tmp_path / "bucket"), max_steps=1).train()
+    trained(tmp_path, max_steps=1)
     again = trainer_of(tiny_qwen.build(), tmp_path, PublishCallback(tmp_path / "bucket", resume=False))
     with pytest.raises(RunExists):
         again.train()
 
 
-class _Fail(TrainerCallback):  # type: ignore[misc]
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+def test_a_training_that_was_interrupted_is_continued_in_the_same_process(tmp_path: Path) -> None:
+    def interrupt(state: Any, **_: Any) -> None:
         if state.global_step == 2:
             raise KeyboardInterrupt
 
-
-def test_a_training_that_was_interrupted_is_continued_in_the_same_process(tmp_path: Path) -> None:
-    fail = _Fail()
+    fail = On("on_step_end", interrupt)
     trainer = trainer_of(tiny_qwen.build(), tmp_path, PublishCallback(tmp_path / "bucket"), fail)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
@@ -266,49 +246,21 @@ def test_a_training_that_was_interrupted_is_continued_in_the_same_process(tmp_pa
     assert versions(tmp_path / "bucket")[-1] == (4, "delta")
 
 
-class _Full(FolderStore):
-    """A folder that can store no delta."""
-
-    def upload(self, key: str, chunks: Any) -> None:
-        if key.startswith("deltas/"):
-            raise StoreUnavailable("no space left")
-        super().upload(key, chunks)
-
-
 def test_a_store_that_fails_ends_the_training_with_an_error(tmp_path: Path) -> None:
-    publish = PublishCallback(_Full(tmp_path / "bucket"))
-    trainer = trainer_of(tiny_qwen.build(), tmp_path, publish)
-    with pytest.raises(PublishFailed, match="no space left"):
+    fault = Fault(verb="upload", key="deltas/*", effect="fail-before", times=None)
+    store = Unsteady(FolderStore(tmp_path / "bucket"), fault)
+    trainer = trainer_of(tiny_qwen.build(), tmp_path, PublishCallback(store))
+    with pytest.raises(PublishFailed, match="injected"):
         trainer.train()
-    # As `train()` does when it is called again.
-    publish._abandon()
-    assert publish.run_id is None
-
-
-def test_adapters_are_published_merged_and_stay_as_they_are(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(tiny_qwen.build(), config)
-    before = {name: each.clone() for name, each in model.named_parameters() if not each.requires_grad}
-    seen = Remember()
-    trainer_of(model, tmp_path, PublishCallback(tmp_path / "bucket"), seen).train()
-    assert [step for step, _ in versions(tmp_path / "bucket")] == [0, 1, 2, 3, 4]
-    assert_replayed(tmp_path / "bucket", tmp_path, seen.states)
-    for name, each in model.named_parameters():
-        assert name not in before or torch.equal(each, before[name])
+    store.arm()
+    trainer.train()
+    assert versions(tmp_path / "bucket")[-1] == (4, "delta")
 
 
 def test_options_of_the_publisher_are_handed_on(tmp_path: Path) -> None:
-    publish = PublishCallback(tmp_path / "bucket", anchor_every=2, snapshot="host", dtype="float16")
-    trainer_of(tiny_qwen.build(), tmp_path, publish).train()
+    trained(tmp_path, publish={"anchor_every": 2, "snapshot": "host", "dtype": "float16"})
     kinds = [kind for _, kind in versions(tmp_path / "bucket")]
     assert kinds == ["anchor", "delta", "anchor", "delta", "anchor"]
-
-
-def test_an_open_store_stays_open(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "bucket")
-    trainer_of(tiny_qwen.build(), tmp_path, PublishCallback(store), max_steps=1).train()
-    assert verify(store).version == 1
 
 
 @pytest.mark.parametrize(
@@ -323,9 +275,6 @@ def test_an_open_store_stays_open(tmp_path: Path) -> None:
 def test_impossible_arguments_are_refused_before_training(given: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         PublishCallback("memory://x", **given)
-
-
-def test_a_store_must_be_a_store() -> None:
     with pytest.raises(UsageError, match="not by int"):
         PublishCallback(3)  # type: ignore[arg-type]
 

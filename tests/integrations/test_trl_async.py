@@ -1,6 +1,5 @@
 """TRL's trainers, with a server that answers as vLLM does: AsyncGRPOTrainer's own loop drives the sync."""
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,28 +7,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from training import Remember, assert_replayed, versions
-from transformers import TrainerCallback
+from training import On, Remember, assert_replayed, versions
 
 from patchstore import replay
 from patchstore.errors import UsageError
-from patchstore.testing import tiny_qwen
-from patchstore.testing.vllm_stub import StubServer, serving
+from tests.support import tiny_qwen
+from tests.support.vllm_stub import StubServer, serving
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 
 pytest.importorskip("vllm.version", reason="TRL imports vLLM in the trainer")
-
-
-@pytest.fixture(scope="module")
-def grpo() -> Any:
-    """The module of that name."""
-    return importlib.import_module("grpo")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_qwen.save(tiny_qwen.build(), tmp_path_factory.mktemp("models") / "base")
 
 
 @pytest.fixture
@@ -38,21 +25,16 @@ def stub() -> Iterator[StubServer]:
         yield found
 
 
-class Same(TrainerCallback):  # type: ignore[misc]
-    """Has the server find the run that the trainer has opened."""
-
-    def __init__(self, stub: StubServer, sync: Any) -> None:
-        self.stub, self.sync = stub, sync
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.stub.run_id = self.sync.run_id
+def same(stub: StubServer, sync: Any) -> On:
+    """Have the server find the run that the trainer has opened."""
+    return On("on_train_begin", lambda **_: setattr(stub, "run_id", sync.run_id))
 
 
 def test_every_sync_is_a_version_and_the_first_is_served_before_rollouts(
     grpo: Any, base: Path, stub: StubServer, tmp_path: Path
 ) -> None:
     sync, seen = grpo.AsyncSync(tmp_path / "bucket", via="apply"), Remember()
-    trainer = grpo.async_trainer_of(base, tmp_path, stub.url, sync, sync, Same(stub, sync), seen)
+    trainer = grpo.async_trainer_of(base, tmp_path, stub.url, sync, sync, same(stub, sync), seen)
     trainer.rollout_worker.look = lambda: stub.held
     trainer.train()
     assert [step for step, _ in versions(tmp_path / "bucket")] == [0, 1, 2, 3]
@@ -62,19 +44,12 @@ def test_every_sync_is_a_version_and_the_first_is_served_before_rollouts(
     assert trainer.model_version == 4
 
 
-class Double(TrainerCallback):  # type: ignore[misc]
-    """Changes the weights when training begins, behind the sync."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        with torch.no_grad():
-            model.lm_head.weight.mul_(2)
-
-
 def test_what_a_callback_changes_behind_the_sync_is_served_before_rollouts(
     grpo: Any, base: Path, stub: StubServer, tmp_path: Path
 ) -> None:
     sync, seen = grpo.AsyncSync(tmp_path / "bucket", via="apply"), Remember()
-    callbacks = (sync, Same(stub, sync), Double(), seen)
+    double = On("on_train_begin", lambda model, **_: model.lm_head.weight.data.mul_(2))
+    callbacks = (sync, same(stub, sync), double, seen)
     trainer = grpo.async_trainer_of(base, tmp_path, stub.url, sync, *callbacks, max_steps=1)
     trainer.rollout_worker.look = lambda: stub.held
     trainer.train()
@@ -106,12 +81,13 @@ def test_weights_that_changed_within_a_step_are_served_to_the_next_generation(
 
 
 def test_training_does_not_wait_for_a_follow_but_for_the_first_version(
-    grpo: Any, base: Path, stub: StubServer, tmp_path: Path
+    grpo: Any, base: Path, stub: StubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = grpo.AsyncSync(tmp_path / "bucket")
     trainer = grpo.async_trainer_of(base, tmp_path, stub.url, sync, sync, weight_sync_steps=2, max_steps=5)
     brought: list[int] = []
-    sync._bring = lambda publication: brought.append(publication.result().version)
+    module = "patchstore.integrations.trl.wait_until"
+    monkeypatch.setattr(module, lambda version, **_: brought.append(version))
     trainer.train()
     assert brought == [0]
     assert [step for step, _ in versions(tmp_path / "bucket")] == [0, 2, 4, 5]
@@ -124,7 +100,7 @@ def test_adapters_are_not_merged_into_the_weights(
     sync, seen = grpo.AsyncSync(tmp_path / "bucket", via="apply"), Remember()
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     trainer = grpo.async_trainer_of(
-        base, tmp_path, stub.url, sync, sync, Same(stub, sync), seen, peft_config=config
+        base, tmp_path, stub.url, sync, sync, same(stub, sync), seen, peft_config=config
     )
     before = {name: each.clone() for name, each in trainer.model.named_parameters() if not each.requires_grad}
     trainer.train()

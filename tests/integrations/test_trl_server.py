@@ -1,7 +1,6 @@
 """GRPOTrainer itself over a real vLLM server: what it generates with, and what is in the store."""
 
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,7 @@ from training import State, assert_replayed, served, versions
 
 from examples.serving import FollowCommand, Vllm
 from patchstore.errors import UsageError, WaitTimeout
-from patchstore.testing import tiny_qwen
-from tests.support.ranks import Ranks
-
-RanksOf = Callable[[int], Ranks]
+from tests.support.ranks import RanksOf
 
 pytestmark = [
     pytest.mark.vllm,
@@ -25,17 +21,6 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),
 ]
-
-
-@pytest.fixture(scope="module")
-def grpo() -> Any:
-    """The module of that name."""
-    return importlib.import_module("grpo")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_qwen.save(tiny_qwen.build(), tmp_path_factory.mktemp("models") / "base")
 
 
 @pytest.fixture(scope="module")

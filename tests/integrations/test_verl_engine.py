@@ -3,7 +3,7 @@
 import asyncio
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.ranks import Ranks
+from tests.support.ranks import RanksOf
 
 pytest.importorskip("verl.checkpoint_engine.base", reason="needs verl 0.9")
 
@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-RanksOf = Callable[[int], Ranks]
 BUCKET_BYTES = 2000
 
 
@@ -44,11 +43,13 @@ def engine_of(model: nn.Module) -> Any:
     """Return verl's FSDP engine around a model, without all that it trains with."""
     from verl.workers.engine.fsdp import transformer_impl
 
+    class Bare(transformer_impl.FSDPEngine):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            self.module = model
+            self._uses_fsdp2_cpu_offload_policy = self._is_offload_param = False
+
     transformer_impl.get_device_id = lambda: "cpu"
-    engine = object.__new__(transformer_impl.FSDPEngine)
-    engine.module = model
-    engine._uses_fsdp2_cpu_offload_policy = engine._is_offload_param = False
-    return engine
+    return Bare()
 
 
 class Server:
@@ -136,8 +137,8 @@ class Sync:
         return self.server.update(self.rollout.receive_weights()) if self.is_first else []
 
     def close(self) -> None:
-        if self.actor._publisher is not None:
-            self.actor._publisher.close()
+        self.actor.close()
+        self.rollout.close()
 
 
 def syncs(rank: int, url: str) -> None:
@@ -178,6 +179,17 @@ def syncs(rank: int, url: str) -> None:
     assert set(sync.receive()) <= {"indices"}
     expected = served(model)
     if sync.is_first:
+        assert_same(sync.server.weights, expected)
+
+    # Both ends are closed and go on.
+    sync.close()
+    for each in model.parameters():
+        each.data.to_local().view(-1)[1::2] -= 1
+    figures = sync.send()
+    assert set(sync.receive()) <= {"dense"}
+    expected = served(model)
+    if sync.is_first:
+        assert figures["checkpoint_engine/version"] > 7
         assert_same(sync.server.weights, expected)
 
     # A receiver that stops half-way gets the whole model next.
@@ -286,17 +298,37 @@ def test_shards_in_other_coordinates_are_gathered_by_verl(
     ranks_of(2).run(gathered, str(tmp_path / "store"), is_megatron)
 
 
-def test_places_that_verl_states_itself() -> None:
+def placed(rank: int, url: str) -> None:
     from verl.workers.engine.spec import BlockPlacement, ShardSpec
 
-    from patchstore.integrations.verl import _placed
+    whole = {name: torch.randn(5, 4) for name in ("flat", "block", "plain")}
+    range_, columns = ((0, 7), (7, 20))[rank], ((0, 3), (3, 4))[rank]
 
-    flat = torch.arange(6.0)
-    part = _placed(flat, ShardSpec(full_shape=(5, 4), place=7))
-    assert (part.offset, part.start, part.shape) == (7, None, (5, 4))
-    part = _placed(flat, ShardSpec(full_shape=(5, 4), place=BlockPlacement((3, 2), (1, 2), (5, 4))))
-    assert (part.start, part.tensor.shape) == ((1, 2), (3, 2))
-    assert _placed(flat, ShardSpec(full_shape=(2, 3))).shape == (2, 3)
+    def export() -> Any:
+        block = whole["block"][:, slice(*columns)].flatten()
+        shape, start = (5, columns[1] - columns[0]), (0, columns[0])
+        found = [
+            ("flat", whole["flat"].view(-1)[slice(*range_)], ShardSpec(full_shape=(5, 4), place=range_[0])),
+            ("block", block, ShardSpec(full_shape=(5, 4), place=BlockPlacement(shape, start, (5, 4)))),
+            ("plain", whole["plain"].view(-1), ShardSpec(full_shape=(5, 4))),
+        ]
+        return iter(found), None
+
+    engine = engine_of(nn.Module())
+    engine.get_per_tensor_param_shard = export
+    sync = Sync(rank, url, engine)
+    for _ in range(2):
+        sync.send()
+        sync.receive()
+        if sync.is_first:
+            assert_same(sync.server.weights, {name: each.bfloat16() for name, each in whole.items()})
+        for each in whole.values():
+            each.view(-1)[::3] += 1
+    sync.close()
+
+
+def test_places_that_verl_states_itself(ranks_of: RanksOf, tmp_path: Path) -> None:
+    ranks_of(2).run(placed, str(tmp_path / "store"))
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:

@@ -2,23 +2,21 @@
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from patchstore import replay
-from patchstore.format import history
+from patchstore.bucket import history
+from patchstore.integrations.transformers import PublishCallback
 from patchstore.stores.folder import FolderStore
-from patchstore.tensors.bits import bits
-from patchstore.testing import tiny_qwen
-
-State = dict[str, torch.Tensor]
+from tests.support import tiny_qwen
+from tests.support.weights import State, assert_same_bits, loaded
 
 TOKENS = [
     {"input_ids": row.tolist(), "labels": row.tolist()}
@@ -51,24 +49,42 @@ class Remember(TrainerCallback):  # type: ignore[misc]
     on_step_end = on_train_begin
 
 
+class On(TrainerCallback):  # type: ignore[misc]
+    """Does something at one event."""
+
+    def __init__(self, event: str, do: Callable[..., Any]) -> None:
+        setattr(self, event, lambda args, state, control, **more: do(state=state, control=control, **more))
+
+
+QUICK: dict[str, Any] = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
+"""Arguments of any trainer of transformers or TRL."""
+
+
 def arguments(folder: Path, **options: Any) -> TrainingArguments:
-    given: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(**(given | options))
+    return TrainingArguments(str(folder), **{**QUICK, "max_steps": 4, **options})
 
 
 def trainer_of(model: Any, folder: Path, *callbacks: Any, **options: Any) -> Trainer:
     given = arguments(folder, **options)
     return Trainer(model, given, train_dataset=TOKENS, eval_dataset=TOKENS[:4], callbacks=list(callbacks))
+
+
+def trained(
+    folder: Path, *callbacks: Any, model: Any = None, publish: Mapping[str, Any] | None = None, **options: Any
+) -> Trainer:
+    """Train, and publish to `bucket` in the folder; return the trainer."""
+    callback = PublishCallback(folder / "bucket", **(publish or {}))
+    trainer = trainer_of(model or tiny_qwen.build(), folder, callback, *callbacks, **options)
+    trainer.train()
+    return trainer
 
 
 def versions(bucket: Path | str) -> list[tuple[int, str]]:
@@ -85,13 +101,7 @@ def assert_replayed(bucket: Path | str, folder: Path, states: Mapping[int, State
     for version, (step, _) in enumerate(versions(bucket)):
         out = folder / f"replay-{version}"
         replay(str(bucket), version, out=out)
-        found: State = {}
-        for file in out.glob("*.safetensors"):
-            found |= load_file(file)
-        expected = states[step]
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(bits(found[name]), bits(tensor.contiguous())), (version, step, name)
+        assert_same_bits(loaded(out), states[step])
 
 
 def prepare(rank: int) -> None:

@@ -5,10 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from patchstore.encodings import ENCODINGS
-from patchstore.format.records import Part, TensorSpec
-from patchstore.payloads import delta
-from patchstore.publish.snapshot.device import DeviceSnapshot
+from patchstore.bucket.records import Part, Schema, TensorSpec
+from patchstore.codec import ENCODINGS
 from patchstore.tensors import parts as torch_parts
 from patchstore.tensors.bits import bits, spec_of
 from tests.support import sharded
@@ -17,11 +15,7 @@ from tests.support.interpreted import DEVICE, kernels
 # Minutes, where they are interpreted.
 pytestmark = pytest.mark.timeout(1200)
 
-encode_gpu = kernels("patchstore.publish.encode_gpu")
-device = kernels("patchstore.publish.snapshot.device")
-loaded = device.Kernels(
-    *(kernels(f"patchstore.kernels.{name}") for name in ("compare", "index_encode", "rounded"))
-)
+device = kernels("patchstore.publish.snapshot_gpu")
 
 SHAPES = {"a": (40, 48), "b": (40, 48), "c": (2, 3, 8, 6), "f": (7, 9), "n": (64,)}
 
@@ -63,29 +57,29 @@ def no_box(spec: TensorSpec) -> list[Part]:
 @pytest.mark.parametrize("encoding", ["context", "gap", "raw"])
 def test_parts_are_encoded_as_on_the_cpu(encoding: str, held: Callable[[TensorSpec], list[Part]]) -> None:
     old, new = whole_tensors()
-    schema = [spec_of(name, tensor) for name, tensor in sorted(old.items())]
-    parts = {part.key: part for spec in schema for part in held(spec)}
+    schema = Schema(tensors=tuple(spec_of(name, tensor) for name, tensor in sorted(old.items())))
+    table = sharded.table_of(schema, [part for spec in schema.tensors for part in held(spec)])
 
     def local(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {
             key: torch_parts.of_whole(part, state[part.spec.name]).contiguous().to(DEVICE)
-            for key, part in parts.items()
+            for key, part in ((part.key, part) for part in table.parts)
         }
 
-    specs = [TensorSpec(name=key, dtype=part.spec.dtype, shape=part.size) for key, part in parts.items()]
-    taken = DeviceSnapshot(local(old), specs, "device", DEVICE, loaded)
+    specs = [TensorSpec(name=part.key, dtype=part.spec.dtype, shape=part.size) for part in table.parts]
+    taken = device.DeviceSnapshot(local(old), specs, "device", DEVICE)
     changes = taken.compare(local(new))
-    found = encode_gpu.encode(schema, parts, changes, ENCODINGS[encoding])
+    found = taken.encode(schema, table, changes, ENCODINGS[encoding])
 
-    before = {key: tensor.cpu() for key, tensor in local(old).items()}
-    expected = delta.encode(schema, parts, changes, before, ENCODINGS[encoding])
+    expected = sharded.encoded(schema, table.parts, old, new, encoding)
     assert found.num_changed == expected.num_changed
     assert found.encoding == expected.encoding
-    assert [spec.name for spec in found.listed] == [spec.name for spec in expected.listed]
-    assert found.firsts == expected.firsts
-    assert found.entries.keys() == expected.entries.keys()
-    for name, entry in expected.entries.items():
-        assert found.entries[name].dtype == entry.dtype, name
-        assert torch.equal(bits(found.entries[name].cpu()), bits(entry)), name
-    assert found.sum_growth == expected.sum_growth
-    assert found.parent_sums == expected.parent_sums
+    assert found.listing.firsts == expected.listing.firsts
+    for one, other in zip(found.listing.columns, expected.listing.columns, strict=True):
+        assert (one.suffix, one.dtype) == (other.suffix, other.dtype)
+        assert (one.numbers.tolist(), one.counts.tolist()) == (other.numbers.tolist(), other.counts.tolist())
+        assert torch.equal(bits(one.data), bits(other.data))
+    assert found.coded.keys() == expected.coded.keys()
+    assert all(torch.equal(found.coded[name].cpu(), entry) for name, entry in expected.coded.items())
+    for one, other in ((found.growth, expected.growth), (found.parents, expected.parents)):
+        assert sharded.by_number(one) == sharded.by_number(other)

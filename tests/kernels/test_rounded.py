@@ -1,7 +1,6 @@
 """Matrices are compared with their codes as if codes had been made first, by the forms in plain torch."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +8,8 @@ import torch
 from patchstore import Publisher
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.publish import snapshot
-from patchstore.publish.snapshot.device import Kernels
 from patchstore.quantization import FORMS
-from patchstore.quantization.matrix import Matrix
+from patchstore.quantization.forms import Matrix
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits
 from tests.support.interpreted import DEVICE, kernels
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 compare = kernels("patchstore.kernels.compare")
 index_encode = kernels("patchstore.kernels.index_encode")
-e4m3 = kernels("patchstore.kernels.e4m3")
+e4m3 = kernels("patchstore.kernels.quantize")
 rounded = kernels("patchstore.kernels.rounded")
 TILE_BYTES = 1024
 
@@ -190,22 +188,10 @@ def test_there_may_be_no_matrix() -> None:
 
 
 @pytest.fixture
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Publish with kernels also where there is no GPU, and in many small parts."""
-    monkeypatch.setattr(
-        snapshot,
-        "kernels_for",
-        lambda devices: Kernels(compare=compare, encode=index_encode, rounded=rounded),
-    )
-    monkeypatch.setattr(compare, "BLOCK", 1024)
-    monkeypatch.setattr(index_encode, "BLOCK", 1024)
-
-
-@pytest.fixture
 def trained() -> dict[str, torch.Tensor]:
     random_ = {
         "model.embed_tokens.weight": torch.randn(100, 48),
-        "model.layers.0.mlp.up_proj.weight": torch.randn(136, 264) * 0.02,
+        "model.layers.0.mlp.up_proj.weight": torch.randn(136, 136) * 0.02,
         "model.layers.0.mlp.down_proj.weight": torch.randn(77, 131) * 0.02,
         "model.norm.weight": torch.ones(64),
     }
@@ -224,11 +210,6 @@ def expected(tensors: dict[str, torch.Tensor], form: str) -> dict[str, torch.Ten
         if "_proj" in name:
             found[name], found[FORMS[form].scale_name(name)] = FORMS[form].quantize(found[name])
     return found
-
-
-@pytest.fixture(params=["device", "host", "file"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> snapshot.Place:
-    return tmp_path if request.param == "file" else request.param  # type: ignore[no-any-return]
 
 
 @pytest.mark.sample(4)
@@ -252,7 +233,7 @@ def test_each_version_has_the_codes_of_its_weights(
     asked = {"*": "bfloat16"} if kind == "mixed" else torch.bfloat16
     options = {"quantization": form, "dtype": asked, "snapshot": place, "encoding": "gap"}
     with Publisher(store, source, **options) as publisher:  # type: ignore[arg-type]
-        for number in range(4):
+        for number in range(3):
             published = publisher.publish_patch(number).result()
             assert_served(store, expected(trained, form))
             assert (published.anchor is None) == (number > 0)
@@ -339,7 +320,7 @@ def test_numbers_without_a_scale_publish_nothing_and_the_next_call_goes_on(
             lambda each: each.update(
                 {"model.layers.0.mlp.up_proj.weight": torch.ones(8, 8, device=DEVICE).bfloat16()}
             ),
-            r"up_proj.weight' was BF16 \[136, 264\], but is BF16 \[8, 8\] now",
+            r"up_proj.weight' was BF16 \[136, 136\], but is BF16 \[8, 8\] now",
         ),
     ],
 )

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from patchstore.mirror.place import Place
-from patchstore.mirror.service import Mirror
+from patchstore.ops.mirror.place import Place
+from patchstore.ops.mirror.service import Mirror
 from patchstore.stores.memory import MemoryStore
+from tests.support.commands import patchstore, started  # noqa: F401 -- fixtures
 from tests.support.weights import Run
 
 
@@ -37,7 +38,7 @@ def mirrored(store: MemoryStore, folder: Path) -> Iterator[Callable[..., Mirror]
         for each in places:
             each.close()
         places.append(Place(folder))
-        return Mirror(store, places[-1], **options)  # type: ignore[arg-type]
+        return Mirror(**{"store": store, "place": places[-1], **options})  # type: ignore[arg-type]
 
     yield open_
     for each in places:

@@ -2,18 +2,20 @@
 
 import errno
 import os
+import shutil
 import stat
 import threading
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
-from mirrors import Recording, loaded, step
 
 from patchstore import Publisher, replay
+from patchstore.bucket import history
 from patchstore.errors import (
     ConsumerFailed,
-    CorruptObject,
     HostError,
     PatchstoreError,
     StoreReplaced,
@@ -21,19 +23,37 @@ from patchstore.errors import (
     UsageError,
     VersionNotFound,
 )
-from patchstore.format import history
-from patchstore.mirror import build, service
-from patchstore.mirror.place import Place
-from patchstore.mirror.service import Mirror
-from patchstore.serve.progress import Progress
+from patchstore.follow.loop import Loop, LoopSettings
+from patchstore.ops.mirror import build, service
+from patchstore.ops.mirror.place import Place
+from patchstore.ops.mirror.service import Command, Mirror
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
-from tests.support.weights import Run, assert_same_bits
+from tests.support.weights import Run, assert_same_bits, loaded
 
 
 def names(folder: Path) -> set[str]:
     """The folders of a mirror, and whatever was left behind; not its own files."""
     return {each.name for each in folder.iterdir()} - {"mirror.json", ".lock", "current"}
+
+
+def step(mirror: Mirror) -> list[tuple[str, int | None]]:
+    return [(event.outcome, event.version) for event in mirror.work()]
+
+
+class Recording(Command):
+    """Remembers what it was told, and refuses as often as told."""
+
+    def __init__(self, refuse: int = 0) -> None:
+        super().__init__("true", timeout_s=1)
+        self.told: list[dict[str, str]] = []
+        self.refuse = refuse
+
+    def tell(self, values: Mapping[str, str], stop: threading.Event) -> None:
+        if self.refuse:
+            self.refuse -= 1
+            raise ConsumerFailed("refused")
+        self.told.append(dict(values))
 
 
 def assert_is(folder: Path, run: Run, version: int) -> None:
@@ -51,39 +71,35 @@ def assert_is(folder: Path, run: Run, version: int) -> None:
 def test_a_mirror_follows_the_run_bit_for_bit_through_deltas_and_anchors(run: Run, folder, mirrored) -> None:
     mirror = mirrored()
     for version in range(10):
+        # Version 5 changes nothing, and one step passes over 6 and 7.
+        if version != 5:
+            run.train()
         run.publish(version)
-        run.train()
+        if version in {6, 7}:
+            continue
         assert step(mirror) == [("mirrored", version)]
         assert_is(folder, run, version)
         assert step(mirror) == []
+        # Nobody writes to it by mistake.
+        modes = {stat.S_IMODE(each.stat().st_mode) for each in (folder / "current").iterdir()}
+        assert modes == {0o444}
         # The present one, and the one before for those who read it still.
         assert len(names(folder)) == min(2, version + 1)
     assert str((folder / "current").readlink()) == "00000009"
     assert len(list((folder / "current").glob("*.safetensors"))) > 1
 
 
-def test_a_new_version_fetches_the_delta_and_not_the_anchor(run: Run, folder) -> None:
+def test_a_new_version_fetches_the_delta_and_not_the_anchor(run: Run, folder, mirrored) -> None:
     run.publish_versions(3)
     store = FaultyStore(run.store)
-    place = Place(folder)
-    mirror = Mirror(store, place)
-    list(mirror.work())
+    mirror = mirrored(store=store)
+    step(mirror)
     run.publish(3)
     store.calls.clear()
     (event,) = mirror.work()
     manifest = history.read_manifest(run.store, 3)
     assert event.num_bytes == manifest.delta.num_bytes
     assert not [key for _, key in store.calls if key.startswith("anchors/")]
-    assert_is(folder, run, 3)
-    place.close()
-
-
-def test_versions_in_between_are_passed_over_in_one_step(run: Run, folder, mirrored) -> None:
-    mirror = mirrored()
-    run.publish_versions(1)
-    step(mirror)
-    run.publish_versions(3)
-    assert step(mirror) == [("mirrored", 3)]
     assert_is(folder, run, 3)
 
 
@@ -116,75 +132,6 @@ def test_unchanged_tensors_and_files_are_taken_over(run: Run, folder, mirrored) 
     assert_same_bits(loaded(before), run.history[0])
 
 
-def test_a_version_that_changes_nothing_is_mirrored(run: Run, folder, mirrored) -> None:
-    mirror = mirrored()
-    run.publish(0)
-    step(mirror)
-    run.publish(1)
-    assert step(mirror) == [("mirrored", 1)]
-    assert_is(folder, run, 1)
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_files_are_cloned_where_the_file_system_can(
-    run: Run, folder, mirrored, is_shared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-
-    def share(old: int, new: int) -> bool:
-        calls.append(new)
-        if is_shared:
-            # As the file system would, but with blocks of their own.
-            os.pwrite(new, os.pread(old, os.fstat(old).st_size, 0), 0)
-        return is_shared
-
-    monkeypatch.setattr(build, "_share", share)
-    written: list[tuple[int, int]] = []
-    real = build._write
-
-    def write(file: int, at: int, data: memoryview) -> None:
-        written.append((at, len(data)))
-        real(file, at, data)
-
-    mirror = mirrored()
-    run.publish(0)
-    step(mirror)
-    # Numbers of one digit more, for which the first header has no room.
-    for version in range(1, 13):
-        run.train(num_changes=1)
-        run.publish(10**version)
-        calls.clear()
-        monkeypatch.setattr(build, "_write", write)
-        written.clear()
-        step(mirror)
-        monkeypatch.setattr(build, "_write", real)
-        assert_is(folder, run, version)
-    # The last one: whole blocks around one change a tensor, or all of what changed.
-    sizes = sum(path.stat().st_size for path in (folder / "current").glob("*.safetensors"))
-    assert calls
-    assert sum(size for _, size in written) <= sizes
-
-
-def test_what_is_written_covers_each_difference_and_whole_blocks_at_most(monkeypatch) -> None:
-    monkeypatch.setattr(build, "_PIECE_BYTES", 10_000)
-    for seed in range(50):
-        generator = torch.Generator().manual_seed(seed)
-        size, start = int(torch.randint(1, 60_000, (1,), generator=generator)), seed * 24
-        old = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
-        new = old.clone()
-        at = torch.randint(0, size, (seed % 7,), generator=generator)
-        new[at] ^= 1
-        ranges = list(build._changed(start, old.numpy().data, new.numpy().data))
-        patched = old.clone()
-        for first, end in ranges:
-            assert first < end
-            patched[first:end] = new[first:end]
-        assert torch.equal(patched, new)
-        blocks = {(int(each) + start) // 4096 for each in torch.nonzero(old != new)}
-        assert sum(end - first for first, end in ranges) <= 4096 * len(blocks)
-        assert ranges == sorted(ranges)
-
-
 # Killed, spoiled, full.
 
 
@@ -192,56 +139,53 @@ class Killed(BaseException):
     """The process is gone."""
 
 
-@pytest.mark.parametrize("at", ["begin", "write", "flush", "rename", "switch", "after switch", "prune"])
-def test_killed_at_any_point_it_goes_on_and_readers_see_one_version(
+@pytest.mark.parametrize(
+    "at", ["begin", "write", "full", "flush", "rename", "switch", "after switch", "prune"]
+)
+def test_killed_at_any_point_or_without_room_it_goes_on_and_readers_see_one_version(
     run: Run, folder, mirrored, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.publish(0)
     run.train()
-    step(mirrored())
+    mirror = mirrored(keep=0 if at == "prune" else None)
+    step(mirror)
     run.publish(1)
-    mirror = mirrored()
-    mirror._look(mirror._run(history.head(run.store)))
 
     def die(*_: object, **__: object) -> None:
         raise Killed
 
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    rename, switch = Path.rename, Place.switch
+    points = {
+        "begin": (build, "unfinished", die),
+        "write": (build, "write_at", die),
+        "full": (build, "write_at", full),
+        "flush": (build, "flush", die),
+        "rename": (Path, "rename", lambda path, to: (die if "partial" in path.name else rename)(path, to)),
+        "switch": (Place, "switch", die),
+        "after switch": (Place, "switch", lambda place, to: (switch(place, to), die())),
+        "prune": (shutil, "rmtree", die),
+    }
     with monkeypatch.context() as patch:
-        match at:
-            case "begin":
-                patch.setattr(build, "read_sums", die)
-            case "write":
-                patch.setattr(build, "_write", die)
-            case "flush":
-                patch.setattr(build, "flush", die)
-            case "rename":
-                real = Path.rename
-                patch.setattr(
-                    Path,
-                    "rename",
-                    lambda self, to: (die if self.name.endswith("partial") else real)(self, to),
-                )
-            case "switch":
-                patch.setattr(Place, "switch", die)
-            case "after switch":
-                patch.setattr(Mirror, "_take", die)
-            case "prune":
-                patch.setattr("shutil.rmtree", die)
-        # A killed process removes nothing.
-        patch.setattr("patchstore.read.unfinished._remove", lambda path: None)
-        if at == "prune":
-            mirror._keep = 0
-        with pytest.raises(Killed):
+        if at != "full":
+            # A killed process removes nothing.
+            patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(*points[at])
+        says = "No space left.*; make room" if at == "full" else None
+        with pytest.raises(HostError if at == "full" else Killed, match=says):
             step(mirror)
     assert_is(folder, run, 1 if at in {"after switch", "prune"} else 0)
-    again = mirrored(keep=0)
+    assert at != "full" or names(folder) == {"00000000"}
+    again = mirror if at == "full" else mirrored(keep=0)
     step(again)
     assert_is(folder, run, 1)
     run.train()
     run.publish(2)
     step(again)
     assert_is(folder, run, 2)
-    assert names(folder) == {"00000002"}
+    assert names(folder) == ({"00000001", "00000002"} if at == "full" else {"00000002"})
 
 
 @pytest.mark.parametrize("what", ["bit", "truncated", "removed", "added", "config", "index"])
@@ -252,7 +196,7 @@ def test_a_folder_that_was_spoiled_while_no_process_ran_is_made_anew(
     step(mirrored())
     spoil(folder / "00000001", what)
     accepted = Recording()
-    assert step(mirrored(consumers=[accepted])) == [("mirrored", 1)]
+    assert step(mirrored(commands=[accepted])) == [("mirrored", 1)]
     # Under another name, so that no reader that loads the old one sees both.
     assert str((folder / "current").readlink()) == "00000001-1"
     assert accepted.told[0]["folder"] == str(folder / "00000001-1")
@@ -280,8 +224,15 @@ def spoil(folder: Path, what: str) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("what", ["bit", "removed", "config"])
-def test_a_folder_that_was_changed_meanwhile_is_not_used_further(run: Run, folder, mirrored, what) -> None:
+@pytest.mark.parametrize(
+    ("what", "is_hidden"), [("bit", False), ("removed", False), ("config", False), ("bit", True)]
+)
+def test_a_folder_that_was_changed_meanwhile_is_not_used_further(
+    run: Run, folder, mirrored, monkeypatch, what: str, is_hidden: bool
+) -> None:
+    if is_hidden:
+        # Time and size do not show it, and the digest does.
+        monkeypatch.setattr(service, "stats", lambda _: {})
     mirror = mirrored()
     run.publish_versions(2)
     step(mirror)
@@ -291,76 +242,15 @@ def test_a_folder_that_was_changed_meanwhile_is_not_used_further(run: Run, folde
     assert_is(folder, run, 2)
 
 
-def test_a_changed_byte_that_time_and_size_do_not_show_is_found_by_the_digest(
-    run: Run, folder, mirrored, monkeypatch
-) -> None:
-    mirror = mirrored()
-    run.publish_versions(2)
-    step(mirror)
-    spoil(folder / "00000001", "bit")
-    mirror._stats = dict(service.stats(folder / "00000001"))
-    run.publish(2)
-    step(mirror)
-    assert_is(folder, run, 2)
-
-
-def test_nobody_writes_to_the_files_of_a_version_by_mistake(run: Run, folder, mirrored) -> None:
-    run.publish_versions(2)
-    mirror = mirrored()
-    step(mirror)
-    run.publish(2)
-    step(mirror)
-    for name in ("00000001", "00000002"):
-        assert {stat.S_IMODE(each.stat().st_mode) for each in (folder / name).iterdir()} == {0o444}
-
-
-def test_a_full_disk_leaves_what_there_was_and_says_so(run: Run, folder, mirrored, monkeypatch) -> None:
-    mirror = mirrored()
-    run.publish(0)
-    run.train()
-    step(mirror)
-    run.publish(1)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "_write", full)
-        with pytest.raises(HostError, match="No space left on device; make room there"):
-            step(mirror)
-    assert_is(folder, run, 0)
-    assert names(folder) == {"00000000"}
-    step(mirror)
-    assert_is(folder, run, 1)
-
-
-def test_a_corrupt_delta_leaves_what_there_was(run: Run, folder, mirrored) -> None:
-    mirror = mirrored()
-    run.publish(0)
-    run.train()
-    step(mirror)
-    run.publish(1)
-    key = history.read_manifest(run.store, 1).delta.payloads[0].key
-    right = run.store.get(key)
-    run.store.put(key, right[:-1] + bytes([right[-1] ^ 1]))
-    with pytest.raises(CorruptObject):
-        step(mirror)
-    assert_is(folder, run, 0)
-    run.store.put(key, right)
-    step(mirror)
-    assert_is(folder, run, 1)
-
-
 @pytest.mark.parametrize("seed", range(6))
-def test_over_a_store_that_fails_it_arrives(run: Run, folder, seed: int) -> None:
+def test_over_a_store_that_fails_it_arrives(run: Run, folder, mirrored, seed: int) -> None:
     store = FaultyStore(
         run.store,
         Fault(verb="get", effect="fail-before", times=None, chance=0.1),
         Fault(verb="get", key="*/*/*", effect="flip", times=None, chance=0.1),
         seed=seed,
     )
-    place = Place(folder)
-    mirror = Mirror(store, place)
+    mirror = mirrored(store=store)
     for version in range(6):
         run.publish(version)
         run.train()
@@ -372,7 +262,6 @@ def test_over_a_store_that_fails_it_arrives(run: Run, folder, seed: int) -> None
                 if version and mirror.version is not None:
                     assert_same_bits(loaded(folder / "current"), run.history[mirror.version])
         assert_is(folder, run, version)
-    place.close()
 
 
 def test_a_reader_of_a_folder_never_sees_a_mixture(run: Run, folder, mirrored) -> None:
@@ -414,7 +303,7 @@ def test_a_reader_of_a_folder_never_sees_a_mixture(run: Run, folder, mirrored) -
 def test_consumers_are_told_once_of_each_version_in_their_turn(run: Run, folder, mirrored) -> None:
     run.publish_versions(2)
     one, other = Recording(), Recording()
-    mirror = mirrored(consumers=[one, other])
+    mirror = mirrored(commands=[one, other])
     step(mirror)
     step(mirror)
     (told,) = one.told
@@ -428,7 +317,7 @@ def test_consumers_are_told_once_of_each_version_in_their_turn(run: Run, folder,
     }
     assert other.told == one.told
     # Another process does not tell again what was accepted.
-    step(mirrored(consumers=[one, other]))
+    step(mirrored(commands=[one, other]))
     assert len(one.told) == 1
 
 
@@ -437,8 +326,8 @@ def test_a_version_that_is_refused_is_told_again_and_the_accepted_folder_stays(
 ) -> None:
     consumer = Recording()
     run.publish(0)
-    step(mirrored(consumers=[consumer]))
-    mirror = mirrored(consumers=[consumer])
+    step(mirrored(commands=[consumer]))
+    mirror = mirrored(commands=[consumer])
     consumer.refuse = 3
     for version in (1, 2):
         run.train()
@@ -450,8 +339,8 @@ def test_a_version_that_is_refused_is_told_again_and_the_accepted_folder_stays(
         assert names(folder) == {"00000000", f"{version:08d}"}
     # Killed meanwhile: the next process tells it.
     with pytest.raises(ConsumerFailed):
-        step(mirrored(consumers=[consumer]))
-    assert step(mirrored(consumers=[consumer])) == []
+        step(mirrored(commands=[consumer]))
+    assert step(mirrored(commands=[consumer])) == []
     assert [told["version"] for told in consumer.told] == ["0", "2"]
     assert names(folder) == {"00000002"}
 
@@ -479,18 +368,42 @@ def test_a_folder_has_one_mirror_at_a_time(run: Run, folder) -> None:
     Place(folder).close()
 
 
-def test_a_bucket_that_holds_another_run_now_is_refused(run: Run, folder, mirrored) -> None:
+def test_a_bucket_that_holds_another_run_now_is_refused(run: Run, folder) -> None:
     run.publish_versions(2)
     run.close()
-    mirror = mirrored()
-    step(mirror)
+    with closing(Place(folder)) as place:
+        list(Mirror(run.store, place).work())
     other = MemoryStore("memory://other")
     with Publisher(other, {"w": torch.zeros(3)}) as publisher:
         publisher.publish_patch(0).result()
-    place = mirror._place
-    with pytest.raises(StoreReplaced, match="mirrors run"):
+    with (
+        closing(Place(folder)) as place,
+        pytest.raises(StoreReplaced, match=f"{folder} was left as it was: name another folder"),
+    ):
         list(Mirror(other, place).work())
     assert_is(folder, run, 1)
+
+
+def test_where_the_version_that_it_has_was_replaced_it_takes_the_newest_from_its_anchor(
+    run: Run, folder, mirrored
+) -> None:
+    run.publish_versions(2)
+    before = {key: run.store.get(key) for key in run.store.list()}
+    run.publish(2)
+    run.close()
+    mirror = mirrored()
+    assert step(mirror) == [("mirrored", 2)]
+    # The bucket is set back to version 1, and the run goes on from there.
+    for key in list(run.store.list()):
+        run.store.delete(key)
+    for key, data in before.items():
+        run.store.put(key, data)
+    run.go_back(1)
+    run.open(resume=True)
+    run.train()
+    run.publish(3)
+    assert step(mirror) == [("mirrored", 3)]
+    assert_is(folder, run, 3)
 
 
 @pytest.mark.parametrize(
@@ -513,7 +426,7 @@ def test_a_newest_version_that_is_too_old_is_reported(run: Run, mirrored, caplog
     step(mirror)
     assert mirror.is_head_old()
     assert sum("--max-head-age" in each.message for each in caplog.records) == 1
-    progress = Progress("mirror", run.store, unhealthy_after_s=60)
-    assert progress.describe()["problems"] == []
-    progress.watch_head(mirror.is_head_old)
-    assert progress.describe()["problems"] == [{"problem": "old-head"}]
+    loop = Loop("mirror", run.store, LoopSettings())
+    assert loop.describe()["problems"] == []
+    loop.watch_head(mirror.is_head_old)
+    assert loop.describe()["problems"] == [{"problem": "old-head"}]

@@ -10,6 +10,12 @@ import pytest
 import torch
 
 
+@pytest.fixture(autouse=True)
+def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that a store fails are made again at once."""
+    monkeypatch.setattr("patchstore.stores.tries.FIRST_PAUSE_S", 0.001)
+
+
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""

@@ -9,60 +9,33 @@ import pytest
 import torch
 
 from patchstore import Publisher, Replica, replay, verify
+from patchstore.bucket import history
 from patchstore.errors import ResumeMismatch, SchemaMismatch, UsageError, VersionNotFound
-from patchstore.format import history
 from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import FaultyStore
 from tests.support.weights import Run, assert_same_bits, newest, served
 
+WRONG: dict[str, tuple[Any, ...]] = {
+    "resume": ("anchr", None, "3", 1.0, -1),
+    "dtype": (torch.int8, "int8", "brainfloat", "auto", "nn", 16),
+    "files": ("/nonexistent", 3, ["config.json"], __file__),
+    "max_pending": (0, 1.5, None),
+    "anchor_every": (True, "64", -1, "Auto"),
+    "compact": (1, "yes"),
+    "max_shard_bytes": (5e9, torch.tensor(True)),
+    "encoding": (None, 3, "zip", ["gap"]),
+    "snapshot": ("typo", None, ["device"], Path("/nonexistent")),
+}
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"resume": "anchr"},
-        {"resume": None},
-        {"resume": "3"},
-        {"resume": 1.0},
-        {"resume": -1},
-        {"dtype": torch.int8},
-        {"dtype": "int8"},
-        {"dtype": "brainfloat"},
-        {"dtype": "auto"},
-        {"dtype": "nn"},
-        {"dtype": 16},
-        {"files": "/nonexistent"},
-        {"files": 3},
-        {"files": ["config.json"]},
-        {"files": __file__},
-        {"max_pending": 0},
-        {"max_pending": 1.5},
-        {"max_pending": None},
-        {"anchor_every": True},
-        {"anchor_every": "64"},
-        {"anchor_every": -1},
-        {"anchor_every": "Auto"},
-        {"compact": 1},
-        {"compact": "yes"},
-        {"max_shard_bytes": 5e9},
-        {"max_shard_bytes": torch.tensor(True)},
-        {"encoding": None},
-        {"encoding": 3},
-        {"encoding": ["gap"]},
-        {"snapshot": "typo"},
-        {"snapshot": None},
-        {"snapshot": ["device"]},
-        {"snapshot": Path("/nonexistent")},
-    ],
-    ids=str,
-)
+
+@pytest.mark.parametrize(("name", "value"), [(name, each) for name, all_ in WRONG.items() for each in all_])
 def test_wrong_arguments_are_refused_before_the_store_is_asked(
-    store: MemoryStore, wrong: dict[str, Any]
+    store: MemoryStore, name: str, value: Any
 ) -> None:
     watched = FaultyStore(store)
-    (name,) = wrong
     with pytest.raises(UsageError, match=name):
-        Publisher(watched, {"w": torch.zeros(3)}, **wrong)
+        Publisher(watched, {"w": torch.zeros(3)}, **{name: value})
     assert watched.calls == []
 
 
@@ -76,22 +49,10 @@ def test_all_integers_do_as_arguments(store: MemoryStore, value: Any) -> None:
 @pytest.mark.parametrize(
     "step",
     [
-        1.0,
-        True,
-        None,
-        "7",
-        b"7",
-        [1],
-        2**63,
-        -(2**63) - 1,
-        2**53,
-        -(2**53),
-        np.float64(1),
-        np.bool_(True),
-        torch.tensor(1.0),
-        torch.tensor(True),
-        torch.tensor([1, 2]),
-        torch.tensor(1, device="meta"),
+        *(1.0, True, None, "7", b"7", [1]),
+        *(2**63, -(2**63) - 1, 2**53, -(2**53)),
+        *(np.float64(1), np.bool_(True)),
+        *(torch.tensor(1.0), torch.tensor(True), torch.tensor([1, 2]), torch.tensor(1, device="meta")),
     ],
     ids=repr,
 )
@@ -189,11 +150,20 @@ def test_what_is_no_store_is_refused(tmp_path: Path, wrong: Any) -> None:
             use()
 
 
-@pytest.mark.parametrize("name", ["", "a\nb", "__metadata__", "\x7f", "\ud800"])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("", "it is empty"),
+        ("a\nb", "control character"),
+        ("__metadata__", "safetensors keeps"),
+        ("\x7f", None),
+        ("\ud800", None),
+    ],
+)
 def test_a_name_that_no_reader_takes_is_refused_before_a_run_is_created(
-    store: MemoryStore, name: str
+    store: MemoryStore, name: str, says: str | None
 ) -> None:
-    with pytest.raises(SchemaMismatch):
+    with pytest.raises(SchemaMismatch, match=says):
         Publisher(store, {"w": torch.zeros(3), name: torch.zeros(3)})
     tied = torch.zeros(3)
     with pytest.raises(SchemaMismatch):

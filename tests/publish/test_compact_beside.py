@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from patchstore import Publisher, open_store
+from patchstore.bucket import history
 from patchstore.errors import UsageError
-from patchstore.format import history
-from patchstore.publish import beside
+from patchstore.publish import compactor as beside
 from patchstore.stores import opened_elsewhere
 from patchstore.stores.memory import MemoryStore
 from tests.support.beside import EVERY, check_beside, is_running, until
@@ -87,7 +87,7 @@ def test_auto_goes_on_counting_when_a_run_is_resumed(run: Run) -> None:
 KILLED = """
 import sys, time, torch
 from patchstore import Publisher
-from patchstore.publish import beside
+from patchstore.publish import compactor as beside
 beside.INTERVAL_S = 0.1
 model = {"w": torch.zeros(1000)}
 publisher = Publisher(sys.argv[1], model, anchor_every=2, compact=True)

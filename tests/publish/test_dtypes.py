@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from saved_models import checkpoint, trained
-from small_models import published
 
 from patchstore import Publisher, Replica
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.stores.memory import MemoryStore
+from tests.support.saved_models import checkpoint, trained
+from tests.support.small_models import assert_refused, published
 from tests.support.weights import State, assert_same_bits
 
 transformers = pytest.importorskip("transformers", minversion="5.19")
@@ -67,24 +67,15 @@ def test_the_base_checkpoint_says_the_dtype_of_each_tensor(
     assert_same_bits(published(MemoryStore(), masters, files=base), expected)
 
 
-def test_a_base_checkpoint_without_the_prefix_of_the_model_says_dtypes_too(
-    store: MemoryStore, tmp_path: Path
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_what_can_be_read_of_a_checkpoint_says_dtypes_also_without_the_prefix_of_the_model(
+    store: MemoryStore, tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str
 ) -> None:
-    expected = {"proj.weight": torch.randn(64, 64).bfloat16(), "gate.bias": 34.5 + 0.14 * torch.randn(64)}
-    safetensors.save_file(expected, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text("{}")
-    masters = {f"model.{name}": tensor.float() for name, tensor in expected.items()}
-    found = published(store, masters, files=tmp_path)
-    assert_same_bits(found, {f"model.{name}": tensor for name, tensor in expected.items()})
-
-
-def test_what_can_be_read_of_a_checkpoint_says_dtypes(
-    store: MemoryStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = {"proj.weight": torch.randn(64, 64).bfloat16(), "gate.bias": 34.5 + 0.14 * torch.randn(64)}
-    safetensors.save_file(expected, tmp_path / "model-00001-of-00002.safetensors")
+    saved = {"proj.weight": torch.randn(64, 64).bfloat16(), "gate.bias": 34.5 + 0.14 * torch.randn(64)}
+    safetensors.save_file(saved, tmp_path / "model-00001-of-00002.safetensors")
     (tmp_path / "model-00002-of-00002.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     (tmp_path / "config.json").write_text("{}")
+    expected = {f"{prefix}{name}": tensor for name, tensor in saved.items()}
     masters = {name: tensor.float() for name, tensor in expected.items()}
     with caplog.at_level(logging.WARNING, "patchstore"):
         assert_same_bits(published(store, masters, files=tmp_path), expected)
@@ -92,17 +83,15 @@ def test_what_can_be_read_of_a_checkpoint_says_dtypes(
 
 
 def test_adapters_are_merged_in_the_dtype_in_which_the_tensor_is_served(store: MemoryStore) -> None:
-    peft = pytest.importorskip("peft")
-    model = trained("DeepseekV3").bfloat16()
     name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["kv_a_proj_with_mqa"]))
+    model = adapted(trained("DeepseekV3").bfloat16())
     with torch.no_grad():
-        for own, tensor in adapted.named_parameters():
+        for own, tensor in model.named_parameters():
             if "lora_B" in own:
                 tensor.normal_(std=1e-3)
-    pattern = published(store, adapted, dtype={"*.kv_a_proj_with_mqa.*": "float32"})
+    pattern = published(store, model, dtype={"*.kv_a_proj_with_mqa.*": "float32"})
     assert pattern["lm_head.weight"].dtype == torch.bfloat16
-    exact = published(MemoryStore(), adapted, dtype="float32")
+    exact = published(MemoryStore(), model, dtype="float32")
     assert_same_bits({name: pattern[name]}, {name: exact[name]})
     assert not torch.equal(pattern[name], pattern[name].bfloat16().float())
 
@@ -158,29 +147,28 @@ def test_a_model_that_was_loaded_in_bfloat16_is_published_as_it_is_saved(
     assert_same_bits(published(store, loaded), expected)
 
 
-@pytest.mark.parametrize("wrap", ["compiled", "DDP", "adapted", "inside of another"])
+def adapted(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["kv_a_proj_with_mqa"]))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "prefix"),
+    [
+        (torch.compile, ""),
+        (torch.nn.parallel.DistributedDataParallel, ""),
+        (adapted, ""),
+        (lambda model: torch.nn.ModuleDict({"policy": model, "value": torch.nn.Linear(16, 1)}), "policy."),
+    ],
+)
 def test_wrappers_do_not_hide_what_a_model_keeps_in_float32(
-    store: MemoryStore, group: None, wrap: str
+    store: MemoryStore, group: None, wrap: Any, prefix: str
 ) -> None:
     model = trained("DeepseekV3")
     bias = model.model.layers[1].mlp.gate.e_score_correction_bias.clone()
-    wrapped: Any = model
-    prefix = ""
-    if wrap == "compiled":
-        wrapped = torch.compile(model)
-    elif wrap == "DDP":
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    elif wrap == "adapted":
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(r=2, target_modules=["kv_a_proj_with_mqa"])
-        wrapped = peft.get_peft_model(model, config)
-    else:
-        prefix = "policy."
-        wrapped = torch.nn.ModuleDict({"policy": model, "value": torch.nn.Linear(16, 1)})
-    found = published(store, wrapped)
-    assert_same_bits(
-        {"bias": found[f"{prefix}model.layers.1.mlp.gate.e_score_correction_bias"]}, {"bias": bias}
-    )
+    found = published(store, wrap(model))
+    name = f"{prefix}model.layers.1.mlp.gate.e_score_correction_bias"
+    assert_same_bits({name: found[name]}, {name: bias})
     assert found[f"{prefix}model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
@@ -209,9 +197,9 @@ def test_patterns_go_before_all_else_that_says_a_dtype(store: MemoryStore, tmp_p
 def test_a_dtype_in_which_weights_cannot_be_served_is_refused(
     store: MemoryStore, dtype: Any, message: str
 ) -> None:
-    with pytest.raises(UsageError, match=message):
-        Publisher(store, {"a": torch.full((4,), 1000.0), "b": torch.zeros(4)}, dtype=dtype)
-    assert list(store.list()) == []
+    assert_refused(
+        store, {"a": torch.full((4,), 1000.0), "b": torch.zeros(4)}, message, UsageError, dtype=dtype
+    )
 
 
 def test_a_source_mostly_in_bfloat16_keeps_what_it_has_in_float32(store: MemoryStore) -> None:
@@ -264,8 +252,7 @@ def test_a_run_goes_on_with_the_dtypes_that_it_has(store: MemoryStore) -> None:
         publisher.publish_patch(0).result()
     with Publisher(store, model, resume=True) as publisher:
         assert publisher.publish_patch(1).result().delta.num_changed == 0  # type: ignore[union-attr]
-    with pytest.raises(SchemaMismatch, match="a run keeps its names, shapes and dtypes"):
-        Publisher(store, dict(model.state_dict()), resume=True)
+    assert_refused(store, dict(model.state_dict()), "a run keeps its names, shapes and dtypes", resume=True)
 
 
 class Around(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]

@@ -1,17 +1,18 @@
 """What the default encoding stores of real training steps: never more than the whole model."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from threading import Event
 
 import pytest
 import torch
 
 from patchstore import Manifest, Publisher, Replica
+from patchstore.codec.tensor_file import open_buffer
 from patchstore.errors import PublishFailed, StoreUnavailable
-from patchstore.payloads.tensor_file import open_buffer
-from patchstore.stores.base import Chunk
 from patchstore.stores.memory import MemoryStore
+from tests.support.copies import before
+from tests.support.small_models import causal
 from tests.support.weights import State, assert_same_bits, newest
 
 
@@ -19,18 +20,9 @@ class Training:
     """A small model of transformers and AdamW, with their defaults but for the learning rate."""
 
     def __init__(self, learning_rate: float) -> None:
-        transformers = pytest.importorskip("transformers")
-        torch.manual_seed(0)
-        self.model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=1000,
-                hidden_size=128,
-                intermediate_size=352,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=4,
-            )
-        )
+        sizes = {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 352, "head_dim": 32}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+        self.model = causal("Llama", torch.float32, **sizes, **heads)
         self._optimiser = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
 
     def step(self) -> None:
@@ -125,20 +117,14 @@ def test_changes_that_would_take_more_than_the_model_are_stored_as_an_anchor(
     assert_same_bits(newest(store), training.served(torch.float32))
 
 
-def test_an_anchor_in_the_place_of_a_delta_repairs_a_run_whose_last_delta_was_not_stored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
+def test_an_anchor_in_the_place_of_a_delta_repairs_a_run_whose_last_delta_was_not_stored() -> None:
     gate = Event()
 
-    class Failing(MemoryStore):
-        def upload(self, key: str, chunks: Iterable[Chunk]) -> None:
-            if key.startswith("deltas/"):
-                gate.wait(30)
-                raise StoreUnavailable("the network is down")
-            super().upload(key, chunks)
+    def fail() -> None:
+        gate.wait(30)
+        raise StoreUnavailable("the network is down")
 
-    store, model = Failing(), {"w": torch.randn(100, 1000)}
+    store, model = before(MemoryStore(), "upload", "deltas/*", fail), {"w": torch.randn(100, 1000)}
     with Publisher(store, model, dtype=None) as publisher:
         publisher.publish_patch(0).result()
         model["w"][0] += 1

@@ -7,20 +7,23 @@ import pytest
 import torch
 
 from patchstore import Publisher
+from patchstore.bucket import history
 from patchstore.errors import PublishFailed, StoreUnavailable, UsageError, VersionConflict
-from patchstore.format import history, layout
+from patchstore.stores import layout
 from patchstore.stores.base import Store
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
+from tests.support.copies import before
 from tests.support.weights import Run, assert_same_bits, newest, served
 
 
-def test_a_passing_outage_is_waited_out(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
+@pytest.mark.parametrize("effect", ["fail-before", "truncate"])
+def test_what_fails_or_is_cut_off_on_the_way_is_sent_again(store: MemoryStore, effect) -> None:
     model = {"w": torch.zeros(10)}
-    faulty = FaultyStore(store, Fault(verb="upload", effect="fail-before", times=2))
+    faulty = FaultyStore(store, Fault(verb="upload", effect=effect, times=2))
     with Publisher(faulty, model) as publisher:
         assert publisher.publish_patch(0).result().version == 0
+    assert_same_bits(newest(store), served(model))
 
 
 @pytest.mark.parametrize("effect", ["fail-after", "exists"])
@@ -31,33 +34,24 @@ def test_a_commit_whose_answer_was_lost_is_settled_as_ones_own(store: MemoryStor
     assert sum(1 for _ in store.list("versions/")) == 1
 
 
-def test_a_truncated_upload_is_found_before_the_commit(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
-    model = {"w": torch.zeros(10)}
-    faulty = FaultyStore(store, Fault(verb="upload", effect="truncate", times=1))
-    with Publisher(faulty, model) as publisher:
-        publisher.publish_patch(0).result()
-    assert_same_bits(newest(store), served(model))
-
-
 def outage(store: Store, verb: str, key: str, skip: int = 0) -> FaultyStore:
     """A store on which one operation fails more often than a publisher tries."""
     return FaultyStore(store, Fault(verb=verb, key=key, effect="fail-before", skip=skip, times=5))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("if_changed", [False, True])
 def test_a_publication_that_finally_fails_makes_the_next_one_an_anchor(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    store: MemoryStore, if_changed: bool
 ) -> None:
-    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
     run = Run(outage(store, "upload", "deltas/*"))
     run.publish()
     run.train()
     with pytest.raises(PublishFailed):
         run.publish()
-    run.train()
-    recovered = run.publish()
+    if not if_changed:
+        run.train()
+    # With if_changed the weights are still those of the step that is not stored.
+    recovered = run.publisher.publish_patch(0, if_changed=if_changed).result()
     assert (recovered.version, recovered.kind, recovered.delta) == (1, "anchor", None)
     assert_same_bits(newest(store), served(run.model))
     run.train()
@@ -66,36 +60,12 @@ def test_a_publication_that_finally_fails_makes_the_next_one_an_anchor(
     run.close()
 
 
-def test_what_is_published_only_if_it_changed_is_a_version_after_a_failure(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
-    run = Run(outage(store, "upload", "deltas/*"))
-    run.publish()
-    run.train()
-    with pytest.raises(PublishFailed):
-        run.publish(1)
-    # The weights are still those of the step that is not stored.
-    assert run.publisher.publish_patch(1, if_changed=True).result().kind == "anchor"
-    assert_same_bits(newest(store), served(run.model))
-    run.close()
-
-
-def test_shards_of_an_anchor_are_stored_at_once_and_one_that_fails_fails_them_all(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
+def test_shards_of_an_anchor_are_stored_at_once_and_one_that_fails_fails_them_all(store: MemoryStore) -> None:
     met = threading.Barrier(2)
 
-    class TwoAtOnce(MemoryStore):
-        def upload(self, key, chunks):
-            if "model-0000" in key and not met.broken:
-                # Raises unless two shards are under way.
-                met.wait(30)
-            super().upload(key, chunks)
-
     model = {str(i): torch.full((10,), float(i)) for i in range(6)}
-    together = TwoAtOnce()
+    # Raises unless two shards are under way.
+    together = before(MemoryStore(), "upload", "*model-0000*", lambda: met.broken or met.wait(30))
     with Publisher(together, model, max_shard_bytes=20) as publisher:
         assert len(publisher.publish_patch(0).result().anchor.payloads) == 6
     assert_same_bits(newest(together), served(model))
@@ -108,10 +78,7 @@ def test_shards_of_an_anchor_are_stored_at_once_and_one_that_fails_fails_them_al
     assert_same_bits(newest(store), served(model))
 
 
-def test_a_failure_that_was_not_asked_about_surfaces_in_the_next_call(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
+def test_a_failure_that_was_not_asked_about_surfaces_in_the_next_call(store: MemoryStore) -> None:
     model = {"w": torch.zeros(10)}
     publisher = Publisher(outage(store, "put", "versions/*"), model)
     failed = publisher.publish_patch(0)
@@ -125,54 +92,45 @@ def test_a_failure_that_was_not_asked_about_surfaces_in_the_next_call(
     assert_same_bits(newest(store), served(model))
 
 
-def test_a_failure_that_was_not_asked_about_surfaces_at_close(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
+def test_a_failure_that_was_not_asked_about_surfaces_at_close(store: MemoryStore) -> None:
     publisher = Publisher(outage(store, "put", "versions/*"), {"w": torch.zeros(10)})
     publisher.publish_patch(0)
     with pytest.raises(PublishFailed):
         publisher.close()
 
 
-def test_a_store_that_refuses_fails_the_publication_without_retries(store: MemoryStore) -> None:
+@pytest.mark.parametrize(
+    "error", [UsageError("no right to write"), RuntimeError("can't start new thread")], ids=repr
+)
+def test_a_store_that_refuses_fails_the_publication_without_retries(
+    store: MemoryStore, error: Exception
+) -> None:
     model = {"w": torch.zeros(10)}
 
-    class Refusing(FaultyStore):
-        refusing = False
+    def refuse() -> None:
+        raise error
 
-        def upload(self, key, chunks):  # type: ignore[no-untyped-def]
-            if self.refusing:
-                raise UsageError("no right to write")
-            super().upload(key, chunks)
-
-    refusing = Refusing(store)
+    refusing = before(store, "upload", "deltas/*", refuse)
     with Publisher(refusing, model) as publisher:
         publisher.publish_patch(0).result()
         model["w"] += 1
-        refusing.refusing = True
-        with pytest.raises(PublishFailed, match="no right to write"):
+        with pytest.raises(PublishFailed, match=str(error)):
             publisher.publish_patch(1).result()
-        refusing.refusing = False
         assert publisher.publish_patch(2).result().kind == "anchor"
+    uploads = [key for verb, key in refusing.calls if verb == "upload"]
+    assert len(uploads) == len(set(uploads))
     assert_same_bits(newest(store), served(model))
 
 
-def test_publications_behind_a_failed_one_do_not_commit_on_its_base(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
+def test_publications_behind_a_failed_one_do_not_commit_on_its_base(store: MemoryStore) -> None:
     gate = threading.Event()
 
-    class Waiting(FaultyStore):
-        def upload(self, key, chunks):  # type: ignore[no-untyped-def]
-            if key.startswith("deltas/"):
-                gate.wait(30)
-            super().upload(key, chunks)
+    def fail() -> None:
+        gate.wait(30)
+        raise StoreUnavailable("no answer")
 
     model = {"w": torch.zeros(10)}
-    faulty = Waiting(store, Fault(verb="upload", key="deltas/*", effect="fail-before", times=5))
-    publisher = Publisher(faulty, model, max_pending=3)
+    publisher = Publisher(before(store, "upload", "deltas/*", fail, times=5), model, max_pending=3)
     publisher.publish_patch(0).result()
     waiting = []
     for step in (1, 2):
@@ -187,10 +145,7 @@ def test_publications_behind_a_failed_one_do_not_commit_on_its_base(
     assert_same_bits(newest(store), served(model))
 
 
-def test_a_commit_that_takes_place_after_it_was_given_up_is_adopted(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
+def test_a_commit_that_takes_place_after_it_was_given_up_is_adopted(store: MemoryStore) -> None:
     model = {"w": torch.zeros(10)}
     # Every put of version 1 is carried out late: the answer is lost, and so is every look at the slot.
     faulty = FaultyStore(
@@ -211,10 +166,7 @@ def test_a_commit_that_takes_place_after_it_was_given_up_is_adopted(
     assert_same_bits(newest(store), served(model))
 
 
-def test_the_first_of_two_commits_without_answers_is_recognised_as_ones_own(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
+def test_the_first_of_two_commits_without_answers_is_recognised_as_ones_own(store: MemoryStore) -> None:
     model = {"w": torch.zeros(10)}
     slot, late = "versions/00000001.json", []
 
@@ -250,27 +202,6 @@ def test_a_slot_taken_by_a_later_release_is_a_conflict_too(run: Run) -> None:
         run.publish()
 
 
-def test_an_upload_whose_threads_cannot_start_fails_one_publication(store: MemoryStore) -> None:
-    class Threaded(MemoryStore):
-        is_full = False
-
-        def upload(self, key, chunks):  # type: ignore[no-untyped-def]
-            if self.is_full:
-                raise RuntimeError("can't start new thread")
-            super().upload(key, chunks)
-
-    store, model = Threaded(), {"w": torch.zeros(8)}
-    with Publisher(store, model) as publisher:
-        publisher.publish_patch(0).result()
-        model["w"] += 1
-        store.is_full = True
-        with pytest.raises(PublishFailed, match="can't start new thread"):
-            publisher.publish_patch(1).result()
-        store.is_full = False
-        assert publisher.publish_patch(2).result().kind == "anchor"
-    assert_same_bits(newest(store), served(model))
-
-
 @pytest.mark.parametrize("num_started", range(12))
 def test_threads_that_cannot_start_are_a_typed_error_and_no_run(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, num_started: int
@@ -296,10 +227,7 @@ def test_threads_that_cannot_start_are_a_typed_error_and_no_run(
     assert not set(threading.enumerate()) - threads
 
 
-def test_a_parent_that_a_store_does_not_show_at_once_is_waited_for(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
+def test_a_parent_that_a_store_does_not_show_at_once_is_waited_for(store: MemoryStore) -> None:
     model = {"w": torch.zeros(10)}
     slow = FaultyStore(store, Fault(verb="get", key="versions/*", effect="stale", times=3))
     with Publisher(slow, model) as publisher:

@@ -1,19 +1,22 @@
-"""Files that go into anchors beside the weights: configs and tokenizers."""
+"""What a base checkpoint in files= gives a run: configs and tokenizers beside the weights of every anchor."""
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import saved_models
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from patchstore import Publisher
 from patchstore.errors import UsageError
+from patchstore.publish.base_checkpoint import BaseCheckpoint
 from patchstore.stores.memory import MemoryStore
+from tests.support import saved_models
+from tests.support.small_models import assert_refused, causal
 
 
 def test_config_and_tokenizer_files_go_into_every_anchor(store: MemoryStore, tmp_path) -> None:
@@ -58,12 +61,10 @@ def test_a_config_with_which_a_replay_would_be_another_model_is_refused(
     if error is None:
         Publisher(store, Configured(), files=tmp_path).close()
         return
-    with pytest.raises(UsageError, match=error):
-        Publisher(store, Configured(), files=tmp_path)
-    assert list(store.list()) == []
+    assert_refused(store, Configured(), error, UsageError, files=tmp_path)
 
 
-def test_a_quantised_checkpoints_config_goes_with_quantised_weights(
+def test_a_quantized_checkpoints_config_goes_with_quantized_weights(
     store: MemoryStore, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"quantization_config": {}}')
@@ -94,9 +95,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused_and_nothing_of_it_uploaded(
     (tmp_path / "here").mkdir()
     for folder in (tmp_path, tmp_path / "here"):
         (folder / "secrets.json").write_text("{}")
-    with pytest.raises(UsageError, match="checkpoint folder"):
-        Publisher(store, {"w": torch.zeros(10)}, files=files)
-    assert list(store.list()) == []
+    assert_refused(store, {"w": torch.zeros(10)}, "checkpoint folder", UsageError, files=files)
 
 
 def folder_of(model: Any, folder: Path) -> Path:
@@ -105,12 +104,8 @@ def folder_of(model: Any, folder: Path) -> Path:
 
 
 def qwen(**changes: Any) -> Any:
-    transformers = pytest.importorskip("transformers", minversion="5.19")
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(**sizes | heads | changes)
-    return transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
+    pytest.importorskip("transformers", minversion="5.19")
+    return causal("Qwen2", **{"tie_word_embeddings": False, **changes})
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -119,19 +114,15 @@ def test_the_folder_of_another_model_is_refused_also_for_what_has_no_config(
 ) -> None:
     trained = qwen()
     tensors = dict(trained.state_dict())
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPTNeoXConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    )
     others = {
-        "another architecture": transformers.GPTNeoXForCausalLM(config),
-        "another size": qwen(intermediate_size=64),
-        "another vocabulary": qwen(vocab_size=97),
+        "another architecture": causal("GPTNeoX"),
+        "another size": qwen(intermediate_size=32),
+        "another vocabulary": qwen(vocab_size=65),
     }
     for name, model in others.items():
-        with pytest.raises(UsageError, match="that of another model"):
-            Publisher(store, tensors, files=folder_of(model, tmp_path / name))
-    assert list(store.list()) == []
+        assert_refused(
+            store, tensors, "that of another model", UsageError, files=folder_of(model, tmp_path / name)
+        )
     Publisher(store, tensors, files=folder_of(trained, tmp_path / "own")).close()
 
 
@@ -139,12 +130,12 @@ def test_the_folder_of_another_model_is_refused_also_for_what_has_no_config(
 def test_a_checkpoint_may_have_more_than_is_trained_or_less(store: MemoryStore, tmp_path: Path) -> None:
     base = folder_of(qwen(), tmp_path)
     tensors = dict(qwen().state_dict())
-    with_head = tensors | {"score.weight": torch.zeros(1, 32)}
+    with_head = tensors | {"score.weight": torch.zeros(1, 16)}
     fewer = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     for given in (with_head, fewer):
         Publisher(MemoryStore(), given, files=base).close()
     with pytest.raises(UsageError, match=r"'score.weight', and 1 of its tensors .* 'lm_head.weight'"):
-        Publisher(store, fewer | {"score.weight": torch.zeros(1, 32)}, files=base)
+        Publisher(store, fewer | {"score.weight": torch.zeros(1, 16)}, files=base)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -176,9 +167,7 @@ def test_weights_that_the_trainer_packed_do_not_fit_the_checkpoint_that_they_wer
     weight = qwen().state_dict()[name]
     for codes in (torch.zeros(512, 1, dtype=torch.uint8), torch.zeros_like(weight, dtype=torch.int8)):
         tensors = dict(qwen().state_dict()) | {name: codes}
-        with pytest.raises(UsageError, match=rf"'{name}' is published as [UI]8"):
-            Publisher(store, tensors, files=base, dtype=None)
-    assert list(store.list()) == []
+        assert_refused(store, tensors, rf"'{name}' is published as [UI]8", UsageError, files=base, dtype=None)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -202,7 +191,26 @@ def test_a_head_of_its_own_under_a_config_that_says_tied_is_refused(
     model = qwen(tie_word_embeddings=True)
     base = folder_of(model, tmp_path / "base")
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 1.5)
-    with pytest.raises(UsageError, match=r"'lm_head.weight' is a tensor of its own"):
-        Publisher(store, model, files=base)
+    assert_refused(store, model, r"'lm_head.weight' is a tensor of its own", UsageError, files=base)
     model.config.tie_word_embeddings = False
     Publisher(store, model, files=folder_of(model, tmp_path / "untied")).close()
+
+
+@pytest.mark.parametrize("wrong", [None, "missing", "pointer", "index"])
+def test_a_folder_says_why_some_of_its_tensors_are_not_known(tmp_path: Path, wrong: str | None) -> None:
+    for name in ("a", "b"):
+        save_file({f"{name}.weight": torch.ones(4)}, tmp_path / f"{name}.safetensors")
+    index = {"weight_map": {"a.weight": "a.safetensors", "b.weight": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    if wrong == "missing":
+        (tmp_path / "b.safetensors").unlink()
+    elif wrong == "pointer":
+        (tmp_path / "b.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    elif wrong == "index":
+        (tmp_path / "model.safetensors.index.json").write_text("{")
+    found = BaseCheckpoint(tmp_path)
+    if wrong is None:
+        assert (found.unread, len(found.specs)) == (None, 2)
+    else:
+        assert found.unread is not None
+        assert ("index" if wrong == "index" else "b.safetensors") in found.unread

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import published
 
 from patchstore import LocalPart, Publisher
 from patchstore.errors import SchemaMismatch
 from patchstore.publish.sources.pieces import boxes
 from patchstore.stores.memory import MemoryStore
+from tests.support.small_models import assert_refused, published
 from tests.support.weights import assert_same_bits, served
 
 W = torch.arange(24.0).reshape(4, 6)
@@ -59,8 +59,7 @@ def test_several_parts_of_a_tensor_are_a_list(store: MemoryStore) -> None:
     ],
 )
 def test_a_list_that_is_no_tensor_is_refused(store: MemoryStore, parts: object, says: str) -> None:
-    with pytest.raises(SchemaMismatch, match=says):
-        Publisher(store, {"w": parts, "other": W})  # type: ignore[dict-item]
+    assert_refused(store, {"w": parts, "other": W}, says)
 
 
 def test_parts_of_one_process_are_joined_also_when_they_come_in_a_stream(store: MemoryStore) -> None:
@@ -105,9 +104,7 @@ def test_parts_of_one_process_are_joined_also_when_they_come_in_a_stream(store: 
     ],
 )
 def test_what_is_no_part_is_refused(store: MemoryStore, parts: list[LocalPart], says: str) -> None:
-    with pytest.raises(SchemaMismatch, match=f"(?s){says}"):
-        Publisher(store, lambda: (("w", part) for part in parts))
-    assert list(store.list()) == []
+    assert_refused(store, lambda: (("w", part) for part in parts), f"(?s){says}")
 
 
 def test_parts_must_stay_where_they_were(store: MemoryStore) -> None:

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import experts, layers, published
+from safetensors.torch import load_file
 
 from patchstore import LocalPart, Publisher, as_saved, mapped
-from patchstore.errors import SchemaMismatch, UsageError
+from patchstore.errors import UsageError
 from patchstore.publish.sources import Weights
 from patchstore.stores.memory import MemoryStore
+from tests.support import saved_models
+from tests.support.small_models import assert_refused, experts, layers, published, tied
 from tests.support.weights import assert_same_bits, served
 
 FUSED = {
@@ -58,12 +60,6 @@ def test_a_stream_is_mapped_as_it_comes(store: MemoryStore) -> None:
     assert_same_bits(published(store, source), served(EXPECTED))  # type: ignore[arg-type]
 
 
-def test_views_share_the_trainers_memory() -> None:
-    given = Weights(mapped(FUSED, rule)).read()
-    storages = {each.untyped_storage().data_ptr() for each in FUSED.values()}
-    assert {each.untyped_storage().data_ptr() for each in given.tensors.values()} <= storages
-
-
 def test_each_change_is_published_under_the_checkpoints_name(store: MemoryStore) -> None:
     weights = {name: each.clone() for name, each in FUSED.items()}
     with Publisher(store, mapped(weights, rule)) as publisher:
@@ -82,9 +78,8 @@ def test_names_alone_may_be_a_mapping_and_rules_may_follow_each_other(store: Mem
 def test_tied_tensors_stay_tied_under_other_names(store: MemoryStore) -> None:
     shared = torch.randn(3, 4)
     source = mapped({"a": shared, "b": shared}, {"a": "embed.weight", "b": "lm_head.weight"})
-    with Publisher(store, source):
-        pass
-    assert Weights(source).read().tied == {"lm_head.weight": "embed.weight"}
+    published(store, source)
+    assert tied(store) == {"lm_head.weight": "embed.weight"}
 
 
 @pytest.mark.parametrize(
@@ -105,9 +100,7 @@ def test_tied_tensors_stay_tied_under_other_names(store: MemoryStore) -> None:
     ],
 )
 def test_what_is_no_layout_is_refused(store: MemoryStore, said: Any, says: str) -> None:
-    with pytest.raises(SchemaMismatch, match=says):
-        Publisher(store, mapped({"w": torch.randn(4, 6)}, lambda _, tensor: said(tensor)))
-    assert list(store.list()) == []
+    assert_refused(store, mapped({"w": torch.randn(4, 6)}, lambda _, tensor: said(tensor)), says)
 
 
 def test_a_rule_is_names_or_a_function() -> None:
@@ -115,19 +108,52 @@ def test_a_rule_is_names_or_a_function() -> None:
         mapped(layers(), "model")  # type: ignore[arg-type]
 
 
-def test_a_model_of_experts_is_published_as_transformers_saves_it(store: MemoryStore, tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    model = experts()
-    assert "model.layers.0.mlp.experts.gate_up_proj" in model.state_dict()
-    model.save_pretrained(tmp_path)
-    saved = safetensors.load_file(tmp_path / "model.safetensors")
-    assert "model.layers.1.mlp.experts.3.up_proj.weight" in saved
-    assert_same_bits(published(store, as_saved(model)), saved)
-    given = Weights(as_saved(model)).read()
-    storages = {each.untyped_storage().data_ptr() for each in model.state_dict().values()}
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (lambda: (mapped(FUSED, rule), FUSED), "experts.2.up"),
+        (
+            lambda: (as_saved(model := experts()), model.state_dict()),
+            "model.layers.1.mlp.experts.3.up_proj.weight",
+        ),
+    ],
+    ids=["mapped", "as_saved"],
+)
+def test_views_share_the_trainers_memory(build: Any, name: str) -> None:
+    source, held = build()
+    given = Weights(source).read()
+    assert name in given.tensors
+    storages = {each.untyped_storage().data_ptr() for each in held.values()}
     assert {each.untyped_storage().data_ptr() for each in given.tensors.values()} <= storages
 
 
 def test_as_saved_takes_models_of_transformers() -> None:
     with pytest.raises(UsageError, match="a model of transformers"):
         as_saved(layers())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("kind", saved_models.KINDS)
+def test_names_and_bits_are_those_of_the_saved_files(store: MemoryStore, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("transformers", minversion="5.19")
+    model = saved_models.build(kind)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    found = published(store, as_saved(model))
+    assert found.keys() == saved.keys()
+    assert_same_bits(found, {name: each.to(found[name].dtype) for name, each in saved.items()})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_inside_of_another_module_has_the_names_of_its_saved_files_behind_a_prefix(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", minversion="5.19")
+    model = saved_models.build("Mixtral")
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    valued = torch.nn.ModuleDict({"policy": model, "value": torch.nn.Linear(16, 1).bfloat16()})
+    found = published(store, valued)
+    assert found.keys() - {"value.weight", "value.bias"} == {f"policy.{name}" for name in saved}
+    assert_same_bits({name: found[f"policy.{name}"] for name in saved}, saved)

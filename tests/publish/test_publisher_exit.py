@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from patchstore import Replica
-from patchstore.format import history
+from patchstore.bucket import history
 from patchstore.stores.folder import FolderStore
 from tests.support.trainers import Trainer
-from tests.support.weights import assert_same_bits
+from tests.support.weights import assert_same_bits, newest
 
 BEGIN = """
 import os, sys, threading, time
@@ -20,26 +19,25 @@ import torch
 from patchstore import Publisher
 from patchstore.errors import StoreUnavailable
 from patchstore.stores.folder import FolderStore
+from patchstore.testing.faults import Fault, FaultyStore
 
-import patchstore.publish.committer
-patchstore.publish.uploads.FIRST_PAUSE_S = 0.001
+import patchstore.stores.tries
+patchstore.stores.tries.FIRST_PAUSE_S = 0.001
 
-class Slow(FolderStore):
+def slow(_):
     '''Takes a while for each payload, on a thread of a pool like real stores, and may fail.'''
+    from concurrent.futures import ThreadPoolExecutor
 
-    is_down = False
-
-    def upload(self, key, chunks):
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(time.sleep, 0.4).result()
-        if self.is_down:
-            raise StoreUnavailable("no answer")
-        super().upload(key, chunks)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(time.sleep, 0.4).result()
+    if store.is_down:
+        raise StoreUnavailable("no answer")
 
 model = {"w": torch.zeros(1000)}
-store = Slow(sys.argv[1])
+store = FaultyStore(
+    FolderStore(sys.argv[1]), Fault(verb="upload", effect="delay", times=None), sleep=slow
+)
+store.is_down = False
 
 def train(publisher, steps):
     for step in steps:
@@ -58,65 +56,102 @@ def assert_stored(bucket: Path, num_steps: int) -> None:
     store = FolderStore(bucket)
     head = history.head(store)
     assert head is not None and head.step == num_steps - 1
-    tensors: dict[str, torch.Tensor] = {}
-    Replica(store, tensors).update()
+    tensors = newest(store)
     expected = torch.zeros(1000, dtype=torch.bfloat16)
     expected[:num_steps] = 1.0
     assert_same_bits(tensors, {"w": expected})
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("end", "status"),
-    [
-        ("", 0),
-        ("sys.exit(0)", 0),
-        ("sys.exit(3)", 3),
-        ("raise ValueError('of the trainer')", 1),
-        ("raise KeyboardInterrupt", -signal.SIGINT),
-        ("del publisher; import gc; gc.collect()", 0),
-        ("threading.Thread(target=lambda: time.sleep(1)).start()", 0),
-    ],
+CHILDREN = {
+    "multiprocessing": (
+        "import multiprocessing\n"
+        "child = multiprocessing.get_context('fork').Process(target=work)\n"
+        "child.start(); child.join(60); print(child.exitcode, flush=True)\n"
+    ),
+    "os.fork": (
+        "if (pid := os.fork()) == 0:\n    work()\n    sys.exit(0)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
+    ),
+}
+
+
+OPEN = "publisher = Publisher(store, model)\n"
+THREE = f"{OPEN}train(publisher, range(3))\n"
+ON_A_THREAD = "threading.Thread(target=run).start()\ntime.sleep(0.3)\n"
+IN_A_CHILD = (
+    "def work():\n"
+    "    try:\n        publisher.publish_patch(9)\n    except Exception as exc:\n"
+    "        print(exc.kind, flush=True)\n"
+    f"    publisher.close()\n{OPEN}train(publisher, range(2))\n"
 )
-def test_what_is_under_way_when_a_trainer_ends_is_stored(trainer: Trainer, end: str, status: int) -> None:
-    done = trainer(f"publisher = Publisher(store, model)\ntrain(publisher, range(3))\n{end}\n")
-    assert (done.returncode, "patchstore" in done.stderr) == (status, False), done.stderr
-    assert_stored(trainer.bucket, 3)
+OTHER = pytest.mark.exhaustive
+ENDS = [
+    pytest.param(THREE, 0, "", 3, id="the end"),
+    pytest.param(f"{THREE}sys.exit(0)", 0, "", 3, id="exit", marks=OTHER),
+    pytest.param(f"{THREE}sys.exit(3)", 3, "", 3, id="exit with a status", marks=OTHER),
+    pytest.param(f"{THREE}raise ValueError('of the trainer')", 1, "", 3, id="an error", marks=OTHER),
+    pytest.param(f"{THREE}raise KeyboardInterrupt", -signal.SIGINT, "", 3, id="interrupt", marks=OTHER),
+    pytest.param(f"{THREE}del publisher; import gc; gc.collect()", 0, "", 3, id="collected", marks=OTHER),
+    pytest.param(f"{THREE}threading.Thread(target=lambda: time.sleep(1)).start()", 0, "", 3, id="a thread"),
+    pytest.param(
+        "publisher = Publisher(store, model, encoding='context')\ntrain(publisher, [0])\n"
+        "model['w'][1] = 1.0\npublisher.publish_patch(1).result()\ntrain(publisher, [2, 3])\n",
+        *(0, "", 4),
+        id="two behind one that was waited for",
+    ),
+    pytest.param(
+        f"{OPEN}def run():\n    for step in range(4):\n        train(publisher, [step])\n"
+        f"        time.sleep(0.2)\n{ON_A_THREAD}",
+        *(0, "", 4),
+        id="a thread publishes on",
+    ),
+    pytest.param(
+        f"{OPEN}def run():\n    time.sleep(0.5)\n    train(publisher, range(4))\n{ON_A_THREAD}",
+        *(0, "", 4),
+        id="a thread has not published yet",
+    ),
+    pytest.param(
+        f"{OPEN}store.is_down = True\n"
+        "try:\n    publisher.publish_patch(0).result()\nexcept Exception as exc:\n    print(exc.kind)\n",
+        *(0, "publish-failed\n", None),
+        id="a failure that was told",
+    ),
+    pytest.param(
+        "with Publisher(store, model) as publisher:\n    train(publisher, range(2))\n", 0, "", 2, id="closed"
+    ),
+    pytest.param(
+        "try:\n    Publisher(store, model, resume=True)\nexcept Exception: pass\n", 0, "", 0, id="not opened"
+    ),
+    pytest.param(
+        "import atexit\n@atexit.register\ndef late():\n    try:\n        Publisher(store, model)\n"
+        "    except Exception as exc:\n        print(exc.kind)\n"
+        "Publisher(FolderStore(sys.argv[1] + '/other'), model)\n",
+        *(0, "usage\n", 0),
+        id="opened while the interpreter ends",
+    ),
+    *(
+        pytest.param(IN_A_CHILD + CHILDREN[way], 0, "usage\n0\n", 2, id=f"forked by {way}")
+        for way in CHILDREN
+    ),
+    pytest.param(
+        "def work():\n    train(Publisher(store, model), range(2))\n" + CHILDREN["multiprocessing"],
+        *(0, "0\n", 2),
+        id="a child publishes itself",
+    ),
+]
 
 
-def test_a_trainer_that_ends_after_its_last_call_loses_neither_of_two(trainer: Trainer) -> None:
-    done = trainer(
-        "publisher = Publisher(store, model, encoding='context')\n"
-        "train(publisher, [0])\npublisher.publish_patch(1).result()\ntrain(publisher, [2, 3])\n",
-    )
-    assert done.returncode == 0, done.stderr
-    assert history.head(FolderStore(trainer.bucket)).version == 3  # type: ignore[union-attr]
-
-
-def test_a_trainer_on_a_thread_of_its_own_is_waited_for(trainer: Trainer) -> None:
-    done = trainer(
-        "publisher = Publisher(store, model)\n"
-        "def run():\n"
-        "    for step in range(4):\n"
-        "        train(publisher, [step])\n"
-        "        time.sleep(0.2)\n"
-        "threading.Thread(target=run).start()\n"
-        "time.sleep(0.3)\n",
-    )
-    assert done.returncode == 0, done.stderr
-    assert_stored(trainer.bucket, 4)
-
-
-def test_a_thread_that_has_not_published_yet_is_waited_for_too(trainer: Trainer) -> None:
-    done = trainer(
-        "publisher = Publisher(store, model)\n"
-        "def run():\n"
-        "    time.sleep(0.5)\n"
-        "    train(publisher, range(2))\n"
-        "threading.Thread(target=run).start()\n"
-    )
-    assert done.returncode == 0, done.stderr
-    assert_stored(trainer.bucket, 2)
+@pytest.mark.parametrize(("script", "status", "said", "num_stored"), ENDS)
+def test_what_is_under_way_when_a_trainer_ends_is_stored_and_nothing_is_said(
+    trainer: Trainer, script: str, status: int, said: str, num_stored: int | None
+) -> None:
+    done = trainer(script)
+    assert (done.returncode, done.stdout) == (status, said), done.stderr
+    assert "patchstore" not in done.stderr
+    if num_stored:
+        assert_stored(trainer.bucket, num_stored)
+    elif num_stored is not None:
+        assert history.read_header(FolderStore(trainer.bucket)) is None
 
 
 DOWN = "publisher = Publisher(store, model)\ntrain(publisher, [7])\nstore.is_down = True\n"
@@ -138,36 +173,6 @@ def test_a_store_that_fails_at_the_end_is_said_and_is_no_success(
     # Whatever else is to be done at the end is done, and its output flushed.
     assert done.stdout == "other handler\n"
     assert history.head(FolderStore(trainer.bucket)) is None
-
-
-def test_failures_that_the_trainer_was_told_of_are_not_told_again(trainer: Trainer) -> None:
-    done = trainer(
-        "publisher = Publisher(store, model)\nstore.is_down = True\n"
-        "try:\n    publisher.publish_patch(0).result()\nexcept Exception as exc:\n    print(exc.kind)\n",
-    )
-    assert (done.returncode, done.stdout) == (0, "publish-failed\n")
-    assert "patchstore: " not in done.stderr
-
-
-def test_a_closed_publisher_leaves_nothing_for_the_end(trainer: Trainer) -> None:
-    done = trainer("with Publisher(store, model) as publisher:\n    train(publisher, range(2))\n")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert_stored(trainer.bucket, 2)
-
-
-def test_a_publisher_that_failed_to_open_leaves_nothing_for_the_end(trainer: Trainer) -> None:
-    done = trainer("try:\n    Publisher(store, model, resume=True)\nexcept Exception: pass\n")
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_no_publisher_is_opened_once_the_interpreter_ends(trainer: Trainer) -> None:
-    done = trainer(
-        "import atexit\n@atexit.register\ndef late():\n    try:\n        Publisher(store, model)\n"
-        "    except Exception as exc:\n        print(exc.kind)\n"
-        "Publisher(FolderStore(sys.argv[1] + '/other'), model)\n",
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "usage\n", "")
-    assert history.read_header(FolderStore(trainer.bucket)) is None
 
 
 @pytest.mark.sample(1)
@@ -199,52 +204,11 @@ def test_ctrl_c_while_the_end_waits_for_the_store_ends_the_process_and_says_what
     assert re.search(r"patchstore: .*step 5 could not be stored: interrupted", done.stderr)
 
 
-CHILDREN = {
-    "multiprocessing": (
-        "import multiprocessing\n"
-        "child = multiprocessing.get_context('fork').Process(target=work)\n"
-        "child.start(); child.join(60); print(child.exitcode, flush=True)\n"
-    ),
-    "os.fork": (
-        "if (pid := os.fork()) == 0:\n    work()\n    sys.exit(0)\n"
-        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
-    ),
-}
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("way", CHILDREN)
-def test_a_fork_of_a_trainer_leaves_the_publisher_to_its_parent(trainer: Trainer, way: str) -> None:
+@pytest.mark.exhaustive
+def test_a_child_process_says_that_what_it_published_is_not_stored(trainer: Trainer) -> None:
     done = trainer(
-        "def work():\n"
-        "    try:\n        publisher.publish_patch(9)\n    except Exception as exc:\n"
-        "        print(exc.kind, flush=True)\n"
-        "    publisher.close()\n"
-        "publisher = Publisher(store, model)\ntrain(publisher, range(2))\n" + CHILDREN[way],
-    )
-    assert (done.returncode, done.stdout) == (0, "usage\n0\n"), done.stderr
-    assert "patchstore" not in done.stderr
-    assert_stored(trainer.bucket, 2)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("is_down", "status"), [("False", 0), ("True", 1)])
-def test_a_child_process_stores_what_it_published_itself(trainer: Trainer, is_down: str, status: int) -> None:
-    done = trainer(
-        f"def work():\n    train(Publisher(store, model), range(2))\n    store.is_down = {is_down}\n"
+        "def work():\n    train(Publisher(store, model), range(2))\n    store.is_down = True\n"
         + CHILDREN["multiprocessing"],
     )
-    assert (done.returncode, done.stdout) == (0, f"{status}\n"), done.stderr
-    assert ("patchstore: " in done.stderr) == (status == 1)
-    if status == 0:
-        assert_stored(trainer.bucket, 2)
-
-
-def test_a_process_that_is_killed_leaves_whole_versions(trainer: Trainer) -> None:
-    done = trainer(
-        "publisher = Publisher(store, model)\ntrain(publisher, range(3))\nos.kill(os.getpid(), 9)\n",
-    )
-    assert done.returncode == -signal.SIGKILL
-    head = history.head(FolderStore(trainer.bucket))
-    assert head is None or head.step < 3
-    assert (trainer.bucket / "store.json").exists()
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert "patchstore: " in done.stderr

@@ -1,59 +1,65 @@
-"""Runs in FP8: every version has the codes and scales of the weights at that step."""
+"""Runs in FP8: every version has the codes and scales of its weights, or the source is refused."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
-from threading import Barrier
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from patchstore import LocalPart, Publisher, mapped
+from patchstore import LocalPart, Publisher, as_saved, mapped, replay
 from patchstore.errors import SchemaMismatch, UsageError
-from patchstore.publish.snapshot.rounded import Given, Rounded
-from patchstore.publish.sources import Quantized, Weights
-from patchstore.publish.sources.cuts import Cuts, Values, joined
-from patchstore.publish.sources.dtypes import Choice
-from patchstore.quantization import FORMS, Quantization
+from patchstore.quantization import FORMS
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits
 from tests.support.quantized import UP, assert_served, weights
+from tests.support.small_models import assert_refused, causal, published
+from tests.support.weights import State, assert_same_bits
 
 
-def step(tensors: dict[str, torch.Tensor]) -> None:
+def step(tensors: State) -> None:
     for tensor in tensors.values():
         tensor.add_((torch.randn(tensor.shape) * 1e-3).to(tensor.dtype))
 
 
-def expected(tensors: dict[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
+def expected(tensors: State, form: str) -> State:
     found = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     codes, scales = FORMS[form].quantize(found[UP])
     return found | {UP: codes, FORMS[form].scale_name(UP): scales}
 
 
+BOXES = {
+    "whole blocks": [(0, 0, 256, 256), (256, 0, 128, 256)],
+    "cut rows": [(0, 0, 200, 256), (200, 0, 184, 256)],
+    "cut columns": [(0, 0, 384, 100), (0, 100, 384, 156)],
+    "cut both": [(0, 0, 100, 60), (0, 60, 100, 196), (100, 0, 1, 256), (101, 0, 27, 256), (128, 0, 256, 256)],
+}
+
+
+def in_parts(trained: State, boxes: str) -> dict[str, Any]:
+    parts = [
+        LocalPart(trained[UP][row : row + rows, column : column + columns], (384, 256), start=(row, column))
+        for row, column, rows, columns in BOXES[boxes]
+    ]
+    return trained | {UP: parts}
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["mapping", "stream", "fp32", "pieces", "mapped"])
+@pytest.mark.parametrize("kind", ["mapping", "stream", "fp32", "mapped", *BOXES])
 def test_each_version_has_the_codes_of_its_weights(store: MemoryStore, form: str, kind: str) -> None:
     trained = weights(torch.float32 if kind == "fp32" else torch.bfloat16)
-    source = {
-        "mapping": trained,
-        "fp32": trained,
-        "stream": lambda: iter(trained.items()),
-        "pieces": trained
-        | {
-            UP: [
-                LocalPart(trained[UP][:256], (384, 256), start=(0, 0)),
-                LocalPart(trained[UP][256:], (384, 256), start=(256, 0)),
-            ]
-        },
-        "mapped": mapped({f"x.{name}": tensor for name, tensor in trained.items()}, lambda name, _: name[2:]),
-    }[kind]
-
+    source: Any = trained
+    if kind == "stream":
+        source = lambda: iter(trained.items())  # noqa: E731
+    elif kind == "mapped":
+        source = mapped({f"x.{name}": tensor for name, tensor in trained.items()}, lambda name, _: name[2:])
+    elif kind in BOXES:
+        source = in_parts(trained, kind)
     with Publisher(store, source, quantization=form) as publisher:
         for number in range(3):
-            published = publisher.publish_patch(number).result()
+            manifest = publisher.publish_patch(number).result()
             assert_served(store, expected(trained, form))
-            assert (published.anchor is None) == (number > 0)
+            assert (manifest.anchor is None) == (number > 0)
             step(trained)
 
 
@@ -78,8 +84,7 @@ def test_another_default_device_or_dtype_changes_nothing(store: MemoryStore, for
 
 def test_a_run_in_fp8_is_continued(store: MemoryStore) -> None:
     trained = weights()
-    with Publisher(store, trained, quantization="fp8-block") as publisher:
-        publisher.publish_patch(0).result()
+    published(store, trained, quantization="fp8-block")
     with Publisher(store, trained, quantization="fp8-block", resume=True) as publisher:
         step(trained)
         assert publisher.publish_patch(1).result().anchor is None
@@ -138,39 +143,9 @@ def test_a_source_that_changes_publishes_nothing_and_goes_on_when_it_is_back(
         assert_served(store, expected(trained, "fp8-block"))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "boxes",
-    [
-        [(0, 0, 200, 256), (200, 0, 184, 256)],
-        [(0, 0, 384, 100), (0, 100, 384, 156)],
-        [(0, 0, 100, 60), (0, 60, 100, 196), (100, 0, 1, 256), (101, 0, 27, 256), (128, 0, 256, 256)],
-    ],
-)
-def test_parts_that_cut_blocks_are_rounded_like_the_whole(
-    store: MemoryStore, form: str, boxes: list[tuple[int, int, int, int]]
-) -> None:
-    trained = weights()
-    parts = [
-        LocalPart(trained[UP][row : row + rows, column : column + columns], (384, 256), start=(row, column))
-        for row, column, rows, columns in boxes
-    ]
-    with Publisher(store, trained | {UP: parts}, quantization=form) as publisher:
-        for number in range(3):
-            publisher.publish_patch(number).result()
-            assert_served(store, expected(trained, form))
-            step(trained)
-
-
 def test_a_stream_of_parts_that_cut_blocks_is_refused(store: MemoryStore) -> None:
-    trained = weights()
-    parts = [
-        LocalPart(trained[UP][:200], (384, 256), start=(0, 0)),
-        LocalPart(trained[UP][200:], (384, 256), start=(200, 0)),
-    ]
-    source = trained | {UP: parts}
-    with pytest.raises(SchemaMismatch, match="must yield whole blocks"):
-        Publisher(store, lambda: iter(source.items()), quantization="fp8-block")
+    source = in_parts(weights(), "cut rows")
+    assert_refused(store, lambda: iter(source.items()), "must yield whole blocks", quantization="fp8-block")
 
 
 def test_a_source_without_linear_layers_is_refused(store: MemoryStore) -> None:
@@ -178,73 +153,153 @@ def test_a_source_without_linear_layers_is_refused(store: MemoryStore) -> None:
         Publisher(store, {"a": torch.ones(8, 8), "norm.weight": torch.ones(8)}, quantization="fp8-block")
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "starts", [[(0, 0), (140, 0)], [(0, 0), (0, 100)], [(0, 0), (128, 0)], [(0, 0), (130, 0), (260, 0)]]
-)
-def test_matrices_of_several_ranks_have_the_scales_of_the_whole(
-    form: str, starts: list[tuple[int, int]]
+def test_weights_that_are_quantized_already_are_published_as_they_are(store: MemoryStore) -> None:
+    codes, scales = FORMS["fp8-block"].quantize(torch.randn(256, 256))
+    scales[0, 0], scales[0, 1], scales[1, 0] = 0.0, float("inf"), float("nan")
+    given = {
+        UP: codes,
+        UP + "_scale_inv": scales,
+        "packed.weight": torch.randint(0, 255, (64, 64), dtype=torch.uint8),
+    }
+    with Publisher(store, given, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+        assert_served(store, given)
+        bits(codes)[::7] ^= 1
+        scales[1, 1] *= 2
+        publisher.publish_patch(1).result()
+        assert_served(store, given)
+
+
+def test_weights_that_are_in_fp8_already_are_not_quantized_again(store: MemoryStore) -> None:
+    codes, scales = FORMS["fp8-block"].quantize(torch.randn(256, 256))
+    given = weights() | {"a.weight": codes, "a.weight_scale_inv": scales}
+    with pytest.raises(UsageError, match=r"'a.weight_scale_inv' is a scale of .* give dtype=None"):
+        Publisher(store, given, quantization="fp8-block")
+    with pytest.raises(SchemaMismatch, match=r"'a.weight' is in FP8 already.*without quantization="):
+        Publisher(store, given, quantization="fp8-block", dtype=None)
+    del given["a.weight"]
+    assert_refused(
+        store,
+        given | {"a.weight": torch.randn(256, 256)},
+        r"has a tensor 'a.weight_scale_inv', the name that",
+        quantization="fp8-block",
+    )
+
+
+QUANTIZED = {
+    "blocks": {
+        "a.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn),
+        "a.weight_scale_inv": torch.ones(1, 1),
+    },
+    "nvfp4": {
+        "a.weight": torch.zeros(8, 4, dtype=torch.uint8),
+        "a.weight_scale": torch.ones(8, 1).to(torch.float8_e4m3fn),
+        "a.weight_scale_2": torch.ones(()),
+    },
+    "inputs": {"a.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn), "a.input_scale": torch.ones(())},
+    "awq": {"a.qweight": torch.zeros(8, 8, dtype=torch.int32), "a.scales": torch.ones(8, 1).half()},
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_scales_of_weights_that_are_quantized_already_are_not_rounded(store: MemoryStore, kind: str) -> None:
+    given = QUANTIZED[kind] | {"norm.weight": torch.ones(8)}
+    assert_refused(
+        store, given, r"is a scale of the quantized weights 'a.q?weight'.* give dtype=None", UsageError
+    )
+    assert_same_bits(published(store, given, dtype=None), given)
+
+
+def test_a_gain_that_is_called_scale_is_rounded_like_all_weights(store: MemoryStore) -> None:
+    given = {"norm.scale": torch.randn(8), "norm.count": torch.zeros(1, dtype=torch.uint8)}
+    assert_same_bits(published(store, given), given | {"norm.scale": given["norm.scale"].bfloat16()})
+
+
+def test_layers_with_transposed_weights_are_refused(store: MemoryStore) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)
+    )
+    assert_refused(store, model, r"is a Conv1D.*publish without quantization=", quantization="fp8-channel")
+
+
+def test_blocks_that_do_not_divide_a_matrix_are_named(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = (torch.randn(300, 272) * torch.logspace(-3, 2, 272)).to(torch.bfloat16)
-    axis = 0 if starts[-1][0] else 1
-    ends = [start[axis] for start in starts[1:]] + [whole.shape[axis]]
-    parts = [
-        whole.narrow(axis, start[axis], end - start[axis]) for start, end in zip(starts, ends, strict=True)
-    ]
-    codes, scales = FORMS[form].quantize(whole)
-    told: list[tuple[Cuts, Values]] = []
-    barrier = Barrier(len(parts))
+    given = {"a.q_proj.weight": torch.randn(192, 256)}
+    Publisher(store, given, quantization="fp8-block").close()
+    assert (
+        "do not divide 'a.q_proj.weight', BF16 [192, 256] (in all, matrices of such a size: 1)" in caplog.text
+    )
+    caplog.clear()
+    Publisher(MemoryStore(), given, quantization="fp8-channel").close()
+    assert not caplog.text
 
-    def exchange(cuts: Cuts, local: Callable[[], Values]) -> Values:
-        mine = cuts, local()
-        told.append(mine)
-        barrier.wait(60)
-        place = next(i for i, each in enumerate(told) if each is mine)
-        return joined([cuts for cuts, _ in told], [values for _, values in told])[place]
 
-    def measure(found: Sequence[Rounded]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        views = [
-            FORMS[form].maxima(torch.nn.functional.pad(weights.float(), (left, 0, above, 0)))
-            for (weights, _, above, left), *_ in found
-        ]
-        # Not copies of each other: what is written to one must be seen in all.
-        flat = torch.cat([each.reshape(-1) for each in views])
-        firsts = [0, *accumulate(each.numel() for each in views)]
-        return flat, [
-            flat[at:][: each.numel()].view(each.shape) for at, each in zip(firsts, views, strict=False)
-        ]
+def test_positions_beside_a_bias_are_no_codes(store: MemoryStore) -> None:
+    given = {
+        "a.weight": torch.randn(64, 64).bfloat16(),
+        "a.index": torch.arange(5000, dtype=torch.int32),
+        "a.bias": torch.randn(64),
+    }
+    published(store, given)
+    assert_served(store, given)
 
-    def one(part: torch.Tensor, start: tuple[int, int]) -> tuple[Given, list[torch.Tensor]]:
-        source = {"norm": torch.ones(3), UP: LocalPart(part, (300, 272), start=start)}
-        choices = dict.fromkeys(("norm", UP, f"{UP}\t0"), Choice(torch.bfloat16))
-        quantized = Quantized(Weights(source), Quantization(FORMS[form]), choices)
-        quantized.read()
-        quantized.share(exchange)
-        seen: list[torch.Tensor] = []
 
-        def measured(found: Sequence[Rounded]) -> tuple[torch.Tensor, Callable[[int], torch.Tensor]]:
-            flat, views = measure(found)
-            seen.extend(views)
-            return flat, views.__getitem__
+def saved(folder: Path, *, is_tied: bool) -> Any:
+    """A tiny model in bf16, whose checkpoint is in this folder."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 128}
+    model = causal("Qwen3", **sizes, tie_word_embeddings=is_tied)
+    model.save_pretrained(folder)
+    return model
 
-        return quantized.matrices(measured), seen
 
-    with ThreadPoolExecutor(len(parts)) as pool:
-        found = list(pool.map(one, parts, starts))
+def test_anchors_are_checkpoints_that_transformers_opens(store: MemoryStore, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = saved(tmp_path / "base", is_tied=False)
+    published(store, as_saved(model), quantization="fp8-block", files=tmp_path / "base")
+    replay(store, out=tmp_path / "replayed")
 
-    published = []
-    for (given, (maxima,)), part, start in zip(found, parts, starts, strict=True):
-        assert list(given.plain) == ["norm"]
-        ((matrix, _, scales_key, owned),) = given.rounded
-        operands, its = FORMS[form].operands(maxima)
-        block = FORMS[form].block_of((300, 272))
-        rows = (torch.arange(part.shape[0]) + matrix.above) // block[0]
-        columns = (torch.arange(part.shape[1]) + matrix.left) // block[1]
-        spread = operands[rows][:, columns]
-        scaled = part.float() * spread if FORMS[form].block else part.float() / spread + 0.0
-        mine = codes[start[0] :, start[1] :][: part.shape[0], : part.shape[1]]
-        assert torch.equal(bits(scaled.clamp(-448, 448).to(codes.dtype)), bits(mine.contiguous()))
-        assert owned is not None
-        if scales_key is not None:
-            published.append(its[owned])
-    assert torch.equal(torch.cat(published, dim=axis if FORMS[form].block else 0), scales)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "replayed",
+        dtype=torch.bfloat16,
+        quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
+    )
+
+    form = FORMS["fp8-block"]
+    for name, tensor in model.state_dict().items():
+        found = opened.state_dict()[name]
+        if name.endswith("_proj.weight"):
+            codes, scales = form.quantize(tensor)
+            whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            assert torch.equal(bits(found), bits((codes.float() * whole).to(torch.bfloat16))), name
+        else:
+            assert torch.equal(bits(found), bits(tensor)), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tied_output_layer_stays_as_it_is_where_a_replay_is_opened(
+    store: MemoryStore, tmp_path: Path, form: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = saved(tmp_path / "base", is_tied=True)
+    base = json.loads((tmp_path / "base" / "config.json").read_text())
+    key = "modules_to_not_convert" if form == "fp8-block" else "ignore"
+    base["quantization_config"] = FORMS[form].config(["re:visual.*"])
+    (tmp_path / "base" / "config.json").write_text(json.dumps(base))
+    (tmp_path / "base" / "model.safetensors").unlink()
+    published(store, model, quantization=form, files=tmp_path / "base")
+    replay(store, out=tmp_path / "replayed")
+
+    found = json.loads((tmp_path / "replayed" / "config.json").read_text())["quantization_config"][key]
+    assert found == ["lm_head", "model.embed_tokens", "re:visual.*"]
+    if form == "fp8-channel":
+        pytest.importorskip("compressed_tensors")
+        opened = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "replayed", dtype=torch.bfloat16
+        )
+        tokens = torch.arange(8)[None]
+        with torch.no_grad():
+            logits, wanted = opened(tokens).logits, model(tokens).logits
+        assert logits.isfinite().all()
+        assert (logits - wanted).abs().max() < wanted.abs().max()

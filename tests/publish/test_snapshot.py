@@ -1,34 +1,26 @@
 """The copy of the weights that the next version is compared with."""
 
-import errno
-import os
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 
 from patchstore import Publisher, Replica
-from patchstore.encodings import CHOICES
 from patchstore.errors import UsageError
 from patchstore.publish import snapshot
 from patchstore.stores.memory import MemoryStore
-from patchstore.tensors import diff
-from tests.support.weights import Run, assert_same_bits, newest, served
+from patchstore.tensors import columns
+from tests.support.copies import before
+from tests.support.small_models import assert_refused
+from tests.support.weights import Run, State, assert_same_bits, newest, served
 
 
-def test_the_snapshot_does_not_move_while_an_anchor_is_uploaded_from_it() -> None:
+def test_the_snapshot_does_not_move_while_an_anchor_is_uploaded_from_it(store: MemoryStore) -> None:
     gate, uploading = threading.Event(), threading.Event()
-
-    class Waiting(MemoryStore):
-        def upload(self, key, chunks):  # type: ignore[no-untyped-def]
-            uploading.set()
-            gate.wait(30)
-            super().upload(key, chunks)
-
-    store, model = Waiting(), {"w": torch.zeros(1000)}
-    publisher = Publisher(store, model, max_pending=5)
+    waiting = before(store, "upload", "*", lambda: uploading.set() or gate.wait(30))
+    model = {"w": torch.zeros(1000)}
+    publisher = Publisher(waiting, model, max_pending=5)
     first = publisher.publish_patch(0)
     uploading.wait(30)
     model["w"].fill_(1.0)
@@ -42,62 +34,39 @@ def test_the_snapshot_does_not_move_while_an_anchor_is_uploaded_from_it() -> Non
     gate.set()
     third.join(30)
     publisher.close()
-    version_1: dict[str, torch.Tensor] = {}
-    Replica(store, version_1).update(second.result().version)
-    assert_same_bits(version_1, {"w": torch.ones(1000, dtype=torch.bfloat16)})
-    version_0: dict[str, torch.Tensor] = {}
-    Replica(store, version_0).update(first.result().version)
-    assert_same_bits(version_0, {"w": torch.zeros(1000, dtype=torch.bfloat16)})
+    for number, publication in enumerate((first, second)):
+        tensors: State = {}
+        Replica(store, tensors).update(publication.result().version)
+        assert_same_bits(tensors, {"w": torch.full((1000,), float(number)).bfloat16()})
     assert_same_bits(newest(store), served(model))
 
 
-@pytest.mark.parametrize("place", ["device", "host", "file"])
-@pytest.mark.parametrize("encoding", CHOICES)
-def test_every_snapshot_publishes_the_same(
-    store: MemoryStore, tmp_path: Path, place: str, encoding: str
-) -> None:
-    run = Run(store)
-    run.open(snapshot=tmp_path if place == "file" else place, encoding=encoding)
-    kinds = [manifest.kind for manifest in run.publish_versions(6)]
-    assert kinds == ["anchor", "delta", "delta", "delta", "anchor", "delta"]
-    assert_same_bits(newest(store), run.history[5])
-    run.close()
-
-
-def test_a_snapshot_in_a_file_leaves_no_file_behind(store: MemoryStore, tmp_path: Path) -> None:
-    with Publisher(store, {"w": torch.zeros(1000)}, snapshot=tmp_path):
-        assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("place", ["disk", "/tmp", Path("/nonexistent"), None])
-def test_a_place_that_no_snapshot_can_have_is_refused(store: MemoryStore, place: object) -> None:
-    with pytest.raises(UsageError, match="snapshot"):
-        Publisher(store, {"w": torch.zeros(3)}, snapshot=place)  # type: ignore[arg-type]
-    assert list(store.list()) == []
-
-
+@pytest.mark.parametrize("place", ["device", "host"])
 def test_a_snapshot_that_does_not_fit_is_refused_before_anything_is_written(
-    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, place: snapshot.Place
 ) -> None:
-    def full(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    weights = {"w": torch.zeros(1000)}
+    empty = torch.empty
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UsageError, match=r"snapshot=.* 2,000 bytes"):
-        Publisher(store, {"w": torch.zeros(1000)}, snapshot=tmp_path)
-    assert list(store.list()) == list(tmp_path.iterdir()) == []
+    def full(shape: object, *args: object, **options: object) -> torch.Tensor:
+        if shape in (1000, (1000,)) and options.get("device") != "meta":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return empty(shape, *args, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch, "empty", full)
+    assert_refused(store, weights, f'snapshot="{place}" needs 2,000 bytes', UsageError, snapshot=place)
 
 
 def test_kernels_are_not_needed_and_not_used_where_they_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert snapshot.kernels_for({torch.device("cpu")}) is None
-    assert snapshot.kernels_for({one, torch.device("cpu")}) is None
-    assert snapshot.kernels_for({one, other}) is None
-    assert snapshot.kernels_for(set()) is None
+    assert not snapshot.have_kernels({torch.device("cpu")})
+    assert not snapshot.have_kernels({one, torch.device("cpu")})
+    assert not snapshot.have_kernels({one, other})
+    assert not snapshot.have_kernels(set())
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "patchstore.kernels.compare", raising=False)
     monkeypatch.delattr("patchstore.kernels.compare", raising=False)
-    assert snapshot.kernels_for({one}) is None
+    assert not snapshot.have_kernels({one})
 
 
 def test_what_was_published_whole_was_not_compared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +76,6 @@ def test_what_was_published_whole_was_not_compared(run: Run, monkeypatch: pytest
         raise AssertionError("compared")
 
     with monkeypatch.context() as patched:
-        patched.setattr(diff, "changed", compared)
+        patched.setattr(columns, "changed", compared)
         assert run.publish().delta is None
     assert_same_bits(newest(run.store), served(run.model))

@@ -4,19 +4,12 @@ import itertools
 
 import pytest
 import torch
-from small_models import layers, published, tied
 
-from patchstore import Publisher, Replica
+from patchstore import Publisher
 from patchstore.errors import PatchstoreError, SchemaMismatch
-from patchstore.publish.sources import Weights
 from patchstore.stores.memory import MemoryStore
-from tests.support.weights import State, assert_same_bits, served
-
-
-def compiled(model: torch.nn.Module) -> torch.nn.Module:
-    """Wrap as torch.compile does; nothing is run, so nothing is compiled."""
-    return torch.compile(model, backend="eager")
-
+from tests.support.small_models import assert_refused, compiled, layers, published, tied
+from tests.support.weights import assert_same_bits, newest, served
 
 NAMES = {"0.weight", "1.weight", "2.weight"}
 
@@ -113,9 +106,9 @@ def test_the_name_that_a_tied_tensor_is_stored_under_does_not_depend_on_order(
 ) -> None:
     tensor = torch.ones(3)
     for order in itertools.permutations(names):
-        given = Weights(dict.fromkeys(order, tensor)).read()
-        assert list(given.tensors) == [kept]
-        assert given.tied == dict.fromkeys(set(names) - {kept}, kept)
+        store = MemoryStore()
+        assert published(store, dict.fromkeys(order, tensor)).keys() == {kept}
+        assert tied(store) == dict.fromkeys(set(names) - {kept}, kept)
 
 
 def test_a_run_goes_on_with_its_tensors_in_another_order(store: MemoryStore) -> None:
@@ -130,17 +123,14 @@ def test_a_run_goes_on_with_its_tensors_in_another_order(store: MemoryStore) -> 
         turned.clear()
         turned.update(reordered)
         assert publisher.publish_patch(2).result().kind == "delta"
-    tensors: State = {}
-    Replica(store, tensors).update()
+    tensors = newest(store)
     assert tensors.keys() == expected.keys() == {"b.weight", "other"}
 
 
 def test_a_run_keeps_the_names_of_tied_tensors_that_it_began_with(store: MemoryStore) -> None:
     memory = torch.randn(8)
     published(store, {"z": memory})
-    with pytest.raises(PatchstoreError, match="tied"):
-        Publisher(store, {"z": memory, "a": memory}, resume=True)
-    assert Weights({"z": memory, "a": memory}, {"z"}).read().tied == {"a": "z"}
+    assert_refused(store, {"z": memory, "a": memory}, r"tied as \{'a': 'z'\}", PatchstoreError, resume=True)
 
 
 def test_a_module_that_is_called_as_peft_calls_its_prompts_is_published(store: MemoryStore) -> None:

@@ -1,4 +1,4 @@
-"""Which tensors are quantised, and what the config of a checkpoint says of it."""
+"""Which tensors are quantized, and what the config of a checkpoint says of it."""
 
 import json
 import re
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from patchstore.bucket.records import Schema, TensorSpec
 from patchstore.errors import SchemaMismatch, UsageError
-from patchstore.format.records import Schema, TensorSpec
 from patchstore.quantization import FORMS, Quantization, check_config, quantization_of
 
 QWEN = {
@@ -69,7 +69,7 @@ def test_a_base_checkpoint_says_what_stays_as_it_is(form: str, pattern: str) -> 
     assert found.quantizes(spec("model.layers.10.mlp.up_proj.weight", 256, 256))
 
 
-def test_the_tensors_of_a_base_checkpoint_say_which_are_quantised() -> None:
+def test_the_tensors_of_a_base_checkpoint_say_which_are_quantized() -> None:
     base = [
         spec("a.weight", 256, 200, dtype="F8_E4M3"),
         spec("a.weight_scale_inv", 2, 2, dtype="F32"),
@@ -231,7 +231,7 @@ ROWS = [spec("a.weight", 256, 200, dtype="F8_E4M3"), spec("a.weight_scale", 256,
         (None, [spec("a.weight", 8, 8)], None),
     ],
 )
-def test_weights_that_are_quantised_already_are_compared_with_the_config(
+def test_weights_that_are_quantized_already_are_compared_with_the_config(
     config: Any, stored: list[TensorSpec], says: str | None
 ) -> None:
     schema = Schema(tensors=tuple(stored))

@@ -1,15 +1,18 @@
 """A host with a cache, and processes that use it."""
 
 import multiprocessing
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from patchstore.bucket import digests
+from patchstore.bucket.records import Payload
 from patchstore.errors import PatchstoreError
-from patchstore.format import hashing
-from patchstore.format.records import Payload
 from patchstore.read.host_cache import HostCache
 from patchstore.stores.base import Store
 from patchstore.stores.folder import FolderStore
@@ -41,16 +44,52 @@ class StuckStore(LoggedStore):
 
     def __init__(self, bucket: Path, reads: Path, is_stuck: Any) -> None:
         super().__init__(bucket, reads)
-        self._is_stuck = is_stuck
+        self.is_stuck = is_stuck
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return type(self), (self._bucket, self._reads, self._is_stuck)
+        return type(self), (self._bucket, self._reads, self.is_stuck)
 
     def read(self, key: str, *, start: int = 0, end: int | None = None) -> Iterator[bytes]:
         data = b"".join(super().read(key, start=start, end=end))
         yield data[: len(data) // 2]
-        self._is_stuck.set()
+        self.is_stuck.set()
         threading.Event().wait()
+
+
+def idle_child() -> int:
+    """Fork a child that does nothing, and return its id."""
+    child = os.fork()
+    if child == 0:
+        threading.Event().wait(60)
+        signal.raise_signal(signal.SIGKILL)
+    return child
+
+
+@contextmanager
+def parent(task: Callable[..., Any], *args: Any) -> Iterator[tuple[Any, int]]:
+    """Have a process do a task that puts the id of a child into its last argument; yield both."""
+    pids = WORKERS.SimpleQueue()
+    process = WORKERS.Process(target=task, args=(*args, pids), daemon=True)
+    process.start()
+    child = pids.get()
+    try:
+        yield process, child
+    finally:
+        process.kill()
+        process.join()
+        os.kill(child, signal.SIGKILL)
+
+
+def stuck(task: Callable[..., Any], store: StuckStore, *args: Any) -> None:
+    """Do a task with a store that gets stuck, and fork a child then."""
+    *others, pids = args
+
+    def fork() -> None:
+        store.is_stuck.wait()
+        pids.put(idle_child())
+
+    threading.Thread(target=fork, daemon=True).start()
+    task(store, *others)
 
 
 class Host:
@@ -64,7 +103,7 @@ class Host:
 
     def stored(self, key: str, data: bytes) -> Payload:
         self.store.put(key, data)
-        return Payload(key=key, size=len(data), digest=hashing.digest(data))
+        return Payload(key=key, size=len(data), digest=digests.digest(data))
 
     @property
     def num_reads(self) -> int:
@@ -101,7 +140,7 @@ def _answer(answers: Any, task: Callable[..., Any], *args: Any) -> None:
 def fetched(store: Store, folder: Path, wanted: Payload, everybody: Any = None) -> str:
     """Fetch a payload, return its digest, and let go of it when everybody has it."""
     with HostCache(folder, max_bytes=0).fetch(store, wanted) as file:
-        found = hashing.digest(file.read())
+        found = digests.digest(file.read())
         if everybody is not None:
             everybody.wait()
     return found

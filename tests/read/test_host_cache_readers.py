@@ -7,9 +7,9 @@ import pytest
 from cache_host import WORKERS, LoggedStore, results
 
 from patchstore import Replica
+from patchstore.bucket import history, lineage
 from patchstore.errors import PatchstoreError
-from patchstore.format import history, lineage
-from patchstore.read.anchors import open_anchor, stream_anchor
+from patchstore.read.anchors import open_anchor
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
 from patchstore.stores.base import Store
@@ -22,20 +22,17 @@ from tests.support.weights import Run, State, assert_same_bits
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
-def rebuilt(store: Store, version: int, folder: Path, everybody: Any = None) -> State:
+def rebuilt(store: Store, version: int, folder: Path) -> State:
     """A version's weights, by way of local files alone, proved by its state digest."""
     cache = HostCache(folder, max_bytes=0)
-    header = history.read_header(store)
-    assert header is not None
+    header = history.run_header(store)
     schema = header.schema.by_name()
     route = lineage.read(store, version).plan()
     assert route.anchor is not None
     with (
-        open_deltas(store, route.deltas, schema, None, cache) as deltas,
+        open_deltas(store, route.deltas, header.schema, None, cache) as deltas,
         open_anchor(store, route.anchor, schema, cache) as tensors,
     ):
-        if everybody is not None:
-            everybody.wait()
         weights = {name: tensors[name] for name in schema}
         for name in deltas.names:
             patch = deltas.merged(schema[name], weights[name])
@@ -53,40 +50,9 @@ def test_every_version_is_rebuilt_from_local_files(run: Run, tmp_path: Path) -> 
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.exhaustive
-def test_four_processes_rebuild_a_version_with_one_download_of_each_payload(tmp_path: Path) -> None:
-    bucket, reads, folder = (tmp_path / name for name in ("bucket", "reads", "cache"))
-    run = Run(FolderStore(bucket))
-    run.publish_versions(4)
-    run.close()
-    store = LoggedStore(bucket, reads)
-    found = results(4, _is_rebuilt, store, folder, WORKERS.Barrier(4))
-    assert found == [True] * 4
-    keys = reads.read_text().splitlines()
-    assert len(keys) == len(set(keys)) == 4
-    assert list(folder.iterdir()) == []
-
-
-def _is_rebuilt(store: Store, folder: Path, everybody: Any) -> bool:
-    return len(rebuilt(store, 3, folder, everybody)) > 0
-
-
-def test_a_streamed_anchor_is_the_same_by_way_of_a_cache(run: Run, tmp_path: Path) -> None:
-    manifest = run.publish()
-    header = history.read_header(run.store)
-    assert header is not None
-    schema = header.schema.by_name()
-    found = {}
-    for _, specs, tensors in stream_anchor(run.store, manifest, schema, HostCache(tmp_path, max_bytes=0)):
-        found |= {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
-    assert_same_bits(found, run.history[0])
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_writing_to_an_anchors_tensors_leaves_the_files_as_they_are(run: Run, tmp_path: Path) -> None:
     manifest = run.publish()
-    header = history.read_header(run.store)
-    assert header is not None
+    header = history.run_header(run.store)
     schema = header.schema.by_name()
     cache = HostCache(tmp_path, max_bytes=0)
     with open_anchor(run.store, manifest, schema, cache) as mine:

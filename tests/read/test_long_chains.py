@@ -11,21 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from patchstore import Publisher, Replica, replay, verify
-from patchstore.encodings.context import Tiles, Tiling
+from patchstore.bucket import history
+from patchstore.bucket.records import Manifest, TensorSpec
+from patchstore.codec.context import Tiles, Tiling
 from patchstore.errors import CorruptObject, HostError, PatchstoreError
-from patchstore.format import history
-from patchstore.format.records import Manifest, TensorSpec
 from patchstore.read.anchors import open_anchor
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
-from patchstore.read.transcode import transcode
 from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits
-from tests.support.weights import State, served
+from tests.support.model_bits import Bits, bits_of
+from tests.support.weights import State, loaded
 
 NUM_DELTAS = 610
 MAX_FILES = 64
@@ -37,14 +36,6 @@ def num_open() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-Numbers = dict[str, list[int]]
-"""Bits of tensors, in a form that crosses processes without a descriptor for each."""
-
-
-def numbers(state: State) -> Numbers:
-    return {name: bits(tensor).flatten().tolist() for name, tensor in state.items()}
-
-
 class Chain:
     """A bucket with an anchor and a delta for each version after it, and the weights at both ends."""
 
@@ -52,11 +43,10 @@ class Chain:
         self.folder, self.encoding = folder, encoding
         store = MemoryStore()
         model = {"a": torch.randn(16, 24), "b": torch.randn(30)}
-        self.first = numbers(served(model))
         with Publisher(store, model, encoding=encoding, anchor_every=10**6) as publisher:
             for step in range(NUM_DELTAS + 1):
                 publisher.publish_patch(step)
-                self.last = numbers(served(model))
+                self.last = bits_of(model)
                 model["a"][step % 16, step % 5 :: 7] *= -1.5 if step % 40 < 20 else 0.7
                 model["b"][step % 30] += 1
         # Without the waiting for a disk of 1,200 puts to a folder.
@@ -95,7 +85,7 @@ def _limited(sender: Any, limit: tuple[int, int], task: Callable[..., Any], *arg
     sender.send(found)
 
 
-def _followed(bucket: Path, cache: Path | None) -> tuple[Numbers, int, int]:
+def _followed(bucket: Path, cache: Path | None) -> tuple[Bits, int, int]:
     """Follow from the first version to the last; return its bits, and descriptors before and after."""
     store = FolderStore(bucket)
     follower = Replica(store, {}, cache=None if cache is None else HostCache(cache))
@@ -103,7 +93,7 @@ def _followed(bucket: Path, cache: Path | None) -> tuple[Numbers, int, int]:
     before = num_open()
     follower.update()
     assert follower.held == NUM_DELTAS
-    return numbers(dict(follower.tensors)), before, num_open()
+    return bits_of(dict(follower.tensors), None), before, num_open()
 
 
 @pytest.mark.sample(1)
@@ -117,19 +107,15 @@ def test_a_follower_catches_up_over_more_deltas_than_it_may_have_files_open(
 
 
 @pytest.mark.exhaustive
-def test_replaying_verifying_and_transcoding_a_long_chain_have_few_files_open(
-    chain: Chain, tmp_path: Path
-) -> None:
+def test_replaying_and_verifying_a_long_chain_have_few_files_open(chain: Chain, tmp_path: Path) -> None:
     in_a_process(_rebuilt, chain.folder, tmp_path)
-    assert numbers(load_file(tmp_path / "out" / "model.safetensors")) == chain.last
-    assert (tmp_path / "delta").stat().st_size > 0
+    assert bits_of(loaded(tmp_path / "out"), None) == chain.last
 
 
 def _rebuilt(bucket: Path, tmp_path: Path) -> None:
     store = FolderStore(bucket)
     verify(store)
     replay(store, out=tmp_path / "out")
-    transcode(store, NUM_DELTAS, encoding="raw", out=tmp_path / "delta")
 
 
 @pytest.mark.sample(1)
@@ -144,34 +130,32 @@ def _every_tile(spec: TensorSpec, tiling: Tiling) -> Tiles:
     return None
 
 
-def _staged(bucket: Path, cache: Path, is_partial: bool) -> Numbers:
-    """What `vllm_plugin.update` does: map the anchor, and keep all of it in use with all deltas."""
+def _staged(bucket: Path, cache: Path, is_partial: bool) -> Bits:
+    """What `vllm_plugin.live.update` does: map the anchor, and keep all of it in use with all deltas."""
     store = FolderStore(bucket)
-    header = history.read_header(store)
-    assert header is not None
+    header = history.run_header(store)
     schema = header.schema.by_name()
     manifests = [history.read_manifest(store, version) for version in range(NUM_DELTAS + 1)]
     kept = HostCache(cache)
     needs = _every_tile if is_partial else None
     with (
         open_anchor(store, manifests[0], schema, kept) as tensors,
-        open_deltas(store, tuple(manifests[1:]), schema, None, kept, needs) as deltas,
+        open_deltas(store, tuple(manifests[1:]), header.schema, None, kept, needs) as deltas,
     ):
         assert num_open() < MAX_FILES // 2
         for name in deltas.names:
             patch = deltas.merged(schema[name], tensors[name])
             bits(tensors[name])[patch.indices] = bits(patch.values)
-        return numbers(dict(tensors))
+        return bits_of(dict(tensors), None)
 
 
 @pytest.mark.exhaustive
 def test_two_followers_of_a_host_share_a_long_chain(chain: Chain, tmp_path: Path) -> None:
     """What one has in use, however much, the other finds, and does not remove."""
     store, cache = FolderStore(chain.folder), tmp_path / "cache"
-    header = history.read_header(store)
-    assert header is not None
+    header = history.run_header(store)
     manifests = tuple(history.read_manifest(store, version) for version in range(1, NUM_DELTAS + 1))
-    with open_deltas(store, manifests, header.schema.by_name(), None, HostCache(cache, max_bytes=0)):
+    with open_deltas(store, manifests, header.schema, None, HostCache(cache, max_bytes=0)):
         num_files = sum(len(path.name) == 64 for path in cache.iterdir())
         assert num_files == len({each.digest for m in manifests if m.delta for each in m.delta.payloads})
         assert in_a_process(_followed, chain.folder, cache)[0] == chain.last
@@ -195,7 +179,7 @@ def test_too_few_descriptors_are_said_to_be_that_and_not_a_store_that_fails(
 def _starved(bucket: Path, cache: Path | None) -> None:
     follower = Replica(FolderStore(bucket), {}, cache=None if cache is None else HostCache(cache))
     follower.update(0)
-    before = numbers(dict(follower.tensors))
+    before = bits_of(dict(follower.tensors), None)
     taken = []
     try:
         while True:
@@ -205,7 +189,7 @@ def _starved(bucket: Path, cache: Path | None) -> None:
     try:
         follower.update()
     except PatchstoreError:
-        assert (follower.held, numbers(dict(follower.tensors))) == (0, before)
+        assert (follower.held, bits_of(dict(follower.tensors), None)) == (0, before)
         raise
     finally:
         for each in taken:
@@ -222,40 +206,31 @@ def _large(bucket: Path) -> tuple[FolderStore, Manifest]:
         return store, publisher.publish_patch(1).result()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("has_cache", [False, True])
-def test_a_file_that_may_not_grow_so_far_is_named_with_the_folder_it_is_in(
-    tmp_path: Path, has_cache: bool
-) -> None:
-    _large(tmp_path / "bucket")
-    limit = (resource.RLIMIT_FSIZE, 1_000_000)
-    with pytest.raises(HostError, match=f"{tmp_path}.*File too large.*ulimit -f"):
-        in_a_process(_updated, tmp_path / "bucket", tmp_path / "scratch", has_cache, limit=limit)
-    assert list((tmp_path / "scratch").iterdir()) == []
-    assert in_a_process(_updated, tmp_path / "bucket", tmp_path / "scratch", has_cache) == 1
-
-
-def _updated(bucket: Path, scratch: Path, has_cache: bool) -> int:
+def _updated(bucket: Path, scratch: Path, has_cache: bool) -> None:
     scratch.mkdir(mode=0o700, exist_ok=True)
     cache = HostCache(scratch, max_bytes=0) if has_cache else None
     store = FolderStore(bucket)
     model: State = {}
     # The anchor does not pass through the folder.
     Replica(store, model).update(0)
-    return Replica(store, model, held=0, scratch=scratch, cache=cache).update(1).version
+    Replica(store, model, held=0, scratch=scratch, cache=cache).update(1)
+
+
+def _replayed(bucket: Path, folder: Path) -> None:
+    replay(FolderStore(bucket), 0, out=folder / "out")
 
 
 @pytest.mark.exhaustive
-def test_a_replay_that_runs_out_of_room_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "args"), [(_updated, (False,)), (_updated, (True,)), (_replayed, ())])
+def test_a_file_that_may_not_grow_so_far_is_named_with_the_folder_it_is_in_and_leaves_nothing(
+    tmp_path: Path, task: Callable[..., None], args: tuple[bool, ...]
+) -> None:
     _large(tmp_path / "bucket")
-    limit = (resource.RLIMIT_FSIZE, 1_000_000)
-    with pytest.raises(HostError, match=f"{tmp_path}.*File too large"):
-        in_a_process(_replayed, tmp_path / "bucket", tmp_path / "out", 0, limit=limit)
-    assert [path.name for path in tmp_path.iterdir()] == ["bucket"]
-
-
-def _replayed(bucket: Path, out: Path, version: int) -> None:
-    replay(FolderStore(bucket), version, out=out)
+    folder, limit = tmp_path / "scratch", (resource.RLIMIT_FSIZE, 1_000_000)
+    with pytest.raises(HostError, match=f"{tmp_path}.*File too large.*ulimit -f"):
+        in_a_process(task, tmp_path / "bucket", folder, *args, limit=limit)
+    assert list(folder.glob("*")) == []
+    in_a_process(task, tmp_path / "bucket", folder, *args)
 
 
 @pytest.mark.exhaustive
@@ -289,8 +264,7 @@ def _rebuilt_by_threads(folder: Path) -> None:
 
 def _mapped_from_cache(folder: Path) -> None:
     store, cache = FolderStore(folder / "bucket"), HostCache(folder / "cache")
-    header, manifest = history.read_header(store), history.read_manifest(store, 0)
-    assert header is not None
+    header, manifest = history.run_header(store), history.read_manifest(store, 0)
     for is_limited in (False, True):
         if is_limited:
             _limit_memory()
@@ -302,8 +276,7 @@ def test_a_manifest_that_lies_about_a_size_is_corrupt_and_no_shortage_of_this_ho
     chain: Chain, tmp_path: Path
 ) -> None:
     store = FolderStore(chain.folder)
-    header, manifest = history.read_header(store), history.read_manifest(store, 1)
-    assert header is not None
+    header, manifest = history.run_header(store), history.read_manifest(store, 1)
     assert manifest.delta is not None
     (wanted,) = manifest.delta.payloads
     for size in (1 << 45, 1 << 62, (1 << 63) + 1):

@@ -1,14 +1,20 @@
 """Versions of several payloads, each of some parts of the tensors: they mean what one payload means."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 
 from patchstore import Publisher
+from patchstore.bucket import history
+from patchstore.bucket.records import Box, Part, Schema, TensorSpec
+from patchstore.bucket.state_sums import by_name
+from patchstore.codec.context import Coded, tiling
+from patchstore.codec.delta_file import CodedPart, Content
 from patchstore.errors import CorruptObject
-from patchstore.format import history
-from patchstore.format.records import Part, TensorSpec
+from patchstore.read.deltas import check_boxes
 from patchstore.read.replay import verify
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors import state_digest
@@ -51,17 +57,7 @@ def moved(old: dict[str, torch.Tensor], density: float, seed: int = 1) -> dict[s
     return new
 
 
-def along_first(spec: TensorSpec, num: int) -> list[Part]:
-    return sharded.chunks(spec, 0, num) if spec.shape else [Part.whole(spec)] + [Part.whole(spec)] * 0
-
-
-def along_last(spec: TensorSpec, num: int) -> list[Part]:
-    return sharded.chunks(spec, len(spec.shape) - 1, num) if spec.shape else [Part.whole(spec)]
-
-
 def uneven(spec: TensorSpec, num: int) -> list[Part]:
-    if not spec.shape:
-        return [Part.whole(spec)]
     dim = len(spec.shape) // 2
     random = torch.Generator().manual_seed(len(spec.name))
     edges = torch.randint(0, spec.shape[dim] + 1, (num - 1,), generator=random).tolist()
@@ -71,7 +67,7 @@ def uneven(spec: TensorSpec, num: int) -> list[Part]:
 def boxes(spec: TensorSpec, num: int) -> list[Part]:
     """Two dimensions cut at once."""
     if len(spec.shape) < 2:
-        return along_first(spec, num)
+        return sharded.chunks(spec, 0, num)
     found = []
     for part in sharded.chunks(spec, len(spec.shape) - 2, 2):
         for other in sharded.cut(spec, len(spec.shape) - 1, [0, spec.shape[-1] // 3, spec.shape[-1]]):
@@ -81,16 +77,25 @@ def boxes(spec: TensorSpec, num: int) -> list[Part]:
     return found
 
 
-SHARDINGS = [along_first, along_last, uneven, boxes]
+Sharding = Callable[[TensorSpec, int], list[Part]]
+SHARDINGS: dict[str, Sharding] = {
+    "along the first": lambda spec, num: sharded.chunks(spec, 0, num),
+    "along the last": lambda spec, num: sharded.chunks(spec, len(spec.shape) - 1, num),
+    "uneven": uneven,
+    "boxes": boxes,
+}
 
 
-def ranks_of(
-    old: dict[str, torch.Tensor], how: Callable[[TensorSpec, int], list[Part]], num: int
-) -> list[list[Part]]:
+def schema_of(state: dict[str, torch.Tensor]) -> Schema:
+    return Schema(tensors=tuple(spec_of(name, state[name]) for name in sorted(state)))
+
+
+def ranks_of(old: dict[str, torch.Tensor], how: Sharding, num: int) -> list[list[Part]]:
     """Some ranks have several parts of a tensor, and some have none."""
     ranks: list[list[Part]] = [[] for _ in range(num)]
     for name in sorted(old):
-        for number, part in enumerate(how(spec_of(name, old[name]), num)):
+        spec = spec_of(name, old[name])
+        for number, part in enumerate(how(spec, num) if spec.shape else [Part.whole(spec)]):
             ranks[(number * 2) % num if how is boxes else number].append(part)
     return ranks
 
@@ -102,12 +107,11 @@ def first_version(old: dict[str, torch.Tensor]) -> MemoryStore:
     return store
 
 
-@pytest.mark.parametrize("how", SHARDINGS, ids=lambda how: how.__name__)
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("how", SHARDINGS.values(), ids=SHARDINGS)
 @pytest.mark.parametrize("num", [1, 3, 8])
 @pytest.mark.parametrize("encoding", ["context", "gap", "raw"])
-def test_parts_are_read_as_the_whole(
-    how: Callable[[TensorSpec, int], list[Part]], num: int, encoding: str
-) -> None:
+def test_parts_are_read_as_the_whole(how: Sharding, num: int, encoding: str) -> None:
     old = state()
     store = first_version(old)
     before = old
@@ -116,7 +120,8 @@ def test_parts_are_read_as_the_whole(
         new = moved(before, density, version)
         manifest, deltas = sharded.publish(store, ranks, before, new, encoding)
         assert manifest.version == version
-        for name, sums in sharded.added([each.sum_growth for each in deltas]).items():
+        growth = sharded.added(schema_of(old), ranks, [each.growth for each in deltas])
+        for name, sums in by_name(schema_of(old), growth).items():
             expected = state_digest.of_tensor(new[name]).minus(state_digest.of_tensor(before[name]))
             assert sums == expected, name
         before = new
@@ -128,66 +133,74 @@ def test_what_parts_say_of_their_parent_adds_up_to_the_parents_sums() -> None:
     old = state()
     new = moved(old, 0.5)
     store = first_version(old)
-    for how in SHARDINGS:
-        _, deltas = sharded.publish(first_version(old), ranks_of(old, how, 3), old, new, "context")
-        found = sharded.added([each.parent_sums for each in deltas])
+    for how in SHARDINGS.values():
+        ranks = ranks_of(old, how, 3)
+        _, deltas = sharded.publish(first_version(old), ranks, old, new, "context")
+        schema = schema_of(old)
+        found = by_name(schema, sharded.added(schema, ranks, [each.parents for each in deltas]))
         for name, tensor in old.items():
             if tensor.numel() > 1000:
                 assert found[name] == state_digest.of_tensor(tensor), name
     assert history.head(store) is not None
 
 
-def test_a_rank_codes_its_part_and_another_lists_its_own() -> None:
-    """Two leading dimensions are cut at once, so that the part is no box; and a part of few tiles."""
-    old = {"experts": state()["pairs"].repeat(2, 2, 1, 1)}
-    new = moved(old, 0.1)
-    spec = spec_of("experts", old["experts"])
-    assert spec.shape == (4, 6, 16, 8)
-    held = [
-        [Part(spec, (0, 0, 0, 0), (4, 2, 16, 8))],
-        [Part(spec, (0, 2, 0, 0), (1, 4, 16, 8)), Part(spec, (1, 2, 0, 0), (1, 4, 16, 8))],
-        [Part(spec, (2, 2, 0, 0), (2, 4, 16, 8))],
+# Coded parts of one tensor that have an element in common are refused, however many there are.
+
+
+def check(shape: tuple[int, int, int], boxes: Sequence[Box]) -> None:
+    nothing = np.zeros(0, dtype=np.int64)
+    rows, data = np.zeros((1, 3), dtype=np.uint8), np.zeros(0, dtype=np.uint8)
+    parts = []
+    for number, box in enumerate(boxes):
+        coded = Coded(tiling=tiling(shape, box, (1, 1)), lo=0, rows=rows, lengths=nothing, data=data)
+        parts.append(CodedPart(0, f"deltas/{number}", coded))
+    check_boxes(7, Content([], parts), Schema(tensors=(TensorSpec(name="a", dtype="BF16", shape=shape),)))
+
+
+def some_box(rng: np.random.Generator, shape: Sequence[int], most: int) -> Box:
+    firsts = [int(rng.integers(side)) for side in shape]
+    sizes = [
+        int(rng.integers(1, min(most, side - first) + 1)) for first, side in zip(firsts, shape, strict=True)
     ]
-    store = first_version(old)
-    _, deltas = sharded.publish(store, held, old, new, "context")
-    assert [sorted(each.entries) for each in deltas] == [
-        ["experts.idx", "experts.val"],
-        ["table", "tiles"],
-        ["experts.idx", "experts.val"],
-    ]
-    assert_same_bits(newest(store), new)
+    return Box(firsts[0], sizes[0], firsts[1], sizes[1], firsts[2], sizes[2])
 
 
-def overlapping(first: Part, second: Part, encodings: tuple[str, str] = ("context", "context")) -> None:
-    old = {first.spec.name: state()[first.spec.name]}
-    new = moved(old, 1.0)
-    store = first_version(old)
-    sharded.publish(store, [[first], [second]], old, new, "context")
-    with pytest.raises(CorruptObject):
-        newest(store)
+def elements(box: Box) -> set[tuple[int, ...]]:
+    return set(
+        itertools.product(
+            range(box.level, box.level + box.levels),
+            range(box.row, box.row + box.rows),
+            range(box.col, box.col + box.cols),
+        )
+    )
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (((0, 0), (96, 80)), ((0, 0), (96, 80))),
-        (((0, 0), (50, 80)), ((49, 0), (47, 80))),
-        (((0, 0), (96, 50)), ((0, 40), (96, 40))),
-        (((0, 0), (50, 50)), ((49, 49), (40, 10))),
-        (((49, 49), (40, 10)), ((0, 0), (50, 50))),
-    ],
-)
-def test_parts_that_overlap_are_refused(
-    first: tuple[tuple[int, int], ...], second: tuple[tuple[int, int], ...]
-) -> None:
-    spec = TensorSpec(name="bf16", dtype="BF16", shape=(96, 80))
-    overlapping(Part(spec, *first), Part(spec, *second))
+@pytest.mark.parametrize("num_boxes", [2, 3, 8, 16, 30])
+def test_parts_are_refused_exactly_if_two_have_an_element_in_common(num_boxes: int) -> None:
+    rng, shape = np.random.default_rng(num_boxes), (4, 6, 8)
+    seen = set()
+    for _ in range(100):
+        boxes: list[Box] = []
+        for _ in range(20 * num_boxes):
+            box = some_box(rng, shape, 3 if num_boxes < 10 else 1)
+            if not any(elements(box) & elements(other) for other in boxes):
+                boxes.append(box)
+            if len(boxes) == num_boxes:
+                break
+        if is_apart := bool(rng.integers(2)):
+            check(shape, boxes)
+        else:
+            first = boxes[int(rng.integers(len(boxes)))]
+            boxes.insert(int(rng.integers(len(boxes) + 1)), first)
+            with pytest.raises(CorruptObject, match=f"deltas/{boxes.index(first)} codes too, in version 7"):
+                check(shape, boxes)
+        seen.add(is_apart)
+    assert seen == {True, False}
 
 
-def test_an_element_that_is_coded_must_not_be_listed_too() -> None:
-    spec = TensorSpec(name="pairs", dtype="BF16", shape=(2, 3, 16, 8))
-    listed = Part(spec, (0, 1, 0, 0), (2, 2, 16, 8))
-    assert listed.box is None
-    overlapping(Part(spec, (0, 2, 0, 0), (1, 1, 16, 8)), listed)
-    overlapping(listed, Part(spec, (1, 2, 0, 0), (1, 1, 16, 8)))
-    overlapping(listed, listed)
+def test_a_part_for_each_element_takes_no_look_at_each_pair() -> None:
+    sides = (1, 100, 100)
+    boxes = [Box(0, 1, row, 1, col, 1) for row in range(100) for col in range(100)]
+    check(sides, boxes)
+    with pytest.raises(CorruptObject, match="deltas/99 codes too"):
+        check(sides, [*boxes, boxes[99]])

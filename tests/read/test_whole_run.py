@@ -1,31 +1,34 @@
 """All versions of a run in one pass: the same verdicts as one version after the other, for less work."""
 
+import errno
 import json
+import os
 import random
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from patchstore import verify
-from patchstore.cli import main
-from patchstore.errors import PatchstoreError, StoreUnavailable
-from patchstore.format import history, layout
+from patchstore import Manifest, verify
+from patchstore.bucket import history
+from patchstore.errors import HostError, PatchstoreError, StoreUnavailable
 from patchstore.read import whole_run
+from patchstore.read.deltas import Deltas, open_deltas
 from patchstore.read.whole_run import Verdict, WholeRun
 from patchstore.signing import KeySigner, RequiredKeys
-from patchstore.stores import Store, open_store
+from patchstore.stores import Store, layout, open_store
 from patchstore.stores.folder import FolderStore
 from patchstore.testing.faults import Fault, FaultyStore
+from tests.support.commands import Cli
 from tests.support.keys import key_pair
 from tests.support.weights import Run, lie
 
 
 def verdicts(store: Store, newest: int, **options: Any) -> dict[int, Verdict]:
-    header = history.read_header(store)
-    assert header is not None
+    header = history.run_header(store)
     return {each.version: each for each in WholeRun(store, header, newest, **options).verify()}
 
 
@@ -48,13 +51,9 @@ def one_by_one(store: Store, newest: int) -> dict[int, str | None]:
 @pytest.fixture
 def forked(run: Run) -> Run:
     """Versions 0 to 5, then three that build on version 2, and anchors at 0, 4 and a later one."""
-    run.publish_versions(3)
-    back = {name: tensor.clone() for name, tensor in run.model.items()}
-    run.publish_versions(3)
+    run.publish_versions(6)
     run.close()
-    # The model as it was when version 3 was published, which `back` is.
-    for name, tensor in back.items():
-        run.model[name].copy_(tensor)
+    run.go_back(3)
     run.open(resume=3)
     run.publish_versions(4)
     run.close()
@@ -64,7 +63,7 @@ def forked(run: Run) -> Run:
 @pytest.mark.parametrize("encoding", ["raw", "gap", "context"])
 @pytest.mark.parametrize("at_once", [1, 2, 64])
 def test_a_run_that_is_right(run: Run, monkeypatch: pytest.MonkeyPatch, encoding: str, at_once: int) -> None:
-    monkeypatch.setattr(whole_run, "_DELTAS_AT_ONCE", at_once)
+    monkeypatch.setattr(whole_run, "DELTAS_AT_ONCE", at_once)
     run.open(encoding=encoding, anchor_every=5)
     run.publish_versions(12)
     found = verdicts(run.store, 11)
@@ -86,7 +85,7 @@ def test_damage_is_found_where_one_version_after_the_other_finds_it(
 ) -> None:
     """Flip, cut or remove one or two objects that versions name."""
     chance = random.Random(seed)
-    monkeypatch.setattr(whole_run, "_DELTAS_AT_ONCE", chance.choice([1, 2, 64]))
+    monkeypatch.setattr(whole_run, "DELTAS_AT_ONCE", chance.choice([1, 2, 64]))
     store = forked.store
     newest = history.head(store)
     assert newest is not None
@@ -116,7 +115,9 @@ def test_weights_other_than_the_manifest_says_are_found(run: Run) -> None:
     assert kinds(verdicts(run.store, 2)) == {0: None, 1: None, 2: "state-mismatch"}
 
 
-def test_each_damaged_object_is_named(run: Run) -> None:
+@pytest.mark.parametrize("at_once", [1, 64])
+def test_each_damaged_object_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr(whole_run, "DELTAS_AT_ONCE", at_once)
     run.publish_versions(4)
     named = {}
     for version in (1, 3):
@@ -141,16 +142,51 @@ def test_each_payload_is_read_once(run: Run) -> None:
     assert len([key for verb, key in watched.calls if verb == "get" and key.startswith("versions/")]) == 30
 
 
+def test_of_many_deltas_behind_an_anchor_64_are_open_at_a_time(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or memory, temporary disk and mappings would grow with the versions between two anchors."""
+    is_open: list[int] = []
+    most: list[int] = []
+
+    @contextmanager
+    def watched(store: Store, manifests: tuple[Manifest, ...], *rest: Any) -> Iterator[Deltas]:
+        with open_deltas(store, manifests, *rest) as found:
+            is_open.append(manifests[0].version)
+            most.append(len(is_open))
+            yield found
+            is_open.remove(manifests[0].version)
+
+    monkeypatch.setattr(whole_run, "open_deltas", watched)
+    run.open(anchor_every=None)
+    run.publish_versions(140)
+    assert set(kinds(verdicts(run.store, 139)).values()) == {None}
+    assert (len(most), max(most), is_open) == (139, 64, [])
+
+
+def test_no_room_for_the_weights_between_rounds_is_no_damage(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(FileIO):
+        def write(self, _: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(whole_run, "DELTAS_AT_ONCE", 2)
+    monkeypatch.setattr(whole_run, "TemporaryFile", lambda **_: Full(os.devnull, "r+"))
+    run.publish_versions(4)
+    with pytest.raises(HostError, match="keeping weights in a temporary file failed on this host: No space"):
+        verdicts(run.store, 3)
+
+
 def test_a_store_that_does_not_answer_ends_it_and_what_was_verified_is_noted(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_run, "PATHS_AT_ONCE", 1)
+    monkeypatch.setattr(whole_run, "AT_ONCE", 1)
     run.open(anchor_every=3)
     run.publish_versions(10)
     key = history.read_manifest(run.store, 8).delta.payloads[0].key  # type: ignore[union-attr]
     broken = FaultyStore(run.store, Fault(verb="get", key=key, effect="fail-before", times=None))
-    header = history.read_header(broken)
-    assert header is not None
+    header = history.run_header(broken)
     noted: list[dict[int, str]] = []
     with pytest.raises(StoreUnavailable):
         list(WholeRun(broken, header, 9).verify(lambda found: noted.append(dict(found))))
@@ -196,14 +232,8 @@ Command = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    def call(*args: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["patchstore", "verify", *map(str, args)])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        return ended.value.code or 0, capsys.readouterr().out  # type: ignore[return-value]
-
-    return call
+def command(patchstore: Cli) -> Command:
+    return lambda *args: patchstore("verify", *args)[:2]
 
 
 @pytest.fixture

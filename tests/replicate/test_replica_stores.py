@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from replicas import assert_equal
+from replicas import assert_equal, give_up, go_back, replicate
 
 from patchstore import Publisher, Replica, open_store
+from patchstore.bucket import history, notes
 from patchstore.errors import IsReplica, UnsupportedStore
-from patchstore.format import history, layout, replica_mark
-from patchstore.replicate.replicator import Replicator
+from patchstore.ops.replicate.replicator import Replicator
+from patchstore.stores import layout
 from patchstore.stores.base import PART_BYTES, Store
 from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
-from patchstore.testing.hub import Hub
-from patchstore.testing.hub.clients import quick_clients
-from tests.support.weights import Run, assert_same_bits
+from tests.retention.kept_runs import new_run
+from tests.support.hub import Hub
+from tests.support.hub.clients import quick_clients
+from tests.support.weights import Run, assert_same_bits, newest
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +79,12 @@ def test_versions_arrive_bit_for_bit_and_go_on(near: str, far: str, opened: Call
         assert_same_bits(tensors, state)
     with pytest.raises(IsReplica):
         Publisher(target, run.model, resume="auto")
-    replica_mark.promote(target, "2026-01-31T12:00:00.000Z")
+    notes.promote(target, "2026-01-31T12:00:00.000Z", dry_run=False)
     with Publisher(target, run.model, resume="auto"):
-        newest = history.head(target)
-        assert newest is not None and newest.writer.epoch == 2
+        assert history.head(target).writer.epoch == 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("near", "far"), KINDS)
 def test_an_object_of_many_parts_arrives(near: str, far: str, opened: Callable[[str], Store]) -> None:
     source, target = opened(near), opened(far)
@@ -106,8 +108,17 @@ def test_a_target_that_cannot_create_once_is_refused(hub: Hub, run: Run) -> None
     assert not [key for key in target.list() if not key.startswith(layout.PROBES)]
     target.close()
     promised = open_store(url, **with_one_writer, single_writer=True)
-    replicator = Replicator(run.store, promised)
-    replicator.open()
-    list(replicator.versions())
+    replicate(run.store, promised)
     assert_equal(run.store, promised)
     promised.close()
+
+
+@pytest.mark.parametrize(("near", "far"), [("s3-obstore", "s3-s3fs"), ("folder", "hub")])
+def test_a_replica_with_its_own_retention_follows_a_trainer_that_went_back(near, far, opened):
+    source, target = opened(near), opened(far)
+    run = new_run(source, 6)
+    replicate(source, target)
+    give_up(target, 1)
+    branch = go_back(run, 2, 2)
+    replicate(source, target)
+    assert_same_bits(newest(target), run.history[branch[-1]])

@@ -1,38 +1,37 @@
-"""`patchstore replicate` and `promote` as processes: what they print, how they end, and kills.
-
-The service is tested in this process too.
-"""
+"""`patchstore replicate`: what it prints, how it ends, and kills; and the service."""
 
 import fcntl
 import json
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from replicas import assert_equal, assert_whole
 
+from patchstore.bucket import history
 from patchstore.errors import StoreUnavailable
-from patchstore.format import history, layout
-from patchstore.replicate import service
+from patchstore.follow.loop import LoopSettings
+from patchstore.ops.replicate import service
+from patchstore.stores import layout
 from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
+from tests.support.commands import Cli
 from tests.support.weights import Run
 
-COMMAND = (sys.executable, "-m", "patchstore")
+FAST = LoopSettings(min_poll_interval_s=0.001, max_poll_interval_s=0.002)
+Places = tuple[Path, Path]
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> tuple[Path, Path]:
+def places(tmp_path: Path) -> Places:
     """A bucket of six versions, and a place that does not exist yet."""
     run = Run(FolderStore(tmp_path / "near"))
     run.publish_versions(6)
@@ -40,28 +39,21 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "near", tmp_path / "far"
 
 
-def patchstore(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=120
-    )
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Call = Callable[..., Done]
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(*arguments: object) -> "subprocess.Popen[str]":
-        command = [*COMMAND, *map(str, arguments)]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        return processes[-1]
-
-    yield start
-    for each in processes:
-        each.kill()
-        each.communicate()
+def patchstore(patchstore: Cli) -> Call:
+    return lambda *arguments: Done(*patchstore(*arguments))
 
 
-def test_the_command_copies_says_what_and_again_copies_nothing(places: tuple[Path, Path]) -> None:
+def test_the_command_copies_says_what_and_again_copies_nothing(places: Places, patchstore: Call) -> None:
     done = patchstore("replicate", *places, "--json")
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert (done.returncode, done.stderr) == (0, "")
@@ -73,16 +65,35 @@ def test_the_command_copies_says_what_and_again_copies_nothing(places: tuple[Pat
     assert again.stdout == f"{places[1]} is equal to {places[0]}: 0 versions copied, 0 bytes\n"
 
 
-def test_promote_says_where_the_replica_ends(places: tuple[Path, Path]) -> None:
+def test_promote_says_where_the_replica_ends(places: Places, patchstore: Call) -> None:
     patchstore("replicate", *places)
-    done = patchstore("promote", places[1])
+    before = (places[1] / "replica.json").read_bytes()
+    asked = patchstore("replicate", "--promote", places[1])
+    assert asked.returncode == 0
+    assert "newest version is 5 (step 5)" in asked.stdout
+    assert "Nothing was written; --yes promotes, which cannot be undone" in asked.stdout
+    (line,) = patchstore("replicate", "--promote", places[1], "--json").stdout.splitlines()
+    assert json.loads(line)["promoted_at"] is None
+    assert (places[1] / "replica.json").read_bytes() == before
+    assert patchstore("replicate", *places).returncode == 0
+    done = patchstore("replicate", "--promote", places[1], "--yes")
     assert done.returncode == 0
     assert f"Its newest version is 5 (step 5); later versions of {places[0]} are not here" in done.stdout
     refused = patchstore("replicate", *places)
     assert refused.returncode == 2
     assert "was promoted at" in refused.stderr
-    (line,) = patchstore("promote", places[1], "--json").stdout.splitlines()
+    (line,) = patchstore("replicate", "--promote", places[1], "--json").stdout.splitlines()
     assert json.loads(line)["version"] == 5
+
+
+def test_promote_says_that_the_newest_version_cannot_be_rebuilt(places: Places, patchstore: Call) -> None:
+    assert patchstore("replicate", *places).returncode == 0
+    (gone,) = (places[1] / "deltas").glob("00000005-*/*")
+    gone.unlink()
+    done = patchstore("replicate", "--promote", places[1], "--yes")
+    assert done.returncode == 0
+    assert 'resume="anchor"' in done.stdout and str(gone.relative_to(places[1])) in done.stdout
+    assert json.loads(patchstore("replicate", "--promote", places[1], "--json").stdout)["resume"] == "anchor"
 
 
 @pytest.mark.parametrize(
@@ -94,38 +105,24 @@ def test_promote_says_where_the_replica_ends(places: tuple[Path, Path]) -> None:
         (("replicate", "{near}", "{far}", "--target-option", "x"), 2, "KEY=VALUE"),
         (("replicate", "{near}", "s3:/bucket"), 2, "looks mistyped"),
         (("replicate", "{near}"), 2, "TARGET"),
-        (("promote", "{near}"), 2, "is no replica"),
-        (("promote", "{far}"), 2, "is no replica"),
+        (("replicate", "--promote", "{near}"), 2, "is no replica"),
+        (("replicate", "--promote", "{far}"), 2, "is no replica"),
+        (("replicate", "--promote", "{near}", "{far}"), 2, "--promote takes"),
+        (("replicate", "{near}", "{far}", "--yes"), 2, "only with --promote"),
     ],
 )
-def test_an_impossible_call_is_explained(
-    places: tuple[Path, Path], arguments: tuple[str, ...], code: int, says: str
-) -> None:
+def test_an_impossible_call_is_explained(places, patchstore, arguments, code, says):
     done = patchstore(*(each.format(near=places[0], far=places[1]) for each in arguments))
     assert done.returncode == code
     assert says in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_wrong_byte_ends_the_command_with_its_exit_code(places: tuple[Path, Path]) -> None:
-    payload = next(places[0].glob("deltas/00000002*/*"))
-    data = bytearray(payload.read_bytes())
-    data[-1] ^= 1
-    payload.write_bytes(data)
-    done = patchstore("replicate", *places)
-    assert done.returncode == 3
-    assert "corrupt-object" in done.stderr and payload.name in done.stderr
-    assert assert_whole(FolderStore(places[0]), FolderStore(places[1])) == 2
-
-
-def test_a_replica_that_is_followed_gets_new_versions_and_tells_figures(
-    places: tuple[Path, Path], started: Callable[..., "subprocess.Popen[str]"]
-) -> None:
+def test_a_replica_that_is_followed_gets_new_versions_and_tells_figures(places, started):
     process = started("replicate", *places, "--follow", "--listen", "0", "--log-format", "json")
-    assert process.stderr is not None
 
     def logged(event: str, version: int | None = None) -> dict[str, Any]:
-        for line in process.stderr:  # type: ignore[union-attr]
+        for line in process.stderr:
             found: dict[str, Any] = json.loads(line)
             if found.get("event") == event and version in (None, found.get("version")):
                 return found
@@ -158,9 +155,7 @@ def test_a_replica_that_is_followed_gets_new_versions_and_tells_figures(
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(2))
-def test_killed_again_and_again_beside_another_it_completes(
-    tmp_path: Path, seed: int, started: Callable[..., "subprocess.Popen[str]"]
-) -> None:
+def test_killed_again_and_again_beside_another_it_completes(tmp_path, seed, started, patchstore):
     near, far = tmp_path / "near", tmp_path / "far"
     run = Run(FolderStore(near))
     run.publish_versions(80)
@@ -171,10 +166,8 @@ def test_killed_again_and_again_beside_another_it_completes(
         doomed = [started("replicate", near, far, "--json") for _ in range(2)]
         # They wait for someone who reads, after some versions: on a busy machine the kill comes late.
         for each in doomed:
-            assert each.stdout is not None
             fcntl.fcntl(each.stdout, fcntl.F_SETPIPE_SZ, 4096)
         # Until it has copied a version, or has ended as there was none left.
-        assert doomed[0].stdout is not None
         doomed[0].stdout.readline()
         time.sleep(chance.random() * 0.05)
         for each in doomed:
@@ -206,7 +199,7 @@ def test_following_outlives_outages_and_says_so_once_in_a_while(run: Run) -> Non
         run.store, Fault(verb="get", key="versions/00000001*", effect="fail-before", times=5)
     )
     stop = threading.Event()
-    events = service.follow(source, target, stop, min_poll_interval_s=0.001, max_poll_interval_s=0.002)
+    events = service.follow(source, target, stop, FAST)
     found = events_until(events, lambda event: event.version == 2)
     assert [event.outcome for event in found] == ["copied", "failed", "failed", "failed", "copied", "copied"]
     assert [event.num_times for event in found if event.outcome == "failed"] == [1, 2, 4]
@@ -218,7 +211,7 @@ def test_following_outlives_outages_and_says_so_once_in_a_while(run: Run) -> Non
 
 def test_following_waits_for_a_source_without_a_run(run: Run) -> None:
     target, stop = MemoryStore("memory://waiting"), threading.Event()
-    events = service.follow(run.store, target, stop, min_poll_interval_s=0.001, max_poll_interval_s=0.002)
+    events = service.follow(run.store, target, stop, FAST)
     assert next(events).outcome == "waiting"
     run.publish_versions(2)
     assert [event.version for event in events_until(events, lambda event: event.version == 1)] == [0, 1]
@@ -227,11 +220,11 @@ def test_following_waits_for_a_source_without_a_run(run: Run) -> None:
 
 
 def test_following_reports_a_source_that_was_emptied(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "_RECHECK_S", 0.0)
+    monkeypatch.setattr(service, "RECHECK_S", 0.0)
     run.publish_versions(2)
     run.close()
     target, stop = MemoryStore("memory://emptied"), threading.Event()
-    events = service.follow(run.store, target, stop, min_poll_interval_s=0.001, max_poll_interval_s=0.002)
+    events = service.follow(run.store, target, stop, FAST)
     events_until(events, lambda event: event.version == 1)
     kept = {key: run.store.get(key) for key in run.store.list()}
     for key in kept:

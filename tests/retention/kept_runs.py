@@ -8,8 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from patchstore import replay
-from patchstore.format.times import Clock
+from patchstore.bucket.notes import Clock
+from patchstore.ops.retention import tag
+from patchstore.stores import layout
 from patchstore.stores.base import Store
+from patchstore.testing.faults import Fault, FaultyStore
 from tests.support.weights import Run, State, assert_same_bits
 
 
@@ -22,10 +25,18 @@ def new_run(store: Store, num_versions: int, *, anchor_every: int | None = 4) ->
     """Publish versions of small weights; the publisher is closed."""
     torch.manual_seed(0)
     run = Run(store)
-    run.open(anchor_every=anchor_every)
-    run.publish_versions(num_versions)
-    run.close()
+    run.publish_and_close(num_versions, anchor_every=anchor_every)
     return run
+
+
+def versions_stored(store: Store) -> set[int]:
+    """Versions that have payloads."""
+    return {found[0] for key in store.list("") if (found := layout.attempt_of(key)) is not None}
+
+
+def tag_unseen(store: Store, name: str, version: int) -> None:
+    """Tag at the moment of a retirement: neither sees the other."""
+    tag(FaultyStore(store, Fault(verb="list", key="retired/", effect="stale", times=2)), name, version)
 
 
 def rebuilt(store: Store, version: int | str | None, folder: Path) -> State:

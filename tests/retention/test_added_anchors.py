@@ -6,24 +6,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from kept_runs import assert_rebuilt, later, rebuilt
+from kept_runs import assert_rebuilt, later, rebuilt, versions_stored
 
 from patchstore import Replica, verify
-from patchstore.compact.service import Compactor
-from patchstore.errors import CorruptObject, StoreUnavailable, UsageError, VersionRetired
-from patchstore.format import history, layout, shortcuts
-from patchstore.format.shortcuts import Ends
+from patchstore.bucket import history, shortcuts
+from patchstore.bucket.records import Ends
+from patchstore.errors import CorruptObject, StateMismatch, StoreUnavailable, UsageError, VersionRetired
+from patchstore.ops.compact.service import Compactor
+from patchstore.ops.retention import Retention, collect, retire, tag
 from patchstore.read.whole_run import WholeRun
-from patchstore.retention import Retention, collect, retire, tag
 from patchstore.signing import KeySigner
+from patchstore.stores import layout
 from patchstore.stores.base import Store
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
+from tests.support.copies import copy_of_run
+from tests.support.damage import flip, forge, remove
 from tests.support.keys import key_pair
 from tests.support.weights import Run, State, assert_same_bits
 
 KEPT = [32, 38, 39, 40]
 DAY_H = 25.0
+RECORD = layout.shortcut_key(32, None)
 
 
 def compacted(store: Store, every: int = 16) -> set[Ends]:
@@ -39,28 +43,15 @@ def made() -> Run:
 @pytest.fixture
 def run(made: Run) -> Run:
     """The same in a store of its own."""
-    return copy_of(made)
+    return copy_of_run(made)
 
 
-def copy_of(run: Run) -> Run:
-    copy, store = Run(MemoryStore()), run.store
-    assert isinstance(store, MemoryStore) and isinstance(copy.store, MemoryStore)
-    copy.store._objects, copy.history = dict(store._objects), run.history
-    return copy
-
-
-def new_run(*, is_compacted: bool = True, **options: object) -> Run:
+def new_run(count: int = 41, *, is_compacted: bool = True, **options: object) -> Run:
     torch.manual_seed(0)
     run = Run(MemoryStore())
-    run.open(anchor_every=None, **options)
-    run.publish_versions(41)
-    run.close()
+    run.publish_and_close(count, anchor_every=None, **options)
     assert not is_compacted or {Ends(16, None), Ends(32, None)} <= compacted(run.store)
     return run
-
-
-def versions_stored(store: Store) -> set[int]:
-    return {found[0] for key in store.list("") if (found := layout.attempt_of(key)) is not None}
 
 
 def test_what_led_to_an_added_anchor_is_deleted_with_the_shortcuts_over_it(run: Run, tmp_path: Path) -> None:
@@ -98,20 +89,19 @@ def test_rollups_over_deleted_versions_go_and_others_stay(run: Run, tmp_path: Pa
 
 def test_an_anchor_counts_a_day_after_it_was_added(run: Run) -> None:
     retire(run.store, Retention(keep_last=3), dry_run=False)
-    key = layout.shortcut_key(32, None)
-    record = json.loads(run.store.get(key))
+    record = json.loads(run.store.get(RECORD))
     added_at = record["created_at"]
     for created_at in (later(2)().strftime("%Y-%m-%dT%H:%M:%S.000Z"), None):
         record.pop("created_at", None)
         if created_at is not None:
             record["created_at"] = created_at
-        run.store.put(key, json.dumps(record).encode())
+        run.store.put(RECORD, json.dumps(record).encode())
         found = collect(run.store, clock=later(DAY_H))
         # Version 16 has the nearest anchor that counts; 16 and 24 lose rollups.
         gone = {layout.attempt_of(each)[0] for each in found.keys}  # type: ignore[index]
         assert gone == {*range(16), 16, 24}
         assert not any(each.startswith("anchors/00000016") for each in found.keys)
-    run.store.put(key, json.dumps({**record, "created_at": added_at}).encode())
+    run.store.put(RECORD, json.dumps({**record, "created_at": added_at}).encode())
     assert collect(run.store, clock=later(DAY_H)).num_objects > found.num_objects
 
 
@@ -134,28 +124,21 @@ def test_an_anchor_on_a_way_stays_also_if_this_collector_does_not_count_it(tmp_p
 @pytest.mark.parametrize("damage", ["flip", "remove", "state"])
 def test_a_wrong_anchor_takes_the_place_of_nothing(run: Run, damage: str) -> None:
     retire(run.store, Retention(keep_last=3), dry_run=False)
-    (key,) = run.store.list("anchors/00000032-")
-    data = run.store.get(key)
-    match damage:
-        case "flip":
-            run.store.put(key, data[:-1] + bytes([data[-1] ^ 1]))
-        case "remove":
-            run.store.delete(key)
-        case _:
-            # Whole, and of the right run, but with other weights: those of version 16.
-            where, other = layout.shortcut_key(32, None), shortcuts.read(run.store, Ends(16, None))
-            record = json.loads(run.store.get(where))
-            assert other.way.anchor is not None
-            each = other.way.anchor.payloads[0]
-            record["anchor"]["payloads"] = [{"key": each.key, "size": each.size, "digest": each.digest}]
-            run.store.put(where, json.dumps(record).encode())
+    if damage == "state":
+        # Whole, and of the right run, but with other weights: those of version 16.
+        (each,) = shortcuts.read(run.store, Ends(16, None)).payloads
+        record = json.loads(run.store.get(RECORD))
+        record["anchor"]["payloads"] = [{"key": each.key, "size": each.size, "digest": each.digest}]
+        run.store.put(RECORD, json.dumps(record).encode())
+    else:
+        {"flip": flip, "remove": remove}[damage](run.store, Ends(32, None))
     before = set(run.store.list(""))
     if damage == "remove":
         # It does not count, so version 16 has the nearest one.
         assert collect(run.store, dry_run=False, clock=later(DAY_H)).num_proved == 1
         assert 16 in versions_stored(run.store)
         return
-    with pytest.raises(CorruptObject, match="added to version 32 is wrong, so nothing was deleted"):
+    with pytest.raises(CorruptObject, match="added to version 32 is wrong, so nothing was changed"):
         collect(run.store, dry_run=False, clock=later(DAY_H))
     assert set(run.store.list("")) == before
 
@@ -197,26 +180,16 @@ def test_all_versions_are_verified_from_added_anchors_and_these_are_proved(run: 
     assert wrong == set(range(17))
     read = sorted(key[:16] for verb, key in watched.calls if verb == "get" and key.startswith("anchors/"))
     assert read == ["anchors/00000000", "anchors/00000016", "anchors/00000032"]
-    (key,) = run.store.list("anchors/00000032-")
-    data = run.store.get(key)
-    run.store.put(key, data[:-1] + bytes([data[-1] ^ 1]))
+    flip(run.store, Ends(32, None))
     whole = WholeRun(run.store, header, 40, is_collected=True)
     assert {each.version for each in whole.verify() if each.error is not None} == {*range(17), *range(32, 41)}
 
 
 def test_a_branch_that_was_left_needs_no_anchor_of_the_other_one(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    run = Run(MemoryStore())
-    run.open(anchor_every=None)
-    run.publish_versions(12)
-    run.close()
+    run = new_run(12, is_compacted=False)
     compacted(run.store, every=8)
-    back = run.history[5]
-    for name, tensor in back.items():
-        run.model[name].copy_(tensor)
-    run.open(resume=5, anchor_every=None)
-    run.publish_versions(20)
-    run.close()
+    run.go_back(5)
+    run.publish_and_close(20, resume=5, anchor_every=None)
     tag(run.store, "left", 10)
     compacted(run.store, every=8)
     retire(run.store, Retention(keep_last=2), dry_run=False)
@@ -240,10 +213,60 @@ def test_a_signed_version_keeps_a_way_that_its_signature_covers(tmp_path: Path) 
     assert collect(run.store, dry_run=False, clock=later(DAY_H)).num_versions == 31
     assert_rebuilt(run, [40], tmp_path)
     run.store.put(*kept)
-    with pytest.raises(CorruptObject, match="sign before you collect"):
+    with pytest.raises(CorruptObject, match="sign before you prune"):
         verify(run.store, 40, required_keys=[public])
-    with pytest.raises(CorruptObject, match="sign before you collect"):
+    with pytest.raises(CorruptObject, match="sign before you prune"):
         Replica(run.store, {}, required_keys=[public]).update(40)
+
+
+# They are relied on only after they were read.
+
+
+@pytest.mark.parametrize("damage", ["flip", "forge"])
+def test_a_wrong_anchor_retires_nothing(run: Run, damage: str) -> None:
+    {"flip": flip, "forge": forge}[damage](run.store, Ends(32, None))
+    before = set(run.store.list(""))
+    assert retire(run.store, Retention(keep_last=3)).num_retired
+    with pytest.raises(StateMismatch if damage == "forge" else CorruptObject, match=f"Delete {RECORD}"):
+        retire(run.store, Retention(keep_last=3), dry_run=False)
+    assert set(run.store.list("")) == before
+    # What the error says.
+    run.store.delete(RECORD)
+    compacted(run.store)
+    assert retire(run.store, Retention(keep_last=3), dry_run=False).kept == ((32, 32), (38, 40))
+
+
+@pytest.mark.parametrize("what", ["payload", "time"])
+def test_an_anchor_whose_payload_or_time_is_gone_does_not_count(run: Run, what: str) -> None:
+    if what == "payload":
+        remove(run.store, Ends(32, None))
+    else:
+        record = json.loads(run.store.get(RECORD))
+        del record["created_at"]
+        run.store.put(RECORD, json.dumps(record).encode())
+    for dry_run in (True, False):
+        found = retire(run.store, Retention(keep_last=3), dry_run=dry_run)
+        assert found.kept == ((16, 16), (38, 40))
+    assert collect(run.store, clock=later(DAY_H)).num_proved == 1
+
+
+def test_a_record_that_cannot_be_read_is_named_with_what_to_do(run: Run) -> None:
+    run.store.put(RECORD, b"garbage")
+    for what in (lambda: retire(run.store, Retention(keep_last=3)), lambda: collect(run.store)):
+        with pytest.raises(CorruptObject, match=rf"{RECORD}.*delete this record, run `patchstore compact`"):
+            what()
+
+
+def test_only_what_is_relied_on_is_read(run: Run) -> None:
+    store = FaultyStore(run.store)
+    retire(store, Retention(keep_last=3), dry_run=False)
+    read = {key.split("-")[0] for verb, key in store.calls if verb == "get" and key.startswith("anchors/")}
+    assert read == {"anchors/00000032"}
+    # All that it replaces is retired by now.
+    store.calls.clear()
+    retire(store, Retention(keep_last=1), dry_run=False)
+    assert not [key for verb, key in store.calls if verb == "get" and key.startswith("anchors/")]
+    retire(store, Retention(keep_last=1))
 
 
 @pytest.mark.exhaustive
@@ -252,7 +275,7 @@ def test_a_collector_that_is_killed_at_any_call_leaves_a_way(run: Run, effect: s
     original = run
     retire(original.store, Retention(keep_last=3), dry_run=False)
     for skip in range(0, 1000, 3):
-        run = copy_of(original)
+        run = copy_of_run(original)
         fault = Fault(verb="*", effect=effect, skip=skip, times=None)  # type: ignore[arg-type]
         try:
             collect(FaultyStore(run.store, fault), dry_run=False, clock=later(DAY_H))

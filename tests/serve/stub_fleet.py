@@ -12,7 +12,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from patchstore.testing.vllm_stub import StubServer, serving
+from tests.support.vllm_stub import StubServer, serving
 
 FAILURES = (
     "[corrupt-object] deltas/x should have digest y",

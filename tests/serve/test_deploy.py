@@ -20,14 +20,14 @@ DEPLOY = ROOT / "examples" / "deploy"
 def follow_options(args: list[str]) -> dict[str, Any]:
     """What the command line makes of arguments of `patchstore follow`. Raises where it refuses them."""
     group = typer.main.get_command(main.app)
-    command = group.commands["follow"]  # type: ignore[attr-defined]
+    command = group.commands["follow"]
     return command.make_context("follow", list(args)).params
 
 
 @pytest.fixture
 def unit() -> configparser.ConfigParser:
     parsed = configparser.ConfigParser(strict=True, interpolation=None)
-    parsed.optionxform = str  # type: ignore[assignment,method-assign]
+    parsed.optionxform = str
     parsed.read_string((DEPLOY / "patchstore-follow.service").read_text())
     return parsed
 
@@ -46,11 +46,6 @@ def instructions() -> list[tuple[str, str]]:
     text = re.sub(r"\\\n", " ", (DEPLOY / "Dockerfile").read_text())
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     return [(line.partition(" ")[0], line.partition(" ")[2]) for line in lines]
-
-
-def test_a_command_line_that_is_wrong_would_be_noticed():
-    with pytest.raises(Exception, match="No such option"):
-        follow_options(["store", "--nonsense"])
 
 
 def test_the_unit_runs_a_command_that_exists_with_options_that_it_takes(unit):
@@ -78,7 +73,7 @@ def test_the_sidecar_takes_its_options_and_looks_after_the_server_beside_it(pod)
 def test_the_sidecars_probes_ask_for_routes_that_exist(pod):
     follow = next(each for each in pod["containers"] if each["name"] == "follow")
     listen = follow_options(follow["args"])["listen"]
-    routes = set(re.findall(r'"GET", "(/\w+)"', (ROOT / "patchstore/serve/http_api.py").read_text()))
+    routes = set(re.findall(r'"GET", "(/\w+)"', (ROOT / "patchstore/follow/http_api.py").read_text()))
     for probe, url in (("readinessProbe", "/readyz?max_lag=1"), ("livenessProbe", "/livez")):
         program, flag, code = follow[probe]["exec"]["command"]
         assert (program, flag) == ("python", "-c")
@@ -104,7 +99,7 @@ def test_the_images_run_commands_that_exist_on_files_that_exist():
     entries = [yaml.safe_load(rest) for word, rest in instructions() if word == "ENTRYPOINT"]
     assert entries == [["patchstore", "follow"], ["vllm", "serve"]]
     assert "patchstore" in scripts
-    assert "follow" in typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
+    assert "follow" in typer.main.get_command(main.app).commands
     known = {"FROM", "RUN", "COPY", "USER", "STOPSIGNAL", "ENTRYPOINT", "CMD", "ENV"}
     assert {word for word, _ in instructions()} <= known
     for word, rest in instructions():
@@ -120,9 +115,9 @@ def test_the_images_run_commands_that_exist_on_files_that_exist():
 def test_the_page_names_every_option_and_every_figure():
     page = (ROOT / "docs" / "follow.md").read_text()
     group = typer.main.get_command(main.app)
-    options = {opt for each in group.commands["follow"].params for opt in each.opts if opt.startswith("--")}  # type: ignore[attr-defined]
+    options = {opt for each in group.commands["follow"].params for opt in each.opts if opt.startswith("--")}
     assert {each for each in options if f"`{each}" not in page} == set()
-    source = (ROOT / "patchstore" / "serve" / "metrics.py").read_text()
+    source = (ROOT / "patchstore" / "follow" / "metrics.py").read_text()
     figures = set(re.findall(r'"(patchstore_\w+)"', source))
     assert len(figures) > 15
     assert {each for each in figures if f"`{each}" not in page} == set()

@@ -4,20 +4,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from fleet_thread import FleetThread, running
+from fleet_thread import FleetThread, running, silent
 
-from patchstore.errors import StoreUnavailable, UsageError
-from patchstore.serve.desired import DesiredVersion, HeadWatcher
-from patchstore.serve.fleet import Fleet
-from patchstore.serve.reconcile import Reconciler
-from patchstore.serve.vllm_server import VllmServer
+from patchstore.errors import UsageError
+from patchstore.follow.desired import DesiredVersion, HeadWatcher
+from patchstore.follow.fleet import Fleet
+from patchstore.follow.settings import Settings
 from patchstore.stores.memory import MemoryStore
-from patchstore.testing.vllm_stub import StubServer, serving
 from tests.support.manifests import begin_run, commit
+from tests.support.vllm_stub import StubServer, serving
 
 UNREACHABLE = "http://127.0.0.1:9"
 
@@ -55,16 +53,6 @@ def urls(stubs: list[StubServer]) -> list[str]:
     return [stub.url for stub in stubs]
 
 
-def test_all_servers_come_to_each_version(store, stubs):
-    with running(store, urls(stubs)) as fleet:
-        fleet.until(lambda: all(fleet.applied(url, 0) for url in urls(stubs)))
-        commit(store, 1)
-        fleet.until(lambda: all(fleet.applied(url, 1) for url in urls(stubs)))
-    assert [stub.history for stub in stubs] == [[0, 1]] * 3
-    assert [each.serving for each in fleet.fleet.status().servers] == [1] * 3
-    assert store.wake is None
-
-
 def test_the_store_is_read_once_for_all(store, stubs, monkeypatch):
     readers = set()
     get = store.get
@@ -73,25 +61,28 @@ def test_the_store_is_read_once_for_all(store, stubs, monkeypatch):
         readers.add(threading.current_thread().name)
         return get(key, *span)
 
-    # With waits this long, three servers would ask three times.
-    with running(store, urls(stubs), max_poll_interval_s=1000) as fleet:
-        fleet.until(lambda: all(fleet.applied(url, 0) for url in urls(stubs)))
+    # With waits this long, three servers would ask three times. Figures count the bytes of versions.
+    with running(store, urls(stubs), max_poll_interval_s=1000, is_observed=False) as fleet:
+        fleet.until_all(0, stubs)
         commit(store, 1)
         monkeypatch.setattr(store, "get", noting)
         store.wake()
-        fleet.until(lambda: all(fleet.applied(url, 1) for url in urls(stubs)))
+        fleet.until_all(1, stubs)
     assert readers == {"follow-store"}
 
 
 def test_a_stores_feed_ends_the_wait_of_the_store_and_of_every_server(store, stubs):
-    with running(store, urls(stubs), max_poll_interval_s=1000) as fleet:
-        fleet.until(lambda: all(fleet.applied(url, 0) for url in urls(stubs)))
-        # From the next version on the store is not looked at without being told.
-        fleet.fleet._min_interval_s = 1000.0
+    for stub in stubs:
+        stub.opened = {"store": store.url}
+        stub.engines[0].initialised, stub.engines[0].held, stub.engines[0].run_id = True, 0, "run"
+    # The fleet does not look again without being told.
+    with running(store, urls(stubs), min_poll_interval_s=1000, max_poll_interval_s=1000) as fleet:
+        while store.wake is None:
+            time.sleep(0.01)
         for version in range(1, 4):
             commit(store, version)
             store.wake()
-            fleet.until(lambda version=version: all(fleet.applied(url, version) for url in urls(stubs)))
+            fleet.until_all(version, stubs)
 
 
 def test_servers_that_hang_or_are_gone_hold_up_no_other(store, stubs):
@@ -102,85 +93,56 @@ def test_servers_that_hang_or_are_gone_hold_up_no_other(store, stubs):
             assert slow.entered["/update_weights"].wait(60)
             for version in range(1, 4):
                 commit(store, version)
-                fleet.until(lambda version=version: all(fleet.applied(url, version) for url in urls(others)))
+                fleet.until_all(version, others)
             assert slow.held is None
         finally:
             go_on.set()
-        fleet.until(lambda: fleet.applied(slow.url, 3))
+        fleet.until_all(3, [slow])
     assert slow.history == [0, 3]
     assert set(fleet.did(UNREACHABLE)) == {"failed"}
-
-
-def test_a_restarted_server_is_brought_back(store, stubs):
-    with running(store, urls(stubs)) as fleet:
-        fleet.until(lambda: fleet.applied(stubs[0].url, 0))
-        stubs[0].restart()
-        fleet.until(lambda: fleet.did(stubs[0].url).count("applied") == 2)
-    assert stubs[0].held == 0
-
-
-def test_a_run_begun_anew_in_the_same_place_reaches_all(store, stubs):
-    with running(store, urls(stubs)) as fleet:
-        fleet.until(lambda: all(fleet.applied(url, 0) for url in urls(stubs)))
-        for key in list(store.list()):
-            store.delete(key)
-        for stub in stubs:
-            stub.run_id = "another"
-        begin_run(store, "another")
-        commit(store, 0, "another")
-        fleet.until(lambda: all(fleet.did(url).count("applied") == 2 for url in urls(stubs)))
-    assert {engine.run_id for stub in stubs for engine in stub.engines} == {"another"}
 
 
 def test_all_servers_go_back_and_return_when_they_are_told(store, stubs):
     commit(store, 1)
     with running(store, urls(stubs)) as fleet:
-        fleet.until(lambda: all(fleet.applied(url, 1) for url in urls(stubs)))
+        fleet.until_all(1, stubs)
         fleet.desired.pin(0)
         fleet.fleet.wake()
-        fleet.until(lambda: all(fleet.applied(url, 0) for url in urls(stubs)))
+        fleet.until_all(0, stubs)
         commit(store, 2)
         fleet.desired.unpin()
         fleet.fleet.wake()
-        fleet.until(lambda: all(fleet.applied(url, 2) for url in urls(stubs)))
+        fleet.until_all(2, stubs)
     assert [stub.history for stub in stubs] == [[1, 0, 2]] * 3
+    assert [each.serving for each in fleet.fleet.status().servers] == [2] * 3
+    assert store.wake is None
 
 
 def test_a_pin_of_a_run_that_is_gone_leaves_servers_as_they_are(store, stubs):
     with running(store, urls(stubs)) as fleet:
         fleet.desired.pin(0)
-        fleet.until(lambda: all(fleet.applied(url, 0) for url in urls(stubs)))
+        fleet.until_all(0, stubs)
         for key in list(store.list()):
             store.delete(key)
         begin_run(store, "another")
         commit(store, 0, "another")
-        fleet.until(lambda: any(str(told.step.error).startswith("servers are pinned") for told in fleet.told))
-        assert fleet.fleet.status().target is None
-        assert [stub.history for stub in stubs] == [[0]] * 3
-        for stub in stubs:
-            stub.run_id = "another"
+        fleet.until(lambda: "store-replaced" in fleet.kinds(None))
         fleet.desired.unpin()
         fleet.fleet.wake()
-        fleet.until(lambda: all(fleet.did(url).count("applied") == 2 for url in urls(stubs)))
+        fleet.until(lambda: fleet.kinds(None).count("store-replaced") > 4)
+        assert [stub.history for stub in stubs] == [[0]] * 3
 
 
-def test_a_store_that_does_not_answer_is_told_and_the_servers_are_still_looked_after(
-    store, stubs, monkeypatch
-):
+def test_a_store_that_does_not_answer_is_told_and_the_servers_are_still_looked_after(store, stubs):
     with running(store, urls(stubs)) as fleet:
-        fleet.until(lambda: all(fleet.applied(url, 0) for url in urls(stubs)))
-
-        def unreachable(key, start=0, end=None):
-            raise StoreUnavailable("no route")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(store, "get", unreachable)
+        fleet.until_all(0, stubs)
+        with silent(store):
             fleet.until(lambda: "failed" in fleet.did(None))
             assert fleet.fleet.status().failure.error.kind == "store-unavailable"
             stubs[0].restart()
             fleet.until(lambda: fleet.did(stubs[0].url).count("applied") == 2)
         commit(store, 1)
-        fleet.until(lambda: all(fleet.applied(url, 1) for url in urls(stubs)))
+        fleet.until_all(1, stubs)
 
 
 def test_of_one_failure_again_and_again_fewer_and_fewer_are_told(store):
@@ -195,100 +157,70 @@ def test_a_store_without_a_version_is_told_once_and_waited_for(stubs):
         fleet.until(lambda: "waiting" in fleet.did(None))
         begin_run(store)
         commit(store, 0)
-        fleet.until(lambda: fleet.applied(stubs[0].url, 0))
+        fleet.until_all(0, [stubs[0]])
     assert fleet.did(None) == ["waiting"]
-
-
-def test_what_is_told_has_the_time_in_utc(store, stubs):
-    before = datetime.now(UTC) - timedelta(milliseconds=1)
-    with running(store, urls(stubs)) as fleet:
-        fleet.until(lambda: fleet.applied(stubs[0].url, 0))
-    told = fleet.told[0]
-    time = told.to_dict()["time"]
-    assert before <= datetime.fromisoformat(time) <= datetime.now(UTC)
-    assert time.endswith("Z") and str(told).startswith(f"{time} {told.server}: ")
 
 
 def test_servers_of_a_file_come_and_go(store, stubs, tmp_path: Path):
     listed = tmp_path / "servers"
     listed.write_text(f"# the first\n{stubs[0].url}/  # with a slash\n\n")
     with running(store, [stubs[1].url], servers_file=listed) as fleet:
-        fleet.until(lambda: all(fleet.applied(url, 0) for url in urls(stubs[:2])))
+        fleet.until_all(0, stubs[:2])
         listed.write_text(stubs[2].url)
-        fleet.until(lambda: fleet.applied(stubs[2].url, 0))
+        fleet.until_all(0, [stubs[2]])
         assert {each.url for each in fleet.fleet.status().servers} == {stubs[1].url, stubs[2].url}
         commit(store, 1)
-        fleet.until(lambda: all(fleet.applied(url, 1) for url in urls(stubs[1:])))
+        fleet.until_all(1, stubs[1:])
         assert stubs[0].history == [0]
 
         listed.write_text("nonsense")
         fleet.until(lambda: "failed" in fleet.did(None))
         commit(store, 2)
-        fleet.until(lambda: all(fleet.applied(url, 2) for url in urls(stubs[1:])))
+        fleet.until_all(2, stubs[1:])
 
         listed.write_text(f"{stubs[0].url}\n{stubs[2].url}")
-        fleet.until(lambda: fleet.applied(stubs[0].url, 2))
+        fleet.until_all(2, [stubs[0]])
+        num_failed = fleet.did(None).count("failed")
+        listed.unlink()
+        fleet.until(lambda: fleet.did(None).count("failed") > num_failed)
+        commit(store, 3)
+        fleet.until_all(3, stubs)
 
 
 def test_a_file_that_is_read_while_it_is_written_lets_go_of_no_server(store, stubs, tmp_path, monkeypatch):
     """A program that writes a file empties it first."""
-    monkeypatch.setattr("patchstore.serve.fleet.SETTLED_S", 600.0)
+    monkeypatch.setattr("patchstore.follow.fleet.SETTLED_S", 600.0)
     listed = tmp_path / "servers"
     listed.write_text(stubs[0].url)
     reads, read_text = [], Path.read_text
     with running(store, [stubs[1].url], servers_file=listed) as fleet:
-        fleet.until(lambda: all(fleet.applied(url, 0) for url in urls(stubs[:2])))
-        before = dict(fleet.fleet._workers)
+        fleet.until_all(0, stubs[:2])
+        before = dict(fleet.fleet.workers)
         monkeypatch.setattr(
             Path, "read_text", lambda path, *args: reads.append(path) or read_text(path, *args)
         )
         listed.write_text("")
         while len(reads) < 4:
             time.sleep(0.01)
-        assert fleet.fleet._workers == before
+        assert fleet.fleet.workers == before
         listed.write_text(stubs[0].url)
         commit(store, 1)
-        fleet.until(lambda: all(fleet.applied(url, 1) for url in urls(stubs[:2])))
-        assert fleet.fleet._workers == before
+        fleet.until_all(1, stubs[:2])
+        assert fleet.fleet.workers == before
     assert stubs[0].calls.count("/init_weight_transfer_engine") == 1
-
-
-def test_a_file_that_is_gone_leaves_the_servers_that_it_named(store, stubs, tmp_path: Path):
-    listed = tmp_path / "servers"
-    listed.write_text(stubs[0].url)
-    with running(store, [], servers_file=listed) as fleet:
-        fleet.until(lambda: fleet.applied(stubs[0].url, 0))
-        listed.unlink()
-        fleet.until(lambda: "failed" in fleet.did(None))
-        commit(store, 1)
-        fleet.until(lambda: fleet.applied(stubs[0].url, 1))
 
 
 def test_no_server_to_follow_is_a_mistake(store, tmp_path: Path):
     desired = DesiredVersion(HeadWatcher(store))
-    with pytest.raises(UsageError, match="name a server"):
-        Fleet(desired, None, [])
-    with pytest.raises(UsageError, match="not the URL"):
-        Fleet(desired, None, ["localhost"])
-    with pytest.raises(UsageError, match="cannot be read"):
-        Fleet(desired, None, [], servers_file=tmp_path / "none")
     (tmp_path / "servers").write_text("localhost")
-    with pytest.raises(UsageError, match=f"{tmp_path}/servers: 'localhost' is not the URL"):
-        Fleet(desired, None, [], servers_file=tmp_path / "servers")
-
-
-def test_a_switch_under_way_is_ended_before_the_end_and_told(store, stubs):
-    stub = stubs[0]
-    go_on = stub.block("/finish_weight_update")
-    fleet = FleetThread(store, [stub.url])
-    try:
-        assert stub.entered["/finish_weight_update"].wait(60)
-        fleet.stop.set()
-    finally:
-        go_on.set()
-        fleet.end()
-    assert fleet.applied(stub.url, 0)
-    assert (stub.held, stub.paused, stub.switch, fleet.fleet.left) == (0, False, None, [])
+    for settings, message in (
+        (Settings(), "name a server"),
+        (Settings(servers=["localhost"]), "not the URL"),
+        (Settings(servers_file=tmp_path / "none"), "cannot be read"),
+        (Settings(servers_file=tmp_path / "servers"), f"{tmp_path}/servers: 'localhost' is not the URL"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Fleet(desired, settings)
 
 
 def test_what_is_only_being_fetched_is_left_at_once(store, stubs):
@@ -305,29 +237,14 @@ def test_what_is_only_being_fetched_is_left_at_once(store, stubs):
     assert "/start_weight_update" not in stub.calls
 
 
-def test_a_server_whose_pause_does_not_end_in_time_goes_on_with_what_it_had(store, stubs):
-    stub = stubs[0]
-    stub.has_plugin = False
-    go_on = stub.block("/pause")
-    try:
-        with running(store, [stub.url], grace_s=0.0) as fleet:
-            assert stub.entered["/pause"].wait(60)
-            assert stub.switch == "resume"
-        assert (fleet.fleet.left, stub.paused, stub.switch) == ([], False, None)
-        assert "/resume" in stub.calls
-    finally:
-        go_on.set()
-
-
 def test_a_server_that_was_let_go_on_is_not_written_to_when_its_pause_ends_after_all(store, stubs):
     stub = stubs[0]
-    stub.has_plugin = False
-    go_on = stub.block("/pause")
-    stub.on_call = lambda path: go_on.set() if path == "/resume" else None
+    go_on = stub.block("delta_pause")
+    stub.on_call = lambda path: go_on.set() if path == "delta_resume" else None
     try:
         with running(store, [stub.url], grace_s=0.0) as fleet:
-            assert stub.entered["/pause"].wait(60)
-            (worker,) = fleet.fleet._workers.values()
+            assert stub.entered["delta_pause"].wait(60)
+            (worker,) = fleet.fleet.workers.values()
         worker.thread.join()
     finally:
         go_on.set()
@@ -337,14 +254,11 @@ def test_a_server_that_was_let_go_on_is_not_written_to_when_its_pause_ends_after
 
 def test_a_server_that_does_not_let_go_is_named_at_the_end(store, stubs):
     stub = stubs[0]
-    stub.has_plugin = False
-    go_on = stub.block("/pause")
-    resume = stub.block("/reset_prefix_cache")
-    stub.failures["/reset_prefix_cache"] = ["busy"]
-    resume.set()
+    go_on = stub.block("delta_pause")
+    stub.failures["delta_resume"] = ["busy"]
     try:
         with running(store, [stub.url], grace_s=0.0) as fleet:
-            assert stub.entered["/pause"].wait(60)
+            assert stub.entered["delta_pause"].wait(60)
         # The mark stays, so the next process ends it.
         assert (fleet.fleet.left, stub.switch) == ([stub.url], "resume")
     finally:
@@ -352,12 +266,8 @@ def test_a_server_that_does_not_let_go_is_named_at_the_end(store, stubs):
 
 
 def test_a_reader_that_goes_away_ends_the_fleet_well(store, stubs):
-    desired = DesiredVersion(HeadWatcher(store))
-
-    def begin(url, target, stop):
-        return Reconciler(store, VllmServer(url, timeout_s=30, stop=stop), desired=target)
-
-    events = Fleet(desired, begin, urls(stubs)).run(threading.Event())
+    fleet = Fleet(DesiredVersion(HeadWatcher(store)), Settings(servers=urls(stubs)))
+    events = fleet.run(threading.Event())
     next(events)
     events.close()
     left = [thread for thread in threading.enumerate() if thread.name.startswith("follow-")]

@@ -1,97 +1,35 @@
 """What the service says of itself over HTTP, and how it is told to hold servers at a version."""
 
-import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from fleet_thread import FleetThread, running
-from prometheus_client.parser import text_string_to_metric_families
+import torch
+from fleet_thread import listening, silent
 
 from patchstore import Publisher
-from patchstore.errors import StateMismatch, StoreUnavailable, UsageError
-from patchstore.serve.desired import HeadWatcher
-from patchstore.serve.http_api import Control
-from patchstore.serve.metrics import Metrics
-from patchstore.serve.reconcile import StepResult
-from patchstore.serve.service import address_of
+from patchstore.errors import StateMismatch, UsageError
+from patchstore.follow.desired import HeadWatcher
+from patchstore.follow.http_api import Listener
+from patchstore.follow.loop import address_of
+from patchstore.follow.metrics import Metrics
+from patchstore.follow.reconcile import StepResult
 from patchstore.stores.memory import MemoryStore
-from patchstore.testing.vllm_stub import StubServer
 from tests.support.manifests import begin_run, commit, commit_at_no_time
 
 UNREACHABLE = "http://127.0.0.1:9"
 
 
-class Service:
-    """A fleet with its listener."""
-
-    def __init__(self, fleet: FleetThread, control: Control, metrics: Metrics) -> None:
-        self.fleet, self.control, self.metrics = fleet, control, metrics
-        self._http = httpx.Client(base_url=control.url, timeout=60, verify=False)
-
-    def get(self, path: str) -> httpx.Response:
-        return self._http.get(path)
-
-    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        return self._http.post(path, json=body, **options)
-
-    def figures(self) -> dict[tuple[str, ...], float]:
-        """Name and labels' values -> value."""
-        return {
-            (sample.name, *sample.labels.values()): sample.value
-            for family in text_string_to_metric_families(self.get("/metrics").text)
-            for sample in family.samples
-        }
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    store = MemoryStore("memory://control")
-    begin_run(store)
-    commit(store, 0)
-    return store
-
-
-Serve = Callable[..., Any]
-
-
-@pytest.fixture
-def serve(store: MemoryStore) -> Serve:
-    @contextmanager
-    def serve(urls: list[str], *, unhealthy_after_s: float = 0.0, **options: Any) -> Iterator[Service]:
-        metrics = Metrics(HeadWatcher(store))
-        with running(store, urls, observe=metrics.observe, **options) as fleet:
-            metrics = metrics_of(fleet, metrics)
-            with Control(
-                ("127.0.0.1", 0), fleet.fleet, fleet.desired, metrics, unhealthy_after_s=unhealthy_after_s
-            ) as control:
-                yield Service(fleet, control, metrics)
-
-    return serve
-
-
-def metrics_of(fleet: FleetThread, metrics: Metrics) -> Metrics:
-    metrics._watcher = fleet.desired.watcher
-    metrics.watch(fleet.fleet.status)
-    return metrics
-
-
-def problems(answer: httpx.Response) -> set[tuple[str, str]]:
-    return {(each["problem"], each["of"]) for each in answer.json()["problems"]}
-
-
 def test_a_fleet_at_its_version_is_well_and_says_what_it_serves(serve, stub):
-    with serve([stub.url]) as service:
+    with serve(stub.url) as service:
         service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
         # The step after an update is the one that finds nothing to do.
         while (answer := service.get("/healthz")).status_code != 200:
             pass
     found = answer.json()
+    assert answer.text.count("\n") == 1
     assert (found["problems"], found["head"], found["target"], found["pinned"]) == ([], 0, 0, None)
     assert found["servers"][stub.url] == {
         "up": True,
@@ -105,10 +43,11 @@ def test_a_fleet_at_its_version_is_well_and_says_what_it_serves(serve, stub):
 
 
 def test_a_server_that_is_gone_is_named_and_the_others_are_not(serve, stub):
-    with serve([stub.url, UNREACHABLE]) as service:
+    with serve(stub.url, UNREACHABLE) as service:
         service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(UNREACHABLE))
-        while (answer := service.get("/healthz")) and len(found := problems(answer)) != 2:
+        while len(found := service.problems()) != 2:
             pass
+        answer = service.get("/healthz")
         assert answer.status_code == 503
         assert found == {("failing", UNREACHABLE), ("behind", UNREACHABLE)}
         assert answer.json()["servers"][UNREACHABLE]["error"]["kind"] == "server-unavailable"
@@ -116,66 +55,57 @@ def test_a_server_that_is_gone_is_named_and_the_others_are_not(serve, stub):
 
 
 def test_patience_is_for_those_who_were_well_before(serve, stub):
-    with serve([stub.url, UNREACHABLE], unhealthy_after_s=10_000) as service:
+    with serve(stub.url, UNREACHABLE, unhealthy_after_s=10_000) as service:
         service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(UNREACHABLE))
         stub.down = True
         service.fleet.until(lambda: "failed" in service.fleet.did(stub.url))
         # One never came to its version, and the other may come back.
-        assert problems(service.get("/healthz")) == {("behind", UNREACHABLE)}
+        assert service.problems() == {("behind", UNREACHABLE)}
 
 
-def test_a_store_that_does_not_answer_is_a_problem(serve, store, stub, monkeypatch):
-    with serve([stub.url]) as service:
+def test_a_store_that_does_not_answer_is_a_problem(serve, store, stub):
+    with serve(stub.url) as service:
         service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
-
-        def unreachable(key, start=0, end=None):
-            raise StoreUnavailable("no route")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(store, "get", unreachable)
+        with silent(store):
             service.fleet.until(lambda: "failed" in service.fleet.did(None))
-            assert ("failing", "store") in problems(service.get("/healthz"))
+            assert ("failing", "store") in service.problems()
             assert service.figures()["patchstore_store_up",] == 0
             assert service.figures()["patchstore_store_failures_total", "store-unavailable"] >= 1
 
 
-def test_a_newest_version_that_is_too_old_is_said_once_until_there_is_a_newer_one(serve, stub):
+def test_a_newest_version_that_is_too_old_is_said_once_until_there_is_a_newer_one(stub):
     store = MemoryStore("memory://old")
     begin_run(store)
     commit(store, 0, created_at=(datetime.now(UTC) - timedelta(hours=2)).isoformat()[:23] + "Z")
-    metrics = Metrics(HeadWatcher(store))
-    with running(store, [stub.url], observe=metrics.observe, max_head_age_s=3600) as fleet:
-        metrics_of(fleet, metrics)
-        with Control(("127.0.0.1", 0), fleet.fleet, fleet.desired, metrics, unhealthy_after_s=60) as control:
-            service = Service(fleet, control, metrics)
-            fleet.until(lambda: fleet.did(None) == ["old-head"] and fleet.applied(stub.url, 0))
-            assert problems(service.get("/healthz")) == {("old-head", "store")}
-            answer = service.get("/readyz")
-            assert answer.status_code == 503 and "version 0, the newest, is 72" in answer.json()["reasons"][0]
-            figures = service.figures()
-            assert figures["patchstore_head_old",] == 1
-            assert 7200 <= figures["patchstore_head_age_seconds",] < 7300
-            commit(store, 1)
-            fleet.until(lambda: fleet.did(None) == ["old-head", "new-head"] and fleet.applied(stub.url, 1))
-            assert service.figures()["patchstore_head_old",] == 0
-            assert not problems(service.get("/healthz"))
-            while service.get("/readyz").status_code != 200:
-                pass
+    with listening(store, [stub.url], unhealthy_after_s=60, max_head_age_s=3600) as service:
+        fleet = service.fleet
+        fleet.until(lambda: fleet.did(None) == ["old-head"] and fleet.applied(stub.url, 0))
+        assert service.problems() == {("old-head", "store")}
+        status, gate = service.ready()
+        assert status == 503 and "version 0, the newest, is 72" in gate["reasons"][0]
+        figures = service.figures()
+        assert figures["patchstore_head_old",] == 1
+        assert 7200 <= figures["patchstore_head_age_seconds",] < 7300
+        commit(store, 1)
+        fleet.until(lambda: fleet.did(None) == ["old-head", "new-head"] and fleet.applied(stub.url, 1))
+        assert service.figures()["patchstore_head_old",] == 0
+        assert not service.problems()
+        service.until_ready()
 
 
 def test_a_thread_that_died_is_a_problem(serve, stub, monkeypatch):
-    with serve([stub.url], unhealthy_after_s=10_000) as service:
+    with serve(stub.url, unhealthy_after_s=10_000) as service:
         service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
-        (worker,) = service.fleet.fleet._workers.values()
+        (worker,) = service.fleet.fleet.workers.values()
         monkeypatch.setattr(threading, "excepthook", lambda _: None)
-        monkeypatch.setattr(worker, "_see", None)
+        monkeypatch.setattr(worker.reconciler, "step", None)
         worker.thread.join()
-        assert problems(service.get("/healthz")) == {("stopped", stub.url)}
+        assert service.problems() == {("stopped", stub.url)}
 
 
 def test_servers_are_pinned_and_unpinned_by_request(serve, store, stub):
     commit(store, 1)
-    with serve([stub.url]) as service:
+    with serve(stub.url) as service:
         service.fleet.until(lambda: service.fleet.applied(stub.url, 1))
         answer = service.post("/pin", {"version": 0})
         assert (answer.status_code, answer.json()) == (200, {"pinned": 0})
@@ -196,6 +126,11 @@ def test_servers_are_pinned_and_unpinned_by_request(serve, store, stub):
         ({"version": -1}, 400, "usage"),
         ({"version": "1"}, 400, "usage"),
         ({"version": True}, 400, "usage"),
+        ({"version": 1.0}, 400, "usage"),
+        ({"version": None}, 400, "usage"),
+        ({"version": 2**63}, 400, "usage"),
+        ({"version": 2**62}, 404, "version-not-found"),
+        ({"version": "a tag"}, 400, "usage"),
         ({"version": 0, "allow_rollback": "yes"}, 400, "usage"),
         ({}, 400, "usage"),
         ([1], 400, "usage"),
@@ -203,7 +138,7 @@ def test_servers_are_pinned_and_unpinned_by_request(serve, store, stub):
     ],
 )
 def test_what_cannot_be_held_is_refused_and_nothing_changes(serve, stub, body, status, kind):
-    with serve([stub.url]) as service:
+    with serve(stub.url) as service:
         service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
         answer = service.post("/pin", body)
         assert (answer.status_code, answer.json()["error"]["kind"]) == (status, kind)
@@ -211,26 +146,28 @@ def test_what_cannot_be_held_is_refused_and_nothing_changes(serve, stub, body, s
 
 
 def test_a_page_in_a_browser_cannot_hold_servers(serve, stub):
-    with serve([stub.url]) as service:
+    with serve(stub.url) as service:
         answer = service.post("/pin", {"version": 0}, headers={"Origin": "http://example.org"})
         assert answer.status_code == 403
         assert service.fleet.desired.pinned is None
         assert service.get("/nothing").status_code == 404
-        assert httpx.post(f"{service.control.url}/pin", content=b"x" * 70_000).status_code == 400
-        assert httpx.post(f"{service.control.url}/pin", content=b"[" * 60_000).status_code == 400
+        assert httpx.post(f"{service.url}/pin", content=b"x" * 70_000).status_code == 400
+        assert httpx.post(f"{service.url}/pin", content=b"[" * 60_000).status_code == 400
 
 
 def test_a_state_that_cannot_be_written_is_said(serve, stub, tmp_path: Path):
-    with serve([stub.url]) as service:
+    folder = tmp_path / "pins"
+    folder.mkdir()
+    with serve(stub.url, pin_file=folder / "pin.json") as service:
         service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
-        service.fleet.desired._pin_file = tmp_path / "missing" / "pin.json"
+        folder.rmdir()
         answer = service.post("/pin", {"version": 0})
         assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "os")
         assert service.fleet.desired.pinned is None
 
 
 def test_every_figure_is_there(serve, stub):
-    with serve([stub.url, UNREACHABLE]) as service:
+    with serve(stub.url, UNREACHABLE) as service:
         service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(UNREACHABLE))
         figures = service.figures()
         assert figures["patchstore_store_up",] == 1
@@ -247,13 +184,13 @@ def test_every_figure_is_there(serve, stub):
         assert figures["patchstore_failures_total", "server-unavailable", UNREACHABLE] >= 1
         assert figures["patchstore_engines", stub.url] == 1
         openmetrics = {"Accept": "application/openmetrics-text; version=1.0.0"}
-        answer = httpx.get(f"{service.control.url}/metrics", headers=openmetrics)
+        answer = httpx.get(f"{service.url}/metrics", headers=openmetrics)
         assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
         assert answer.text.endswith("# EOF\n")
 
 
 def test_a_head_without_a_time_in_utc_is_a_problem_and_the_figures_are_still_served(serve, store, stub):
-    with serve([stub.url]) as service:
+    with serve(stub.url) as service:
         service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
         commit_at_no_time(store, 1, "2026-01-31T12:00:00")
         service.fleet.until(lambda: "failed" in service.fleet.did(None))
@@ -266,7 +203,7 @@ def test_a_head_without_a_time_in_utc_is_a_problem_and_the_figures_are_still_ser
 def test_a_server_that_is_followed_no_more_leaves_the_figures(serve, stub, tmp_path: Path):
     listed = tmp_path / "servers"
     listed.write_text(f"{stub.url}\n{UNREACHABLE}")
-    with serve([], servers_file=listed) as service:
+    with serve(servers_file=listed) as service:
         service.fleet.until(lambda: service.fleet.applied(stub.url, 0) and service.fleet.did(UNREACHABLE))
         assert any(UNREACHABLE in key for key in service.figures())
         listed.write_text(stub.url)
@@ -275,29 +212,18 @@ def test_a_server_that_is_followed_no_more_leaves_the_figures(serve, stub, tmp_p
         assert service.figures()["patchstore_updates_total", stub.url] == 1
 
 
-def test_how_late_servers_are_is_counted_from_the_version_that_they_lack(store):
-    created = datetime.now(UTC) - timedelta(hours=1)
-    late = MemoryStore("memory://late")
-    begin_run(late)
-    commit(late, 0, created_at=created.isoformat().replace("+00:00", "Z"))
-    watcher = HeadWatcher(late)
-    watcher.refresh()
-    assert watcher.first_missing_at(-1) == created
-
-
-def test_bytes_are_those_of_the_payloads_on_the_way():
-    import torch
-
+def test_bytes_are_those_of_the_payloads_on_the_way(stub):
     store, weights = MemoryStore("memory://bytes"), {"w": torch.zeros(1000)}
     with Publisher(store, weights) as publisher:
-        first = publisher.publish_patch(0).result(timeout_s=60)
-        weights["w"][:7] = 1.0
-        second = publisher.publish_patch(1).result(timeout_s=60)
-    metrics = Metrics(HeadWatcher(store))
-    assert metrics._num_bytes("run", None, 0) == first.anchor.num_bytes
-    assert metrics._num_bytes("run", 0, 1) == second.delta.num_bytes
-    assert metrics._num_bytes("run", None, 1) == first.anchor.num_bytes + second.delta.num_bytes
-    assert metrics._num_bytes("run", None, 99) == 0
+        stub.run_id = publisher.run_id
+        with listening(store, [stub.url]) as service:
+            num_bytes = 0
+            for version in range(2):
+                weights["w"][:7] = float(version)
+                new = publisher.publish_patch(version).result(timeout_s=60)
+                service.fleet.until(lambda version=version: service.fleet.applied(stub.url, version))
+                num_bytes += new.num_bytes
+                assert service.figures()["patchstore_payload_bytes_total", stub.url] == num_bytes
 
 
 def test_a_proof_that_fails_is_counted_by_its_kind(store):
@@ -329,20 +255,5 @@ def test_a_place_that_is_none_is_refused(said):
 
 
 def test_a_port_that_is_taken_is_refused(serve, stub):
-    with serve([stub.url]) as service:
-        port = int(service.control.url.rpartition(":")[2])
-        with pytest.raises(UsageError, match="cannot listen"):
-            Control(
-                ("127.0.0.1", port),
-                service.fleet.fleet,
-                service.fleet.desired,
-                service.metrics,
-                unhealthy_after_s=0,
-            )
-
-
-def test_health_is_json_on_one_line(serve, stub: StubServer):
-    with serve([stub.url]) as service:
-        text = service.get("/healthz").text
-        assert text.count("\n") == 1
-        json.loads(text)
+    with serve(stub.url) as service, pytest.raises(UsageError, match="cannot listen"):
+        Listener(("127.0.0.1", int(service.url.rpartition(":")[2])), lambda *_: None)

@@ -3,10 +3,15 @@
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fleet_thread import silent
 
+from patchstore.bucket import history
 from patchstore.errors import (
     SchemaMismatch,
     ServerUnavailable,
@@ -14,36 +19,77 @@ from patchstore.errors import (
     StoreUnavailable,
     VersionNotFound,
 )
-from patchstore.format import history, layout
-from patchstore.format.records import Schema, StoreHeader, TensorSpec
-from patchstore.serve.desired import HeadWatcher
-from patchstore.serve.reconcile import Reconciler
+from patchstore.follow.desired import HeadWatcher
+from patchstore.follow.reconcile import Reconciler
+from patchstore.follow.settings import PauseMode, PrefixCache, Settings
+from patchstore.follow.vllm_server import VllmServer
+from patchstore.stores import layout
 from patchstore.stores.memory import MemoryStore
+from patchstore.testing.faults import FaultyStore
+from tests.support.copies import objects_of
 from tests.support.manifests import begin_run, commit
+from tests.support.vllm_stub import StubServer
 
-
-@pytest.fixture
-def store() -> MemoryStore:
-    store = MemoryStore("memory://follow")
-    commit(store, 0)
-    return store
+NAMES = ", ".join(f"'layers.{number}.weight'" for number in range(1000))
 
 
 @pytest.fixture
 def follow(store, server) -> Reconciler:
-    return Reconciler(
-        store, server, storage_options={"key": "x"}, min_poll_interval_s=1, max_poll_interval_s=8
-    )
+    settings = Settings(storage_options={"key": "x"}, min_poll_interval_s=1, max_poll_interval_s=8)
+    return Reconciler(FaultyStore(store), server, settings)
 
 
 def did(follow: Reconciler, num_steps: int) -> list[str]:
     return [follow.step().outcome for _ in range(num_steps)]
 
 
-def test_it_initialises_then_applies_then_waits(follow, stub):
+def test_it_initialises_then_applies_then_waits(follow, store, stub):
     assert did(follow, 3) == ["initialised", "applied", "nothing"]
     assert stub.held == 0
     assert stub.opened == {"store": "memory://follow", "storage_options": {"key": "x"}}
+    # All that is read while it waits.
+    follow.store.calls.clear()
+    follow.step()
+    assert follow.store.calls == [("get", layout.manifest_key(1))]
+
+
+def server_has(**facts: Any) -> Callable[[StubServer], None]:
+    return lambda stub: [setattr(stub, name, value) for name, value in facts.items()] and None
+
+
+def last_engine_has(**facts: Any) -> Callable[[StubServer], None]:
+    return lambda stub: [setattr(stub.engines[-1], name, value) for name, value in facts.items()] and None
+
+
+@pytest.mark.parametrize(
+    ("num_engines", "happens", "steps", "says"),
+    [
+        (1, StubServer.restart, ["initialised", "applied"], ""),
+        (1, server_has(weight_version="6"), ["labelled"], ""),
+        # A switch that a killed driver left.
+        *((num, server_has(switch="resume", paused=True), ["resumed"], "") for num in (1, 2)),
+        *((num, last_engine_has(half_applied=True, held=None), ["applied"], "") for num in (1, 3)),
+        *((num, last_engine_has(run_id="another", held=0), ["initialised", "applied"], "") for num in (1, 2)),
+        # The first one has the head.
+        (3, last_engine_has(held=7), ["applied"], ""),
+        (3, last_engine_has(switch="resume"), ["applied"], ""),
+        (3, last_engine_has(update_open=True), ["applied"], ""),
+        # What another driver does.
+        (1, server_has(held=7), ["failed", "applied"], "serves version 7"),
+        (1, server_has(opened={"store": "memory://b"}), ["failed", "initialised", "applied"], "memory://b"),
+    ],
+)
+def test_what_happened_to_a_server_is_repaired(follow, stub, num_engines, happens, steps, says):
+    stub.num_engines = num_engines
+    did(follow, 2)
+    happens(stub)
+    found = [follow.step() for _ in range(len(steps) + 1)]
+    assert [each.outcome for each in found] == [*steps, "nothing"]
+    if says:
+        assert (found[0].error.kind, says in str(found[0].error)) == ("driver-conflict", True)
+    for each in stub.engines:
+        assert (each.held, each.half_applied, each.switch, each.update_open) == (0, False, None, False)
+    assert (stub.paused, stub.weight_version, stub.opened["store"]) == (False, "0", "memory://follow")
 
 
 def test_it_goes_to_the_head_directly(follow, store, stub):
@@ -77,7 +123,8 @@ def test_waiting_grows_while_nothing_happens_and_shrinks_with_news(follow, store
 
 def test_a_server_whose_desired_version_calls_is_asked_seldom_and_after_a_failure_soon(store, server, stub):
     head = history.head(store)
-    follow = Reconciler(store, server, desired=lambda: head, min_poll_interval_s=1, max_poll_interval_s=64)
+    settings = Settings(min_poll_interval_s=1, max_poll_interval_s=64)
+    follow = Reconciler(store, server, settings, desired=lambda: head)
     waits = []
     for _ in range(3):
         follow.step()
@@ -94,54 +141,9 @@ def test_an_empty_store_is_waited_for(server, stub):
     store = MemoryStore("memory://empty")
     follow = Reconciler(store, server)
     assert did(follow, 2) == ["nothing", "nothing"]
+    begin_run(store)
     commit(store, 0)
     assert did(follow, 2) == ["initialised", "applied"]
-
-
-def test_a_restarted_server_is_initialised_and_brought_back(follow, store, stub):
-    commit(store, 1)
-    did(follow, 2)
-    stub.down = True
-    assert did(follow, 2) == ["failed", "failed"]
-    stub.restart()
-    stub.down = False
-    assert did(follow, 3) == ["initialised", "applied", "nothing"]
-    assert stub.held == 1
-
-
-def test_a_restarted_follower_finds_everything_as_it_was(follow, store, server, stub):
-    did(follow, 2)
-    stub.calls.clear()
-    assert Reconciler(store, server).step().outcome == "nothing"
-    assert stub.calls == []
-
-
-def test_a_wrong_label_of_answers_is_corrected(follow, stub):
-    did(follow, 2)
-    stub.weight_version = "6"
-    assert did(follow, 2) == ["labelled", "nothing"]
-    assert stub.weight_version == "0"
-
-
-def test_another_driver_of_the_server_is_noticed_and_what_it_did_is_undone(follow, store, stub):
-    commit(store, 1)
-    assert did(follow, 3) == ["initialised", "applied", "nothing"]
-    stub.held = 0
-    conflict = follow.step()
-    assert (conflict.outcome, conflict.error.kind) == ("failed", "driver-conflict")
-    assert "serves version 0" in str(conflict.error)
-    assert did(follow, 2) == ["applied", "nothing"]
-    assert stub.held == 1
-
-
-def test_another_driver_that_opens_another_store_is_noticed(follow, stub):
-    did(follow, 2)
-    stub.opened = {"store": "memory://another"}
-    conflict = follow.step()
-    assert (conflict.outcome, conflict.error.kind) == ("failed", "driver-conflict")
-    assert "memory://another" in str(conflict.error)
-    assert follow.step().outcome == "initialised"
-    assert did(follow, 2)[-1] == "nothing"
 
 
 def test_an_update_whose_answer_was_lost_is_no_other_drivers(follow, store, server, stub, monkeypatch):
@@ -161,13 +163,6 @@ def test_an_update_whose_answer_was_lost_is_no_other_drivers(follow, store, serv
     assert did(follow, 1) == ["applied"]
 
 
-def test_a_switch_that_a_killed_driver_left_is_ended(follow, stub):
-    did(follow, 2)
-    stub.switch, stub.paused, stub.stale_prefixes = "resume", True, True
-    assert did(follow, 2) == ["resumed", "nothing"]
-    assert (stub.paused, stub.stale_prefixes) == (False, False)
-
-
 @pytest.mark.parametrize("error", [StoreUnavailable("no route"), VersionNotFound("not yet"), None])
 def test_a_switch_that_a_killed_driver_left_is_ended_though_no_version_is_desired(
     follow, server, stub, error
@@ -179,9 +174,9 @@ def test_a_switch_that_a_killed_driver_left_is_ended_though_no_version_is_desire
             raise error
 
     restarted = Reconciler(follow.store, server, desired=desired)
-    stub.switch, stub.paused, stub.stale_prefixes = "resume", True, True
+    stub.switch, stub.paused = "resume", True
     assert restarted.step().outcome == "resumed"
-    assert (stub.paused, stub.stale_prefixes, stub.switch) == (False, False, None)
+    assert (stub.paused, stub.switch) == (False, None)
     assert restarted.step().outcome == "failed"
 
 
@@ -200,52 +195,6 @@ def test_what_is_half_applied_or_differs_stays_paused_while_no_version_is_desire
     assert (stub.paused, stub.switch) == (True, "resume")
 
 
-def test_engines_that_agree_need_no_other_update(follow, stub):
-    stub.num_engines = 2
-    assert did(follow, 3) == ["initialised", "applied", "nothing"]
-    stub.switch, stub.paused, stub.stale_prefixes = "resume", True, True
-    assert did(follow, 2) == ["resumed", "nothing"]
-    assert (stub.paused, stub.stale_prefixes) == (False, False)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("held", 7), ("half_applied", True), ("switch", "resume"), ("update_open", True)]
-)
-def test_an_engine_that_differs_is_brought_back_although_the_first_one_holds_the_head(
-    follow, stub, name, value
-):
-    stub.num_engines = 3
-    did(follow, 2)
-    setattr(stub.engines[2], name, value)
-
-    assert did(follow, 2) == ["applied", "nothing"]
-
-    assert [(each.held, each.half_applied, each.switch, each.update_open) for each in stub.engines] == [
-        (0, False, None, False)
-    ] * 3
-
-
-def test_an_engine_that_follows_another_run_has_the_store_opened_again(follow, stub):
-    stub.num_engines = 2
-    did(follow, 2)
-    stub.engines[1].run_id = "another"
-    stub.engines[1].held = 0
-    assert did(follow, 3) == ["initialised", "applied", "nothing"]
-
-
-def test_engines_of_which_one_failed_stay_paused_until_the_next_step_fixes_them(follow, store, stub):
-    stub.num_engines = 2
-    did(follow, 2)
-    commit(store, 1)
-    stub.failures["/finish_weight_update"] = ["[load-failed] in the engine that does not answer"]
-    stub.failing_engine = 1
-    assert follow.step().error.kind == "load-failed"
-    assert ([each.held for each in stub.engines], stub.paused) == ([1, 0], True)
-
-    assert did(follow, 2) == ["applied", "nothing"]
-    assert ([each.held for each in stub.engines], stub.paused) == ([1, 1], False)
-
-
 def test_a_failed_update_is_tried_again_with_growing_waits_and_never_skipped(follow, store, stub):
     did(follow, 2)
     commit(store, 1)
@@ -259,28 +208,6 @@ def test_a_failed_update_is_tried_again_with_growing_waits_and_never_skipped(fol
     assert stub.held == 0
     assert follow.step().outcome == "applied"
     assert (stub.held, follow.interval_s) == (1, 1)
-
-
-def test_a_half_applied_server_is_updated_though_it_was_at_the_head(follow, stub):
-    did(follow, 2)
-    stub.half_applied, stub.held = True, None
-    assert did(follow, 2) == ["applied", "nothing"]
-    assert not stub.half_applied
-
-
-def test_ranks_that_differ_are_brought_together(follow, stub):
-    stub.num_ranks = 2
-    did(follow, 2)
-    stub.held_by_rank = {1: 7}
-    done = follow.step()
-    stub.held_by_rank = {}
-    assert (done.outcome, done.version) == ("applied", 0)
-
-
-def test_a_server_on_another_run_is_brought_to_this_one(follow, stub):
-    did(follow, 2)
-    stub.engines[0].run_id = "another"
-    assert follow.step().outcome == "initialised"
 
 
 def test_a_server_that_has_the_run_open_at_another_place_is_brought_to_this_one(follow, server, stub):
@@ -309,7 +236,7 @@ def test_a_restarted_follower_brings_its_credentials_to_a_server_whose_own_fail(
     did(follow, 2)
     commit(store, 1)
     stub.failures["/update_weights"] = [f"[{kind}] refused"]
-    restarted = Reconciler(store, server, storage_options={"key": "rotated"})
+    restarted = Reconciler(store, server, Settings(storage_options={"key": "rotated"}))
     assert did(restarted, 4) == ["failed", "initialised", "applied", "nothing"]
     assert stub.opened["storage_options"] == {"key": "rotated"}
 
@@ -333,33 +260,6 @@ def test_a_server_that_cannot_open_the_store_again_is_updated_as_it_has_it_open(
     assert (stub.held, stub.calls.count("/init_weight_transfer_engine")) == (1, 2)
 
 
-def test_a_server_for_which_the_url_is_another_place_is_told_apart_and_not_asked_at_every_turn(follow, stub):
-    stub.run_id = "another"
-    done = follow.step()
-    assert (done.outcome, done.error.kind, follow.interval_s) == ("failed", "usage", 2)
-    assert "run another" in str(done.error)
-
-
-def test_a_store_that_does_not_answer_is_a_failure_and_not_the_end(follow, store, stub, monkeypatch):
-    did(follow, 2)
-
-    def unreachable(key, start=0, end=None):
-        raise StoreUnavailable("no route")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "get", unreachable)
-        assert follow.step().error.kind == "store-unavailable"
-    assert follow.step().outcome == "nothing"
-
-
-def test_one_new_slot_is_all_that_is_read_while_waiting(follow, store, monkeypatch):
-    did(follow, 2)
-    get, reads = store.get, []
-    monkeypatch.setattr(store, "get", lambda key, *span: reads.append(key) or get(key, *span))
-    follow.step()
-    assert reads == [layout.manifest_key(1)]
-
-
 def test_a_version_is_gone_back_to_directly(store, server, stub):
     for version in (1, 2, 3):
         commit(store, version)
@@ -374,7 +274,7 @@ def test_a_version_is_gone_back_to_directly(store, server, stub):
 def test_versions_of_one_server_keep_their_distance_but_a_server_without_one_does_not_wait(
     store, server, stub
 ):
-    follow = Reconciler(store, server, update_interval_s=1000)
+    follow = Reconciler(store, server, Settings(update_interval_s=1000))
     did(follow, 2)
     commit(store, 1)
     assert did(follow, 2) == ["nothing", "nothing"]
@@ -387,7 +287,9 @@ def test_versions_of_one_server_keep_their_distance_but_a_server_without_one_doe
 def test_the_wait_ends_when_the_distance_is_kept(store, server, stub, monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    follow = Reconciler(store, server, update_interval_s=5, min_poll_interval_s=1, max_poll_interval_s=64)
+    follow = Reconciler(
+        store, server, Settings(update_interval_s=5, min_poll_interval_s=1, max_poll_interval_s=64)
+    )
     did(follow, 2)
     commit(store, 1)
     now = 102.0
@@ -405,11 +307,10 @@ def test_weights_that_diverged_are_replaced_and_verified_again(store, server, st
         if found is not None:
             raise found
 
-    monkeypatch.setattr("patchstore.serve.verify.verify_server", verify_server)
+    monkeypatch.setattr("patchstore.follow.verify.verify_server", verify_server)
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    begin_run(store)
-    follow = Reconciler(store, server, verify_every_s=10)
+    follow = Reconciler(store, server, Settings(verify_every_s=10))
     assert did(follow, 3) == ["initialised", "applied", "nothing"]
     now = 10.0
     diverged = follow.step()
@@ -428,39 +329,48 @@ def test_an_unexpected_exception_is_a_failure_too(follow, stub, caplog):
 
 
 def test_following_needs_no_torch():
-    code = "import sys, patchstore.serve.service; sys.exit('torch' in sys.modules)"
+    code = "import sys, patchstore.follow.service; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
 
 
-# What a server refuses, and this process knows more of.
-
-
-def test_a_server_that_has_another_place_open_under_the_runs_number_is_said_to(follow, store, stub):
-    stub.spelled = "/copy"
-    did(follow, 2)
-    commit(store, 1)
-    stub.failures["/update_weights"] = ["[version-not-found] /copy has no version 1"]
-    error = follow.step().error
-    assert isinstance(error, VersionNotFound)
-    assert "the server has /copy open, and this process reads memory://follow" in str(error)
-
-
-def test_a_server_that_finds_nothing_at_the_same_url_is_said_to(follow, stub):
-    stub.failures["/init_weight_transfer_engine"] = ["[version-not-found] memory://follow holds no run"]
-    error = follow.step().error
-    assert isinstance(error, VersionNotFound)
-    assert "this process reads memory://follow too" in str(error)
+@pytest.mark.parametrize(
+    ("path", "refusal", "says"),
+    [
+        (
+            "/update_weights",
+            "[version-not-found] /copy has no version 1",
+            "the server has /copy open, and this process reads memory://follow",
+        ),
+        (
+            "/init_weight_transfer_engine",
+            "[version-not-found] memory://follow holds no run",
+            "this process reads memory://follow too",
+        ),
+        (
+            "/init_weight_transfer_engine",
+            f"[schema-mismatch] no 'scale' in Model, which has {NAMES}",
+            "no 'scale' in Model",
+        ),
+    ],
+)
+def test_what_a_server_refuses_is_said_with_what_this_process_knows(follow, store, stub, path, refusal, says):
+    if path == "/update_weights":
+        stub.spelled = "/copy"
+        did(follow, 2)
+        commit(store, 1)
+    stub.failures[path] = [refusal]
+    found = follow.step().error
+    assert f"[{found.kind}]" == refusal.partition(" ")[0]
+    assert says in str(found)
+    assert len(str(found)) < 400
 
 
 @pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/update_weights"])
 def test_a_run_of_a_wrapped_model_is_explained_in_a_line(server, stub, path):
     store = MemoryStore("memory://wrapped")
-    names = ("_orig_mod.module.a", "_orig_mod.module.b")
-    schema = Schema(tensors=tuple(TensorSpec(name=name, dtype="BF16", shape=(2,)) for name in names))
-    history.create_header(store, StoreHeader(run_id="run", created_at="2026-01-01T00:00:00Z", schema=schema))
+    begin_run(store, tensors=("_orig_mod.module.a", "_orig_mod.module.b"))
     commit(store, 0)
-    every = ", ".join(f"'layers.{number}.weight'" for number in range(1000))
-    stub.failures[path] = [f"[schema-mismatch] no '_orig_mod' in Model, which has {every}"]
+    stub.failures[path] = [f"[schema-mismatch] no '_orig_mod' in Model, which has {NAMES}"]
     follow = Reconciler(store, server)
     while (done := follow.step()).outcome != "failed":
         pass
@@ -470,25 +380,98 @@ def test_a_run_of_a_wrapped_model_is_explained_in_a_line(server, stub, path):
     assert "layers." not in str(done.error)
 
 
-def test_another_mismatch_keeps_what_the_server_says_without_all_its_names(follow, store, stub):
-    begin_run(store)
-    every = ", ".join(f"'layers.{number}.weight'" for number in range(1000))
-    said = f"[schema-mismatch] no 'scale' in Model, which has {every}"
-    stub.failures["/init_weight_transfer_engine"] = [said]
-    error = follow.step().error
-    assert isinstance(error, SchemaMismatch)
-    assert "no 'scale' in Model" in str(error)
-    assert len(str(error)) < 400
-
-
-def test_an_emptied_store_is_an_error_while_a_server_serves_from_it(follow, store, stub):
+def test_a_store_that_does_not_answer_was_emptied_or_is_of_another_run_is_a_failure_and_not_the_end(
+    store, server, stub
+):
+    settings = Settings(min_poll_interval_s=1, max_poll_interval_s=8)
+    follow = Reconciler(store, server, settings, desired=HeadWatcher(store, recheck_s=0).refresh)
+    stub.run_id = "another"
+    done = follow.step()
+    assert (done.outcome, done.error.kind, "run another" in str(done.error)) == ("failed", "usage", True)
+    # It is not asked at every turn.
+    assert follow.interval_s == 2
+    stub.run_id = "run"
     did(follow, 2)
-    saved = {key: store.get(key) for key in store.list()}
+    with silent(store):
+        assert follow.step().error.kind == "store-unavailable"
+    assert follow.step().outcome == "nothing"
+    saved = objects_of(store)
     for key in saved:
         store.delete(key)
-    follow._desired = HeadWatcher(store, recheck_s=0).refresh
     done = follow.step()
     assert (done.outcome, done.error.kind, stub.held) == ("failed", "store-replaced", 0)
     for key, data in saved.items():
         store.put(key, data)
     assert did(follow, 1) == ["nothing"]
+
+
+# The HTTP calls of one update. Each waits for the engine's current step, so none is made without need.
+
+
+@pytest.fixture
+def asked(stub: StubServer) -> list[str]:
+    """Paths of all calls, and the methods of collective ones, in order."""
+    calls: list[str] = []
+    stub.on_call = calls.append
+    return calls
+
+
+STAGE = ["/start_weight_update", "/update_weights"]
+SWITCH = ["delta_pause", "/finish_weight_update", "delta_resume", "delta_switch"]
+WITH_PAUSE = ["delta_prefetch", "/is_paused", *STAGE, *SWITCH]
+WITHOUT_PAUSE = ["delta_prefetch", *STAGE, "/finish_weight_update", "delta_switch"]
+
+
+@pytest.mark.parametrize(
+    ("pause_mode", "prefix_cache", "expected"),
+    [
+        (PauseMode.KEEP, PrefixCache.RESET, WITH_PAUSE),
+        (PauseMode.KEEP, PrefixCache.KEEP, WITH_PAUSE),
+        (PauseMode.NONE, PrefixCache.RESET, WITHOUT_PAUSE),
+        (PauseMode.KEEP, PrefixCache.VERSION, WITH_PAUSE),
+        (PauseMode.ABORT, PrefixCache.RESET, ["/pause" if c == "delta_pause" else c for c in WITH_PAUSE]),
+        (PauseMode.NONE, PrefixCache.VERSION, WITHOUT_PAUSE),
+    ],
+)
+def test_one_update_asks_nothing_twice(stub, store, asked, pause_mode, prefix_cache, expected):
+    with VllmServer(stub.url, timeout_s=30, pause_mode=pause_mode, prefix_cache=prefix_cache) as server:
+        follow = Reconciler(store, server)
+        assert did(follow, 3) == ["initialised", "applied", "nothing"]
+        commit(store, 1)
+        asked.clear()
+        assert follow.step().outcome == "applied"
+    # Polls repeat a call.
+    assert [call for call, _ in groupby(asked)] == expected
+    assert len(expected) <= 8
+
+
+def test_engines_beside_the_first_one_are_compared_twice_in_an_update(follow, stub, store, asked):
+    stub.num_engines = 2
+    assert did(follow, 3) == ["initialised", "applied", "nothing"]
+    commit(store, 1)
+    asked.clear()
+    assert follow.step().outcome == "applied"
+    assert asked.count("delta_expect") == 2
+    assert "/get_world_size" not in asked
+
+
+def test_engines_are_counted_again_after_a_call_that_failed(follow, stub, asked):
+    assert did(follow, 3) == ["initialised", "applied", "nothing"]
+    asked.clear()
+    follow.step()
+    assert "/get_world_size" not in asked
+    stub.down = True
+    assert follow.step().outcome == "failed"
+    stub.down = False
+    asked.clear()
+    follow.step()
+    assert asked.count("/get_world_size") == 1
+
+
+def test_engines_are_counted_again_after_a_restart_that_no_call_noticed(follow, stub, server):
+    assert did(follow, 3) == ["initialised", "applied", "nothing"]
+    stub.num_engines = 2
+    assert did(follow, 3) == ["initialised", "applied", "nothing"]
+    assert server.status().num_engines == 2
+    stub.engines[1].held = None
+    assert did(follow, 2) == ["applied", "nothing"]

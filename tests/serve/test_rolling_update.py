@@ -31,19 +31,18 @@ def measured() -> Measured:
 
 
 def test_lag_counts_until_a_server_holds_a_version_or_a_later_one(measured: Measured):
-    assert list(measured._seconds("a")) == [0.5, 0.5]
-    assert list(measured._seconds("b")) == [13.0, 3.0, 1.0]
+    assert list(measured.lags_s("a")) == [0.5, 0.5]
+    assert list(measured.lags_s("b")) == [13.0, 3.0, 1.0]
 
 
 def test_versions_behind_are_seen_at_every_moment_at_which_a_server_holds_one(measured: Measured):
-    behind = list(measured._versions("a"))
+    behind = list(measured.versions_behind("a"))
     assert (behind[0], behind[10], max(behind)) == (1, 0, 1)
-    assert len(list(measured._versions("b"))) < len(behind)
+    assert len(list(measured.versions_behind("b"))) < len(behind)
 
 
 def test_a_row_is_of_one_kind_or_of_all(measured: Measured):
     row = measured.row("all")
-    assert row is not None
     assert (row["servers"], row["at_head"], row["versions"], row["every_s"]) == (2, 1, 3, 10.0)
     assert (row["lag_p50_s"], row["lag_max_s"]) == (1.0, 13.0)
     assert measured.row("slow") is None

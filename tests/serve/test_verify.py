@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from patchstore import Publisher
+from patchstore.bucket import history
 from patchstore.errors import ServerUnavailable, StateMismatch, UsageError
-from patchstore.format import history
-from patchstore.serve.verify import verify_server
+from patchstore.follow.verify import verify_server
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors import state_digest
 
@@ -81,7 +81,6 @@ def ranks(store: MemoryStore) -> Ranks:
     """Two ranks that share `a` between them and both hold `b`."""
     whole = [part("b", 0, 5)]
     header = history.read_header(store)
-    assert header is not None
     return Ranks(header.run_id, [{"a": [part("a", 0, 4)], "b": whole}, {"a": [part("a", 4, 12)], "b": whole}])
 
 
@@ -100,6 +99,13 @@ def test_copies_that_differ_are_a_mismatch(store: MemoryStore, ranks: Ranks) -> 
     ranks.sums[1]["b"] = [part("b", 0, 5, changed=True)]
     with pytest.raises(StateMismatch, match="copies of 'b'"):
         verify_server(store, ranks.server())
+
+
+def test_a_server_that_never_gets_to_the_end_is_given_up(store: MemoryStore, ranks: Ranks) -> None:
+    server = ranks.server()
+    server.sums = lambda first, _: [each | {"next": 0} for each in ranks.server().sums(first, 1)]
+    with pytest.raises(ServerUnavailable, match="no progress"):
+        verify_server(store, server)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -142,9 +148,7 @@ def test_a_server_that_never_rests_is_given_up(store: MemoryStore, ranks: Ranks)
         verify_server(store, ranks.server())
 
 
-def test_a_server_without_a_version_or_of_another_run_cannot_be_verified(
-    store: MemoryStore, ranks: Ranks
-) -> None:
+def test_a_server_without_a_version_or_of_another_run_cannot_be_verified(store, ranks):
     with pytest.raises(UsageError, match="not 7"):
         verify_server(store, ranks.server(), 7)
     for rank in ranks.sums:

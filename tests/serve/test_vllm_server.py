@@ -1,7 +1,9 @@
 """The client of a vLLM server: the order of its calls, and what it makes of refusals."""
 
+import re
 import threading
 
+import httpx
 import pytest
 
 from patchstore.errors import (
@@ -11,11 +13,13 @@ from patchstore.errors import (
     LoadFailed,
     PatchstoreError,
     ServerUnavailable,
+    StaleCaches,
     UsageError,
     VersionNotFound,
     WrongParent,
 )
-from patchstore.serve.vllm_server import VllmServer
+from patchstore.follow.vllm_protocol import ROUTES, NoSuchRoute, refusal
+from patchstore.follow.vllm_server import VllmServer
 
 APPLY = [
     *["delta_prefetch"] * 3,
@@ -23,54 +27,40 @@ APPLY = [
     "/update_weights",
     "delta_pause",
     "/finish_weight_update",
-    "/resume",
+    "delta_resume",
     "delta_switch",
 ]
 
 
-def test_apply_fetches_first_and_pauses_only_to_switch(stub, server):
+@pytest.mark.parametrize("version", [-1, 2**63, pytest.param(10**5000, id="huge"), True, 1.0, "1", None])
+@pytest.mark.parametrize("method", ["apply", "prefetch", "update_weights"])
+def test_what_is_no_version_is_refused_before_any_call(stub, server, method, version):
+    with pytest.raises(UsageError, match="version"):
+        getattr(server, method)(version)
+    assert stub.calls == []
+
+
+def test_a_refusal_of_a_rank_has_the_kind_that_it_names(stub, server):
+    stub.collective = lambda *_: [{"error": "[usage] versions count from 0"}]
+    with pytest.raises(UsageError, match="answered delta_prefetch: versions count from 0"):
+        server.prefetch(1)
+
+
+@pytest.mark.parametrize(
+    ("left", "calls", "is_paused"),
+    [
+        # By another client.
+        ({"paused": True}, [each for each in APPLY if each not in {"delta_pause", "delta_resume"}], True),
+        # By a driver that was killed.
+        ({"update_open": True}, APPLY, False),
+        ({"switch": "resume", "paused": True, "stale_prefixes": True}, [*APPLY[-2:], *APPLY], False),
+    ],
+)
+def test_what_others_left_of_a_server(stub, server, left, calls, is_paused):
+    for name, value in left.items():
+        setattr(stub, name, value)
     server.apply(12)
-    assert stub.calls == APPLY
-    assert (stub.held, stub.weight_version, server.weight_version()) == (12, "12", "12")
-    assert (stub.paused, stub.stale_prefixes, stub.switch) == (False, False, None)
-
-
-def test_a_server_that_another_client_paused_stays_paused(stub, server):
-    stub.paused = True
-    server.apply(12)
-    assert stub.paused
-    assert not stub.stale_prefixes
-    assert "/resume" not in stub.calls
-
-
-def test_an_update_that_a_killed_driver_left_open_is_begun_anew(stub, server):
-    stub.update_open = True
-    server.apply(12)
-    assert stub.calls == APPLY
-
-
-def test_a_switch_that_a_killed_driver_left_is_ended_first(stub, server):
-    stub.switch, stub.paused, stub.stale_prefixes = "resume", True, True
-    server.apply(12)
-    assert stub.calls == ["/reset_prefix_cache", *APPLY[-2:], *APPLY]
-    assert not stub.paused
-
-
-def test_a_half_applied_server_stays_paused_until_an_update_fixes_it(stub, server):
-    stub.tears = True
-    with pytest.raises(HalfApplied):
-        server.apply(12)
-    assert (stub.half_applied, stub.paused, stub.switch) == (True, True, "resume")
-    server.apply(12)
-    assert (stub.half_applied, stub.paused, stub.switch, stub.held) == (False, False, None, 12)
-
-
-def test_what_is_not_vllm_is_said(server, stub):
-    stub.page = b"<html>Welcome</html>"
-    with pytest.raises(ServerUnavailable, match="unlike vLLM"):
-        server.status()
-    with pytest.raises(UsageError):
-        VllmServer("localhost:8000")
+    assert (stub.calls, stub.paused, stub.stale_prefixes, stub.switch) == (calls, is_paused, False, None)
 
 
 def test_a_failed_fetch_pauses_nothing(stub, server):
@@ -80,20 +70,12 @@ def test_a_failed_fetch_pauses_nothing(stub, server):
     assert stub.calls == APPLY[:5]
 
 
-def test_a_failed_switch_lets_generation_go_on(stub, server):
-    stub.failures["/finish_weight_update"] = ["[half-applied] half of it"]
-    with pytest.raises(HalfApplied):
-        server.apply(12)
-    assert (stub.paused, stub.switch, stub.weight_version) == (False, None, "default")
-
-
 def test_a_way_that_is_too_far_for_the_gpus_memory_is_gone_in_steps(stub, server):
     server.apply(0)
     stub.calls.clear()
     short = "[device-memory] more than the 3 GiB that are free"
     stub.failures["/update_weights"] = [short, short]
-    switched = server.apply(8)
-    assert switched is not None
+    assert server.apply(8) is not None
     assert (stub.held, stub.paused, stub.switch) == (8, False, None)
     # 8 and 4 are too far; then 2, 4 and 8.
     assert stub.calls.count("/update_weights") == 5
@@ -110,18 +92,19 @@ def test_memory_that_is_short_for_one_version_is_an_error(stub, server, held):
 
 
 @pytest.mark.parametrize(("path", "held"), [("/pause", None), ("/resume", 12)])
-def test_a_switch_that_failed_leaves_a_mark_and_is_ended_by_the_next_apply(stub, server, path, held):
-    stub.has_plugin = False
+def test_a_switch_that_failed_leaves_a_mark_and_is_ended_by_the_next_apply(stub, path, held):
     # Also where ending it at once fails.
-    stub.failures |= {path: ["engine is busy"], "/reset_prefix_cache": ["blocks are busy"]}
-    with pytest.raises(ServerUnavailable, match="engine is busy"):
-        server.apply(12)
-    assert (stub.held, stub.paused, server.status().switch) == (held, held is not None, "resume")
-    stub.failures.clear()
+    stub.num_engines = 2
+    stub.failures |= {path: ["engine is busy"], "/resume": ["engine is busy"] * 2}
+    with VllmServer(stub.url, timeout_s=30) as server:
+        with pytest.raises(ServerUnavailable, match="engine is busy"):
+            server.apply(12)
+        assert (stub.held, stub.paused, server.status().switch) == (held, held is not None, "resume")
+        stub.failures.clear()
 
-    server.apply(13)
+        server.apply(13)
 
-    assert (stub.held, stub.paused, stub.stale_prefixes, stub.switch) == (13, False, False, None)
+        assert (stub.held, stub.paused, stub.stale_prefixes, stub.switch) == (13, False, False, None)
 
 
 @pytest.mark.parametrize(
@@ -143,12 +126,6 @@ def test_a_refusal_becomes_the_error_whose_kind_it_names(stub, server, message, 
     assert message.partition("] ")[2] in str(caught.value)
 
 
-def test_a_server_that_is_down_is_unavailable(stub, server):
-    stub.down = True
-    with pytest.raises(ServerUnavailable):
-        server.status()
-
-
 @pytest.fixture
 def asked(stub):
     """The paths of all calls, in order."""
@@ -157,42 +134,113 @@ def asked(stub):
     return paths
 
 
-def without_backend(stub):
-    stub.config["weight_transfer_config"] = {"backend": "nccl"}
-
-
-def without_extension(stub):
-    stub.config["parallel_config"]["worker_extension_cls"] = ""
-
-
-def without_routes(stub):
-    stub.is_dev = False
+WITHOUT_BACKEND = {"weight_transfer_config": {"backend": "nccl"}}
 
 
 @pytest.mark.parametrize(
-    ("start", "advice"),
+    ("config", "is_dev", "advice"),
     [
-        (without_backend, "nccl weight transfer backend.*--weight-transfer-config"),
-        (without_extension, "--worker-extension-cls"),
-        (without_routes, "VLLM_SERVER_DEV_MODE=1"),
+        (WITHOUT_BACKEND, True, "nccl weight transfer backend.*--weight-transfer-config"),
+        ({"parallel_config": {"worker_extension_cls": ""}}, True, "--worker-extension-cls"),
+        ({}, False, "VLLM_SERVER_DEV_MODE=1"),
     ],
 )
-def test_ranks_that_would_raise_are_not_asked(stub, server, asked, start, advice):
-    start(stub)
+def test_ranks_that_would_raise_are_not_asked(stub, server, asked, config, is_dev, advice):
+    stub.config, stub.is_dev = stub.config | config, is_dev
     for _ in range(2):
         with pytest.raises(ServerUnavailable, match=advice):
             server.status()
     assert (asked.count("/server_info"), asked.count("/collective_rpc")) == (2, 0)
 
 
+INFO = "/server_info"
+RPC = "vllm.entrypoints.serve.dev.rpc.api_router"
+RL = "vllm.entrypoints.rl.online.api_router"
+
+
+@pytest.mark.parametrize(
+    ("lacking", "routers"),
+    [
+        (["/collective_rpc"], {RPC}),
+        (["/pause", "/is_paused"], {RL}),
+        (["/collective_rpc", "/update_weights", "/version"], {RPC, RL}),
+    ],
+)
+def test_an_app_of_ones_own_is_told_the_routes_that_it_lacks(stub, server, asked, lacking, routers):
+    stub.lacking = {INFO, *lacking}
+    with pytest.raises(ServerUnavailable) as caught:
+        server.status()
+    said = str(caught.value)
+    named = {path for path in stub.lacking | {route.split()[1] for route in ROUTES} if f" {path}" in said}
+    assert named == {*lacking} - {"/version"}
+    assert {router for router in (RPC, RL) if router in said} == routers
+    assert "VLLM_SERVER_DEV_MODE" not in said
+    # Nothing was called to find that out.
+    assert {path for path in asked if not path.startswith("OPTIONS ")} == {INFO}
+
+
+@pytest.mark.parametrize("has_version", [True, False])
+def test_a_server_without_any_of_the_routes_is_told_all_ways_to_have_them(stub, server, has_version):
+    stub.is_dev, stub.lacking = False, set() if has_version else {"/version"}
+    with pytest.raises(ServerUnavailable) as caught:
+        server.status()
+    said = str(caught.value)
+    assert ("unlike vLLM" not in said, "own address" not in said) == (has_version, has_version)
+    for each in ("VLLM_SERVER_DEV_MODE=1", RPC, RL, *(route.split()[1] for route in ROUTES)):
+        assert each in said
+
+
+def test_an_app_with_the_routes_of_an_update_alone_is_updated(stub, server, asked):
+    stub.lacking = {INFO, "/version", "/health", "/weight_info", "/update_weight_version"}
+    server.init_weight_transfer("store")
+    server.apply(12)
+    assert (server.status().serving, server.weight_version()) == (12, None)
+    assert [path for path in asked if path.startswith("OPTIONS ")] == [
+        f"OPTIONS {route.split()[1]}" for route in ROUTES
+    ]
+
+
+def test_an_update_needs_no_route_but_those_that_are_asked_for(stub, server, asked):
+    server.init_weight_transfer("store")
+    server.apply(12)
+    with VllmServer(server.url, timeout_s=30, pause_mode="wait") as other:
+        other.apply(13)
+    stub.num_engines = 2
+    server.status()
+    server.init_weight_transfer("store")
+    server.apply(14)
+    assert [each["mode"] for each in stub.pauses] == ["wait", "keep"]
+    paths = {each for each in asked if each.startswith("/")}
+    assert paths <= {INFO, *(route.split()[1] for route in ROUTES)}
+
+
+@pytest.mark.parametrize("status", [401, 403, 500, 503])
+def test_a_gateway_that_refuses_is_not_told_what_vllm_needs(stub, server, monkeypatch, status):
+    refuse = stub.answer
+
+    def gateway(path, query, body):
+        if path == "/collective_rpc":
+            raise ValueError(f"gateway says {status}")
+        return refuse(path, query, body)
+
+    monkeypatch.setattr(stub, "answer", gateway)
+    monkeypatch.setattr(stub, "options", lambda _: status)
+    stub.lacking = {INFO}
+    with pytest.raises(ServerUnavailable) as caught:
+        server.status()
+    said = "wants credentials" if status in {401, 403} else f"HTTP 500: .*gateway says {status}"
+    assert re.search(said, str(caught.value))
+    assert "VLLM_SERVER_DEV_MODE" not in str(caught.value)
+
+
 def test_a_server_that_answered_once_is_asked_how_it_was_started_when_it_fails(stub, server, asked):
     server.status()
     server.status()
     assert asked.count("/server_info") == 1
-    stub.failures["/collective_rpc"] = ["EngineCore died"]
+    stub.failures["delta_status"] = ["EngineCore died"]
     with pytest.raises(ServerUnavailable, match="EngineCore died"):
         server.status()
-    without_backend(stub)
+    stub.config |= WITHOUT_BACKEND
     asked.clear()
     with pytest.raises(ServerUnavailable, match="--weight-transfer-config"):
         server.status()
@@ -221,7 +269,7 @@ def test_a_server_that_does_not_tell_how_it_was_started_is_let_pass(stub, server
 
     monkeypatch.setattr(stub, "answer", other)
     stub.held = 5
-    assert server.configuration() is None
+    assert server.missing() is None
     assert server.status().serving == 5
 
 
@@ -242,9 +290,22 @@ def test_ranks_that_differ_serve_no_version(stub, server):
     assert [rank["serving"] for rank in server.status().ranks] == [5, 4]
 
 
-def test_a_missing_route_is_told_from_a_server_that_is_down(server):
-    with pytest.raises(ServerUnavailable, match="VLLM_SERVER_DEV_MODE"):
-        server._http.post("/no_such_route", {})
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+@pytest.mark.parametrize("cache", ["reset", "keep", "version"])
+def test_generation_is_paused_in_the_way_that_was_chosen(stub, mode, cache):
+    with VllmServer(stub.url, timeout_s=30, pause_mode=mode, prefix_cache=cache) as server:
+        server.apply(12)
+    # The engine core pauses by itself for "keep". The write empties caches, in the same call.
+    assert ("delta_pause" in stub.calls) == (mode == "keep")
+    assert stub.pauses == ([] if mode == "keep" else [{"mode": mode, "clear_cache": "false"}])
+    assert (stub.held, stub.paused, stub.stale_prefixes, stub.switch) == (12, False, cache == "keep", None)
+    assert [each.caches for each in stub.engines] == [cache]
+
+
+@pytest.mark.parametrize("status", [404, 405])
+def test_a_route_that_went_away_is_told_what_has_it(stub, server, monkeypatch, status):
+    refused = httpx.Response(status, json={"detail": "of an app with files at /"})
+    assert isinstance(refusal("POST http://host/pause", refused), NoSuchRoute)
 
 
 def test_an_old_vllm_without_weight_versions_has_none(stub, server, monkeypatch):
@@ -260,9 +321,16 @@ def test_an_old_vllm_without_weight_versions_has_none(stub, server, monkeypatch)
     assert server.weight_version() is None
 
 
-def test_a_port_without_a_server_is_unavailable():
-    with VllmServer("http://127.0.0.1:1") as server, pytest.raises(ServerUnavailable):
-        server.status()
+@pytest.mark.parametrize("num_engines", [1, 2])
+@pytest.mark.parametrize("kind", ["load-failed", "half-applied"])
+def test_engines_that_all_failed_alike_go_on_with_what_they_had(stub, server, num_engines, kind):
+    stub.num_engines = num_engines
+    server.init_weight_transfer("store")
+    stub.failures["/finish_weight_update"] = [f"[{kind}] in all"]
+    with pytest.raises(PatchstoreError) as failed:
+        server.apply(1)
+    assert (failed.value.kind, stub.paused, stub.switch) == (kind, False, None)
+    assert (server.status().engines_differ, stub.weight_version) == (False, "default")
 
 
 def test_engines_of_which_one_failed_stay_paused_until_all_have_one_version(stub, server):
@@ -289,15 +357,6 @@ def test_engines_of_which_one_failed_stay_paused_until_all_have_one_version(stub
     assert (stub.paused, server.status().serving, stub.switch) == (False, 1, None)
 
 
-def test_engines_that_all_failed_alike_go_on_with_what_they_had(stub, server):
-    stub.num_engines = 2
-    server.init_weight_transfer("store")
-    stub.failures["/finish_weight_update"] = ["[load-failed] in both"]
-    with pytest.raises(LoadFailed):
-        server.apply(1)
-    assert (stub.paused, server.status().engines_differ) == (False, False)
-
-
 def test_all_engines_have_fetched_before_generation_waits_for_the_rest(stub, server):
     stub.num_engines = 2
     stub.engines[1].prefetches[5] = -10
@@ -314,54 +373,33 @@ def test_an_engine_of_another_run_makes_the_server_one_without_a_run(stub, serve
     assert (status.initialised, status.run_id, status.engines_differ) == (False, None, True)
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-@pytest.mark.parametrize(("cache", "clear"), [("reset", "true"), ("keep", "false")])
-def test_generation_is_paused_in_the_way_that_was_chosen(stub, mode, cache, clear):
-    stub.has_plugin = False
-    with VllmServer(stub.url, timeout_s=30, pause_mode=mode, prefix_cache=cache) as server:
-        server.apply(12)
-    assert stub.pauses == [{"mode": mode, "clear_cache": clear}]
-    assert (stub.held, stub.paused, stub.stale_prefixes) == (12, False, cache == "keep")
-
-
-@pytest.mark.parametrize("cache", ["reset", "keep"])
-def test_the_engine_core_pauses_where_it_has_the_plugin(stub, cache):
-    with VllmServer(stub.url, timeout_s=30, prefix_cache=cache) as server:
-        server.apply(12)
-    assert "delta_pause" in stub.calls
-    assert (stub.pauses, stub.held, stub.paused, stub.stale_prefixes) == ([], 12, False, cache == "keep")
-
-
-def test_a_server_without_the_plugin_is_asked_once_whether_its_core_pauses(stub, caplog):
-    caplog.set_level("INFO")
+def test_a_server_without_the_plugin_is_refused_before_anything_is_changed(stub):
     stub.has_plugin = False
     with VllmServer(stub.url, timeout_s=30) as server:
+        for _ in range(2):
+            with pytest.raises(ServerUnavailable, match="did not load the plugin"):
+                server.apply(12)
+        assert (stub.calls, stub.held) == ([], None)
+        stub.has_plugin = True
         server.apply(12)
-        server.apply(13)
-        assert (stub.calls.count("delta_pause"), len(stub.pauses)) == (1, 2)
-        assert caplog.text.count("20 ms longer: the engine core did not load the plugin") == 1
-        # What comes back at this address may be another server.
-        stub.down = True
-        with pytest.raises(ServerUnavailable):
-            server.status()
-        stub.down, stub.has_plugin = False, True
-        server.status()
-        server.apply(14)
-    assert (stub.calls.count("delta_pause"), len(stub.pauses), stub.held) == (2, 2, 14)
+    assert stub.held == 12
 
 
-def test_several_engines_are_paused_by_vllm_since_one_of_them_may_lack_the_plugin(stub):
+def test_several_engines_are_paused_by_vllm_since_a_call_cannot_be_meant_for_each(stub):
     stub.num_engines = 2
     with VllmServer(stub.url, timeout_s=30) as server:
         server.apply(12)
     assert "delta_pause" not in stub.calls
-    assert stub.pauses == [{"mode": "keep", "clear_cache": "true"}]
+    assert stub.pauses == [{"mode": "keep", "clear_cache": "false"}]
     assert [each.held for each in stub.engines] == [12, 12]
 
 
 @pytest.mark.parametrize("answer", [[], [None], ["paused"], [{}, {}], [{"error": "no", "kind": "new"}]])
 def test_nothing_is_written_where_it_is_unknown_whether_the_core_paused(stub, monkeypatch, answer):
-    monkeypatch.setattr(stub, "core", lambda *_: answer)
+    core = stub.core
+    monkeypatch.setattr(
+        stub, "core", lambda method, *rest: answer if method == "delta_pause" else core(method, *rest)
+    )
     found = pytest.raises(ServerUnavailable, match="answered delta_pause with")
     with VllmServer(stub.url, timeout_s=30) as server, found:
         server.apply(12)
@@ -369,36 +407,21 @@ def test_nothing_is_written_where_it_is_unknown_whether_the_core_paused(stub, mo
     assert "/finish_weight_update" not in stub.calls
 
 
-@pytest.mark.parametrize(
-    ("mode", "pauses"),
-    [
-        ("keep", []),
-        ("wait", [{"mode": "wait", "clear_cache": "false"}]),
-        ("abort", [{"mode": "abort", "clear_cache": "false"}]),
-        ("none", []),
-    ],
-)
-def test_prefixes_are_told_apart_in_each_mode_and_nothing_is_reset(stub, mode, pauses):
-    with VllmServer(stub.url, timeout_s=30, pause_mode=mode, prefix_cache="version") as server:
-        server.apply(12)
-    assert stub.pauses == pauses
-    assert ("delta_pause" in stub.calls) == (mode == "keep")
-    assert "/reset_prefix_cache" not in stub.calls
-    assert (stub.held, stub.paused, stub.stale_prefixes, stub.switch) == (12, False, False, None)
-
-
-def test_a_server_that_cannot_tell_prefixes_apart_is_refused_and_serves_what_it_did(stub):
+def test_a_server_that_cannot_do_it_to_its_caches_is_refused_and_serves_what_it_did(stub):
     with VllmServer(stub.url, timeout_s=30) as server:
         server.apply(11)
-    stub.has_plugin = False
+    stub.uncovered["version"] = "a connector finds what it keeps by tokens"
     calls = len(stub.calls)
     with VllmServer(stub.url, timeout_s=30, prefix_cache="version") as server:
         for _ in range(2):
-            with pytest.raises(ServerUnavailable, match="did not load the plugin"):
+            with pytest.raises(UsageError, match="by tokens"):
                 server.apply(12)
-        assert set(stub.calls[calls:]) == {"delta_prefixes"}
-        assert stub.held == 11
-        stub.has_plugin = True
+            with pytest.raises(UsageError, match="by tokens"):
+                server.init_weight_transfer("store")
+        assert not {"delta_pause", "/finish_weight_update"} & {*stub.calls[calls:]}
+        # To ask it is no update.
+        assert server.status().serving == stub.held == 11
+    with VllmServer(stub.url, timeout_s=30) as server:
         server.apply(12)
     assert stub.held == 12
 
@@ -416,31 +439,33 @@ def test_a_server_that_restarts_without_the_plugin_is_noticed(stub):
     assert stub.held is None
 
 
-def test_prefixes_are_renewed_where_another_driver_left_a_switch(stub):
-    with VllmServer(stub.url, timeout_s=30, prefix_cache="version") as server:
-        stub.switch, stub.paused, stub.stale_prefixes = "resume", True, True
-        server.end_switch("resume")
-    assert (stub.paused, stub.stale_prefixes, stub.switch) == (False, False, None)
-    assert "/reset_prefix_cache" not in stub.calls
+@pytest.mark.parametrize("mode", ["keep", "none"])
+def test_a_server_that_cannot_empty_its_caches_generates_nothing_until_it_can(stub, mode):
+    stub.is_stuck = True
+    with VllmServer(stub.url, timeout_s=30, pause_mode=mode) as server:
+        with pytest.raises(StaleCaches):
+            server.apply(12)
+        assert (stub.held, stub.paused, stub.stale_prefixes) == (12, True, True)
+        assert server.status().switch == ("resume" if mode == "keep" else "stay-paused")
+        stub.is_stuck = False
+        server.apply(13)
+    assert (stub.held, stub.stale_prefixes, stub.switch) == (13, False, None)
 
 
-def test_pause_mode_none_pauses_nothing(stub):
-    with VllmServer(stub.url, timeout_s=30, pause_mode="none") as server:
+@pytest.mark.parametrize("cache", ["reset", "version"])
+def test_pause_mode_none_pauses_nothing(stub, cache):
+    with VllmServer(stub.url, timeout_s=30, pause_mode="none", prefix_cache=cache) as server:
         server.apply(12)
         assert (stub.pauses, stub.held, stub.stale_prefixes, stub.switch) == ([], 12, False, None)
-
-        # The mark that a killed driver would have left is ended without waking what others paused.
-        stub.failures["/reset_prefix_cache"] = ["blocks are busy"]
-        with pytest.raises(ServerUnavailable):
-            server.apply(13)
-        assert stub.switch == "stay-paused"
-        stub.paused = True
+        # The mark that a killed driver left is ended without waking what others paused.
+        stub.switch, stub.paused = "stay-paused", True
         server.end_switch("stay-paused")
-        assert (stub.paused, stub.stale_prefixes, stub.switch) == (True, False, None)
+        assert (stub.paused, stub.switch) == (True, None)
 
 
-def test_what_was_half_applied_without_a_pause_waits_until_it_is_fixed(stub):
-    with VllmServer(stub.url, timeout_s=30, pause_mode="none") as server:
+@pytest.mark.parametrize("mode", ["keep", "none"])
+def test_what_is_half_applied_stays_paused_until_an_update_fixes_it(stub, mode):
+    with VllmServer(stub.url, timeout_s=30, pause_mode=mode) as server:
         stub.tears = True
         with pytest.raises(HalfApplied):
             server.apply(12)
@@ -450,7 +475,6 @@ def test_what_was_half_applied_without_a_pause_waits_until_it_is_fixed(stub):
 
 
 def test_no_switch_begins_once_we_are_to_stop_and_what_was_fetched_stays(stub):
-    stub.has_plugin = False
     stop = threading.Event()
     with VllmServer(stub.url, timeout_s=30, stop=stop) as server:
         stub.on_call = lambda path: stop.set() if stub.calls == ["delta_prefetch"] else None
@@ -459,18 +483,18 @@ def test_no_switch_begins_once_we_are_to_stop_and_what_was_fetched_stays(stub):
         stop.clear()
         stub.on_call = lambda path: stop.set() if path == "/update_weights" else None
         assert server.apply(12) is None
-        assert "/pause" not in stub.calls
+        assert "delta_pause" not in stub.calls
         assert (stub.switch, server.switching) == (None, None)
         stop.clear()
-        stub.on_call = lambda path: stop.set() if path == "/pause" else None
+        stub.on_call = lambda path: stop.set() if path == "/finish_weight_update" else None
         assert server.apply(12) is not None
     assert (stub.held, stub.paused, stub.switch) == (12, False, None)
 
 
-def test_what_is_abandoned_in_its_pause_writes_nothing_and_goes_on(stub, server):
-    stub.has_plugin = False
-    stub.on_call = lambda path: server.abandoned.set() if path == "/pause" else None
-    assert server.apply(12) is None
+def test_what_is_abandoned_in_its_pause_writes_nothing_and_goes_on(stub):
+    with VllmServer(stub.url, timeout_s=30, pause_mode="wait") as server:
+        stub.on_call = lambda path: server.abandoned.set() if path == "/pause" else None
+        assert server.apply(12) is None
     assert (stub.held, stub.paused, stub.switch, stub.history) == (None, False, None, [])
 
 
@@ -481,17 +505,3 @@ def test_what_is_half_applied_stays_paused_also_when_its_fix_is_abandoned(stub, 
     server.abandoned.set()
     assert server.apply(12) is None
     assert (stub.half_applied, stub.paused, stub.switch) == (True, True, "resume")
-
-
-def test_a_pause_that_forgets_prefixes_needs_no_second_reset(stub, server):
-    stub.stale_prefixes = True
-    server.apply(12)
-    assert "/reset_prefix_cache" not in stub.calls
-    assert not stub.stale_prefixes
-
-
-def test_prefixes_that_a_pause_of_another_client_kept_are_forgotten(stub, server):
-    stub.paused, stub.has_no_prefixes = True, False
-    server.apply(12)
-    assert "/reset_prefix_cache" in stub.calls
-    assert not stub.stale_prefixes

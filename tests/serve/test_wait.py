@@ -2,74 +2,33 @@
 
 import json
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
-from fleet_thread import FleetThread, running
+from fleet_thread import listening, silent
 
 from patchstore import Publisher, wait_until
-from patchstore.cli import main
-from patchstore.errors import OtherRun, ServerUnavailable, StoreUnavailable, UsageError, WaitTimeout
-from patchstore.serve import wait as waiting
-from patchstore.serve.follow_client import FollowClient
-from patchstore.serve.http_api import Control
-from patchstore.serve.metrics import Metrics
+from patchstore.errors import OtherRun, ServerUnavailable, UsageError, WaitTimeout
+from patchstore.follow import wait as waiting
+from patchstore.follow.http_client import FollowClient
 from patchstore.stores.memory import MemoryStore
-from patchstore.testing.vllm_stub import StubServer, serving
-from tests.support.manifests import begin_run, commit
+from tests.support.commands import Cli
+from tests.support.manifests import commit
+from tests.support.vllm_stub import StubServer, serving
 
 ROOT = Path(__file__).parents[2]
 UNREACHABLE = "http://127.0.0.1:9"
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    store = MemoryStore("memory://wait")
-    begin_run(store)
-    commit(store, 0)
-    return store
-
-
-@pytest.fixture
 def other() -> Iterator[StubServer]:
     with serving(StubServer()) as stub:
         yield stub
-
-
-class Service:
-    def __init__(self, fleet: FleetThread, url: str) -> None:
-        self.fleet, self.url = fleet, url
-
-    def ready(self, query: str = "") -> tuple[int, dict[str, Any]]:
-        answer = httpx.get(f"{self.url}/readyz{query}", verify=False)
-        return answer.status_code, answer.json()
-
-    def until_ready(self, query: str = "") -> None:
-        while self.ready(query)[0] != 200:
-            pass
-
-
-Serve = Callable[..., Any]
-
-
-@pytest.fixture
-def serve(store: MemoryStore) -> Serve:
-    @contextmanager
-    def serve(*urls: str) -> Iterator[Service]:
-        with running(store, urls) as fleet:
-            metrics = Metrics(fleet.desired.watcher)
-            address = ("127.0.0.1", 0)
-            with Control(address, fleet.fleet, fleet.desired, metrics, unhealthy_after_s=0) as control:
-                yield Service(fleet, control.url)
-
-    return serve
 
 
 def give(stub: StubServer, version: int | None, run_id: str = "run") -> None:
@@ -119,20 +78,14 @@ def test_a_server_that_is_late_is_named_when_time_is_up(stub, other, version):
     assert stub.url not in str(failed.value)
 
 
-def test_a_server_with_parts_of_two_versions_does_not_serve_one(stub):
-    give(stub, 3)
-    stub.half_applied = True
-    with pytest.raises(WaitTimeout, match="serves no version"):
-        wait_until(3, servers=stub.url, timeout_s=0)
-
-
-def test_engines_that_differ_do_not_serve_a_version():
+@pytest.mark.parametrize(("name", "value", "right"), [("held", 2, 3), ("half_applied", True, False)])
+def test_engines_that_differ_or_have_parts_of_two_versions_do_not_serve_one(name, value, right):
     with serving(StubServer(num_engines=2)) as stub:
         give(stub, 3)
-        stub.engines[1].held = 2
+        setattr(stub.engines[1], name, value)
         with pytest.raises(WaitTimeout, match="serves no version"):
             wait_until(3, servers=stub.url, timeout_s=0)
-        stub.engines[1].held = 3
+        setattr(stub.engines[1], name, right)
         assert wait_until(3, servers=stub.url, timeout_s=0) == {stub.url: 3}
 
 
@@ -209,13 +162,11 @@ def test_the_code_of_the_page_runs(stub):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "follow.md").read_text(), re.DOTALL)
     with Publisher(store, {"w": torch.zeros(8)}) as publisher:
         stub.run_id = publisher.run_id
-        with running(store, [stub.url]) as fleet:
-            metrics, address = Metrics(fleet.desired.watcher), ("127.0.0.1", 0)
-            with Control(address, fleet.fleet, fleet.desired, metrics, unhealthy_after_s=0) as control:
-                assert "http://127.0.0.1:9464" in code
-                code = code.replace("http://127.0.0.1:9464", control.url)
-                exec(code, {"publisher": publisher, "step": 0})
-                assert stub.held == 0
+        with listening(store, [stub.url]) as service:
+            assert "http://127.0.0.1:9464" in code
+            code = code.replace("http://127.0.0.1:9464", service.url)
+            exec(code, {"publisher": publisher, "step": 0})
+            assert stub.held == 0
 
 
 def test_a_pin_that_keeps_servers_from_the_version_is_named(serve, store, stub):
@@ -310,24 +261,17 @@ def test_a_server_that_is_gone_or_whose_weights_are_in_parts_is_not_ready(serve,
 
 
 def test_a_store_without_a_version_makes_nothing_ready(stub):
-    with running(MemoryStore("memory://empty"), [stub.url]) as fleet:
-        metrics, address = Metrics(fleet.desired.watcher), ("127.0.0.1", 0)
-        with Control(address, fleet.fleet, fleet.desired, metrics, unhealthy_after_s=0) as control:
-            fleet.until(lambda: "waiting" in fleet.did(None))
-            status, gate = Service(fleet, control.url).ready()
+    with listening(MemoryStore("memory://empty"), [stub.url]) as service:
+        service.fleet.until(lambda: "waiting" in service.fleet.did(None))
+        status, gate = service.ready()
     assert (status, gate["target"]) == (503, None)
     assert gate["reasons"] == ["the desired version is not known: memory://empty has no version yet"]
 
 
-def test_a_store_that_does_not_answer_leaves_servers_ready(serve, store, stub, monkeypatch):
+def test_a_store_that_does_not_answer_leaves_servers_ready(serve, store, stub):
     with serve(stub.url) as service:
         service.until_ready()
-
-        def unreachable(key, start=0, end=None):
-            raise StoreUnavailable("no route")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(store, "get", unreachable)
+        with silent(store):
             service.fleet.until(lambda: "failed" in service.fleet.did(None))
             assert service.ready()[0] == 200
 
@@ -356,31 +300,31 @@ def test_parameters_that_are_wrong_are_refused(serve, stub, query):
 
 
 @pytest.fixture
-def patchstore(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def told(patchstore: Cli) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Run a command; returns its exit code, and what it prints as JSON."""
+
     def call(*args: object) -> tuple[int, dict[str, Any]]:
-        monkeypatch.setattr(sys, "argv", ["patchstore", *map(str, args), "--json"])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        return ended.value.code or 0, json.loads(capsys.readouterr().out)
+        code, out, _ = patchstore(*args, "--json")
+        return code, json.loads(out)
 
     return call
 
 
-def test_commands_pin_wait_and_unpin(serve, store, stub, patchstore):
+def test_commands_pin_wait_and_unpin(serve, store, stub, told):
     commit(store, 1)
     with serve(stub.url) as service:
         follow = ("--follow", service.url)
-        code, waited = patchstore("wait", 1, *follow)
+        code, waited = told("wait", 1, *follow)
         assert (code, waited["version"], waited["servers"]) == (0, 1, {stub.url: 1})
-        assert patchstore("pin", 0, *follow) == (0, {"pinned": 0})
-        assert patchstore("wait", 0, "--exactly", *follow)[1]["servers"] == {stub.url: 0}
-        assert patchstore("wait", 0, "--server", stub.url)[1]["servers"] == {stub.url: 0}
-        code, told = patchstore("wait", 1, "--timeout", 0, *follow)
-        assert (code, told["error"]["kind"]) == (6, "wait-timeout")
-        assert patchstore("unpin", *follow) == (0, {"pinned": None})
-        assert patchstore("wait", 1, *follow)[0] == 0
-        code, told = patchstore("pin", 12, *follow)
-        assert (code, told["error"]["kind"]) == (2, "version-not-found")
+        assert told("pin", 0, *follow) == (0, {"pinned": 0})
+        assert told("wait", 0, "--exactly", *follow)[1]["servers"] == {stub.url: 0}
+        assert told("wait", 0, "--server", stub.url)[1]["servers"] == {stub.url: 0}
+        code, said = told("wait", 1, "--timeout", 0, *follow)
+        assert (code, said["error"]["kind"]) == (6, "wait-timeout")
+        assert told("pin", "--off", *follow) == (0, {"pinned": None})
+        assert told("wait", 1, *follow)[0] == 0
+        code, said = told("pin", 12, *follow)
+        assert (code, said["error"]["kind"]) == (2, "version-not-found")
         assert service.fleet.desired.pinned is None
 
 
@@ -388,23 +332,19 @@ def test_commands_pin_wait_and_unpin(serve, store, stub, patchstore):
     ("call", "code", "kind"),
     [
         (("pin", 0, "--follow", UNREACHABLE), 4, "server-unavailable"),
-        (("unpin", "--follow", UNREACHABLE), 4, "server-unavailable"),
-        (("unpin", "--follow", "localhost"), 2, "usage"),
+        (("pin", "--off", "--follow", UNREACHABLE), 4, "server-unavailable"),
+        (("pin", "--off", "--follow", "localhost"), 2, "usage"),
         (("pin", -1), 2, "usage"),
         (("pin", "--follow", UNREACHABLE), 2, "usage"),
         (("wait", 1, "--server", UNREACHABLE, "--patience", 0), 4, "server-unavailable"),
         (("wait", 1, "--server", UNREACHABLE, "--follow", UNREACHABLE), 2, "usage"),
+        (("wait", 1, "--server", "STUB", "--run", "new", "--patience", 0), 1, "other-run"),
     ],
 )
-def test_commands_that_fail_say_why(patchstore, call, code, kind):
-    found, told = patchstore(*call)
-    assert (found, told["error"]["kind"]) == (code, kind)
-
-
-def test_a_run_that_is_another_is_an_error_of_its_own(stub, patchstore):
+def test_commands_that_fail_say_why(stub, told, call, code, kind):
     give(stub, 1, "old")
-    code, told = patchstore("wait", 1, "--server", stub.url, "--run", "new", "--patience", 0)
-    assert (code, told["error"]["kind"]) == (1, "other-run")
+    found, said = told(*(stub.url if each == "STUB" else each for each in call))
+    assert (found, said["error"]["kind"]) == (code, kind)
 
 
 def test_servers_are_asked_at_once_and_each_once_a_round():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
+from signed_runs import forge, sign
 
 from patchstore import Publisher, Replica, replay, verify
-from patchstore.cli import main
-from patchstore.compact.service import Compactor
+from patchstore.bucket import digests, history, manifest_json
 from patchstore.errors import (
-    CorruptObject,
     PatchstoreError,
     PublishFailed,
     ResumeMismatch,
@@ -27,14 +25,16 @@ from patchstore.errors import (
     VersionConflict,
     WrongSignature,
 )
-from patchstore.format import hashing, history, layout, manifest_json
-from patchstore.replicate.replicator import Replicator
-from patchstore.signing import KeySigner, PublicKey, RequiredKeys, anchors, stored
-from patchstore.stores import Store, open_store
+from patchstore.ops.compact.service import Compactor
+from patchstore.ops.replicate.replicator import Replicator
+from patchstore.signing import KeySigner, PublicKey, RequiredKeys
+from patchstore.stores import Store, layout, open_store
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
+from tests.support.commands import Cli
+from tests.support.copies import objects_of, put_back
 from tests.support.keys import key_pair
-from tests.support.weights import Run, State, assert_same_bits, small_model
+from tests.support.weights import Run, State, assert_same_bits, head
 
 Pair = tuple[Path, Path]
 
@@ -143,8 +143,7 @@ def test_a_forged_version_is_refused_and_the_weights_stay(run: Run, pair: Pair) 
     replica.update()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     run.close()
-    with Publisher(run.store, small_model(), resume="anchor") as forger:
-        forged = forger.publish_patch(9).result().version
+    forged = forge(run.store)
     for version in (None, forged, forged - 1):
         with pytest.raises(Unsigned):
             replica.update(version)
@@ -154,13 +153,13 @@ def test_a_forged_version_is_refused_and_the_weights_stay(run: Run, pair: Pair) 
 
 def test_each_change_of_a_signed_version_is_refused(run: Run, pair: Pair, tmp_path: Path) -> None:
     publish(run, pair[0])
-    good = {key: run.store.get(key) for key in run.store.list()}
+    good = objects_of(run.store)
     signature = signature_of(run.store, 2)
 
     def moved_to_the_edited_manifest() -> None:
         edited(run.store, 2, step=77)
         data = run.store.get(layout.manifest_key(2))
-        key = layout.signature_key(2, hashing.digest(data), PublicKey.read(pair[1]).name)
+        key = layout.signature_key(2, digests.digest(data), PublicKey.read(pair[1]).name)
         run.store.put(key, good[signature])
 
     def of_another_version() -> None:
@@ -194,10 +193,7 @@ def test_each_change_of_a_signed_version_is_refused(run: Run, pair: Pair, tmp_pa
         for read in refusals(pair[1], tmp_path):
             with pytest.raises(kind):
                 read(run.store, 2)
-        for key in list(run.store.list()):
-            run.store.put(key, good[key]) if key in good else run.store.delete(key)
-        for key, data in good.items():
-            run.store.put(key, data)
+        put_back(run.store, good)
     Replica(run.store, {}, required_keys=pair[1]).update(2)
 
 
@@ -224,9 +220,8 @@ def test_fields_of_a_later_release_in_the_header_change_nothing(run: Run, pair: 
 def test_the_chain_covers_unsigned_ancestors(run: Run, pair: Pair) -> None:
     run.open(anchor_every=64)
     run.publish_versions(4)
-    last, header = 3, history.read_header(run.store)
-    assert header is not None
-    stored.sign_version(run.store, KeySigner(pair[0]), header, last)
+    last = 3
+    sign(run.store, KeySigner(pair[0]), last)
     replica = Replica(run.store, {}, required_keys=pair[1])
     replica.update(last)
     assert_same_bits(dict(replica.tensors), run.history[last])
@@ -301,7 +296,7 @@ def test_a_lost_answer_about_a_signature_loses_nothing(pair: Pair, effect: str) 
 def test_a_version_whose_signature_cannot_be_stored_does_not_exist(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("patchstore.publish.uploads.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("patchstore.stores.tries.FIRST_PAUSE_S", 0.001)
     store = MemoryStore()
     fault = Fault(verb="put", key="signatures/00000001-*", effect="fail-before", times=5)
     run = Run(FaultyStore(store, fault))
@@ -310,8 +305,8 @@ def test_a_version_whose_signature_cannot_be_stored_does_not_exist(
     run.train()
     with pytest.raises(PublishFailed):
         run.publish(1)
-    newest = history.head(store)
-    assert newest is not None and newest.version == 0
+    newest = head(store)
+    assert newest.version == 0
     again = run.publish(2)
     assert again.anchor is not None
     run.close()
@@ -336,21 +331,15 @@ def test_a_writer_that_lost_the_version_leaves_a_signature_that_nobody_asks_for(
 # A trainer that goes on, in a bucket that others may write to.
 
 
-def forge(run: Run, state: State | None = None) -> int:
-    """Publish weights of one's own behind the trainer's; return the version."""
-    run.close()
-    with Publisher(run.store, state or small_model(), resume="anchor") as forger:
-        return forger.publish_patch(9).result().version
-
-
 @pytest.mark.parametrize("resume", ["auto", "anchor"])
 def test_a_trainer_that_goes_on_signs_no_weights_of_others(run: Run, pair: Pair, resume: str) -> None:
     """To fence other publishers it begins with a version that has its parent's weights."""
     publish(run, pair[0])
-    forged = forge(run)
+    run.close()
+    forged = forge(run.store)
     run.open(signer=KeySigner(pair[0]), resume=resume)
-    newest = history.head(run.store)
-    assert newest is not None and newest.version == forged + 1
+    newest = head(run.store)
+    assert newest.version == forged + 1
     for version in (forged - 1, forged, forged + 1):
         with pytest.raises(Unsigned):
             Replica(run.store, {}, required_keys=pair[1]).update(version)
@@ -368,10 +357,11 @@ def test_a_trainer_that_goes_on_signs_no_weights_of_others(run: Run, pair: Pair,
 def test_a_trainer_goes_on_from_its_own_version_before_a_forged_one(run: Run, pair: Pair) -> None:
     publish(run, pair[0])
     run.publish(3)
-    forge(run)
+    run.close()
+    forge(run.store)
     run.open(signer=KeySigner(pair[0]), resume="auto")
-    claimed = history.head(run.store)
-    assert claimed is not None and (claimed.parent, claimed.delta is not None) == (3, True)
+    claimed = head(run.store)
+    assert (claimed.parent, claimed.delta is not None) == (3, True)
     run.train()
     last = run.publish(4)
     replica = Replica(run.store, dict(run.history[3]), held=3, required_keys=pair[1])
@@ -423,51 +413,40 @@ def test_a_parent_that_is_replaced_while_the_trainer_opens_is_not_signed_over(ru
             run.open(signer=KeySigner(pair[0]), resume="auto")
             run.close()
         run.store = inner
-        newest = history.head(inner)
-        assert newest is not None
+        newest = head(inner)
         for version in range(4, newest.version + 1):
             found = history.read_manifest(inner, version)
             is_signed = bool(list(inner.list(layout.signature_prefix(version))))
-            assert not (is_signed and found.parent_digest == hashing.digest(bad)), after
+            assert not (is_signed and found.parent_digest == digests.digest(bad)), after
 
 
-def test_a_signer_whose_key_is_not_known_goes_on_with_an_anchor(run: Run, pair: Pair) -> None:
+def test_a_device_that_keeps_the_private_key_may_sign(run: Run, pair: Pair) -> None:
     class Device:
-        """A signer without a public key that this process knows."""
-
-        name = KeySigner(pair[0]).name
+        public_key = PublicKey.read(pair[1])
         sign = KeySigner(pair[0]).sign
 
     run.open(signer=Device())
     run.publish_versions(2)
     run.publish(2)
     run.close()
-    run.open(signer=Device(), resume="auto")
-    first = run.publish(3)
-    assert (first.delta, first.anchor is None) == (None, False)
-    Replica(run.store, {}, required_keys=pair[1]).update(first.version)
+    run.open(signer=Device(), resume=True)
+    run.train()
+    last = run.publish(3)
+    assert last.parent is not None
+    Replica(run.store, {}, required_keys=pair[1]).update(last.version)
 
 
-def test_a_signer_that_fails_publishes_nothing(run: Run) -> None:
+def test_a_signer_that_fails_publishes_nothing(run: Run, pair: Pair) -> None:
     class Broken:
-        name = "broken"
+        public_key = PublicKey.read(pair[1])
 
-        def sign(self, statement: bytes) -> bytes:
+        def sign(self, data: bytes) -> bytes:
             raise OSError("the hardware module is gone")
 
     run.open(signer=Broken())
     with pytest.raises(PublishFailed, match="the hardware module is gone"):
         run.publish()
     assert history.head(run.store) is None
-
-
-def test_signing_what_exists_twice_is_once(run: Run, pair: Pair) -> None:
-    run.publish_versions(2)
-    header = history.read_header(run.store)
-    assert header is not None
-    signer = KeySigner(pair[0])
-    assert [stored.sign_version(run.store, signer, header, 1) for _ in range(2)] == [True, False]
-    assert verify(run.store, 1, required_keys=pair[1]).version == 1
 
 
 # Wrong calls.
@@ -490,8 +469,9 @@ def test_wrong_keys_are_refused_with_a_sentence(tmp_path: Path, pair: Pair, stor
     for path in (tmp_path / "none", text, koblitz[1]):
         with pytest.raises(UsageError):
             RequiredKeys.of(path)
-    with pytest.raises(UsageError, match="private key"):
+    with pytest.raises(UsageError, match="private key") as refused:
         RequiredKeys.of(private)
+    assert private.read_text().splitlines()[1] not in str(refused.value)
     for given in ([], 3, b"key", [3]):
         with pytest.raises(UsageError):
             RequiredKeys.of(given)  # type: ignore[arg-type]
@@ -499,22 +479,6 @@ def test_wrong_keys_are_refused_with_a_sentence(tmp_path: Path, pair: Pair, stor
         with pytest.raises(UsageError):
             Publisher(store, {"a": torch.zeros(3)}, signer=signer)  # type: ignore[arg-type]
     assert not list(store.list())
-
-
-def test_a_secret_key_is_in_no_message(tmp_path: Path, pair: Pair) -> None:
-    secret = pair[0].read_text().splitlines()[1]
-    with pytest.raises(UsageError) as refused:
-        RequiredKeys.of(pair[0])
-    assert secret not in str(refused.value)
-
-
-def test_a_folder_store_has_signatures_too(tmp_path: Path, pair: Pair) -> None:
-    run = Run(open_store(tmp_path / "bucket"))
-    publish(run, pair[0])
-    run.close()
-    replica = Replica(tmp_path / "bucket", {}, required_keys=pair[1])
-    assert replica.update().version == 2
-    replica.close()
 
 
 def test_a_replica_has_the_signatures_before_the_manifests(run: Run, pair: Pair) -> None:
@@ -535,47 +499,30 @@ def test_a_replica_has_the_signatures_before_the_manifests(run: Run, pair: Pair)
 # `patchstore sign`.
 
 
-def test_the_command_signs_what_exists_and_anchors_that_are_copied_away(
-    tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_signs_what_exists(tmp_path: Path, pair: Pair, patchstore: Cli) -> None:
     run = Run(open_store(tmp_path / "bucket"))
-    run.publish_versions(6)
-    run.close()
-
-    def command(*arguments: object) -> tuple[object, str]:
-        monkeypatch.setattr(sys, "argv", ["patchstore", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        return ended.value.code or 0, capsys.readouterr().out
-
+    run.publish_and_close(6)
     required = ("--require-signature", pair[1])
-    assert command("verify", tmp_path / "bucket", *required)[0] == 3
-    sign = ("sign", tmp_path / "bucket", "--key", pair[0], "--anchors")
-    code, out = command(*sign)
+    assert patchstore("verify", tmp_path / "bucket", *required)[0] == 3
+    sign = ("sign", tmp_path / "bucket", "--key", pair[0])
+    code, out, _ = patchstore(*sign)
     assert (code, out.startswith("6 of 6 versions signed")) == (0, True)
-    assert ", and 2 anchors" in out
-    assert command(*sign)[1].startswith("0 of 6 versions signed")
-    assert command("verify", tmp_path / "bucket", "--all", *required)[0] == 0
-    assert command("verify", tmp_path / "bucket", "--all")[0] == 0
-    assert command("replay", tmp_path / "bucket", tmp_path / "out", *required)[0] == 0
+    assert patchstore(*sign)[1].startswith("0 of 6 versions signed")
+    assert patchstore("verify", tmp_path / "bucket", "--all", *required)[0] == 0
+    assert patchstore("verify", tmp_path / "bucket", "--all")[0] == 0
+    assert patchstore("replay", tmp_path / "bucket", tmp_path / "out", *required)[0] == 0
     for wrong in (["--from", 3, "--to", 2], ["--to", 6], ["--key", tmp_path / "none"]):
-        assert command(*sign, *wrong)[0] == 2
-    (folder,) = (tmp_path / "bucket" / "anchors").glob("00000004-*")
-    copied = tmp_path / "copied"
-    shutil.copytree(folder, copied)
-    arguments = ("verify", "key", copied, "--signature", copied / "model.sig", "--public_key", pair[1])
+        assert patchstore(*sign, *wrong)[0] == 2
+
+
+def test_the_stock_command_signs_a_replayed_folder(run: Run, pair: Pair, tmp_path: Path) -> None:
+    run.publish_versions(2)
+    folder, signature = tmp_path / "folder", tmp_path / "folder.sig"
+    replay(run.store, out=folder)
+    made = model_signing("sign", "key", folder, "--signature", signature, "--private_key", pair[0])
+    assert made.returncode == 0, made.stdout + made.stderr
+    arguments = ("verify", "key", folder, "--signature", signature, "--public_key", pair[1])
     assert model_signing(*arguments).returncode == 0
-    payload = copied / "model.safetensors"
+    payload = next(folder.glob("*.safetensors"))
     payload.write_bytes(payload.read_bytes()[:-1] + b"!")
     assert model_signing(*arguments).returncode != 0
-
-
-def test_a_damaged_anchor_is_not_signed(run: Run, pair: Pair) -> None:
-    run.publish()
-    header, found = history.read_header(run.store), history.read_manifest(run.store, 0)
-    assert header is not None and found.anchor is not None
-    key = found.anchor.payloads[0].key
-    run.store.put(key, run.store.get(key)[:-1] + b"!")
-    with pytest.raises(CorruptObject):
-        anchors.sign_anchor(run.store, KeySigner(pair[0]), header, 0)
-    assert not any(key.endswith(".sig") for key in run.store.list())

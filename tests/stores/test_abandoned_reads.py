@@ -1,40 +1,65 @@
 """Reads that end before the object does: the garbage collector may be the one that ends them."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
+from types import FrameType
+from typing import Any
 
 import pytest
 
-from patchstore.format.hashing import Hasher
+from patchstore.bucket.digests import Hasher
 from patchstore.stores.base import PART_BYTES, in_parts
 from patchstore.support.threads import Threads
 
 
 def parts() -> Iterator[bytes]:
-    return in_parts(lambda start, end: bytes(end - start), 0, 20 * PART_BYTES)
+    return in_parts(lambda start, end: bytes(end - start), 0, 3 * PART_BYTES)
 
 
 def through() -> Iterator[bytes]:
     return Hasher().through(parts())
 
 
-@pytest.mark.parametrize("make", [parts, through])
-def test_an_abandoned_read_ends_where_threads_are_being_joined(make: Callable[[], Iterator[bytes]]) -> None:
-    if not hasattr(threading, "_shutdown_locks_lock"):
-        pytest.skip("this Python has no such lock")
-    reading = make()
-    next(reading)
+def is_ended_at(number: int, reading: Iterator[bytes]) -> bool:
+    """Start and join a thread, and end a read at this line that `threading` runs; return whether it came."""
+    lines = count(1)
 
-    def collect() -> None:
-        # As in the middle of `Thread.start` and `Thread.join`, where the collector may run.
-        with threading._shutdown_locks_lock:
+    def look(frame: FrameType, event: str, _: object) -> Any:
+        # As the collector, which may run at any line, also where the thread has a lock.
+        is_here = event == "line" and frame.f_code.co_filename == threading.__file__
+        if is_here and next(lines) == number:
             reading.close()  # type: ignore[attr-defined]
+        return look
 
-    collector = threading.Thread(target=collect, daemon=True)
-    collector.start()
-    collector.join(60)
-    assert not collector.is_alive()
+    def work() -> None:
+        other = threading.Thread(target=int)
+        sys.settrace(look)
+        try:
+            other.start()
+            other.join()
+        finally:
+            sys.settrace(None)
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    worker.join(60)
+    assert not worker.is_alive(), f"it hangs at line {number}"
+    return next(lines) > number
+
+
+@pytest.mark.parametrize("make", [parts, through])
+def test_an_abandoned_read_ends_wherever_threads_are_being_started_and_joined(
+    make: Callable[[], Iterator[bytes]],
+) -> None:
+    for number in count(1):
+        reading = make()
+        next(reading)
+        if not is_ended_at(number, reading):
+            break
+    assert number > 10
 
 
 @pytest.mark.parametrize("ends", [None, ValueError])

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from patchstore import open_store
-from patchstore.publish import beside
-from patchstore.testing.hub.server import TOKEN, Hub
+from patchstore.publish import compactor as beside
 from tests.support.beside import check_beside
+from tests.support.hub.server import TOKEN, Hub
 
 
 @pytest.mark.exhaustive
@@ -25,13 +25,11 @@ def test_it_works_with_the_options_of_s3(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("single_writer", [False, True])
 def test_it_works_with_the_options_of_the_hub(
-    monkeypatch: pytest.MonkeyPatch, *, single_writer: bool
+    monkeypatch: pytest.MonkeyPatch, hub: Hub, s3_url: str, *, single_writer: bool
 ) -> None:
     monkeypatch.setattr(beside, "INTERVAL_S", 0.1)
-    with Hub() as hub:
-        hub.create_bucket("user/runs")
-        options = hub.options("user")
-        if single_writer:
-            options = {"endpoint": hub.url, "token": TOKEN, "single_writer": True}
-        with closing(open_store("hf://buckets/user/runs/beside", **options)) as store:
-            check_beside(store, tuple(options[name] for name in options.keys() & {"token", "gateway_secret"}))
+    by_word = {"endpoint": hub.url, "token": TOKEN, "single_writer": True}
+    options = by_word if single_writer else hub.options("user")
+    url = f"hf://buckets/user/bucket/{s3_url.rpartition('/')[2]}"
+    with closing(open_store(url, **options)) as store:
+        check_beside(store, tuple(options[name] for name in options.keys() & {"token", "gateway_secret"}))

@@ -7,20 +7,22 @@ import stat
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from patchstore import Publisher, verify
+from patchstore import verify
 from patchstore.errors import AlreadyExists, NotFound, StoreUnavailable, UnsupportedStore, UsageError
 from patchstore.stores.base import PART_BYTES, Store
 from patchstore.stores.folder import FolderStore
 from patchstore.support import host
 from patchstore.testing.store import StoreConformance
+from tests.stores.asks import OF_OBJECTS, OPERATIONS
+from tests.support.weights import Run
 
 _ENDLESS_UPLOAD = """
 import sys
@@ -37,32 +39,17 @@ _RUNS_AS_NOBODY = """
 import os, sys
 from patchstore.errors import UsageError
 from patchstore.stores.folder import FolderStore
+from tests.stores.asks import OF_OBJECTS, OPERATIONS
+from tests.support.weights import Run
 os.setgid(65534)
 os.setuid(65534)
 store = FolderStore(sys.argv[1])
-for ask in (
-    lambda: store.get("a/b"),
-    lambda: store.size("a/b"),
-    lambda: list(store.list()),
-    lambda: store.put("a/b", b"x"),
-    lambda: store.upload("c", [b"x"]),
-    lambda: store.delete("a/b"),
-):
+for ask in OPERATIONS.values():
     try:
-        ask()
+        ask(store, "a/b")
     except UsageError as exc:
         print(exc.kind, str(exc).startswith(f"{store.url}: "), "access is refused" in str(exc))
 """
-
-ASKS: dict[str, Callable[[FolderStore], object]] = {
-    "get": lambda store: store.get("a"),
-    "size": lambda store: store.size("a"),
-    "list": lambda store: list(store.list()),
-    "put": lambda store: store.put("a", b"x"),
-    "upload": lambda store: store.upload("a", [b"x"]),
-    "delete": lambda store: store.delete("a"),
-    "read": lambda store: list(store.read("a")),
-}
 
 
 class TestFolderStore(StoreConformance):
@@ -74,6 +61,17 @@ class TestFolderStore(StoreConformance):
 
     def other_process(self, store: Store) -> tuple[str, dict[str, Any]]:
         return store.url, {}
+
+
+def refuses(
+    store: FolderStore, key: str, match: str, *verbs: str, kind: type[Exception] = UsageError
+) -> None:
+    """Fail unless requests for a key are refused, all or those of these kinds."""
+    for verb in verbs or OF_OBJECTS:
+        with pytest.raises(UsageError, match=match) as caught:
+            OPERATIONS[verb](store, key)
+        assert type(caught.value) is UsageError
+        assert str(caught.value).startswith(f"{store.url}: {verb}")
 
 
 def temporary(root: Path) -> list[Path]:
@@ -107,7 +105,7 @@ def test_no_temporary_file_is_left_by_writes_that_end(tmp_path: Path) -> None:
 
 def test_a_file_that_a_killed_writer_left_long_ago_is_removed(tmp_path: Path) -> None:
     FolderStore(tmp_path).put("a", b"")
-    old, young = tmp_path / ".tmp" / "old", tmp_path / ".tmp" / "young"
+    old, young = tmp_path / ".tmp" / uuid.uuid4().hex, tmp_path / ".tmp" / uuid.uuid4().hex
     old.touch()
     young.touch()
     os.utime(old, (0, 0))
@@ -115,14 +113,97 @@ def test_a_file_that_a_killed_writer_left_long_ago_is_removed(tmp_path: Path) ->
     assert temporary(tmp_path) == [young]
 
 
+def test_only_what_this_user_left_under_such_a_name_is_removed(tmp_path: Path) -> None:
+    FolderStore(tmp_path).put("a", b"")
+    unfinished, thesis = tmp_path / ".tmp", tmp_path / "thesis"
+    link, other_users = unfinished / uuid.uuid4().hex, unfinished / uuid.uuid4().hex
+    stay = {unfinished / "thesis.txt", unfinished / f"{uuid.uuid4().hex}.txt", link}
+    thesis.touch()
+    link.symlink_to(thesis)
+    if os.getuid() == 0:
+        other_users.touch()
+        os.chown(other_users, 65534, 65534)
+        stay.add(other_users)
+    for path in stay:
+        path.touch()
+        os.utime(path, (0, 0), follow_symlinks=False)
+    FolderStore(tmp_path).put("a", b"")
+    assert {*temporary(tmp_path)} == stay
+    assert thesis.exists()
+
+
+def test_a_link_in_place_of_the_folder_for_unfinished_objects_is_refused(tmp_path: Path) -> None:
+    victim, root = tmp_path / "victim", tmp_path / "run"
+    victim.mkdir()
+    FolderStore(root).put("a", b"x")
+    left = victim / uuid.uuid4().hex
+    left.touch()
+    os.utime(left, (0, 0))
+    (root / ".tmp").rmdir()
+    (root / ".tmp").symlink_to(victim)
+    store = FolderStore(root)
+    refuses(store, "a", r"\.tmp is a symbolic link", "put", "upload")
+    with pytest.raises(UsageError, match=r"\.tmp is a symbolic link"):
+        store.put("b", b"y", if_absent=True)
+    assert [*victim.iterdir()] == [left]
+    assert [*store.list()] == ["a"]
+    assert store.get("a") == b"x"
+
+
+@pytest.mark.parametrize("swapped", [".tmp", "deltas"])
+def test_a_link_that_takes_a_folders_place_leads_nowhere(tmp_path: Path, swapped: str) -> None:
+    victim, root = tmp_path / "victim", tmp_path / "run"
+    victim.mkdir()
+    store = FolderStore(root)
+    store.put("deltas/1", b"x")
+
+    def swap() -> Iterator[bytes]:
+        yield b"new"
+        name = next((root / ".tmp").iterdir()).name
+        (root / swapped).rename(root / "aside")
+        (root / swapped).symlink_to(victim)
+        (victim / name).write_bytes(b"forged")
+
+    def upload() -> None:
+        store.upload("deltas/1", swap())
+
+    if swapped == "deltas":
+        with pytest.raises(UsageError, match="deltas is a symbolic link"):
+            upload()
+        assert (root / "aside" / "1").read_bytes() == b"x"
+    else:
+        upload()
+        assert store.get("deltas/1") == b"new"
+        assert list((root / "aside").iterdir()) == []
+    assert [each.read_bytes() for each in victim.iterdir()] == [b"forged"]
+
+
+def test_a_link_that_takes_a_folders_place_in_a_delete_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, root, unlink = tmp_path / "victim", tmp_path / "run", os.unlink
+    victim.mkdir()
+    (victim / "1").write_bytes(b"thesis")
+    store = FolderStore(root)
+    store.put("deltas/1", b"x")
+
+    def unlink_after_swap(path: Any, **folders: Any) -> None:
+        (root / "deltas").rename(root / "aside")
+        (root / "deltas").symlink_to(victim)
+        unlink(path, **folders)
+
+    monkeypatch.setattr(os, "unlink", unlink_after_swap)
+    store.delete("deltas/1")
+    assert (victim / "1").read_bytes() == b"thesis"
+    assert list((root / "aside").iterdir()) == []
+
+
 def test_temporary_files_cannot_be_reached_as_objects(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     store.put("a", b"")
     (tmp_path / ".tmp" / "half").write_bytes(b"half")
-    half = ".tmp/half"
-    for ask in (lambda: store.get(half), lambda: store.put(".tmp", b""), lambda: store.delete(half)):
-        with pytest.raises(UsageError, match="unfinished"):
-            ask()
+    for key in (".tmp", ".tmp/half"):
+        refuses(store, key, "unfinished")
     assert list(store.list()) == ["a"]
     assert list(store.list(".tmp/")) == []
 
@@ -154,15 +235,7 @@ def test_a_symbolic_link_below_the_folder_is_no_object(tmp_path: Path) -> None:
     (root / "file").symlink_to(outside / "secret")
     store = FolderStore(root)
     for key in ("folder/secret", "file"):
-        for ask in (
-            lambda key=key: store.get(key),
-            lambda key=key: store.size(key),
-            lambda key=key: store.put(key, b"overwritten"),
-            lambda key=key: store.upload(key, [b"overwritten"]),
-            lambda key=key: store.delete(key),
-        ):
-            with pytest.raises(UsageError, match="symbolic link"):
-                ask()
+        refuses(store, key, "symbolic link")
     assert list(store.list()) == []
     assert list(store.list("folder/")) == []
     assert (outside / "secret").read_bytes() == b"secret"
@@ -190,14 +263,9 @@ def test_a_pipe_a_socket_or_a_device_is_no_object_and_is_not_waited_for(
 ) -> None:
     store = FolderStore(tmp_path)
     make(tmp_path / "odd")
-    for ask in (
-        lambda: store.get("odd"),
-        lambda: store.get("odd", 0, 10),
-        lambda: store.size("odd"),
-        lambda: b"".join(store.read("odd")),
-    ):
-        with pytest.raises(UsageError, match="odd"):
-            ask()
+    refuses(store, "odd", "odd", "get", "size", "read")
+    with pytest.raises(UsageError, match="odd"):
+        store.get("odd", 0, 10)
     assert list(store.list()) == []
     with pytest.raises(AlreadyExists):
         store.put("odd", b"x", if_absent=True)
@@ -209,11 +277,8 @@ def test_a_pipe_a_socket_or_a_device_is_no_object_and_is_not_waited_for(
 def test_a_pipe_in_an_objects_place_ends_a_reader_with_an_error_that_names_it(
     tmp_path: Path, key: str
 ) -> None:
-    bucket, weights = tmp_path / "bucket", {"w": torch.arange(8, dtype=torch.int32)}
-    with Publisher(FolderStore(bucket), weights, dtype=None) as publisher:
-        publisher.publish_patch(0).result()
-        weights["w"][0] += 1
-        publisher.publish_patch(1).result()
+    bucket = tmp_path / "bucket"
+    Run(FolderStore(bucket)).publish_and_close(2)
     key = next(found for found in FolderStore(bucket).list() if found.startswith(key))
     (bucket / key).unlink()
     os.mkfifo(bucket / key)
@@ -235,13 +300,6 @@ def test_a_relative_path_stays_where_it_was_opened(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path / "elsewhere")
     store.put("a", b"x")
     assert (tmp_path / "bucket" / "a").read_bytes() == b"x"
-
-
-def test_files_whose_names_are_no_keys_are_not_listed(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path)
-    store.put("a", b"")
-    (tmp_path / "a copy of a").touch()
-    assert list(store.list()) == ["a"]
 
 
 @pytest.mark.parametrize("if_absent", [True, False])
@@ -272,11 +330,11 @@ def test_a_put_survives_a_delete_that_removes_its_folder(
     link = os.link
     removed: list[str] = []
 
-    def link_after_removal(source: str, target: str) -> None:
+    def link_after_removal(source: str, target: str, **folders: Any) -> None:
         if not removed:
             removed.append(target)
-            Path(target).parent.rmdir()
-        link(source, target)
+            (tmp_path / "probes").rmdir()
+        link(source, target, **folders)
 
     monkeypatch.setattr(os, "link", link_after_removal)
     store.put("probes/a", b"x", if_absent=True)
@@ -284,14 +342,20 @@ def test_a_put_survives_a_delete_that_removes_its_folder(
     assert store.get("probes/a") == b"x"
 
 
+def failing(number: int) -> Callable[..., None]:
+    """A call of the system that fails."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_hard_links_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    def no_link(source: str, target: str) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "link", no_link)
+    monkeypatch.setattr(os, "link", failing(number))
     store = FolderStore(tmp_path)
     with pytest.raises(UnsupportedStore, match="hard links"):
         store.put("a", b"x", if_absent=True)
@@ -304,9 +368,9 @@ def test_a_link_whose_answer_was_lost_is_recognised_as_ones_own(
 ) -> None:
     link = os.link
 
-    def link_twice(source: str, target: str) -> None:
-        link(source, target)
-        link(source, target)
+    def link_twice(source: str, target: str, **folders: Any) -> None:
+        link(source, target, **folders)
+        link(source, target, **folders)
 
     monkeypatch.setattr(os, "link", link_twice)
     store = FolderStore(tmp_path)
@@ -317,12 +381,9 @@ def test_a_link_whose_answer_was_lost_is_recognised_as_ones_own(
 def test_a_full_disk_leaves_nothing_and_says_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_space(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     store = FolderStore(tmp_path)
     store.put("a", b"x")
-    monkeypatch.setattr(os, "fsync", no_space)
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
     for if_absent in (True, False):
         with pytest.raises(StoreUnavailable) as caught:
             store.put("b", b"x", if_absent=if_absent)
@@ -343,13 +404,10 @@ def test_an_operating_system_error_of_the_chunks_passes_through(tmp_path: Path) 
 # Places that are no folder, or that cannot be used.
 
 
-@pytest.mark.parametrize("ask", ASKS)
 @pytest.mark.parametrize("below", ["", "run"])
-def test_a_path_that_is_a_file_is_no_empty_store(tmp_path: Path, ask: str, below: str) -> None:
+def test_a_path_that_is_a_file_is_no_empty_store(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_bytes(b"mine")
-    with pytest.raises(UsageError, match="leads through, a file") as caught:
-        ASKS[ask](FolderStore(tmp_path / "file" / below))
-    assert type(caught.value) is UsageError
+    refuses(FolderStore(tmp_path / "file" / below), "a", "leads through, a file", *OPERATIONS)
     assert (tmp_path / "file").read_bytes() == b"mine"
 
 
@@ -359,30 +417,21 @@ def test_a_path_that_cannot_be_one_is_refused(path: str) -> None:
         FolderStore(path)
 
 
-@pytest.mark.parametrize("ask", ["get", "size", "put", "upload", "delete"])
-def test_a_name_that_is_too_long_for_the_file_system_is_the_callers_mistake(tmp_path: Path, ask: str) -> None:
-    key, store = "a" * 300, FolderStore(tmp_path)
-    asks: dict[str, Callable[[], object]] = {
-        "get": lambda: store.get(key),
-        "size": lambda: store.size(key),
-        "put": lambda: store.put(key, b"x", if_absent=True),
-        "upload": lambda: store.upload(key, [b"x"]),
-        "delete": lambda: store.delete(key),
-    }
-    with pytest.raises(UsageError, match=f"{ask} {key}: .*too long"):
-        asks[ask]()
+def test_a_name_that_is_too_long_for_the_file_system_is_the_callers_mistake(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    refuses(store, "a" * 300, "a{300}: .*too long")
     assert list(store.list()) == []
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_a_folder_without_permission_is_the_callers_mistake(tmp_path: Path) -> None:
+def test_a_folder_without_permission_is_the_callers_mistake() -> None:
     with other_users_folder() as folder:
         FolderStore(folder).put("a/b", b"mine")
         (folder / "a").chmod(0o700)
         folder.chmod(0o755)
         command = [sys.executable, "-c", _RUNS_AS_NOBODY, str(folder)]
         answer = subprocess.run(command, check=True, capture_output=True, text=True)
-        assert answer.stdout.splitlines() == ["usage True True"] * 6
+        assert answer.stdout.splitlines() == ["usage True True"] * len(OPERATIONS)
         assert FolderStore(folder).get("a/b") == b"mine"
 
 
@@ -410,12 +459,10 @@ def mounted(folder: Path, *options: str) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("ask", ["put", "upload"])
-def test_a_read_only_mount_is_the_callers_mistake(tmp_path: Path, ask: str) -> None:
+def test_a_read_only_mount_is_the_callers_mistake(tmp_path: Path) -> None:
     with mounted(tmp_path, "-o", "ro"):
         store = FolderStore(tmp_path)
-        with pytest.raises(UsageError, match=f"{ask} a: .*Read-only"):
-            ASKS[ask](store)
+        refuses(store, "a", "Read-only", "put", "upload")
         with pytest.raises(NotFound):
             store.get("a")
 

@@ -29,30 +29,28 @@ class TestFsspecStore(StoreConformance):
         return FsspecStore(fs, s3_url.removeprefix("s3://"), url=s3_url)
 
 
-@pytest.mark.parametrize("protocol", ["local", "memory", "file", "dir", "simplecache", "reference"])
-def test_file_systems_that_ship_with_fsspec_are_refused(protocol: str) -> None:
-    driver = fsspec.get_filesystem_class(protocol)
+class CheckThenWrite(fsspec.AbstractFileSystem):
+    """Inherits a create that looks first."""
+
+
+class Drops(AsyncFileSystem):
+    """Drops the condition."""
+
+    async def _pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        raise AssertionError("written to")
+
+
+@pytest.mark.parametrize(
+    "driver",
+    [
+        *map(fsspec.get_filesystem_class, ("local", "memory", "file", "dir", "simplecache", "reference")),
+        CheckThenWrite,
+        Drops,
+    ],
+)
+def test_a_file_system_that_does_not_create_atomically_is_refused(driver: type) -> None:
     with pytest.raises(UnsupportedStore, match="s3://"):
-        FsspecStore(driver.__new__(driver), "root", url=f"{protocol}://root")
-
-
-def test_a_file_system_that_inherits_check_then_write_is_refused() -> None:
-    class CheckThenWrite(fsspec.AbstractFileSystem):
-        protocol = "check-then-write"
-
-    with pytest.raises(UnsupportedStore):
-        FsspecStore(CheckThenWrite(), "root", url="check-then-write://root")
-
-
-def test_a_file_system_that_drops_the_condition_is_refused() -> None:
-    class Drops(AsyncFileSystem):
-        protocol = "drops"
-
-        async def _pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
-            raise AssertionError("written to")
-
-    with pytest.raises(UnsupportedStore):
-        FsspecStore(Drops(), "root", url="drops://root")
+        FsspecStore(driver.__new__(driver), "root", url="protocol://root")
 
 
 def test_listings_are_fresh_although_the_file_system_keeps_them(

@@ -6,30 +6,30 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import huggingface_hub
 import pytest
 import s3fs
 from huggingface_hub import HfApi
 from safetensors.torch import load_file
 
-from patchstore import Publisher, Replica, replay, verify
-from patchstore.errors import AlreadyExists, NotFound, UnsupportedStore, UsageError, VersionConflict
-from patchstore.format import layout
-from patchstore.stores import hub_events, open_store, packages
+from patchstore import Publisher, replay, verify
+from patchstore.errors import AlreadyExists, NotFound, UnsupportedStore, VersionConflict
+from patchstore.stores import hub_api, layout, open_store
 from patchstore.stores.base import NUM_PARTS, PART_BYTES, Store
 from patchstore.stores.hub import HubStore
 from patchstore.stores.probe import check_create_only
 from patchstore.stores.s3 import S3Store
-from patchstore.testing.hub import Hub
-from patchstore.testing.hub.clients import quick_clients
-from patchstore.testing.hub.server import GATEWAY_KEY, GATEWAY_SECRET, TOKEN
-from patchstore.testing.pattern import pattern, patterned
-from patchstore.testing.store import StoreConformance
+from patchstore.testing.store import StoreConformance, pattern, patterned
+from tests.stores.asks import check_versions
+from tests.support.hub import Hub
+from tests.support.hub.server import GATEWAY_KEY, GATEWAY_SECRET, TOKEN
 from tests.support.weights import Run, assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("hubs_clients")
 
 BUCKET = "user/bucket"
 
@@ -57,19 +57,6 @@ else:
     assert sum(len(part) for part in store.read("large")) == size
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with quick_clients(tmp_path_factory.mktemp("hf")):
-        yield
-
-
-@pytest.fixture(scope="module")
-def hub(_clients: None) -> Iterator[Hub]:
-    with Hub() as hub:
-        hub.create_bucket(BUCKET)
-        yield hub
 
 
 @pytest.fixture
@@ -129,6 +116,7 @@ class TestThroughTheGateway(HubConformance):
         return store.url, self.options
 
 
+@pytest.mark.exhaustive
 class TestByTheCallersWord(HubConformance):
     # Nothing decides a race here.
     test_of_threads_that_race_for_a_key_one_wins = None  # type: ignore[assignment]
@@ -143,40 +131,6 @@ class TestByTheCallersWord(HubConformance):
 
 
 # Options.
-
-
-@pytest.mark.parametrize(
-    ("url", "refusal"),
-    [
-        ("hf://buckets", UsageError),
-        ("hf://buckets/user", UsageError),
-        ("hf://buckets//bucket", UsageError),
-        ("hf://buckets/user/bucket/a//b", UsageError),
-        ("hf://buckets/user/bucket/..", UsageError),
-        ("hf://datasets/user/name", UnsupportedStore),
-        ("hf://user/model", UnsupportedStore),
-    ],
-)
-def test_a_url_that_names_no_bucket_is_refused(url: str, refusal: type[Exception]) -> None:
-    with pytest.raises(refusal) as caught:
-        open_store(url)
-    assert type(caught.value) is refusal
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gateway_key": "HFAK"},
-        {"gateway_secret": "secret"},
-        {"gateway_url": "http://127.0.0.1"},
-        {"gateway_key": "HFAK", "gateway_secret": "secret", "single_writer": True},
-        {"single_writer": "false"},
-        {"gateway": "HFAK"},
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"gateway_key|single_writer"):
-        open_store("hf://buckets/user/bucket", **options)
 
 
 def test_a_stores_url_has_neither_options_nor_a_last_slash(opened: Callable[..., HubStore]) -> None:
@@ -194,20 +148,18 @@ def test_endpoint_and_token_are_huggingface_hubs_own_by_default(
     assert open_store(url).get("a") == b"x"
 
 
-def test_the_gateways_place_is_the_owners_at_the_hub() -> None:
-    store = HubStore("hf://buckets/user/bucket/run", gateway_key="HFAK", gateway_secret="secret", timeout_s=7)
-    gateway = store._gateway
-    assert isinstance(gateway, S3Store)
-    assert gateway.url == "s3://bucket/run"
-    assert gateway._client.fs.endpoint_url == "https://s3.hf.co/user"
-    assert gateway.timeout_s == 7
-    store.close()
+def test_the_gateways_place_is_the_owners_at_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateways: list[S3Store] = []
 
+    def opened_s3(url: str, **options: Any) -> S3Store:
+        gateways.append(S3Store(url, **options))
+        return gateways[-1]
 
-def test_an_hf_xet_whose_streams_never_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages.metadata, "version", {"hf-xet": "1.6.0", "huggingface_hub": "2.0"}.get)
-    with pytest.raises(UnsupportedStore, match=r"pip install 'hf-xet>=1.7'"):
-        open_store("hf://buckets/user/bucket")
+    monkeypatch.setattr("patchstore.stores.hub.open_s3", opened_s3)
+    HubStore("hf://buckets/user/bucket/run", gateway_key="HFAK", gateway_secret="secret", timeout_s=7).close()
+    (gateway,) = gateways
+    found = (gateway.url, gateway.endpoint, gateway.timeout_s)
+    assert found == ("s3://bucket/run", "https://s3.hf.co/user", 7)
 
 
 # Where a create-only put is only the caller's word, or not to be had.
@@ -240,7 +192,7 @@ def test_the_gateway_is_proved_and_a_word_as_far_as_it_goes(
 
 
 def test_a_second_writer_at_the_same_moment_is_noticed_by_the_first(
-    hub: Hub, opened: Callable[..., HubStore]
+    hub: Hub, opened: Callable[..., HubStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, other = opened(single_writer=True), opened(single_writer=True)
     interfered = []
@@ -251,12 +203,9 @@ def test_a_second_writer_at_the_same_moment_is_noticed_by_the_first(
             other.put("slot", b"theirs")
         return False
 
-    hub.lose = interfere
-    try:
-        with pytest.raises(AlreadyExists, match="single_writer"):
-            store.put("slot", b"ours", if_absent=True)
-    finally:
-        hub.lose = None
+    monkeypatch.setattr(hub, "lose", interfere)
+    with pytest.raises(AlreadyExists, match="single_writer"):
+        store.put("slot", b"ours", if_absent=True)
     assert store.get("slot") == b"theirs"
 
 
@@ -345,14 +294,6 @@ def test_looking_for_the_next_version_is_one_request(hub: Hub, opened: Callable[
     assert len(hub.requests) == 3
 
 
-def test_tokens_for_transfers_are_used_again(hub: Hub, opened: Callable[..., HubStore]) -> None:
-    store = opened()
-    hub.requests.clear()
-    for number in range(3):
-        store.put(f"a/{number}", b"x")
-    assert len([request for request in hub.requests if request.endswith("xet-write-token")]) == 1
-
-
 def test_an_object_that_is_replaced_while_it_is_read_comes_out_as_it_was(
     opened: Callable[..., HubStore],
 ) -> None:
@@ -391,16 +332,11 @@ def test_memory_stays_bounded_while_a_large_object_passes_each_way(native: dict[
 def test_a_run_is_published_followed_and_replayed_bit_for_bit(
     hub: Hub, native: dict[str, Any], url: str, tmp_path: Path
 ) -> None:
-    publishing = open_store(url, **hub.options("user"))
-    run = Run(publishing)
-    run.publish_versions(6)
-    run.close()
-    publishing.close()
-    reading = open_store(url, **native)
-    follower = Replica(reading, {})
-    for version in (3, 5, 1):
-        follower.update(version)
-        assert_same_bits(dict(follower.tensors), run.history[version])
+    with closing(open_store(url, **hub.options("user"))) as publishing:
+        run = Run(publishing)
+        run.publish_and_close(6)
+    run.store = reading = open_store(url, **native)
+    check_versions(run)
     for version in (2, 5):
         replay(reading, version, out=tmp_path / str(version))
         (file,) = (tmp_path / str(version)).glob("*.safetensors")
@@ -432,51 +368,33 @@ def test_a_subscriber_is_woken_by_a_change_and_no_more_when_it_has_ended(
 def test_a_feed_that_ends_early_is_opened_again(
     hub: Hub, opened: Callable[..., HubStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_events, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(hub_api, "FIRST_WAIT_S", 0.01)
     store, woken = opened(), threading.Semaphore(0)
     answers = iter([(503, b"{}")])
-    hub.fault = lambda method, path: next(answers, None) if path.endswith("/events") else None
-    try:
-        end = store.subscribe(woken.release)
-        assert end is not None
-        assert woken.acquire(timeout=60)
-        hub.buckets[BUCKET].hang_up()
-        assert woken.acquire(timeout=60)
-    finally:
-        hub.fault = None
+    fault = lambda method, path: next(answers, None) if path.endswith("/events") else None  # noqa: E731
+    monkeypatch.setattr(hub, "fault", fault)
+    end = store.subscribe(woken.release)
+    assert end is not None
+    assert woken.acquire(timeout=60)
+    hub.buckets[BUCKET].hang_up()
+    assert woken.acquire(timeout=60)
     end()
     assert feeds() == []
 
 
 @pytest.mark.parametrize("status", [401, 404, 501])
 def test_where_there_is_no_feed_a_subscription_ends_by_itself(
-    hub: Hub, opened: Callable[..., HubStore], status: int
+    hub: Hub, opened: Callable[..., HubStore], status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.fault = lambda method, path: (status, b"{}") if path.endswith("/events") else None
-    try:
-        end = opened().subscribe(lambda: pytest.fail("woken"))
-        for thread in feeds():
-            thread.join(60)
-            assert not thread.is_alive()
-    finally:
-        hub.fault = None
+    fault = lambda method, path: (status, b"{}") if path.endswith("/events") else None  # noqa: E731
+    monkeypatch.setattr(hub, "fault", fault)
+    end = opened().subscribe(lambda: pytest.fail("woken"))
+    for thread in feeds():
+        thread.join(60)
+        assert not thread.is_alive()
     assert end is not None
     end()
 
 
 def feeds() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "patchstore-hub-feed"]
-
-
-# The Hub as a program.
-
-
-def test_a_hub_that_runs_by_itself_ends_with_the_process_that_started_it() -> None:
-    command = [sys.executable, "-m", "patchstore.testing.hub", "--bucket", BUCKET]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None and program.stdin is not None
-        url = program.stdout.readline().strip()
-        answer = httpx.get(f"{url}/api/buckets/{BUCKET}", headers={"Authorization": f"Bearer {TOKEN}"})
-        assert answer.json()["id"] == BUCKET
-        program.stdin.close()
-        assert program.wait(60) == 0

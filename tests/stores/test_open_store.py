@@ -1,15 +1,17 @@
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import s3fs
-from fsspec.registry import _registry, known_implementations
+from fsspec.registry import known_implementations, register_implementation
 
 from patchstore.errors import UnsupportedStore, UsageError
 from patchstore.stores import open_store
+from patchstore.stores.base import Store
 from patchstore.stores.folder import FolderStore
 from patchstore.stores.fsspec_store import FsspecStore
 from patchstore.stores.hub import HubStore
@@ -18,24 +20,63 @@ from patchstore.stores.s3 import S3Store
 
 
 def test_a_path_is_a_folder(tmp_path: Path) -> None:
-    for url in (tmp_path, str(tmp_path), f"file://{tmp_path}", f"file://localhost{tmp_path}"):
+    files = (f"file:{tmp_path}", f"file://{tmp_path}", f"file://localhost{tmp_path}", f"file:///{tmp_path}")
+    for url in (tmp_path, str(tmp_path), *files):
         store = open_store(url)
         assert isinstance(store, FolderStore)
         store.put("a", str(url).encode())
         assert (tmp_path / "a").read_bytes() == str(url).encode()
 
 
-def test_a_file_url_is_unquoted(tmp_path: Path) -> None:
-    open_store(f"file://{tmp_path}/with%20space").put("a", b"x")
-    assert (tmp_path / "with space" / "a").exists()
+class _OfBytes:
+    def __fspath__(self) -> bytes:
+        return b"folder"
+
+
+_HUB = "hf://buckets"
+REFUSED: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
+    # They name no place.
+    (
+        UsageError,
+        ".",
+        ("file://", "file://another-machine/path", "file://[::1/a", "file:///a%00b", "memory://"),
+    ),
+    (UsageError, ".", ("s3://", "s3:///prefix", "s3:////", "s3://b/a//b", _HUB, f"{_HUB}/user")),
+    (UsageError, ".", (f"{_HUB}//bucket", f"{_HUB}/user/bucket/a//b", f"{_HUB}/user/bucket/..")),
+    # White space and control characters.
+    (
+        UsageError,
+        ".",
+        ("", " ", "\n", "\0", " s3://bucket/run", "run ", "run\n", "/tmp/a\0b", "s3://bu\tcket"),
+    ),
+    # What a shell would have replaced, and paths of other systems.
+    (UsageError, ".", ("$HOME/run", "${RUNS}/a", "%TEMP%\\run", "C:\\run", "\\\\host\\run", "/", "//")),
+    # They have secrets.
+    (UsageError, ".", ("s3://key:SECRET@bucket/run", "s3://bucket/run?X-Amz-Signature=SECRET")),
+    (UsageError, ".", ("s3://bucket/run#SECRET", "gs://user:SECRET@bucket/run")),
+    (UsageError, ".", ("hf://token:SECRET@buckets/user/bucket", "file:///a?a=SECRET", "file:///a#SECRET")),
+    (UsageError, "as text", (None, b"folder", 5, ["folder"], True, _OfBytes())),
+    (UsageError, "no name of a bucket", ("s3://my bucket/run", "s3://bücket/run", "s3://-bucket/run")),
+    (UsageError, "no name of a bucket", ("s3://a%62/run", "s3://$HOME/run")),
+    (UsageError, "no such user", ("~no-such-user/run",)),
+    (UsageError, "nonsense", ("nonsense://bucket/run",)),
+    (UnsupportedStore, ".", ("hf://datasets/user/name", "hf://user/model")),
+    # Before they are reached.
+    (UnsupportedStore, "only once", ("local://127.0.0.1/run", "http://127.0.0.1/run")),
+    (UnsupportedStore, "only once", ("ftp://127.0.0.1/run", "zip://127.0.0.1/run")),
+]
 
 
 @pytest.mark.parametrize(
-    "url", ["file://", "file://another-machine/path", "memory://", "s3://", "s3:///prefix", "s3:////"]
+    ("kind", "match", "url"), [(kind, match, url) for kind, match, urls in REFUSED for url in urls]
 )
-def test_a_url_that_names_no_place_is_refused(url: str) -> None:
-    with pytest.raises(UsageError):
+def test_what_is_no_place_of_a_store_is_refused_without_its_secrets(
+    kind: type[Exception], match: str, url: Any
+) -> None:
+    with pytest.raises(kind, match=match) as caught:
         open_store(url)
+    assert type(caught.value) is kind
+    assert "SECRET" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -68,54 +109,11 @@ def test_a_mistyped_url_is_no_folder_and_what_was_meant_is_said(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "",
-        " ",
-        "\n",
-        "\0",
-        " s3://bucket/run",
-        "run ",
-        "run\n",
-        "s3://bucket/a\0b",
-        "/tmp/a\0b",
-        "s3://bu\tcket",
-    ],
-)
-def test_white_space_and_control_characters_are_no_url(url: str) -> None:
-    with pytest.raises(UsageError):
-        open_store(url)
-
-
-@pytest.mark.parametrize(
-    "url", ["$HOME/run", "${RUNS}/a", "%TEMP%\\run", "C:\\run", "\\\\host\\run", "/", "//"]
-)
-def test_what_a_shell_would_have_replaced_and_other_systems_paths_are_no_folders(url: str) -> None:
-    with pytest.raises(UsageError):
-        open_store(url)
-
-
 @pytest.mark.parametrize("url", ["folder", "memory://name", "s3://bucket/run", "hf://buckets/a/b"])
 @pytest.mark.parametrize("option", ["url", "self"])
 def test_what_constructors_call_their_arguments_is_no_option(url: str, option: str) -> None:
     with pytest.raises(UsageError, match=f"option {option}"):
         open_store(url, **{option: "x"})
-
-
-@pytest.mark.parametrize("url", [None, b"folder", 5, ["folder"], True])
-def test_what_is_no_text_is_no_url(url: Any) -> None:
-    with pytest.raises(UsageError, match="as text"):
-        open_store(url)
-
-
-def test_a_path_of_bytes_is_no_url() -> None:
-    class OfBytes:
-        def __fspath__(self) -> bytes:
-            return b"folder"
-
-    with pytest.raises(UsageError, match="as text"):
-        open_store(OfBytes())  # type: ignore[arg-type]
 
 
 def test_a_folder_may_be_named_like_a_url_below_another(
@@ -132,8 +130,6 @@ def test_a_tilde_is_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     for url in ("~/run", Path("~/run")):
         assert open_store(url).url == str(tmp_path / "run")
-    with pytest.raises(UsageError, match="no such user"):
-        open_store("~no-such-user/run")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -144,6 +140,27 @@ def test_a_protocol_may_be_in_capitals(tmp_path: Path) -> None:
     assert open_store(f"FILE://{tmp_path}").url == str(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("memory://opened", MemoryStore),
+        ("s3://bucket", S3Store),
+        ("s3://bucket/some/run", S3Store),
+        ("hf://buckets/user/bucket/some/run", HubStore),
+    ],
+)
+def test_a_protocol_has_its_kind_of_store(url: str, kind: type[Store]) -> None:
+    store = open_store(url)
+    assert isinstance(store, kind)
+    assert store.url == url
+
+
+def test_the_same_name_is_the_same_store() -> None:
+    open_store("memory://a-name-of-its-own").put("key", b"x")
+    assert open_store("memory://a-name-of-its-own").get("key") == b"x"
+    assert list(open_store("memory://another-name").list()) == []
+
+
 def test_slashes_at_the_end_are_dropped(tmp_path: Path) -> None:
     assert open_store("s3://bucket///").url == "s3://bucket"
     assert open_store("s3://bucket/run//").url == "s3://bucket/run"
@@ -151,30 +168,13 @@ def test_slashes_at_the_end_are_dropped(tmp_path: Path) -> None:
     assert open_store(f"{tmp_path}//").url == str(tmp_path)
 
 
-def test_a_file_url_has_several_forms_and_no_query(tmp_path: Path) -> None:
-    for url in (
-        f"file:{tmp_path}",
-        f"file://{tmp_path}",
-        f"file://localhost{tmp_path}",
-        f"file:///{tmp_path}",
-    ):
-        assert Path(open_store(url).url) == Path(open_store(tmp_path).url)
-    for url in (f"file://{tmp_path}?a=SECRET", f"file://{tmp_path}#SECRET", "file:///a%00b", "file://[::1/a"):
-        with pytest.raises(UsageError) as caught:
-            open_store(url)
-        assert "SECRET" not in str(caught.value)
+def test_a_file_url_is_unquoted(tmp_path: Path) -> None:
     assert open_store(f"file://{tmp_path}/a%FFb").url == os.fsdecode(os.fsencode(tmp_path) + b"/a\xffb")
 
 
-@pytest.mark.parametrize("bucket", ["my bucket", "bücket", "-bucket", "a%62", "$HOME"])
-def test_what_is_no_name_of_a_bucket_is_refused(bucket: str) -> None:
-    with pytest.raises(UsageError, match="no name of a bucket"):
-        open_store(f"s3://{bucket}/run")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
+NO_TIMES = ("abc", "5", None, True, 0, -1, float("nan"), float("inf"), 1e6, [5])
+WRONG_OPTIONS: dict[tuple[str, str], list[dict[str, Any]]] = {
+    ("s3://bucket/run", ""): [
         {"endpoint_url": 5},
         {"endpoint_url": "storage.example.com"},
         {"endpoint_url": "ftp://storage.example.com"},
@@ -205,16 +205,7 @@ def test_what_is_no_name_of_a_bucket_is_refused(bucket: str) -> None:
         {"client": "nonsense"},
         {"client": 5},
     ],
-)
-def test_an_option_of_s3_that_cannot_be_is_refused_when_the_store_is_opened(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"^s3://bucket/run: ") as caught:
-        open_store("s3://bucket/run", **options)
-    assert "SECRET" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
+    ("hf://buckets/user/bucket", ""): [
         {"endpoint": 5},
         {"endpoint": "huggingface.co"},
         {"endpoint": "https://user:SECRET@huggingface.co"},
@@ -224,67 +215,48 @@ def test_an_option_of_s3_that_cannot_be_is_refused_when_the_store_is_opened(opti
         {"gateway_key": "HFAK", "gateway_secret": "SECRET", "gateway_url": "nonsense"},
         {"single_writer": 1},
     ],
+    ("hf://buckets/user/bucket", "gateway_key|single_writer"): [
+        {"gateway_key": "HFAK"},
+        {"gateway_secret": "SECRET"},
+        {"gateway_url": "http://127.0.0.1"},
+        {"gateway_key": "HFAK", "gateway_secret": "SECRET", "single_writer": True},
+        {"gateway": "HFAK"},
+        {"single_writer": "false"},
+    ],
+    ("s3://bucket/run", "timeout_s"): [{"timeout_s": each} for each in NO_TIMES],
+    ("hf://buckets/user/bucket", "timeout_s"): [{"timeout_s": each} for each in NO_TIMES],
+}
+
+
+@pytest.mark.parametrize(
+    ("url", "named", "options"),
+    [(*where, each) for where, options in WRONG_OPTIONS.items() for each in options],
 )
-def test_an_option_of_the_hub_that_cannot_be_is_refused_when_the_store_is_opened(
-    options: dict[str, Any],
+def test_an_option_that_cannot_be_is_refused_when_the_store_is_opened(
+    url: str, named: str, options: dict[str, Any]
 ) -> None:
-    with pytest.raises(UsageError, match=r"^hf://buckets/user/bucket: ") as caught:
-        open_store("hf://buckets/user/bucket", **options)
+    with pytest.raises(UsageError, match=f"(?s)^{url}: .*({named})") as caught:
+        open_store(url, **options)
     assert "SECRET" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("url", "known"), [("folder", "none"), ("memory://options", "none"), ("s3://bucket", "endpoint_url")]
-)
-def test_an_unknown_option_is_refused_and_the_known_ones_named(url: str, known: str) -> None:
-    with pytest.raises(UsageError, match=known) as caught:
-        open_store(url, endpoint="http://127.0.0.1")
-    assert caught.value.kind == "usage"
-
-
-def test_a_memory_url_is_a_memory_store() -> None:
-    store = open_store("memory://opened")
-    assert isinstance(store, MemoryStore)
-    assert store.url == "memory://opened"
-
-
-def test_an_s3_url_is_an_s3_store_at_bucket_and_prefix() -> None:
-    store = open_store("s3://bucket/some/run/", key="k", secret="very secret")
-    assert isinstance(store, S3Store)
-    assert store.url == "s3://bucket/some/run"
-    assert open_store("s3://bucket").url == "s3://bucket"
-
-
-def test_an_s3_prefix_that_is_no_key_is_refused() -> None:
-    with pytest.raises(UsageError):
-        open_store("s3://bucket/a//b")
-
-
-@pytest.mark.parametrize(
-    "url",
+    ("url", "options", "known"),
     [
-        "s3://key:SECRET@bucket/run",
-        "s3://bucket/run?X-Amz-Signature=SECRET",
-        "s3://bucket/run#SECRET",
-        "gs://user:SECRET@bucket/run",
-        "hf://token:SECRET@buckets/user/bucket",
+        ("folder", {"endpoint": "http://127.0.0.1"}, "none"),
+        ("memory://options", {"endpoint": "http://127.0.0.1"}, "none"),
+        ("s3://bucket", {"endpoint": "http://127.0.0.1"}, "endpoint_url"),
+        ("s3://bucket", {"client": "boto3"}, "auto, s3fs, obstore"),
+        ("folder", {"timeout_s": 5}, "leave the option out"),
+        ("memory://name", {"timeout_s": 5}, "leave the option out"),
     ],
 )
-def test_secrets_in_a_url_are_refused_without_being_repeated(url: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        open_store(url)
-    assert "SECRET" not in str(caught.value)
-
-
-def test_a_url_of_the_hub_is_a_hub_store_at_bucket_and_prefix() -> None:
-    store = open_store("hf://buckets/user/bucket/some/run/", token="hf_secret")
-    assert isinstance(store, HubStore)
-    assert store.url == "hf://buckets/user/bucket/some/run"
-
-
-def test_an_unknown_protocol_is_the_callers_mistake() -> None:
-    with pytest.raises(UsageError, match="nonsense"):
-        open_store("nonsense://bucket/run")
+def test_an_unknown_option_is_refused_and_the_known_ones_named(
+    url: str, options: dict[str, Any], known: str
+) -> None:
+    with pytest.raises(UsageError, match=known) as caught:
+        open_store(url, **options)
+    assert caught.value.kind == "usage"
 
 
 def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,43 +266,41 @@ def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         open_store("missing://bucket/run")
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run"])
-def test_without_s3fs_and_fsspec_the_message_says_what_to_install(
-    url: str, monkeypatch: pytest.MonkeyPatch
+KEYS = {"gateway_key": "HFAK", "gateway_secret": "secret"}
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "packages"),
+    [
+        ("s3://bucket/run", {}, ["s3fs", "fsspec"]),
+        ("gs://bucket/run", {}, ["s3fs", "fsspec"]),
+        ("hf://buckets/user/bucket", KEYS, ["s3fs", "fsspec"]),
+        ("hf://buckets/user/bucket", {}, ["huggingface_hub"]),
+        ("hf://buckets/user/bucket", {}, ["hf_xet"]),
+    ],
+)
+def test_where_a_package_is_missing_the_message_says_what_to_install(
+    url: str, options: dict[str, Any], packages: list[str]
 ) -> None:
-    for module in ("patchstore.stores.s3", "patchstore.stores.fsspec_store"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(UnsupportedStore, match="pip install"):
-        open_store(url)
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({packages}))\n"
+        "from patchstore.errors import PatchstoreError\n"
+        "from patchstore.stores import open_store\n"
+        "try:\n"
+        f"    open_store({url!r}, **{options})\n"
+        "except PatchstoreError as error:\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert ran.stdout.startswith("UnsupportedStore") and "pip install" in ran.stdout, ran.stderr
 
 
-@pytest.mark.parametrize("package", ["huggingface_hub", "hf_xet"])
-def test_without_the_hubs_clients_the_message_says_what_to_install(
-    package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in [name for name in sys.modules if name.startswith("patchstore.stores.hub")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UnsupportedStore, match="pip install"):
-        open_store("hf://buckets/user/bucket")
-
-
-@pytest.mark.parametrize("protocol", ["local", "http", "ftp", "zip"])
-def test_a_protocol_without_an_exclusive_create_is_refused_before_it_is_reached(protocol: str) -> None:
-    pytest.importorskip("aiohttp")
-    with pytest.raises(UnsupportedStore, match="only once"):
-        open_store(f"{protocol}://127.0.0.1/run")
-
-
-def test_another_protocol_of_fsspec_is_opened_through_it(
-    monkeypatch: pytest.MonkeyPatch, s3_options: dict[str, Any], s3_url: str
-) -> None:
+def test_another_protocol_of_fsspec_is_opened_through_it(s3_options: dict[str, Any], s3_url: str) -> None:
     class Another(s3fs.S3FileSystem):
         protocol = ("another", "s3")
 
-    monkeypatch.setitem(_registry, "another", Another)
+    # As the package of a filesystem does. It stays for the process, which no other test notices.
+    register_implementation("another", Another, clobber=True)
     url = s3_url.replace("s3://", "another://")
     store = open_store(url, **s3_options)
     assert isinstance(store, FsspecStore)

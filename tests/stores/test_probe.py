@@ -1,12 +1,10 @@
 from pathlib import Path
 from threading import Barrier
-from typing import Any
 
 import pytest
 
 from patchstore.errors import AlreadyExists, StoreUnavailable, UnsupportedStore, UsageError
-from patchstore.format import layout
-from patchstore.stores import open_store
+from patchstore.stores import layout, open_store
 from patchstore.stores.base import Store
 from patchstore.stores.memory import MemoryStore
 from patchstore.stores.probe import check_create_only
@@ -45,13 +43,6 @@ def test_a_folder_passes(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     check_create_only(store)
     assert list(store.list()) == []
-
-
-def test_an_s3_store_passes(s3_options: dict[str, Any], s3_url: str) -> None:
-    store = open_store(s3_url, **s3_options)
-    check_create_only(store)
-    assert list(store.list()) == []
-    store.close()
 
 
 @pytest.mark.parametrize("store", [IgnoresConditions(), ChecksThenWrites(), SaysExistsAndOverwrites()])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from patchstore import Replica
-from patchstore.format import history, lineage
+from patchstore.bucket import history, lineage
 from patchstore.stores.base import Store
 from tests.support.weights import Run, State, assert_same_bits
 
@@ -21,23 +21,28 @@ def until(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 def is_running(pid: int) -> bool:
+    """Whether a process exists and has not ended; an ended one that was not waited for does not count."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def children() -> set[int]:
+    """Processes that this one has started."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
 
 
 def check_beside(store: Store, secrets: tuple[str, ...] = ()) -> None:
     """Publish beside a compactor, and fail unless it adds anchors, keeps secrets and ends."""
-    run = Run(store)
+    run, others = Run(store), children()
     publisher = run.open(anchor_every=EVERY, compact=True)
     run.publish_versions(10)
     until(lambda: publisher.compaction is not None and publisher.compaction.newest_anchor == 8)
     assert publisher.compaction is not None
     assert (publisher.compaction.num_anchors, publisher.compaction.failure) == (2, None)
-    compactor = publisher._compactor
-    assert compactor is not None and compactor._process is not None
-    pid = compactor._process.pid
+    (pid,) = children() - others
     command = Path(f"/proc/{pid}/cmdline").read_text() + Path(f"/proc/{pid}/environ").read_text()
     assert not [each for each in secrets if each in command]
     run.close()

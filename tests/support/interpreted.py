@@ -3,7 +3,9 @@
 import importlib
 import importlib.util
 import os
+from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +33,33 @@ def kernels(name: str) -> ModuleType:
     return importlib.import_module(name) if DEVICE.type == "cuda" else interpret(name)
 
 
+def _hasten() -> None:
+    """Leave out what Triton's interpreter does in vain, which was half of a test's time.
+
+    At each call of a function by a kernel it prepares `triton.language` once more. And it computes whether
+    sums overflow, but says so only in its debug mode.
+    """
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    prepared: set[int] = set()
+
+    def prepare_once(function: Any) -> Any:
+        namespace = id(function.__globals__)
+        if namespace in prepared:
+            return interpreter._LangPatchScope()  # which undoes nothing
+        prepared.add(namespace)
+        return prepare(function)
+
+    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
+        prepared.clear()
+        launch(self, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = prepare_once, launch_anew
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+
+
 if DEVICE.type == "cpu" and importlib.util.find_spec("triton"):
     # Triton's own functions are kernels too, and others may import it first.
     interpret("triton.experimental.gluon")
+    _hasten()

@@ -2,8 +2,8 @@
 
 import json
 
-from patchstore.format import history, layout
-from patchstore.format.records import (
+from patchstore.bucket import history
+from patchstore.bucket.records import (
     Anchor,
     Manifest,
     Payload,
@@ -13,7 +13,8 @@ from patchstore.format.records import (
     TensorSpec,
     Writer,
 )
-from patchstore.publish.committer import now
+from patchstore.publish.commit import now
+from patchstore.stores import layout
 from patchstore.stores.base import Store
 from patchstore.stores.memory import MemoryStore
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from patchstore import Manifest
+
 TIMEOUT_S = 240
 IMPORT_S = 180
 """Importing vLLM takes minutes on a busy machine."""
@@ -87,13 +89,36 @@ class Ranks:
         self._store = None
 
     def close(self) -> None:
-        for tasks in self._tasks:
-            tasks.put(None)
+        """Kill them: they have nothing to save, and ending in order takes each of them seconds."""
         for process in self.processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+RanksOf = Callable[[int], Ranks]
+"""The fixture that starts ranks once for each number."""
+Published = Callable[..., list[Manifest]]
+"""The fixture that has so many ranks publish, compares the bits of each version, and returns manifests."""
+
+
+class RanksByNumber:
+    """Starts ranks once for each number, and anew where they failed or were closed."""
+
+    def __init__(self) -> None:
+        self._started: dict[int, Ranks] = {}
+
+    def __call__(self, num: int) -> Ranks:
+        if num in self._started and self._started[num].has_failed:
+            # One of them may still be in the midst of something.
+            self._started.pop(num).close()
+        if num not in self._started:
+            self._started[num] = Ranks(num)
+        return self._started[num]
+
+    def close(self) -> None:
+        while self._started:
+            self._started.popitem()[1].close()
 
 
 def _serve(rank: int, num: int, port: int, tasks: Any, results: Any, timeout_s: float) -> None:
@@ -104,8 +129,8 @@ def _serve(rank: int, num: int, port: int, tasks: Any, results: Any, timeout_s: 
         "gloo", store=store, rank=rank, world_size=num, timeout=timedelta(seconds=timeout_s)
     )
     num_tasks = 0
-    while (task := tasks.get()) is not None:
-        function, args, together = task
+    while True:
+        function, args, together = tasks.get()
         torch.manual_seed(0)
         num_tasks += 1
         try:
@@ -114,7 +139,6 @@ def _serve(rank: int, num: int, port: int, tasks: Any, results: Any, timeout_s: 
             results.put((rank, function(rank, *args), ""))
         except BaseException:  # noqa: BLE001 -- the test fails with it
             results.put((rank, None, traceback.format_exc()))
-    dist.destroy_process_group()
 
 
 def _meet(store: Any, name: str, num: int, timeout_s: float) -> None:

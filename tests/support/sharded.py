@@ -1,21 +1,23 @@
 """Versions of several payloads, each of which states one process's parts of the tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
-from patchstore.encodings import ENCODINGS
-from patchstore.format import hashing, history, layout
-from patchstore.format.manifest_json import to_json
-from patchstore.format.records import Delta, Manifest, Part, Payload, StateDigest, TensorSpec
-from patchstore.format.state_sums import Sums, pack_sums, read_sums, state_total
-from patchstore.payloads import delta_file
-from patchstore.payloads.delta import DeltaEncoder, EncodedDelta, PartChange
-from patchstore.stores.base import Store
-from patchstore.tensors import parts
-from patchstore.tensors.bits import TensorPatch, bits
+from patchstore.bucket import digests, history
+from patchstore.bucket.manifest_json import to_json
+from patchstore.bucket.records import Delta, Manifest, Part, Payload, Schema, StateDigest, TensorSpec
+from patchstore.bucket.state_sums import SumsArray, pack_sums, read_sums, state_total
+from patchstore.codec import ENCODINGS
+from patchstore.codec.delta import DeltaEncoder, EncodedDelta
+from patchstore.codec.part_table import PartSums, PartTable
+from patchstore.publish.ownership import told_sums, total_sums
+from patchstore.stores import layout
+from patchstore.stores.base import Chunk, Store
+from patchstore.tensors.columns import Block, flattened
+from patchstore.tensors.parts import of_whole
 
 State = Mapping[str, torch.Tensor]
 
@@ -37,21 +39,18 @@ def chunks(spec: TensorSpec, dim: int, num: int) -> list[Part]:
     return cut(spec, dim, [min(side, number * step) for number in range(num + 1)])
 
 
-def changes_of(part: Part, old: State, new: State) -> PartChange | None:
-    """What changed of a part; None where nothing did."""
-    before, after = (parts.of_whole(part, state[part.spec.name]).contiguous() for state in (old, new))
-    at = (bits(before) != bits(after)).nonzero().view(-1)
-    if not len(at):
-        return None
-    return part, TensorPatch(name=part.spec.name, indices=at, values=after.reshape(-1)[at]), before
-
-
-def encoded(
-    schema: Sequence[TensorSpec], held: Sequence[Part], old: State, new: State, encoding: str
-) -> EncodedDelta:
+def encoded(schema: Schema, held: Sequence[Part], old: State, new: State, encoding: str) -> EncodedDelta:
     """What one process publishes."""
-    encoder = DeltaEncoder(schema, ENCODINGS[encoding])
-    encoder.add_parts(each for each in (changes_of(part, old, new) for part in held) if each is not None)
+    table = table_of(schema, held)
+    parts, encoder = table.parts, DeltaEncoder(schema, table, ENCODINGS[encoding])
+    for dtype in sorted({part.spec.dtype for part in parts}):
+        numbers = [number for number, part in enumerate(parts) if part.spec.dtype == dtype]
+        before, after = (
+            [of_whole(parts[number], state[parts[number].spec.name]).contiguous() for number in numbers]
+            for state in (old, new)
+        )
+        block = Block.of(numbers, before)
+        encoder.add(block.changed(flattened(after), block.numbers), block)
     return encoder.delta()
 
 
@@ -63,18 +62,16 @@ def publish(
     assert header is not None
     assert parent is not None
     version, write_id = parent.version + 1, f"{parent.version + 1:016x}"
-    found = [encoded(header.schema.tensors, held, old, new, encoding) for held in ranks]
+    found = [encoded(header.schema, held, old, new, encoding) for held in ranks]
     stated = [each for each in found if each.num_changed]
-    before = read_sums(store, header.schema, parent)
-    after = dict(before)
+    growth = added(header.schema, ranks, [each.growth for each in found])
+    after = read_sums(store, header.schema, parent) + growth
     payloads = []
     for number, each in enumerate(stated, 1):
-        for name, growth in added([each.sum_growth]).items():
-            after[name] = after[name].plus(growth)
-        metadata = delta_file.delta_metadata(
-            version, parent.version, version, header.run_id, encoding, each.listed, each.firsts
+        file = replace(each, encoding=encoding).file(
+            header.schema, version=version, parent=parent.version, step=version, run_id=header.run_id
         )
-        payloads.append(_put(store, layout.delta_key(version, write_id, number, len(stated)), each, metadata))
+        payloads.append(_put(store, layout.delta_key(version, write_id, number, len(stated)), file))
     sums = pack_sums(header.schema, after)
     key = layout.sums_key(version, write_id)
     store.put(key, sums)
@@ -82,12 +79,12 @@ def publish(
         parent,
         version=version,
         parent=parent.version,
-        parent_digest=hashing.digest(to_json(parent)),
+        parent_digest=digests.digest(to_json(parent)),
         step=version,
         writer=replace(parent.writer, write_id=write_id),
         state=StateDigest(
             total=state_total(header.schema, after),
-            sums=Payload(key=key, size=len(sums), digest=hashing.digest(sums)),
+            sums=Payload(key=key, size=len(sums), digest=digests.digest(sums)),
         ),
         delta=Delta(
             encoding=encoding,
@@ -100,18 +97,22 @@ def publish(
     return manifest, found
 
 
-def _put(store: Store, key: str, delta: EncodedDelta, metadata: Mapping[str, str]) -> Payload:
-    data = b"".join(delta.file(metadata)())
+def _put(store: Store, key: str, file: Callable[[], Iterable[Chunk]]) -> Payload:
+    data = b"".join(file())
     store.put(key, data)
-    return Payload(key=key, size=len(data), digest=hashing.digest(data))
+    return Payload(key=key, size=len(data), digest=digests.digest(data))
 
 
-def added(sums: Sequence[Mapping[str, Sums]]) -> dict[str, Sums]:
-    """Add up digest sums of parts, by the names of tensors."""
-    found: dict[str, Sums] = {}
-    for each in sums:
-        for key, its in each.items():
-            # See `Part.key`.
-            name = key.partition("\t")[0]
-            found[name] = found.get(name, Sums()).plus(its)
-    return found
+def table_of(schema: Schema, held: Sequence[Part]) -> PartTable:
+    parts = sorted(held, key=lambda part: part.key)
+    return PartTable(parts, [schema.places[part.spec.name] for part in parts])
+
+
+def by_number(sums: PartSums) -> dict[int, list[int]]:
+    return dict(zip(sums.numbers.tolist(), sums.sums.tolist(), strict=True))
+
+
+def added(schema: Schema, ranks: Sequence[Sequence[Part]], sums: Sequence[PartSums]) -> SumsArray:
+    """Add up digest sums of parts, of each tensor of the schema."""
+    each = [told_sums(table_of(schema, held), its) for held, its in zip(ranks, sums, strict=True)]
+    return total_sums(schema, each)

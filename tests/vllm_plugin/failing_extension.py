@@ -6,16 +6,17 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from halves import half_of
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from patchstore.bucket.records import Schema
 from patchstore.errors import LoadFailed
-from patchstore.read import download, host_cache
+from patchstore.read import download
 from patchstore.stores.folder import FolderStore
 from vllm_plugin import DeltaWorkerExtension
-from vllm_plugin.mapped_weights import Piece
-from vllm_plugin.staged_write import StagedWrite
+from vllm_plugin.live.weights import Piece, StagedWrite
 
 
 class FailingExtension(DeltaWorkerExtension):
@@ -53,22 +54,23 @@ class FailingExtension(DeltaWorkerExtension):
     def delta_fail_anchors(self, after: int) -> None:
         """Let the next load of an anchor fail when `after` pieces are written, by whichever loader."""
         live = self.weight_transfer_engine.live
-        write, load = live.write, live.load
+        models = live.models
+        write, load = live.write, models.load
 
         def restore() -> None:
-            del live.write, live.load
+            del live.write, models.load
 
         def failing_write(pieces: Sequence[Piece]) -> None:
             write(pieces[:after])
             restore()
             raise LoadFailed("made to fail by the test")
 
-        def failing_load(tensors: dict[str, Any]) -> None:
-            load(dict(list(tensors.items())[:after]))
+        def failing_load(schema: Schema, tensors: dict[str, Any]) -> None:
+            load(schema, dict(list(tensors.items())[:after]))
             restore()
             raise LoadFailed("made to fail by the test")
 
-        live.write, live.load = failing_write, failing_load
+        live.write, models.load = failing_write, failing_load
 
     def delta_fail_loads(self) -> None:
         """Let the next call of vLLM's loader fail when it has had half of the tensors."""
@@ -103,25 +105,6 @@ class FailingExtension(DeltaWorkerExtension):
     def delta_addresses(self) -> dict[str, int]:
         """Where each parameter lies."""
         return {n: p.data_ptr() for n, p in self.model_runner.get_model().named_parameters()}
-
-    def delta_count_downloads(self) -> list[str]:
-        """Return the keys of the payloads that this worker downloaded since the last call.
-
-        From the first one on, folders count as those of another host, of which files are kept here.
-        """
-        FolderStore.is_on_this_host = lambda store, key: False
-        if not hasattr(host_cache.download, "keys"):
-            download, keys = host_cache.download, []
-
-            def counting(store: Any, wanted: Any, path: Any) -> None:
-                keys.append(wanted.key)
-                download(store, wanted, path)
-
-            counting.keys = keys
-            host_cache.download = counting
-        counted = list(host_cache.download.keys)
-        host_cache.download.keys.clear()
-        return counted
 
     def delta_fill_disk(self) -> None:
         """Let the next download find the disk full, after a part of it.
@@ -163,3 +146,26 @@ class FailingExtension(DeltaWorkerExtension):
             return stage(*args, **kwargs)
 
         live.stage_deltas = waiting
+
+
+class OneEngineExtension(FailingExtension):
+    """Adds a way to break one data-parallel engine and not the other."""
+
+    def delta_in_engine(self, index: int, method: str, args: list[Any]) -> None:
+        """Call a method in the engine of this number alone."""
+        if self.vllm_config.parallel_config.data_parallel_index == index:
+            getattr(self, method)(*args)
+
+
+class SharingExtension(DeltaWorkerExtension):
+    """Moves a parameter to shared memory when the model was loaded, before the engine is made."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        create = WeightTransferEngineFactory.create_engine
+
+        def sharing(config: Any, vllm_config: Any, device: Any, model: Any) -> Any:
+            model.get_parameter("model.norm.weight").share_memory_()
+            return create(config, vllm_config, device, model)
+
+        WeightTransferEngineFactory.create_engine = sharing
+        return super().__new__(cls, *args, **kwargs)

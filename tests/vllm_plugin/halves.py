@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from vllm_plugin.staged_write import StagedWrite
+from vllm_plugin.live.weights import StagedWrite
 
 
 def half_of(change: StagedWrite) -> StagedWrite:
@@ -10,7 +10,7 @@ def half_of(change: StagedWrite) -> StagedWrite:
     if change.scatters:
         return StagedWrite(scatters=dict(list(change.scatters.items())[: (len(change.scatters) + 1) // 2]))
     halves = []
-    for segments, exchange in change.parts:  # type: ignore[attr-defined]  # One of `vllm_plugin.weights_gpu`.
+    for segments, exchange in change.parts:  # One of `vllm_plugin.gpu.weights`.
         counts = exchange.counts.clone()
         counts[(len(counts) + 1) // 2 :] = 0
         halves.append((segments, replace(exchange, counts=counts)))

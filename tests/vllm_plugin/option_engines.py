@@ -8,22 +8,20 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import zoo
-from architecture import VOCABULARY
-from engines import Engine, EngineFailed, answers
+from engines import Engine, EngineFailed, answers, open_run, refusal, update
 from safetensors.torch import load_file, save_file
-from trainer import Trainer
-from transformers import AutoModelForCausalLM, Zamba2Config
+from trainer import Trainer, replayed
+from transformers import PretrainedConfig
 from vllm import LLM
 
-from patchstore.read.replay import replay
 from patchstore.stores import open_store
-from patchstore.testing import tiny_qwen
+from tests.support import tiny_qwen
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 INT8 = {"quantization": "int8_per_channel_weight_only"}
@@ -53,29 +51,23 @@ class Case:
                 step(trainer)
 
         def follow(llm: LLM) -> dict[str, Any]:
-            found: dict[str, Any] = {}
-            init = {"init_info": {"store": str(folder / "store")}}
-            if refusal := _refusal(llm, ("init_weight_transfer_engine", init)):
-                return {"refused": refusal}
+            (fits,) = llm.collective_rpc("delta_fits", args=((folder / "store" / "store.json").read_text(),))
+            found: dict[str, Any] = {"fits": fits}
+            if refused := refusal(open_run, llm, folder / "store"):
+                return found | {"refused": refused}
             found["serving"] = llm.collective_rpc("delta_status")[0]["serving"]
             for version in range(len(self.steps) + 1):
-                refusal = _refusal(
-                    llm,
-                    ("start_weight_update", {}),
-                    ("update_weights", {"update_info": {"version": version}}),
-                    ("finish_weight_update", {}),
-                )
-                found[str(version)] = {"refused": refusal, **self._state(llm)}
+                found[str(version)] = {"refused": refusal(update, llm, version), **self._state(llm)}
             return found
 
-        found = self._engine(self.base, folder / "followed.log").run(follow)
+        log = folder / "followed.log"
+        found = self._engine(self.base, log).run(follow)
+        lines = log.read_text(errors="replace").splitlines()
+        found["warned"] = [line for line in lines if "in more bits than the run stores" in line]
         if self.fresh and "refused" not in found:
             out = folder / "replayed"
             with closing(open_store(folder / "store")) as store:
-                replay(store, len(self.steps), out=out)
-            for path in self.base.glob("*.json"):
-                if not (out / path.name).exists():
-                    (out / path.name).write_bytes(path.read_bytes())
+                replayed(store, len(self.steps), out, self.base)
             found["fresh"] = self._engine(out, folder / "fresh.log").run(self._state)
         return found
 
@@ -95,15 +87,6 @@ class Case:
             "map": status["map"],
             "fingerprint": fingerprint,
         }
-
-
-def _refusal(llm: LLM, *calls: tuple[str, dict[str, Any]]) -> str | None:
-    try:
-        for method, arguments in calls:
-            llm.collective_rpc(method, kwargs=arguments)
-    except Exception as exc:  # noqa: BLE001  # Told to the test.
-        return str(exc)
-    return None
 
 
 def change_head(trainer: Trainer) -> None:
@@ -137,26 +120,14 @@ def rounded(folder: Path) -> Path:
 
 def zamba(folder: Path) -> Path:
     """A checkpoint of an architecture that vLLM always ties, whose config says that it is not."""
-    config = Zamba2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        layers_block_type=["linear_attention", "hybrid"],
-        hybrid_layer_ids=[1],
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        attention_head_dim=64,
-        n_mamba_heads=8,
-        mamba_headdim=32,
-        mamba_d_state=16,
-        adapter_rank=8,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        dtype=torch.bfloat16,
-    )
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    known = zoo.ARCHITECTURES["zamba2"]
+
+    def untied() -> PretrainedConfig:
+        config = known.config()
+        config.tie_word_embeddings = False
+        return config
+
+    return zoo.save(replace(known, config=untied), folder)
 
 
 def main(folder: Path) -> None:

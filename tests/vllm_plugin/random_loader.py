@@ -27,13 +27,10 @@ class RandomLoader:
         }
         names = sorted(self.weights)
         self.is_buffered = self.rng.random() < 0.3
-        self.steps = [
-            (
-                sorted(self.rng.sample(names, min(len(names), self.rng.choice([1, 1, 1, 2, 3])))),
-                self.rng.random(),
-            )
-            for _ in range(self.rng.randint(1, 6))
-        ]
+        self.steps = []
+        for _ in range(self.rng.randint(1, 6)):
+            read = self.rng.sample(names, min(len(names), self.rng.choice([1, 1, 1, 2, 3])))
+            self.steps.append((sorted(read), self.rng.random()))
         self.is_pure = self.rng.random() < 0.7
         self._is_built = False
         with torch.no_grad():
@@ -60,17 +57,17 @@ class RandomLoader:
         value = values[0] if len(values) == 1 else self.joined(rng, values)
         value = self.moved(rng, value)
         if not self.is_pure and rng.random() < 0.3:
-            value = rng.choice(
-                [lambda v: -torch.exp(v), lambda v: v + 1, lambda v: v.flip(0) if v.dim() else v * 2]
-            )(value)
+            calculate = rng.choice(
+                [lambda v: -torch.exp(v), lambda v: v + 1, lambda v: v.flip([*range(v.dim())])]
+            )
+            value = calculate(value)
         if rng.random() < 0.25:
             value = self.buffered(rng, value)
         self.written(rng, i, value)
 
     def moved(self, rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
         for _ in range(rng.choice([0, 1, 1, 2, 3])):
-            move = rng.choice(MOVES)
-            made = move(rng, tensor)
+            made = rng.choice(OF_ANY + OF_DIMENSIONS if tensor.dim() else OF_ANY)(rng, tensor)
             if 0 < made.numel() <= 2000 and made.dim() <= 6:
                 tensor = made
         return tensor
@@ -108,13 +105,11 @@ class RandomLoader:
             made = value.new_zeros(shape)
             made[(slice(None),) * dim + (slice(rng.randint(0, 1), None, 2),)] = value
             return made
-        made = (
-            torch.empty_like(value)
-            if kind == "like"
-            else torch.empty(shape, dtype=value.dtype)
-            if kind == "empty"
-            else value.new_empty(shape)
-        )
+        made = {
+            "like": torch.empty_like(value),
+            "empty": torch.empty(shape, dtype=value.dtype),
+            "new": value.new_empty(shape),
+        }[kind]
         for i in range(value.shape[dim]):
             made.select(dim, i).copy_(value.select(dim, i))
         return made
@@ -132,29 +127,20 @@ class RandomLoader:
             return getattr(self.model, name).data
 
         write = rng.choice(COPIES if self.is_pure else COPIES + OTHERS)
-        write(rng, new, value)
+        write(rng, new, value.reshape(value.shape or (1,)))
 
 
 New = Callable[..., torch.Tensor]
+Rng = random.Random
 
 
-def whole(rng: random.Random, new: New, value: torch.Tensor) -> None:
-    new(value.shape).copy_(value)
-
-
-def foreach(rng: random.Random, new: New, value: torch.Tensor) -> None:
-    torch._foreach_copy_([new(value.shape)], [value])
-
-
-def part_of_more(rng: random.Random, new: New, value: torch.Tensor) -> None:
-    value = value.reshape(value.shape or (1,))
-    shape = list(value.shape)
-    shape[dim := _dim(rng, value)] += 2
+def part_of_more(rng: Rng, new: New, value: torch.Tensor) -> None:
+    shape, dim = list(value.shape), _dim(rng, value)
+    shape[dim] += 2
     new(shape).narrow(dim, 1, value.shape[dim]).copy_(value)
 
 
-def with_padding(rng: random.Random, new: New, value: torch.Tensor) -> None:
-    value = value.reshape(value.shape or (1,))
+def with_padding(rng: Rng, new: New, value: torch.Tensor) -> None:
     shape, dim = list(value.shape), _dim(rng, value)
     n = shape[dim]
     shape[dim] += 2
@@ -163,56 +149,44 @@ def with_padding(rng: random.Random, new: New, value: torch.Tensor) -> None:
     target.narrow(dim, n, 2).zero_()
 
 
-def transposition(rng: random.Random, new: New, value: torch.Tensor) -> None:
+def transposition(rng: Rng, new: New, value: torch.Tensor) -> None:
     order = rng.sample(range(value.dim()), value.dim())
     new([value.shape[k] for k in order]).copy_(value.permute(order))
 
 
-def experts(rng: random.Random, new: New, value: torch.Tensor) -> None:
+def experts(rng: Rng, new: New, value: torch.Tensor) -> None:
     target = new([3, *value.shape])
     for e in rng.sample(range(3), 2):
         target[e].copy_(value)
 
 
-def broadcast(rng: random.Random, new: New, value: torch.Tensor) -> None:
-    new([2, *value.shape]).copy_(value)
-
-
-def interleaved(rng: random.Random, new: New, value: torch.Tensor) -> None:
-    value = value.reshape(value.shape or (1,))
+def interleaved(rng: Rng, new: New, value: torch.Tensor) -> None:
     target = new([2 * value.shape[0], *value.shape[1:]])
     target[0::2].copy_(value)
     target[1::2] = value
 
 
-def rows(rng: random.Random, new: New, value: torch.Tensor) -> None:
-    value = value.reshape(value.shape or (1,))
+def rows(rng: Rng, new: New, value: torch.Tensor) -> None:
     n = value.shape[0]
     target = new([n + 2, *value.shape[1:]])
     target[rng.sample(range(n + 2), n)] = value.to(target.dtype)
 
 
-def overlapping(rng: random.Random, new: New, value: torch.Tensor) -> None:
-    value = value.reshape(value.shape or (1,))
-    shape = list(value.shape)
-    shape[dim := _dim(rng, value)] += 2
+def overlapping(rng: Rng, new: New, value: torch.Tensor) -> None:
+    shape, dim = list(value.shape), _dim(rng, value)
+    shape[dim] += 2
     target = new(shape)
     for first in (0, 1):
         target.narrow(dim, first, value.shape[dim]).copy_(value)
 
 
-def number(rng: random.Random, new: New, value: torch.Tensor) -> None:
-    new((1,)).fill_(value.reshape(-1)[0].item())
-
-
-def spoilt(rng: random.Random, new: New, value: torch.Tensor) -> None:
+def spoilt(rng: Rng, new: New, value: torch.Tensor) -> None:
     target = new(value.shape)
     target.copy_(value)
     target.reshape(-1)[:1].fill_(1)
 
 
-def shared(rng: random.Random, new: New, value: torch.Tensor) -> None:
-    value = value.reshape(value.shape or (1,))
+def shared(rng: Rng, new: New, value: torch.Tensor) -> None:
     target, dim = new(value.shape, is_shared=True), _dim(rng, value)
     if rng.random() < 0.3:
         target.zero_()
@@ -221,65 +195,24 @@ def shared(rng: random.Random, new: New, value: torch.Tensor) -> None:
     target.narrow(dim, first, n).copy_(value.narrow(dim, first, n))
 
 
-def accumulated(rng: random.Random, new: New, value: torch.Tensor) -> None:
-    new(value.shape).zero_().add_(value)
-
-
-COPIES = [
-    whole,
-    foreach,
-    part_of_more,
-    with_padding,
-    transposition,
-    experts,
-    broadcast,
-    interleaved,
-    rows,
+COPIES: list[Callable[[Rng, New, torch.Tensor], object]] = [
+    lambda rng, new, value: new(value.shape).copy_(value),
+    lambda rng, new, value: torch._foreach_copy_([new(value.shape)], [value]),
+    lambda rng, new, value: new([2, *value.shape]).copy_(value),
+    *(part_of_more, with_padding, transposition, experts, interleaved, rows),
 ]
-OTHERS = [overlapping, number, spoilt, shared, accumulated]
+OTHERS: list[Callable[[Rng, New, torch.Tensor], object]] = [
+    lambda rng, new, value: new((1,)).fill_(value.reshape(-1)[0].item()),
+    lambda rng, new, value: new(value.shape).zero_().add_(value),
+    *(overlapping, spoilt, shared),
+]
 
 
-def _dim(rng: random.Random, x: torch.Tensor) -> int:
+def _dim(rng: Rng, x: torch.Tensor) -> int:
     return rng.randrange(x.dim()) if x.dim() else 0
 
 
-def narrow(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    if not x.dim():
-        return x
-    dim = _dim(rng, x)
-    start = rng.randrange(x.shape[dim])
-    return x.narrow(dim, start, rng.randint(1, x.shape[dim] - start))
-
-
-def stepped(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    return x[rng.randint(0, 1) :: 2] if x.dim() else x
-
-
-def selected(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    return x.select(dim := _dim(rng, x), rng.randrange(x.shape[dim])) if x.dim() else x
-
-
-def chunked(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    return rng.choice(x.chunk(2, _dim(rng, x))) if x.dim() else x
-
-
-def parted(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    return rng.choice(x.split(2, _dim(rng, x))) if x.dim() else x
-
-
-def unbound(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    return rng.choice(x.unbind(_dim(rng, x))) if x.dim() else x
-
-
-def transposed(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(_dim(rng, x), _dim(rng, x)) if x.dim() else x
-
-
-def permuted(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    return x.permute(rng.sample(range(x.dim()), x.dim()))
-
-
-def reshaped(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
+def reshaped(rng: Rng, x: torch.Tensor) -> torch.Tensor:
     n, shape = x.numel(), []
     while n > 1 and len(shape) < 4:
         shape.append(rng.choice([d for d in range(1, n + 1) if n % d == 0]))
@@ -287,17 +220,19 @@ def reshaped(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
     return x.reshape([*shape, n])
 
 
-def flattened(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    return x.flatten(_dim(rng, x))
+def spread(rng: Rng, x: torch.Tensor) -> torch.Tensor:
+    dim = rng.randint(0, x.dim())
+    made = x.unsqueeze(dim).expand([*x.shape[:dim], 2, *x.shape[dim:]])
+    return made if rng.random() < 0.5 else made.reshape(-1)
 
 
-def copied(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    return rng.choice([torch.clone, lambda t: t.contiguous(), lambda t: t.detach(), lambda t: t.to("cpu")])(x)
+def narrow(rng: Rng, x: torch.Tensor) -> torch.Tensor:
+    dim = _dim(rng, x)
+    start = rng.randrange(x.shape[dim])
+    return x.narrow(dim, start, rng.randint(1, x.shape[dim] - start))
 
 
-def gathered(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    if not x.dim():
-        return x
+def gathered(rng: Rng, x: torch.Tensor) -> torch.Tensor:
     dim = _dim(rng, x)
     rows = [rng.randrange(x.shape[dim]) for _ in range(rng.randint(1, 5))]
     if rng.random() < 0.5:
@@ -305,97 +240,55 @@ def gathered(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
     return x[(slice(None),) * dim + (rng.choice([rows, torch.tensor(rows)]),)]
 
 
-def gathered_apart(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    if not x.dim():
-        return x
+def gathered_apart(rng: Rng, x: torch.Tensor) -> torch.Tensor:
     rows = torch.tensor([[rng.randrange(-x.shape[0], x.shape[0]) for _ in range(2)] for _ in range(2)])
     return x[rng.choice([rows, rows[0, 0]])]
 
 
-def masked(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    return x[torch.tensor([rng.random() < 0.6 for _ in range(x.shape[0])])] if x.dim() else x
-
-
-def padded(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    if not x.dim():
-        return x
+def padded(rng: Rng, x: torch.Tensor) -> torch.Tensor:
     pad = [rng.randint(0, 2) for _ in range(2 * rng.randint(1, x.dim()))]
     if x.shape[-1] > 1 and rng.random() < 0.2:
         pad[0] = -1
     return functional.pad(x, pad, value=rng.choice([0, 1.5]))
 
 
-def spread(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    if not x.dim():
-        return x.expand(2)
-    dim = rng.randint(0, x.dim())
-    shape = [*x.shape[:dim], 2, *x.shape[dim:]]
-    made = x.unsqueeze(dim).expand(shape)
-    return made if rng.random() < 0.5 else made.reshape(-1)
-
-
-def repeated(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    if rng.random() < 0.5 or not x.dim():
-        return x.repeat([rng.randint(1, 2) for _ in range(x.dim() + rng.randint(0, 1))] or [1])
-    return x.repeat_interleave(2, _dim(rng, x))
-
-
-def squeezed(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    return x.squeeze() if rng.random() < 0.5 else x.unsqueeze(rng.randint(0, x.dim()))
-
-
-def rotated(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    if not x.dim():
-        return x
+def rotated(rng: Rng, x: torch.Tensor) -> torch.Tensor:
     dim = _dim(rng, x)
     at = rng.randrange(x.shape[dim])
     return torch.cat([x.narrow(dim, at, x.shape[dim] - at), x.narrow(dim, 0, at)], dim)
 
 
-def paired(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    if not x.dim() or x.shape[0] % 2:
-        return x
-    halves = x.chunk(2)
-    return torch.stack(halves, rng.randint(-1, x.dim()))
+def paired(rng: Rng, x: torch.Tensor) -> torch.Tensor:
+    return x if x.shape[0] % 2 else torch.stack(x.chunk(2), rng.randint(-1, x.dim()))
 
 
-def extended(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    if not x.dim():
-        return x
+def extended(rng: Rng, x: torch.Tensor) -> torch.Tensor:
     dim = _dim(rng, x)
     shape = [*x.shape[:dim], 2, *x.shape[dim + 1 :]]
-    more = rng.choice(
-        [x.new_zeros(shape), torch.zeros(shape, dtype=x.dtype), torch.full(shape, 2.0, dtype=x.dtype)]
-    )
-    return torch.cat([x, more], dim)
+    made = [x.new_zeros(shape), torch.zeros(shape, dtype=x.dtype), torch.full(shape, 2.0, dtype=x.dtype)]
+    return torch.cat([x, rng.choice(made)], dim)
 
 
-def as_bits(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
-    kind = KINDS[x.dtype]
-    return x.view(kind).clone().view(x.dtype)
+Move = Callable[[Rng, torch.Tensor], torch.Tensor]
 
-
-MOVES = [
-    narrow,
-    stepped,
-    selected,
-    chunked,
-    parted,
-    unbound,
-    transposed,
-    permuted,
-    reshaped,
-    flattened,
-    copied,
-    gathered,
-    gathered_apart,
-    masked,
-    padded,
-    spread,
-    repeated,
-    squeezed,
-    rotated,
-    paired,
-    extended,
-    as_bits,
+OF_ANY: list[Move] = [
+    lambda rng, x: x.permute(rng.sample(range(x.dim()), x.dim())),
+    lambda rng, x: x.flatten(_dim(rng, x)),
+    lambda rng, x: rng.choice([torch.clone, torch.Tensor.contiguous, torch.detach])(x),
+    lambda rng, x: x.to("cpu"),
+    lambda rng, x: x.squeeze() if rng.random() < 0.5 else x.unsqueeze(rng.randint(0, x.dim())),
+    lambda rng, x: x.repeat([rng.randint(1, 2) for _ in range(x.dim() + rng.randint(0, 1))] or [1]),
+    lambda rng, x: x.view(KINDS[x.dtype]).clone().view(x.dtype),
+    *(reshaped, spread),
+]
+OF_DIMENSIONS: list[Move] = [
+    lambda rng, x: x[rng.randint(0, 1) :: 2],
+    lambda rng, x: x.select(dim := _dim(rng, x), rng.randrange(x.shape[dim])),
+    lambda rng, x: rng.choice(x.chunk(2, _dim(rng, x))),
+    lambda rng, x: rng.choice(x.split(2, _dim(rng, x))),
+    lambda rng, x: rng.choice(x.unbind(_dim(rng, x))),
+    lambda rng, x: x.transpose(_dim(rng, x), _dim(rng, x)),
+    lambda rng, x: x[torch.tensor([rng.random() < 0.6 for _ in range(x.shape[0])])],
+    lambda rng, x: x.repeat_interleave(2, _dim(rng, x)),
+    *(narrow, gathered, gathered_apart, padded, rotated, paired, extended),
 ]

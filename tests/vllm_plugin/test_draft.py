@@ -1,36 +1,15 @@
 """A draft model from the served checkpoint is updated with its target; one from elsewhere stays as it is."""
 
-import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.exhaustive
 
-HERE = Path(__file__).parent
+PROGRAM = "tiny_draft.py"
+
 DRAFT = "model.layers.2."
 NEWEST = "3"
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What engines with a draft model held: see `tiny_draft`."""
-    folder = tmp_path_factory.mktemp("draft")
-    path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent / "conformance")])
-    done = subprocess.run(
-        [sys.executable, str(HERE / "tiny_draft.py"), str(folder)],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads((folder / "found.json").read_text())
 
 
 def test_draft_and_target_are_those_of_a_fresh_start(found):

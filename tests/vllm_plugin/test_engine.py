@@ -2,49 +2,34 @@
 
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import gettempdir
-from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
 import torch
+from bare_engine import Plain, bare_engine, update
 from trainer import Trainer
 
+from patchstore.bucket import history
 from patchstore.errors import CorruptObject, UsageError
-from patchstore.format import history
 from patchstore.read.host_cache import MAX_BYTES, HostCache
-from patchstore.signing import KeySigner, RequiredKeys, stored
-from patchstore.signing.floor import Floor
-from patchstore.signing.required import checks
-from patchstore.stores import open_store
-from patchstore.stores.base import Store
+from patchstore.read.run import Run
+from patchstore.signing import KeySigner, RequiredKeys, statement
 from patchstore.tensors.bits import bits
 from tests.support.keys import key_pair
-from vllm_plugin import opening, rank_engine
-from vllm_plugin.arguments import keywords
-from vllm_plugin.engine import DeltaWeightTransferEngine
-from vllm_plugin.identify import read_contents
-from vllm_plugin.post_load import Derived
-from vllm_plugin.rank_engine import InitInfo
-from vllm_plugin.update import Updater
-from vllm_plugin.weights import LiveWeights
-
-pytestmark = pytest.mark.vllm
+from vllm_plugin import engine as engine_module
+from vllm_plugin import opening
+from vllm_plugin.engine import DeltaWeightTransferEngine, InitInfo
+from vllm_plugin.live.identify import read_contents
+from vllm_plugin.live.weights import PAGE_BYTES
+from vllm_plugin.ranks import Failure, Ranks, RanksLost
 
 
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
-        self.b = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
-
-    def load_weights(self, weights) -> None:
-        for name, tensor in weights:
-            getattr(self, name).data.copy_(tensor)
+class Worker:
+    def __init__(self, engine: DeltaWeightTransferEngine) -> None:
+        self.weight_transfer_engine = engine
 
 
 @pytest.fixture
@@ -56,49 +41,52 @@ def trainer(new_trainer) -> Trainer:
 
 
 @pytest.fixture
-def engine(trainer, new_engine) -> DeltaWeightTransferEngine:
-    return new_engine(trainer)
+def engine(trainer, new_engine, monkeypatch) -> DeltaWeightTransferEngine:
+    """At version 0, in a worker that vLLM would have made it in."""
+    worker = Worker(new_engine(trainer))
+    monkeypatch.setattr(engine_module, "WORKERS", {worker})
+    return worker.weight_transfer_engine
 
 
 @pytest.fixture
-def new_engine(tmp_path, monkeypatch) -> Callable[[Trainer], DeltaWeightTransferEngine]:
+def new_engine(tmp_path) -> Callable[[Trainer], DeltaWeightTransferEngine]:
     """Makes an engine of one rank, at version 0, that no vLLM has made."""
-    return partial(_engine, tmp_path, monkeypatch)
+
+    def new(trainer: Trainer) -> DeltaWeightTransferEngine:
+        engine = bare_engine(trainer.store, Plain(a=8, b=8), HostCache(tmp_path / "scratch"))
+        update(engine, 0)
+        return engine
+
+    return new
 
 
-def _engine(tmp_path, monkeypatch, trainer) -> DeltaWeightTransferEngine:
-    monkeypatch.setattr(rank_engine, "groups", list)
-    monkeypatch.setattr(DeltaWeightTransferEngine, "rank", 0)
-    monkeypatch.setattr(DeltaWeightTransferEngine, "reset_weight_update_target", lambda self: None)
-    engine = object.__new__(DeltaWeightTransferEngine)
-    engine.parallel_config = SimpleNamespace(distributed_executor_backend="uni", world_size=1)
-    model = Model()
-    engine.live = LiveWeights([model], lambda model, weights: model.load_weights(weights), Derived([], print))
-    engine.updater = updater = Updater(trainer.store, engine.live, HostCache(tmp_path / "scratch"))
-    traced = updater.trace()
-    updater.follow(traced, [engine.live.share(traced)])
-    engine.is_open, engine.update_open, engine._sleep_level, engine._is_as_started = True, False, None, True
-    engine._opening = engine.last_error = engine.switch = engine.required = None
-    engine.floor = Floor()
-    engine._checkpoint = None
-    engine._serving = SimpleNamespace(
-        models=lambda worker: [model],
-        check_layout=lambda models: None,
-        is_calculated=False,
-        is_loaded_quantised=False,
-        form="plain",
-        check_fits=print,
-        load=lambda model, weights: model.load_weights(weights),
-        refresh=print,
-    )
-    update(engine, 0)
-    return engine
+class Alone(Ranks):
+    """A rank whose others ended."""
+
+    def gather(self, value: object) -> NoReturn:
+        raise RanksLost([Failure(rank=0, kind="rank-lost", message="rank 1 ended")])
 
 
-def update(engine: DeltaWeightTransferEngine, version: int, **options: object) -> None:
+def test_an_update_that_was_only_staged_when_a_rank_ended_leaves_the_version_served(engine, trainer):
+    trainer.step(1.0)
     engine.start_weight_update()
-    engine.update_weights({"version": version, **options})
-    engine.finish_weight_update()
+    engine.ranks = Alone(0, list, is_read_in_order=False)
+    with pytest.raises(RuntimeError, match=r"^\[rank-lost\] rank 1 ended$"):
+        engine.update_weights({"version": 1})
+    with pytest.raises(RuntimeError, match=r"^\[rank-lost\] rank 1 ended$"):
+        engine.finish_weight_update()
+    assert (engine.updater.version, engine.updater.half_applied, engine.update_open) == (0, False, False)
+
+
+def test_a_write_after_which_a_rank_ended_leaves_no_version_behind(engine, trainer):
+    trainer.step(1.0)
+    engine.start_weight_update()
+    engine.update_weights({"version": 1})
+    engine.ranks = Alone(0, list, is_read_in_order=False)
+    both = r"^\[half-applied\] rank 0: .*; \[rank-lost\] rank 0: rank 1 ended$"
+    with pytest.raises(RuntimeError, match=both):
+        engine.finish_weight_update()
+    assert (engine.updater.version, engine.updater.half_applied, engine.update_open) == (None, True, False)
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
@@ -115,8 +103,6 @@ def test_an_interrupt_between_two_writes_leaves_no_version_behind(engine, monkey
     assert (engine.updater.held, engine.updater.half_applied) == (None, True)
 
     monkeypatch.undo()
-    monkeypatch.setattr(rank_engine, "groups", list)
-    monkeypatch.setattr(DeltaWeightTransferEngine, "rank", 0)
     update(engine, 1)
     assert (engine.updater.held.version, engine.updater.half_applied) == (1, False)
 
@@ -139,7 +125,7 @@ def test_files_that_are_gone_already_fail_no_update(engine, tmp_path):
 def test_a_version_that_is_staged_is_not_staged_again(engine, monkeypatch):
     engine.start_weight_update()
     engine.update_weights({"version": 1})
-    monkeypatch.setattr(engine.updater, "_prepare", lambda *args: pytest.fail("staged again"))
+    monkeypatch.setattr(engine.updater, "prepare", lambda *args: pytest.fail("staged again"))
     update(engine, 1)
     assert engine.updater.held.version == 1
 
@@ -151,32 +137,24 @@ def test_weights_that_something_else_wrote_to_are_found_out_and_replaced(new_tra
         trainer.step(density=0.5)
     engine = new_engine(trainer)
     update(engine, 1)
-    engine.live._models[0].a.data.mul_(1.3)
+    engine.live.models.every[0].a.data.mul_(1.3)
     with pytest.raises(RuntimeError, match="something else wrote to them"):
         update(engine, 2)
     assert engine.updater.half_applied
     update(engine, 3)
-    assert torch.equal(bits(engine.live._models[0].a), bits(trainer.history[3]["a"]))
+    assert torch.equal(bits(engine.live.models.every[0].a), bits(trainer.history[3]["a"]))
     assert not engine.updater.half_applied
-
-
-class Worker:
-    """What vLLM would have made the engine in."""
-
-    def __init__(self, engine: DeltaWeightTransferEngine) -> None:
-        self.weight_transfer_engine = engine
 
 
 @pytest.fixture
 def opened(monkeypatch, engine) -> Callable[..., list]:
     """Opens a store in the engine as far as the cache, and returns what each cache was made with."""
-    worker, made = Worker(engine), []
+    made = []
 
     def refuse(folder, *, max_bytes) -> NoReturn:
         made.append((folder, max_bytes))
         raise UsageError("far enough")
 
-    monkeypatch.setattr(rank_engine, "_workers", {worker})
     monkeypatch.setattr(opening, "HostCache", refuse)
 
     def start(**given) -> list:
@@ -197,66 +175,70 @@ def test_the_folder_and_the_bound_of_what_stays_there_are_the_callers(opened, tm
     ]
 
 
+def move(engine, memory: torch.Tensor) -> None:
+    """Have a parameter of 8 elements in this memory, with what it has."""
+    parameter = engine.live.models.every[0].a
+    parameter.data = memory.copy_(parameter.data)
+
+
+def test_weights_that_other_processes_map_are_refused_when_a_store_is_opened(engine, reopen, tmp_path):
+    opened = engine.updater
+    for memory in (
+        torch.zeros(8, dtype=torch.bfloat16).share_memory_(),
+        torch.from_file(weights_file(tmp_path), shared=True, size=8, dtype=torch.bfloat16),
+    ):
+        move(engine, memory)
+        with pytest.raises(RuntimeError, match=r"\[usage\] .* 'a' is in shared memory.*ipc_cache"):
+            reopen()
+        assert engine.updater is opened
+        assert torch.equal(bits(memory), bits(engine.live.models.every[0].a))
+
+
+def test_weights_in_a_private_mapping_of_a_file_are_updated_and_the_file_is_not(
+    engine, reopen, trainer, tmp_path
+):
+    path = weights_file(tmp_path)
+    move(engine, torch.from_file(path, shared=False, size=8, dtype=torch.bfloat16))
+    reopen()
+    update(engine, 1)
+    assert torch.equal(bits(engine.live.models.every[0].a), bits(trainer.history[1]["a"]))
+    assert Path(path).read_bytes() == bytes(PAGE_BYTES)
+
+
+def weights_file(folder: Path) -> str:
+    path = folder / "weights"
+    path.write_bytes(bytes(PAGE_BYTES))
+    return str(path)
+
+
 @pytest.fixture
-def slow(monkeypatch, engine) -> Iterator[threading.Event]:
-    """Stores open only when this is set."""
-    worker, gate = Worker(engine), threading.Event()
+def reopen(engine, trainer, tmp_path) -> Callable[..., None]:
+    """Opens the trainer's store again, or another one."""
 
-    def open_late(url, **options) -> Store:
-        assert gate.wait(60)
-        return open_store(url, **options)
+    def start(**given: object) -> None:
+        given = {"store": trainer.url, "scratch": str(tmp_path / "again"), **given}
+        engine.init_transfer_engine(InitInfo(given=given))
 
-    monkeypatch.setattr(rank_engine, "_workers", {worker})
-    monkeypatch.setattr(opening, "open_store", open_late)
-    yield gate
-    gate.set()
+    return start
 
 
-def open_to_the_end(engine, given) -> None:
+def open_ahead(engine, **given: str) -> None:
     while not engine.open_ahead(given):
         pass
-    engine.init_transfer_engine(InitInfo(given=given))
 
 
-def test_updates_go_on_while_a_store_is_opened(slow, engine, trainer, tmp_path):
-    given, trace = {"store": trainer.url, "scratch": str(tmp_path / "again")}, engine.updater
-    assert not engine.open_ahead(given)
-    assert not engine.open_ahead(given)
-    assert engine.updater is trace
-    slow.set()
-    open_to_the_end(engine, given)
-    assert (engine.updater is trace, engine.updater.held.version) == (False, 0)
+def test_weights_that_changed_while_a_store_was_opened_are_looked_at_again(engine, reopen, trainer, tmp_path):
+    open_ahead(engine, store=trainer.url, scratch=str(tmp_path / "again"))
     update(engine, 1)
-    assert torch.equal(bits(engine.live._models[0].a), bits(trainer.history[1]["a"]))
-
-
-def test_weights_that_changed_while_a_store_was_opened_are_looked_at_again(slow, engine, trainer, tmp_path):
-    given = {"store": trainer.url, "scratch": str(tmp_path / "again")}
-    slow.set()
-    while not engine.open_ahead(given):
-        pass
-    update(engine, 1)
-    assert engine._opening is None
-    engine.init_transfer_engine(InitInfo(given=given))
+    reopen()
     assert engine.updater.held.version == 1
 
 
-def test_another_store_takes_the_place_of_one_that_is_being_opened(slow, engine, trainer, tmp_path):
-    given = {"store": trainer.url, "scratch": str(tmp_path / "again")}
-    assert not engine.open_ahead({"store": str(tmp_path / "lost")})
-    first = engine._opening
-    assert not engine.open_ahead(given)
-    slow.set()
-    open_to_the_end(engine, given)
-    assert engine.updater.store.url == trainer.url
-    assert first.failures == [] and first.advance()
-
-
-def test_what_is_wrong_with_a_store_is_said_when_it_was_opened(slow, engine, tmp_path):
-    slow.set()
-    before = engine.updater
+def test_what_is_wrong_with_a_store_is_said_when_it_was_opened(engine, reopen, tmp_path):
+    before, given = engine.updater, {"store": str(tmp_path / "empty"), "scratch": str(tmp_path / "again")}
+    open_ahead(engine, **given)
     with pytest.raises(RuntimeError, match=r"\[version-not-found\] this server finds no run"):
-        open_to_the_end(engine, {"store": str(tmp_path / "empty")})
+        reopen(**given)
     assert (engine.updater, engine.is_open) == (before, True)
     update(engine, 1)
 
@@ -267,11 +249,11 @@ def test_keywords_of_another_type_are_refused(engine, wrong):
         engine.init_transfer_engine(InitInfo(given={"store": "memory://none", **wrong}))
 
 
-def test_values_that_may_be_secrets_are_not_repeated():
-    for given in ("hunter2", {"store": "s3://b", "storage_options": "hunter2"}):
-        with pytest.raises(UsageError) as caught:
-            keywords("init_info", given, {"store": str, "storage_options": dict}, required={"store"})
-        assert "hunter2" not in str(caught.value)
+@pytest.mark.parametrize("given", ["hunter2", {"store": "s3://b", "storage_options": "hunter2"}])
+def test_values_that_may_be_secrets_are_not_repeated(engine, given):
+    with pytest.raises(RuntimeError, match=r"\[usage\] init_info .* 'storage_options' \(dict, opt") as caught:
+        engine.init_transfer_engine(InitInfo(given=given))
+    assert "hunter2" not in str(caught.value)
 
 
 # Servers that require signatures.
@@ -287,32 +269,26 @@ def sign(trainer, tmp_path) -> Callable[..., None]:
         if key not in signers:
             signers[key] = KeySigner(key_pair(tmp_path, key)[0])
         for version in versions:
-            stored.sign_version(trainer.store, signers[key], header, version)
+            statement.sign_version(trainer.store, signers[key], header, version)
 
     sign()
     return sign
 
 
 @pytest.fixture
-def requiring(engine, sign, tmp_path, monkeypatch) -> Iterator[Callable[..., None]]:
+def requiring(engine, sign, reopen, tmp_path) -> Callable[..., None]:
     """Open the store with an engine that requires the trainer's key."""
     engine.required = RequiredKeys.of(tmp_path / "trainer.pub")
-    worker = Worker(engine)
-    monkeypatch.setattr(rank_engine, "_workers", {worker})
-    url = engine.updater.store.url
-
-    def open_it(**given: object) -> None:
-        given = {"store": url, "scratch": str(tmp_path / "signed"), **given}
-        engine.init_transfer_engine(InitInfo(given=given))
-
-    return open_it
+    return reopen
 
 
 def bits_of(engine) -> list[torch.Tensor]:
-    return [bits(each.data).clone() for each in engine.live._models[0].parameters()]
+    return [bits(each.data).clone() for each in engine.live.models.every[0].parameters()]
 
 
 def test_only_what_a_required_key_signed_is_applied(engine, requiring, sign):
+    requiring()
+    assert engine.updater.held is None
     sign(0)
     requiring()
     assert engine.updater.held.version == 0
@@ -356,12 +332,19 @@ def test_a_server_goes_back_only_when_told_and_remembers_over_stores(engine, req
         update(engine, 2, allow_rollback="yes")
 
 
-def test_weights_of_an_unsigned_version_are_held_as_no_version(engine, requiring, sign):
+def test_a_server_that_was_started_from_a_version_goes_back_only_when_told(engine, requiring, sign, trainer):
+    sign(0, 1)
+    engine.live.models.every[0].load_weights(trainer.history[1].items())
+    engine.reloaded()
     requiring()
-    assert engine.updater.held is None
-    sign(1)
-    update(engine, 1)
     assert engine.updater.held.version == 1
+    before = bits_of(engine)
+    with pytest.raises(RuntimeError, match=r"\[rollback\] version 0 is signed, but version 1 was used"):
+        update(engine, 0)
+    assert (engine.updater.held.version, engine.updater.staged, engine.update_open) == (1, None, False)
+    assert all(map(torch.equal, before, bits_of(engine)))
+    update(engine, 0, allow_rollback=True)
+    assert engine.updater.held.version == 0
 
 
 def test_a_request_cannot_switch_the_check_off(engine, requiring):
@@ -375,25 +358,37 @@ def test_a_request_cannot_switch_the_check_off(engine, requiring):
         update(engine, 1)
 
 
-def test_ranks_that_require_different_keys_open_no_store():
-    opening._check_same_keys([["a"], ["a"]])
-    opening._check_same_keys([None, None])
-    for one, other in ((["a"], None), (["a"], ["b"]), (None, ["a"])):
-        with pytest.raises(UsageError, match="different keys"):
-            opening._check_same_keys([one, other])
+class Beside(Ranks):
+    """A rank beside another, which requires other keys."""
+
+    def __init__(self, required: list[str] | None) -> None:
+        super().__init__(0, list, is_read_in_order=False)
+        self._required = required
+
+    def gather(self, value: object) -> list:
+        _, failure = value
+        return [value, (self._required, failure)]
+
+
+@pytest.mark.parametrize("other", [None, ["another"], ["trainer.pub", "another"]])
+def test_ranks_that_require_different_keys_open_no_store(engine, requiring, sign, other):
+    sign(0)
+    before, engine.ranks = engine.updater, Beside(other)
+    with pytest.raises(RuntimeError, match=r"\[usage\] the ranks of this server require different keys"):
+        requiring()
+    assert engine.updater is before
 
 
 def test_with_required_keys_the_whole_anchor_of_an_adopted_version_is_verified(trainer, sign, tmp_path):
     sign(1)
-    store, header = trainer.store, history.read_header(trainer.store)
-    check = checks(RequiredKeys.of(tmp_path / "trainer.pub"), store, header)
-    cache = HostCache(tmp_path / "whole", max_bytes=0)
-    found = read_contents(store, header.schema, 1, ["a"], cache, check)
+    store, cache = trainer.store, HostCache(tmp_path / "whole", max_bytes=0)
+    requiring = Run.open(store, RequiredKeys.of(tmp_path / "trainer.pub"))
+    found = read_contents(requiring, 1, ["a"], cache)
     assert torch.equal(bits(found.tensors["a"]), bits(trainer.history[1]["a"]))
     (payload,) = history.read_manifest(store, 0).anchor.payloads
     data = store.get(payload.key)
     # The last bytes are those of the other tensor, whose sums are not looked at.
     store.put(payload.key, data[:-1] + bytes([data[-1] ^ 1]))
-    read_contents(store, header.schema, 1, ["a"], cache)
+    read_contents(Run.open(store), 1, ["a"], cache)
     with pytest.raises(CorruptObject):
-        read_contents(store, header.schema, 1, ["a"], cache, check)
+        read_contents(requiring, 1, ["a"], cache)

@@ -1,34 +1,12 @@
 """Options that need no requests to be shown: dtypes, tied weights that are not, adapters beside experts."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.exhaustive
 
-HERE = Path(__file__).parent
+PROGRAM = "option_engines.py"
+
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the engines held: see `option_engines`."""
-    folder = tmp_path_factory.mktemp("options")
-    path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent / "conformance")])
-    done = subprocess.run(
-        [sys.executable, str(HERE / "option_engines.py"), str(folder)],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads((folder / "found.json").read_text())
 
 
 @pytest.mark.parametrize("name", ["float16", "float32", "rounded", "untied-int8", "lora-beside-experts"])
@@ -57,6 +35,15 @@ def test_the_status_names_each_weight_that_the_model_has_in_more_bits_than_the_r
     assert found["float32"]["2"]["map"]["num_wider"] == 25
     assert found["float32"]["2"]["map"]["widened_apart"] == ""
     assert found["float16"]["2"]["map"]["num_wider"] == 0
+
+
+def test_a_run_that_rounds_what_the_model_keeps_is_told_so_before_and_once_when_it_is_opened(found):
+    (said,) = found["rounded"]["warned"]
+    for text in (said, found["rounded"]["fits"]["widened_apart"]):
+        assert "model.layers.*.mlp.gate.e_score_correction_bias" in text
+    assert "files=" in said
+    # As with all that is wider, which is meant.
+    assert (found["float32"]["warned"], found["float32"]["fits"]["widened_apart"]) == ([], "")
 
 
 @pytest.mark.parametrize("name", ["tied", "tied-float16", "tied-int8"])

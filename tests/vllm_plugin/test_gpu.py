@@ -1,7 +1,13 @@
 """What only a GPU can show: captured graphs, sleep, and experts spread over two devices."""
 
+import json
+import os
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,40 +15,26 @@ import httpx
 import pytest
 import tiny_fp8
 import torch
-from server_process import MODEL_NAME, ServerProcess
-from trainer import Trainer
+from asking import PROMPT, ask
+from server_process import ServerProcess, call
+from trainer import replayed
 
-from patchstore import PatchstoreError, replay
-from patchstore.serve.verify import verify_server
-from patchstore.serve.vllm_server import VllmServer
-from patchstore.testing import tiny_qwen
+from patchstore import PatchstoreError
+from patchstore.errors import StaleCaches
+from patchstore.follow.verify import verify_server
+from patchstore.follow.vllm_server import VllmServer
+from tests.support import tiny_qwen
 
 sys.path.append(str(Path(__file__).parents[1] / "conformance"))
 
 pytestmark = [
-    pytest.mark.vllm,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-PROMPT = [1 + (7 * i) % (tiny_qwen.VOCABULARY - 1) for i in range(40)]
 
-
-def answer(server: VllmServer, max_tokens: int = 32) -> list[int]:
-    question = {
-        "model": MODEL_NAME,
-        "prompt": PROMPT,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    response = httpx.post(f"{server.url}/v1/completions", json=question, timeout=120).raise_for_status()
-    return response.json()["choices"][0]["token_ids"]
-
-
-def call(server: VllmServer, method: str, *args: object) -> list:
-    return server._http.post("/collective_rpc", {"method": method, "args": list(args)})["results"]
+def answer(server: VllmServer) -> list[int]:
+    return ask(server.url, PROMPT[:40], max_tokens=32).tokens
 
 
 class Serving:
@@ -79,14 +71,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
         each.process.stop()
 
 
-def replayed(trainer: Trainer, version: int, model: Path, out: Path) -> Path:
-    replay(trainer.store, version, out=out)
-    for path in model.iterdir():
-        if not (out / path.name).exists() and path.suffix != ".safetensors":
-            (out / path.name).write_bytes(path.read_bytes())
-    return out
-
-
 def test_captured_graphs_answer_with_the_new_weights(start, new_trainer, model, tmp_path):
     trainer = new_trainer(anchor_every=2)
     for _ in range(4):
@@ -105,10 +89,30 @@ def test_captured_graphs_answer_with_the_new_weights(start, new_trainer, model, 
     before = server.fingerprint()
     assert verify_server(trainer.store, server).num_verified == len(trainer.tensors)
 
-    server = serving.fresh(replayed(trainer, 3, model, tmp_path / "replayed"))
+    server = serving.fresh(replayed(trainer.store, 3, tmp_path / "replayed", model))
 
     assert server.fingerprint() == before
     assert answer(server) == answers[3]
+
+
+@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"])
+def test_memory_of_another_process_is_told_from_every_kind_of_own(allocator):
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "cuda_owners.py")],
+        env=os.environ | ({"PYTORCH_CUDA_ALLOC_CONF": allocator} if allocator else {}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    borrowed = {name for name in found if name.startswith("borrowed")}
+    assert all(
+        "'weight' is in memory that this process's CUDA allocator did not" in found[n] for n in borrowed
+    )
+    assert {name: found[name] for name in found.keys() - borrowed} == dict.fromkeys(
+        ("plain", "small", "pool", "pinned", "mapped")
+    ), done.stderr
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -133,7 +137,7 @@ def test_a_server_that_slept_serves_whole_versions_again(start, new_trainer, mod
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_a_quantised_server_equals_a_fresh_start(start, new_trainer, model, tmp_path, eager):
+def test_a_quantized_server_equals_a_fresh_start(start, new_trainer, model, tmp_path, eager):
     trainer = new_trainer(anchor_every=2)
     for _ in range(4):
         trainer.step(density=0.3)
@@ -146,14 +150,14 @@ def test_a_quantised_server_equals_a_fresh_start(start, new_trainer, model, tmp_
     before, words = server.fingerprint(), answer(server)
     assert call(server, "delta_addresses") == addresses
     assert server.status().ranks[0]["map"]["num_computed"] == len(trainer.tensors)
-    # Half an update is undone, quantised weights too.
+    # Half an update is undone, quantized weights too.
     trainer.step(density=0.3)
     call(server, "delta_fail_loads")
     with pytest.raises(PatchstoreError, match="made to fail"):
         server.apply(4)
     assert (server.fingerprint(), answer(server)) == (before, words)
 
-    server = serving.fresh(replayed(trainer, 3, model, tmp_path / "replayed"))
+    server = serving.fresh(replayed(trainer.store, 3, tmp_path / "replayed", model))
 
     assert server.fingerprint() == before
     assert answer(server) == words
@@ -210,9 +214,7 @@ def assert_written_in_place(start, tmp_path, form, kind, *arguments, **options):
     with tiny_fp8.published(tmp_path / "store", base, form) as trainer:
         for _ in range(4):
             tiny_fp8.step(trainer, share=0.1)
-        first, third = (
-            tiny_fp8.replayed(trainer, version, tmp_path / str(version), base) for version in (0, 3)
-        )
+        first, third = (replayed(trainer.store, version, tmp_path / str(version), base) for version in (0, 3))
         serving = start(first, *arguments, **options)
         server = serving.client
         server.init_weight_transfer(trainer.url)
@@ -240,7 +242,7 @@ def assert_written_in_place(start, tmp_path, form, kind, *arguments, **options):
 def test_scales_that_vllm_rounds_for_deep_gemm_are_refused_at_start(start, tmp_path):
     base = tiny_fp8.save(tmp_path / "base")
     with tiny_fp8.published(tmp_path / "store", base, "fp8-block") as trainer:
-        first = tiny_fp8.replayed(trainer, 0, tmp_path / "0", base)
+        first = replayed(trainer.store, 0, tmp_path / "0", base)
     with pytest.raises(Exception, match="VLLM_USE_DEEP_GEMM_E8M0=0"):
         start(first, environment={"VLLM_USE_DEEP_GEMM_E8M0": "1", "VLLM_DEEP_GEMM_WARMUP": "skip"})
 
@@ -280,7 +282,7 @@ def test_a_model_over_two_devices_equals_a_fresh_start(start, new_trainer, tmp_p
     serving.process.arguments = tuple(
         a for a in serving.process.arguments if a not in ("--load-format", "dummy")
     )
-    server = serving.fresh(replayed(trainer, 3, model, tmp_path / "replayed"))
+    server = serving.fresh(replayed(trainer.store, 3, tmp_path / "replayed", model))
 
     after = server.fingerprint()
     assert [rank.keys() for rank in after] == [rank.keys() for rank in before]
@@ -290,3 +292,59 @@ def test_a_model_over_two_devices_equals_a_fresh_start(start, new_trainer, tmp_p
 
 # Other backends rearrange experts, and the engine says so at the start.
 GPU_ARGUMENTS = dict.fromkeys(("qwen3-moe", "llama4", "deepseek-v3"), ("--moe-backend", "triton"))
+
+
+LONG = [1 + (7 * i) % (tiny_qwen.VOCABULARY - 1) for i in range(200)]
+
+
+@pytest.mark.parametrize("connector", ["OffloadingConnector", "SimpleCPUOffloadConnector"])
+def test_connectors_of_vllm_forget_what_older_weights_computed(start, new_trainer, model, connector):
+    trainer = new_trainer()
+    for _ in range(2):
+        trainer.step(density=0.3)
+    config = {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
+    }
+    server = start(model, "--kv-transfer-config", json.dumps(config)).client
+    server.init_weight_transfer(trainer.url)
+
+    def forget() -> None:
+        """Have vLLM look for prefixes where the connector keeps them."""
+        httpx.post(f"{server.url}/reset_prefix_cache", timeout=60).raise_for_status()
+
+    def bring(driver: VllmServer, version: int) -> None:
+        """Apply a version, again while blocks are on their way to the connector, as `follow` does."""
+        for _ in range(200):
+            try:
+                driver.apply(version)
+            except StaleCaches as exc:
+                assert "was not applied" in str(exc)  # noqa: PT017
+                time.sleep(0.05)
+            else:
+                return
+        pytest.fail("the connector never let go of its blocks")
+
+    right = {}
+    for version in (1, 0):
+        bring(server, version)
+        right[version] = ask(server.url, LONG).tokens
+    assert right[0] != right[1]
+    for pause_mode in ("none", "keep", "abort", "none"):
+        with VllmServer(server.url, timeout_s=240, pause_mode=pause_mode) as driver:
+            for version in (1, 0):
+                # A step is under way that stores what the older weights compute.
+                running = threading.Thread(target=partial(ask, server.url, LONG[:64], max_tokens=150))
+                running.start()
+                bring(driver, version)
+                if pause_mode != "abort":
+                    running.join()
+                forget()
+                assert ask(server.url, LONG).tokens == right[version]
+                running.join()
+    with VllmServer(server.url, timeout_s=240, prefix_cache="keep") as driver:
+        bring(driver, 1)
+    forget()
+    # So that this test can fail.
+    assert ask(server.url, LONG).tokens != right[1]

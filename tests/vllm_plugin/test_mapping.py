@@ -1,19 +1,18 @@
 """What ranks conclude from each other's shares: the same in all of them."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
 import torch
 
+from patchstore.bucket.records import Schema, TensorSpec
 from patchstore.errors import StateMismatch
-from patchstore.format.records import Schema, TensorSpec
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.mapping import RankSlices, WeightMap, share
-from vllm_plugin.regions import Region, View
-from vllm_plugin.trace import Runtime, Trace
-
-pytestmark = pytest.mark.vllm
+from vllm_plugin.map.mapping import RankSlices, WeightMap, share
+from vllm_plugin.map.provenance import Runtime, Trace
+from vllm_plugin.map.regions import Region, View
 
 SCHEMA = Schema(
     tensors=tuple(TensorSpec(name=name, dtype="BF16", shape=(4, 6)) for name in ("u", "v", "w", "x")), tied={}
@@ -39,7 +38,6 @@ def traced(
             for name, (index, view) in copied.items()
         },
         computed=tuple((names, frozenset(written)) for names, written in (computed or {}).items()),
-        unread=frozenset(),
         uncovered={},
     )
 
@@ -67,9 +65,7 @@ def test_slices_that_leave_out_a_part_or_overlap_prove_nothing(views):
 def test_a_slice_that_one_rank_holds_twice_is_told_once():
     twice = tuple((i, Region(source=WHOLE, target=WHOLE)) for i in (0, 1))
     trace = traced({})
-    trace = Trace(
-        runtimes=trace.runtimes, regions={"u": twice}, computed=(), unread=frozenset(), uncovered={}
-    )
+    trace = Trace(runtimes=trace.runtimes, regions={"u": twice}, computed=(), uncovered={})
     assert share(trace) == RankSlices(slices={"u": (WHOLE,)}, computed=())
     (mapped,) = agreed(trace)
     assert (mapped.proved, mapped.regions["u"]) == ({"u"}, twice)
@@ -103,6 +99,34 @@ def test_names_that_are_calculated_together_anywhere_are_loaded_together_everywh
             assert [names for names, _ in mapped.groups] == [together, frozenset({"x"})]
             written = {0: [{0}, set()], 1: [{2}, {1}], 2: [{3}, set()]}[i]
             assert [set(indices) for _, indices in mapped.groups] == written
+
+
+def wide(trace: Trace, *indices: int) -> Trace:
+    """The same trace of a model that has these runtimes in float32."""
+    return replace(
+        trace,
+        runtimes=tuple(
+            replace(each, dtype=torch.float32) if index in indices else each
+            for index, each in enumerate(trace.runtimes)
+        ),
+    )
+
+
+def test_what_a_rank_has_in_more_bits_among_what_it_serves_is_listed():
+    every = traced({name: (index, WHOLE) for index, name in enumerate("uvwx")})
+    (some,), (all_of_them,), (none,) = (agreed(wide(every, *indices)) for indices in ([2], range(4), []))
+    assert (some.wider, some.widened_apart) == ({"w"}, "w")
+    # As with --dtype float32, which is meant.
+    assert (all_of_them.wider, all_of_them.widened_apart) == (set("uvwx"), "")
+    assert (none.wider, none.widened_apart) == (frozenset(), "")
+
+
+def test_a_stage_of_a_pipeline_in_float32_is_no_exception_among_what_other_stages_serve():
+    first, last = agreed(
+        wide(traced({"u": (0, WHOLE)}), 0), wide(traced({"v": (1, WHOLE), "w": (2, WHOLE)}), 1, 2)
+    )
+    assert (first.wider, first.widened_apart) == ({"u"}, "")
+    assert (last.wider, last.widened_apart) == ({"v", "w"}, "")
 
 
 def test_each_slice_is_added_once_however_many_ranks_hold_it():

@@ -8,24 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 
-import httpx
 import pytest
 import tiny_adapter
-from server_process import MODEL_NAME, RUNNING, ServerProcess
-from trainer import Trainer
+from asking import PROMPT, ask, figure, streaming
+from server_process import ServerProcess, call, connection, live
+from trainer import Trainer, replayed
 
-from patchstore import PatchstoreError, replay
+from patchstore import PatchstoreError
 from patchstore.errors import UsageError
-from patchstore.serve.verify import verify_server
-from patchstore.serve.vllm_server import VllmServer
-from patchstore.testing import tiny_qwen
-from patchstore.testing.tiny_qwen import served
+from patchstore.follow.verify import verify_server
+from patchstore.follow.vllm_server import VllmServer
+from tests.support.tiny_qwen import served
 
-# A server may take minutes to start on a busy machine.
-pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.exhaustive
 
 ADAPTER = "adapter"
-PROMPT = [1 + (7 * i) % (tiny_qwen.VOCABULARY - 1) for i in range(100)]
 REPEATING = [5, 6, 7, 8] * 10
 
 
@@ -51,55 +48,18 @@ def process(request, model: Path, tmp_path_factory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("server")
     adapter = tiny_adapter.save(folder / "adapter")
     arguments = [each.replace("{adapter}", str(adapter)).replace("{{", "{") for each in request.param]
-    process = ServerProcess(folder / "vllm.log", *arguments)
-    RUNNING.append(process)
-    try:
-        process.start(model)
+    with ServerProcess(folder / "vllm.log", *arguments).serving(model) as process:
         yield process
-    finally:
-        process.stop()
-        RUNNING.remove(process)
 
 
-def question(prompt: list[int], max_tokens: int, model: str = MODEL_NAME) -> dict:
-    return {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-
-
-def ask(
-    server: VllmServer, prompt: list[int] = PROMPT, max_tokens: int = 16, model: str = MODEL_NAME
-) -> dict:
-    body = question(prompt, max_tokens, model)
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
-
-
-def answer(server: VllmServer, *args, **kwargs) -> list[int]:
-    return ask(server, *args, **kwargs)["choices"][0]["token_ids"]
+def answer(server: VllmServer, prompt: list[int] = PROMPT, max_tokens: int = 16, **options) -> list[int]:
+    return ask(server.url, prompt, max_tokens=max_tokens, **options).tokens
 
 
 def stream(url: str, body: dict, begun: Event) -> list[int]:
     """Return an answer's tokens; says when the first one is there."""
-    tokens: list[int] = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=120) as response:
-        for line in response.raise_for_status().iter_lines():
-            if line.startswith("data: {"):
-                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-                tokens += choice["token_ids"] or []
-                begun.set()
-    return tokens
-
-
-def live(server: VllmServer) -> dict[str, str]:
-    """Fingerprint of what versions change, by the names that a model without adapters has."""
-    (fingerprint,) = server.fingerprint()
-    bare = {name.replace(".base_layer.", "."): digest for name, digest in fingerprint.items()}
-    return {name: digest for name, digest in bare.items() if name.endswith(".weight")}
+    with streaming(url, **body) as written:
+        return written.tokens(begun=begun)
 
 
 @dataclass
@@ -139,10 +99,7 @@ def fresh(process: ServerProcess, trainer: Trainer, model: Path, tmp_path: Path)
 
     def start(version: int) -> None:
         out = tmp_path / "replayed"
-        replay(trainer.store, version, out=out)
-        for path in model.glob("*.json"):
-            if not (out / path.name).exists():
-                (out / path.name).write_bytes(path.read_bytes())
+        replayed(trainer.store, version, out, model)
         process.stop()
         process.start(out)
 
@@ -153,7 +110,8 @@ def fresh(process: ServerProcess, trainer: Trainer, model: Path, tmp_path: Path)
 def test_an_adapter_that_is_in_use_is_applied_to_each_version(server, trainer, fresh):
     first = answer(server), answer(server, model=ADAPTER)
     assert first[0] != first[1]
-    with loaded(server, question(PROMPT[:8], 30), question(PROMPT[:8], 30, ADAPTER)) as loads:
+    body = {"prompt": PROMPT[:8], "max_tokens": 30}
+    with loaded(server, body, body | {"model": ADAPTER}) as loads:
         for version in (1, 2, 3):
             trainer.step()
             server.apply(version)
@@ -173,7 +131,7 @@ def test_an_adapter_that_is_in_use_is_applied_to_each_version(server, trainer, f
 @speculating_one_at_a_time
 def test_requests_that_wait_for_their_turn_are_answered_by_the_version_that_came_meanwhile(server, trainer):
     trainer.step(density=0.5)
-    body = question(PROMPT[:8], 200)
+    body = {"prompt": PROMPT[:8], "max_tokens": 200}
     # If all were answered before the update came, that showed nothing.
     for _ in range(10):
         server.apply(0)
@@ -196,22 +154,16 @@ def test_requests_that_wait_for_their_turn_are_answered_by_the_version_that_came
     assert live(server) == served(trainer.history[1])
 
 
-def num_drafted(server: VllmServer) -> float:
-    text = httpx.get(f"{server.url}/metrics", timeout=60).raise_for_status().text
-    lines = [line for line in text.splitlines() if line.startswith("vllm:spec_decode_num_draft_tokens_total")]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-
 @speculating_one_at_a_time
 def test_a_server_that_guesses_tokens_from_the_prompt_follows(server, trainer, fresh):
     first = answer(server, REPEATING, 60)
-    with loaded(server, question(REPEATING, 30)) as (load,):
+    with loaded(server, {"prompt": REPEATING, "max_tokens": 30}) as (load,):
         for version in (1, 2):
             trainer.step()
             server.apply(version)
             assert live(server) == served(trainer.history[version])
     assert set(load.lengths) == {30}
-    assert num_drafted(server) > 0
+    assert figure(server.url, "spec_decode_num_draft_tokens") > 0
     updated = answer(server, REPEATING, 60)
     assert updated != first
 
@@ -223,7 +175,7 @@ def test_a_server_that_guesses_tokens_from_the_prompt_follows(server, trainer, f
 @as_usual
 @pytest.mark.parametrize("pause_mode", ["keep", "none"])
 def test_no_request_fails_while_version_after_version_is_written(server, trainer, pause_mode):
-    bodies = [question(PROMPT[:length], 30 + length) for length in (4, 8, 16)]
+    bodies = [{"prompt": PROMPT[:length], "max_tokens": 30 + length} for length in (4, 8, 16)]
     with VllmServer(server.url, pause_mode=pause_mode) as driver, loaded(server, *bodies) as loads:
         for version in range(1, 6):
             trainer.step(density=0.1)
@@ -242,14 +194,14 @@ def test_a_server_that_sleeps_refuses_updates_and_is_honest_when_it_wakes(server
     server.start_weight_update()
     server.update_weights(1)
     before = live(server)
-    server._http.post("/sleep", {}, level=str(level))
-    for call in (
+    connection(server).post("/sleep", {}, level=str(level))
+    for refused in (
         lambda: server.finish_weight_update("1"),
         lambda: server.apply(1),
         lambda: server.init_weight_transfer(trainer.url),
     ):
         with pytest.raises(UsageError, match="the server sleeps; wake it up"):
-            call()
+            refused()
     status = server.status()
     assert (status.serving, status.half_applied, status.ranks[0]["asleep"]) == (
         0 if level == 1 else None,
@@ -258,11 +210,11 @@ def test_a_server_that_sleeps_refuses_updates_and_is_honest_when_it_wakes(server
     )
     assert live(server) == before
     if level == 2:
-        server._http.post("/collective_rpc", {"method": "delta_lose_weights"})
-    server._http.post("/wake_up", {}, tags="kv_cache")
+        call(server, "delta_lose_weights")
+    connection(server).post("/wake_up", {}, tags="kv_cache")
     with pytest.raises(UsageError, match="the server sleeps"):
         server.apply(1)
-    server._http.post("/wake_up", {}, tags="weights")
+    connection(server).post("/wake_up", {}, tags="weights")
 
     if level == 2:
         for _ in range(2):
@@ -276,17 +228,3 @@ def test_a_server_that_sleeps_refuses_updates_and_is_honest_when_it_wakes(server
     server.apply(1)
     assert live(server) == served(trainer.history[1])
     assert verify_server(trainer.store, server, 1).num_verified == len(trainer.tensors)
-
-
-@as_usual
-def test_a_prompt_that_was_cached_is_answered_as_by_a_fresh_start(server, trainer, fresh):
-    trainer.step()
-    old = answer(server)
-    assert ask(server)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    server.apply(1)
-    updated = [answer(server), answer(server, PROMPT[:70])]
-
-    fresh(1)
-
-    assert [answer(server), answer(server, PROMPT[:70])] == updated
-    assert updated[0] != old

@@ -1,16 +1,23 @@
-"""What requests may have a server open."""
+"""What requests may have a server open, and where the checkpoint is that vLLM loaded."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from patchstore.errors import CorruptObject, UsageError
-from patchstore.serve.vllm_server import VllmServer
+from patchstore.follow.vllm_server import VllmServer
 from tests.support.keys import key_pair
-from vllm_plugin import permission
-from vllm_plugin.permission import ENDPOINTS, SCRATCH, STORES, check_scratch, check_store, unquoted
-
-pytestmark = pytest.mark.vllm
+from vllm_plugin import opening
+from vllm_plugin.opening import (
+    ENDPOINTS,
+    SCRATCH,
+    STORES,
+    check_scratch,
+    check_store,
+    checkpoint_folder,
+    unquoted,
+)
 
 KEYS = {"key": "k", "secret": "s"}
 ELSEWHERE = {"endpoint_url": "https://elsewhere.example"}
@@ -20,6 +27,10 @@ ELSEWHERE = {"endpoint_url": "https://elsewhere.example"}
 def started_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (STORES, ENDPOINTS, SCRATCH, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "HF_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
+
+
+THEIRS = {"endpoint": "https://elsewhere.example"}
+PROXIES = {"config_kwargs": {"proxies": {"https": "http://elsewhere.example"}}}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +44,7 @@ def started_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
         ("s3://bucket/run", ELSEWHERE | {"anon": True}),
         ("s3://bucket/run", KEYS | {"client_kwargs": ELSEWHERE}),
         ("hf://buckets/me/run", {}),
-        ("hf://buckets/me/run", {"endpoint": "https://elsewhere.example", "token": "hf_x"}),
+        ("hf://buckets/me/run", THEIRS | {"token": "hf_x"}),
     ],
 )
 def test_what_leads_nowhere_with_the_servers_own_credentials_may_be_opened(url, options):
@@ -48,10 +59,10 @@ def test_what_leads_nowhere_with_the_servers_own_credentials_may_be_opened(url, 
         ("s3://bucket/run", ELSEWHERE | {"key": "k"}),
         ("s3://bucket/run", ELSEWHERE | {"anon": False}),
         ("s3://bucket/run", {"client_kwargs": ELSEWHERE}),
-        ("s3://bucket/run", {"config_kwargs": {"proxies": {"https": "http://elsewhere.example"}}}),
-        ("hf://buckets/me/run", {"endpoint": "https://elsewhere.example"}),
-        ("hf://buckets/me/run", {"endpoint": "https://elsewhere.example", "token": True}),
-        ("hf://buckets/me/run", {"endpoint": "https://elsewhere.example", "key": "k", "secret": "s"}),
+        ("s3://bucket/run", PROXIES),
+        ("hf://buckets/me/run", THEIRS),
+        ("hf://buckets/me/run", THEIRS | {"token": True}),
+        ("hf://buckets/me/run", THEIRS | KEYS),
     ],
 )
 def test_the_servers_own_credentials_go_to_no_endpoint_of_a_request(monkeypatch, url, options):
@@ -62,16 +73,9 @@ def test_the_servers_own_credentials_go_to_no_endpoint_of_a_request(monkeypatch,
     )
     check_store(url, options)
     monkeypatch.delenv(ENDPOINTS)
-    if "proxies" not in str(options):
+    if options is not PROXIES:
         monkeypatch.setenv("AWS_ENDPOINT_URL", "https://elsewhere.example")
         check_store(url, options)
-
-
-def test_other_protocols_are_opened_only_where_they_were_allowed(monkeypatch):
-    with pytest.raises(UsageError, match=STORES):
-        check_store("gs://bucket/run", {})
-    monkeypatch.setenv(STORES, "s3://a/b,gs://bucket")
-    check_store("gs://bucket/run", {})
 
 
 @pytest.mark.parametrize(
@@ -90,13 +94,19 @@ def test_other_protocols_are_opened_only_where_they_were_allowed(monkeypatch):
         ("{folder}/link", False),
         ("/etc", False),
         ("memory://x", False),
+        ("gs://bucket", True),
+        ("gs://other", False),
     ],
 )
 def test_only_what_was_allowed_may_be_opened(monkeypatch, tmp_path, url, is_allowed):
     folder = tmp_path / "runs"
     folder.mkdir()
     (folder / "link").symlink_to("/etc")
-    monkeypatch.setenv(STORES, f"s3://bucket/runs/, {folder}")
+    if url.startswith("gs"):
+        # Another protocol is opened nowhere unless that was allowed.
+        with pytest.raises(UsageError, match=STORES):
+            check_store(url, {})
+    monkeypatch.setenv(STORES, f"s3://bucket/runs/, {folder}, gs://bucket")
     if is_allowed:
         check_store(url.format(folder=folder), {})
         return
@@ -131,17 +141,17 @@ def test_what_a_folders_files_hold_is_not_told_unless_it_was_allowed(monkeypatch
 
 
 def test_the_keys_that_a_server_requires_are_those_it_was_started_with(monkeypatch, tmp_path):
-    monkeypatch.delenv(permission.KEYS, raising=False)
-    assert permission.required_keys() is None
+    monkeypatch.delenv(opening.KEYS, raising=False)
+    assert opening.required_keys() is None
     (private, one), (_, other) = (key_pair(tmp_path, name) for name in ("one", "other"))
-    monkeypatch.setenv(permission.KEYS, f"{one}, {other}")
-    found = permission.required_keys()
+    monkeypatch.setenv(opening.KEYS, f"{one}, {other}")
+    found = opening.required_keys()
     assert found is not None and len(found.names) == 2
     # A server must not start without the check that its operator asked for.
     for wrong in ("", " , ", str(tmp_path / "none"), str(private), f"{one},{tmp_path}"):
-        monkeypatch.setenv(permission.KEYS, wrong)
-        with pytest.raises(UsageError, match=permission.KEYS):
-            permission.required_keys()
+        monkeypatch.setenv(opening.KEYS, wrong)
+        with pytest.raises(UsageError, match=opening.KEYS):
+            opening.required_keys()
 
 
 @pytest.mark.exhaustive
@@ -155,3 +165,51 @@ def test_a_real_server_sends_its_credentials_nowhere(process, tmp_path):
                 server.init_weight_transfer(store, options)
         with pytest.raises(UsageError, match=SCRATCH):
             server.init_weight_transfer(str(tmp_path), scratch="/var/lib/patchstore")
+
+
+# The checkpoint that vLLM loaded: a folder, what it downloaded from the Hub, or nowhere.
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def config(model: str, *, load_format: str = "auto", download_dir: Path | None = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        load_config=SimpleNamespace(load_format=load_format, download_dir=download_dir),
+        model_config=SimpleNamespace(model=model, revision=None),
+    )
+
+
+@pytest.fixture
+def downloaded(tmp_path) -> Path:
+    """A cache of the Hub's client, with a snapshot of `org/model`."""
+    folder = tmp_path / "models--org--model"
+    (folder / "snapshots" / COMMIT).mkdir(parents=True)
+    (folder / "snapshots" / COMMIT / "model.safetensors").touch()
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(COMMIT)
+    return tmp_path
+
+
+SNAPSHOT = f"models--org--model/snapshots/{COMMIT}"
+
+
+@pytest.mark.parametrize(
+    ("model", "load_format", "index", "found"),
+    [
+        ("{folder}", "auto", None, ""),
+        *(("{folder}", load_format, None, None) for load_format in ("dummy", "runai_streamer", "tensorizer")),
+        # From the Hub: whole, in part, or not at all.
+        ("org/model", "auto", None, SNAPSHOT),
+        ("org/model", "auto", '{"weight_map": {"a": "model-1.safetensors"}}', None),
+        *(("org/model", "auto", index, None) for index in ("{}", "[", "[]")),
+        *(
+            (model, "auto", None, None)
+            for model in ("org/other", "no folder/and no/name", "s3://bucket/model")
+        ),
+    ],
+)
+def test_the_checkpoint_that_vllm_loaded_is_found_or_is_nowhere(downloaded, model, load_format, index, found):
+    if index is not None:
+        (downloaded / SNAPSHOT / "model.safetensors.index.json").write_text(index)
+    asked = config(model.format(folder=downloaded), load_format=load_format, download_dir=downloaded)
+    assert checkpoint_folder(asked) == (None if found is None else downloaded / found)

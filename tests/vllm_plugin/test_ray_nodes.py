@@ -9,14 +9,14 @@ import pytest
 pytest.importorskip("ray", reason="needs Ray")
 
 from ray_nodes import Nodes
-from server_process import RUNNING, ServerProcess
+from server_process import ServerProcess
 
 from examples.serving import FollowCommand
 from patchstore.errors import ServerUnavailable
-from patchstore.serve.verify import verify_server
-from patchstore.serve.vllm_server import VllmServer
+from patchstore.follow.verify import verify_server
+from patchstore.follow.vllm_server import VllmServer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture
@@ -37,13 +37,8 @@ def process(nodes: Nodes, model: Path, tmp_path: Path) -> Iterator[ServerProcess
         *("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"),
         environment=nodes.environment,
     )
-    RUNNING.append(process)
-    try:
-        process.start(model)
+    with process.serving(model):
         yield process
-    finally:
-        process.stop()
-        RUNNING.remove(process)
 
 
 def proved(server: VllmServer, trainer) -> int:

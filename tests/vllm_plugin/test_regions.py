@@ -1,14 +1,23 @@
 """Affine regions against what they mean: explicit lists of positions."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_plugin.composition import boxed, compose, onto, outside
-from vllm_plugin.regions import Region, View, is_nested, locate, normal, overlap, pieces, positions
-
-pytestmark = pytest.mark.vllm
+from vllm_plugin.map.regions import (
+    Region,
+    View,
+    boxed,
+    compose,
+    is_nested,
+    locate,
+    normal,
+    onto,
+    outside,
+    overlap,
+    pieces,
+    positions,
+)
 
 CPU = torch.device("cpu")
 
@@ -144,9 +153,7 @@ def test_a_slice_of_a_tensor_is_nested(view: View) -> None:
 
 @exact
 @given(copies(), st.data(), st.sampled_from([torch.int32, torch.int64]))
-def test_positions_are_located_where_the_region_says(
-    region: Region, data: st.DataObject, dtype: torch.dtype
-) -> None:
+def test_positions_are_located_where_the_region_says(region, data, dtype):
     asked = sorted(data.draw(st.sets(st.integers(0, 1500), max_size=40) | st.just(set(range(1500)))))
     for part in normal(region):
         goes = dict(pairs(part))

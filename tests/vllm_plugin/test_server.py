@@ -1,97 +1,49 @@
 """One real server through all that an update can do to it."""
 
-import json
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
-import httpx
 import pytest
 import torch
 import vllm
-from server_process import MODEL_NAME, ServerProcess
+from asking import PROMPT, ask, streaming
+from server_process import ServerProcess, call, connection, live
+from trainer import replayed
 
 from examples.demo import tables
-from patchstore import PatchstoreError, replay
-from patchstore.doctor import examine
-from patchstore.errors import StateMismatch, UsageError
-from patchstore.format import layout
-from patchstore.format import manifest_json as manifests
-from patchstore.serve.reconcile import Reconciler
-from patchstore.serve.verify import verify_server
-from patchstore.serve.vllm_server import VllmServer
-from patchstore.testing import tiny_qwen
-from patchstore.testing.tiny_qwen import served
-from tests.support.weights import lie
+from patchstore import PatchstoreError
+from patchstore.bucket import history
+from patchstore.errors import UsageError
+from patchstore.follow.reconcile import Reconciler
+from patchstore.follow.verify import verify_server
+from patchstore.follow.vllm_protocol import Driver
+from patchstore.follow.vllm_server import VllmServer
+from patchstore.ops.doctor import examine
+from tests.support.tiny_qwen import served
 
-# A server may take minutes to start on a busy machine.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
-
+SERVER = ServerProcess
+"""The command of users, and not a fork."""
 # After the first token nothing is sent before the end, so that a call is not behind what it shall interrupt.
 SERVER_ARGUMENTS = ("--stream-interval", "1000")
 
-PROMPT = [1 + (7 * i) % (tiny_qwen.VOCABULARY - 1) for i in range(100)]
-
-
-def ask(server: VllmServer) -> dict:
-    question = {
-        "model": MODEL_NAME,
-        "prompt": PROMPT,
-        "max_tokens": 16,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    return httpx.post(f"{server.url}/v1/completions", json=question, timeout=60).raise_for_status().json()
-
 
 def answer(server: VllmServer) -> list[int]:
-    return ask(server)["choices"][0]["token_ids"]
+    return ask(server.url).tokens
 
 
 def stream(server: VllmServer, begun: Event) -> tuple[list[int], str | None]:
     """Return a long answer and why it ended; says when the first tokens are there."""
-    question = {
-        "model": MODEL_NAME,
-        "prompt": PROMPT[:8],
-        "max_tokens": 240,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-    }
-    tokens, ended = [], None
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=question, timeout=120) as response:
-        for line in response.raise_for_status().iter_lines():
-            if line.startswith("data: {"):
-                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-                tokens += choice["token_ids"] or []
-                ended = choice["finish_reason"]
-                begun.set()
-    return tokens, ended
+    with streaming(server.url, PROMPT[:8], max_tokens=240) as written:
+        return written.tokens(begun=begun), written.ended
 
 
 UNLABELLED = None if vllm.__version__.startswith("0.26.") else object()
 """What a vLLM that does not label answers yet says of its weight version."""
-
-
-def live(server: VllmServer) -> dict[str, str]:
-    """Fingerprint of what versions change: weights, not the buffers that vLLM makes for itself."""
-    (fingerprint,) = server.fingerprint()
-    return {name: digest for name, digest in fingerprint.items() if name.endswith(".weight")}
-
-
-def call(server: VllmServer, method: str, *args: object) -> list:
-    return server._http.post("/collective_rpc", {"method": method, "args": list(args)})["results"]
-
-
-def fail_writes(server: VllmServer, num_failures: int) -> None:
-    call(server, "delta_fail_writes", num_failures)
 
 
 @pytest.fixture
@@ -145,57 +97,49 @@ def test_a_server_reaches_any_version_bit_for_bit(server, new_trainer):
         assert server.weight_version() in {str(version), UNLABELLED}
 
 
-def test_answers_follow_the_version(server, trainer):
+def test_answers_follow_the_version_and_the_prefix_cache_does_not_answer_for_old_weights(server, trainer):
     trainer.step(density=0.5)
-    first = answer(server)
+    answer(server)
+    first = ask(server.url)
+    assert first.num_cached > 0
 
     server.apply(1)
-    second = answer(server)
+    second = ask(server.url)
     server.apply(0)
+    third = ask(server.url)
 
-    assert second != first
-    assert answer(server) == first
-
-
-def test_nan_and_negative_zero_arrive(server, trainer):
-    norm, embedding = trainer.tensors["model.norm.weight"], trainer.tensors["model.embed_tokens.weight"]
-    embedding[3, :4] = 0.0
-    trainer.publish()
-    server.apply(1)
-
-    norm[5] = float("nan")
-    norm[6:8] = torch.tensor([0x7FC1, -0x0040], dtype=torch.int16).view(torch.bfloat16)  # NaNs with payloads
-    embedding[3, :4] = -0.0
-    trainer.publish()
-    server.apply(2)
-
-    assert live(server) == served(trainer.history[2])
+    assert (second.num_cached, third.num_cached) == (0, 0)
+    assert second.tokens != first.tokens == third.tokens
 
 
-def test_a_version_in_which_nothing_changed_is_held_too(server, trainer):
-    trainer.publish()
-    server.apply(1)
-    assert server.status().serving == 1
+@pytest.mark.parametrize("version", [-1, -(2**40), 2**62, True, 1.5, "1", None, [1]])
+def test_what_is_no_version_is_refused_by_every_way_in(server, trainer, refused, version):
+    is_number = type(version) is int
+    kind = "version-not-found" if version == 2**62 else "usage"
 
+    def update() -> None:
+        server.start_weight_update()
+        connection(server).post("/update_weights", {"update_info": {"version": version}})
 
-def test_the_prefix_cache_does_not_answer_for_old_weights(server, trainer):
+    ways = [update]
+    if kind == "usage":
+        ways.append(lambda: connection(server).every_rank("delta_prefetch", version))
+    if is_number:
+        ways.append(lambda: server.apply(version))
+    for way in ways:
+        said = str(refused(kind, way))
+        assert not is_number or str(version) in said
     trainer.step()
-    ask(server)
-    assert ask(server)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-
     server.apply(1)
-
-    assert not (ask(server)["usage"]["prompt_tokens_details"] or {}).get("cached_tokens")
-
-
-def test_an_unknown_version_is_refused(server, trainer, refused):
-    assert "77" in str(refused("version-not-found", lambda: server.apply(77)))
-    assert "[version-not-found]" in server.status().last_error
+    assert live(server) == served(trainer.tensors)
 
 
-def test_a_store_without_a_run_is_refused(server, trainer, refused, tmp_path):
-    refused("version-not-found", lambda: server.init_weight_transfer(str(tmp_path / "empty")))
+def test_a_refused_fetch_leaves_what_another_driver_has_fetched(server, trainer, refused):
     trainer.step()
+    server.prefetch(1)
+    refused("usage", lambda: connection(server).every_rank("delta_prefetch", -1))
+    (rank,) = connection(server).every_rank("delta_prefetch", 1)
+    assert rank["is_done"]
     server.apply(1)
 
 
@@ -225,12 +169,12 @@ def test_answers_go_on_while_a_store_does_not_answer(server, trainer):
 
 def test_unknown_keys_are_refused_with_the_known_ones(server, trainer, refused):
     init = {"init_info": {"store": trainer.url, "stroage_options": {}}}
-    error = refused("usage", lambda: server._http.post("/init_weight_transfer_engine", init))
+    error = refused("usage", lambda: connection(server).post("/init_weight_transfer_engine", init))
     assert "storage_options" in str(error)
 
     server.start_weight_update()
     update = {"update_info": {"step": 1}}
-    assert "version" in str(refused("usage", lambda: server._http.post("/update_weights", update)))
+    assert "version" in str(refused("usage", lambda: connection(server).post("/update_weights", update)))
 
 
 def test_a_corrupt_payload_is_refused_and_a_repaired_one_applies(server, trainer, refused):
@@ -244,52 +188,6 @@ def test_a_corrupt_payload_is_refused_and_a_repaired_one_applies(server, trainer
     path.write_bytes(data)
     server.apply(1)
     assert live(server) == served(trainer.history[1])
-
-
-def test_a_manifest_on_another_parent_is_refused(server, trainer, refused):
-    trainer.step()
-    last = trainer.step()
-    key = layout.manifest_key(last.version)
-    trainer.store.put(key, manifests.to_json(replace(last, parent=0)))
-    refused("corrupt-object", lambda: server.apply(2))
-
-
-def test_weights_that_are_not_what_the_manifest_says_are_refused(server, trainer, refused):
-    trainer.step()
-    lie(trainer.store, 1, "model.norm.weight")
-    refused("state-mismatch", lambda: server.apply(1))
-
-
-def test_a_run_with_a_tensor_that_the_model_lacks_is_refused(server, new_trainer, trainer, weights, refused):
-    other = new_trainer({**weights, "model.layers.0.mlp.more.weight": torch.zeros(8)})
-    other.publish()
-    trainer.step()
-
-    refusal = refused("schema-mismatch", lambda: server.init_weight_transfer(other.url))
-    assert "mlp.more.weight" in str(refusal)
-    server.apply(1)
-    assert live(server) == served(trainer.history[1])
-
-
-def test_a_run_that_leaves_a_parameter_alone_is_refused(server, new_trainer, trainer, weights, refused):
-    name = "model.layers.1.input_layernorm.weight"
-    other = new_trainer({each: tensor for each, tensor in weights.items() if each != name})
-    other.publish()
-    assert name in str(refused("schema-mismatch", lambda: server.init_weight_transfer(other.url)))
-
-
-def test_tensors_that_are_not_served_are_listed_and_no_obstacle(server, new_trainer, weights):
-    # vLLM's loaders skip such names, which old checkpoints have.
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    other = new_trainer({**weights, name: torch.ones(8)})
-    other.publish()
-    server.init_weight_transfer(other.url)
-    other.step()
-    server.apply(1)
-
-    (rank,) = server.status().ranks
-    assert rank["map"]["absent"] == [name]
-    assert live(server) == served({n: t for n, t in other.history[1].items() if n != name})
 
 
 def test_calls_out_of_order_are_refused(server, trainer):
@@ -307,21 +205,11 @@ def test_calls_out_of_order_are_refused(server, trainer):
     server.start_weight_update()
     with pytest.raises(UsageError, match="unknown keys"):
         # One for each rank, which vLLM would hand out.
-        server._http.post("/update_weights", {"update_info": [{"version": 1}]})
+        connection(server).post("/update_weights", {"update_info": [{"version": 1}]})
 
     assert server.weight_version() in {"0", UNLABELLED}
     server.apply(1)
     assert server.status().serving == 1
-
-
-def test_a_load_that_fails_halfway_is_rolled_back(server, trainer, refused):
-    trainer.step(density=0.5)
-    fail_writes(server, 1)
-    assert "made to fail" in str(refused("load-failed", lambda: server.apply(1)))
-    assert server.status().last_error.startswith("[load-failed]")
-
-    server.apply(1)
-    assert live(server) == served(trainer.history[1])
 
 
 def test_a_full_disk_is_said_and_a_later_try_succeeds(server, trainer, refused):
@@ -347,22 +235,10 @@ def test_an_anchor_that_fails_halfway_leaves_the_version_before(server, new_trai
     assert live(server) == served(trainer.history[0])
 
 
-def test_weights_that_something_else_wrote_to_are_noticed_and_replaced(server, trainer):
-    call(server, "delta_write_behind", "model.norm.weight")
-    trainer.step(density=1.0)
-
-    with pytest.raises(StateMismatch, match=r"model\.norm\.weight.*something else wrote"):
-        server.apply(1)
-
-    assert (server.status().half_applied, server.status().serving) == (True, None)
-    server.apply(1)
-    assert live(server) == served(trainer.history[1])
-
-
 @pytest.mark.parametrize("route", ["/weight_checker", "/collective_rpc"])
 def test_a_server_whose_weights_vllm_reset_serves_no_version_until_an_update(server, trainer, route):
     body = {"action": "reset"} if route == "/weight_checker" else {"method": "reset_weights", "args": []}
-    server._http.post(route, body)
+    connection(server).post(route, body)
     assert server.status().serving is None
 
     server.apply(0)
@@ -382,28 +258,15 @@ def test_a_parameter_that_moved_is_refused_until_the_store_is_opened_again(serve
     assert live(server) == served(trainer.history[1])
 
 
-def test_parameters_keep_their_addresses(server, new_trainer):
-    trainer = new_trainer(anchor_every=2)
-    trainer.publish()
-    server.init_weight_transfer(trainer.url)
-    for _ in range(3):
-        trainer.step()
-    server.apply(0)
-    before = call(server, "delta_addresses")
-    for version in (1, 3, 0, 2):
-        server.apply(version)
-    assert call(server, "delta_addresses") == before
-
-
 def test_generation_goes_on_while_a_version_is_staged_and_the_update_waits_for_it(server, trainer, tmp_path):
     trainer.step(density=0.5)
     old, marker = answer(server), tmp_path / "go"
-    server._http.post("/collective_rpc", {"method": "delta_hold_staging", "args": [str(marker)]})
+    call(server, "delta_hold_staging", str(marker))
     with VllmServer(server.url, timeout_s=120) as driver, ThreadPoolExecutor(1) as pool:
         updated = pool.submit(driver.apply, 1)
         try:
             # Answers, while the driver asks again and again whether staging is done.
-            assert not server._http.every_rank("delta_prefetch", 1)[0]["is_done"]
+            assert not connection(server).every_rank("delta_prefetch", 1)[0]["is_done"]
             answers = [answer(server) for _ in range(3)]
             held, is_staging = server.status().serving, not updated.done()
         finally:
@@ -412,17 +275,6 @@ def test_generation_goes_on_while_a_version_is_staged_and_the_update_waits_for_i
 
     assert (answers, held, is_staging) == ([old] * 3, 0, True)
     assert server.status().serving == 1
-    assert live(server) == served(trainer.history[1])
-
-
-def test_a_request_under_way_survives_an_update(server, trainer):
-    trainer.step()
-    question = {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": 120, "ignore_eos": True}
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=question, timeout=120)
-        server.apply(1)
-        answered = asked.result().raise_for_status().json()
-    assert answered["usage"]["completion_tokens"] == 120
     assert live(server) == served(trainer.history[1])
 
 
@@ -436,7 +288,7 @@ def test_a_server_is_updated_in_each_pause_mode_of_vllm(server, trainer, mode, e
             begun = Event()
             asked = pool.submit(stream, server, begun)
             begun.wait(60)
-            server._http.post("/pause", {}, mode=mode)
+            connection(server).post("/pause", {}, mode=mode)
             # Only what is kept is still to come; the others end before the update begins.
             is_caught = not asked.done() if mode == "keep" else asked.result()[1] == ended
             if is_caught:
@@ -489,21 +341,6 @@ def test_the_command_verifies_what_a_server_serves(server, trainer):
     assert (done.returncode, "1 tensors differ, such as model.norm.weight" in said) == (3, True)
 
 
-def test_a_half_applied_model_says_so_until_an_anchor_is_applied(server, trainer):
-    trainer.step(density=0.5)
-    fail_writes(server, 2)
-
-    with pytest.raises(PatchstoreError) as caught:
-        server.apply(1)
-
-    assert caught.value.kind == "half-applied"
-    status = server.status()
-    assert (status.half_applied, status.serving) == (True, None)
-    server.apply(1)
-    assert not server.status().half_applied
-    assert live(server) == served(trainer.history[1])
-
-
 @pytest.mark.exhaustive
 def test_a_killed_server_is_healed_by_follow(server, process: ServerProcess, model, trainer, tmp_path):
     follow = Reconciler(trainer.store, server)
@@ -515,11 +352,7 @@ def test_a_killed_server_is_healed_by_follow(server, process: ServerProcess, mod
     process.stop()
     assert follow.step().outcome == "failed"
     # Started from the replayed version, so this also is a fresh server to compare with.
-    replay(trainer.store, 2, out=tmp_path / "replayed")
-    for path in model.iterdir():
-        if path.suffix == ".json" and not (tmp_path / "replayed" / path.name).exists():
-            (tmp_path / "replayed" / path.name).write_bytes(path.read_bytes())
-    process.start(tmp_path / "replayed")
+    process.start(replayed(trainer.store, 2, tmp_path / "replayed", model))
 
     assert server.fingerprint() == before
     assert answer(server) == words
@@ -551,3 +384,51 @@ def test_the_doctor_finds_a_server_well_and_a_model_of_another_shape_unfit(
     same = new_trainer()
     same.publish()
     assert {"other-run", "tensors"} <= look(same.url).keys()
+
+
+def test_a_driver_that_comes_late_does_not_label_what_another_one_staged(server, trainer):
+    for _ in range(2):
+        trainer.step(density=0.5)
+    late = VllmServer(server.url, timeout_s=120)
+    late.start_weight_update()
+    late.update_weights(1)
+    server.start_weight_update()
+    server.update_weights(2)
+
+    with late, pytest.raises(UsageError, match="version 2 is served, so answers are not labelled 1"):
+        late.finish_weight_update("1")
+
+    assert server.status().serving == 2
+    assert server.weight_version() in {"2", UNLABELLED}
+    with pytest.raises(UsageError):
+        server.finish_weight_update("2")
+    assert live(server) == served(trainer.history[2])
+    with pytest.raises(UsageError, match="version 2 is served"):
+        server.set_weight_version("1")
+    server.set_weight_version("policy of Monday")
+    assert server.weight_version() in {"policy of Monday", UNLABELLED}
+
+
+def test_two_drivers_that_differ_leave_the_server_as_it_is_until_one_goes(server, trainer):
+    trainer.step(density=0.5)
+    server.apply(0)
+    before = answer(server)
+
+    def follow(version: int) -> Reconciler:
+        driver = Driver(wants=lambda: f"version {version}", seconds=60)
+        client = VllmServer(server.url, timeout_s=120, driver=driver)
+        return Reconciler(
+            trainer.store, client, desired=lambda: history.read_manifest(trainer.store, version)
+        )
+
+    one, other = follow(0), follow(1)
+    assert one.step().outcome in {"initialised", "nothing"}
+    for _ in range(3):
+        for each in (other, one):
+            done = each.step()
+            assert (done.outcome, done.error.kind) == ("failed", "driver-conflict")
+    assert answer(server) == before
+    one.server.close()
+    assert {other.step().outcome for _ in range(3)} >= {"applied", "nothing"}
+    other.server.close()
+    assert server.status().serving == 1

@@ -4,19 +4,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from server_process import RUNNING, ServerProcess
+from server_process import ServerProcess
 
-from patchstore.errors import PatchstoreError, RollbackRefused, Unsigned, UsageError
-from patchstore.format import history
-from patchstore.serve.desired import DesiredVersion, HeadWatcher
-from patchstore.serve.reconcile import Reconciler
-from patchstore.serve.vllm_server import VllmServer
-from patchstore.signing import KeySigner, RequiredKeys, stored
+from patchstore.bucket import history
+from patchstore.errors import PatchstoreError, RollbackRefused, Unsigned
+from patchstore.follow.desired import DesiredVersion, HeadWatcher
+from patchstore.follow.reconcile import Reconciler
+from patchstore.follow.settings import Settings
+from patchstore.follow.vllm_server import VllmServer
+from patchstore.signing import KeySigner, RequiredKeys, statement
 from tests.support.keys import key_pair
-from vllm_plugin.permission import KEYS
+from vllm_plugin.opening import KEYS
 
-# A server may take minutes to start on a busy machine.
-pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture
@@ -26,14 +26,9 @@ def signer(tmp_path: Path) -> KeySigner:
 
 @pytest.fixture
 def requiring(model: Path, tmp_path: Path, signer: KeySigner) -> Iterator[ServerProcess]:
-    process = ServerProcess(tmp_path / "vllm.log", environment={KEYS: str(tmp_path / "trainer.pub")})
-    RUNNING.append(process)
-    try:
-        process.start(model)
+    environment = {KEYS: str(tmp_path / "trainer.pub")}
+    with ServerProcess(tmp_path / "vllm.log", environment=environment).serving(model) as process:
         yield process
-    finally:
-        process.stop()
-        RUNNING.remove(process)
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -51,33 +46,17 @@ def test_only_signed_versions_reach_the_weights(requiring, signer, new_trainer):
     other = KeySigner(key_pair(Path(trainer.url).parent, "other")[0])
 
     def sign(by: KeySigner, version: int) -> None:
-        stored.sign_version(trainer.store, by, header, version)
+        statement.sign_version(trainer.store, by, header, version)
 
     with VllmServer(requiring.url, timeout_s=120) as server:
         before = server.fingerprint()
         server.init_weight_transfer(trainer.url)
         # It was started from these weights, and no key has signed that version.
-        assert (server.status().serving, server.status().required_keys) == (None, (signer.name,))
-        for each in (0, 1):
-            assert refusal(lambda version=each: server.apply(version)) == Unsigned.kind
-        sign(other, 0)
-        assert refusal(lambda: server.apply(0)) == Unsigned.kind
-        assert (
-            refusal(
-                lambda: server._http.post(
-                    "/init_weight_transfer_engine", {"init_info": {"store": trainer.url, "partial": True}}
-                )
-            )
-            == UsageError.kind
-        )
-        assert (
-            refusal(
-                lambda: server._http.post(
-                    "/init_weight_transfer_engine", {"init_info": {"store": trainer.url, "required_keys": []}}
-                )
-            )
-            == UsageError.kind
-        )
+        assert (server.status().serving, server.status().required_keys) == (None, (signer.public_key.name,))
+        for key in (None, other):
+            if key is not None:
+                sign(key, 0)
+            assert refusal(lambda: server.apply(0)) == Unsigned.kind
         assert server.fingerprint() == before
         assert not server.is_paused()
 
@@ -87,7 +66,8 @@ def test_only_signed_versions_reach_the_weights(requiring, signer, new_trainer):
         sign(signer, 2)
         required = RequiredKeys([signer.public_key])
         desired = DesiredVersion(HeadWatcher(trainer.store), required=required)
-        follow = Reconciler(trainer.store, server, desired=desired.refresh, is_signed=True)
+        settings = Settings(required_keys=required)
+        follow = Reconciler(trainer.store, server, settings, desired=desired.refresh)
         assert follow.step().outcome == "applied"
         # Its parent has no signature, and is covered by the chain of digests.
         assert server.status().serving == 2

@@ -5,23 +5,22 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 import torch
+from mapped import mapped, served
 
 from patchstore import Publisher
-from patchstore.encodings.context import tiling
-from patchstore.format import history
-from patchstore.format.records import Box, Part, Schema, TensorSpec, view_of
+from patchstore.bucket import history
+from patchstore.bucket.records import Box, Part, Schema, TensorSpec, view_of
+from patchstore.codec.context import tiling
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits
 from tests.support import sharded
 from tests.support.interpreted import DEVICE, kernels
-from vllm_plugin.mapping import WeightMap
-from vllm_plugin.post_load import Derived
-from vllm_plugin.tiles import are_cut, boxes, numbers, tiles_within
-from vllm_plugin.weights import LiveWeights
+from vllm_plugin.live.weights import LiveWeights
+from vllm_plugin.map.mapping import are_cut, boxes, numbers
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 SHAPES = {"column": (64, 48), "experts": (2, 32, 64), "fused": (96, 32), "odd": (50, 48), "row": (48, 64)}
 
@@ -56,12 +55,14 @@ class Slices(torch.nn.Module):
 def live_weights(kind: type[LiveWeights], num_ranks: int, dtype: torch.dtype, schema: Schema):
     """Each rank's module and live weights."""
     modules = [Slices(rank, num_ranks, dtype) for rank in range(num_ranks)]
-    live = [kind([each], lambda model, w: model.load_weights(w), Derived([], print)) for each in modules]
-    traces = [each.trace(schema) for each in live]
-    shares = [each.share(traced) for each, traced in zip(live, traces, strict=True)]
-    for each, traced in zip(live, traces, strict=True):
-        each.follow(WeightMap(schema, traced, shares))
+    live = mapped(schema, *(served(each) for each in modules), kinds=[kind])
     return list(zip(modules, live, strict=True))
+
+
+def assert_holds(module: Slices, tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        held, expected = getattr(module, name), module.part(name, tensor.to(DEVICE))
+        assert torch.equal(bits(held), bits(expected)), name
 
 
 PLAIN = [
@@ -88,7 +89,7 @@ def test_every_rank_decodes_its_own_part(
 ):
     if kind == "kernels":
         # Two versions state more than that of some tensors, and less of others.
-        monkeypatch.setattr(kernels("vllm_plugin.merge_gpu"), "MERGED", 1100)
+        monkeypatch.setattr(kernels("vllm_plugin.gpu.merge"), "MERGED", 1100)
     random = torch.Generator().manual_seed(1)
     model = {n: (0.02 * torch.randn(s, generator=random)).to(dtype) for n, s in SHAPES.items()}
     started = {name: tensor.clone() for name, tensor in model.items()}
@@ -105,24 +106,21 @@ def test_every_rank_decodes_its_own_part(
                 bits(tensor)[chosen.view(-1)] = bits(values.to(dtype))
             publisher.publish_patch(step + 1).result()
     header = history.read_header(store)
-    which = LiveWeights if kind == "plain" else kernels("vllm_plugin.weights_gpu").DeviceWeights
+    which = LiveWeights if kind == "plain" else kernels("vllm_plugin.gpu.weights").DeviceWeights
     manifests = tuple(history.read_manifest(store, version + 1) for version in range(num_versions))
     for module, live in live_weights(which, num_ranks, dtype, header.schema):
-        live.load(started)
+        live.models.load(header.schema, started)
         # Nothing else would tell the parent's bits of a tile that is held in part.
         base = {name: started[name] for name in live.cut}
-        specs, needs = header.schema.by_name(), live.needs if is_partial else None
-        with open_deltas(store, manifests, specs, None, HostCache(tmp_path), needs) as deltas:
+        needs = live.needs if is_partial else None
+        with open_deltas(store, manifests, header.schema, None, HostCache(tmp_path), needs) as deltas:
             change = live.stage_deltas(deltas, sorted(deltas.names), base, keep_old=True)
         live.scatter(change)
-        for name, tensor in model.items():
-            held, expected = getattr(module, name), module.part(name, tensor.to(DEVICE))
-            assert torch.equal(bits(held), bits(expected)), name
+        assert_holds(module, model)
         assert ("odd" in live.cut) == (num_ranks > 1)
         assert live.cut <= {"odd", "fused"}
         live.gather_back(change)
-        for name, tensor in started.items():
-            assert torch.equal(bits(getattr(module, name)), bits(module.part(name, tensor.to(DEVICE)))), name
+        assert_holds(module, started)
 
 
 def thirds(spec: TensorSpec, dim: int) -> list[Part]:
@@ -162,23 +160,21 @@ def test_every_rank_applies_what_several_processes_published(
             chosen = torch.rand(tensor.numel(), generator=random) < 0.02
             bits(tensor)[chosen] += 1
         sharded.publish(store, ranks, before, model, encoding)
-    which = LiveWeights if kind == "plain" else kernels("vllm_plugin.weights_gpu").DeviceWeights
+    which = LiveWeights if kind == "plain" else kernels("vllm_plugin.gpu.weights").DeviceWeights
     manifests = tuple(history.read_manifest(store, version + 1) for version in range(num_versions))
     for module, live in live_weights(which, num_ranks, torch.bfloat16, header.schema):
-        live.load(started)
+        live.models.load(header.schema, started)
         needs = live.needs if is_partial else None
-        with open_deltas(store, manifests, specs, None, HostCache(tmp_path), needs) as deltas:
+        with open_deltas(store, manifests, header.schema, None, HostCache(tmp_path), needs) as deltas:
             # Rows of a fused pair are in twice as many slices as there are ranks.
             assert live.cut_by(deltas) <= ({"fused"} if num_ranks == 8 else set())
             live.cut |= live.cut_by(deltas)
         base = {name: started[name] for name in live.cut}
-        with open_deltas(store, manifests, specs, None, HostCache(tmp_path), needs) as deltas:
+        with open_deltas(store, manifests, header.schema, None, HostCache(tmp_path), needs) as deltas:
             assert not live.cut_by(deltas)
             change = live.stage_deltas(deltas, sorted(deltas.names), base, keep_old=True)
         live.scatter(change)
-        for name, tensor in model.items():
-            held, expected = getattr(module, name), module.part(name, tensor.to(DEVICE))
-            assert torch.equal(bits(held), bits(expected)), name
+        assert_holds(module, model)
 
 
 def test_a_rank_notices_tiles_of_small_parts_that_it_holds_in_part(tmp_path):
@@ -202,11 +198,9 @@ def test_a_rank_notices_tiles_of_small_parts_that_it_holds_in_part(tmp_path):
             for _, tensor in weights:
                 model.row.data.copy_(tensor.chunk(num_ranks, 1)[1])
 
-        live = LiveWeights([module], load, Derived([], print))
-        traced = live.trace(header.schema)
-        live.follow(WeightMap(header.schema, traced, [live.share(traced)]))
+        (live,) = mapped(header.schema, served(module, load=load))
         live.cut = frozenset()  # of which the other ranks' parts are not here
-        with open_deltas(store, manifests, header.schema.by_name(), None, HostCache(tmp_path)) as deltas:
+        with open_deltas(store, manifests, header.schema, None, HostCache(tmp_path)) as deltas:
             assert live.cut_by(deltas) == ({"row"} if is_cut else set())
 
 
@@ -219,9 +213,7 @@ def test_a_rank_holds_whole_tiles_in_boxes_of_its_memory():
         for _, tensor in weights:
             model.row.data.copy_(tensor[:, 32:48])
 
-    live = LiveWeights([model], load, Derived([], print))
-    traced = live.trace(schema)
-    live.follow(WeightMap(schema, traced, [live.share(traced)]))
+    (live,) = mapped(schema, served(model, load=load))
     (box,) = boxes(schema.tensors[0], live.map.regions["row"])
     assert box.elements == Box(0, 1, 0, 48, 32, 16)
     assert (box.origin, box.strides[1:]) == (-32, (16, 1))
@@ -257,7 +249,7 @@ def test_tiles_within_boxes_are_found_for_all_parts_at_once() -> None:
         held.append(box_of(shape))
     rows = np.array([(b.level, b.levels, b.row, b.rows, b.col, b.cols) for b in held])
     geometry = kernels("patchstore.kernels.context_tables").geometry(cuts)
-    found, is_held = tiles_within(geometry, rows)
+    found, is_held = kernels("vllm_plugin.gpu.decode").tiles_within(geometry, rows)
     expected = [cut.ranges_within(box) for cut, box in zip(cuts, held, strict=True)]
     assert is_held.tolist() == [each is not None for each in expected]
     assert found[is_held].tolist() == [[*each] for each in expected if each is not None]

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from tests.support.interpreted import DEVICE
-from vllm_plugin.transfers import BLOCK_BYTES, Lane, Transfers
-
-pytestmark = pytest.mark.vllm
+from vllm_plugin.live.copies import BLOCK_BYTES, Lane, Transfers
 
 MANY = 40
 """Jobs: more than threads have buffers."""
@@ -84,7 +82,10 @@ def test_writes_wait_for_what_the_device_was_told_before() -> None:
     given = numbers(1000)
     held = torch.zeros(1000, dtype=torch.int16, device=DEVICE)
     if DEVICE.type == "cuda":
-        torch.cuda._sleep(50_000_000)
+        # Some tens of milliseconds.
+        large = torch.ones(8192, 8192, device=DEVICE)
+        for _ in range(4):
+            large = large @ large
     held.fill_(7)
 
     Transfers(DEVICE).run([lambda lane: lane.write(given, held)])

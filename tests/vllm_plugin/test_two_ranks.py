@@ -1,21 +1,15 @@
 """Two tensor-parallel ranks fail as one, and their replies stay in step with the calls."""
 
 import pytest
+from server_process import call, connection
 
 from patchstore import PatchstoreError
-from patchstore.errors import ServerUnavailable, StateMismatch, UsageError
-from patchstore.serve.settings import PrefixCache
-from patchstore.serve.verify import verify_server
-from patchstore.serve.vllm_server import VllmServer
-
-# A server may take minutes to start on a busy machine.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+from patchstore.errors import ServerUnavailable, StateMismatch
+from patchstore.follow.settings import PrefixCache
+from patchstore.follow.verify import verify_server
+from patchstore.follow.vllm_server import VllmServer
 
 SERVER_ARGUMENTS = ("--tensor-parallel-size", "2")
-
-
-def call(server, method: str, *args: object) -> list:
-    return server._http.post("/collective_rpc", {"method": method, "args": list(args)})["results"]
 
 
 def fail_writes(server, num_failures: int, rank: int) -> None:
@@ -57,31 +51,6 @@ def test_an_update_that_tells_prefixes_apart_fails_and_succeeds_as_others_do(ser
         driver.apply(1)
         assert ranks(driver, "serving") == [1, 1]
     verify_server(trainer.store, server, 1)
-
-
-def test_a_refusal_by_all_ranks_is_one_error(server, trainer):
-    with pytest.raises(PatchstoreError) as caught:
-        server.apply(77)
-    assert caught.value.kind == "version-not-found"
-    assert ranks(server, "serving") == [0, 0]
-    with pytest.raises(PatchstoreError) as caught:
-        server.init_weight_transfer(trainer.url + "-that-is-missing")
-    assert caught.value.kind == "version-not-found"
-    assert ranks(server, "serving") == [0, 0]
-
-
-def test_calls_out_of_order_are_one_error_and_later_answers_stay_in_step(server, trainer):
-    trainer.step()
-    for call_out_of_order in (lambda: server.update_weights(1), lambda: server.finish_weight_update("1")):
-        with pytest.raises(UsageError):
-            call_out_of_order()
-        assert ranks(server, "serving") == [0, 0]
-    server.start_weight_update()
-    with pytest.raises(UsageError):
-        server._http.post("/update_weights", {"update_info": [{"version": 1}]})
-    assert ranks(server, "serving") == [0, 0]
-    server.apply(1)
-    assert ranks(server, "serving") == [1, 1]
 
 
 def test_a_half_applied_rank_makes_a_half_applied_server_until_an_anchor_is_applied(server, trainer):
@@ -127,17 +96,6 @@ def test_a_bit_that_changed_in_one_rank_is_noticed_and_replaced(server, trainer,
     assert verify_server(trainer.store, server).manifest.version == 1
 
 
-def test_each_payload_is_downloaded_once_for_both_ranks(server, trainer):
-    manifest = trainer.step()
-    call(server, "delta_count_downloads")
-
-    server.apply(1)
-
-    each_rank = call(server, "delta_count_downloads")
-    assert [key for keys in each_rank for key in keys] == [payload.key for payload in manifest.delta.payloads]
-    assert ranks(server, "serving") == [1, 1]
-
-
 @pytest.mark.exhaustive
 def test_a_worker_killed_while_staging_leaves_whole_versions_behind(
     server, trainer, process, model, tmp_path
@@ -157,8 +115,9 @@ def test_a_worker_killed_while_staging_leaves_whole_versions_behind(
 
 def refused(server, path: str, body: dict) -> str:
     """Make a call that must fail, and return what the server says."""
-    response = server._http.request("POST", path, json=body)
-    assert response.status_code >= 400, f"{path} {body} was answered with {response.status_code}"
+    response = connection(server).request("POST", path, json=body)
+    is_answer = response.status_code < 400
+    assert not is_answer or all("error" in each for each in response.json()["results"]), response.text
     return response.text
 
 
@@ -177,6 +136,10 @@ def refused(server, path: str, body: dict) -> str:
         ("/collective_rpc", {"method": "delta_fail", "args": [1]}),
         ("/start_draft_weight_update", {}),
         ("/update_weights", {"update_info": {"version": 99}}),
+        # One for each rank, which vLLM would hand out.
+        ("/update_weights", {"update_info": [{"version": 1}]}),
+        ("/finish_weight_update", {"weight_version": "1"}),
+        ("/init_weight_transfer_engine", {"init_info": {"store": "/nowhere"}}),
     ],
 )
 def test_a_call_that_fails_in_any_rank_leaves_later_answers_in_step(server, trainer, path, body):
@@ -192,7 +155,7 @@ def test_the_store_can_be_closed_and_opened_again_after_an_update_that_failed(se
     server.start_weight_update()
     with pytest.raises(PatchstoreError):
         server.update_weights(99)
-    response = server._http.request("POST", "/shutdown_weight_transfer_engine", json={})
+    response = connection(server).request("POST", "/shutdown_weight_transfer_engine", json={})
     assert response.status_code == 200, response.text
     assert ranks(server, "initialised") == [False, False]
     assert ranks(server, "serving") == [0, 0]

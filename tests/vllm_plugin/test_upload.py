@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from patchstore.encodings import EncodedTensor
-from patchstore.format.records import TensorSpec
+from patchstore.bucket.records import Schema, TensorSpec
 from tests.support.interpreted import DEVICE, kernels
-from vllm_plugin import upload
-from vllm_plugin.upload import pinned, send, send_memory, tables_on
-
-pytestmark = pytest.mark.vllm
+from tests.support.stated import listed
+from vllm_plugin.gpu import upload
+from vllm_plugin.gpu.upload import send, send_memory, tables_on
+from vllm_plugin.live.copies import pinned
 
 
 def test_memory_arrives_with_its_elements_aligned() -> None:
@@ -41,13 +40,14 @@ def test_pinned_memory_goes_as_it_is_between_other_memory(monkeypatch: pytest.Mo
         addresses = np.where(np.arange(40) % 3 == 1, held.data_ptr(), data.ctypes.data) + starts
     else:
         addresses = data.ctypes.data + starts
-        chosen = set(addresses[1::3].tolist())
-        monkeypatch.setattr(upload, "_is_pinned", lambda part: part.data_ptr() in chosen)
+        # The first byte and the last of each.
+        chosen = {*addresses[1::3].tolist(), *(addresses + sizes - 1)[1::3].tolist()}
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda part: part.data_ptr() in chosen)
         for name in ("Event", "current_stream"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: Mock())
     monkeypatch.setattr(upload, "UPLOAD", room)
     block = torch.zeros(16384, dtype=torch.uint8, device=DEVICE)
-    sending = upload._Upload(block)
+    sending = upload.Upload(block)
     places = starts * 2
     for address, size, place in zip(addresses.tolist(), sizes.tolist(), places.tolist(), strict=True):
         sending.add(upload.memory_of(address, size), place)
@@ -81,14 +81,14 @@ def test_tables_of_any_length_are_aligned() -> None:
 
 def test_lists_at_odd_addresses_are_brought_to_even_ones() -> None:
     buffer = bytearray(64)
-    listed = EncodedTensor(
-        idx=torch.frombuffer(buffer, dtype=torch.uint16, count=3, offset=1),
-        val=torch.frombuffer(buffer, dtype=torch.float32, count=3, offset=9),
+    given = listed(
+        torch.frombuffer(buffer, dtype=torch.uint16, count=3, offset=1),
+        torch.frombuffer(buffer, dtype=torch.float32, count=3, offset=9),
     )
-    listed.idx.copy_(torch.tensor([2, 0, 4], dtype=torch.uint16))
-    listed.val.copy_(torch.tensor([1.0, 2.0, 3.0]))
-    specs = {"a": TensorSpec(name="a", dtype="F32", shape=(20,))}
-    gaps = kernels("vllm_plugin.stored_gpu").send_gaps([("a", "key", listed)], specs, DEVICE)
+    given.idx.copy_(torch.tensor([2, 0, 4], dtype=torch.uint16))
+    given.val.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    schema = Schema(tensors=(TensorSpec(name="a", dtype="F32", shape=(20,)),))
+    gaps = kernels("vllm_plugin.gpu.decode").send_gaps([given], schema, DEVICE)
     assert (gaps.patches.positions % 2 == 0).all()
     assert (gaps.patches.values % 4 == 0).all()
     assert gaps.values(torch.int32).view(torch.float32).tolist() == [1.0, 2.0, 3.0]

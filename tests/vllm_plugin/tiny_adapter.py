@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from patchstore.testing import tiny_qwen
+from tests.support import tiny_qwen
 
 _RANK = 4
 _MODULES = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import Engine, answers
+import zoo
+from architecture import ATTENTION, text_model
+from engines import Engine, answers, open_run, update
 from safetensors.torch import load_file, save_file
 from training import NEWEST, publish
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from vllm import LLM
 
-from patchstore.format.hashing import digest
+from patchstore.bucket.digests import digest
 from patchstore.read.replay import replay
 from patchstore.stores import open_store
 from patchstore.tensors.bits import raw_bytes
@@ -28,27 +29,9 @@ SPECULATIVE = {"method": "mtp", "num_speculative_tokens": 1}
 
 def save(folder: Path) -> Path:
     """Write a checkpoint whose draft layer has an embedding and a head of its own, of no use to vLLM."""
-    config = Glm4MoeConfig(
-        vocab_size=250,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        first_k_dense_replace=1,
-        use_qk_norm=True,
-        num_nextn_predict_layers=1,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        dtype=torch.bfloat16,
-    )
-    Glm4MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    few = {"n_routed_experts": 8, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+    drafting = {"use_qk_norm": True, "num_nextn_predict_layers": 1, "num_experts_per_tok": 2}
+    zoo.save(text_model("glm4-moe-draft", "Glm4MoeConfig", ATTENTION, few, drafting), folder)
     tensors = load_file(folder / "model.safetensors")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     # transformers does not build the draft layer: one with experts, and a few tensors more.
@@ -86,12 +69,9 @@ def main(folder: Path) -> None:
 
     def follow(llm: LLM) -> dict[str, Any]:
         found = {"start": look(llm), "status_at_start": llm.collective_rpc("delta_status")[0]}
-        init = {"init_info": {"store": str(store)}}
-        llm.collective_rpc("init_weight_transfer_engine", kwargs=init)
+        open_run(llm, store)
         for version in (0, 1, NEWEST):
-            llm.collective_rpc("start_weight_update")
-            llm.collective_rpc("update_weights", kwargs={"update_info": {"version": version}})
-            llm.collective_rpc("finish_weight_update")
+            update(llm, version)
             found[str(version)] = look(llm)
         return found | {"status": llm.collective_rpc("delta_status")[0]}
 

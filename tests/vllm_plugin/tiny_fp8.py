@@ -19,8 +19,7 @@ from transformers import (
 )
 
 from patchstore.quantization import FORMS
-from patchstore.read.replay import replay
-from patchstore.testing import tiny_qwen
+from tests.support import tiny_qwen
 
 SIZES = {
     "vocab_size": tiny_qwen.VOCABULARY,
@@ -100,17 +99,8 @@ def step(trainer: Trainer, share: float = 0.02) -> None:
     trainer.publish()
 
 
-def replayed(trainer: Trainer, version: int, out: Path, base: Path) -> Path:
-    """A version as a folder that vLLM serves."""
-    replay(trainer.store, version, out=out)
-    for path in base.iterdir():
-        if not (out / path.name).exists() and path.suffix != ".safetensors":
-            (out / path.name).write_bytes(path.read_bytes())
-    return out
-
-
-def quantised(tensors: Mapping[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
-    """Quantise the matrices of linear layers, and leave the others."""
+def quantized(tensors: Mapping[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
+    """Quantize the matrices of linear layers, and leave the others."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         found[name] = tensor

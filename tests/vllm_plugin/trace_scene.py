@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from patchstore.format.records import Schema
+from patchstore.bucket.records import Schema
 from patchstore.tensors.bits import bits, spec_of
-from vllm_plugin.regions import locate, positions
-from vllm_plugin.trace import Trace, trace
+from vllm_plugin.map.provenance import Trace
+from vllm_plugin.map.regions import locate, positions
+from vllm_plugin.map.trace import trace
 
 Weights = Mapping[str, torch.Tensor]
 Loader = Callable[[torch.nn.Module, Iterator[tuple[str, torch.Tensor]]], object]
@@ -62,12 +63,13 @@ class Scene:
 
     def _memories(self) -> list[torch.Tensor]:
         """All memory of the model, each storage once, in the order of a trace's runtimes."""
-        found = {}
+        found: list[torch.Tensor] = []
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             storage = tensor.untyped_storage()
             whole = torch.empty(0, dtype=tensor.dtype).set_(storage)
-            found.setdefault(storage._cdata, whole)
-        return list(found.values())
+            if not any(whole.is_set_to(each) for each in found):
+                found.append(whole)
+        return found
 
     def reset(self, state: list[torch.Tensor]) -> None:
         for memory, old in zip(self._memories(), state, strict=True):
@@ -126,7 +128,9 @@ def assert_exact(scene: Scene) -> None:
     other = scene.loaded(renewed(weights, weights, 1000), blank)
     for now, then, known in zip(loaded, other, explained, strict=True):
         assert torch.equal(now[~known], then[~known])
-    assert same(scene.loaded(renewed(weights, found.unread, 2000), blank), loaded)
+    listed = [name for names, _ in found.computed for name in names]
+    unread = weights.keys() - {*found.regions, *listed}
+    assert same(scene.loaded(renewed(weights, unread, 2000), blank), loaded)
     assert_uncovered(scene, blank, loaded)
     # Mapped names: patches alone. Computed ones: the loader, given no others.
     target = renewed(weights, found.regions, 3000)
@@ -145,8 +149,7 @@ def assert_exact(scene: Scene) -> None:
         assert same(alone, scene.loaded(target, blank)), f"{sorted(names)} need others"
         for i, (now, then) in enumerate(zip(alone, loaded, strict=True)):
             assert i in indices or torch.equal(now, then)
-    listed = [name for names, _ in found.computed for name in names]
-    assert sorted([*found.regions, *listed, *found.unread]) == sorted(weights)
+    assert sorted([*found.regions, *listed, *unread]) == sorted(weights)
     scene.reset(blank)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from patchstore import Publisher
-from patchstore.format.records import Manifest
-from patchstore.stores import open_store
+from patchstore.bucket.records import Manifest
+from patchstore.read.replay import replay
+from patchstore.stores import Store, open_store
 
 
 class Trainer:
@@ -51,3 +52,12 @@ class Trainer:
     def close(self) -> None:
         self._publisher.close()
         self.store.close()
+
+
+def replayed(store: Store, version: int, out: Path, base: Path) -> Path:
+    """Write a version, with what the first checkpoint has beside weights, to a folder that vLLM serves."""
+    replay(store, version, out=out)
+    for path in base.iterdir():
+        if not (out / path.name).exists() and path.suffix != ".safetensors":
+            (out / path.name).write_bytes(path.read_bytes())
+    return out

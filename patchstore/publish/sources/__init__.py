@@ -1,21 +1,14 @@
-"""Sources: what a trainer hands to a publisher, one kind a file."""
+"""Sources: what a trainer hands to a publisher, as plain tensors under the names that servers know."""
 
-from patchstore.publish.sources.layouts import interleaved_qkv, joined_gate_up, without_padding
-from patchstore.publish.sources.mapped import mapped
+from patchstore.publish.sources.layouts import interleaved_qkv, joined_gate_up, mapped, without_padding
 from patchstore.publish.sources.pieces import LocalPart
-from patchstore.publish.sources.quantized import Quantized
-from patchstore.publish.sources.saved import as_saved
-from patchstore.publish.sources.weights import Given, Place, Source, Weights, changed
+from patchstore.publish.sources.weights import Source, Weights, as_saved
 
 __all__ = [
-    "Given",
     "LocalPart",
-    "Place",
-    "Quantized",
     "Source",
     "Weights",
     "as_saved",
-    "changed",
     "interleaved_qkv",
     "joined_gate_up",
     "mapped",

@@ -2,11 +2,13 @@
 
 A trainer may keep all weights in float32, of which servers hold most in bfloat16, but not all: biases of
 routers and decays of recurrent layers stay in float32, in checkpoints and in vLLM. Rounded to bfloat16,
-biases of 34.5 with a spread of 0.14 have three values left, and steps of 0.001 never change them.
+biases of 34.5 with a spread of 0.14 have three values left, and steps of 0.001 never change them. And scales
+of weights that the trainer has quantized already would be other scales.
 """
 
 import copy
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +19,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from patchstore.bucket.records import Schema
 from patchstore.errors import UsageError
-from patchstore.format.records import Schema
 from patchstore.publish.base_checkpoint import BaseCheckpoint
 from patchstore.publish.sources.names import models_of_transformers, without_engine
+from patchstore.publish.sources.pieces import holds_codes, is_scale
 from patchstore.tensors.bits import TORCH_DTYPES
+from patchstore.tensors.parts import name_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +52,6 @@ class Asked:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Read the argument.
-
-        Raises:
-            UsageError: it is no dtype in which weights can be served, and no mapping to such dtypes.
-        """
         if not isinstance(value, Mapping):
             return cls(_dtype_of(value))
         if not all(isinstance(pattern, str) for pattern in value):
@@ -123,11 +122,7 @@ class Known:
 
     @classmethod
     def of(cls, base: BaseCheckpoint, held: Sequence[Held]) -> Self:
-        """Join what is known.
-
-        Args:
-            held: of all processes; a tensor of which several have something counts once.
-        """
+        """Join what is known; a tensor of which several processes have something counts once."""
         if base.unread is not None:
             logger.warning(
                 "the weights in files= say in which dtype tensors are served, as far as they can be read: %s",
@@ -156,7 +151,7 @@ class Choice(NamedTuple):
     dtype: torch.dtype | None
     """None: in its own, whatever that is."""
     why: str = ""
-    """Who says so; nobody, if that is the default or its own."""
+    """Who says so; empty if that is the default or its own."""
 
     def of(self, own: torch.dtype) -> torch.dtype:
         """Return the dtype in which a tensor of some dtype is served: what is no weight is not converted."""
@@ -177,22 +172,11 @@ class Served:
     """
 
     def __init__(self, asked: Asked, known: Known, source: object) -> None:
-        """Look at nothing yet.
-
-        Args:
-            source: a model may say what it keeps in float32; that is asked once a tensor needs it.
-        """
         self._asked, self._known, self._source = asked, known, source
         self._kept: Kept | None = None
 
     def of(self, name: str, origin: str, own: torch.dtype) -> Choice:
-        """Return in which dtype a tensor is served.
-
-        Args:
-            name: that it is stored under.
-            origin: what the model calls it.
-            own: its dtype in the source.
-        """
+        """Return in which dtype a tensor is served, which the model calls `origin`, and has as `own`."""
         default, base = self._asked.default, self._known.base
         names = [name, *self._known.aliases.get(name, ())]
         for pattern, asked in self._asked.patterns:
@@ -284,3 +268,37 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def check_scales(tensors: Mapping[str, torch.Tensor], served: Mapping[str, torch.dtype]) -> None:
+    """Refuse to convert what belongs to quantized weights: scales, offsets and tables of any name.
+
+    They lie beside the codes of a module and have fewer elements, as `layer.SCB`. So a counter beside a gain
+    makes no codes of it. Or they lie below them, as `layer.weight.absmax`, where plain weights have nothing;
+    then the codes may have any dtype.
+    """
+    names = {name_of(key) for key in tensors}
+    scaled = {_module(name) for name in names if is_scale(name.rpartition(".")[2])}
+    codes = {module: (module, math.inf) for module in map(_module, names) if module and module in names}
+    for key, tensor in tensors.items():
+        name = name_of(key)
+        module = _module(name)
+        # Positions and counts are integers of 32 bits too; codes have scales beside them.
+        is_coded = holds_codes(tensor) and (tensor.dtype.itemsize == 1 or module in scaled)
+        if module and is_coded and codes.get(module, ("", 0))[1] < tensor.numel():
+            codes[module] = name, tensor.numel()
+    for key, tensor in tensors.items() if codes else ():
+        name = name_of(key)
+        found, size = codes.get(name) or codes.get(_module(name)) or ("", 0)
+        is_converted = tensor.dtype != served[key]
+        if is_converted and tensor.numel() < size:
+            role = "is a scale of" if is_scale(name.rpartition(".")[2]) else "belongs to"
+            raise UsageError(
+                f"{name!r} {role} the quantized weights {found!r}, and would be rounded from {tensor.dtype} "
+                f"to {served[key]}; give dtype=None, so that each tensor is published in its own dtype, or "
+                "publish dequantized tensors by name"
+            )
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]

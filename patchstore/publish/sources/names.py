@@ -1,19 +1,26 @@
-"""Names of tensors as servers know them: without what wrappers of models add."""
+"""Under which name each tensor is published: without what wrappers of models add, and tied tensors once.
 
-from collections.abc import Collection, Iterator
+An address does not say which tensor this is: a tensor subclass may have no memory of its own, and then
+its address is 0, like that of all others of its class. So a tensor is first unwrapped, and two names are
+one tensor only if they are the same view of the same storage.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from patchstore.errors import SchemaMismatch
-from patchstore.publish.sources.plain import DISTRIBUTED, class_of
+from patchstore.publish.sources.pieces import DISTRIBUTED, Piece, class_of
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Parts of a name that torch.compile, activation checkpointing and FSDP add, and nothing else."""
 EXTRA_STATE = "_extra_state"
 """Last part of the name of what `get_extra_state` of a module returns."""
-_FAKE_QUANTISED = frozenset({"weight_fake_quant", "activation_post_process", "fake_quant_enabled"})
-"""Parts of names that torch's quantisation-aware training adds."""
+_FAKE_QUANTIZED = frozenset({"weight_fake_quant", "activation_post_process", "fake_quant_enabled"})
+"""Parts of names that torch's quantization-aware training adds."""
 _PEFT = (
     "an adapter's wrapper names them so; pass the model itself, which is published merged, or a mapping "
     "from copy.deepcopy(model).merge_and_unload().state_dict()"
@@ -24,21 +31,11 @@ class Names:
     """What the source calls tensors -> what they are published as."""
 
     def __init__(self, source: object) -> None:
-        """Look at a source.
-
-        Raises:
-            SchemaMismatch: a wrapper around the model, of which no weights can be taken.
-        """
         self._known: dict[object, str] = {}
         self._wrappers = look_into(source) if isinstance(source, torch.nn.Module) else []
         """Beginnings of names, down to what a wrapper calls the model in it, and without that."""
 
     def of(self, given: object) -> str:
-        """Return what a tensor is published as.
-
-        Raises:
-            SchemaMismatch: this is no name that servers know.
-        """
         known = self._known.get(given)
         if known is not None:
             return known
@@ -59,9 +56,9 @@ class Names:
         is_prompt = parts[:1] == ["prompt_encoder"] and parts[2:] == ["embedding"]
         if "base_layer" in parts or is_prompt:
             raise SchemaMismatch(f"{given!r} is no name that servers know: {_PEFT}")
-        if not _FAKE_QUANTISED.isdisjoint(name.split(".")):
+        if not _FAKE_QUANTIZED.isdisjoint(name.split(".")):
             raise SchemaMismatch(
-                f"{given!r} is of quantisation-aware training, and servers do not know it; pass the weights "
+                f"{given!r} is of quantization-aware training, and servers do not know it; pass the weights "
                 "alone, in a mapping by name"
             )
         self._known[given] = ".".join([*(part for part in parts if part not in _WRAPPERS), last])
@@ -96,9 +93,6 @@ def look_into(model: torch.nn.Module) -> list[tuple[str, str]]:
     """Return beginnings of names, down to what a wrapper calls the model in it, and without that.
 
     Innermost first. Wrappers are DistributedDataParallel, DataParallel and those of PEFT.
-
-    Raises:
-        SchemaMismatch: the model is wrapped by something of which no whole weights can be taken.
     """
     parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     found = []
@@ -120,13 +114,12 @@ def look_into(model: torch.nn.Module) -> list[tuple[str, str]]:
 
 
 def without_engine(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside of DeepSpeed's engine; other models as they are."""
     while any(each.__name__ == "DeepSpeedEngine" for each in type(model).__mro__):
         model = model.module  # type: ignore[assignment]
     return model
 
 
-class Found(NamedTuple):
+class TransformersModel(NamedTuple):
     """A model of transformers, perhaps in another one or in wrappers."""
 
     path: str
@@ -136,13 +129,13 @@ class Found(NamedTuple):
     model: Any
 
 
-def models_of_transformers(model: torch.nn.Module) -> Iterator[Found]:
+def models_of_transformers(model: torch.nn.Module) -> Iterator[TransformersModel]:
     """Yield models of transformers, the outer ones before those in them."""
     names = Names(model)
     for path, module in model.named_modules():
         if any(each.__name__ == "PreTrainedModel" for each in type(module).__mro__):
             # With one more part, as no name ends in that of a wrapper.
-            yield Found(path, names.of(f"{path}.x" if path else "x").removesuffix("x"), module)
+            yield TransformersModel(path, names.of(f"{path}.x" if path else "x").removesuffix("x"), module)
 
 
 def is_of_peft(module: torch.nn.Module) -> bool:
@@ -156,3 +149,99 @@ def child_of_peft(module: torch.nn.Module) -> str | None:
         return None
     name = "model" if any(each.__name__ == "BaseTuner" for each in type(module).__mro__) else "base_model"
     return name if name in module._modules else None
+
+
+class Saved:
+    """Which of a tensor's names `save_pretrained` of transformers writes, where a model says it.
+
+    A model of transformers has patterns of those names that it leaves out, because loading ties them again.
+    Another model may have one inside. The patterns are of the class, so all ranks and restarts have the same.
+    """
+
+    def __init__(self, source: object, named: Callable[[str], str] = str) -> None:
+        """Look for patterns; `named` returns what a name of the model's is called here."""
+        self._patterns: list[re.Pattern[str]] = []
+        heads = set[int]()
+        self.heads = set[str]()
+        """Names of the weights of output layers."""
+        modules = dict(source.named_modules()) if isinstance(source, torch.nn.Module) else {}
+        for module in modules.values():
+            if callable(getattr(type(module), "get_output_embeddings", None)):
+                with suppress(AttributeError, NotImplementedError):
+                    heads.add(id(module.get_output_embeddings()))
+        for path, module in modules.items():
+            if id(module) in heads:
+                self.heads.add(named(f"{path}.weight"))
+            given = getattr(module, "_tied_weights_keys", None)
+            # transformers 4 has a list of them, and later releases a mapping to the names that are kept.
+            for pattern in given if isinstance(given, Mapping | list | tuple | set) else ():
+                self._patterns.append(re.compile(named(f"{path}.{pattern}" if path else pattern)))
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether a name is left out if the tensor has another one."""
+        return any(pattern.search(name) for pattern in self._patterns)
+
+
+def each_once(
+    found: Mapping[str, Sequence[Piece]], stored: Collection[str], leaves_out: Callable[[str], bool]
+) -> tuple[dict[str, Sequence[Piece]], dict[str, str]]:
+    """Return each tensor's pieces under one of its names, and its further names -> that one.
+
+    A tensor of which this process has no element is not known to be tied. Names in `stored` go before all
+    others.
+    """
+    sharing: dict[int, list[str]] = {}
+    for name, pieces in found.items():
+        for each in pieces:
+            if each.local.numel():
+                sharing.setdefault(storage_of(name, each.local), []).append(name)
+                break
+    tied: dict[str, str] = {}
+    for names in sharing.values():
+        if len(names) > 1:
+            same: dict[tuple[object, ...], list[str]] = {}
+            for name in names:
+                same.setdefault(tuple(map(_view, found[name])), []).append(name)
+            for alike in same.values():
+                kept = _kept(alike, stored, leaves_out)
+                tied |= dict.fromkeys(sorted(set(alike) - {kept}), kept)
+    return {name: pieces for name, pieces in found.items() if name not in tied}, tied
+
+
+def storage_of(name: str, tensor: torch.Tensor) -> int:
+    """Return what tells a tensor's storage from all others that exist now."""
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError) as exc:
+        raise SchemaMismatch(
+            f"{name!r} has no memory, as inside of torch.func.vmap; publish outside of that: {exc}"
+        ) from exc
+    if not storage.nbytes():
+        raise SchemaMismatch(
+            f"{name!r} has no memory at present, as parameters that FSDP has sharded; {DISTRIBUTED}"
+        )
+    return int(storage._cdata)
+
+
+def _view(piece: Piece) -> tuple[object, ...]:
+    local = piece.local
+    return piece.place, local.dtype, local.stride(), local.storage_offset()
+
+
+def _kept(names: Collection[str], stored: Collection[str], leaves_out: Callable[[str], bool]) -> str:
+    known = [name for name in names if name in stored]
+    if known:
+        return min(known, key=_preference)
+    left = [name for name in names if not leaves_out(name)]
+    # Of names that are all left out transformers writes the last one.
+    return min(left, key=_preference) if left else max(names)
+
+
+def _preference(name: str) -> tuple[bool, bool, bool, str]:
+    """Order the names of a tied tensor where nothing else says which is stored; the first is.
+
+    By name alone, so that neither a restart nor another order of the mapping changes it. The embedding
+    comes before the head: that is what Hugging Face checkpoints keep and what loaders look for.
+    """
+    is_embedding = "embed" in name or "wte" in name
+    return "head" in name, "shared" not in name, not is_embedding, name

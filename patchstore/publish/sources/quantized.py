@@ -1,414 +1,343 @@
-"""A source whose linear layers are published in FP8: each tensor is rounded when it is read."""
+"""A source whose linear layers are published in FP8: weights are rounded in each pass.
 
+Ranks may have parts of one block, which shares a scale. So they compare the largest magnitudes of these.
+"""
+
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from patchstore.bucket.records import TensorSpec
 from patchstore.errors import SchemaMismatch, UsageError
-from patchstore.format.records import TensorSpec
 from patchstore.kernels import are_usable
-from patchstore.publish.snapshot.rounded import Given as Unrounded
-from patchstore.publish.snapshot.rounded import Measure, Rounded
-from patchstore.publish.sources.cuts import Cuts, Exchange, Region, Values, alone
-from patchstore.publish.sources.dtypes import OWN, Choice
-from patchstore.publish.sources.roundable import check_layers, check_roundable
-from patchstore.publish.sources.weights import Given, Place, Weights, changed
+from patchstore.publish.snapshot import Measure, Rounded, Unrounded
+from patchstore.publish.sources.pieces import Given, PieceOf
 from patchstore.quantization import Form, Quantization
-from patchstore.quantization.forms import E4M3
-from patchstore.quantization.matrix import Matrix
-from patchstore.tensors.bits import TORCH_DTYPES, spec_of
+from patchstore.quantization.forms import E4M3, Matrix
+from patchstore.tensors.bits import TORCH_DTYPES
+from patchstore.tensors.parts import name_of
+
+logger = logging.getLogger(__name__)
+
+Values = npt.NDArray[np.float32]
 
 
-class _Rounded(NamedTuple):
-    """A tensor of the source that is published as codes and scales."""
+class Blocks(NamedTuple):
+    """A box of blocks, counted in the whole tensor."""
 
-    codes: str
-    """Its key, and that of the codes."""
-    scales: str
-    """Without meaning where the part has no scale of its own."""
-    shape: tuple[int, ...]
-    """Of the weights that this process has."""
-    start: tuple[int, ...] = (0, 0)
-    region: Region | None = None
-    """The blocks of a part; None for a whole tensor."""
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+    @property
+    def num(self) -> int:
+        return self.rows * self.columns
+
+    def within(self, outer: "Blocks") -> tuple[slice, slice]:
+        row, column = self.row - outer.row, self.column - outer.column
+        return slice(row, row + self.rows), slice(column, column + self.columns)
 
 
-class _Wanted(NamedTuple):
-    """What is to be made of a tensor of the source in each pass; the same for all of them."""
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The blocks of a part of a matrix."""
+
+    touched: Blocks
+    """Those of which it has an element."""
+    owned: Blocks
+    """Those of which it has the first element: their scales are published with it."""
+    cut: tuple[Blocks, ...]
+    """Those of which it has some elements and not all, or lines of blocks that have such ones."""
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, ...], start: Sequence[int], size: Sequence[int], block: tuple[int, int]
+    ) -> Self:
+        """Return the blocks, of rows and columns each, of a part of a matrix of this shape."""
+        ends = [first + num for first, num in zip(start, size, strict=True)]
+        touched, owned = list[int](), list[int]()
+        is_cut = []
+        for first, end, side, step in zip(start, ends, shape, block, strict=True):
+            below = -(-end // step)
+            touched += [first // step, below - first // step]
+            owned += [-(-first // step), below - -(-first // step)]
+            is_cut.append((bool(first % step), bool(end % step) and end != side))
+        whole = Blocks(*touched)
+        if any(is_cut[1]):
+            return cls(whole, Blocks(*owned), (whole,))
+        ends_of = whole.row, whole.row + whole.rows - 1
+        lines = {row for row, is_so in zip(ends_of, is_cut[0], strict=True) if is_so}
+        cut = tuple(Blocks(row, 1, whole.column, whole.columns) for row in sorted(lines))
+        return cls(whole, Blocks(*owned), cut)
+
+
+Cuts = Sequence[tuple[str, Blocks]]
+"""All blocks of which a process has a part, with the tensors' names, in the order in which it tells their
+maxima."""
+
+
+def joined(every: Sequence[Cuts], values: Sequence[Values]) -> list[Values]:
+    """Return the maxima over all processes of each one's blocks, float32 [num_blocks]. A NaN is a maximum."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for cuts in every:
+        for name, box in cuts:
+            rows, columns = shapes.get(name, (0, 0))
+            shapes[name] = max(rows, box.row + box.rows), max(columns, box.column + box.columns)
+    most = {name: np.zeros(shape, dtype=np.float32) for name, shape in shapes.items()}
+
+    def places(cuts: Cuts) -> list[tuple[Values, Blocks]]:
+        return [
+            (most[name][box.row : box.row + box.rows, box.column : box.column + box.columns], box)
+            for name, box in cuts
+        ]
+
+    for cuts, its in zip(every, values, strict=True):
+        first = 0
+        for place, box in places(cuts):
+            np.maximum(place, its[first : first + box.num].reshape(place.shape), out=place)
+            first += box.num
+    nothing = np.zeros(0, dtype=np.float32)
+    return [np.concatenate([nothing, *(place.reshape(-1) for place, _ in places(cuts))]) for cuts in every]
+
+
+Exchange = Callable[[Cuts, Callable[[], Values]], Values]
+"""Returns the maxima over all processes, given where this one's blocks are, and what returns its own."""
+
+
+def alone(cuts: Cuts, local: Callable[[], Values]) -> Values:
+    """Return the maxima of blocks of which this process has all parts."""
+    (found,) = joined([cuts], [local()])
+    return found
+
+
+Items = Iterable[tuple[str, torch.Tensor]]
+"""Keys and tensors of a source; or of what is published."""
+
+
+class _Entry(NamedTuple):
+    """How a tensor of the source is published."""
 
     served: torch.dtype
     """In which it is published, or rounded from."""
-    rounded: Rounded | None
-    """How it is published, but for its weights; None for a tensor that is published as it is."""
-    region: Region | None = None
+    is_rounded: bool = False
+    scales: str | None = None
+    """The key of its scales; None where it has none, as a part whose blocks all begin in another one."""
+    above: int = 0
+    """Rows of its first blocks that are not part of it."""
+    left: int = 0
+    """The same of columns."""
+    owned: tuple[slice, slice] | None = None
+    """Which scales, of all blocks that a part touches, are published with it; None for a whole tensor."""
+    cut: tuple[tuple[slice, slice], ...] = ()
+    """Which of these blocks have elements in other parts."""
 
 
-class Quantized:
-    """The tensors of a source as codes and scales; otherwise as `Weights`, whose place it takes.
+class Rounding:
+    """What of a source's tensors is published as codes and scales, and how these are made in each pass.
 
     What is rounded are the weights in the dtype in which they would be served. So a version in FP8 is a
     function of the version that a publisher without quantization makes of the same weights.
     """
 
-    is_stream = True
-    """Codes exist one tensor after the other."""
+    def __init__(
+        self,
+        quantization: Quantization,
+        source: Given,
+        specs: Mapping[str, TensorSpec],
+        model: object,
+        *,
+        is_stream: bool,
+    ) -> None:
+        """Say what is made of each tensor; nothing is read.
 
-    def __init__(self, weights: Weights, quantization: Quantization, choices: Mapping[str, Choice]) -> None:
-        """Look at a source; nothing is read.
-
-        Args:
-            choices: by key of the source, in which dtype a tensor would be served without quantization.
+        `specs`: by key, what would be served without quantization. A pass of a stream has one tensor after
+        the other.
         """
-        self._weights, self._quantization, self._choices = weights, quantization, choices
-        self.given = weights.given
+        _check_layers(model)
+        self.form = form = quantization.form
+        self.exchange: Exchange = alone
+        """Compares maxima with those of other ranks, once in each pass."""
+        wholes = {name: replace(specs[key], name=name, shape=shape) for key, (name, shape) in source.wholes()}
+        is_rounded = {name: quantization.quantizes(spec) for name, spec in wholes.items()}
+        _check_roundable(quantization, wholes, is_rounded, source.tied, has_parts=bool(source.places))
         self.dtypes: set[tuple[torch.dtype, torch.dtype]] = set()
         """Of what is rounded: as it is given, and as it would be served."""
-        self._rounded: dict[str, _Rounded | None] = {}
-        """By key of the source, as they were at first; None of a tensor that is published as it is."""
-        self._served: dict[str, TensorSpec] = {}
-        """By key of the source, what would be served without quantization, as it was at first."""
-        self._tied: dict[str, str] = {}
-        self._published: frozenset[str] = frozenset()
-        """Keys of codes, scales and other tensors."""
-        self._wanted: frozenset[str] | None = None
-        self._plan: dict[str, _Wanted] | None = None
-        """By key of the source, all that is to be published; None until that is asked for."""
-        self._cuts = Cuts(())
-        self._exchange: Exchange = alone
-
-    @property
-    def form(self) -> Form:
-        return self._quantization.form
-
-    @property
-    def has_matrices(self) -> bool:
-        """Whether `matrices` can take the place of `stream`."""
-        return not self._weights.is_stream
-
-    @property
-    def ranks(self) -> set[int]:
-        return self._weights.ranks
-
-    def look_for_ranks(self) -> None:
-        """See `Weights.look_for_ranks`."""
-        self._weights.look_for_ranks()
-
-    def forget(self) -> None:
-        """See `Weights.forget`."""
-        self._weights.forget()
-
-    def share(self, exchange: Exchange) -> None:
-        """Have maxima compared with those of other ranks, in each pass from now on."""
-        self._exchange = exchange
-
-    def only(self, keys: Collection[str]) -> None:
-        """Leave out all but these keys of codes, scales and other tensors from now on."""
-        self._wanted, self._plan = frozenset(keys), None
-
-    def read(self) -> Given:
-        """Return what codes, scales and other tensors are now; see `round`."""
-        return self.round(self._weights.read())
-
-    def round(self, inner: Given) -> Given:
-        """Return what codes, scales and other tensors are made of a source's, without their elements.
-
-        Raises:
-            SchemaMismatch: as `Weights.read`, `check_layers` and `check_roundable`; or a tensor is cut within
-                blocks.
-        """
-        check_layers(self._weights.given)
-        form, of_name = self.form, self._of_name(inner)
-        tensors, places, devices = dict[str, torch.Tensor](), dict[str, Place](), dict[str, torch.device]()
-        for key, tensor in inner.tensors.items():
-            place = inner.places.get(key)
-            dtype = self._served_dtype(key, tensor)
-            name, shape = (key, tuple(tensor.shape)) if place is None else (place.name, place.shape)
-            device = inner.devices.get(key, tensor.device)
-            self._rounded[key] = None
-            if place is not None:
-                places[key] = place
-            if not of_name[name]:
-                tensors[key] = torch.empty(tensor.shape, dtype=dtype, device="meta")
-                devices[key] = device
+        self._entries: dict[str, _Entry] = {}
+        """By key of the source."""
+        self.given = Given({}, dict(source.places), _tied(form, source.tied, is_rounded), {})
+        """Codes, scales and other tensors, without their elements. Codes have the key of their weights."""
+        cuts = list[tuple[str, Blocks]]()
+        for key, (name, shape) in sorted(source.wholes()):
+            tensor, served = source.tensors[key], TORCH_DTYPES[specs[key].dtype]
+            self._add(source, key, tensor.shape, E4M3 if is_rounded[name] else served)
+            if not is_rounded[name]:
+                self._entries[key] = _Entry(served)
                 continue
-            scales = form.scale_name(name)
-            size: tuple[int, ...] = form.scale_shape(tuple(tensor.shape))
-            rounded = _Rounded(key, scales, tuple(tensor.shape))
-            self.dtypes.add((tensor.dtype, dtype))
-            if place is not None:
-                region = Region.of(shape, place.start, tuple(tensor.shape), form.block_of(shape))
-                scales = f"{scales}\t{key.partition(chr(9))[2]}"
-                rounded = rounded._replace(scales=scales, start=place.start, region=region)
-                size = region.owned.rows, region.owned.columns
-                if min(size) > 0:
-                    first = region.owned.row, region.owned.column
-                    places[scales] = Place(form.scale_name(name), form.scale_shape(shape), first)
-                if region.cut and self._weights.is_stream:
+            self.dtypes.add((tensor.dtype, served))
+            if key in source.places:
+                region = self._add_part(source, key, served)
+                if region.cut and is_stream:
                     raise SchemaMismatch(
                         f"a part of {name!r} begins or ends within a block that shares a scale: "
-                        f"{tuple(tensor.shape)} from {place.start} on, of {shape}; a source that is a "
-                        "function is read once, so it must yield whole blocks; pass a mapping of its tensors"
+                        f"{tuple(tensor.shape)} from {source.places[key].start} on, of {shape}; a source "
+                        "that is a function is read once, so it must yield whole blocks; pass a mapping of "
+                        "its tensors"
                     )
-            self._rounded[key] = rounded
-            tensors[key] = torch.empty(tensor.shape, dtype=E4M3, device="meta")
-            devices[key] = device
-            if min(size) > 0:
-                tensors[scales] = torch.empty(size, dtype=torch.float32, device="meta")
-                devices[scales] = device
-        self._tied = dict(inner.tied)
-        self._cuts = Cuts(
-            tuple(
-                (key.partition("\t")[0], box)
-                for key, rounded in sorted(self._rounded.items())
-                if rounded is not None and rounded.region is not None
-                for box in rounded.region.cut
-            )
+                cuts += [(name, box) for box in region.cut]
+            else:
+                self._entries[key] = _Entry(served, True, form.scale_name(name))
+                self._add(source, key, form.scale_shape(shape), torch.float32, form.scale_name(name))
+        self._cuts = cuts
+        self._names: Mapping[str, str] = {key: key for key in self.given.tensors}
+        self._wanted = self._entries
+
+    def _add_part(self, source: Given, key: str, served: torch.dtype) -> Region:
+        """Add codes and scales of a part of a matrix, and return its blocks."""
+        form, (name, shape, start) = self.form, source.places[key]
+        region = Region.of(shape, start, tuple(source.tensors[key].shape), form.block_of(shape))
+        own, scales = region.owned, None
+        if min(own.rows, own.columns) > 0:
+            scales = f"{form.scale_name(name)}\t{key.partition(chr(9))[2]}"
+            self._add(source, key, (own.rows, own.columns), torch.float32, scales)
+            first = own.row, own.column
+            self.given.places[scales] = PieceOf(form.scale_name(name), form.scale_shape(shape), first)
+        above, left = (0, 0) if form.block is None else (start[dim] % form.block[dim] for dim in range(2))
+        self._entries[key] = _Entry(
+            *(served, True, scales, above, left),
+            owned=own.within(region.touched),
+            cut=tuple(box.within(region.touched) for box in region.cut),
         )
-        self._published, self._plan = frozenset(tensors), None
-        return Given(tensors, places, self._all_tied(inner.tied, of_name), devices)
+        return region
 
-    def _of_name(self, inner: Given) -> dict[str, bool]:
-        """Return which tensors are stored in FP8, by name. Raises as `read`."""
-        specs = dict[str, TensorSpec]()
-        for key, tensor in inner.tensors.items():
-            self._served[key] = local = self._spec(key, tensor)
-            place = inner.places.get(key)
-            specs[local.name] = local if place is None else replace(local, shape=place.shape)
-        found = {name: self._quantization.quantizes(spec) for name, spec in specs.items()}
-        check_roundable(self._quantization, specs, found, inner.tied, has_parts=bool(inner.places))
-        return found
+    def _add(
+        self, source: Given, key: str, shape: Sequence[int], dtype: torch.dtype, own: str | None = None
+    ) -> None:
+        """Add what is published, under a key of its own or that of a source's tensor."""
+        self.given.tensors[own or key] = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        self.given.devices[own or key] = source.devices.get(key, source.tensors[key].device)
 
-    def _all_tied(self, tied: dict[str, str], is_rounded: dict[str, bool]) -> dict[str, str]:
-        """Return further names of codes and scales."""
-        found = dict(tied)
-        form = self.form
-        for alias, name in tied.items():
-            if is_rounded.get(name):
-                if not alias.endswith("weight"):
-                    raise SchemaMismatch(
-                        f"{alias!r} and {name!r} are one tensor, and only one of the names can be of weights "
-                        "in FP8; publish without quantization="
-                    )
-                found[form.scale_name(alias)] = form.scale_name(name)
-        return found
+    def only(self, names: Mapping[str, str]) -> None:
+        """Leave out from now on all but these, by key; `names` are what they are published as."""
+        self._names = names
+        self._wanted = {
+            key: each
+            for key, each in self._entries.items()
+            if key in names or each.scales in names or each.cut
+        }
 
-    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield keys and tensors; a tensor is not kept.
+    def codes(self, read: Callable[[], Items]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield codes, scales and other tensors by their keys, in a pass; a tensor is not kept."""
+        items: Items = ()
+        maxima: dict[str, torch.Tensor] = {}
 
-        Raises:
-            SchemaMismatch: as `Weights.stream`.
-            UsageError: at the end, where a weight is not finite.
-        """
-        finite: dict[torch.device, list[torch.Tensor]] = {}
-        names: dict[torch.device, list[str]] = {}
-        shared, items = self._shared()
-        missing = dict.fromkeys(self._served)
+        def local() -> list[torch.Tensor]:
+            nonlocal items
+            items = read()
+            if not self._cuts:
+                return []
+            items = list(items)
+            maxima.update((key, self._maxima(key, each)) for key, each in items if self._entries[key].cut)
+            return [maxima[key][box] for key in maxima for box in self._entries[key].cut]
+
+        self._share(local)
+        finite: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         for key, tensor in items:
-            self._check(key, tensor)
-            del missing[key]
-            rounded = self._rounded[key]
-            if rounded is None:
-                # The snapshot converts it, and checks its range.
-                if self._wanted is None or key in self._wanted:
-                    yield key, tensor.detach()
+            entry = self._wanted.get(key)
+            if entry is None or (key not in self._names and entry.scales not in self._names):
                 continue
-            if self._wanted is not None and self._wanted.isdisjoint(rounded):
+            if not entry.is_rounded:
+                yield key, tensor.detach()
                 continue
-            given = tensor.detach().to(self._served_dtype(key, tensor))
-            codes, scales = self._quantized(given, rounded, shared.get(key))
-            finite.setdefault(given.device, []).append(scales.isfinite().all())
-            names.setdefault(given.device, []).append(key.partition("\t")[0])
-            for each, made in ((rounded.codes, codes), (rounded.scales, scales)):
-                if made.numel() and (self._wanted is None or each in self._wanted):
-                    yield each, made
-        for key in missing:
-            self._check(key, None)
-        for device, flags in finite.items():
+            weights = tensor.detach().to(entry.served)
+            codes, scales = self._rounded(weights, entry, maxima.get(key))
+            finite.setdefault(weights.device, []).append((key, scales.isfinite().all()))
+            if key in self._names and codes.numel():
+                yield key, codes
+            if entry.scales is not None and entry.scales in self._names:
+                yield entry.scales, scales
+        for flags in finite.values():
             # One wait for the device, and not one for each tensor.
-            found = torch.stack(flags)
+            found = torch.stack([flag for _, flag in flags])
             if not bool(found.all()):
-                raise self._not_finite(names[device][int((~found).nonzero()[0])])
+                raise self._not_finite(flags[int((~found).nonzero()[0])][0])
 
-    def _not_finite(self, name: str) -> UsageError:
-        return UsageError(
-            f"{name!r} has numbers that are infinite or NaN, or are beyond the range of the dtype in which "
-            f"it would be served: these have no scale in {self._quantization.form.name}; nothing was "
-            "published, and once they are finite the next call goes on"
-        )
-
-    def matrices(self, measure: Measure) -> Unrounded:
-        """Begin a pass in which weights are not rounded here, in the place of `stream`.
-
-        Args:
-            measure: see `snapshot.rounded.Roundable`.
-
-        Raises:
-            SchemaMismatch: as `Weights.read`, or a weight has another shape than at first.
-            UsageError: a weight is not finite.
-        """
+    def matrices(self, read: Callable[[], Items], measure: Measure) -> Unrounded:
+        """Begin a pass in which weights are not rounded here, instead of `codes`; see `Roundable.read`."""
         plain: dict[str, torch.Tensor] = {}
         found: list[Rounded] = []
-        regions: list[Region | None] = []
-        names: list[str] = []
+        rounded: list[tuple[str, _Entry]] = []
         maxima = torch.zeros(0, device="cpu")
         view: Callable[[int], torch.Tensor]
 
-        def local() -> Values:
+        def local() -> list[torch.Tensor]:
             nonlocal maxima, view
-            plan = self._planned()
-            for key, tensor in self._read_again():
-                if (wanted := plan.get(key)) is None:
+            for key, tensor in read():
+                entry = self._wanted.get(key)
+                if entry is None:
                     continue
-                served, rounded, region = wanted
-                if rounded is None:
-                    plain[key] = tensor.detach()
+                if not entry.is_rounded:
+                    plain[self._names[key]] = tensor.detach()
                     continue
-                matrix, codes, scales, owned = rounded
-                matrix = Matrix(tensor.detach(), served, matrix.above, matrix.left)
-                found.append(Rounded(matrix, codes, scales, owned))
-                regions.append(region)
-                names.append(key)
+                matrix = Matrix(tensor.detach(), entry.served, entry.above, entry.left)
+                scales = None if entry.scales is None else self._names.get(entry.scales)
+                found.append(Rounded(matrix, self._names.get(key), scales, entry.owned))
+                rounded.append((key, entry))
             maxima, view = measure(found)
-            values = [place.reshape(-1) for place in _cut_places(view, regions)]
-            return torch.cat(values).cpu().numpy() if values else np.zeros(0, dtype=np.float32)
+            return [view(number)[box] for number, (_, entry) in enumerate(rounded) for box in entry.cut]
 
-        shared = torch.from_numpy(self._exchange(self._cuts, local).copy())
-        first = 0
-        for place in _cut_places(view, regions):
-            place.copy_(shared[first : first + place.numel()].view(place.shape))
-            first += place.numel()
+        self._share(local)
         if not bool(maxima.isfinite().all()):
             strange = next(i for i in range(len(found)) if not bool(view(i).isfinite().all()))
-            raise self._not_finite(names[strange].partition("\t")[0])
+            raise self._not_finite(rounded[strange][0])
         return Unrounded(plain, found)
 
-    def _planned(self) -> dict[str, _Wanted]:
-        """Return what is to be published of the source's tensors."""
-        if self._plan is None:
-            wanted = self._published if self._wanted is None else self._wanted
-            self._plan = {}
-            for key, rounded in self._rounded.items():
-                served = TORCH_DTYPES[self._served[key].dtype]
-                if rounded is None:
-                    if key in wanted:
-                        self._plan[key] = _Wanted(served, None)
-                    continue
-                codes, scales = (each if each in wanted else None for each in rounded[:2])
-                if codes or scales or (rounded.region is not None and rounded.region.cut):
-                    its = self._unrounded(rounded, served)._replace(codes=codes, scales=scales)
-                    self._plan[key] = _Wanted(served, its, rounded.region)
-        return self._plan
-
-    def _unrounded(self, rounded: _Rounded, served: torch.dtype) -> Rounded:
-        """Describe weights that are to be rounded, without their elements."""
-        block, region = self.form.block, rounded.region
-        above, left = (0, 0) if block is None else (rounded.start[dim] % block[dim] for dim in range(2))
-        matrix = Matrix(torch.empty(rounded.shape, dtype=served, device="meta"), served, above, left)
-        owned = None if region is None else region.owned.within(region.touched)
-        return Rounded(matrix, rounded.codes, rounded.scales, owned)
-
-    def _read_again(self) -> list[tuple[str, torch.Tensor]]:
-        """Read the tensors, in the order of the snapshot, so that neighbours are compared together.
-
-        Raises:
-            SchemaMismatch: they are not those of the first time.
-        """
-        given = self._weights.read()
-        try:
-            if given.tied != self._tied:
-                raise SchemaMismatch(f"tensors were tied as {self._tied}, but are tied as {given.tied} now")
-            if not given.is_unmoved:
-                for key in sorted(given.tensors.keys() | self._served.keys()):
-                    self._check(key, given.tensors.get(key))
-        except SchemaMismatch:
-            self._weights.forget()
-            raise
-        return sorted(given.tensors.items())
-
-    def _check(self, key: str, tensor: torch.Tensor | None) -> None:
-        """Raises SchemaMismatch unless a tensor, or that there is none, is as it was at first."""
-        was = self._served.get(key)
-        if tensor is not None and was is not None:
-            dtype = TORCH_DTYPES[was.dtype]
-            if self._served_dtype(key, tensor) == dtype and tuple(tensor.shape) == was.shape:
-                return
-        now = None if tensor is None else self._spec(key, tensor)
-        raise changed(key.partition("\t")[0], was, now)
-
-    def _spec(self, key: str, tensor: torch.Tensor) -> TensorSpec:
-        """Describe what this process has under a key, as it would be served without quantization."""
-        dtype = self._served_dtype(key, tensor)
-        return spec_of(key.partition("\t")[0], torch.empty(tensor.shape, dtype=dtype, device="meta"))
-
-    def _shared(self) -> tuple[dict[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]:
-        """Return the maxima of parts with cut blocks, by key, and the tensors of the source."""
-        items: Iterable[tuple[str, torch.Tensor]] = ()
-        tensors: dict[str, torch.Tensor] = {}
-        own: dict[str, torch.Tensor] = {}
-
-        def local() -> Values:
-            nonlocal items
-            if self._weights.is_stream:
-                items = self._weights.stream()
-                return np.zeros(0, dtype=np.float32)
-            items = self._read_again()
-            tensors.update(items)
-            values = []
-            for key, region in self._cut_regions():
-                tensor = tensors[key].detach()
-                own[key] = self._maxima(tensor.to(self._served_dtype(key, tensor)), key)
-                values += [own[key][box.within(region.touched)].reshape(-1) for box in region.cut]
-            return torch.cat(values).cpu().numpy() if values else np.zeros(0, dtype=np.float32)
-
-        found = torch.from_numpy(self._exchange(self._cuts, local).copy())
-        first = 0
-        for key, region in self._cut_regions():
-            for box in region.cut:
-                place = own[key][box.within(region.touched)]
-                place.copy_(found[first : first + box.num].view(place.shape))
-                first += box.num
-        return own, items
-
-    def _cut_regions(self) -> Iterator[tuple[str, Region]]:
-        for key, rounded in sorted(self._rounded.items()):
-            if rounded is not None and rounded.region is not None and rounded.region.cut:
-                yield key, rounded.region
-
-    def _maxima(self, given: torch.Tensor, key: str) -> torch.Tensor:
+    def _maxima(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the maxima of all blocks of a part, as far as this process has them."""
-        rounded = self._rounded[key]
-        assert rounded is not None
-        form = self.form
-        return form.maxima(form.part(given, rounded.start))
+        entry = self._entries[key]
+        weights = tensor.detach().to(entry.served)
+        return self.form.maxima(self.form.part(weights, (entry.above, entry.left)))
 
-    def _quantized(
-        self, given: torch.Tensor, rounded: _Rounded, maxima: torch.Tensor | None
+    def _share(self, local: Callable[[], list[torch.Tensor]]) -> None:
+        """Raise maxima of cut blocks, of which `local` returns views in the order of `Cuts`, to those of all
+        parts.
+
+        The exchange calls it, so that other ranks hear of what it raises.
+        """
+        places: list[torch.Tensor] = []
+
+        def values() -> Values:
+            places.extend(local())
+            flat = [place.reshape(-1) for place in places]
+            return torch.cat(flat).cpu().numpy() if flat else np.zeros(0, dtype=np.float32)
+
+        shared = torch.from_numpy(self.exchange(self._cuts, values).copy())
+        first = 0
+        for place in places:
+            place.copy_(shared[first : first + place.numel()].view(place.shape))
+            first += place.numel()
+
+    def _rounded(
+        self, weights: torch.Tensor, entry: _Entry, maxima: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the codes of a tensor, or of a part, and the scales that are published with it."""
-        form, region = self._quantization.form, rounded.region
-        if maxima is None or region is None:
-            return quantize(form, given)
-        padded = form.part(given, rounded.start)
-        codes, scales = form.quantize(padded, maxima)
-        above, left = (padded.shape[dim] - given.shape[dim] for dim in range(2))
-        owned = scales[region.owned.within(region.touched)]
-        return codes[above:, left:].contiguous(), owned.contiguous()
+        if maxima is None:
+            return quantize(self.form, weights)
+        codes, scales = self.form.quantize(self.form.part(weights, (entry.above, entry.left)), maxima)
+        assert entry.owned is not None
+        return codes[entry.above :, entry.left :].contiguous(), scales[entry.owned].contiguous()
 
-    def _served_dtype(self, key: str, tensor: torch.Tensor) -> torch.dtype:
-        return self._choices.get(key, OWN).of(tensor.dtype)
-
-
-def _cut_places(
-    view: Callable[[int], torch.Tensor], regions: Sequence[Region | None]
-) -> Iterator[torch.Tensor]:
-    """Yield the boxes of cut blocks in the maxima of parts: views."""
-    for number, region in enumerate(regions):
-        if region is not None and region.cut:
-            maxima = view(number)
-            yield from (maxima[box.within(region.touched)] for box in region.cut)
+    def _not_finite(self, key: str) -> UsageError:
+        return UsageError(
+            f"{name_of(key)!r} has numbers that are infinite or NaN, or are beyond the range of "
+            f"the dtype in which it would be served: these have no scale in {self.form.name}; nothing was "
+            "published, and once they are finite the next call goes on"
+        )
 
 
 def quantize(form: Form, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -418,3 +347,68 @@ def quantize(form: Form, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
         return kernel.quantize(weights, form.block)
     return form.quantize(weights)
+
+
+def _tied(form: Form, tied: Mapping[str, str], is_rounded: Mapping[str, bool]) -> dict[str, str]:
+    found = dict(tied)
+    for alias, name in tied.items():
+        if is_rounded.get(name):
+            if not alias.endswith("weight"):
+                raise SchemaMismatch(
+                    f"{alias!r} and {name!r} are one tensor, and only one of the names can be of weights "
+                    "in FP8; publish without quantization="
+                )
+            found[form.scale_name(alias)] = form.scale_name(name)
+    return found
+
+
+def _check_layers(source: object) -> None:
+    for name, module in source.named_modules() if isinstance(source, torch.nn.Module) else ():
+        if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+            raise SchemaMismatch(
+                f"{name!r} is a Conv1D, which has its weights as [inputs, outputs], and checkpoints in "
+                "FP8 have them as [outputs, inputs]; publish without quantization="
+            )
+
+
+def _check_roundable(
+    quantization: Quantization,
+    specs: Mapping[str, TensorSpec],
+    is_rounded: Mapping[str, bool],
+    tied: Collection[str],
+    *,
+    has_parts: bool,
+) -> None:
+    """Refuse tensors of which no codes can be made; warn of matrices that few programs would read."""
+    form = quantization.form
+    for name, spec in specs.items():
+        if spec.dtype.startswith("F8_") and name.endswith("weight"):
+            raise SchemaMismatch(
+                f"{name!r} is in FP8 already, so quantization={form.name!r} cannot round it; publish such "
+                "weights as they are, with dtype=None and without quantization="
+            )
+    rounded = sorted(name for name, each in is_rounded.items() if each)
+    if specs and not rounded and not has_parts:
+        raise SchemaMismatch(
+            f"quantization={form.name!r} finds no weight of a linear layer among {len(specs)} tensors, such "
+            f"as {next(iter(specs))!r}; their names must be those of the checkpoint, and end in '.weight'; "
+            "see patchstore.mapped"
+        )
+    for name in rounded:
+        if (scales := form.scale_name(name)) in specs or scales in tied:
+            raise SchemaMismatch(
+                f"the source has a tensor {scales!r}, the name that quantization={form.name!r} gives the "
+                f"scales of {name!r}; leave that tensor out, or publish without quantization="
+            )
+    if form.block is None or quantization.names is not None:
+        # A base checkpoint that has smaller blocks at edges is one that is served.
+        return
+    rows, columns = form.block
+    uneven = [name for name in rounded if specs[name].shape[0] % rows or specs[name].shape[1] % columns]
+    if uneven:
+        logger.warning(
+            "blocks of %d x %d do not divide %r, %s (in all, matrices of such a size: %d). transformers "
+            "cannot read such a checkpoint. vLLM can, but not where another matrix follows in the same fused "
+            "layer. quantization='fp8-channel' has no blocks.",
+            *(rows, columns, uneven[0], specs[uneven[0]].kind, len(uneven)),
+        )

@@ -1,28 +1,47 @@
-"""What a trainer hands over, as plain tensors by the names that servers know, each once, and their ties."""
+"""What a trainer hands over, as it is served: plain tensors by the names that servers know, each once."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from patchstore.bucket.records import Part, TensorSpec
 from patchstore.errors import SchemaMismatch, UsageError
-from patchstore.format.records import TensorSpec
-from patchstore.publish.sources import zero3
-from patchstore.publish.sources.dequantised import check_decodable
-from patchstore.publish.sources.dtensors import Layout, is_sharded, local_of, ranks_of
-from patchstore.publish.sources.mapped import Applied, Mapped
-from patchstore.publish.sources.merged import Merged, is_computed
-from patchstore.publish.sources.names import EXTRA_STATE, Names, check_all, without_engine
-from patchstore.publish.sources.pieces import LocalPart, Piece, whole
-from patchstore.publish.sources.plain import class_of, plain
-from patchstore.publish.sources.ties import Saved, each_once
-from patchstore.publish.sources.unmoved import Unmoved
-from patchstore.publish.sources.weight_source import (
+from patchstore.publish import ownership
+from patchstore.publish.snapshot import Roundable, Stream, Tensors
+from patchstore.publish.sources.computed import Merged, check_decodable, is_computed
+from patchstore.publish.sources.dtypes import OWN, SOURCE, Choice, Held, Served, check_scales, is_weight
+from patchstore.publish.sources.layouts import Applied, Mapped, of_transformers, rule_as_saved
+from patchstore.publish.sources.names import EXTRA_STATE, Names, Saved, check_all, each_once, without_engine
+from patchstore.publish.sources.pieces import (
+    ZERO3_ADVICE,
+    Given,
+    Layout,
+    LocalPart,
+    Piece,
+    PieceOf,
+    class_of,
+    is_partitioned,
+    is_placeholder,
+    is_sharded,
     is_weight_source,
+    layout_key,
+    local_of,
     of_weight_source,
     owns_nothing,
+    partition_of,
+    plain,
+    ranks_of,
     ranks_of_owners,
+    whole,
 )
+from patchstore.publish.sources.quantized import Exchange, Rounding
+from patchstore.quantization import Quantization
+from patchstore.tensors.bits import TORCH_DTYPES, spec_of
+from patchstore.tensors.parts import name_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -34,31 +53,6 @@ Source = torch.nn.Module | Mapping[str, Value] | Callable[[], Mapping[str, Value
 or an iterator of names and tensors, anew at each call."""
 
 
-class Place(NamedTuple):
-    """Where a piece of a tensor belongs."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    start: tuple[int, ...]
-
-
-class Given(NamedTuple):
-    """What a source has in this process."""
-
-    tensors: dict[str, torch.Tensor]
-    """Plain, each once. By name; a piece of a tensor by the name, a tab and a number. Of a stream they are on
-    the meta device, without elements."""
-    places: Mapping[str, Place]
-    """Where pieces belong, by the same keys."""
-    tied: dict[str, str]
-    """A further name of a tensor -> the one that it is under."""
-    devices: dict[str, torch.device]
-    """Where the elements of a stream are."""
-    is_unmoved: bool = False
-    """Whether names, shapes, dtypes, places and ties are those of the call before."""
-
-
 class Weights:
     """The tensors of a source, as they are at each call of `read`, or each pass of `stream`."""
 
@@ -67,14 +61,8 @@ class Weights:
     ) -> None:
         """Look at a source; nothing is copied.
 
-        Args:
-            stored: names under which an existing run stores tensors; preferred among tied ones.
-            dtype: in which most tensors are served; None for their own. Weights that are computed have at
-                least its bits.
-
-        Raises:
-            UsageError: this is no source.
-            SchemaMismatch: a wrapper around the model, of which no weights can be taken.
+        Names in `stored`, under which a run has tensors, are preferred among tied ones. What is computed has
+        at least the bits of `dtype`, in which most tensors are served.
         """
         self._stored = stored
         self._rules: list[Applied] = []
@@ -98,7 +86,7 @@ class Weights:
         """What a source calls a tensor that a rule publishes under another name; by that."""
         self.ranks: set[int] = set()
         """Global ranks among which tensors are sharded, as far as reading them has shown."""
-        self._unmoved = Unmoved()
+        self._same = SameTensors()
         self._last: Given | None = None
         """What the last `read` returned, without the tensors."""
         self._begun: Any = self._items()
@@ -107,16 +95,10 @@ class Weights:
         """Whether tensors exist one after the other, and `stream` has their elements."""
 
     def read(self) -> Given:
-        """Return the tensors, plain and each once.
-
-        Raises:
-            SchemaMismatch: one is not a tensor in memory, a name is none that servers know, or a tensor is
-                sharded otherwise than at the first call.
-        """
         items, self._begun = self._items() if self._begun is None else self._begun, None
         if not isinstance(items, Mapping):
             return self._measured(items)
-        if self._last is not None and (again := self._unmoved.again(items)) is not None:
+        if self._last is not None and (again := self._same.again(items)) is not None:
             return self._last._replace(tensors=again)
         given = self._worked_out(items)
         self._last = given._replace(tensors={}, is_unmoved=True)
@@ -127,7 +109,7 @@ class Weights:
                 key = next((key for key in (own, f"{own}\t0") if key in given.tensors), None)
                 if (key is not None and f"{own}\t1" not in given.tensors) or own in given.tied:
                     keys[name] = key
-            self._unmoved.remember(items, keys)
+            self._same.remember(items, keys)
         return given
 
     def is_tied_head(self, name: str) -> bool:
@@ -145,7 +127,6 @@ class Weights:
         self._last = None
 
     def _worked_out(self, items: Mapping[str, Any]) -> Given:
-        """Return what the tensors of a mapping are."""
         found: dict[str, list[Piece]] = {}
         for name, pieces in self._pieces(items.items()):
             if name in found and (not pieces or any(each.start is None for each in (*pieces, *found[name]))):
@@ -161,7 +142,7 @@ class Weights:
             return self._saved.leaves_out(self.origins.get(name, name))
 
         once, tied = each_once(found, self._stored, leaves_out)
-        tensors, places = dict[str, torch.Tensor](), dict[str, Place]()
+        tensors, places = dict[str, torch.Tensor](), dict[str, PieceOf]()
         for name, parts in once.items():
             if len(parts) == 1 and parts[0].start is None:
                 tensors[name] = parts[0].local
@@ -169,7 +150,7 @@ class Weights:
             for key, each in self._keyed(name, parts, 0):
                 tensors[key] = each.local
                 if each.start is not None:
-                    places[key] = Place(name, each.shape, each.start)
+                    places[key] = PieceOf(name, each.shape, each.start)
         return Given(tensors, places, tied, {})
 
     def look_for_ranks(self) -> None:
@@ -180,17 +161,10 @@ class Weights:
             return
         given = source.state_dict(keep_vars=True) if isinstance(source, torch.nn.Module) else source
         for value in given.values() if isinstance(given, Mapping) else ():
-            if zero3.is_partitioned(value):
-                self.ranks |= zero3.world()
-            elif is_sharded(value):
-                self.ranks |= ranks_of(value)
+            self.ranks |= ranks_of(value)
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield keys and tensors, as the source yields tensors; a tensor is not kept.
-
-        Raises:
-            SchemaMismatch: as `read`.
-        """
+        """Yield keys and tensors, as the source yields tensors; a tensor is not kept."""
         for key, each in self._streamed(self._items()):
             yield key, each.local
 
@@ -205,15 +179,15 @@ class Weights:
 
     def _measured(self, items: Items) -> Given:
         """Pass through a stream once, and keep what tensors are, but not their elements."""
-        tensors, places = dict[str, torch.Tensor](), dict[str, Place]()
+        tensors, places = dict[str, torch.Tensor](), dict[str, PieceOf]()
         devices: dict[str, torch.device] = {}
         for key, (shape, start, local) in self._streamed(items):
             tensors[key] = torch.empty(local.shape, dtype=local.dtype, device="meta")
             devices[key] = local.device
             if start is not None:
-                places[key] = Place(key.partition("\t")[0], shape, start)
+                places[key] = PieceOf(name_of(key), shape, start)
         if tensors or not (is_weight_source(self._source) and owns_nothing(self._source)):
-            check_all({key.partition("\t")[0] for key in tensors})
+            check_all({name_of(key) for key in tensors})
         tied = {}
         if isinstance(self._source, Merged):
             tied = dict(self._source.tied)
@@ -221,7 +195,6 @@ class Weights:
         return Given(tensors, places, tied, devices)
 
     def _items(self) -> Mapping[str, Any] | Items:
-        """Return the source's tensors: all of them, or an iterator."""
         source: Any = self._source
         if isinstance(source, torch.nn.Module):
             # Parameters themselves: DeepSpeed has attributes on them, and detaching 400 DTensors takes 6 ms.
@@ -251,7 +224,6 @@ class Weights:
         )
 
     def _pieces(self, items: Items) -> Iterator[tuple[str, list[Piece]]]:
-        """Yield what this process has of each tensor, under the names that are published."""
         rules = self._rules
         item: Any
         for item in items:
@@ -277,9 +249,9 @@ class Weights:
             return value.pieces(name, plain(name, value.tensor))
         if isinstance(value, list | tuple) and value and all(isinstance(each, LocalPart) for each in value):
             return _of_parts(name, value)
-        if zero3.is_partitioned(value):
-            self.ranks |= zero3.world()
-            part = zero3.part_of(name, value)
+        if is_partitioned(value):
+            self.ranks |= ranks_of(value)
+            part = partition_of(name, value)
             return part.pieces(name, plain(name, part.tensor))
         if is_sharded(value):
             return self._of_sharded(name, value)
@@ -291,19 +263,14 @@ class Weights:
         if layout is None:
             self.ranks |= ranks_of(tensor)
             layout = self._layouts[name] = Layout.of(name, tensor, local.shape)
-        elif not layout.fits(tensor, local.shape):
+        elif layout.key != (key := layout_key(tensor, local.shape)):
             raise SchemaMismatch(
-                f"{name!r} is sharded otherwise than when this publisher was opened: {layout}, but "
-                f"{Layout.described(tensor, local.shape)} now; open a publisher anew, with resume"
+                f"{name!r} is sharded otherwise than when this publisher was opened: {_layout(*layout.key)}, "
+                f"but {_layout(*key)} now; open a publisher anew, with resume"
             )
         return layout.pieces(local)
 
     def _keyed(self, name: str, pieces: Sequence[Piece], first: int) -> Iterator[tuple[str, Piece]]:
-        """Yield pieces with their keys.
-
-        Raises:
-            SchemaMismatch: a piece is another one than at the first call.
-        """
         for number, each in enumerate(pieces, first):
             key = name if each.start is None else f"{name}\t{number}"
             if self._places.setdefault(key, each.place) != each.place:
@@ -326,21 +293,20 @@ class Weights:
             source = self._source
             given = dict(source.named_parameters()) if isinstance(source, torch.nn.Module) else items
             for name, tensor in given.items():
-                if isinstance(tensor, torch.Tensor) and zero3.is_placeholder(tensor):
-                    raise SchemaMismatch(f"{name!r} is a placeholder without elements; {zero3.ADVICE}")
+                if isinstance(tensor, torch.Tensor) and is_placeholder(tensor):
+                    raise SchemaMismatch(f"{name!r} is a placeholder without elements; {ZERO3_ADVICE}")
         if len(empty) == len(found):
             raise SchemaMismatch(
                 f"none of the {len(found)} tensors has an element, such as {empty[0]!r}; is this a model "
-                f"whose weights are elsewhere? {zero3.ADVICE}"
+                f"whose weights are elsewhere? {ZERO3_ADVICE}"
             )
 
 
-def _of_parts(name: str, parts: Sequence[LocalPart]) -> list[Piece]:
-    """Return the pieces of several parts of a tensor.
+def _layout(shape: Any, placements: Any, mesh: Any, local_shape: Any) -> str:
+    return f"{shape} as {placements} over {mesh}, {local_shape} here"
 
-    Raises:
-        SchemaMismatch: one is no part of it, or is all of it beside others.
-    """
+
+def _of_parts(name: str, parts: Sequence[LocalPart]) -> list[Piece]:
     found = [each for part in parts for each in part.pieces(name, plain(name, part.tensor))]
     if len(found) > 1 and any(each.start is None for each in found):
         raise SchemaMismatch(f"one of the {len(parts)} parts of {name!r} is all of it")
@@ -350,21 +316,333 @@ def _of_parts(name: str, parts: Sequence[LocalPart]) -> list[Piece]:
 
 
 def _model(model: torch.nn.Module, stored: Collection[str], dtype: torch.dtype | None) -> Any:
-    """Return what of a model is published: without DeepSpeed's engine, and as what the model computes with.
-
-    Raises:
-        SchemaMismatch: it has codes that nothing can decode, and they are not published as they are.
-    """
+    """Return what of a model is published: without DeepSpeed's engine, as what it computes with."""
     inner = without_engine(model)
     for path, module in inner.named_modules() if dtype is not None else ():
         check_decodable(f"{path}." if path else "", module)
     return Merged(inner, stored, dtype) if is_computed(inner) else inner
 
 
-def changed(name: str, was: TensorSpec | None, now: TensorSpec | None) -> SchemaMismatch:
-    """Say that a tensor is no longer what it was when the publisher was opened; None where there is none."""
-    if was is None:
-        return SchemaMismatch(f"tensor {name!r} was not there when this publisher was opened")
-    if now is None:
-        return SchemaMismatch(f"tensor {name!r} is gone: it was {was.kind} when this publisher was opened")
-    return SchemaMismatch(f"tensor {name!r} was {was.kind}, but is {now.kind} now")
+class ServedSource:
+    """The tensors of a source, which must stay those that they were at first.
+
+    This is the one place that checks it. What is rounded to FP8 is made of tensors that were checked.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        dtype: torch.dtype | None,
+        stored: Collection[str],
+        quantization: Quantization | None = None,
+    ) -> None:
+        self._weights = Weights(source, stored, dtype)
+        self._stored, self._dtype, self._quantization = stored, dtype, quantization
+        self._source = source
+        self.given = self._weights.given
+        self.choices: dict[str, Choice] = {}
+        """By name, in which dtype a tensor is served, and who says so."""
+        self._given: Given | None = None
+        """What was read first, until `first` returns it."""
+        self._choices: dict[str, Choice] = {}
+        """The same as `choices` by key of the source."""
+        self._at_first: dict[str, TensorSpec] = {}
+        """By key of the source, what is served without quantization."""
+        self._rounding: Rounding | None = None
+        self._whole: dict[str, Part] = {}
+        """Tensors that this process has in several pieces, by name."""
+        self._keys: dict[str, str] = {}
+        """The key of what is published, by that of what the source has, or of what is rounded."""
+
+    @property
+    def ranks(self) -> set[int]:
+        return self._weights.ranks
+
+    def read(self) -> None:
+        """Read the source for the first time. A model of transformers gets the names that it saves."""
+        try:
+            self._given = self._weights.read()
+            if isinstance(self._source, torch.nn.Module):
+                rule = rule_as_saved(self._source, self._given.without_elements())
+                if rule is not None:
+                    self._weights = Weights(Mapped(self._source, rule), self._stored, self._dtype)
+                    self._given = self._weights.read()
+        except Exception:
+            self._weights.look_for_ranks()
+            raise
+
+    def held(self) -> Held:
+        assert self._given is not None
+        weights = {}
+        for key, tensor in self._given.tensors.items():
+            if is_weight(tensor.dtype):
+                name, shape = self._given.whole(key)
+                weights[name] = str(tensor.dtype), prod(shape)
+        return Held(weights, dict(self._given.tied))
+
+    def serve(self, served: Served, *, joined: bool) -> None:
+        """Choose in which dtypes tensors are served, and so what this process has to publish.
+
+        `joined`: whole tensors are made of pieces, which is how one process publishes alone.
+        """
+        given, weights = self._given, self._weights
+        assert given is not None
+        computed: dict[str, torch.dtype] = {}
+        for key, tensor in given.tensors.items():
+            name, _ = given.whole(key)
+            origin = weights.origins.get(name, name)
+            self.choices[name] = self._choices[key] = choice = served.of(name, origin, tensor.dtype)
+            # Of a tensor that is cut into several, what is computed is computed once.
+            dtype = choice.of(tensor.dtype)
+            computed[origin] = max(computed.get(origin, dtype), dtype, key=lambda each: each.itemsize)
+        weights.compute_in(computed)
+        self.untied = sorted(filter(weights.is_tied_head, self.choices.keys() - set(given.tied.values())))
+        """Output layers that checkpoints of such a model lack if they are tied, which these are not."""
+        # Scales of weights that are quantized already always have more bits, so that says nothing.
+        asked = {k: Choice(self._dtype) if c.why == SOURCE else c for k, c in self._choices.items()}
+        check_scales(given.tensors, {k: each.of(given.tensors[k].dtype) for k, each in asked.items()})
+        self._at_first = {k: self._spec(given.whole(k)[0], k, each) for k, each in given.tensors.items()}
+        self._tied_at_first = dict(given.tied)
+        published, specs = given, self._at_first
+        if self._quantization is not None:
+            self._rounding = Rounding(
+                self._quantization, given, specs, self.given, is_stream=weights.is_stream
+            )
+            published = self._rounding.given
+            specs = {key: spec_of(published.whole(key)[0], each) for key, each in published.tensors.items()}
+        self.tied = published.tied
+        self._devices = published.devices or {key: each.device for key, each in given.tensors.items()}
+        self._parts = {key: _part(published, key, spec) for key, spec in specs.items()}
+        """By key of the source, or of what is rounded."""
+        seen = set[Part]()
+        for part in self._parts.values():
+            if part in seen and part.num_elements:
+                raise SchemaMismatch(f"the source has {part.size} from {part.start} on of {part.spec} twice")
+            seen.add(part)
+        pieces = [part for part in self._parts.values() if not part.is_whole]
+        if joined and pieces:
+            ownership.own([pieces])
+            self._whole = {part.spec.name: Part.whole(part.spec) for part in pieces}
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        found = {key: part for key, part in self._parts.items() if part.spec.name not in self._whole}
+        found |= self._whole
+        return tuple(found[key] for key in sorted(found))
+
+    def share(self, exchange: Exchange) -> None:
+        """Have ranks compare, in each pass from now on, what they must to round parts of blocks."""
+        if self._rounding is not None:
+            self._rounding.exchange = exchange
+
+    def choose(self, owned: Sequence[Part]) -> None:
+        """Say what of the parts this publisher publishes; the other ones are left out from now on."""
+        chosen = set(owned)
+        for key, part in self._parts.items():
+            joined = self._whole.get(part.spec.name, part)
+            if joined in chosen:
+                self._keys[key] = joined.key
+        if self._rounding is not None:
+            self._rounding.only(self._keys)
+
+    def first(self) -> Tensors:
+        """Return the tensors as they were read first, by the keys of what is published."""
+        given, self._given = self._given, None
+        assert given is not None
+        return self._stream() or self._tensors(given)
+
+    def current(self) -> Tensors:
+        """Return the tensors as they are now, by the keys of what is published."""
+        return self._stream() or self._tensors(self._read())
+
+    def _tensors(self, given: Given) -> Tensors:
+        if not self._whole:
+            return {own: given.tensors[key] for key, own in self._keys.items()}
+        return Stream(self._devices_of_keys(), lambda: self._joined(given.tensors.items()))
+
+    def _stream(self) -> Stream | None:
+        """Return what exists only in a pass, as all of a stream and all codes do; None if nothing does."""
+        rounding, rounded = self._rounding, None
+        if rounding is not None and not self._weights.is_stream and not self._whole:
+            rounded = Roundable(rounding.form, rounding.dtypes, partial(rounding.matrices, self._items))
+        if rounding is None and not self._weights.is_stream:
+            return None
+
+        def begin() -> Iterator[tuple[str, torch.Tensor]]:
+            return self._joined(self._items() if rounding is None else rounding.codes(self._items))
+
+        return Stream(self._devices_of_keys(), begin, rounded)
+
+    def _devices_of_keys(self) -> dict[str, torch.device]:
+        return {own: self._devices[key] for key, own in self._keys.items()}
+
+    def _items(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return keys and tensors of the source as they are now; checked, of a stream while it is read."""
+        if self._weights.is_stream:
+            return self._checked(self._weights.stream())
+        # In the order of the snapshot, so that neighbours are compared together.
+        return sorted(self._read().tensors.items())
+
+    def _read(self) -> Given:
+        """Read tensors that exist at the same time, and check them."""
+        given = self._weights.read()
+        if given.is_unmoved:
+            return given
+        try:
+            if given.tied != self._tied_at_first:
+                raise SchemaMismatch(
+                    f"tensors were tied as {self._tied_at_first}, but are tied as {given.tied} now"
+                )
+            for key in sorted(given.tensors.keys() | self._at_first.keys()):
+                self._check(key, given.tensors.get(key))
+        except SchemaMismatch:
+            self._weights.forget()
+            raise
+        return given
+
+    def _checked(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        missing = dict.fromkeys(self._at_first)
+        for key, tensor in stream:
+            self._check(key, tensor)
+            del missing[key]
+            yield key, tensor
+        for key in missing:
+            self._check(key, None)
+
+    def _check(self, key: str, tensor: torch.Tensor | None) -> None:
+        """Raises SchemaMismatch unless a tensor, or that there is none, is as it was at first."""
+        was, name = self._at_first.get(key), name_of(key)
+        if tensor is None:
+            assert was is not None
+            raise SchemaMismatch(f"tensor {name!r} is gone: it was {was.kind} when this publisher was opened")
+        if was is None:
+            raise SchemaMismatch(f"tensor {name!r} was not there when this publisher was opened")
+        if tensor.shape != was.shape or self._served_dtype(key, tensor) != TORCH_DTYPES[was.dtype]:
+            raise SchemaMismatch(
+                f"tensor {name!r} was {was.kind}, but is {self._spec(name, key, tensor).kind} now"
+            )
+
+    def _spec(self, name: str, key: str, tensor: torch.Tensor) -> TensorSpec:
+        """Describe what this process has under a key of the source, as it is served without quantization."""
+        dtype = self._served_dtype(key, tensor)
+        return spec_of(name, torch.empty(tensor.shape, dtype=dtype, device="meta"))
+
+    def _served_dtype(self, key: str, tensor: torch.Tensor) -> torch.dtype:
+        return self._choices.get(key, OWN).of(tensor.dtype)
+
+    def _joined(self, items: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what is published, with pieces joined where that was asked for."""
+        open_: dict[str, tuple[torch.Tensor, int]] = {}
+        for key, tensor in items:
+            own = self._keys.get(key)
+            if own is None:
+                continue
+            if own not in self._whole:
+                yield own, tensor
+                continue
+            part = self._parts[key]
+            joined, missing = open_.get(own) or (
+                torch.empty(part.spec.shape, dtype=tensor.dtype, device=tensor.device),
+                part.spec.num_elements,
+            )
+            place = tuple(
+                slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)
+            )
+            joined[place] = tensor.detach()
+            open_[own] = joined, missing - part.num_elements
+            if open_[own][1] == 0:
+                del open_[own]
+                yield own, joined
+
+
+def _part(given: Given, key: str, spec: TensorSpec) -> Part:
+    """Describe what this process has under a key, given what is there as a tensor of its own."""
+    place = given.places.get(key)
+    if place is None:
+        return Part.whole(spec)
+    return Part(replace(spec, name=place.name, shape=place.shape), place.start, spec.shape)
+
+
+_Seen = tuple[Any, ...]
+
+
+class SameTensors:
+    """What the tensors of a mapping were at the last call. It keeps none of them alive.
+
+    A trainer changes weights in place, so nearly every call finds the same tensors in the same memory. To see
+    that takes a fifth of the time of working out again what each of them is, and who shares memory with whom.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[tuple[str, _Seen, str | None]] | None = None
+
+    def remember(self, items: Mapping[str, Any], keys: Mapping[str, str | None]) -> None:
+        """Take note of tensors that were just read, and under which key each is published as one piece.
+
+        The key is None for a further name of a tied tensor.
+        """
+        self._known = []
+        for name, value in items.items():
+            seen = None if name not in keys else _seen(value)
+            if seen is None:
+                # Of another kind, or in several pieces.
+                self._known = None
+                return
+            self._known.append((name, seen[1:], keys[name]))
+
+    def again(self, items: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
+        """Return the tensors of this process by key, if all is as it was; otherwise None.
+
+        Equal addresses, shapes and strides are equal elements, so ties are what they were too.
+        """
+        if self._known is None or len(items) != len(self._known):
+            return None
+        found = {}
+        for (name, value), (known, before, key) in zip(items.items(), self._known, strict=True):
+            seen = _seen(value)
+            if seen is None or name != known or seen[1:] != before:
+                return None
+            if key is not None:
+                found[key] = seen[0]
+        return found
+
+
+def _seen(value: Any) -> _Seen | None:
+    """Return the elements that this process has, and all that tells whether they are the same tomorrow."""
+    kind, placed = type(value), None
+    if kind is torch.Tensor or (kind is torch.nn.Parameter and not vars(value)):
+        local = value
+    elif is_sharded(value):
+        local = value._local_tensor
+        if type(local) is not torch.Tensor:
+            return None
+        placed = value.placements, value.device_mesh, value.shape
+    else:
+        return None
+    try:
+        address = local.data_ptr()
+    except RuntimeError:
+        # It has no memory, or not one of its own.
+        return None
+    memory = address, local.shape, local.stride(), local.dtype, local.device, local.is_neg()
+    return local.detach() if local.requires_grad else local, kind, memory, placed
+
+
+def as_saved(model: torch.nn.Module) -> Mapped | torch.nn.Module:
+    """Return a source that publishes a model of transformers under the names that `save_pretrained` writes.
+
+    Args:
+        model: a PreTrainedModel, perhaps wrapped, sharded, or with adapters of PEFT.
+
+    Returns:
+        The model itself where it has these names already: it is read faster than through a rule.
+
+    Raises:
+        UsageError: this is no model of transformers.
+        SchemaMismatch: transformers computes a tensor, and does not only take others apart or join them.
+    """
+    inner = of_transformers(model)
+    if inner is None:
+        raise UsageError(f"as_saved takes a model of transformers, not {class_of(model)}")
+    rule = rule_as_saved(model, Weights(model).read().without_elements())
+    return model if rule is None else Mapped(model, rule)

@@ -1,7 +1,7 @@
 """What ranks do in these tests: train a sharded model, and publish every step."""
 
 from collections.abc import Callable
-from pathlib import Path
+from datetime import UTC, datetime, timedelta
 from threading import Event, Thread
 from typing import Any
 
@@ -16,13 +16,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from patchstore import LocalPart, Publisher, mapped, open_store
 from patchstore.errors import PatchstoreError
+from patchstore.ops.retention import Retention, collect, retire
 from patchstore.signing import KeySigner
-from patchstore.stores.folder import FolderStore
-from patchstore.tensors.bits import bits
+from patchstore.stores import opened
 from patchstore.testing.faults import Fault, FaultyStore
-
-Bits = dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]
-"""A model as it is served."""
+from tests.support.model_bits import Versions, bits_of
 
 
 class Layers(nn.Module):
@@ -89,42 +87,66 @@ def ddp(rank: int) -> nn.Module:
     return nn.parallel.DistributedDataParallel(plain())
 
 
-def serve_bits(tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> Bits:
-    """Return whole tensors as they are served."""
-    found = {}
-    for name, tensor in tensors.items():
-        given = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        kept = given.detach().to(dtype) if given.is_floating_point() else given.detach()
-        found[name] = kept.dtype, tuple(kept.shape), bits(kept.contiguous()).numpy().tobytes()
-    return found
+def publish(
+    url: str,
+    source: Any,
+    num_steps: int,
+    whole: Callable[[], dict[str, torch.Tensor]],
+    change: Callable[[int], None],
+    **options: Any,
+) -> Versions:
+    """Publish steps, and change the weights after each; return the versions, and the whole model at each."""
+    published = []
+    with Publisher(url, source, rank_timeout_s=60, **options) as publisher:
+        for step in range(num_steps):
+            published.append((publisher.publish_patch(step).result().version, bits_of(whole())))
+            change(step)
+    return published
+
+
+def change_each(tensors: dict[str, torch.Tensor]) -> Callable[[int], None]:
+    """Return what adds to some elements, others in each step."""
+
+    def change(step: int) -> None:
+        for each in tensors.values():
+            local = each.to_local() if isinstance(each, DTensor) else each
+            local.view(-1)[:: step + 2] += 1
+
+    return change
+
+
+def trained(model: nn.Module) -> Callable[[int], None]:
+    """Return what takes a step of training."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train(step: int) -> None:
+        tokens = torch.randint(0, 17, (4, 5), generator=torch.Generator().manual_seed(step))
+        model(tokens).square().mean().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+    return train
 
 
 def train_and_publish(
     rank: int,
-    make: Callable[[int], nn.Module],
     url: str,
+    make: Callable[[int], nn.Module],
     num_steps: int,
     options: dict[str, Any],
     world: bool,
-) -> list[tuple[int, Bits]]:
-    """Publish each step; return the versions, and the whole model at each."""
+) -> Versions:
+    """Publish each step of training."""
     model = make(rank)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     group = dist.group.WORLD if world else None
-    published = []
-    with Publisher(url, model, group=group, rank_timeout_s=60, **options) as publisher:
-        for step in range(num_steps):
-            tokens = torch.randint(0, 17, (4, 5), generator=torch.Generator().manual_seed(step))
-            model(tokens).square().mean().backward()
-            optimiser.step()
-            optimiser.zero_grad()
-            manifest = publisher.publish_patch(step).result()
-            state = {name.removeprefix("module."): each for name, each in model.state_dict().items()}
-            published.append((manifest.version, serve_bits(state)))
-    return published
+
+    def whole() -> dict[str, torch.Tensor]:
+        return {name.removeprefix("module."): each for name, each in model.state_dict().items()}
+
+    return publish(url, model, num_steps, whole, trained(model), group=group, **options)
 
 
-def experts(rank: int, url: str, options: dict[str, Any]) -> list[tuple[int, Bits]]:
+def experts(rank: int, url: str, options: dict[str, Any]) -> Versions:
     """Publish tensors with other placements: experts on two dimensions, columns, scalars, and plain ones."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ep", "fsdp"))
@@ -151,45 +173,45 @@ def experts(rank: int, url: str, options: dict[str, Any]) -> list[tuple[int, Bit
     }
     tensors = {name: distribute_tensor(each, mesh, placements[name]) for name, each in whole.items()}
     tensors["plain"] = torch.randn(5)
-    published = []
-    with Publisher(url, tensors, rank_timeout_s=60, **options) as publisher:
-        for step in range(4):
-            published.append((publisher.publish_patch(step).result().version, serve_bits(tensors)))
-            for name, each in tensors.items():
-                local = each.to_local() if isinstance(each, DTensor) else each
-                if local.dtype == torch.uint8:
-                    local += 1
-                elif local.numel():
-                    # The same on all replicas: by position, and no random number.
-                    flat = local.view(-1)
-                    flat[:: step + 2] *= -1.0 if step else -0.0
-                    flat[-1] = float("nan") if step == 1 else float(step)
-                    if name == "columns":
-                        flat[: -len(flat) // 3] = float(step)
-    return published
+
+    def change(step: int) -> None:
+        for name, each in tensors.items():
+            local = each.to_local() if isinstance(each, DTensor) else each
+            if local.dtype == torch.uint8:
+                local += 1
+            elif local.numel():
+                # The same on all replicas: by position, and no random number.
+                flat = local.view(-1)
+                flat[:: step + 2] *= -1.0 if step else -0.0
+                flat[-1] = float("nan") if step == 1 else float(step)
+                if name == "columns":
+                    flat[: -len(flat) // 3] = float(step)
+
+    return publish(url, tensors, 4, lambda: tensors, change, **options)
 
 
-def stages(rank: int, url: str, options: dict[str, Any]) -> list[tuple[int, Bits]]:
+def stages(rank: int, url: str, options: dict[str, Any]) -> Versions:
     """Publish a pipeline: each rank has layers of its own, and all have the norm."""
     torch.manual_seed(rank)
     mine = {f"layers.{rank}.weight": torch.randn(20, 30), "norm.weight": torch.ones(30)}
-    published = []
-    with Publisher(url, mine, group=dist.group.WORLD, rank_timeout_s=60, **options) as publisher:
-        for step in range(3):
-            version = publisher.publish_patch(step).result().version
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, serve_bits(mine))
-            published.append((version, {name: each for its in everyone for name, each in its.items()}))
-            mine[f"layers.{rank}.weight"][::3] += 1
-            mine["norm.weight"][step] = 7
-    return published
+
+    def whole() -> dict[str, torch.Tensor]:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return {name: each for its in everyone for name, each in its.items()}
+
+    def change(step: int) -> None:
+        mine[f"layers.{rank}.weight"][::3] += 1
+        mine["norm.weight"][step] = 7
+
+    return publish(url, mine, 3, whole, change, group=dist.group.WORLD, **options)
 
 
-def from_checkpoint(rank: int, url: str, folder: str, is_changed: bool) -> tuple[int, Bits, int]:
+def from_checkpoint(rank: int, url: str, folder: str, is_changed: bool) -> tuple[Versions, int]:
     """Publish the weights of a checkpoint folder, one of which was changed, sharded by columns.
 
     Returns:
-        The version, its bits, and how many objects with pieces this rank stored.
+        The version with its bits, and how many objects with pieces this rank stored.
     """
     from safetensors.torch import load_file
 
@@ -198,21 +220,45 @@ def from_checkpoint(rank: int, url: str, folder: str, is_changed: bool) -> tuple
     if is_changed:
         whole["changed"] = whole["changed"] + 1
     tensors = {name: distribute_tensor(each, mesh, [Shard(each.dim() - 1)]) for name, each in whole.items()}
-    sent: list[str] = []
-
-    class Watched(FolderStore):
-        def upload(self, key: str, chunks: Any) -> None:
-            sent.append(key)
-            super().upload(key, chunks)
-
-    store = Watched(Path(url))
+    store = FaultyStore(open_store(url))
     with Publisher(store, tensors, files=folder, rank_timeout_s=60) as publisher:
         version = publisher.publish_patch(0).result().version
-        pieces = [key for key in sent if key.startswith("pieces/")]
-        return version, serve_bits(tensors), len(pieces)
+        pieces = [key for verb, key in store.calls if verb == "upload" and key.startswith("pieces/")]
+        return [(version, bits_of(tensors))], len(pieces)
 
 
-def strided(rank: int, url: str, num_rows: int) -> list[tuple[int, Bits]]:
+def go_back(rank: int, url: str) -> Versions:
+    """Publish six versions, and go on from version 2, which is given up while the publisher opens."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    tensors = {"weight": distribute_tensor(torch.randn(12, 20), mesh, [Shard(0)])}
+    local, held = tensors["weight"].to_local(), []
+    with Publisher(url, tensors, anchor_every=3, rank_timeout_s=60) as publisher:
+        for step in range(6):
+            publisher.publish_patch(step).result()
+            held.append(local.clone())
+            local[:, step] += 1
+    local.copy_(held[2])
+
+    def give_up(_: float) -> None:
+        """Retire it, and collect a day later."""
+        with opened(url) as store:
+            retire(store, Retention(keep_last=2), dry_run=False)
+            collect(store, dry_run=False, clock=lambda: datetime.now(UTC) + timedelta(hours=27))
+
+    fault = Fault(verb="put", key="versions/00000006.json", effect="delay")
+    published = []
+    with Publisher(
+        FaultyStore(open_store(url), fault, sleep=give_up), tensors, resume=2, rank_timeout_s=60
+    ) as publisher:
+        for step in range(3):
+            local[:, -step] += 1
+            version = publisher.publish_patch(6 + step).result().version
+            published.append((version, bits_of({"weight": tensors["weight"].full_tensor()})))
+    return published
+
+
+def strided(rank: int, url: str, num_rows: int) -> Versions:
     """Publish shards of which a rank's rows do not follow each other, where torch's own offsets are wrong."""
     mesh = init_device_mesh("cpu", (2, 2))
     placements = [Shard(0), _StridedShard(0, split_factor=2)]
@@ -220,25 +266,25 @@ def strided(rank: int, url: str, num_rows: int) -> list[tuple[int, Bits]]:
     whole = torch.randn(num_rows, 6)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    local = whole
-    for placement, place in zip(placements, coordinate, strict=True):
-        parts, _ = placement._split_tensor(local, 2, with_padding=False, contiguous=True)
-        local = parts[place]
-    local = local.clone()
+
+    def half(of: torch.Tensor, place: int) -> torch.Tensor:
+        halves = of.chunk(2)
+        return halves[place] if place < len(halves) else of[:0]
+
+    first, second = coordinate
+    local = torch.cat([half(part, second) for part in half(whole, first).chunk(2)])
     tensor = DTensor.from_local(
         local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
-    published = []
-    with Publisher(url, {"weight": tensor}, rank_timeout_s=60) as publisher:
-        for step in range(3):
-            version = publisher.publish_patch(step).result().version
-            published.append((version, serve_bits({"weight": whole})))
-            local.mul_(1.5)
-            whole.mul_(1.5)
-    return published
+
+    def change(step: int) -> None:
+        local.mul_(1.5)
+        whole.mul_(1.5)
+
+    return publish(url, {"weight": tensor}, 3, lambda: {"weight": whole}, change)
 
 
-def flat_ranges(rank: int, url: str, options: dict[str, Any]) -> list[tuple[int, Bits]]:
+def flat_ranges(rank: int, url: str, options: dict[str, Any]) -> Versions:
     """Publish flat ranges that end anywhere, and boxes, from a function that yields them."""
     world = dist.get_world_size()
     torch.manual_seed(0)
@@ -255,26 +301,20 @@ def flat_ranges(rank: int, url: str, options: dict[str, Any]) -> list[tuple[int,
         yield "short", LocalPart(whole["short"][: max(1 - rank, 0)], (1,), offset=0 if rank == 0 else 1)
         yield "rows", LocalPart(whole["rows"][rows], (9, 4), start=(rows.start, 0))
 
-    published = []
-    with Publisher(url, parts, group=dist.group.WORLD, rank_timeout_s=60, **options) as publisher:
-        for step in range(4):
-            published.append((publisher.publish_patch(step).result().version, serve_bits(whole)))
-            for each in whole.values():
-                each.view(-1)[:: step + 2] += 1
-    return published
+    return publish(url, parts, 4, lambda: whole, change_each(whole), group=dist.group.WORLD, **options)
 
 
-def _checkpoint_layout(name: str, tensor: torch.Tensor) -> Any:
+def _checkpoint_layout(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     if name == "qkv":
-        return zip(("q", "k", "v"), tensor.split([8, 2, 2]), strict=True)
+        return dict(zip(("q", "k", "v"), tensor.split([8, 2, 2]), strict=True))
     return {
-        f"experts.{number}.{part}": half.T
+        f"{name}.{number}.{part}": half.T
         for number, each in enumerate(tensor)
         for part, half in zip(("gate", "up"), each.chunk(2), strict=True)
     }
 
 
-def fused(rank: int, url: str, options: dict[str, Any]) -> list[tuple[int, Bits]]:
+def fused(rank: int, url: str, options: dict[str, Any]) -> Versions:
     """Publish sharded tensors that are fused otherwise than in the checkpoint."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
@@ -282,20 +322,12 @@ def fused(rank: int, url: str, options: dict[str, Any]) -> list[tuple[int, Bits]
     dims = {"qkv": 0, "by_row": 1, "by_expert": 0}
     tensors = {name: distribute_tensor(each, mesh, [Shard(dims[name])]) for name, each in whole.items()}
 
-    def rule(name: str, tensor: torch.Tensor) -> Any:
-        found = dict(_checkpoint_layout(name, tensor))
-        return found if name == "qkv" else {f"{name}.{new}": each for new, each in found.items()}
+    def expected() -> dict[str, torch.Tensor]:
+        full = {name: each.full_tensor() for name, each in tensors.items()}
+        return {new: each for name in full for new, each in _checkpoint_layout(name, full[name]).items()}
 
-    published = []
-    with Publisher(url, mapped(tensors, rule), rank_timeout_s=60, **options) as publisher:
-        for step in range(3):
-            version = publisher.publish_patch(step).result().version
-            full = {name: each.full_tensor() for name, each in tensors.items()}
-            expected = {new: each for name in full for new, each in dict(rule(name, full[name])).items()}
-            published.append((version, serve_bits(expected)))
-            for each in tensors.values():
-                each.to_local().view(-1)[:: step + 2] += 1
-    return published
+    source = mapped(tensors, _checkpoint_layout)
+    return publish(url, source, 3, expected, change_each(tensors), **options)
 
 
 def halves(rank: int, url: str, num: int, **options: Any) -> tuple[list[str], bool]:
@@ -314,14 +346,6 @@ def halves(rank: int, url: str, num: int, **options: Any) -> tuple[list[str], bo
     return found, beside
 
 
-def beside(rank: int, url: str) -> tuple[list[str], bool]:
-    return halves(rank, url, 6, anchor_every=2, compact=True)
-
-
-def auto(rank: int, url: str) -> tuple[list[str], bool]:
-    return halves(rank, url, 30, anchor_every="auto")
-
-
 def train_and_sign(rank: int, url: str, keys: list[str | None], num_steps: int) -> Any:
     """Publish with a signer; return the versions and their bits, or the kind of the error that ended it.
 
@@ -331,32 +355,14 @@ def train_and_sign(rank: int, url: str, keys: list[str | None], num_steps: int) 
     key = keys[rank]
     options = {} if key is None else {"signer": KeySigner(key)}
     try:
-        return train_and_publish(rank, fsdp2, url, num_steps, {"anchor_every": 2, **options}, False)
+        return train_and_publish(rank, url, fsdp2, num_steps, {"anchor_every": 2, **options}, False)
     except PatchstoreError as exc:
         return exc.kind
 
 
-def change_one_rank(rank: int, url: str) -> list[tuple[int, bool]]:
-    """Publish only what changed: nothing, then what one rank has; return versions, and if unchanged."""
-    model = fsdp2(rank)
-    found = []
-    with Publisher(url, model, rank_timeout_s=60) as publisher:
-        publisher.publish_patch(0)
-        for step in (1, 2, 3):
-            if step == 2 and rank == 1:
-                with torch.no_grad():
-                    model.embed.weight.to_local().add_(1)
-            publication = publisher.publish_patch(step, if_changed=True)
-            found.append((publication.result().version, publication.is_unchanged))
-    return found
-
-
-def change_in_turn(rank: int, url: str) -> list[tuple[int, bool, Bits]]:
+def change_in_turn(rank: int, url: str) -> Versions:
     """Publish only what changed, every third version an anchor: in one call each rank alone has changes, then
     both, then none. Several calls are under way at once.
-
-    Returns:
-        Of each version its number, whether it is an anchor, and the bits.
     """
     torch.manual_seed(0)
     tensor = distribute_tensor(torch.randn(64, 64), init_device_mesh("cpu", (2,)), [Shard(0)])
@@ -365,10 +371,10 @@ def change_in_turn(rank: int, url: str) -> list[tuple[int, bool, Bits]]:
         for step in range(20):
             if step % 4 in {rank, 2}:
                 tensor.to_local()[step] += 1
-            bits_now = serve_bits({"w": tensor})
+            bits_now = bits_of({"w": tensor})
             published.append((publisher.publish_patch(step, if_changed=True), bits_now))
-        found = [(each.result(), each.is_unchanged, state) for each, state in published]
-    return [(each.version, each.anchor is not None, state) for each, same, state in found if not same]
+        found = [(each.result().version, each.is_unchanged, state) for each, state in published]
+    return [(version, state) for version, is_unchanged, state in found if not is_unchanged]
 
 
 def calls_while_held(rank: int, url: str, encoding: str) -> int:
@@ -399,9 +405,7 @@ def calls_while_held(rank: int, url: str, encoding: str) -> int:
     return num
 
 
-def unevenly(
-    rank: int, url: str, shares: list[list[float]], options: dict[str, Any]
-) -> list[tuple[int, Bits]]:
+def unevenly(rank: int, url: str, shares: list[list[float]], options: dict[str, Any]) -> Versions:
     """Publish steps in which ranks change different shares of their rows, all of them under way at once.
 
     Args:
@@ -417,6 +421,6 @@ def unevenly(
         under_way = []
         for step, share in enumerate(shares, 1):
             local.view(-1)[: int(share[rank] * local.numel())] *= 1.01
-            state = serve_bits({"w": tensor}, dtype)
+            state = bits_of({"w": tensor}, dtype)
             under_way.append((publisher.publish_patch(step), state))
         return [(publication.result().version, state) for publication, state in under_way]

@@ -3,17 +3,17 @@
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import jobs
 import pytest
 import torch
 import torch.distributed as dist
-from test_layouts import RanksOf, check
 
 from patchstore import Publisher
 from patchstore.publish.sources import Weights
+from tests.support.model_bits import Bits, Versions, bits_of
+from tests.support.ranks import Published, RanksOf
 
 pytest.importorskip("deepspeed")
 
@@ -48,12 +48,12 @@ def engine_of(rank: int, stage: int, make: Callable[[], torch.nn.Module]) -> Any
     return engine
 
 
-def whole(engine: Any) -> jobs.Bits:
+def whole(engine: Any) -> Bits:
     """Return all tensors as DeepSpeed gathers them."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        return jobs.serve_bits({name: each.clone() for name, each in engine.module.state_dict().items()})
+        return bits_of({name: each.clone() for name, each in engine.module.state_dict().items()})
 
 
 SOURCES: dict[str, Callable[[Any], Any]] = {
@@ -68,7 +68,7 @@ SOURCES: dict[str, Callable[[Any], Any]] = {
 
 def train_and_publish(
     rank: int, url: str, stage: int, make: Any, source: str, while_gathered: bool
-) -> list[tuple[int, jobs.Bits]]:
+) -> Versions:
     import deepspeed
 
     engine = engine_of(rank, stage, make)
@@ -103,10 +103,9 @@ def tied() -> torch.nn.Module:
     ],
 )
 def test_each_version_has_what_deepspeed_gathers(
-    ranks_of: RanksOf, tmp_path: Path, num: int, stage: int, make: Any, source: str, while_gathered: bool
+    published: Published, num: int, stage: int, make: Any, source: str, while_gathered: bool
 ) -> None:
-    url = str(tmp_path / "store")
-    manifests = check(url, ranks_of(num).run(train_and_publish, url, stage, make, source, while_gathered))
+    manifests = published(num, train_and_publish, stage, make, source, while_gathered)
     assert [manifest.kind for manifest in manifests] == ["anchor", "delta", "delta", "anchor"]
 
 

@@ -1,7 +1,6 @@
 """The code of the page about trainers runs as it stands."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from patchstore import Publisher, verify
 from tests.support import stand_in_bridge
-from tests.support.ranks import Ranks
+from tests.support.ranks import RanksOf
 
 PAGE = (Path(__file__).parents[3] / "docs" / "trainers.md").read_text()
 SECTIONS = {
@@ -64,7 +63,7 @@ def run(rank: int, code: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("title", [title for title, code in SECTIONS.items() if "Publisher(" in code])
-def test_the_code_of_each_section_runs(ranks_of: Callable[[int], Ranks], tmp_path: Path, title: str) -> None:
+def test_the_code_of_each_section_runs(ranks_of: RanksOf, tmp_path: Path, title: str) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")
     ranks_of(4 if title == "HSDP" else 2).run(run, SECTIONS[title], tmp_path)

@@ -11,12 +11,13 @@ import jobs
 import pytest
 import torch
 import torch.distributed as dist
-from test_layouts import RanksOf, check
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from patchstore import Publisher
 from patchstore.errors import SchemaMismatch
+from tests.support.model_bits import Versions
+from tests.support.ranks import Published, RanksOf
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -86,7 +87,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int | None, ...
 }
 
 
-def publish_layouts(rank: int, url: str) -> list[tuple[int, jobs.Bits]]:
+def publish_layouts(rank: int, url: str) -> Versions:
     """Publish tensors in every layout, owned by ranks in another order than theirs."""
     torch.manual_seed(0)
     owners = [2, 0, 3, 1]
@@ -117,21 +118,12 @@ def publish_layouts(rank: int, url: str) -> list[tuple[int, jobs.Bits]]:
             found["of two"] = chunks(whole["of two"], [3, 1], (2,), (0,))
         return found
 
-    published = []
-    with Publisher(url, Local(metadata, local), rank_timeout_s=60, anchor_every=2) as publisher:  # type: ignore[arg-type]
-        for step in range(4):
-            published.append((publisher.publish_patch(step).result().version, jobs.serve_bits(whole)))
-            for each in whole.values():
-                each.view(-1)[:: step + 2] += 1
-    return published
+    return jobs.publish(
+        url, Local(metadata, local), 4, lambda: whole, jobs.change_each(whole), anchor_every=2
+    )
 
 
-def test_each_rank_publishes_what_the_source_says_it_has(ranks_of: RanksOf, tmp_path: Path) -> None:
-    url = str(tmp_path / "store")
-    check(url, ranks_of(4).run(publish_layouts, url))
-
-
-def publish_stages(rank: int, url: str) -> list[tuple[int, jobs.Bits]]:
+def publish_stages(rank: int, url: str) -> Versions:
     """Publish a pipeline of two stages from three ranks, of which the last owns nothing."""
     torch.manual_seed(0)
     whole = {f"layers.{stage}.weight": torch.randn(6, 5) for stage in range(2)}
@@ -140,22 +132,11 @@ def publish_stages(rank: int, url: str) -> list[tuple[int, jobs.Bits]]:
         for stage, name in enumerate(whole)
     ]
     mine = {f"layers.{rank}.weight": whole[f"layers.{rank}.weight"]} if rank < 2 else {}
-    published = []
-    source: Any = Local(metadata, lambda: mine)
-    with Publisher(url, source, group=dist.group.WORLD, rank_timeout_s=60) as publisher:
-        for step in range(3):
-            published.append((publisher.publish_patch(step).result().version, jobs.serve_bits(whole)))
-            for each in whole.values():
-                each[step] *= 3
-    return published
+    source = Local(metadata, lambda: mine)
+    return jobs.publish(url, source, 3, lambda: whole, jobs.change_each(whole), group=dist.group.WORLD)
 
 
-def test_a_rank_may_own_nothing(ranks_of: RanksOf, tmp_path: Path) -> None:
-    url = str(tmp_path / "store")
-    check(url, ranks_of(3).run(publish_stages, url))
-
-
-def refused(rank: int, url: str, change: Callable[[Any], None]) -> str:
+def refused(rank: int, url: str, kind: str) -> str:
     """Return how a source of rows is refused, once it was changed."""
     rows = torch.randn(5, 3)
     metadata = [
@@ -165,60 +146,48 @@ def refused(rank: int, url: str, change: Callable[[Any], None]) -> str:
     given = SimpleNamespace(
         metadata=metadata, local={"rows": chunks(rows, [0, 1], (2,), (0,)), "norm": torch.ones(3)}
     )
-    change(given)
+    CONTRADICTIONS[kind][0](given)
     source: Any = Local(given.metadata, lambda: given.local)
     with pytest.raises(SchemaMismatch) as error, Publisher(url, source, rank_timeout_s=20):
         pass
     return str(error.value)
 
 
-def yields_too_few(given: Any) -> None:
-    given.local["rows"] = given.local["rows"][:-1]
+CONTRADICTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "yields too few": (
+        lambda given: given.local.update(rows=given.local["rows"][:-1]),
+        r"so that rank \d has \(\d, 3\) of it from \(\d, 0\) on, but yields",
+    ),
+    "lacks one": (
+        lambda given: given.local.pop("norm"),
+        "declares 1 tensors that it does not yield on rank",
+    ),
+    "yields another": (
+        lambda given: given.local.update(head=torch.ones(2)),
+        "yields 'head', which its metadata lack",
+    ),
+    "cuts what is not there": (
+        lambda given: vars(given.metadata[0]).update(placements=(Cut(2),)),
+        "cut in dimension 2, but it has 2",
+    ),
+    "misses an owner": (
+        lambda given: vars(given.metadata[0]).update(mesh_shape=(3,)),
+        r"2 owners of 'rows' on a mesh of \(3,\)",
+    ),
+    "is a sum": (
+        lambda given: vars(given.metadata[0]).update(placements=(SimpleNamespace(reduce_op="sum"),)),
+        "the placement namespace.*which is unknown",
+    ),
+}
 
 
-def lacks_one(given: Any) -> None:
-    del given.local["norm"]
-
-
-def yields_another(given: Any) -> None:
-    given.local["head"] = torch.ones(2)
-
-
-def cuts_what_is_not_there(given: Any) -> None:
-    given.metadata[0].placements = (Cut(2),)
-
-
-def misses_an_owner(given: Any) -> None:
-    given.metadata[0].mesh_shape = (3,)
-
-
-def is_a_sum(given: Any) -> None:
-    given.metadata[0].placements = (SimpleNamespace(reduce_op="sum"),)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (yields_too_few, r"so that rank \d has \(\d, 3\) of it from \(\d, 0\) on, but yields"),
-        (lacks_one, "declares 1 tensors that it does not yield on rank"),
-        (yields_another, "yields 'head', which its metadata lack"),
-        (cuts_what_is_not_there, "cut in dimension 2, but it has 2"),
-        (misses_an_owner, r"2 owners of 'rows' on a mesh of \(3,\)"),
-        (is_a_sum, "the placement namespace.*which is unknown"),
-    ],
-)
+@pytest.mark.parametrize("kind", CONTRADICTIONS)
 def test_a_source_that_contradicts_itself_is_refused_on_all_ranks(
-    ranks_of: RanksOf, tmp_path: Path, change: Callable[[Any], None], says: str
+    ranks_of: RanksOf, url: str, kind: str
 ) -> None:
-    url = tmp_path / "store"
-    for message in ranks_of(2).run(refused, str(url), change):
-        assert re.search(says, message), message
-    assert not list(url.glob("versions/*"))
-
-
-def test_whole_tensors_are_asked_for_where_there_is_nothing_else(ranks_of: RanksOf, tmp_path: Path) -> None:
-    url = str(tmp_path / "store")
-    check(url, ranks_of(3).run(publish_gathered, url))
+    for message in ranks_of(2).run(refused, url, kind):
+        assert re.search(CONTRADICTIONS[kind][1], message), message
+    assert not list(Path(url).glob("versions/*"))
 
 
 class Gathered:
@@ -246,33 +215,31 @@ class Gathered:
             yield name, each.full_tensor() if isinstance(each, DTensor) else each
 
 
-def publish_gathered(rank: int, url: str) -> list[tuple[int, jobs.Bits]]:
+def publish_gathered(rank: int, url: str) -> Versions:
     return train_and_publish(rank, jobs.fsdp2, Gathered, url)
+
+
+@pytest.mark.parametrize(("num", "job"), [(4, publish_layouts), (3, publish_stages), (3, publish_gathered)])
+def test_each_rank_publishes_what_the_source_says_it_has(published: Published, num: int, job: Any) -> None:
+    published(num, job)
 
 
 def train_and_publish(
     rank: int, make: Callable[[int], nn.Module], source_of: Callable[[nn.Module], Any], url: str
-) -> list[tuple[int, jobs.Bits]]:
+) -> Versions:
     """Publish each step through a source; return the versions, and all parameters at each."""
     model = make(rank)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    published = []
-    with Publisher(url, source_of(model), group=dist.group.WORLD, rank_timeout_s=60) as publisher:
-        for step in range(4):
-            tokens = torch.randint(0, 17, (4, 5), generator=torch.Generator().manual_seed(step))
-            model(tokens).square().mean().backward()
-            optimiser.step()
-            optimiser.zero_grad()
-            version = publisher.publish_patch(step).result().version
-            published.append((version, jobs.serve_bits(dict(model.named_parameters()))))
-    return published
+    return jobs.publish(
+        *(url, source_of(model), 4, lambda: dict(model.named_parameters()), jobs.trained(model)),
+        group=dist.group.WORLD,
+    )
 
 
 def whole(rank: int) -> nn.Module:
     return jobs.plain()
 
 
-def publish_module_source(rank: int, make: Any, is_gathered: bool, url: str) -> list[tuple[int, jobs.Bits]]:
+def publish_module_source(rank: int, url: str, make: Any, is_gathered: bool) -> Versions:
     """Publish through vLLM's own source, which must not gather unless that is expected."""
     from vllm.distributed.weight_transfer import base
 
@@ -295,28 +262,20 @@ def publish_module_source(rank: int, make: Any, is_gathered: bool, url: str) -> 
         (jobs.fsdp2_and_tp, 4, True),
     ],
 )
-def test_the_module_source_of_vllm(
-    ranks_of: RanksOf, tmp_path: Path, make: Any, num: int, is_gathered: bool
-) -> None:
+def test_the_module_source_of_vllm(published: Published, make: Any, num: int, is_gathered: bool) -> None:
     pytest.importorskip("vllm.distributed.weight_transfer.base")
-    url = str(tmp_path / "store")
-    check(url, ranks_of(num).run(publish_module_source, make, is_gathered, url))
+    published(num, publish_module_source, make, is_gathered)
 
 
-def m2n_source(model: nn.Module) -> Any:
+def publish_m2n(rank: int, url: str, make: Any) -> Versions:
     from vllm.distributed.weight_transfer.m2n_source import DTensorModuleSource
 
-    return DTensorModuleSource(model, dist.get_world_size())
-
-
-def publish_m2n(rank: int, make: Any, url: str) -> list[tuple[int, jobs.Bits]]:
-    return train_and_publish(rank, make, m2n_source, url)
+    return train_and_publish(rank, make, lambda model: DTensorModuleSource(model, dist.get_world_size()), url)
 
 
 @pytest.mark.vllm
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("make", "num"), [(jobs.fsdp2, 3), (jobs.fsdp2, 2), (jobs.hsdp, 4)])
-def test_sources_of_shards_before_vllm_0_33(ranks_of: RanksOf, tmp_path: Path, make: Any, num: int) -> None:
+def test_sources_of_shards_before_vllm_0_33(published: Published, make: Any, num: int) -> None:
     pytest.importorskip("vllm.distributed.weight_transfer.m2n_source")
-    url = str(tmp_path / "store")
-    check(url, ranks_of(num).run(publish_m2n, make, url))
+    published(num, publish_m2n, make)

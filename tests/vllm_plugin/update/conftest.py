@@ -9,8 +9,8 @@ from trainer import Trainer
 
 from patchstore.stores.folder import FolderStore
 from tests.support.interpreted import DEVICE, kernels
-from vllm_plugin.update import Updater
-from vllm_plugin.weights import LiveWeights
+from vllm_plugin.live.update import Updater
+from vllm_plugin.live.weights import LiveWeights
 
 
 @pytest.fixture
@@ -85,4 +85,4 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     elif DEVICE.type == "cuda":
         pytest.skip("the modules here are on the CPU; tests on GPUs run the kernels for real")
     else:
-        monkeypatch.setattr(Ranks, "kind", kernels("vllm_plugin.weights_gpu").DeviceWeights, raising=False)
+        monkeypatch.setattr(Ranks, "kind", kernels("vllm_plugin.gpu.weights").DeviceWeights, raising=False)

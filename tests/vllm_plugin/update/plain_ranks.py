@@ -1,22 +1,22 @@
 """Ranks of a server without a server: a plain module with a loader, and updaters that are driven in turns."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from halves import half_of
+from mapped import served
 from trainer import Trainer
 
+from patchstore.bucket import history
+from patchstore.bucket.records import Schema
 from patchstore.errors import LoadFailed
-from patchstore.format import history
-from patchstore.format.records import Schema
 from patchstore.read.host_cache import HostCache
 from patchstore.stores import open_store
 from patchstore.tensors.bits import bits
-from vllm_plugin.post_load import Derived
-from vllm_plugin.staged_write import StagedWrite
-from vllm_plugin.update import Updater
-from vllm_plugin.weights import LiveWeights
+from vllm_plugin.live.update import Updater
+from vllm_plugin.live.weights import LiveWeights, StagedWrite
+from vllm_plugin.map.mapping import share
 
 SHAPES = {
     "a": (4, 6),
@@ -93,7 +93,7 @@ class Ranks:
     def __init__(self, url: str, modules: Iterable[Fused], scratch: Path) -> None:
         self.modules = list(modules)
         self.scratch = scratch
-        self.live = [self.kind([each, *each.drafts], load, Derived([each], load)) for each in self.modules]
+        self.live = [self.kind(served(each, *each.drafts)) for each in self.modules]
         self.updaters = [
             Updater(open_store(url), live, HostCache(scratch, max_bytes=0)) for live in self.live
         ]
@@ -109,30 +109,30 @@ class Ranks:
         return held
 
     def open(self) -> None:
-        traces = [each.trace() for each in self.updaters]
-        shares = [live.share(traced) for live, traced in zip(self.live, traces, strict=True)]
+        traces = [each.weights.trace() for each in self.updaters]
+        shares = [share(traced) for traced in traces]
         for each, traced in zip(self.updaters, traces, strict=True):
-            each.follow(traced, shares)
-        slice_sums = [each.slice_sums() for each in self.updaters]
-        found = [each.find(slice_sums) for each in self.updaters]
-        if not all([each.adopt(each.read(found[0])) for each in self.updaters]):  # noqa: C419  # All have to try.
+            each.weights.follow(traced, shares)
+        slice_sums = [each.weights.slice_sums() for each in self.updaters]
+        found = [each.weights.find(slice_sums) for each in self.updaters]
+        if not all([each.adopt(each.weights.read(found[0])) for each in self.updaters]):  # noqa: C419  # All have to try.
             for each in self.updaters:
                 each.forget()
 
     def stage(self, version: int) -> None:
         for each in self.updaters:
             each.stage(version)
-        changes = [each.changes() for each in self.updaters]
+        changes = [each.weights.changes(each.staged) for each in self.updaters]
         for each in self.updaters:
             each.verify(changes)
 
     def write(self) -> None:
         for each in self.updaters:
             each.apply()
-        if self.updaters[0].replaces_all:
-            slice_sums = [each.slice_sums() for each in self.updaters]
+        if self.updaters[0].staged.plan.anchor is not None:
+            slice_sums = [each.weights.slice_sums() for each in self.updaters]
             for each in self.updaters:
-                each.verify_written(slice_sums)
+                each.weights.verify_written(each.staged, slice_sums)
 
     def apply(self, version: int) -> None:
         self.stage(version)
@@ -145,26 +145,22 @@ class Ranks:
             each.roll_back()
 
     def check_served(self) -> None:
-        slice_sums = [each.slice_sums() for each in self.updaters]
+        slice_sums = [each.weights.slice_sums() for each in self.updaters]
         for each in self.updaters:
-            each.check_served(slice_sums)
+            each.weights.check_served(slice_sums, each.version)
 
     def spooled(self) -> list[Path]:
         # What an accepted update needed is removed behind its back.
         for each in self.updaters:
             try:
-                each._background.submit(int).result()
+                each.background.submit(int).result()
             except RuntimeError:  # Closed.
-                each._background.shutdown()
+                each.background.shutdown()
         return list(self.scratch.iterdir())
 
     def close(self) -> None:
         for each in self.updaters:
             each.close()
-
-
-def load(model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    model.load_weights(weights)
 
 
 def publish(trainer: Trainer, num_versions: int) -> Trainer:

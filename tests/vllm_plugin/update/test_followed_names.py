@@ -3,10 +3,9 @@
 import pytest
 import torch
 from plain_ranks import Fused, equal, parameter, publish, serves
+from safetensors.torch import save_file
 
-from patchstore.errors import SchemaMismatch, StateMismatch, UsageError, VersionNotFound
-
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+from patchstore.errors import SchemaMismatch, UsageError, VersionNotFound
 
 
 def test_a_version_that_is_missing_names_the_store_that_the_server_has_open(trainer, open_ranks, module):
@@ -15,24 +14,31 @@ def test_a_version_that_is_missing_names_the_store_that_the_server_has_open(trai
         ranks.apply(77)
 
 
-def test_a_name_that_the_model_lacks_is_refused(new_trainer, tensors, open_ranks, module):
-    trainer = publish(new_trainer(tensors | {"more": torch.ones(2)}, dtype=None), 1)
+def needs_more(module: Fused) -> None:
+    module.extra = parameter(7)
+
+
+def ignores_half(module: Fused) -> None:
+    module.ignored |= {"b"}
+
+
+@pytest.mark.parametrize(
+    ("more", "change", "named"),
+    [
+        ({"more": torch.ones(2)}, Fused.state, "'more'"),
+        ({}, needs_more, r"'extra' \(7 elements\)"),
+        ({}, ignores_half, r"'ab' \(24 elements\)"),
+    ],
+)
+def test_what_only_the_run_or_only_the_model_has_is_refused(
+    new_trainer, tensors, open_ranks, module, more, change, named
+):
+    trainer = publish(new_trainer(tensors | more, dtype=None), 1)
+    change(module)
     before = module.state()
-    with pytest.raises(SchemaMismatch, match="'more'"):
+    with pytest.raises(SchemaMismatch, match=named):
         open_ranks(trainer, module)
     assert equal(module.state(), before)
-
-
-def test_a_parameter_that_gets_nothing_is_refused(trainer, open_ranks, module):
-    module.extra = parameter(7)
-    with pytest.raises(SchemaMismatch, match=r"'extra' \(7 elements\)"):
-        open_ranks(trainer, module)
-
-
-def test_a_parameter_that_gets_only_a_part_is_refused(trainer, open_ranks, module):
-    module.ignored |= {"b"}
-    with pytest.raises(SchemaMismatch, match=r"'ab' \(24 elements\)"):
-        open_ranks(trainer, module)
 
 
 @pytest.mark.parametrize("known", ["embed", "head"])
@@ -42,38 +48,19 @@ def test_tied_names_are_followed_under_whichever_the_loader_knows(trainer, open_
     for version in (0, 2):
         ranks.apply(version)
         assert serves(ranks, trainer.history[version])
-    assert ranks.one.map.absent == {"rotary"}
+    assert ranks.one.weights.map.absent == {"rotary"}
 
 
-class OtherWhenReal(Fused):
-    """Loads otherwise than it shows when it is traced: the map is wrong."""
-
-    def load_one(self, name: str, tensor: torch.Tensor) -> None:
-        if not tensor.is_meta:
-            name = {"a": "b", "b": "a"}.get(name, name)
-            self.count.fill_(7)
-        super().load_one(name, tensor)
-
-
-def test_a_map_that_is_wrong_is_noticed_by_the_first_anchor(trainer, open_ranks):
-    module = OtherWhenReal()
-    ranks = open_ranks(trainer, module)
-    before = module.state()
-    ranks.stage(0)
-    with pytest.raises(StateMismatch, match="a, b"):
-        ranks.write()
-    assert not equal(module.state(), before)
-    ranks.roll_back()
-    # Also where no name of the map leads.
-    assert equal(module.state(), before)
-    assert (ranks.held, ranks.one.weights.is_map_proved) == (None, False)
-
-
-def test_weights_that_are_not_where_the_loader_puts_them_are_refused(ranks, updater, module, trainer):
-    updater.check_map(trainer.history[0])
+def test_weights_that_are_not_where_the_loader_puts_them_are_refused(
+    ranks, updater, module, trainer, tmp_path
+):
+    save_file(
+        {name: each.clone() for name, each in trainer.history[0].items()}, tmp_path / "model.safetensors"
+    )
+    updater.weights.use_checkpoint(tmp_path)
     module.ab.data.copy_(module.ab.data.roll(1, 0))
     with pytest.raises(UsageError, match=r"2 tensors .* such as 'a'"):
-        updater.check_map(trainer.history[0])
+        updater.weights.use_checkpoint(tmp_path)
 
 
 class TakesAPart(Fused):
@@ -93,8 +80,8 @@ def test_names_that_are_served_in_part_are_listed_and_exact(trainer, open_ranks,
     for version in (0, 1, 3):
         ranks.apply(version)
         assert serves(ranks, trainer.history[version])
-    assert ranks.updaters[0].map.partial == {"cols"}
-    assert ranks.updaters[0].sums(0, 10_000)["unverified"] == ["cols", "rotary"]
+    assert ranks.updaters[0].weights.map.partial == {"cols"}
+    assert ranks.updaters[0].weights.sums(0, 10_000)["unverified"] == ["cols", "rotary"]
     # Their other parts still tell one version from another.
     assert open_ranks(trainer, *ranks.modules).held == 3
 

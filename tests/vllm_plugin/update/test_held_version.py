@@ -6,19 +6,17 @@ import pytest
 import torch
 from plain_ranks import Fused, equal, publish, schema_of, serves
 
-from patchstore.compact.service import Compactor
+from patchstore.bucket.notes import GRACE, utc_now
+from patchstore.bucket.state_sums import Sums, by_name
 from patchstore.errors import CorruptObject, VersionRetired
-from patchstore.format import history
-from patchstore.format.state_sums import Sums, read_sums
-from patchstore.format.times import GRACE, utc_now
+from patchstore.ops.compact.service import Compactor
+from patchstore.ops.retention import Retention, collect, retire
 from patchstore.read.host_cache import HostCache
-from patchstore.retention import Retention, collect, retire
+from patchstore.read.run import Run
 from patchstore.tensors.bits import bits
 from patchstore.testing.faults import FaultyStore
 from tests.format import bad_buckets, surgery
-from vllm_plugin.identify import find_version, read_contents, read_folder, read_tensors
-
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+from vllm_plugin.live.identify import find_version, read_contents, read_folder
 
 
 def test_what_is_served_already_is_recognised_by_its_bits(trainer, module, open_ranks):
@@ -56,16 +54,13 @@ def test_versions_before_the_nearest_anchor_are_not_searched(new_trainer, tensor
 
 def test_an_element_of_bool_that_torch_does_not_have_is_refused_where_single_tensors_are_read(tmp_path):
     objects = surgery.load(Path(__file__).parents[2] / "golden" / "v1-gap")
-    case = next(case for case in bad_buckets.CASES if case.name == "an element of BOOL is 2 in an anchor")
+    case = next(case for case in bad_buckets.CASES if case.name == "anchor has an element of BOOL that is 2")
     case.change(objects)
     store = surgery.store_of(objects)
-    schema = history.read_header(store).schema
-    cache = HostCache(tmp_path / "cache")
-    target = history.read_manifest(store, 0)
-    recorded = read_sums(store, schema, target)
-    read_tensors(store, schema, target, ["u8.weight"], recorded, cache)
+    run, cache = Run.open(store), HostCache(tmp_path / "cache")
+    read_contents(run, 0, ["u8.weight"], cache)
     with pytest.raises(CorruptObject):
-        read_tensors(store, schema, target, ["bool.weight"], recorded, cache)
+        read_contents(run, 0, ["bool.weight"], cache)
 
 
 def test_a_truncated_checkpoint_file_is_named(tmp_path, trainer):
@@ -84,19 +79,19 @@ def test_a_folder_of_other_tensors_is_not_read(model, trainer, weights, new_trai
 
 
 def test_a_version_is_found_by_its_total_where_all_names_are_known(trainer, tmp_path):
-    schema, reads = schema_of(trainer), FaultyStore(trainer.store)
-    cache = HostCache(tmp_path / "sums")
+    reads, cache = FaultyStore(trainer.store), HostCache(tmp_path / "sums")
+    run = Run.open(reads)
     for version in (3, 2):
-        sums = read_sums(trainer.store, schema, history.read_manifest(trainer.store, version))
+        sums = by_name(run.schema, run.sums(run.manifest(version)))
         reads.calls.clear()
-        assert find_version(reads, schema, sums, cache) == version
-        assert find_version(reads, schema, sums | {"norm": Sums(1, 2)}, cache) is None
+        assert find_version(run, sums, cache) == version
+        assert find_version(run, sums | {"norm": Sums(1, 2)}, cache) is None
         assert not [key for _, key in reads.calls if key.startswith("states/")]
         # With some names alone, each candidate's sums say.
         del sums["rotary"]
-        assert find_version(reads, schema, sums, cache) == version
-        assert find_version(reads, schema, sums | {"norm": Sums(1, 2)}, cache) is None
-    assert find_version(reads, schema, {}, cache) is None
+        assert find_version(run, sums, cache) == version
+        assert find_version(run, sums | {"norm": Sums(1, 2)}, cache) is None
+    assert find_version(run, {}, cache) is None
 
 
 def test_weights_that_are_almost_a_version_are_named(trainer, module, open_ranks, caplog):
@@ -118,15 +113,15 @@ def test_a_retired_version_of_which_payloads_are_gone_is_served_and_not_called_d
 ):
     often = publish(new_trainer(tensors, dtype=None), 5)
     list(Compactor(often.store, anchor_every=4).compact())
-    schema, cache = schema_of(often), HostCache(tmp_path / "cache")
-    sums = read_sums(often.store, schema, history.read_manifest(often.store, 3))
+    run, cache = Run.open(often.store), HostCache(tmp_path / "cache")
+    sums = by_name(run.schema, run.sums(run.manifest(3)))
     retire(often.store, Retention(keep_last=1), dry_run=False)
     collect(often.store, dry_run=False, clock=lambda: utc_now() + GRACE)
     with pytest.raises(VersionRetired, match="nearest kept version is 4"):
-        read_contents(often.store, schema, 3, ["norm"], cache)
-    assert find_version(often.store, schema, sums, cache) == 3
+        read_contents(run, 3, ["norm"], cache)
+    assert find_version(run, sums, cache) == 3
     del sums["rotary"]
-    assert find_version(often.store, schema, sums, cache) is None
+    assert find_version(run, sums, cache) is None
     module = Fused()
     module.load_weights((n, t.clone()) for n, t in often.history[3].items())
     ranks = open_ranks(often, module)

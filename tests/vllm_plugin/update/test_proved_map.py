@@ -1,5 +1,6 @@
 """The checkpoint that vLLM loaded proves the map before generation pauses: no loader runs in the pause."""
 
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
@@ -9,9 +10,7 @@ from plain_ranks import Fused, Ranks, equal, serves
 from safetensors.torch import save_file
 
 from patchstore.errors import HostError, StateMismatch
-from vllm_plugin import rank_weights
-
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+from vllm_plugin.live import rank_weights
 
 
 class Counting(Fused):
@@ -31,7 +30,10 @@ class Swapped(Counting):
     """Loads otherwise than it shows when it is traced: the map is wrong."""
 
     def load_one(self, name: str, tensor: torch.Tensor) -> None:
-        super().load_one(name if tensor.is_meta else {"a": "b", "b": "a"}.get(name, name), tensor)
+        if not tensor.is_meta:
+            name = {"a": "b", "b": "a"}.get(name, name)
+            self.count += 1
+        super().load_one(name, tensor)
 
 
 @pytest.fixture
@@ -43,22 +45,44 @@ def checkpoint(tmp_path, tensors) -> Path:
     return folder
 
 
-def started(modules: list[Fused], checkpoint: Path, tensors, trainer, open_ranks) -> Ranks:
-    """Open ranks that were loaded from a checkpoint, and forget what their loaders did so far."""
-    for module in modules:
-        module.load_weights((name, tensor + 1) for name, tensor in tensors.items())
-    ranks = open_ranks(trainer, *modules)
-    assert ranks.held is None
-    for each in ranks.updaters:
-        each.weights.loaded_from = checkpoint
-    for module in modules:
-        module.loaded.clear()
-    return ranks
+@pytest.fixture
+def start(checkpoint, tensors, trainer, open_ranks) -> Callable[..., Ranks]:
+    """Open ranks that were loaded from the checkpoint, and forget what their loaders did so far."""
+
+    def start(*modules: Counting) -> Ranks:
+        for module in modules:
+            module.load_weights((name, tensor + 1) for name, tensor in tensors.items())
+        ranks = open_ranks(trainer, *modules)
+        assert ranks.held is None
+        for each in ranks.updaters:
+            each.weights.loaded_from = checkpoint
+        for module in modules:
+            module.loaded.clear()
+        return ranks
+
+    return start
 
 
-def test_after_the_proof_an_anchor_is_written_through_the_map(checkpoint, tensors, trainer, open_ranks):
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_map_that_is_wrong_is_not_proved_and_noticed_by_the_first_anchor(start, has_checkpoint):
+    module = Swapped()
+    ranks = start(module)
+    if not has_checkpoint:
+        ranks.one.weights.loaded_from = None
+    before = module.state()
+    ranks.stage(0)
+    with pytest.raises(StateMismatch, match="a, b"):
+        ranks.write()
+    assert not equal(module.state(), before)
+    ranks.roll_back()
+    # Also where no name of the map leads.
+    assert equal(module.state(), before)
+    assert (ranks.held, ranks.one.weights.is_map_proved) == (None, False)
+
+
+def test_after_the_proof_an_anchor_is_written_through_the_map(start, trainer):
     modules = [Counting(0, 2), Counting(1, 2)]
-    ranks = started(modules, checkpoint, tensors, trainer, open_ranks)
+    ranks = start(*modules)
     before = [module.state() for module in modules]
     ranks.stage(2)
     assert all(each.weights.is_map_proved for each in ranks.updaters)
@@ -71,18 +95,6 @@ def test_after_the_proof_an_anchor_is_written_through_the_map(checkpoint, tensor
     assert all(equal(module.state(), was) for module, was in zip(modules, before, strict=True))
     ranks.apply(3)
     assert serves(ranks, trainer.history[3])
-
-
-def test_a_wrong_map_is_not_proved(checkpoint, tensors, trainer, open_ranks):
-    module = Swapped()
-    ranks = started([module], checkpoint, tensors, trainer, open_ranks)
-    before = module.state()
-    ranks.stage(0)
-    assert not ranks.one.weights.is_map_proved
-    with pytest.raises(StateMismatch, match="a, b"):
-        ranks.write()
-    ranks.roll_back()
-    assert equal(module.state(), before)
 
 
 def _write_one_bit(module: Fused, _: Path) -> None:
@@ -102,9 +114,9 @@ def _leave_out(_: Fused, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [_write_one_bit, _remove, _truncate, _leave_out])
-def test_without_a_proof_the_loader_writes_the_anchor(change, checkpoint, tensors, trainer, open_ranks):
+def test_without_a_proof_the_loader_writes_the_anchor(change, start, trainer, checkpoint):
     module = Counting()
-    ranks = started([module], checkpoint, tensors, trainer, open_ranks)
+    ranks = start(module)
     change(module, checkpoint)
     ranks.stage(0)
     assert not ranks.one.weights.is_map_proved
@@ -113,10 +125,8 @@ def test_without_a_proof_the_loader_writes_the_anchor(change, checkpoint, tensor
     assert serves(ranks, trainer.history[0])
 
 
-def test_the_weights_are_saved_while_an_anchor_is_fetched(
-    checkpoint, tensors, trainer, open_ranks, monkeypatch
-):
-    ranks = started([Counting()], checkpoint, tensors, trainer, open_ranks)
+def test_the_weights_are_saved_while_an_anchor_is_fetched(start, trainer, monkeypatch):
+    ranks = start(Counting())
     saved, save, open_ = Event(), ranks.one.weights.live.save, rank_weights.open_anchor
 
     def saving(*args):
@@ -134,11 +144,9 @@ def test_the_weights_are_saved_while_an_anchor_is_fetched(
     assert serves(ranks, trainer.history[2])
 
 
-def test_weights_that_cannot_be_saved_fail_the_update_and_stay(
-    checkpoint, tensors, trainer, open_ranks, monkeypatch
-):
+def test_weights_that_cannot_be_saved_fail_the_update_and_stay(start, trainer, monkeypatch):
     module = Counting()
-    ranks = started([module], checkpoint, tensors, trainer, open_ranks)
+    ranks = start(module)
     before = module.state()
     with monkeypatch.context() as patched:
         patched.setattr(ranks.one.weights.live, "save", lambda *_: torch.empty(2**60))

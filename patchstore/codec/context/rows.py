@@ -1,0 +1,569 @@
+"""Rows: how each class is coded. They are chosen from a part's totals, and parts share sets of them.
+
+Every encoder chooses here, so all of them make the same bytes of the same change.
+
+A set of 8 classes takes 26 bytes, and a part of 300 changes 260. So a part takes its own best rows only if
+they save more than they cost; otherwise it takes those of another part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from patchstore.codec.context.bits import Array
+from patchstore.codec.context.classes import MAX_CLASSES
+
+RUNS = np.array([1, 2, 3] + [(4 + f) << j for j in range(15) for f in range(4)], dtype=np.int64)
+"""Lengths of runs, by code."""
+SILENT = 0x7F
+DENSE = 0x80
+SWAP = 0x80
+MAX_RICE = 15
+UNARY_LIMIT = 24
+"""A Rice code with so many ones goes on with the value's raw bits."""
+
+BINS = 42
+"""Bins of |d|: 1 to 31 have one each, and from 32 on every power of two."""
+_EXACT = 31
+_VALUES = np.array([*range(1, 32), *(3 << (j - 1) for j in range(5, 15)), 1 << 15], dtype=np.int64)
+_FEWEST = 8  # changes at or below the lowest class: fewer do not pay for a row
+_NEAR = 4  # codes tried on either side of the length of runs that theory gives
+SHARING = 8192
+"""Parts of more changes have rows of their own."""
+SET_BITS = 16
+ROW_BITS = 24
+_CANDIDATES = 16
+"""Parts of a group, those with the most changes, whose own rows others may take."""
+_LAST_SETS = 32
+"""Sets that were made before, which parts may take."""
+PARTS_AHEAD = 256
+_TIE = 1e-9
+"""Of two sums of the same bits in different orders."""
+_TERMS_TOGETHER = 1 << 19
+"""Classes of parts and sets whose bits are worked out at a time."""
+
+
+def bin_of(magnitudes: Array) -> npt.NDArray[np.int64]:
+    """Return the bins of |d| of 1 to 32,768, int64."""
+    magnitudes = np.asarray(magnitudes, dtype=np.int64)
+    powers = np.frexp(magnitudes.astype(np.float64))[1] - 6  # 32 to 63 give 0
+    return np.where(magnitudes <= _EXACT, magnitudes - 1, _EXACT + powers)
+
+
+def used_bins(changes: Array) -> int:
+    """Return how many bins, the first ones, have all changes, int64 [.., BINS]; at least one."""
+    used = np.flatnonzero(changes.reshape(-1, BINS).any(axis=0))
+    return 1 + int(used[-1]) if len(used) else 1
+
+
+def choose_classes(changed: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the lowest class's exponent, int64 [T], and the number of classes, 2 to 16, of tensors.
+
+    The last class has no changes. `changed` is int64 [T, 256], by the old exponent; at least one a tensor.
+    """
+    below = changed.cumsum(axis=1)
+    highest = 255 - np.argmax(changed[:, ::-1] > 0, axis=1)
+    lo = np.where(below[:, -1] >= _FEWEST, np.argmax(below >= _FEWEST, axis=1), highest)
+    lo = np.maximum(lo, highest - (MAX_CLASSES - 2))
+    return lo, highest - lo + 2
+
+
+def choose_rows(
+    num_elements: Array, changes: Array, num_classes: Array, width: Array | int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
+    """Return the codes of each class of tensors, by least expected length.
+
+    Args:
+        num_elements: int64 [T, 16], elements of each class. Those of classes without changes count only
+            in their sum, so they may be stated in any of these.
+        changes: int64 [T, 16, num_bins], changes of each class by the bin of |d|; see `used_bins`.
+        width: bytes of an element, [T] or one for all.
+
+    Returns: K int64 [T]: `num_classes`, or 1 where one class for all is not longer; uint8 [T, 16, 3], with
+        the first K rows in use; and the bits of the streams that are expected then, float64 [T].
+    """
+    num_tensors = len(num_elements)
+    width = np.broadcast_to(width, num_tensors)
+    used = changes.any(axis=2)
+    owner, number = np.nonzero(used)
+    rows = np.zeros((num_tensors, MAX_CLASSES, 3), dtype=np.uint8)
+    rows[:, :, 0] = SILENT
+    rows[owner, number], costs = _best(num_elements[owner, number], changes[owner, number], width[owner])
+    apart = np.bincount(owner, weights=costs, minlength=num_tensors)
+    joined, cost = _best(num_elements.sum(axis=1), changes.sum(axis=1), width)
+    one = cost + ROW_BITS <= apart + ROW_BITS * num_classes
+    rows[one] = (SILENT, 0, 0)
+    rows[one, 0] = joined[one]
+    return np.where(one, 1, num_classes), rows, np.where(one, cost, apart)
+
+
+def runs_bits(runs: Array, num: Array, among: Array) -> npt.NDArray[np.float64]:
+    """Return the bits that runs of these lengths are expected to take for `num` events among so many."""
+    rate = np.clip(num / np.maximum(among, 1), 1e-9, 1 - 1e-9)
+    stay = np.log1p(-rate)
+    return np.where(num > 0, _bits_of_event(stay, runs) * num, among / runs)
+
+
+def rice_bits(changes: Array, width: int) -> tuple[Array, Array]:
+    """Return the bits of the Rice codes of |d| - 2 and of |d|, float64 [.., k], of changes by bin."""
+    # Counts times whole numbers of bits: exact in float64, in whatever order they are summed. Not a product
+    # of matrices, for which NumPy starts a thread on every core: that took two seconds of CPU time.
+    table = _RICE_BITS[8 * width][: changes.shape[-1]]
+    both = np.einsum("...b,br->...r", changes.astype(np.float64), table)
+    first, second = np.split(both, 2, axis=-1)
+    return first, second
+
+
+def padded(of_parts: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+    """Return the rows of parts with silent ones behind them: uint8 [T, 16, 3]."""
+    rows = np.zeros((len(of_parts), MAX_CLASSES, 3), dtype=np.uint8)
+    rows[:, :, 0] = SILENT
+    for number, its in enumerate(of_parts):
+        rows[number, : len(its)] = its
+    return rows
+
+
+def valid_rows(rows: Array) -> npt.NDArray[np.bool_]:
+    """Return which rows (uint8 [num, 3]) have a meaning."""
+    code, runs, rice = rows[:, 0], rows[:, 1], rows[:, 2]
+    plain = (runs == 0) & (rice == 0)
+    sparse = (code < len(RUNS)) & (plain | ((runs > 0) & (runs <= len(RUNS)) & (rice <= MAX_RICE)))
+    dense = (code == DENSE) & (runs == 0) & ((rice <= MAX_RICE) | (rice == SWAP))
+    valid: npt.NDArray[np.bool_] = sparse | dense | ((code == SILENT) & plain)
+    return valid
+
+
+def _best(num_elements: Array, changes: Array, width: Array) -> tuple[Array, Array]:
+    """Return the best rows, uint8 [num, 3], and the bits they are expected to take, float64 [num]."""
+    num = changes.sum(axis=1)
+    larger = num - changes[:, 0]
+    runs, cost = _best_runs(num, num_elements)
+    steps, steps_cost = _best_runs(larger, num)
+    sparse_rice, dense_rice = np.empty((2, len(num), MAX_RICE + 1))
+    for bits in (8, 16):
+        at = np.flatnonzero(width == bits // 8)
+        if not len(at):
+            continue
+        sparse_rice[at], dense_rice[at] = rice_bits(changes[at], bits // 8)
+    same = (num_elements - num).astype(np.float64)
+    dense_rice += same[:, None] * np.arange(1, MAX_RICE + 2)
+    swapped = dense_rice[:, 0] + same - changes[:, 0]
+    rice = np.argmin(sparse_rice, axis=1)
+    some = larger > 0
+    cost += num + np.where(some, steps_cost + sparse_rice.min(axis=1), 0.0)
+    rows = np.stack([runs, np.where(some, steps + 1, 0), np.where(some, rice, 0)], axis=1)
+
+    rice = np.argmin(dense_rice, axis=1)
+    dense_cost = num + np.minimum(dense_rice.min(axis=1), swapped)
+    rice = np.where(swapped < dense_rice.min(axis=1), SWAP, rice)
+    dense = dense_cost < cost
+    rows[dense] = np.stack([np.full_like(rice, DENSE), np.zeros_like(rice), rice], axis=1)[dense]
+    return rows.astype(np.uint8), np.where(dense, dense_cost, cost)
+
+
+def _best_runs(num: Array, among: Array) -> tuple[Array, Array]:
+    """Return the code of the best length of runs for `num` events among so many, and the bits of all.
+
+    Runs of M without an event cost a bit, and an event a bit and its place in the run.
+    """
+    rate = np.clip(num / np.maximum(among, 1), 1e-9, 1 - 1e-9)
+    stay = np.log1p(-rate)
+    middle = np.searchsorted(RUNS, np.log(0.5) / stay)
+    best = np.zeros(len(rate), dtype=np.int64)
+    least = np.full(len(rate), np.inf)
+    for shift in range(-_NEAR, _NEAR + 1):
+        code = np.clip(middle + shift, 0, len(RUNS) - 1)
+        cost = _bits_of_event(stay, RUNS[code])
+        better = cost < least
+        best[better], least[better] = code[better], cost[better]
+    return best, least * num
+
+
+def _bits_of_event(stay: Array, runs: Any) -> Array:
+    """Return the bits of an event and of the runs before it; `stay` is the logarithm of its absence."""
+    low = np.frexp(runs.astype(np.float64))[1] - 1
+    short = (2 << low.astype(np.int64)) - runs
+    none = np.exp(stay * runs)
+    cost: Array = low + (1 + np.exp(stay * short) - none) / (1 - none)
+    return cost
+
+
+def _rice_bits(value: Array, width: int) -> npt.NDArray[np.float64]:
+    """Return the lengths of Rice codes, [values, k]."""
+    k = np.arange(MAX_RICE + 1)
+    ones = value[:, None] >> k
+    return np.where(ones >= UNARY_LIMIT, UNARY_LIMIT + width, ones + 1 + k).astype(np.float64)
+
+
+def _both_rice_bits(width: int) -> npt.NDArray[np.float64]:
+    """Return the bits of each |d| for each k, less two and then as it is."""
+    less_two = _rice_bits(np.maximum(_VALUES - 2, 0), width)
+    less_two[0] = 0
+    return np.hstack([less_two, _rice_bits(_VALUES, width)])
+
+
+_RICE_BITS = {width: _both_rice_bits(width) for width in (8, 16)}
+
+
+@dataclass(frozen=True, slots=True)
+class RowSet:
+    """Classes, and the code of each."""
+
+    lo: int
+    """Exponents up to this one are in the first class."""
+    rows: npt.NDArray[np.uint8]
+    """[K, 3]"""
+
+    @property
+    def bits(self) -> int:
+        return SET_BITS + ROW_BITS * len(self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What of the elements of T parts of one dtype decides on their rows."""
+
+    changed: npt.NDArray[np.int64]
+    """[T, 256], changes by the old exponent; at least one a part."""
+    num_elements: npt.NDArray[np.int64]
+    """[T, 16], elements by old exponent: of `first_exponent` and below, of the next ones, of the last and
+    above."""
+    changes: npt.NDArray[np.int64]
+    """[T, 16, num_bins], changes in the same way, by the bin of |d|; see `used_bins`."""
+    width: int
+    """Bytes of an element."""
+
+    def of(self, some: Array) -> "Totals":
+        """Return those of some parts, by number."""
+        return Totals(
+            changed=self.changed[some],
+            num_elements=self.num_elements[some],
+            changes=self.changes[some],
+            width=self.width,
+        )
+
+
+class BestRows(NamedTuple):
+    """The rows that take least for each of T parts, if it is alone."""
+
+    sets: list[RowSet]
+    bits: npt.NDArray[np.float64]
+    """[T], that its streams are expected to take, without the rows."""
+
+    def of(self, some: Array) -> "BestRows":
+        """Return those of some parts, by number."""
+        return BestRows([self.sets[number] for number in some.tolist()], self.bits[some])
+
+
+def first_exponent(changed: Array) -> npt.NDArray[np.int64]:
+    """Return the first of 16 exponents that `Totals` tell apart: the last has no changes."""
+    highest = 255 - np.argmax(changed[:, ::-1] > 0, axis=1)
+    found: npt.NDArray[np.int64] = np.maximum(highest - (MAX_CLASSES - 2), 0)
+    return found
+
+
+def told_apart(counts: Array, base: Array) -> npt.NDArray[np.int64]:
+    """Return what `Totals` hold of counts by exponent, int64 [T, 256]: int64 [T, 16]."""
+    before = _before(counts)
+    edges = np.clip(base[:, None] + np.arange(MAX_CLASSES + 1), 0, 256)
+    edges[:, 0], edges[:, MAX_CLASSES] = 0, 256
+    found: npt.NDArray[np.int64] = np.diff(np.take_along_axis(before, edges, axis=1), axis=1)
+    return found
+
+
+class RowSets:
+    """The row sets of a payload, in the order in which they were chosen."""
+
+    def __init__(self) -> None:
+        self.sets: list[RowSet] = []
+
+    def choose(self, totals: Totals, own_rows: "BestRows | None" = None) -> npt.NDArray[np.int64]:
+        """Choose sets for parts, by least expected length; return the number of each part's, int64 [T].
+
+        The result depends on the parts that came before, and on the order. `own_rows` are the best of these
+        parts, if they are known.
+        """
+        own, costs = own_rows or best_rows(totals)
+        num_changed = totals.changed.sum(axis=1)
+        chosen = np.full(len(own), -1)
+        small = np.flatnonzero(num_changed <= SHARING)
+        for part in np.flatnonzero(num_changed > SHARING).tolist():
+            chosen[part] = self._added(own[part])
+        if not len(small):
+            return chosen
+        first = max(0, len(self.sets) - _LAST_SETS)
+        by_size = small[np.argsort(-num_changed[small], kind="stable")]
+        joint = [_joint(totals, small)] if len(small) > 1 else []
+        fresh = joint + _distinct([own[part] for part in by_size[:_CANDIDATES].tolist()])
+        bits = Costs(totals.of(small)).of([*self.sets[first:], *fresh])
+        num_old = len(self.sets) - first
+        best = bits[:, :num_old].min(axis=1) if num_old else np.full(len(small), np.inf)
+        taken = bits[:, :num_old].argmin(axis=1) if num_old else np.zeros(len(small), dtype=np.int64)
+        opening = np.array([each.bits for each in fresh], dtype=np.float64)
+        # Rows of its own are always an answer.
+        alone = costs[small] + [own[part].bits for part in small.tolist()]
+        is_alone = alone < best
+        best = np.minimum(best, alone)
+        while True:
+            gains = np.maximum(best[:, None] - bits[:, num_old:], 0).sum(axis=0) - opening
+            number = int(np.argmax(gains))
+            if gains[number] <= 0:
+                break
+            better = bits[:, num_old + number] < best
+            best[better], taken[better], is_alone[better] = (
+                bits[better, num_old + number],
+                num_old + number,
+                False,
+            )
+        places: dict[int, int] = {}
+        for number, part in enumerate(small.tolist()):
+            if is_alone[number]:
+                chosen[part] = self._added(own[part])
+                continue
+            which = int(taken[number])
+            if which >= num_old and which not in places:
+                places[which] = self._added(fresh[which - num_old])
+            chosen[part] = places.get(which, first + which)
+        return chosen
+
+    def choose_alone(self, own: RowSet, cost: float, num_changed: int, ahead: "CostsAhead", part: int) -> int:
+        """`choose` for a part that is alone in its call, with its best rows and what they cost."""
+        first = max(0, len(self.sets) - _LAST_SETS)
+        if num_changed > SHARING or not self.sets:
+            return self._added(own)
+        bits = ahead.of(part, self.sets, first)
+        taken, alone = int(bits.argmin()), cost + own.bits
+        if abs(bits[taken] - alone) <= _TIE * alone:
+            # `choose` sums the bits of its own rows in another order than `best_rows`, which may decide.
+            one = np.array([part])
+            (chosen,) = self.choose(ahead.totals.of(one), BestRows([own], np.array([cost])))
+            return int(chosen)
+        return first + taken if bits[taken] < alone else self._added(own)
+
+    def _added(self, each: RowSet) -> int:
+        self.sets.append(each)
+        return len(self.sets) - 1
+
+
+def best_rows(totals: Totals) -> BestRows:
+    """Return the best rows of each part; the same for a part in whatever company it is looked at."""
+    lo, nums = choose_classes(totals.changed)
+    at = _classes(first_exponent(totals.changed), lo, nums)
+    # Classes ascend with exponents, so each has those from its first one on.
+    begins = np.sum(at[:, None, :] < np.arange(MAX_CLASSES + 1)[:, None], axis=2)
+    num_elements = np.diff(np.take_along_axis(_before(totals.num_elements), begins, axis=1), axis=1)
+    changes = np.diff(np.take_along_axis(_before(totals.changes), begins[:, :, None], axis=1), axis=1)
+    kept, rows, costs = choose_rows(num_elements, changes, nums, totals.width)
+    sets = zip(lo.tolist(), kept.tolist(), rows, strict=True)
+    return BestRows([RowSet(first, its[:num]) for first, num, its in sets], costs)
+
+
+def _joint(totals: Totals, some: Array) -> RowSet:
+    """Return the best rows of several parts together."""
+    base = first_exponent(totals.changed[some])
+    changed = totals.changed[some].sum(axis=0, keepdims=True)
+    at = _classes(base, first_exponent(changed).repeat(len(some)), np.full(len(some), MAX_CLASSES))
+    changes = np.zeros_like(totals.changes[:1])
+    num_elements = np.zeros_like(totals.num_elements[:1])
+    np.add.at(changes[0], at, totals.changes[some])
+    np.add.at(num_elements[0], at, totals.num_elements[some])
+    (found,), _ = best_rows(
+        Totals(changed=changed, num_elements=num_elements, changes=changes, width=totals.width)
+    )
+    return found
+
+
+def _classes(base: Array, lo: Array, nums: Array) -> npt.NDArray[np.int64]:
+    """Return the class of each of the 16 exponents from `base` on, int64 [T, 16]."""
+    exponents = base[:, None] + np.arange(MAX_CLASSES)
+    found: npt.NDArray[np.int64] = np.clip(exponents - lo[:, None], 0, nums[:, None] - 1)
+    return found
+
+
+def _distinct(sets: list[RowSet]) -> list[RowSet]:
+    return list({(each.lo, each.rows.tobytes()): each for each in sets}.values())
+
+
+class Costs:
+    """The bits that the streams of parts are expected to take with any rows."""
+
+    def __init__(self, totals: Totals) -> None:
+        self._totals = totals
+        self._base = first_exponent(totals.changed)
+        self._lowest = np.argmax(totals.changed > 0, axis=1)
+        num = totals.changes.sum(axis=2)
+        # Behind the sums of classes from the first on: that of no class.
+        self._elements = _before(totals.num_elements)
+        self._changes = _before(num)
+        self._ones = _before(totals.changes[:, :, 0])
+        sparse, dense = rice_bits(totals.changes, totals.width)
+        self._sparse, self._dense = _before(sparse), _before(dense)
+
+    def of(self, sets: list[RowSet]) -> npt.NDArray[np.float64]:
+        """Return float64 [T, sets]; infinite where a set cannot say what changes."""
+        step = max(1, _TERMS_TOGETHER // (len(self._base) * MAX_CLASSES))
+        return np.concatenate([self._of(sets[i : i + step]) for i in range(0, len(sets), step)], axis=1)
+
+    def _of(self, sets: list[RowSet]) -> npt.NDArray[np.float64]:
+        """Return the same of a few sets: each row of each class once, however many sets have it."""
+        lo, num_rows = np.array([[each.lo, len(each.rows)] for each in sets]).T
+        # Changes below the first exponent that is told apart must all be in the first class.
+        is_lost = (lo < self._base[:, None]) & (self._lowest < self._base)[:, None]
+        cost = np.where(is_lost, np.inf, 0.0)
+        rows = np.concatenate([each.rows for each in sets]).astype(np.int64)
+        begins = num_rows.cumsum() - num_rows
+        number = np.arange(len(rows)) - np.repeat(begins, num_rows)
+        fields = np.repeat(lo, num_rows), np.repeat(num_rows, num_rows), number, *rows.T
+        # A byte each in one integer, which is quicker to sort than columns.
+        packed = np.sum([field << 8 * place for place, field in enumerate(fields)], axis=0)
+        found, which = np.unique(packed, return_inverse=True)
+        first, second = self._terms(found[:, None] >> 8 * np.arange(6) & 0xFF)
+        # Class after class, so that a sum is the same in whatever company a set is looked at.
+        for k in range(int(num_rows.max())):
+            some = np.flatnonzero(num_rows > k)
+            term = which[begins[some] + k]
+            cost[:, some] = cost[:, some] + first[term].T + second[term].T
+        return cost
+
+    def _terms(self, terms: Array) -> tuple[Array, Array]:
+        """Return what rows of classes take, in two summands; a row is the set's `lo` and number of rows, the
+        class, and its codes.
+        """
+        lo, num_rows, k = (terms[:, at : at + 1] for at in range(3))
+        runs, steps, rice = (terms[:, at : at + 1] for at in range(3, 6))
+        begin = np.where(k == 0, 0, np.clip(lo + k - self._base, 0, MAX_CLASSES))
+        end = np.where(k + 1 == num_rows, MAX_CLASSES, np.clip(lo + k + 1 - self._base, 0, MAX_CLASSES))
+        part = np.arange(len(self._base))
+
+        def of_class(sums: Array, some: Array, *at: Array) -> Array:
+            found: Array = sums[(part, end[some], *at)] - sums[(part, begin[some], *at)]
+            return found
+
+        every = np.arange(len(terms))
+        n, num = of_class(self._elements, every), of_class(self._changes, every)
+        more = num - of_class(self._ones, every)
+        first, second = np.zeros(num.shape), np.zeros(num.shape)
+
+        silent = np.flatnonzero(runs == SILENT)
+        first[silent] = np.where(num[silent] > 0, np.inf, 0.0)
+
+        dense = np.flatnonzero(runs == DENSE)
+        is_swap = rice[dense] == SWAP
+        code = np.where(is_swap, 0, rice[dense])
+        same = n[dense] - num[dense]
+        its = of_class(self._dense, dense, code) + same * (code + 1.0) + num[dense]
+        first[dense] = np.where(is_swap, its + same - (num[dense] - more[dense]), its)
+
+        sparse = np.flatnonzero((runs != SILENT) & (runs != DENSE))
+        first[sparse] = runs_bits(RUNS[runs[sparse]], num[sparse], n[sparse]) + num[sparse]
+        lone = sparse[steps[sparse, 0] == 0]
+        second[lone] = np.where(more[lone] > 0, np.inf, 0.0)
+        larger = sparse[steps[sparse, 0] > 0]
+        second[larger] = runs_bits(RUNS[steps[larger] - 1], more[larger], num[larger])
+        second[larger] += of_class(self._sparse, larger, rice[larger])
+        return first, second
+
+
+class CostsAhead:
+    """What parts take with row sets, worked out for parts and sets that are asked for next too.
+
+    A call costs half a millisecond, for one part and set as for hundreds.
+    """
+
+    def __init__(self, totals: Totals, order: Sequence[int], sure: Sequence[tuple[int, RowSet]] = ()) -> None:
+        """Take the parts that are asked for, by number, in that order.
+
+        `sure` are sets that will be made, whatever is chosen for these parts, in order; and before which
+        place in `order` each is.
+        """
+        self.totals = totals
+        self._order = np.array(order, dtype=np.int64)
+        self._places = {part: place for place, part in enumerate(order)}
+        self._sure = sure
+        self._begin = self._end = 0
+        self._columns: dict[int, Array] = {}
+        """By the identity of the set, which `sure`, or the caller, keeps."""
+        self._costs: Costs | None = None
+        self._asked: tuple[int, int] | None = None
+        """Which sets were asked for last: from which on, and how many there were."""
+        self._table: Array = np.zeros((0, 0))
+        """float64 [parts, sets], of those."""
+
+    def of(self, part: int, sets: Sequence[RowSet], first: int) -> npt.NDArray[np.float64]:
+        """Return the bits of a part with each of the sets from `first` on."""
+        place = self._places[part]
+        if self._costs is None or not self._begin <= place < self._end:
+            self._begin, self._end = place, min(place + PARTS_AHEAD, len(self._order))
+            self._costs = Costs(self.totals.of(self._order[self._begin : self._end]))
+            self._columns, self._asked = {}, None
+            self._work_out(
+                [*sets[first:], *(each for at, each in self._sure if self._begin < at < self._end)]
+            )
+        if self._asked != (first, len(sets)):
+            self._work_out(sets[first:])
+            self._table = np.stack([self._columns[id(each)] for each in sets[first:]], axis=1)
+            self._asked = first, len(sets)
+        its: npt.NDArray[np.float64] = self._table[place - self._begin]
+        return its
+
+    def _work_out(self, sets: Sequence[RowSet]) -> None:
+        assert self._costs is not None
+        if missing := [each for each in sets if id(each) not in self._columns]:
+            self._columns |= zip(map(id, missing), self._costs.of(missing).T, strict=True)
+
+
+def _before(values: Array) -> Array:
+    """Return the sums of values along axis 1 before each place, and of all."""
+    found = np.zeros((values.shape[0], values.shape[1] + 1, *values.shape[2:]), dtype=values.dtype)
+    np.cumsum(values, axis=1, out=found[:, 1:])
+    return found
+
+
+def choose_by_group(
+    changed: Array, found: Array, widths: Array, groups: Sequence[Sequence[int]]
+) -> tuple[Array, Sequence[RowSet]]:
+    """Choose rows as `RowSets.choose` does for one group of parts, of one width, after the other.
+
+    Args:
+        changed: as `Totals` has it; so are the other two, of parts of any width.
+        found: int64 [T, 16, 1 + BINS], `num_elements` and then `changes`.
+        widths: int [T], bytes of an element.
+
+    Returns:
+        The number of each part's set, int64 [T], and the sets.
+    """
+    row_sets, numbers = RowSets(), np.zeros(len(changed), dtype=np.int64)
+    every, best = dict[int, Totals](), dict[int, BestRows]()
+    place = np.zeros(len(changed), dtype=np.int64)
+    num_elements, changes = found[:, :, 0], found[:, :, 1 : 1 + used_bins(found[:, :, 1:])]
+    for width in np.unique(widths).tolist():
+        alike = np.flatnonzero(widths == width)
+        place[alike] = np.arange(len(alike))
+        every[width] = Totals(
+            changed=changed[alike], num_elements=num_elements[alike], changes=changes[alike], width=width
+        )
+        # Of all parts at once: each call costs a millisecond, and there may be a group for each part.
+        best[width] = best_rows(every[width])
+    num_changed = changed.sum(axis=1)
+    alone: dict[int, list[int]] = {width: [] for width in every}
+    sure: dict[int, list[tuple[int, RowSet]]] = {width: [] for width in every}
+    for first, *others in groups:
+        if num_changed[first] > SHARING and not others:
+            own = best[int(widths[first])].sets[int(place[first])]
+            for width, before in alone.items():
+                sure[width].append((len(before), own))
+        elif not others:
+            alone[int(widths[first])].append(int(place[first]))
+    ahead = {width: CostsAhead(totals, alone[width], sure[width]) for width, totals in every.items()}
+    for group in groups:
+        width, some = int(widths[group[0]]), place[group]
+        if len(group) == 1:
+            part = int(some[0])
+            own, cost = best[width].sets[part], float(best[width].bits[part])
+            numbers[group] = row_sets.choose_alone(own, cost, int(num_changed[group[0]]), ahead[width], part)
+        else:
+            numbers[group] = row_sets.choose(every[width].of(some), best[width].of(some))
+    return numbers, row_sets.sets

@@ -1,0 +1,302 @@
+"""The table of coded parts: what they are, how each is coded, and how long the streams of its tiles are.
+
+A front of fixed length, a compressed head in columns, and the lengths. The columns of a whole model's tensors
+compress to almost nothing, and so do those of a shard of it. In a delta file it is the entry `table`, beside
+the streams in `tiles`.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from patchstore.bucket.records import Box, TensorSpec, view_of
+from patchstore.codec.context.bits import Array, bounds_of, put, windows
+from patchstore.codec.context.classes import MAX_CLASSES, is_coded
+from patchstore.codec.context.rows import RowSet, valid_rows
+from patchstore.codec.context.tiles import SLICES, Coded, Tiling, slices_of, tiling
+from patchstore.errors import CorruptObject
+from patchstore.tensors.columns import ramps
+
+_FRONT = 12
+_COLUMNS = (
+    *(("place", "<u4"), ("level", "<u8"), ("levels", "<u8"), ("row", "<u8"), ("rows", "<u8")),
+    *(
+        ("col", "<u8"),
+        ("cols", "<u8"),
+        ("slices", "u1"),
+        ("row_set", "<u4"),
+        ("bits", "u1"),
+        ("least", "<u4"),
+    ),
+)
+_PART_BYTES = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS)
+_MOST_SET_BYTES = 2 + 3 * MAX_CLASSES
+_MAX_BITS = 32
+_LEVEL = 9
+MANY_CHANGES = 4096
+FEW_TILES = 8
+
+
+def order(item: tuple[int, Coded]) -> tuple[int, ...]:
+    """Return what a table's parts, (place in the schema, change), ascend by."""
+    box = item[1].tiling.box
+    return item[0], box.level, box.row, box.col
+
+
+def pack(items: Sequence[tuple[int, Coded]]) -> bytes:
+    """Return the table of some (place in the schema, change), in `order`."""
+    num_tiles = np.array([len(coded.lengths) for _, coded in items])
+    lengths = np.concatenate([coded.lengths for _, coded in items])
+    starts = num_tiles.cumsum() - num_tiles
+    least = np.minimum.reduceat(lengths, starts)
+    bits = np.frexp((np.maximum.reduceat(lengths, starts) - least).astype(np.float64))[1].astype(np.int64)
+    # Sets are numbered as parts use them first. Parts share sets, and the ways in which they are cut.
+    numbers: dict[tuple[int, bytes], int] = {}
+    known: dict[int, int] = {}
+    sets: list[Coded] = []
+    for _, coded in items:
+        if id(coded.rows) not in known:
+            key = coded.lo, coded.rows.tobytes()
+            if key not in numbers:
+                numbers[key] = len(sets)
+                sets.append(coded)
+            known[id(coded.rows)] = numbers[key]
+    cuts = {id(coded.tiling): coded.tiling for _, coded in items}
+    rows = np.array([(*_sides(cut), _code_of(cut)) for cut in cuts.values()], dtype=np.uint64)
+    among = {each: place for place, each in enumerate(cuts)}
+    sides = rows[[among[id(coded.tiling)] for _, coded in items]].T
+    columns = {
+        "place": np.diff([place for place, _ in items], prepend=0),
+        **dict(zip(("level", "levels", "row", "rows", "col", "cols", "slices"), sides, strict=True)),
+        "row_set": [known[id(coded.rows)] for _, coded in items],
+        "bits": bits,
+        "least": least,
+    }
+    head = b"".join(_planes(np.array(columns[name]).astype(kind)) for name, kind in _COLUMNS)
+    head += bytes(each.lo for each in sets) + bytes(len(each.rows) for each in sets)
+    head += np.concatenate([each.rows for each in sets]).T.tobytes()
+    squeezed = zlib.compress(head, _LEVEL)
+    front = np.array([len(items), len(sets), len(squeezed)], dtype="<u4").tobytes()
+    num_bytes = -(-num_tiles * bits // 8)
+    words = np.zeros(int(num_bytes.sum()) // 8 + 2, dtype=np.uint64)
+    at, _ = _fields(num_tiles, bits, num_bytes)
+    put(words, at, (lengths - np.repeat(least, num_tiles)).astype(np.uint64))
+    packed = words.view(np.uint8)[: int(num_bytes.sum())]
+    return front + squeezed + packed.tobytes()
+
+
+def unpack(
+    where: str, table: npt.NDArray[np.uint8], tiles: npt.NDArray[np.uint8], specs: Sequence[TensorSpec]
+) -> list[tuple[int, Coded]]:
+    """Return what a table says, over the entry `tiles`: places in the schema, ascending, and changes.
+
+    Args:
+        where: names the payload in errors.
+        specs: the run's tensors, in the schema's order.
+    """
+    front, rest = _take(where, np.ascontiguousarray(table), _FRONT)
+    num_parts, num_sets, num_squeezed = front.view("<u4").tolist()
+    if not num_parts:
+        raise CorruptObject(f"{where}: a table of no tensors")
+    # Before the head is inflated, which may have a thousand times the bytes that are stored. Parts have no
+    # element in common, and where anything of a part changes, a stream of it has a byte.
+    most = min(sum(spec.num_elements for spec in specs if is_coded(spec.dtype)), len(tiles))
+    if num_parts > most:
+        raise CorruptObject(f"{where}: {num_parts} parts, where the tensors and the streams can have {most}")
+    if not num_sets or num_sets > num_parts:
+        raise CorruptObject(f"{where}: {num_sets} row sets of {num_parts} parts")
+    squeezed, rest = _take(where, rest, num_squeezed)
+    head = _inflated(where, squeezed, num_parts * _PART_BYTES + num_sets * _MOST_SET_BYTES)
+    columns, head = _columns(where, head, num_parts)
+    sets = _sets(where, head, num_sets)
+    row_sets = columns["row_set"]
+    if (row_sets >= num_sets).any():
+        raise CorruptObject(f"{where}: a part has a row set that is none of the {num_sets}")
+    indices, bits = columns["place"].cumsum(), columns["bits"]
+    if (indices >= len(specs)).any():
+        raise CorruptObject(f"{where}: a part is of none of the schema's {len(specs)} tensors")
+    if (bits > _MAX_BITS).any():
+        raise CorruptObject(f"{where}: a part's lengths have too many bits")
+    named = [specs[index] for index in indices.tolist()]
+    cuts, boxes = _cuts(where, named, columns)
+    step = np.diff(np.column_stack([indices, boxes[:, ::2]]), axis=0)
+    first = np.take_along_axis(step, np.argmax(step != 0, axis=1)[:, None], axis=1)
+    if (first <= 0).any():
+        raise CorruptObject(f"{where}: parts do not ascend")
+
+    # Before anything as large as the tiles is made.
+    stated = np.bincount(indices, weights=boxes[:, 1::2].prod(axis=1))[indices]
+    has_too_many = stated > np.array([spec.num_elements for spec in named])
+    if has_too_many.any():
+        raise CorruptObject(f"{where}: parts of {named[int(has_too_many.argmax())].name!r} overlap")
+    num_tiles = np.array([cut.num_tiles for cut in cuts], dtype=np.int64)
+    num_bytes = -(-num_tiles * bits // 8)
+    packed, rest = _take(where, rest, int(num_bytes.sum()))
+    if len(rest):
+        raise CorruptObject(f"{where}: {len(rest)} bytes follow the table")
+    used = num_tiles * bits & 7
+    last = num_bytes.cumsum()[used > 0] - 1
+    if (packed[last] >> used[used > 0].astype(np.uint8)).any():
+        raise CorruptObject(f"{where}: the padding of lengths is not zero")
+    at, owner_bits = _fields(num_tiles, bits, num_bytes)
+    every = windows(np.concatenate([packed, np.zeros(9, dtype=np.uint8)]))
+    field = every[at >> 3] >> (at & 7).view(np.uint64)
+    field &= (np.uint64(1) << owner_bits.view(np.uint64)) - np.uint64(1)
+    lengths = field.view(np.int64) + np.repeat(columns["least"], num_tiles)
+    lengths_at = bounds_of(num_tiles).tolist()
+    bytes_at = bounds_of(lengths)[lengths_at].tolist()
+    if bytes_at[-1] != len(tiles):
+        raise CorruptObject(f"{where}: streams of {bytes_at[-1]} bytes, but {len(tiles)} bytes of tiles")
+    return [
+        (
+            index,
+            Coded(
+                tiling=cuts[i],
+                lo=sets[row_set].lo,
+                rows=sets[row_set].rows,
+                lengths=lengths[lengths_at[i] : lengths_at[i + 1]],
+                data=tiles[bytes_at[i] : bytes_at[i + 1]],
+            ),
+        )
+        for i, (index, row_set) in enumerate(zip(indices.tolist(), row_sets.tolist(), strict=True))
+    ]
+
+
+def _sides(cut: Tiling) -> tuple[int, ...]:
+    """Return the first and the number of levels, rows and columns; 0 and 0 of a side that is whole."""
+    box, levels = cut.box, cut.whole_levels
+    found: list[int] = []
+    for first, size, side in (
+        (box.level, box.levels, levels),
+        (box.row, box.rows, cut.rows),
+        (box.col, box.cols, cut.cols),
+    ):
+        found += (0, 0) if size == side else (first, size)
+    return tuple(found)
+
+
+def _code_of(cut: Tiling) -> int:
+    """Return the logarithms of the numbers of slices, of columns in the upper half."""
+    return (cut.down.slices.bit_length() - 1) | (cut.across.slices.bit_length() - 1) << 4
+
+
+def _planes(column: Array) -> bytes:
+    """Return numbers as their lowest bytes, then their second lowest, and so on."""
+    return column.view(np.uint8).reshape(len(column), -1).T.tobytes()
+
+
+def _inflated(where: str, squeezed: Array, most: int) -> Array:
+    stream = zlib.decompressobj()
+    try:
+        head = stream.decompress(squeezed.tobytes(), most + 1)
+    except zlib.error as exc:
+        raise CorruptObject(f"{where}: the head of its table is not compressed: {exc}") from exc
+    if len(head) > most or not stream.eof or stream.unused_data:
+        raise CorruptObject(f"{where}: the head of its table has another length than it says")
+    return np.frombuffer(head, dtype=np.uint8)
+
+
+def _columns(where: str, head: Array, num: int) -> tuple[dict[str, npt.NDArray[np.int64]], Array]:
+    """Return the columns of parts, and what follows them."""
+    found = {}
+    for name, kind in _COLUMNS:
+        planes, head = _take(where, head, num * np.dtype(kind).itemsize)
+        column = np.ascontiguousarray(planes.reshape(-1, num).T).view(kind).reshape(-1)
+        if kind == "<u8" and (column >> np.uint64(48)).any():
+            raise CorruptObject(f"{where}: a part lies beyond every tensor")
+        found[name] = column.astype(np.int64)
+    return found, head
+
+
+def _sets(where: str, head: Array, num: int) -> list[RowSet]:
+    lo, head = _take(where, head, num)
+    num_classes, head = _take(where, head, num)
+    if (num_classes < 1).any() or (num_classes > MAX_CLASSES).any():
+        raise CorruptObject(f"{where}: a row set has no classes, or too many")
+    ends = bounds_of(num_classes.astype(np.int64))
+    packed, head = _take(where, head, 3 * int(ends[-1]))
+    if len(head):
+        raise CorruptObject(f"{where}: {len(head)} bytes follow the head of the table")
+    rows = np.ascontiguousarray(packed.reshape(3, -1).T)
+    if not valid_rows(rows).all():
+        raise CorruptObject(f"{where}: a class has a code without meaning")
+    return [RowSet(first, rows[ends[i] : ends[i + 1]]) for i, first in enumerate(lo.tolist())]
+
+
+def _cuts(
+    where: str, named: Sequence[TensorSpec], columns: dict[str, npt.NDArray[np.int64]]
+) -> tuple[list[Tiling], npt.NDArray[np.int64]]:
+    """Return how parts of these tensors are cut, and the fields of each `Box`, int64 [T, 6]."""
+    # A model has few shapes: what they say is found once for each, and then for all parts together.
+    numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+    kind = np.array([numbers.setdefault((spec.dtype, spec.shape), len(numbers)) for spec in named])
+    is_fit = np.array([is_coded(dtype) and 0 not in shape for dtype, shape in numbers])[kind]
+    whole = np.array([view_of(shape) for _, shape in numbers], dtype=np.int64)[kind]
+    boxes = np.stack([columns[name] for name in ("level", "levels", "row", "rows", "col", "cols")], axis=1)
+    slices = 1 << np.stack([columns["slices"] & 15, columns["slices"] >> 4], axis=1)
+    firsts, sizes = boxes[:, ::2], boxes[:, 1::2]
+    is_beyond = ((firsts + sizes > whole) | ((firsts > 0) & (sizes == 0))).any(axis=1)
+    is_uneven = ((slices > SLICES) | (whole[:, 1:] % slices != 0)).any(axis=1)
+    for number in np.flatnonzero(~is_fit | is_beyond | is_uneven)[:1].tolist():
+        spec = named[number]
+        if not is_fit[number]:
+            raise CorruptObject(
+                f"{where}: {spec.name!r} ({spec.dtype}, {spec.shape}) cannot be coded by context"
+            )
+        if is_beyond[number]:
+            raise CorruptObject(f"{where}: a part of {spec.name!r} reaches beyond it")
+        raise CorruptObject(f"{where}: {spec.name!r} cannot be cut in {(*slices[number].tolist(),)} slices")
+    usual = np.array([slices_of(shape) for _, shape in numbers])[kind]
+    is_part = boxes.any(axis=1) | (slices != usual).any(axis=1)
+    boxes[:, 1::2] = np.where(sizes > 0, sizes, whole)
+    cuts_of_whole = [tiling(shape) for _, shape in numbers]
+    cuts = [cuts_of_whole[each] for each in kind.tolist()]
+    for number in np.flatnonzero(is_part).tolist():
+        down, across = slices[number].tolist()
+        cuts[number] = tiling(named[number].shape, Box(*boxes[number].tolist()), (down, across))
+    return cuts, boxes
+
+
+def _take(where: str, data: Array, num: int) -> tuple[Array, Array]:
+    if num > len(data):
+        raise CorruptObject(f"{where}: the table ends {num - len(data)} bytes early")
+    return data[:num], data[num:]
+
+
+def _fields(num_tiles: Array, bits: Array, num_bytes: Array) -> tuple[Array, Array]:
+    """Return where the field of each length begins, in bits, and how many bits it has."""
+    of_each = np.repeat(bits, num_tiles)
+    return ramps(num_tiles) * of_each + np.repeat((num_bytes.cumsum() - num_bytes) * 8, num_tiles), of_each
+
+
+def pays(spec: TensorSpec, num_changed: int, cut: Tiling | None = None) -> bool:
+    """Whether changes of a tensor, or of a part of it that is cut so, are to be coded.
+
+    A reader goes through tiles side by side, one change after the other: where tiles are few and changes
+    many, it would take longer than the bytes are worth.
+    """
+    if not is_coded(spec.dtype) or spec.num_elements == 0:
+        return False
+    return num_changed <= MANY_CHANGES or (cut or tiling(spec.shape)).num_tiles >= FEW_TILES
+
+
+def packed(coded: Sequence[tuple[int, Coded]]) -> dict[str, torch.Tensor]:
+    """Return the file's entries for parts by their tensor's place in the schema; none for none."""
+    if not coded:
+        return {}
+    places = np.array([place for place, _ in coded])
+    by_place = places.argsort(kind="stable")
+    if (np.diff(places[by_place]) > 0).all():
+        coded = [coded[at] for at in by_place.tolist()]
+    else:
+        coded = sorted(coded, key=order)
+    streams = np.concatenate([each.data for _, each in coded])
+    return {"table": packed_table(coded), "tiles": torch.from_numpy(streams)}
+
+
+def packed_table(coded: Sequence[tuple[int, Coded]]) -> torch.Tensor:
+    """Return the entry `table` of `packed`; not one without any. They ascend as `table.order` says."""
+    return torch.frombuffer(bytearray(pack(coded)), dtype=torch.uint8)

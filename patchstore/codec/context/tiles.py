@@ -1,0 +1,424 @@
+"""Tiles: the pieces of a tensor that are coded apart, so that a rank reads only those of its own slices.
+
+Every slice of a side in as many equal parts as the grid has is a union of tiles. A part of a tensor has the
+tiles of the whole tensor's grid, cut by the part's edges: however a trainer shards a tensor, no tile reaches
+over an edge of a server's slices.
+
+Many small parts are coded together, tile after tile, as one large part is: numpy's calls then cost
+nothing beside the elements. What differs from part to part (classes, rows) is an array then, and of
+one part an array of one value, with which numpy is as fast as with a number.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from patchstore.bucket.records import Box, view_of
+from patchstore.codec.context.bits import Array, bounds_of
+
+MAX_ELEMENTS = 65536
+SLICES = 16
+FEWEST_SLICES = 8
+"""A publisher never chooses fewer: servers of up to so many ranks decode every part in place."""
+TILE_BYTES = 1.1
+"""What a tile costs: its length in the table, and rounding to bytes."""
+CHANGE_BYTES = 0.87
+"""What a change costs, by which tiles are chosen."""
+TILE_SHARE = 0.015
+"""How much of a part's bytes its tiles may cost."""
+Tiles = npt.NDArray[np.int64] | None
+"""Numbers of some of a part's tiles, ascending; None for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """How the rows or the columns of a part are cut."""
+
+    length: int
+    """Of the whole tensor; so are the next two."""
+    of_slice: int
+    of_tile: int
+    first: int
+    """Of the part."""
+    size: int
+
+    @property
+    def slices(self) -> int:
+        return self.length // self.of_slice
+
+    def tile_of(self, at: int) -> int:
+        """Return which tile of the whole side has a row (or column)."""
+        number, within = divmod(at, self.of_slice)
+        return number * -(-self.of_slice // self.of_tile) + within // self.of_tile
+
+    @property
+    def first_tile(self) -> int:
+        return self.tile_of(self.first)
+
+    @property
+    def num_tiles(self) -> int:
+        return self.tile_of(self.first + self.size - 1) - self.first_tile + 1
+
+    def ranges(self, tile: Array) -> tuple[Array, Array]:
+        """Return the first row (or column) of tiles of the part, in the tensor, and how many they have."""
+        number, nth = np.divmod(self.first_tile + tile, -(-self.of_slice // self.of_tile))
+        start = number * self.of_slice + nth * self.of_tile
+        end = np.minimum(start + self.of_tile, (number + 1) * self.of_slice)
+        start = np.maximum(start, self.first)
+        return start, np.minimum(end, self.first + self.size) - start
+
+    def touched(self, first: int, size: int) -> tuple[int, int] | None:
+        """Return the first tile of the part that has any of some rows (or columns), and how many have."""
+        first, end = max(first, self.first), min(first + size, self.first + self.size)
+        if first >= end:
+            return None
+        tile = self.tile_of(first)
+        return tile - self.first_tile, self.tile_of(end - 1) - tile + 1
+
+    def is_cut(self, first: int, size: int) -> bool:
+        """Whether a tile of the part has some of these rows (or columns), and others too."""
+        end, last = first + size, self.first + self.size
+        if first >= last or end <= self.first:
+            return False
+        inside = [at for at in (first, end) if self.first < at < last]
+        return any(at % self.of_slice % self.of_tile for at in inside)
+
+    def even(self) -> int | None:
+        """Return the side of the tiles if all have the same; else None."""
+        step = self.size // self.num_tiles
+        # Tiles in between are whole, unless a slice ends with a shorter one.
+        sizes = self.ranges(np.arange(self.num_tiles))[1]
+        return step if bool((sizes == step).all()) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """How a part of a tensor, seen as levels x rows x cols, is cut into tiles.
+
+    Tiles are numbered row-major over (level, row tile, column tile), elements of a tile row-major. Elements
+    of the part alone lie in memory, row-major.
+    """
+
+    levels: int
+    """Of the part."""
+    level: int
+    """The first of them."""
+    whole_levels: int
+    """Of the whole tensor."""
+    down: Side
+    across: Side
+
+    @property
+    def rows(self) -> int:
+        """Of a level of the whole tensor."""
+        return self.down.length
+
+    @property
+    def cols(self) -> int:
+        """Of the whole tensor."""
+        return self.across.length
+
+    @cached_property
+    def box(self) -> Box:
+        down, across = self.down, self.across
+        return Box(self.level, self.levels, down.first, down.size, across.first, across.size)
+
+    @cached_property
+    def row_tiles(self) -> int:
+        """Tiles along the rows of a level of the part."""
+        return self.down.num_tiles
+
+    @cached_property
+    def col_tiles(self) -> int:
+        """Tiles along the columns of the part."""
+        return self.across.num_tiles
+
+    @cached_property
+    def num_tiles(self) -> int:
+        return self.levels * self.row_tiles * self.col_tiles
+
+    @cached_property
+    def num_elements(self) -> int:
+        return self.levels * self.down.size * self.across.size
+
+    @property
+    def largest(self) -> int:
+        """Elements of its largest tile, at most."""
+        return min(self.down.of_tile, self.down.size) * min(self.across.of_tile, self.across.size)
+
+    @cached_property
+    def even(self) -> tuple[int, int] | None:
+        """Rows and columns of the tiles, if all have the same."""
+        rows, cols = self.down.even(), self.across.even()
+        return None if rows is None or cols is None else (rows, cols)
+
+    def places(self, tile: Array) -> tuple[Array, Array, Array, Array, Array]:
+        """Return (level, first row, first column, number of rows, number of columns) of tiles.
+
+        They count in the whole tensor.
+        """
+        band, col_tile = np.divmod(np.asarray(tile, dtype=np.int64), self.col_tiles)
+        level, row_tile = np.divmod(band, self.row_tiles)
+        row, num_rows = self.down.ranges(row_tile)
+        col, num_cols = self.across.ranges(col_tile)
+        return self.level + level, row, col, num_rows, num_cols
+
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Return the number of elements of each tile, int64 [num_tiles]."""
+        num_rows = self.down.ranges(np.arange(self.row_tiles))[1]
+        num_cols = self.across.ranges(np.arange(self.col_tiles))[1]
+        sizes: npt.NDArray[np.int64] = np.tile(np.outer(num_rows, num_cols).reshape(-1), self.levels)
+        return sizes
+
+    def positions(self, local: Array) -> Array:
+        """Return where elements of the flattened part stand in the flattened tensor, int64."""
+        box = self.box
+        if box.cols == self.cols and (box.rows == self.rows or box.levels == 1):
+            return local + (box.level * self.rows + box.row) * self.cols
+        line, col = np.divmod(local, box.cols)
+        level, row = np.divmod(line, box.rows)
+        found: Array = ((box.level + level) * self.rows + box.row + row) * self.cols + box.col + col
+        return found
+
+    def of_whole(self, flat: Array) -> Array:
+        """Return the part's elements of a flattened tensor, flat; where they lie together, its memory."""
+        box = self.box
+        whole = flat.reshape(-1, self.rows, self.cols)
+        return whole[
+            box.level : box.level + box.levels, box.row : box.row + box.rows, box.col : box.col + box.cols
+        ].reshape(-1)
+
+    def ranges_within(self, box: Box) -> tuple[int, int, int, int, int, int] | None:
+        """Return the first level, tile row and tile column, in the part, that have elements of a box of the
+        tensor, and how many; None if none has.
+        """
+        first = max(box.level, self.level)
+        levels = min(box.level + box.levels, self.level + self.levels) - first
+        down, across = self.down.touched(box.row, box.rows), self.across.touched(box.col, box.cols)
+        if levels <= 0 or down is None or across is None:
+            return None
+        return first - self.level, down[0], across[0], levels, down[1], across[1]
+
+    def is_cut(self, box: Box) -> bool:
+        """Whether a tile has elements of a box of the tensor, and others too."""
+        if self.ranges_within(box) is None:
+            return False
+        return self.down.is_cut(box.row, box.rows) or self.across.is_cut(box.col, box.cols)
+
+    def within(self, box: Box) -> npt.NDArray[np.int64]:
+        """Return the tiles that have elements of a box of the tensor, ascending."""
+        found = self.ranges_within(box)
+        if found is None:
+            return np.zeros(0, dtype=np.int64)
+        levels, rows, cols = (np.arange(found[k], found[k] + found[k + 3]) for k in range(3))
+        numbers = (levels[:, None, None] * self.row_tiles + rows[:, None]) * self.col_tiles + cols
+        flat: npt.NDArray[np.int64] = numbers.reshape(-1)
+        return flat
+
+    def gather(self, flat: Array, tiles: Array) -> Array:
+        """Return the elements of `tiles` (ascending), tile after tile, of a flattened part.
+
+        The result may share memory with `flat`.
+        """
+        if self.even is not None:
+            elements: Array = self._by_tile(flat)[self._pick(tiles)].reshape(-1)
+            return elements
+        return np.concatenate([self._part(flat, *at).reshape(-1) for at in self._each(tiles)])
+
+    def scatter(self, elements: Array, flat: Array, tiles: Array) -> None:
+        """Put elements, in the order of `gather`, into a flattened part."""
+        if self.even is not None:
+            pick = self._pick(tiles)
+            across = (self.col_tiles,) if isinstance(pick, slice) else ()
+            self._by_tile(flat)[pick] = elements.reshape(-1, *across, *self.even)
+            return
+        start = 0
+        for at in self._each(tiles):
+            part = self._part(flat, *at)
+            part[...] = elements[start : start + part.size].reshape(part.shape)
+            start += part.size
+
+    def _by_tile(self, flat: Array) -> Array:
+        """A view [bands, tiles of a band, rows, columns]."""
+        assert self.even is not None
+        rows, cols = self.even
+        view: Array = flat.reshape(-1, rows, self.col_tiles, cols).transpose(0, 2, 1, 3)
+        return view
+
+    def _pick(self, tiles: Array) -> Any:
+        """Index `tiles` in `_by_tile`: as a slice of bands where they are whole ones."""
+        first, end = int(tiles[0]), int(tiles[-1]) + 1
+        if end - first == len(tiles) and first % self.col_tiles == 0 and end % self.col_tiles == 0:
+            return slice(first // self.col_tiles, end // self.col_tiles)
+        return np.divmod(tiles, self.col_tiles)
+
+    def _each(self, tiles: Array) -> list[tuple[int, ...]]:
+        # Uneven tiles are large ones: one step of Python for each costs little.
+        return list(zip(*(side.tolist() for side in self.places(tiles)), strict=True))
+
+    def _part(self, flat: Array, level: int, row: int, col: int, num_rows: int, num_cols: int) -> Array:
+        box = self.box
+        row, col = row - box.row, col - box.col
+        held = flat.reshape(box.levels, box.rows, box.cols)
+        return held[level - box.level, row : row + num_rows, col : col + num_cols]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Parts that lie one after the other in one array, and their tiles, numbered through."""
+
+    runs: tuple[Tiling, ...]
+    """Neighbours that are cut alike are cut together, as one part of more levels."""
+
+    @classmethod
+    def of(cls, cuts: Sequence[Tiling]) -> "Layout":
+        runs = []
+        for (down, across), same in groupby(cuts, lambda cut: (cut.down, cut.across)):
+            levels = sum(cut.levels for cut in same)
+            runs.append(Tiling(levels=levels, level=0, whole_levels=levels, down=down, across=across))
+        return cls(tuple(runs))
+
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Return the number of elements of each tile."""
+        return np.concatenate([run.sizes() for run in self.runs])
+
+    def gather(self, flat: Array, tiles: Array) -> Array:
+        """Return the elements of `tiles` (ascending), tile after tile; may share memory with `flat`."""
+        parts = [run.gather(part, mine) for run, part, mine, _ in self._parts(flat, tiles)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def scatter(self, elements: Array, flat: Array, tiles: Array) -> None:
+        """Put elements, in the order of `gather`, where they belong."""
+        sizes = [run.sizes() for run in self.runs]
+        start = 0
+        for run, part, mine, number in self._parts(flat, tiles):
+            end = start + int(sizes[number][mine].sum())
+            run.scatter(elements[start:end], part, mine)
+            start = end
+
+    def _parts(self, flat: Array, tiles: Array) -> Iterator[tuple[Tiling, Array, Array, int]]:
+        first, start = 0, 0
+        for number, run in enumerate(self.runs):
+            last, end = first + run.num_tiles, start + run.num_elements
+            among = np.searchsorted(tiles, (first, last))
+            if among[1] > among[0]:
+                yield run, flat[start:end], tiles[among[0] : among[1]] - first, number
+            first, start = last, end
+
+
+@lru_cache(maxsize=65536)
+def _tiling(shape: tuple[int, ...], box: Box | None, row_slices: int, col_slices: int) -> Tiling:
+    levels, rows, cols = view_of(shape)
+    if box is None:
+        box = Box(0, levels, 0, rows, 0, cols)
+    slice_rows, slice_cols = rows // row_slices, cols // col_slices
+    tile_cols = _cut(slice_cols, MAX_ELEMENTS)
+    return Tiling(
+        levels=box.levels,
+        level=box.level,
+        whole_levels=levels,
+        down=Side(rows, slice_rows, _cut(slice_rows, MAX_ELEMENTS // tile_cols), box.row, box.rows),
+        across=Side(cols, slice_cols, tile_cols, box.col, box.cols),
+    )
+
+
+@lru_cache(maxsize=4096)
+def slices_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return in how many slices the rows and the columns of a tensor are usually cut."""
+    _, rows, cols = view_of(shape)
+    return tuple(SLICES if side % SLICES == 0 else 1 for side in (rows, cols))  # type: ignore[return-value]
+
+
+def tiling(shape: Sequence[int], box: Box | None = None, slices: tuple[int, int] | None = None) -> Tiling:
+    """Return how a part (by default all) of a tensor with elements is cut, in slices of rows and columns."""
+    shape = tuple(shape)
+    return _tiling(shape, box, *(slices_of(shape) if slices is None else slices))
+
+
+def tiling_of_part(shape: Sequence[int], box: Box | None, num_changed: int) -> Tiling:
+    """Return how a publisher cuts a part with so many changes: in fewer slices where tiles would cost much.
+
+    A whole tensor (no `box`) always has the usual slices.
+    """
+    found = tiling(shape, box)
+    if box is None:
+        return found
+    most = max(1.0, TILE_SHARE * CHANGE_BYTES / TILE_BYTES * num_changed)
+    slices = slices_of(tuple(shape))
+    while found.num_tiles > most:
+        fewer = [
+            tiling(shape, box, each)
+            for each in ((slices[0], slices[1] // 2), (slices[0] // 2, slices[1]))
+            if min(each) >= 1
+            and all(new == old or new >= FEWEST_SLICES for new, old in zip(each, slices, strict=True))
+        ]
+        # The side of which the part has more slices; of the columns, where it has as many of both.
+        best = min(fewer, key=lambda each: each.num_tiles, default=found)
+        if best.num_tiles >= found.num_tiles:
+            break
+        found, slices = best, (best.down.slices, best.across.slices)
+    return found
+
+
+def _cut(side: int, limit: int) -> int:
+    """Return the side of tiles: a power of two that divides `side` if it is near the limit, or the limit."""
+    if side <= limit:
+        return side
+    even = min(side & -side, 1 << (limit.bit_length() - 1))
+    return even if 4 * even >= limit else limit
+
+
+Chosen = Callable[[Tiling], Tiles]
+"""Says which tiles of a part are meant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coded:
+    """A change of one part of a tensor."""
+
+    tiling: Tiling
+    lo: int
+    """Exponents up to this one are in the first class."""
+    rows: npt.NDArray[np.uint8]
+    """[K, 3], the code of each class."""
+    lengths: npt.NDArray[np.int64]
+    """[num_tiles], bytes of each tile's stream."""
+    data: npt.NDArray[np.uint8]
+    """All streams, one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileSet:
+    """Some tiles of parts of one dtype, their elements numbered tile after tile."""
+
+    owner: npt.NDArray[np.int64]
+    """[tiles], the part of each."""
+    sizes: npt.NDArray[np.int64]
+    """[tiles]"""
+
+    @property
+    def ends(self) -> npt.NDArray[np.int64]:
+        """[tiles + 1], where each begins, and the end."""
+        return bounds_of(self.sizes)
+
+    def of_elements(self, values: Array) -> Array:
+        """Return for each element the value (uint8) of its part; [1] where there is one part."""
+        return values if len(values) == 1 else np.repeat(values[self.owner], self.sizes)
+
+
+def split(layout: Layout, tiles: Array, num_elements: int) -> Iterator[Array]:
+    """Cut ascending tiles into groups of about so many elements."""
+    if len(layout.runs) > 1:
+        ends = layout.sizes()[tiles].cumsum()
+        yield from np.split(tiles, np.flatnonzero(np.diff(ends // num_elements)) + 1) if len(tiles) else ()
+        return
+    cut = layout.runs[0]
+    # Whole bands are gathered fastest.
+    num = max(1, num_elements // (cut.largest * cut.col_tiles)) * cut.col_tiles
+    for start in range(0, len(tiles), num):
+        yield tiles[start : start + num]

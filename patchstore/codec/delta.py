@@ -1,0 +1,248 @@
+"""Encode changes on the CPU: from changes and the parent's tensors to the bytes of a delta."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from patchstore.bucket.records import Schema
+from patchstore.bucket.state_sums import SumsArray
+from patchstore.codec import Encoding, IndexEncoding, delta_file
+from patchstore.codec.context import Coded, Context, RowSets, Tiling, encode_all, packed
+from patchstore.codec.index import Gap
+from patchstore.codec.listing import Listing, Stated, bridged, listing
+from patchstore.codec.part_table import PartSums, PartTable
+from patchstore.stores.base import Chunk
+from patchstore.tensors.bits import TOGETHER
+from patchstore.tensors.columns import Group, ramps
+from patchstore.tensors.elements import sum_each
+
+Array = npt.NDArray[Any]
+
+NO_SUMS = PartSums(np.zeros(0, dtype=np.int64), np.zeros((0, 2), dtype=np.uint64))
+
+
+class Parents(Protocol):
+    """The tensors before a change, by the numbers of a group."""
+
+    def at(self, group: Group) -> Array:
+        """Return the bit patterns at the group's positions, unsigned integers [num]."""
+        ...
+
+    def whole(self, numbers: Array) -> Array:
+        """Return all bit patterns of these, one after the other, in host memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedDelta:
+    """The bytes of a delta, and by how much it changes the digest sums."""
+
+    encoding: str
+    num_changed: int
+    """Elements whose bits changed."""
+    listing: Listing = field(default_factory=Listing)
+    """What the file states by positions and values."""
+    coded: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The entries of coded parts, uint8: `table` and `tiles`; empty where there are none."""
+    growth: PartSums = NO_SUMS
+    """By how much the digest sums of parts with changes grow."""
+    parents: PartSums = NO_SUMS
+    """The digest sums of those parts before the change, if the encoding depends on them; otherwise empty."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What the file's tensors take."""
+        return self.listing.num_bytes + sum(entry.nbytes for entry in self.coded.values())
+
+    def file(
+        self, schema: Schema, *, version: int, parent: int, step: int, run_id: str
+    ) -> Callable[[], Iterator[Chunk]]:
+        """Return a function that streams the delta file; it may be called again for a retry.
+
+        Not for a delta without changes, which has no file.
+        """
+        identity = delta_file.identity(version, parent, step, run_id, self.encoding)
+        return delta_file.write(schema, identity, self.listing, self.coded)
+
+
+NO_CHANGES = EncodedDelta(encoding="gap", num_changed=0)
+"""The delta of a publication in which no bit changed. Every release reads `gap`."""
+
+
+def encode(
+    schema: Schema, table: PartTable, groups: Iterable[Group], parents: Parents, encoding: Encoding
+) -> EncodedDelta:
+    """Encode changes against the parent's tensors, which are on any device and stay as they are.
+
+    Memory beside the result: one large tensor, or a few million elements of small ones.
+    """
+    encoder = DeltaEncoder(schema, table, encoding)
+    for group in groups:
+        encoder.add(group, parents)
+    return encoder.delta()
+
+
+class DeltaEncoder:
+    """Builds a delta from groups of changes; see `columns.Group`."""
+
+    def __init__(self, schema: Schema, table: PartTable, encoding: Encoding) -> None:
+        self._schema, self._table, self._encoding = schema, table, encoding
+        self._only_dense = isinstance(encoding, Context) and encoding.only_dense
+        self._num_changed = 0
+        self._row_sets = RowSets()
+        self._coded: list[tuple[int, Coded]] = []
+        self._waiting: dict[str, list[_Coding]] = {}
+        """Small parts that are coded together, by dtype; at most `TOGETHER` elements of each."""
+        self._stated: list[Stated] = []
+        self._growth: list[PartSums] = []
+        self._parents: list[PartSums] = []
+
+    def add(self, group: Group, parents: Parents) -> None:
+        """Encode what changed of tensors, or parts, of one dtype. Groups of a dtype ascend by number."""
+        if not len(group.numbers):
+            return
+        replaced, at = parents.at(group), self._table.positions(group)
+        self._growth.append(
+            PartSums(
+                group.numbers,
+                _sums(group.values, group.counts, at) - _sums(replaced, group.counts, at),
+            )
+        )
+        self._num_changed += len(group.positions)
+        is_listed = np.ones(len(group.numbers), dtype=np.bool_)
+        if isinstance(self._encoding, Context):
+            cuts = self._cuts(group)
+            is_listed = np.array([cut is None for cut in cuts])
+            told = group.numbers[~is_listed] if self._only_dense else group.numbers
+            if len(told):
+                self._parents.append(self._table.digested(told, parents.whole(told)))
+            self._code(
+                group.at(np.flatnonzero(~is_listed)), [cut for cut in cuts if cut is not None], parents
+            )
+        if is_listed.any():
+            index = self._encoding.index
+            self._stated += stated(self._table, group.at(np.flatnonzero(is_listed)), parents.at, index)
+
+    def _cuts(self, group: Group) -> list[Tiling | None]:
+        cuts = self._table.cuts(group)
+        if self._only_dense:
+            cuts = [
+                cut if dense else None for cut, dense in zip(cuts, self._table.are_dense(group), strict=True)
+            ]
+        return cuts
+
+    def _code(self, group: Group, cuts: Sequence[Tiling], parents: Parents) -> None:
+        """Code parts: large ones alone, and small ones of a dtype together; some wait for the next call."""
+        if not cuts:
+            return
+        dtype = self._table.parts[group.numbers[0]].spec.dtype
+        waiting = self._waiting.pop(dtype, [])
+        held, first = sum(each.num_elements for each in waiting), 0
+        for place, cut in enumerate(cuts):
+            is_large = cut.num_elements > TOGETHER // 2
+            if is_large or held + cut.num_elements >= TOGETHER:
+                last = place if is_large else place + 1
+                waiting += _Coding.of(group, cuts, slice(first, last), parents)
+                first = place + 1
+                if is_large:
+                    self._write(dtype, _Coding.of(group, cuts, slice(place, place + 1), parents))
+                    held = sum(each.num_elements for each in waiting)
+                    continue
+                self._write(dtype, waiting)
+                waiting, held = [], 0
+            else:
+                held += cut.num_elements
+        waiting += _Coding.of(group, cuts, slice(first, len(cuts)), parents)
+        if waiting:
+            self._waiting[dtype] = waiting
+
+    def _write(self, dtype: str, some: Sequence["_Coding"]) -> None:
+        group, old, cuts = _joined(some)
+        # Parts that are cut alike, beside each other, are cut into tiles together.
+        order = self._table.alike[group.numbers].argsort(kind="stable")
+        if (order[1:] < order[:-1]).any():
+            sizes = np.array([cut.num_elements for cut in cuts])
+            old = old[ramps(sizes[order], (sizes.cumsum() - sizes)[order])]
+            group, cuts = group.at(order), [cuts[at] for at in order.tolist()]
+        coded = encode_all(dtype, cuts, old, group.counts, group.positions, group.values, self._row_sets)
+        self._coded += zip(self._table.owners[group.numbers].tolist(), coded, strict=True)
+
+    def delta(self) -> EncodedDelta:
+        for dtype, waiting in sorted(self._waiting.items()):
+            self._write(dtype, waiting)
+        self._waiting = {}
+        index = self._encoding.index
+        is_listed = self._only_dense and not self._coded
+        return EncodedDelta(
+            encoding=index.name if is_listed else self._encoding.name,
+            num_changed=self._num_changed,
+            listing=listing(self._schema, self._stated, index),
+            coded=packed(self._coded),
+            growth=joined_sums(self._growth),
+            parents=joined_sums(self._parents),
+        )
+
+
+def stated(
+    table: PartTable, group: Group, held: Callable[[Group], Array], index: IndexEncoding
+) -> Iterator[Stated]:
+    """Yield what a file states of parts by positions and values.
+
+    `held` returns the parent's bit patterns at a group's positions, and is asked where there are bridges.
+    """
+    is_whole = table.is_whole[group.numbers]
+    for mine, is_part in ((is_whole, False), (~is_whole, True)):
+        if not mine.any():
+            continue
+        some = group.at(np.flatnonzero(mine))
+        # A publisher of a part does not know what lies between its elements.
+        if not is_part and isinstance(index, Gap) and (found := bridged(some)) is not None:
+            some, is_bridge = found
+            values = held(some)
+            some = some._replace(values=np.where(is_bridge, values, some.values))
+        yield Stated(
+            some._replace(numbers=table.owners[some.numbers], positions=table.positions(some)), is_part
+        )
+
+
+class _Coding(NamedTuple):
+    """Parts that are coded together: what changed, and all bits before."""
+
+    group: Group
+    old: Array
+    cuts: Sequence[Tiling]
+
+    @property
+    def num_elements(self) -> int:
+        return len(self.old)
+
+    @classmethod
+    def of(cls, group: Group, cuts: Sequence[Tiling], some: slice, parents: Parents) -> "list[_Coding]":
+        """Return those of a range; none of an empty one."""
+        if some.start == some.stop:
+            return []
+        picked = group.at(np.arange(some.start, some.stop))
+        return [cls(picked, parents.whole(picked.numbers), cuts[some])]
+
+
+def _joined(some: Sequence[_Coding]) -> tuple[Group, Array, list[Tiling]]:
+    if len(some) == 1:
+        return some[0].group, some[0].old, [*some[0].cuts]
+    columns = zip(*(each.group for each in some), strict=True)
+    group = Group(*(np.concatenate(column) for column in columns))
+    return group, np.concatenate([each.old for each in some]), [cut for each in some for cut in each.cuts]
+
+
+def _sums(bits: Array, counts: Array, at: Array) -> SumsArray:
+    return np.stack(sum_each(bits, counts, at), axis=1)
+
+
+def joined_sums(each: Sequence[PartSums]) -> PartSums:
+    """Join the sums of different parts."""
+    if not each:
+        return NO_SUMS
+    return PartSums(*(np.concatenate(column) for column in zip(*each, strict=True)))

@@ -1,0 +1,294 @@
+"""Delta files: for each tensor with changes its positions and values, or its coded tiles."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from patchstore.bucket.manifest_json import json_object
+from patchstore.bucket.records import DTYPE_BYTES, FORMAT_VERSION, Manifest, Schema
+from patchstore.codec import encoding, tensor_file
+from patchstore.codec.context import Coded, Context, unpack
+from patchstore.codec.index import Listed
+from patchstore.codec.listing import Listing
+from patchstore.codec.tensor_file import (
+    FileHeader,
+    check_bools,
+    check_metadata,
+    listed_spec,
+)
+from patchstore.errors import CorruptObject
+from patchstore.stores.base import Chunk
+from patchstore.support import collector
+from patchstore.tensors.bits import TORCH_DTYPES
+from patchstore.tensors.columns import ramps
+
+Array = npt.NDArray[Any]
+
+
+class CodedPart(NamedTuple):
+    """Changes of one part of a tensor that are coded by the parent's values."""
+
+    number: int
+    """Place of the tensor in the schema."""
+    where: str
+    """The payload's key, which errors name."""
+    coded: Coded
+
+
+class Content:
+    """What payloads of one version state."""
+
+    def __init__(self, listed: Sequence[Listed], coded: Iterable[CodedPart]) -> None:
+        self.listed = listed
+        """By position. Several may list elements of one tensor, no two the same."""
+        self.coded = sorted(coded, key=lambda part: part.number)
+        self.coded_numbers = np.array([part.number for part in self.coded], dtype=np.int64)
+        """int64 [num_parts], ascending."""
+
+    @classmethod
+    def joined(cls, contents: Sequence["Content"]) -> "Content":
+        """Return what several payloads state."""
+        if len(contents) == 1:
+            return contents[0]
+        return cls(
+            [each for content in contents for each in content.listed],
+            [part for content in contents for part in content.coded],
+        )
+
+    @cached_property
+    def numbers(self) -> tuple[Array, Array]:
+        """int64 [T] each: the tensors that are stated, ascending; and how many state something of each."""
+        every = np.concatenate([*(each.numbers for each in self.listed), self.coded_numbers])
+        return np.unique(every.astype(np.int64), return_counts=True)
+
+    @property
+    def shared(self) -> Array:
+        """int64, ascending: the tensors that one payload lists, and another states too."""
+        numbers, counts = self.numbers
+        listed = [numbers[:0], *(each.numbers for each in self.listed)]
+        return np.intersect1d(numbers[counts > 1], np.concatenate(listed))
+
+    def of(self, numbers: Array) -> "Content":
+        """Return what is stated of some tensors, ascending."""
+        listed = [some for each in self.listed if len((some := each.of(numbers)).numbers)]
+        firsts, ends = (np.searchsorted(self.coded_numbers, numbers, side) for side in ("left", "right"))
+        return Content(listed, [self.coded[at] for at in ramps(ends - firsts, firsts).tolist()])
+
+
+def identity(version: int, parent: int | None, step: int, run_id: str, encoding: str) -> dict[str, str]:
+    """The metadata that say which delta a file is of."""
+    return {
+        "format": "patchstore",
+        "format_version": str(FORMAT_VERSION),
+        "kind": "delta",
+        "run_id": run_id,
+        "version": str(version),
+        "parent": str(parent),
+        "step": str(step),
+        "encoding": encoding,
+    }
+
+
+def write(
+    schema: Schema, metadata: Mapping[str, str], listing: Listing, coded: Mapping[str, torch.Tensor]
+) -> Callable[[], Iterator[Chunk]]:
+    """Return a function that streams a delta file, with all that is needed to understand it on its own.
+
+    `metadata` are its identity. The caller leaves the data as it is until the file is stored.
+    """
+    # By hand: a value for each of tens of thousands of tensors would take seconds.
+    fields, at = [], 0
+
+    def entry(name: str, dtype: str, num: int, num_bytes: int) -> None:
+        nonlocal at
+        fields.append(f'{name}":{{"dtype":"{dtype}","shape":[{num}],"data_offsets":[{at},{at + num_bytes}]}}')
+        at += num_bytes
+
+    names = schema.listed
+    for column in listing.columns:
+        width = column.data.element_size()
+        for number, num in zip(column.numbers.tolist(), column.counts.tolist(), strict=True):
+            entry(names[number][0] + column.suffix, column.dtype, num, num * width)
+    for name, data in coded.items():
+        entry(f'"{name}', "U8", data.numel(), data.numel())
+    listed = _list_of_tensors(schema, listing.numbers, listing.firsts)
+    told = json.dumps({**metadata, "tensors": listed}, separators=(",", ":"), ensure_ascii=False)
+    header = tensor_file.framed(",".join([f'{{"__metadata__":{told}', *fields]) + "}")
+    for column in listing.columns:
+        if column.dtype == "BOOL":
+            _check_bools("this file cannot be written", column.numbers, column.counts, column.data, schema)
+    tensors = [*(column.data for column in listing.columns), *coded.values()]
+    return lambda: tensor_file.stream(header, tensors)
+
+
+def _list_of_tensors(schema: Schema, numbers: Array, firsts: Mapping[int, int]) -> str:
+    """Return the list of the tensors that a file states by position, as this release writes it."""
+    names, listed = schema.listed, []
+    for number in numbers.tolist():
+        name, what = names[number]
+        listed.append(
+            f'{name}":{{{what},"first":{firsts[number]}}}' if number in firsts else f'{name}":{{{what}}}'
+        )
+    return f"{{{','.join(listed)}}}"
+
+
+@collector.paused()
+def read_delta(where: str, buffer: bytearray | memoryview, manifest: Manifest, schema: Schema) -> Content:
+    """Read a delta file, and check that it is the one its manifest means; the result shares the buffer."""
+    view = memoryview(buffer).cast("B")
+    header = tensor_file.read_header(where, len(view), lambda num_bytes: bytes(view[:num_bytes]))
+    assert manifest.delta is not None
+    expected = identity(
+        manifest.version, manifest.parent, manifest.step, manifest.run_id, manifest.delta.encoding
+    )
+    check_metadata(where, header, expected)
+    entries = {name: place for place, name in enumerate(header.names)}
+    coded: list[CodedPart] = []
+    if isinstance(encoding(manifest.delta.encoding), Context):
+        given = [entries.pop(name, None) for name in ("table", "tiles")]
+        if given != [None, None]:
+            table, tiles = (_bytes_of(where, view, header, place) for place in given)
+            found = unpack(where, table, tiles, schema.tensors)
+            coded = [CodedPart(number, where, each) for number, each in found]
+    listed = _listed(where, view, header, entries, schema)
+    if entries:
+        raise CorruptObject(f"{where}: it holds {min(entries)!r:.100}, which belongs to no listed tensor")
+    if not listed and not coded:
+        raise CorruptObject(f"{where}: it changes no tensor; a delta without changes has no payloads")
+    return Content(listed, coded)
+
+
+def _bytes_of(where: str, view: memoryview, header: FileHeader, place: int | None) -> Array:
+    """Return the entry `table` or `tiles`."""
+    if place is None or header.dtypes[place] != "U8" or len(header.shapes[place]) != 1:
+        raise CorruptObject(f"{where}: its entries 'table' and 'tiles' are not two lists of bytes")
+    start, end = (header.data_start + header.bounds[place : place + 2]).tolist()
+    return np.frombuffer(view[start:end], dtype=np.uint8)
+
+
+def _listed(
+    where: str, view: memoryview, header: FileHeader, entries: dict[str, int], schema: Schema
+) -> list[Listed]:
+    """Take what is listed out of the places of a file's entries, by name."""
+    firsts = _read_list(where, header, schema)
+    numbers, idx_at, val_at = sorted(firsts), list[int](), list[int]()
+    for number in numbers:
+        name = schema.tensors[number].name
+        idx, val = entries.pop(f"{name}.idx", None), entries.pop(f"{name}.val", None)
+        if idx is None or val is None:
+            raise CorruptObject(f"{where}: {name!r} lacks its positions or values")
+        idx_at.append(idx)
+        val_at.append(val)
+    if not numbers:
+        return []
+    each = _Stated(where, schema, header, np.array(numbers), np.array(idx_at), np.array(val_at))
+    each.check([firsts[number] for number in numbers])
+    begins = np.array([firsts[number] for number in numbers], dtype=np.int64)
+    kinds = {dtype: code for code, dtype in enumerate(sorted(set(header.dtypes)))}
+    of_place = np.array([kinds[dtype] for dtype in header.dtypes])
+    kind = of_place[each.val] * len(kinds) + of_place[each.idx]
+    found: list[Listed] = []
+    for mine in (np.flatnonzero(kind == one) for one in np.unique(kind)):
+        its, counts, values = each.numbers[mine], each.counts[mine], _flat(view, header, each.val[mine])
+        if values.dtype == torch.bool:
+            _check_bools(where, its, counts, values, schema)
+        gaps = _flat(view, header, each.idx[mine])
+        found.append(Listed(where, its, counts, begins[mine], counts.cumsum() - counts, gaps, values))
+    return found
+
+
+def _read_list(where: str, header: FileHeader, schema: Schema) -> dict[int, Any]:
+    """Read which tensors a file states by position; returns from where the gaps of each count, unchecked."""
+    text = header.metadata.get("tensors", "")
+    values = [name.removesuffix(".val") for name in header.names if name.endswith(".val")]
+    numbers = sorted(schema.places[name] for name in values if name in schema.places)
+    # Comparing takes a tenth of the time of parsing.
+    if text == _list_of_tensors(schema, np.array(numbers, dtype=np.int64), {}):
+        return dict.fromkeys(numbers, 0)
+    firsts: dict[int, Any] = {}
+    for name, value in json_object(f"{where}: its list of tensors", text).items():
+        number = schema.places.get(name)
+        if number is None:
+            raise CorruptObject(f"{where}: it changes tensor {name!r:.100}, which this run does not have")
+        spec = schema.tensors[number]
+        if listed_spec(where, name, value) != spec:
+            raise CorruptObject(f"{where}: it takes {name!r} for {value!r:.100}, but the run has {spec}")
+        firsts[number] = value.get("first", 0)
+    return firsts
+
+
+class _Stated:
+    """What a file says of the tensors that it lists; `numbers` ascend."""
+
+    def __init__(
+        self, where: str, schema: Schema, header: FileHeader, numbers: Array, idx: Array, val: Array
+    ) -> None:
+        self.numbers, self.idx, self.val = numbers, idx, val
+        """int64 [T] each, the tensors, and the places of their entries."""
+        widths = np.array([DTYPE_BYTES[dtype] for dtype in header.dtypes])
+        self._nums = np.diff(header.bounds) // widths
+        self.counts = self._nums[self.val]
+        """int64 [T], elements that are listed of each."""
+        self._where, self._schema, self._header = where, schema, header
+
+    def check(self, firsts: Sequence[Any]) -> None:
+        """Refuse what no index encoding stores of a tensor."""
+        header, tensors, numbers = self._header, self._schema.tensors, self.numbers.tolist()
+        sizes = np.array(self._schema.sizes)[self.numbers]
+        dims = np.array([len(shape) for shape in header.shapes])
+        is_flat = (dims[self.idx] == 1) & (dims[self.val] == 1) & (self._nums[self.idx] == self.counts)
+        is_typed = [
+            header.dtypes[val] == tensors[number].dtype
+            for number, val in zip(numbers, self.val.tolist(), strict=True)
+        ]
+        begins = [
+            type(first) is int and 0 <= first < size
+            for first, size in zip(firsts, sizes.tolist(), strict=True)
+        ]
+        is_right = (
+            is_flat & np.array(is_typed) & np.array(begins) & (self.counts > 0) & (self.counts <= sizes)
+        )
+        for at in np.flatnonzero(~is_right)[:1].tolist():
+            spec, idx, val = tensors[numbers[at]], self.idx[at], self.val[at]
+            what = (
+                f"it has values of {spec.name!r} in {header.dtypes[val]}, expected {spec.dtype}"
+                if not is_typed[at]
+                else f"{spec.name!r} has positions of shape {tuple(header.shapes[idx])} and values of shape "
+                f"{tuple(header.shapes[val])}, expected one dimension of the same length"
+                if not is_flat[at]
+                else f"it lists {spec.name!r}, and states no element of it"
+                if not self.counts[at]
+                else f"it states {self.counts[at]} elements of {spec.name!r}, which has {spec.num_elements}"
+                if self.counts[at] > sizes[at]
+                else f"positions of {spec.name!r} count from {firsts[at]!r:.100}, which is none of its "
+                f"{spec.num_elements} elements"
+            )
+            raise CorruptObject(f"{self._where}: {what}")
+
+
+def _flat(view: memoryview, header: FileHeader, places: Array) -> torch.Tensor:
+    """Return the data of entries of one dtype, one after the other; neighbours without a copy."""
+    cuts = np.flatnonzero(np.diff(places) != 1) + 1
+    begins, ends = (
+        header.bounds[some].tolist()
+        for some in (places[np.r_[0, cuts]], places[np.r_[cuts - 1, len(places) - 1]] + 1)
+    )
+    dtype = TORCH_DTYPES[header.dtypes[places[0]]]
+    found = [
+        torch.frombuffer(
+            view, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=header.data_start + begin
+        )
+        for begin, end in zip(begins, ends, strict=True)
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _check_bools(where: str, numbers: Array, counts: Array, data: torch.Tensor, schema: Schema) -> None:
+    """`tensor_file.check_bools` for tensors whose data lie one after the other."""
+    for number, its in zip(numbers.tolist(), torch.split(data, counts.tolist()), strict=True):
+        check_bools(where, schema.tensors[number].name, "BOOL", its)

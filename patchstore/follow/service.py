@@ -1,0 +1,75 @@
+"""`patchstore follow` as a whole: connects its parts, and logs and yields events."""
+
+import logging
+import threading
+from collections.abc import Generator
+from contextlib import ExitStack
+
+from patchstore.errors import ServerUnavailable, UsageError
+from patchstore.follow.desired import DesiredVersion, HeadWatcher
+from patchstore.follow.fleet import Fleet, FollowEvent
+from patchstore.follow.http_api import Control
+from patchstore.follow.loop import address_of
+from patchstore.follow.metrics import Metrics
+from patchstore.follow.settings import Settings
+from patchstore.signing.required import Floor
+from patchstore.stores.base import Store
+
+logger = logging.getLogger(__name__)
+
+
+def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator[FollowEvent]:
+    """Follow until `stop` is set, and yield and log what is done."""
+    watcher = HeadWatcher(store, run_id=settings.run_id)
+    if settings.floor_file is not None and settings.required_keys is None:
+        raise UsageError(
+            "a floor file is of use only where signatures are required: name the public keys too"
+        )
+    desired = DesiredVersion(
+        watcher,
+        at=settings.at,
+        pin_file=settings.pin_file,
+        required=settings.required_keys,
+        floor=Floor(settings.floor_file),
+        allow_rollback=settings.allow_rollback,
+        max_head_age_s=settings.max_head_age_s,
+    )
+    metrics = Metrics(watcher)
+    fleet = Fleet(desired, settings, observe=metrics.observe)
+    metrics.watch(fleet.status)
+    with ExitStack() as stack:
+        if settings.listen is not None:
+            # A server that waits for `update_interval_s` is not late.
+            unhealthy_after_s = settings.unhealthy_after_s + settings.update_interval_s
+            address = address_of(settings.listen)
+            control = Control(address, fleet, desired, metrics, unhealthy_after_s=unhealthy_after_s)
+            stack.enter_context(control)
+            logger.info("listening at %s", control.url, extra={"event": "listening", "url": control.url})
+        if desired.pinned is not None:
+            version = desired.pinned.version
+            fields = {"event": "pinned", "version": version}
+            logger.info("servers are pinned to version %d", version, extra=fields)
+        for event in fleet.run(stop, grace_s=settings.grace_s):
+            _log(event, store.url)
+            yield event
+    if fleet.left:
+        raise ServerUnavailable(
+            f"{', '.join(fleet.left)}: an update did not end in time, so generation may be paused; start "
+            "patchstore follow again to end it"
+        )
+
+
+def _log(event: FollowEvent, store: str) -> None:
+    done = event.step
+    fields = {
+        "event": done.outcome,
+        "server": event.server,
+        "store": store if event.server is None else None,
+        "version": done.version,
+        "seconds": round(done.seconds, 3),
+        "kind": None if done.error is None else done.error.kind,
+        "num_times": event.num_times if done.outcome == "failed" else None,
+    }
+    is_well = done.error is None and done.outcome != "old-head"
+    level = logging.INFO if is_well else logging.WARNING
+    logger.log(level, "%s: %s", event.server or store, done, extra=fields)

@@ -1,1 +1,0 @@
-"""Publishing from many ranks: who owns what, what ranks tell each other, and one commit for all."""

@@ -1,0 +1,281 @@
+"""The run that a store holds: its versions, and how a reader reaches them.
+
+Signatures, retirements, tags and shortcuts stand behind it. A reader names a version, and gets a way to it:
+the version is signed by a required key and not given up, and the way leads round what is damaged.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from patchstore.bucket import history, kept, lineage, notes
+from patchstore.bucket.digests import PayloadMissing
+from patchstore.bucket.lineage import NOTHING, Without
+from patchstore.bucket.records import Ends, Manifest, Payload, Plan, Schema, StoreHeader
+from patchstore.errors import CorruptObject, DataError, StoreReplaced, VersionNotFound
+from patchstore.signing.required import RequiredKeys, checks
+from patchstore.stores import layout
+from patchstore.stores.base import Store
+
+if TYPE_CHECKING:
+    from patchstore.bucket.state_sums import SumsArray
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+LEFT = "The weights were left as they are; {} to follow what is there now"
+"""For `Run(then=)` of a reader that keeps weights at a version, with what it opens again."""
+
+
+class Run:
+    """A run, as one reader follows it."""
+
+    def __init__(
+        self,
+        store: Store,
+        header: StoreHeader,
+        required: RequiredKeys | None = None,
+        *,
+        then: str = "",
+    ) -> None:
+        """Read the versions of a run whose header is known. Nothing is read yet.
+
+        Args:
+            then: what was left as it is, and what to do, if the store holds another run by now; see `LEFT`.
+                Empty for a reader that has just read the header.
+        """
+        self.store, self.header = store, header
+        self.check_signed = checks(required, store, header)
+        """Raises for a version that must not be used; None if no key is required."""
+        self._then = then
+
+    @classmethod
+    def open(cls, store: Store, required: RequiredKeys | None = None) -> "Run":
+        """Read the header. Raises VersionNotFound where there is no run."""
+        return cls(store, history.run_header(store), required)
+
+    @property
+    def schema(self) -> Schema:
+        return self.header.schema
+
+    # Which versions there are.
+
+    def newest(self, hint: int | None = None) -> Manifest | None:
+        """Return the newest version, or None before the first; see `history.head`."""
+        found = history.head(self.store, hint)
+        self.check(found if found is not None else history.read_header(self.store))
+        return found
+
+    def head(self, hint: int | None = None) -> Manifest:
+        """Return the newest version. Raises VersionNotFound before the first."""
+        newest = self.newest(hint)
+        if newest is None:
+            raise VersionNotFound(f"{self.store.url} has no version yet")
+        return newest
+
+    def named(self, version: int | str | None) -> int:
+        """Return the number of a version, which is not retired."""
+        if version is None:
+            return self.head().version
+        number = notes.version_of(self.store, version)
+        kept.check(self.store, number)
+        return number
+
+    def manifest(self, version: int) -> Manifest:
+        """Return a version that may be used. Raises as `plan`."""
+        found, data = history.read_stored(self.store, version)
+        self.check(found)
+        if self.check_signed is not None:
+            self.check_signed(found, data)
+        return found
+
+    def sums(self, manifest: Manifest) -> "SumsArray":
+        # Not above: it takes numpy, and commands that only list versions start at once.
+        from patchstore.bucket.state_sums import read_sums
+
+        return read_sums(self.store, self.schema, manifest)
+
+    def check(self, found: StoreHeader | Manifest | None) -> None:
+        """Check that what the store has is of this run. Raises StoreReplaced or CorruptObject; see `then`."""
+        if self._then:
+            history.check_run(self.store, found, self.header.run_id, self._then)
+        elif isinstance(found, Manifest):
+            history.check_same_run(self.store, found, self.header.run_id)
+
+    def replaced(self, what: str) -> StoreReplaced:
+        """Return the error about a store whose versions are not those that were there."""
+        found = f"{self.store.url} {what}. Its objects were removed or replaced. {self._then}"
+        return StoreReplaced(found.rstrip())
+
+    # How one is reached.
+
+    def plan(self, version: int, held: Manifest | None = None, *, without: Without = NOTHING) -> Plan:
+        """Plan the cheapest way to a version.
+
+        Raises:
+            VersionNotFound, WrongParent: the store has no way to that version.
+            StoreReplaced: it has another run than before, or another version of the held number.
+            Unsigned, WrongSignature: keys are required, and none has signed the version. Nothing but its
+                manifest was read.
+        """
+        number = None if held is None else held.version
+        try:
+            found = lineage.read(self.store, version, number, self.check_signed, without=without)
+        except VersionNotFound:
+            self.check(history.read_header(self.store))
+            raise
+        self.check(found.target)
+        if number is not None and number in found.ways and found.ways[number] != held:
+            raise self.replaced(f"has another version {number} than the one that is held")
+        return replace(found.plan(), held=number)
+
+    def reach(
+        self,
+        version: int,
+        use: Callable[[Plan], T],
+        *,
+        held: Manifest | None = None,
+        around: "Around | None" = None,
+    ) -> T:
+        """Use the cheapest way to a version; where it leads over what is damaged or deleted, another one.
+
+        Args:
+            use: is called again with another way if it raises DataError, and must leave nothing behind then.
+            around: what was left out before, which stays so if this succeeds.
+        """
+
+        def plan(without: Without) -> Plan:
+            if without.held:
+                # Payloads were deleted. Another way may lead to a version that is retired too.
+                kept.check(self.store, version)
+            return self.plan(version, held, without=without)
+
+        with kept.explained(self.store, version):
+            return (around or Around(self.store)).tried(plan, use)
+
+
+# The way round what is gone or damaged. A version's own objects lead to it without any shortcut, until a
+# collector deletes what an added anchor replaces. So a shortcut that does not lead where it should is left
+# out, and the way is planned again. Where payloads were deleted, the way begins at the nearest anchor left.
+
+_MOST = 3
+"""Damaged rollups that are left out one by one, and damaged anchors. After this many all others are left out
+too: each of them costs a whole attempt."""
+
+
+class Around:
+    """What the way to one version must not lead over, as far as that was found out."""
+
+    def __init__(self, store: Store) -> None:
+        self.without = NOTHING
+        self._store = store
+
+    def tried(self, plan: Callable[[Without], Plan], use: Callable[[Plan], T]) -> T:
+        """Plan a way and use it; where it leads over damage, plan another one."""
+        try:
+            return self._tried(plan, use)
+        except BaseException:
+            # Another attempt begins anew: bytes may have been damaged on their way to this host alone.
+            self.forget()
+            raise
+
+    def _tried(self, plan: Callable[[Without], Plan], use: Callable[[Plan], T]) -> T:
+        way, first = plan(self.without), None
+        while True:
+            try:
+                return use(way)
+            except DataError as exc:
+                before = self.without
+                other = plan(self.without) if self._leave_out(way, exc) else way
+                # Of another manifest it is not known whether it may be read, such as whether it is signed.
+                if other == way or other.target != way.target:
+                    raise self._explained(exc, first) from first
+                if first is None and self.without.shortcuts != before.shortcuts:
+                    first = exc
+                way = other
+
+    def suspect(self, over: Set[Ends]) -> Set[Ends]:
+        """Leave out what may have made a way lead to other weights: all rollups; without any, its anchor."""
+        rollups = {each for each in over if each.parent is not None}
+        self._add(rollups or over)
+        self.without = replace(self.without, rollups=True)
+        return rollups or over
+
+    def _add(self, shortcuts: Set[Ends]) -> None:
+        left_out = self.without.shortcuts | shortcuts
+        self.without = replace(
+            self.without,
+            shortcuts=left_out,
+            rollups=self.without.rollups or sum(each.parent is not None for each in left_out) >= _MOST,
+            anchors=self.without.anchors or sum(each.parent is None for each in left_out) >= _MOST,
+        )
+
+    def join(self, others: Iterable[Without]) -> None:
+        """Leave out also what others do, so that the ranks of a server take the same way."""
+        every = (self.without, *others)
+        self.without = Without(
+            shortcuts=frozenset().union(*(each.shortcuts for each in every)),
+            rollups=any(each.rollups for each in every),
+            anchors=any(each.anchors for each in every),
+            held=any(each.held for each in every),
+        )
+
+    def forget(self) -> None:
+        """Begin anew, for another version: what was damaged may be repaired by then."""
+        self.without = NOTHING
+
+    def _leave_out(self, way: Plan, exc: DataError) -> bool:
+        """Leave out what of a way may be to blame for an error; return False if nothing is."""
+        if named := {ends for ends, payload in payloads_over(way) if payload.key in str(exc)}:
+            self._add(named)
+        if blamed := named or (self.suspect(way.over) if _is_of_weights(way, exc) else named):
+            logger.warning(
+                "version %d is reached in another way, without %s of %s: %s. If this comes again, "
+                "`patchstore verify STORE --all` says what is damaged, and what to do",
+                way.target.version,
+                " and ".join(layout.shortcut_key(each.version, each.parent) for each in blamed),
+                self._store.url,
+                exc,
+            )
+            return True
+        is_from_anchor = self.without.held and self.without.rollups
+        if is_from_anchor or not isinstance(exc, PayloadMissing) or not kept.is_given_up(self._store, exc):
+            return False
+        self.without = replace(self.without, held=True, rollups=True)
+        logger.warning(
+            "payloads on the way to version %d were deleted, so it is reached from the nearest anchor: %s",
+            way.target.version,
+            exc,
+        )
+        return True
+
+    def _explained(self, exc: DataError, first: DataError | None) -> DataError:
+        """Return what to raise: where the last way was deleted, the shortcut in its place is to blame."""
+        if first is None or not isinstance(exc, PayloadMissing) or not kept.is_given_up(self._store, exc):
+            return exc
+        return CorruptObject(
+            f"{first}; and the way without that shortcut leads over what was deleted ({exc}): put the "
+            "damaged object back, or take a newer version"
+        )
+
+
+def _is_of_weights(way: Plan, exc: DataError) -> bool:
+    """Whether an error may be about what the shortcuts of a way led to: it names no object of the way."""
+    if not way.over or isinstance(exc, PayloadMissing):
+        return False
+    steps = (way.target, *way.deltas, *((way.anchor,) if way.anchor is not None else ()))
+    return not any(payload.key in str(exc) for step in steps for payload in step.objects)
+
+
+def payloads_over(way: Plan) -> Iterator[tuple[Ends, Payload]]:
+    """Yield the shortcuts of a way with each of their objects."""
+    if way.anchor is not None and (ends := Ends(way.anchor.version, None)) in way.over:
+        assert way.anchor.anchor is not None
+        yield from ((ends, each) for each in (*way.anchor.anchor.payloads, *way.anchor.anchor.files))
+    for step in way.deltas:
+        if (ends := Ends(step.version, step.parent)) in way.over:
+            assert step.delta is not None
+            yield from ((ends, each) for each in step.delta.payloads)

@@ -1,0 +1,325 @@
+"""Tensors, and what changed of them, as columns: no object and no step for each tensor.
+
+A model of experts has tens of thousands of tensors. Those of one element width lie in one array, tensor after
+tensor, beside an array of how many elements each has.
+
+Bit patterns are compared, not values: 0.0 and -0.0 differ and a NaN equals itself,
+because replay promises the trainer's bytes, not its numbers.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch._utils import _flatten_dense_tensors
+
+from patchstore.bucket.records import Schema
+from patchstore.tensors import elements
+from patchstore.tensors.bits import INTEGERS, TORCH_DTYPES, TensorPatch, bits, unsigned
+
+Array = npt.NDArray[Any]
+
+
+class Group(NamedTuple):
+    """What changed of some tensors, or parts of tensors, of one element width: tensor after tensor.
+
+    Columns, and no object for each tensor: a model of experts has tens of thousands.
+    """
+
+    numbers: Array
+    """int64 [T], which tensors, ascending as the caller numbers them; those with changes alone."""
+    counts: Array
+    """int64 [T], changes of each."""
+    positions: Array
+    """[num], in the flattened tensor, or part, that each is of; ascending in each. int32 where all fit."""
+    values: Array
+    """[num], new bit patterns, unsigned integers."""
+
+    def of(self, numbers: Array) -> "Group":
+        """Return what changed of some tensors, ascending; neighbours without a copy."""
+        return self.at(within(self.numbers, numbers))
+
+    def at(self, at: Array) -> "Group":
+        """Return what changed of the tensors at these places of `numbers`, in that order."""
+        if len(at) == len(self.numbers) and (at[1:] > at[:-1]).all():
+            return self
+        its, counts = self.numbers[at], self.counts[at]
+        starts = (self.counts.cumsum() - self.counts)[at]
+        if len(at) and (np.diff(at) == 1).all():
+            mine: slice | Array = slice(int(starts[0]), int(starts[-1] + counts[-1]))
+        else:
+            mine = ramps(counts, starts)
+        return Group(its, counts, self.positions[mine], self.values[mine])
+
+    @property
+    def owner(self) -> Array:
+        """int64 [num], of each change the place in `numbers` of its tensor."""
+        return np.repeat(np.arange(len(self.numbers)), self.counts)
+
+
+def within(numbers: Array, some: Array) -> Array:
+    """Return where in `numbers` those of `some` are that are there; both ascend, and so does the result."""
+    at = np.searchsorted(numbers, some)
+    found: Array = at[np.append(numbers, -1)[at] == some]
+    return found
+
+
+def ramps(counts: Array, firsts: Array | None = None) -> Array:
+    """Return as many numbers for each count, one after the other: from 0 on, or from each of `firsts` on."""
+    begins = counts.cumsum() - counts
+    found: Array = np.arange(int(counts.sum())) - np.repeat(
+        begins if firsts is None else begins - firsts, counts
+    )
+    return found
+
+
+def changed(new: torch.Tensor, old: torch.Tensor, sizes: Array, numbers: Array) -> Group:
+    """Compare tensors that lie side by side, on any device; returns what differs, in host memory.
+
+    Reads both once, a few million elements at a time; changes nothing.
+
+    Args:
+        new: [num], of any dtype; so is `old`.
+        sizes: int64 [T], elements of each tensor.
+        numbers: int64 [T], what each is called.
+    """
+    new, old = bits(new), bits(old)
+    at = elements.differing(new, old)
+    values = unsigned(new[at].cpu())
+    found = at.cpu().numpy()
+    ends = sizes.cumsum()
+    counts = np.diff(np.searchsorted(found, ends), prepend=0)
+    some = np.flatnonzero(counts)
+    starts = (ends - sizes)[some]
+    counts = counts[some]
+    positions = found - np.repeat(starts, counts)
+    if sizes.max(initial=0) < 2**31:
+        positions = positions.astype(np.int32)
+    return Group(numbers[some], counts, positions, values)
+
+
+def signed_of(flat: Array) -> torch.Tensor:
+    """Return unsigned integers as a tensor of integers of their width, in the same memory."""
+    width = flat.itemsize
+    return torch.from_numpy(flat.view("u1" if width == 1 else f"i{width}")).view(INTEGERS[width])
+
+
+class Changes:
+    """The elements whose bits differ from the state before: positions and new bits, in host memory.
+
+    The old bits are not in it: a caller that needs them reads the tensors of the state before.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        """Take what changed, tensors of each element width and dtype apart."""
+        self.num_changed = sum(len(group.positions) for group in groups)
+        self._groups = groups
+
+    def groups(self) -> Sequence[Group]:
+        """Return what changed; a tensor is in one of them alone."""
+        return self._groups
+
+
+def patches(group: Group, schema: Schema) -> Iterator[TensorPatch]:
+    """Yield what changed of each tensor; numbers are places in the schema, and positions in whole tensors."""
+    cuts = group.counts.tolist()
+    indices = torch.split(torch.from_numpy(group.positions), cuts)
+    values = torch.split(signed_of(group.values), cuts)
+    for number, at, its in zip(group.numbers.tolist(), indices, values, strict=True):
+        spec = schema.tensors[number]
+        yield TensorPatch(name=spec.name, indices=at, values=its.view(TORCH_DTYPES[spec.dtype]))
+
+
+def in_order(groups: Sequence[Group]) -> Group:
+    """Join groups of tensors of one dtype; the result ascends by tensor, and in each by position."""
+    numbers, counts, positions, values = (
+        each[0] if len(each) == 1 else np.concatenate(each) for each in zip(*groups, strict=True)
+    )
+    if (numbers[1:] > numbers[:-1]).all():
+        return Group(numbers, counts, positions, values)
+    order, distinct, ranks = _order(numbers, counts, positions)
+    totals = np.bincount(ranks, weights=counts, minlength=len(distinct)).astype(np.int64)
+    return Group(distinct, totals, positions[order], values[order])
+
+
+def last_of(groups: Sequence[Group]) -> Group:
+    """Join groups of tensors of one dtype, oldest first; of values at one position the last counts."""
+    if len(groups) == 1:
+        return groups[0]
+    numbers, counts, positions, values = (np.concatenate(each) for each in zip(*groups, strict=True))
+    order, distinct, ranks = _order(numbers, counts, positions)
+    owners, positions = np.repeat(ranks, counts)[order], positions[order]
+    is_last = np.ones(len(order), dtype=np.bool_)
+    is_last[:-1] = (positions[1:] != positions[:-1]) | (owners[1:] != owners[:-1])
+    totals = np.bincount(owners[is_last], minlength=len(distinct))
+    return Group(distinct, totals, positions[is_last], values[order[is_last]])
+
+
+def _order(numbers: Array, counts: Array, positions: Array) -> tuple[Array, Array, Array]:
+    """Return what sorts changes by tensor and position, those of one position as they come; and the distinct
+    numbers, ascending, and of each number the place among them.
+    """
+    distinct, ranks = np.unique(numbers, return_inverse=True)
+    sides = np.zeros(len(distinct), dtype=np.int64)
+    np.maximum.at(sides, ranks, positions[counts.cumsum() - 1].astype(np.int64) + 1)
+    # As if the tensors lay one after the other. The parts ascend, and this sort merges what does.
+    keys = positions + np.repeat((sides.cumsum() - sides)[ranks], counts)
+    return keys.argsort(kind="stable"), distinct, ranks
+
+
+def runs(keys: Iterable[object], sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Cut what lies side by side into runs of one key: large items alone, small ones together.
+
+    Yields the first of each run, and one more than its last; a run has about `most` elements.
+    """
+    first, num, before = 0, 0, None
+    place = -1
+    for place, (key, size) in enumerate(zip(keys, sizes, strict=True)):
+        is_large = size > most // 2
+        if place > first and (key != before or num >= most or is_large):
+            yield first, place
+            first, num = place, 0
+        before = key
+        num += most if is_large else size
+    if place >= first:
+        yield first, place + 1
+
+
+class Block:
+    """Tensors of one dtype, on any device; the caller numbers them, ascending."""
+
+    def __init__(self, memory: torch.Tensor, numbers: Array, sizes: Array) -> None:
+        """Take over flat memory that has tensors of so many elements, one after the other."""
+        self.memory, self.numbers, self.sizes = memory, numbers, sizes
+        self._starts = sizes.cumsum() - sizes
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> "Block":
+        """Copy tensors of one dtype and device; one alone shares its memory if it is contiguous."""
+        sizes = np.array([tensor.numel() for tensor in tensors], dtype=np.int64)
+        return cls(flattened(tensors), np.array(numbers, dtype=np.int64), sizes)
+
+    def places(self, numbers: Array) -> Array:
+        """Return where in `numbers` these are; all are there."""
+        found: Array = np.searchsorted(self.numbers, numbers)
+        return found
+
+    def held(self, numbers: Array) -> torch.Tensor:
+        """Return tensors, ascending, one after the other; neighbours without a copy."""
+        at = self.places(numbers)
+        cuts = np.flatnonzero(np.diff(at) != 1) + 1
+        firsts, lasts = at[np.concatenate([[0], cuts])], at[np.concatenate([cuts - 1, [len(at) - 1]])]
+        starts, ends = self._starts[firsts].tolist(), (self._starts[lasts] + self.sizes[lasts]).tolist()
+        found = [self.memory[start:end] for start, end in zip(starts, ends, strict=True)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def changed(self, new: torch.Tensor, numbers: Array) -> Group:
+        """Compare tensors with new ones, which lie one after the other on any device; see `changed`."""
+        return changed(new, self.held(numbers).to(new.device), self.sizes[self.places(numbers)], numbers)
+
+    def at(self, group: Group) -> Array:
+        """Return the bit patterns at a group's positions, in host memory."""
+        return unsigned(self.memory[self._flat(group)].cpu())
+
+    def whole(self, numbers: Array) -> Array:
+        """Return all bit patterns of tensors, in host memory."""
+        return unsigned(self.held(numbers).cpu())
+
+    def write(self, group: Group) -> None:
+        held = bits(self.memory)
+        held[self._flat(group)] = signed_of(group.values).to(held.device)
+
+    def _flat(self, group: Group) -> torch.Tensor:
+        starts = self._starts[self.places(group.numbers)]
+        return torch.from_numpy(np.repeat(starts, group.counts) + group.positions).to(self.memory.device)
+
+
+def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tensors of one dtype and device one after the other; one alone without a copy."""
+    if len(tensors) == 1:
+        return tensors[0].detach().reshape(-1)
+    with torch.no_grad():
+        # One call in C++, where views of thousands of tensors would take as long as comparing them.
+        flat: torch.Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+        return flat
+
+
+class Scattered:
+    """Tensors that lie anywhere, on any devices; all are contiguous."""
+
+    def __init__(self, tensors: Callable[[int], torch.Tensor]) -> None:
+        """Take a function that returns a tensor by its number; it is asked each time."""
+        self.tensor = tensors
+        self._known: dict[int, tuple[torch.Tensor, int, Flat]] = {}
+
+    def at(self, group: Group) -> Array:
+        """Return the bit patterns at a group's positions, in host memory."""
+        found = np.empty_like(group.values)
+        elsewhere: dict[torch.device, list[tuple[slice, torch.Tensor]]] = {}
+        sent = _Sent(group)
+        for flat, mine in self._each(group):
+            if isinstance(flat, np.ndarray):
+                found[mine] = flat[group.positions[mine]]
+            else:
+                elsewhere.setdefault(flat.device, []).append((mine, flat[sent.positions(flat.device)[mine]]))
+        for some in elsewhere.values():
+            at, joined = 0, unsigned(torch.cat([each for _, each in some]).cpu())
+            for mine, each in some:
+                found[mine] = joined[at : (at := at + len(each))]
+        return found
+
+    def write(self, group: Group) -> None:
+        """Write a group's values. If this raises, some of them may be written."""
+        here, sent = list[torch.Tensor](), _Sent(group)
+        for number, (flat, mine) in zip(group.numbers.tolist(), self._each(group), strict=True):
+            if isinstance(flat, np.ndarray):
+                flat[group.positions[mine]] = group.values[mine]
+                here.append(self.tensor(number))
+            else:
+                flat[sent.positions(flat.device)[mine]] = sent.values(flat.device)[mine]
+        # numpy does not tell autograd, which refuses to go back through what was overwritten.
+        torch.autograd.graph.increment_version(here)
+
+    def forget(self) -> None:
+        """Keep none alive: the function may never return it again."""
+        self._known.clear()
+
+    def _each(self, group: Group) -> Iterator[tuple["Flat", slice]]:
+        ends = group.counts.cumsum().tolist()
+        for number, start, end in zip(group.numbers.tolist(), [0, *ends], ends, strict=False):
+            yield self._flat(number), slice(start, end)
+
+    def _flat(self, number: int) -> "Flat":
+        """Return the bits of a tensor, in its memory: to make them takes longer than a few changes do."""
+        tensor = self.tensor(number)
+        known = self._known.get(number)
+        if known is not None and known[0] is tensor and known[1] == tensor.data_ptr():
+            return known[2]
+        flat: Flat = unsigned(tensor) if tensor.device.type == "cpu" else bits(tensor)
+        self._known[number] = tensor, tensor.data_ptr(), flat
+        return flat
+
+
+Flat = Array | torch.Tensor
+"""The bit patterns of a tensor: unsigned integers on the CPU, and a tensor of integers elsewhere."""
+
+
+class _Sent:
+    """What a group says, on each device where it is asked for."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._positions: dict[torch.device, torch.Tensor] = {}
+        self._values: dict[torch.device, torch.Tensor] = {}
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        if device not in self._positions:
+            self._positions[device] = torch.from_numpy(self._group.positions).to(device)
+        return self._positions[device]
+
+    def values(self, device: torch.device) -> torch.Tensor:
+        if device not in self._values:
+            self._values[device] = signed_of(self._group.values).to(device)
+        return self._values[device]

@@ -1,0 +1,1 @@
+"""What `live` does name by name, for all names at once, in kernels."""

@@ -1,0 +1,366 @@
+"""What one version stores, brought to the device: gaps as they are, and coded deltas decoded there.
+
+Only the tiles that this rank holds are decoded.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from patchstore.bucket import records
+from patchstore.bucket.records import DTYPE_BYTES, Schema, TensorSpec
+from patchstore.codec.context import Coded, tiling
+from patchstore.codec.delta_file import CodedPart
+from patchstore.codec.index import Gap, Listed, check_gaps
+from patchstore.errors import CorruptObject
+from patchstore.kernels import context_decode, context_tables, gap_decode
+from patchstore.kernels.context_tables import FORMATS
+from patchstore.kernels.gap_decode import TILE
+from patchstore.tensors.bits import bits
+from patchstore.tensors.columns import signed_of
+from vllm_plugin.gpu.upload import aligned, send, send_memory, tables_on
+from vllm_plugin.map.mapping import Box
+
+Array = npt.NDArray[Any]
+_NO_BOXES = np.zeros((0, 6), dtype=np.int64)
+_NO_RANGES = np.zeros((2, 0), dtype=np.int64)
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patches:
+    """Patches on the device, of one tensor each."""
+
+    names: Sequence[str]
+    positions: Array
+    """int64 [num], addresses of positions or gaps."""
+    values: Array
+    """int64 [num], addresses of values."""
+    nums: Array
+    """int64 [num], how many there are of both."""
+    position_widths: Array
+    """int64 [num], bytes of a position; 2 for gaps."""
+
+    def joined(self, other: "Patches") -> "Patches":
+        return Patches(
+            [*self.names, *other.names],
+            np.concatenate([self.positions, other.positions]),
+            np.concatenate([self.values, other.values]),
+            np.concatenate([self.nums, other.nums]),
+            np.concatenate([self.position_widths, other.position_widths]),
+        )
+
+    @classmethod
+    def between(
+        cls, names: Sequence[str], bounds: Array, positions: torch.Tensor, values: torch.Tensor
+    ) -> "Patches":
+        """Return the patches of names that are listed one after the other, each up to the next of `bounds`.
+
+        Positions and values are on the device; the caller keeps both.
+        """
+        firsts, width = np.asarray(bounds, dtype=np.int64)[:-1], positions.element_size()
+        return cls(
+            names,
+            positions.data_ptr() + firsts * width,
+            values.data_ptr() + firsts * values.element_size(),
+            np.diff(bounds),
+            np.full(len(names), width, dtype=np.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where elements of one tensor lie on the device, in boxes of them."""
+
+    format: tuple[int, int, int]
+    boxes: Array
+    """int64 [num_boxes, 6]: first level, levels, first row, rows, first column and columns, in the tensor."""
+    addresses: Array
+    """int64 [num_boxes], at which the tensor's first element would be."""
+    strides: Array
+    """int64 [num_boxes, 3], in elements: of levels, rows and columns."""
+    memory_widths: Array
+    """int64 [num_boxes], bytes of an element."""
+
+    @classmethod
+    def served(cls, spec: TensorSpec, boxes: Sequence[Box], memories: Mapping[int, torch.Tensor]) -> "Places":
+        """Describe elements that are served from flat memories, by index of the runtime."""
+        owners = [memories[box.index] for box in boxes]
+        widths = np.array([each.element_size() for each in owners], dtype=np.int64)
+        firsts = np.array([each.data_ptr() for each in owners], dtype=np.int64)
+        origins = np.array([box.origin for box in boxes], dtype=np.int64)
+        return cls(
+            format=FORMATS[spec.dtype],
+            boxes=_rows([box.elements for box in boxes]),
+            addresses=firsts + origins * widths,
+            strides=np.array([box.strides for box in boxes], dtype=np.int64).reshape(-1, 3),
+            memory_widths=widths,
+        )
+
+    @classmethod
+    def copied(cls, spec: TensorSpec, address: int, boxes: Sequence[Box] | None) -> "Places":
+        """Describe a tensor that lies there as checkpoints have it; all of it, or what is in boxes."""
+        tiles = tiling(spec.shape)
+        found = [tiles.box] if boxes is None else [box.elements for box in boxes]
+        strides = np.array([tiles.rows * tiles.cols, tiles.cols, 1], dtype=np.int64)
+        return cls(
+            format=FORMATS[spec.dtype],
+            boxes=_rows(found),
+            addresses=np.full(len(found), address, dtype=np.int64),
+            strides=np.tile(strides, (len(found), 1)),
+            memory_widths=np.full(len(found), DTYPE_BYTES[spec.dtype], dtype=np.int64),
+        )
+
+
+def _rows(boxes: Sequence[records.Box]) -> Array:
+    rows = [(each.level, each.levels, each.row, each.rows, each.col, each.cols) for each in boxes]
+    return np.array(rows, dtype=np.int64).reshape(-1, 6)
+
+
+class Decoded(NamedTuple):
+    """What was decoded."""
+
+    names: Sequence[str]
+    widths: Sequence[int]
+    """Bytes of an element of each."""
+    positions: torch.Tensor
+    """int32 or int64 [num], of one name after the other."""
+    values: torch.Tensor
+    """int16 [num]; one-byte elements in the lower byte."""
+    narrow: torch.Tensor
+    """uint8 [num]: the same, or nothing where no element is of one byte."""
+    bounds: Array
+    """int64 [num_names + 1], where the changes of each name begin, and the end."""
+
+    def patches(self) -> Patches:
+        found = Patches.between(self.names, self.bounds, self.positions, self.values)
+        narrow = self.narrow.data_ptr() + self.bounds[:-1]
+        return replace(found, values=np.where(np.array(self.widths) == 1, narrow, found.values))
+
+
+def decode(
+    coded: Sequence[tuple[str, str, Coded]], places: Mapping[str, Places], device: torch.device
+) -> Decoded:
+    """Decode what changed of parts of tensors: each with its name and the key of its object. Parts of one
+    tensor follow each other, and no box of `places` cuts through a tile.
+    """
+    names = list(dict.fromkeys(name for name, _, _ in coded))
+    widths = [places[name].format[0] for name in names]
+    geometry = context_tables.geometry([each.tiling for *_, each in coded])
+    where = [places[name] for name, _, _ in coded]
+    # Every part with every box of its tensor, and then those that have elements in common.
+    num_boxes = np.array([len(each.boxes) for each in where], dtype=np.int64)
+    owners = np.repeat(np.arange(len(coded)), num_boxes)
+    boxes, is_held = tiles_within(
+        geometry[owners], np.concatenate([_NO_BOXES, *(each.boxes for each in where)])
+    )
+    picked = np.flatnonzero(is_held)
+    if not len(picked):
+        nothing = torch.empty(0, dtype=torch.int32, device=device)
+        values = torch.empty(0, dtype=torch.int16, device=device)
+        return Decoded(
+            names, widths, nothing, values, values.to(torch.uint8), np.zeros(len(names) + 1, dtype=np.int64)
+        )
+    some, owners = np.unique(owners[picked], return_inverse=True)
+    coded = [coded[number] for number in some.tolist()]
+    (streams,) = send([torch.from_numpy(_joined([each.data for *_, each in coded]))], device)
+    tensors = context_tables.tensors(
+        geometry[some],
+        np.array([places[name].format for name, _, _ in coded], dtype=np.int64),
+        np.array([each.lo for *_, each in coded], dtype=np.int64),
+        np.array([len(each.rows) for *_, each in coded], dtype=np.int64),
+        device,
+    )
+    segments = context_tables.segments(
+        tensors,
+        owners,
+        boxes[picked],
+        np.concatenate([each.addresses for each in where])[picked],
+        np.concatenate([each.strides for each in where])[picked],
+        np.concatenate([each.memory_widths for each in where])[picked],
+    )
+    rows = np.concatenate([each.rows for *_, each in coded]).astype(np.int32)
+    ends = np.concatenate([each.lengths for *_, each in coded]).cumsum(dtype=np.int64)
+    starts, codes = tables_on(
+        device,
+        np.concatenate([np.zeros(1, dtype=np.int64), ends]),
+        rows[:, 0] | rows[:, 1] << 8 | rows[:, 2] << 16,
+    )
+    found = context_decode.decode(tensors, segments, codes, starts, streams)
+    if found.first_wrong is not None:
+        name, key, _ = coded[int(owners[found.first_wrong])]
+        raise CorruptObject(f"{key}: what it says of {name!r} is no change of the tensor that is served")
+    narrow = found.values.to(torch.uint8) if 1 in widths else found.values[:0]
+    # Where the parts of each name end; a name of which nothing is here ends where it begins.
+    order = {name: number for number, name in enumerate(names)}
+    of_name = np.array([order[name] for name, _, _ in coded])[owners]
+    last = np.searchsorted(of_name, np.arange(len(names)), side="right")
+    bounds = np.concatenate([np.zeros(1, dtype=np.int64), found.bounds[last]])
+    return Decoded(names, widths, found.positions, found.values, narrow, bounds)
+
+
+def tiles_within(geometry: Array, boxes: Array) -> tuple[Array, Array]:
+    """Return the tiles of parts that have elements of a box of the tensor each; see `Tiling.ranges_within`.
+
+    `geometry` is as `context_tables.geometry` returns it; boxes are int64 [num, 6]: first level, levels,
+    first row, rows, first column and columns, in the tensor. Returns int64 [num, 6], first level, tile row
+    and tile column, in the part, and how many of them; and bool [num], false where the box has nothing of the
+    part.
+    """
+    first = np.maximum(boxes[:, 0], geometry[:, 7])
+    levels = np.minimum(boxes[:, 0] + boxes[:, 1], geometry[:, 7] + geometry[:, 0]) - first
+    row, rows = _tiles_along(boxes[:, 2:4], geometry[:, 8:10], geometry[:, [3, 5, 12]])
+    col, cols = _tiles_along(boxes[:, 4:6], geometry[:, 10:12], geometry[:, [4, 6, 14]])
+    found = np.stack([first - geometry[:, 7], row, col, levels, rows, cols], axis=1)
+    is_held = np.asarray((found[:, 3:] > 0).all(axis=1))
+    return found, is_held
+
+
+def _tiles_along(box: Array, part: Array, cut: Array) -> tuple[Array, Array]:
+    """Return the first tile of parts that has rows (or columns) of boxes, and how many have; none or less
+    where no tile has. `box` and `part` have the first row and how many there are; `cut` rows of a slice and
+    of a tile, and the first tile of the part in the tensor.
+    """
+    of_slice, of_tile, first_tile = cut.T
+    tiles_of_slice = -(-of_slice // of_tile)
+
+    def tile_of(at: Array) -> Array:
+        tile: Array = at // of_slice * tiles_of_slice + at % of_slice // of_tile
+        return tile
+
+    first = np.maximum(box[:, 0], part[:, 0])
+    end = np.minimum(box.sum(axis=1), part.sum(axis=1))
+    tile = tile_of(first)
+    return tile - first_tile, np.where(first < end, tile_of(end - 1) - tile + 1, 0)
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    """Concatenate arrays of bytes; without a copy where they already lie side by side in one."""
+    base = parts[0].base
+    if isinstance(base, np.ndarray) and all(each.base is base for each in parts):
+        firsts = [each.__array_interface__["data"][0] for each in parts]
+        ends = [first + len(each) for first, each in zip(firsts, parts, strict=True)]
+        begin = firsts[0] - base.__array_interface__["data"][0]
+        if firsts[1:] == ends[:-1] and base.dtype == np.uint8 and base.ndim == 1:
+            return base[begin : begin + ends[-1] - firsts[0]]
+    return np.concatenate(parts)
+
+
+class Gaps(NamedTuple):
+    """Patches of one version on the device."""
+
+    patches: Patches
+    starts: torch.Tensor
+    """int64 [num_tiles]: one past the position before each tile."""
+    jobs: torch.Tensor
+    """int32 [num_tiles, 2]: which of the patches, and which of its tiles."""
+    memory: torch.Tensor
+    """uint8: gaps and values, which the patches point to."""
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return all values, of elements of one width, one patch after the other."""
+        firsts = self.patches.values - self.memory.data_ptr()
+        ends = firsts + self.patches.nums * dtype.itemsize
+        parts = [self.memory[i:j] for i, j in zip(firsts.tolist(), ends.tolist(), strict=True)]
+        return torch.cat(parts).view(dtype)
+
+
+def send_gaps(listed: Sequence[Listed], schema: Schema, device: torch.device) -> Gaps:
+    """Send what is listed by gaps; a tensor is listed once."""
+    for each in listed:
+        check_gaps(each, schema)
+    numbers, nums, firsts = (np.concatenate([_NONE, *(each[at] for each in listed)]) for at in (1, 2, 3))
+    sent = [each._replace(idx=aligned(each.idx), val=aligned(each.val)) for each in listed]
+    ranges = [
+        np.stack([flat.data_ptr() + flat.element_size() * each.starts, flat.element_size() * each.counts])
+        for each in sent
+        for flat in (each.idx, each.val)
+    ]
+    # Gaps and values of each in turn.
+    both = [np.concatenate([_NO_RANGES, *ranges[at::2]], axis=1) for at in (0, 1)]
+    addresses, num_bytes = np.stack(both, axis=2).reshape(2, -1)
+    memory, places = send_memory(addresses, num_bytes, device)
+    positions, values = (memory.data_ptr() + places).reshape(-1, 2).T
+    sizes = np.array(schema.sizes, dtype=np.int64)[numbers]
+    begins = np.concatenate([np.zeros(1, dtype=np.int64), num_tiles(nums).cumsum()])
+    streams = np.column_stack([positions, nums, np.zeros_like(nums), np.zeros_like(nums)])
+    jobs, streams_there, begins_there, firsts_there, sizes_there = tables_on(
+        device, jobs_of(nums, TILE), streams, begins, firsts, sizes
+    )
+    sums = gap_decode.sum_gaps(streams_there, jobs)
+    ends = torch.cat([sums.new_zeros(1), sums.cumsum(0)])
+    bounds = ends[begins_there]
+    reach = bounds[1:] - bounds[:-1] + firsts_there
+    if wrong := (reach > sizes_there).nonzero()[:, 0].tolist():
+        key = next(each.where for each in listed if numbers[wrong[0]] in each.numbers)
+        spec = schema.tensors[numbers[wrong[0]]]
+        raise CorruptObject(
+            f"{key}: gaps of {spec.name!r} reach position {int(reach[wrong[0]]) - 1}, beyond its "
+            f"{spec.num_elements} elements"
+        )
+    names = [schema.tensors[number].name for number in numbers.tolist()]
+    patches = Patches(names, positions, values, nums, np.full_like(nums, 2))
+    return Gaps(patches, ends[:-1] + (firsts_there - bounds[:-1])[jobs[:, 0]], jobs, memory)
+
+
+def list_positions(
+    listed: Sequence[Listed], schema: Schema, firsts: Mapping[str, int], device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield what tensors of one element width list: positions plus `firsts`, and bits of values."""
+
+    def added(numbers: Array) -> Array:
+        return np.array([firsts[schema.tensors[number].name] for number in numbers.tolist()], dtype=np.int64)
+
+    for each in listed:
+        if has_gaps(each):
+            gaps = send_gaps([each], schema, device)
+            nums = gaps.patches.nums
+            streams = np.column_stack(
+                [gaps.patches.positions, nums, nums.cumsum() - nums, added(each.numbers)]
+            )
+            table = table_on(device, streams)
+            yield (
+                gap_decode.list_positions(table, gaps.jobs, gaps.starts, int(nums.sum())),
+                gaps.values(bits(each.val[:0]).dtype),
+            )
+        else:
+            # Anything else is for `Gap.decode` to judge.
+            group = Gap().decode(each, schema)
+            at = group.positions + np.repeat(added(group.numbers), group.counts)
+            positions, values = send([torch.from_numpy(at), signed_of(group.values)], device)
+            yield positions, values
+
+
+def has_gaps(listed: Listed) -> bool:
+    return listed.idx.dtype == torch.uint16
+
+
+def decode_coded(
+    coded: Sequence[CodedPart], schema: Schema, places: Mapping[str, Places], device: torch.device
+) -> Decoded:
+    named = [(schema.tensors[part.number].name, part.where, part.coded) for part in coded]
+    return decode(named, places, device)
+
+
+def table_on(device: torch.device, rows: object) -> torch.Tensor:
+    array = np.array(rows) if not isinstance(rows, np.ndarray) else rows
+    return torch.from_numpy(array).to(device)
+
+
+def num_tiles(nums: Array) -> Array:
+    """How many tiles so many changes, or gaps, each are cut into."""
+    tiles: Array = -(-nums // TILE)
+    return tiles
+
+
+def jobs_of(sizes: Array, size: int) -> Array:
+    """List (which of `sizes`, which part of it) for all parts of at most `size`: int32 [num_jobs, 2]."""
+    counts = -(-sizes.astype(np.int64) // size)
+    jobs = np.empty((int(counts.sum()), 2), dtype=np.int32)
+    jobs[:, 0] = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
+    jobs[:, 1] = np.arange(len(jobs)) - np.repeat(counts.cumsum() - counts, counts)
+    return jobs

@@ -1,0 +1,1 @@
+"""Where a model's loader puts each element of a checkpoint."""
