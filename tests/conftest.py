@@ -59,9 +59,19 @@ def _sockets() -> Iterator[None]:
         yield
 
 
+def _thread() -> tuple[bool, bool, BaseException | None]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), sys.exception()
+
+
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded() -> Iterator[None]:
+    """Seed each test, and fail one that leaves its thread in another mode, in which later tests would run."""
     torch.manual_seed(0)
+    before = _thread()
+    yield
+    after = _thread()
+    torch.set_grad_enabled(before[0])
+    assert after == before, "changed: gradients on, inference mode on, or the exception that is handled"
 
 
 @pytest.fixture(scope="session")

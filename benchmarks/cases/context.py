@@ -25,7 +25,8 @@ from benchmarks.context.versions import STEP_ELEMENTS, Version, Weights
 from benchmarks.support.kernel_bench import WIDTH, Bench, Row, Short, Spent, device
 from benchmarks.support.shapes import SHAPES
 from patchstore.bucket.records import TensorSpec
-from patchstore.codec.context import Coded, packed_table, tiling
+from patchstore.codec.context import Coded, Cuts, RowSets, packed_table, tiling
+from patchstore.codec.context.rows import Sets
 
 if TYPE_CHECKING:
     from patchstore.kernels.context_decode import Decoded
@@ -158,22 +159,24 @@ def _version(weights: Weights, density: float) -> Iterator[Row]:
     num_elements = bench.num_bytes // WIDTH
     bench.need(int(40 * (density * num_elements + min(num_elements, STEP_ELEMENTS))), f"changing {density:g}")
     version = weights.change(density)
-    geometry = context_tables.geometry([tiling(spec.shape) for spec in specs])
+    geometry = context_tables.geometry(Cuts.of(tiling(spec.shape) for spec in specs))
     formats = np.array([context_tables.FORMATS[spec.dtype] for spec in specs], dtype=np.int64)
     given = version.positions, version.values, version.bounds
 
-    def encode() -> "Encoded":
-        encoder = context_encode.Encoder(geometry, formats, weights.addresses, *given)
+    def encode() -> "tuple[Encoded, Sets]":
+        every, row_sets = np.arange(len(specs) + 1), RowSets()
+        encoder = context_encode.Encoder(
+            geometry, formats, weights.addresses, *given, (every[:-1], every), row_sets
+        )
         encoder.order()
-        return encoder.finish()
+        return encoder.finish(), row_sets.sets
 
     encoding = _observe(bench, encode)
-    encoded = encoding.result
-    per_change = _num_bytes(specs, encoded) / len(version.positions)
-    sets = [encoded.sets[number] for number in encoded.row_sets.tolist()]
-    lo, num_classes = np.array([each.lo for each in sets]), np.array([len(each.rows) for each in sets])
-    cut = context_tables.tensors(geometry, formats, lo, num_classes, bench.device)
-    rows = np.concatenate([each.rows for each in sets])
+    encoded, every_set = encoding.result
+    per_change = _num_bytes(specs, encoded, every_set) / len(version.positions)
+    sets = every_set.at(encoded.row_sets)
+    cut = context_tables.tensors(geometry, formats, sets.lo, sets.nums, bench.device)
+    rows = sets.listed
     codes = torch.from_numpy(rows.astype(np.int64) @ [1, 1 << 8, 1 << 16])
     starts = torch.from_numpy(np.concatenate([[0], encoded.lengths.cumsum()]))
     coded = codes.to(bench.device, torch.int32), starts.to(bench.device), encoded.streams
@@ -255,17 +258,12 @@ def _check(version: Version, held: Held, decoded: "Decoded", what: str) -> int:
     return total
 
 
-def _num_bytes(specs: Sequence[TensorSpec], encoded: "Encoded") -> int:
+def _num_bytes(specs: Sequence[TensorSpec], encoded: "Encoded", sets: Sets) -> int:
     """Return the size of the payload's entries: streams, and the table of tensors, classes and lengths."""
-    cuts = [tiling(spec.shape) for spec in specs]
-    lengths = np.split(encoded.lengths, np.cumsum([cut.num_tiles for cut in cuts])[:-1])
-    sets = [encoded.sets[number] for number in encoded.row_sets.tolist()]
-    nothing = np.zeros(0, dtype=np.uint8)
-    items = [
-        (index, Coded(tiling=cut, lo=its.lo, rows=its.rows, lengths=its_lengths, data=nothing))
-        for index, (cut, its, its_lengths) in enumerate(zip(cuts, sets, lengths, strict=True))
-    ]
-    return len(encoded.streams) + len(packed_table(items))
+    cuts, nothing = Cuts.of(tiling(spec.shape) for spec in specs), np.zeros(0, dtype=np.uint8)
+    numbers = np.arange(len(specs))
+    coded = Coded(numbers, cuts, sets, encoded.row_sets, encoded.lengths, nothing)
+    return len(encoded.streams) + len(packed_table(coded))
 
 
 def _observe(bench: Bench, call: Callable[[], Any]) -> Observed:

@@ -15,6 +15,7 @@ from benchmarks.support.gaps import from_gaps
 from benchmarks.support.kernel_bench import WIDTH, Bench, Row, Short, must_agree, sample_of
 from benchmarks.support.shapes import Shape
 from patchstore.bucket.records import Schema, TensorSpec
+from patchstore.codec.context import Coded
 from patchstore.codec.delta_file import Content
 from patchstore.codec.index import Listed
 from patchstore.read.deltas import Deltas
@@ -120,7 +121,7 @@ class Stored(Deltas):
             idx=gaps.view(torch.uint16),
             val=values.view(torch.bfloat16),
         )
-        self._content = Content([listed], [])
+        self._content = Content([listed], Coded.none())
 
     def contents(self) -> list[Content]:
         return [self._content]

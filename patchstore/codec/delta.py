@@ -11,7 +11,7 @@ import torch
 from patchstore.bucket.records import Schema
 from patchstore.bucket.state_sums import SumsArray
 from patchstore.codec import Encoding, IndexEncoding, delta_file
-from patchstore.codec.context import Coded, Context, RowSets, Tiling, encode_all, packed
+from patchstore.codec.context import Coded, Context, Cuts, RowSets, encode_all, packed
 from patchstore.codec.index import Gap
 from patchstore.codec.listing import Listing, Stated, bridged, listing
 from patchstore.codec.part_table import PartSums, PartTable
@@ -94,7 +94,7 @@ class DeltaEncoder:
         self._only_dense = isinstance(encoding, Context) and encoding.only_dense
         self._num_changed = 0
         self._row_sets = RowSets()
-        self._coded: list[tuple[int, Coded]] = []
+        self._coded: list[Coded] = []
         self._waiting: dict[str, list[_Coding]] = {}
         """Small parts that are coded together, by dtype; at most `TOGETHER` elements of each."""
         self._stated: list[Stated] = []
@@ -115,36 +115,34 @@ class DeltaEncoder:
         self._num_changed += len(group.positions)
         is_listed = np.ones(len(group.numbers), dtype=np.bool_)
         if isinstance(self._encoding, Context):
-            cuts = self._cuts(group)
-            is_listed = np.array([cut is None for cut in cuts])
+            is_cut, cuts = self._cuts(group)
+            is_listed = ~is_cut
             told = group.numbers[~is_listed] if self._only_dense else group.numbers
             if len(told):
                 self._parents.append(self._table.digested(told, parents.whole(told)))
-            self._code(
-                group.at(np.flatnonzero(~is_listed)), [cut for cut in cuts if cut is not None], parents
-            )
+            self._code(group.at(np.flatnonzero(is_cut)), cuts, parents)
         if is_listed.any():
             index = self._encoding.index
             self._stated += stated(self._table, group.at(np.flatnonzero(is_listed)), parents.at, index)
 
-    def _cuts(self, group: Group) -> list[Tiling | None]:
-        cuts = self._table.cuts(group)
+    def _cuts(self, group: Group) -> tuple[Array, Cuts]:
+        """Return which parts are coded, and how those are cut."""
+        is_cut, cuts = self._table.cuts(group.numbers, group.counts)
         if self._only_dense:
-            cuts = [
-                cut if dense else None for cut, dense in zip(cuts, self._table.are_dense(group), strict=True)
-            ]
-        return cuts
+            are_dense = self._table.are_dense(group)
+            return is_cut & are_dense, cuts.at(are_dense[is_cut])
+        return is_cut, cuts
 
-    def _code(self, group: Group, cuts: Sequence[Tiling], parents: Parents) -> None:
+    def _code(self, group: Group, cuts: Cuts, parents: Parents) -> None:
         """Code parts: large ones alone, and small ones of a dtype together; some wait for the next call."""
-        if not cuts:
+        if not len(cuts):
             return
         dtype = self._table.parts[group.numbers[0]].spec.dtype
         waiting = self._waiting.pop(dtype, [])
         held, first = sum(each.num_elements for each in waiting), 0
-        for place, cut in enumerate(cuts):
-            is_large = cut.num_elements > TOGETHER // 2
-            if is_large or held + cut.num_elements >= TOGETHER:
+        for place, num in enumerate(cuts.num_elements.tolist()):
+            is_large = num > TOGETHER // 2
+            if is_large or held + num >= TOGETHER:
                 last = place if is_large else place + 1
                 waiting += _Coding.of(group, cuts, slice(first, last), parents)
                 first = place + 1
@@ -155,7 +153,7 @@ class DeltaEncoder:
                 self._write(dtype, waiting)
                 waiting, held = [], 0
             else:
-                held += cut.num_elements
+                held += num
         waiting += _Coding.of(group, cuts, slice(first, len(cuts)), parents)
         if waiting:
             self._waiting[dtype] = waiting
@@ -165,11 +163,12 @@ class DeltaEncoder:
         # Parts that are cut alike, beside each other, are cut into tiles together.
         order = self._table.alike[group.numbers].argsort(kind="stable")
         if (order[1:] < order[:-1]).any():
-            sizes = np.array([cut.num_elements for cut in cuts])
+            sizes = cuts.num_elements
             old = old[ramps(sizes[order], (sizes.cumsum() - sizes)[order])]
-            group, cuts = group.at(order), [cuts[at] for at in order.tolist()]
-        coded = encode_all(dtype, cuts, old, group.counts, group.positions, group.values, self._row_sets)
-        self._coded += zip(self._table.owners[group.numbers].tolist(), coded, strict=True)
+            group, cuts = group.at(order), cuts.at(order)
+        owners = self._table.owners[group.numbers]
+        changes = group.counts, group.positions, group.values
+        self._coded.append(encode_all(dtype, owners, cuts, old, *changes, self._row_sets))
 
     def delta(self) -> EncodedDelta:
         for dtype, waiting in sorted(self._waiting.items()):
@@ -181,7 +180,7 @@ class DeltaEncoder:
             encoding=index.name if is_listed else self._encoding.name,
             num_changed=self._num_changed,
             listing=listing(self._schema, self._stated, index),
-            coded=packed(self._coded),
+            coded=packed(Coded.joined(self._coded, self._row_sets.sets)),
             growth=joined_sums(self._growth),
             parents=joined_sums(self._parents),
         )
@@ -214,27 +213,28 @@ class _Coding(NamedTuple):
 
     group: Group
     old: Array
-    cuts: Sequence[Tiling]
+    cuts: Cuts
 
     @property
     def num_elements(self) -> int:
         return len(self.old)
 
     @classmethod
-    def of(cls, group: Group, cuts: Sequence[Tiling], some: slice, parents: Parents) -> "list[_Coding]":
+    def of(cls, group: Group, cuts: Cuts, some: slice, parents: Parents) -> "list[_Coding]":
         """Return those of a range; none of an empty one."""
         if some.start == some.stop:
             return []
-        picked = group.at(np.arange(some.start, some.stop))
-        return [cls(picked, parents.whole(picked.numbers), cuts[some])]
+        at = np.arange(some.start, some.stop)
+        picked = group.at(at)
+        return [cls(picked, parents.whole(picked.numbers), cuts.at(at))]
 
 
-def _joined(some: Sequence[_Coding]) -> tuple[Group, Array, list[Tiling]]:
+def _joined(some: Sequence[_Coding]) -> tuple[Group, Array, Cuts]:
     if len(some) == 1:
-        return some[0].group, some[0].old, [*some[0].cuts]
+        return some[0].group, some[0].old, some[0].cuts
     columns = zip(*(each.group for each in some), strict=True)
     group = Group(*(np.concatenate(column) for column in columns))
-    return group, np.concatenate([each.old for each in some]), [cut for each in some for cut in each.cuts]
+    return group, np.concatenate([each.old for each in some]), Cuts.joined([each.cuts for each in some])
 
 
 def _sums(bits: Array, counts: Array, at: Array) -> SumsArray:

@@ -1,9 +1,9 @@
 """Delta files: for each tensor with changes its positions and values, or its coded tiles."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,30 +25,18 @@ from patchstore.errors import CorruptObject
 from patchstore.stores.base import Chunk
 from patchstore.support import collector
 from patchstore.tensors.bits import TORCH_DTYPES
-from patchstore.tensors.columns import ramps
 
 Array = npt.NDArray[Any]
-
-
-class CodedPart(NamedTuple):
-    """Changes of one part of a tensor that are coded by the parent's values."""
-
-    number: int
-    """Place of the tensor in the schema."""
-    where: str
-    """The payload's key, which errors name."""
-    coded: Coded
 
 
 class Content:
     """What payloads of one version state."""
 
-    def __init__(self, listed: Sequence[Listed], coded: Iterable[CodedPart]) -> None:
+    def __init__(self, listed: Sequence[Listed], coded: Coded) -> None:
         self.listed = listed
         """By position. Several may list elements of one tensor, no two the same."""
-        self.coded = sorted(coded, key=lambda part: part.number)
-        self.coded_numbers = np.array([part.number for part in self.coded], dtype=np.int64)
-        """int64 [num_parts], ascending."""
+        self.coded = coded.at(coded.numbers.argsort(kind="stable"))
+        """By the parent's values; ascending by tensor."""
 
     @classmethod
     def joined(cls, contents: Sequence["Content"]) -> "Content":
@@ -57,13 +45,13 @@ class Content:
             return contents[0]
         return cls(
             [each for content in contents for each in content.listed],
-            [part for content in contents for part in content.coded],
+            Coded.joined([content.coded for content in contents if len(content.coded)]),
         )
 
     @cached_property
     def numbers(self) -> tuple[Array, Array]:
         """int64 [T] each: the tensors that are stated, ascending; and how many state something of each."""
-        every = np.concatenate([*(each.numbers for each in self.listed), self.coded_numbers])
+        every = np.concatenate([*(each.numbers for each in self.listed), self.coded.numbers])
         return np.unique(every.astype(np.int64), return_counts=True)
 
     @property
@@ -76,8 +64,7 @@ class Content:
     def of(self, numbers: Array) -> "Content":
         """Return what is stated of some tensors, ascending."""
         listed = [some for each in self.listed if len((some := each.of(numbers)).numbers)]
-        firsts, ends = (np.searchsorted(self.coded_numbers, numbers, side) for side in ("left", "right"))
-        return Content(listed, [self.coded[at] for at in ramps(ends - firsts, firsts).tolist()])
+        return Content(listed, self.coded.of(numbers))
 
 
 def identity(version: int, parent: int | None, step: int, run_id: str, encoding: str) -> dict[str, str]:
@@ -148,17 +135,16 @@ def read_delta(where: str, buffer: bytearray | memoryview, manifest: Manifest, s
     )
     check_metadata(where, header, expected)
     entries = {name: place for place, name in enumerate(header.names)}
-    coded: list[CodedPart] = []
+    coded = Coded.none()
     if isinstance(encoding(manifest.delta.encoding), Context):
         given = [entries.pop(name, None) for name in ("table", "tiles")]
         if given != [None, None]:
             table, tiles = (_bytes_of(where, view, header, place) for place in given)
-            found = unpack(where, table, tiles, schema.tensors)
-            coded = [CodedPart(number, where, each) for number, each in found]
+            coded = unpack(where, table, tiles, schema.tensors)
     listed = _listed(where, view, header, entries, schema)
     if entries:
         raise CorruptObject(f"{where}: it holds {min(entries)!r:.100}, which belongs to no listed tensor")
-    if not listed and not coded:
+    if not listed and not len(coded):
         raise CorruptObject(f"{where}: it changes no tensor; a delta without changes has no payloads")
     return Content(listed, coded)
 

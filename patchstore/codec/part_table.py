@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from patchstore.bucket.records import Part, Schema
+from patchstore.bucket.records import DTYPE_BYTES, Part, Schema
 from patchstore.bucket.state_sums import Sums, SumsArray
-from patchstore.codec.context import Tiling, is_coded, pays, tiling, tiling_of_part
-from patchstore.codec.context.table import FEW_TILES, MANY_CHANGES
+from patchstore.codec.context import Cuts, is_coded, pays, tiling
+from patchstore.codec.context.tiles import most_tiles, tilings_of_part
 from patchstore.tensors import parts
 from patchstore.tensors.columns import Group, signed_of
 from patchstore.tensors.elements import sum_each
@@ -42,6 +42,14 @@ class PartTable:
         """int64 [P], never descending."""
         self.sizes = np.array([part.num_elements for part in given], dtype=np.int64)
         """int64 [P], elements of each."""
+        self.whole_sizes = np.array([part.spec.num_elements for part in given], dtype=np.int64)
+        """int64 [P], elements of each one's tensor."""
+        self.dtypes = sorted({part.spec.dtype for part in given})
+        codes = {dtype: code for code, dtype in enumerate(self.dtypes)}
+        self.dtype = np.array([codes[part.spec.dtype] for part in given], dtype=np.int64)
+        """int64 [P], which of `dtypes` each has."""
+        self.widths = np.array([DTYPE_BYTES[part.spec.dtype] for part in given], dtype=np.int64)
+        """int64 [P], bytes of an element."""
         self.is_whole = np.array([part.is_whole for part in given], dtype=np.bool_)
         self.numbers = {part.key: number for number, part in enumerate(given)}
         """By key."""
@@ -50,15 +58,34 @@ class PartTable:
         self.alike = np.array([ranks[key] for key in keys], dtype=np.int64)
         """int64 [P], a number for each way to be cut: parts that are cut alike are coded together."""
         self._lines = np.array([part.lines or (-1, 1, 0) for part in given], dtype=np.int64).reshape(-1, 3)
-        self._is_coded = np.array([is_coded(part.spec.dtype) and part.num_elements > 0 for part in given])
-        self._tilings = [tiling(part.spec.shape) if part.num_elements else None for part in given]
-        """How whole tensors are cut into tiles."""
-        self._num_tiles = np.array([0 if each is None else each.num_tiles for each in self._tilings])
+        starts = [
+            (owner, *((0, 0, 0) if part.box is None else part.box_start))
+            for owner, part in zip(owners, given, strict=True)
+        ]
+        self.ranks = np.lexsort(np.array(starts, dtype=np.int64).reshape(-1, 4).T[::-1]).argsort()
+        """int64 [P], the place of each in the order of a file's coded parts."""
+        self.runs = np.array([-1 if part.run is None else part.run for part in given], dtype=np.int64)
+        """int64 [P], where each begins in its flattened tensor; -1 where its elements do not follow each
+        other."""
+        self._is_coded = np.array([is_coded(part.spec.dtype) and part.box is not None for part in given])
+        firsts = {rank: number for number, rank in enumerate(self.alike.tolist())}
+        self._ways = _Ways([given[firsts[rank]] for rank in range(len(ranks))])
 
     @classmethod
     def of_whole(cls, schema: Schema) -> Self:
         """Return the table of a process that has all tensors whole; their numbers are their places."""
         return cls([Part.whole(spec) for spec in schema.tensors], range(len(schema.tensors)))
+
+    @property
+    def largest_tile(self) -> int:
+        """Elements of the largest tile of any part, at most."""
+        return max((kind.largest for kind in self._ways.kinds), default=1)
+
+    @property
+    def is_scattered(self) -> npt.NDArray[np.bool_]:
+        """Bool [P], whether each is cut in three dimensions, so that `positions` follow no one rule."""
+        scattered: npt.NDArray[np.bool_] = self._lines[:, 0] < 0
+        return scattered
 
     def positions(self, group: Group) -> Array:
         """Return where changes stand in the flattened tensors, int64 [num]."""
@@ -75,21 +102,11 @@ class PartTable:
             found[mine] = self.parts[group.numbers[place]].positions(group.positions[mine])
         return found
 
-    def cuts(self, group: Group) -> list[Tiling | None]:
-        """Return how each part is coded; None where that does not pay, or it cannot be.
-
-        A reader goes through tiles side by side, one change after the other: where tiles are few and changes
-        many, it would take longer than the bytes are worth.
-        """
-        pays = (group.counts <= MANY_CHANGES) | (self._num_tiles[group.numbers] >= FEW_TILES)
-        pays &= self._is_coded[group.numbers]
-        found = [
-            self._tilings[number] if its else None
-            for number, its in zip(group.numbers.tolist(), pays.tolist(), strict=True)
-        ]
-        for place in np.flatnonzero(~self.is_whole[group.numbers]):
-            found[place] = cut_of_part(self.parts[group.numbers[place]], int(group.counts[place]))
-        return found
+    def cuts(self, numbers: Array, counts: Array) -> tuple[Array, Cuts]:
+        """Return which parts with so many changes are coded, bool [num], and how those are cut."""
+        kind, num_tiles = self._ways.of(self.alike[numbers], counts)
+        is_cut = self._is_coded[numbers] & pays(counts, num_tiles)
+        return is_cut, Cuts(self._ways.kinds, kind[is_cut])
 
     def are_dense(self, group: Group) -> Array:
         """Whether positions and values of the changes take more than a quarter of each part's own bytes."""
@@ -120,10 +137,25 @@ class PartTable:
         return PartSums(numbers, np.array(list(sums.values()), dtype=np.uint64).reshape(-1, 2))
 
 
-def cut_of_part(part: Part, num_changed: int) -> Tiling | None:
-    """Return how a part with this many changes is coded; None where that does not pay, or it cannot be."""
-    box = part.box
-    if box is None:
-        return None
-    cut = tiling_of_part(part.spec.shape, None if part.is_whole else box, num_changed)
-    return cut if pays(part.spec, num_changed, cut) else None
+class _Ways:
+    """How parts that are alike may be cut into tiles: those with more changes into more."""
+
+    def __init__(self, given: Sequence[Part]) -> None:
+        found = [
+            [tiling(())]
+            if part.box is None
+            else tilings_of_part(part.spec.shape, None if part.is_whole else part.box)
+            for part in given
+        ]
+        self.kinds = [each for some in found for each in some]
+        self._num_tiles = np.array([each.num_tiles for each in self.kinds], dtype=np.int64)
+        nums = np.array([len(some) for some in found], dtype=np.int64)
+        self._firsts, self._lasts = nums.cumsum() - nums, nums.cumsum() - 1
+
+    def of(self, alike: Array, counts: Array) -> tuple[Array, Array]:
+        """Return which of `kinds` parts with so many changes have, and the tiles of each: int64 [num]."""
+        kind, lasts = self._firsts[alike], self._lasts[alike]
+        most = most_tiles(counts)
+        while (is_next := (self._num_tiles[kind] > most) & (kind < lasts)).any():
+            kind += is_next
+        return kind, self._num_tiles[kind]

@@ -1,6 +1,7 @@
 """What is done with every element, by kernels for GPUs; `tensors.elements` does the same in plain torch."""
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -31,3 +32,8 @@ def new_stream(device: torch.device) -> torch.cuda.Stream | None:
     if device.type != "cuda":
         return None
     return torch.cuda.Stream(device)
+
+
+def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Launch what the block launches on a stream, where there is one."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

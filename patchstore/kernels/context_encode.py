@@ -7,7 +7,6 @@ Then one thread walks the changes of a tile as a reader would: first to measure 
 write it (`write`). Streams start as ones, so that runs of unchanged elements are only passed.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from patchstore.codec.context.rows import BINS, RowSet, choose_by_group, first_exponent
+from patchstore.codec.context.rows import BINS, RowSets, choose_by_group, first_exponent
 from patchstore.kernels import context_tables as columns
 from patchstore.kernels.context_classes import (
     DENSE,
@@ -432,7 +431,6 @@ class Encoded:
 
     row_sets: Array
     """int64 [num_tensors], the number of each part's row set."""
-    sets: Sequence[RowSet]
     lengths: Array
     """int64 [num_tiles], bytes of each tile's stream, part by part."""
     streams: torch.Tensor
@@ -455,7 +453,10 @@ class Encoder:
         positions: torch.Tensor,
         values: torch.Tensor,
         bounds: Array,
-        groups: Sequence[Sequence[int]] | None = None,
+        groups: tuple[Array, Array],
+        row_sets: RowSets,
+        *,
+        largest: int = 1,
     ) -> None:
         """Find the tiles of changes, and begin to count what rows are chosen by.
 
@@ -467,15 +468,18 @@ class Encoder:
                 part.
             values: int16, their new bits; one-byte elements in the lower byte.
             bounds: int64 [num_tensors + 1], where the changes of each part begin, and the end.
-            groups: the parts for which row sets are chosen together, of one dtype, one group after the other;
-                each part alone by default.
+            groups: the parts for which row sets are chosen together, of one dtype: `order` and `bounds` of
+                `choose_by_group`.
+            row_sets: those of the payload so far, which grow by what these parts need.
+            largest: elements of the largest tile for which kernels are compiled, if these parts have smaller
+                ones alone.
         """
         device, num, num_tensors = positions.device, len(positions), len(geometry)
         self._geometry, self._formats, self._device = geometry, formats, device
-        self._groups = [[number] for number in range(num_tensors)] if groups is None else groups
+        self._groups, self._row_sets = groups, row_sets
         zeros = np.zeros(num_tensors, dtype=np.int64)
         cut = tensors(geometry, formats, zeros, zeros + 1, device)
-        self._held = held = whole(cut, addresses)
+        self._held = held = whole(cut, addresses, largest)
         num_chunks = -(-np.diff(bounds) // CHUNK)
         firsts = np.cumsum(num_chunks) - num_chunks
         tables = torch.from_numpy(np.concatenate([addresses, bounds, firsts, num_chunks])).to(device)
@@ -522,13 +526,14 @@ class Encoder:
         if self._is_found is not None:
             self._is_found.synchronize()
         widths = self._formats[:, 0]
-        self._numbers, self._sets = choose_by_group(self._changed, self._found.numpy(), widths, self._groups)
-        lo = np.array([self._sets[number].lo for number in self._numbers.tolist()])
-        classes = np.array([len(self._sets[number].rows) for number in self._numbers.tolist()])
-        ends = np.cumsum([len(each.rows) for each in self._sets])
-        first_rows = ends[self._numbers] - classes
+        self._numbers = choose_by_group(
+            self._row_sets, self._changed, self._found.numpy(), widths, *self._groups
+        )
+        sets, of_each = self._row_sets.sets.at(self._numbers).distinct()
+        lo, classes = sets.lo[of_each], sets.nums[of_each]
+        first_rows = (sets.nums.cumsum() - sets.nums)[of_each]
         cut = tensors(self._geometry, self._formats, lo, classes, device, first_rows=first_rows)
-        rows = np.concatenate([each.rows for each in self._sets])
+        rows = sets.listed
         codes = torch.from_numpy(rows.astype(np.int32) @ np.array([1, 1 << 8, 1 << 16], dtype=np.int32)).to(
             device
         )
@@ -563,7 +568,6 @@ class Encoder:
         write(*self._common, starts=starts, words=words)
         return Encoded(
             row_sets=self._numbers,
-            sets=self._sets,
             lengths=told,
             streams=words.view(torch.uint8)[:total],
         )

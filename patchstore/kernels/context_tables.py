@@ -4,7 +4,6 @@ A job is a tile in a segment. Segments are boxes of whole tiles of one part in o
 rank has jobs for what it holds alone, and elements stay where they are, whatever their strides.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 
 from patchstore.codec.context import classes as context_classes
-from patchstore.codec.context.tiles import Tiling
+from patchstore.codec.context.tiles import Cuts, Tiling
 
 Array = npt.NDArray[Any]
 
@@ -112,22 +111,18 @@ class Kind:
         }
 
 
-def geometry(tilings: Sequence[Tiling]) -> Array:
+def geometry(cuts: Cuts) -> Array:
     """Return int64 [num_tensors, 16] of parts: levels, and then columns of the table of tensors."""
-    # Tensors of one shape have one tiling.
-    distinct = {id(each): each for each in tilings}
-    numbers = {key: number for number, key in enumerate(distinct)}
-    found = [
-        (
-            *(each.levels, down.length, across.length, down.of_slice, across.of_slice),
-            *(down.of_tile, across.of_tile, each.level, down.first, down.size, across.first, across.size),
-            *(down.first_tile, each.row_tiles, across.first_tile, each.col_tiles),
+
+    def row(cut: Tiling) -> tuple[int, ...]:
+        down, across = cut.down, cut.across
+        return (
+            *(cut.levels, down.length, across.length, down.of_slice, across.of_slice),
+            *(down.of_tile, across.of_tile, cut.level, down.first, down.size, across.first, across.size),
+            *(down.first_tile, cut.row_tiles, across.first_tile, cut.col_tiles),
         )
-        for each in distinct.values()
-        for down, across in ((each.down, each.across),)
-    ]
-    of_each = np.array([numbers[id(each)] for each in tilings], dtype=np.int64)
-    return np.array(found, dtype=np.int64).reshape(-1, 16)[of_each]
+
+    return cuts.each(row).reshape(-1, 16)
 
 
 def tensors(
@@ -170,6 +165,7 @@ def segments(
     addresses: Array,
     strides: Array,
     memory_widths: Array,
+    largest: int = 1,
 ) -> Segments:
     """Describe where tensors lie, in boxes of whole tiles.
 
@@ -179,6 +175,7 @@ def segments(
         addresses: int [num_segments], of the whole tensor's first element, or where it would be.
         strides: int [num_segments, 3], of levels, rows and columns, in elements.
         memory_widths: int [num_segments], bytes of an element in memory.
+        largest: elements of a tile, which `blocks` are enough for too.
     """
     device = tensors.table.device
     host = np.zeros((len(owners), SEGMENT_COLUMNS.value), dtype=np.int64)
@@ -219,7 +216,7 @@ def segments(
     used = tensors.host[np.unique(owners)]
     tile_rows = np.minimum(used[:, TILE_ROWS], used[:, PART_ROWS])
     tile_cols = np.minimum(used[:, TILE_COLS], used[:, PART_COLS])
-    largest = int((tile_rows * tile_cols).max(initial=1))
+    largest = int((tile_rows * tile_cols).max(initial=largest))
     levels = tensors.host[:, LEVEL] + tensors.tiles[:, 0]
     num_elements = levels * tensors.host[:, ROWS] * tensors.host[:, COLS]
     return Segments(
@@ -233,15 +230,18 @@ def segments(
     )
 
 
-def whole(tensors: Tensors, addresses: Array) -> Segments:
-    """Describe parts that lie contiguously, elements in the order of the tensor: a segment each."""
+def whole(tensors: Tensors, addresses: Array, largest: int = 1) -> Segments:
+    """Describe parts that lie contiguously, elements in the order of the tensor: a segment each.
+
+    `largest` is as for `segments`.
+    """
     host = tensors.host
     boxes = np.concatenate([np.zeros_like(tensors.tiles), tensors.tiles], axis=1)
     rows, cols = host[:, PART_ROWS], host[:, PART_COLS]
     strides = np.stack([rows * cols, cols, np.ones_like(cols)], axis=1)
     before = (host[:, [LEVEL.value, ROW.value, COL.value]] * strides).sum(axis=1)
     firsts = addresses - before * host[:, WIDTH]
-    return segments(tensors, np.arange(len(host)), boxes, firsts, strides, host[:, WIDTH])
+    return segments(tensors, np.arange(len(host)), boxes, firsts, strides, host[:, WIDTH], largest)
 
 
 @triton.jit(do_not_specialize=["num_jobs", "num_segments"])

@@ -3,11 +3,11 @@
 Imports Triton, so only what runs kernels may import it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,19 +15,29 @@ import torch
 
 from patchstore.bucket.records import DTYPE_BYTES, Part, Schema, TensorSpec
 from patchstore.codec import Encoding, IndexEncoding
-from patchstore.codec.context import Coded, Context, Tiling, packed_table
-from patchstore.codec.delta import NO_SUMS, EncodedDelta, stated
+from patchstore.codec.context import Coded, Context, Cuts, RowSets, packed_table
+from patchstore.codec.context.coded import runs_of
+from patchstore.codec.delta import EncodedDelta, stated
 from patchstore.codec.index import Gap, Raw
 from patchstore.codec.listing import Column, Listing, Stated, listing
-from patchstore.codec.part_table import PartSums, PartTable, cut_of_part
-from patchstore.kernels import context_encode, context_tables, digest
+from patchstore.codec.part_table import PartSums, PartTable
+from patchstore.kernels import context_encode, context_tables, digest, new_stream, on
+from patchstore.kernels.compare import ALIGNMENT
 from patchstore.kernels.segments import Kind
-from patchstore.tensors.bits import INTEGERS, TORCH_DTYPES, TensorPatch, bits, grouped, index_dtype, unsigned
-from patchstore.tensors.columns import Group
+from patchstore.tensors.bits import INTEGERS, grouped, index_dtype, unsigned
+from patchstore.tensors.columns import Group, ramps
 from patchstore.tensors.parts import positions
 from patchstore.tensors.state_digest import of_elements
 
 Array = npt.NDArray[Any]
+STAGED_BYTES = 512 << 20
+"""Of a snapshot in host memory, so much at a time is copied to the device to be coded."""
+NEAR_BYTES = 6 << 30
+"""And of one on the device, so much is coded at a time."""
+_ROOMS = 3
+_NO_FORMAT = (0, 0, 0)
+_BETWEEN = 4096
+"""Bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,20 +100,24 @@ class BlockLayout:
         )
 
 
-class Span(NamedTuple):
-    """Where the data of a block has what changed of one tensor."""
+class Spans(NamedTuple):
+    """Where the data of a block has what changed of some tensors, int64 [num] each."""
 
-    spec: TensorSpec
-    number: int
-    """Of the tensor, as the snapshot was given it."""
-    num: int
+    numbers: Array
+    """Of the tensors, as the snapshot was given them."""
+    nums: Array
     """Elements that are stated."""
-    indices: int
+    indices: Array
     """At which byte the positions, or gaps, begin."""
-    values: int
+    values: Array
     """At which byte the values begin."""
-    index_width: int
+    index_widths: Array
     """Bytes of a position; 2 of a gap."""
+    widths: Array
+    """Bytes of a value."""
+
+    def at(self, some: Array) -> "Spans":
+        return Spans(*(column[some] for column in self))
 
 
 class ChangeBlock:
@@ -178,37 +192,56 @@ class ChangeBlock:
 
     def _group(self, tensors: Array) -> Group:
         spans = self.spans(tensors)
-        patches = [self._views(span) for span in spans]
-        at = [indices.to(torch.int64) for indices, _ in patches]
-        values = torch.cat([bits(values) for _, values in patches])
         return Group(
-            self._layout.numbers[tensors], self._nums[tensors], torch.cat(at).numpy(), unsigned(values)
+            spans.numbers,
+            spans.nums,
+            self.positions(spans, torch.int64).numpy(),
+            unsigned(self.values(spans, INTEGERS[int(spans.widths[0])])),
         )
 
-    def spans(self, tensors: Array | None = None) -> list[Span]:
+    def spans(self, tensors: Array | None = None) -> Spans:
         """Say where the changes are; ascending by name."""
         layout, changed = self._layout, self._changed() if tensors is None else tensors
         sizes = self._nums[layout.tensors] * layout.widths
         starts = sizes.cumsum() - sizes
         indices, values = layout.indices[changed], layout.values[changed]
-        columns = (
-            *(layout.numbers[changed], self._nums[changed]),
-            *(starts[indices], starts[values], layout.widths[indices]),
+        return Spans(
+            *(layout.numbers[changed], self._nums[changed], starts[indices], starts[values]),
+            *(layout.widths[indices], layout.widths[values]),
         )
-        rows = np.stack(columns, axis=1).tolist()
-        return [Span(layout.specs[tensor], *row) for tensor, row in zip(changed.tolist(), rows, strict=True)]
 
-    def _views(self, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
-        data, dtype = self.data, TORCH_DTYPES[span.spec.dtype]
-        indices = data[span.indices : span.indices + span.num * span.index_width]
-        values = data[span.values : span.values + span.num * dtype.itemsize]
-        integer = torch.uint16 if self._layout.gaps else INTEGERS[span.index_width]
-        return indices.view(integer), values.view(dtype)
+    def positions(self, spans: Spans, dtype: torch.dtype) -> torch.Tensor:
+        """Return positions, one tensor after the other, of a block in encoding `raw`."""
+        return _joined(self.data, spans.indices, spans.nums, spans.index_widths, dtype)
 
-    def patch(self, span: Span) -> TensorPatch:
-        """Return what changed of one tensor, of a block in encoding `raw`; it shares the block."""
-        indices, values = self._views(span)
-        return TensorPatch(name=span.spec.name, indices=indices, values=values)
+    def values(self, spans: Spans, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bits of values, one tensor after the other."""
+        return _joined(self.data, spans.values, spans.nums, spans.widths, dtype)
+
+
+class Parent(NamedTuple):
+    """A snapshot: tensors, or parts, by the numbers of a `PartTable`."""
+
+    memory: torch.Tensor
+    """uint8, on the device or in pinned host memory."""
+    firsts: Array
+    """int64 [P], at which byte each begins: a multiple of its width."""
+
+    def addresses(self, numbers: Array) -> Array:
+        found: Array = self.memory.data_ptr() + self.firsts[numbers]
+        return found
+
+    def at(self, group: Group) -> Array:
+        """Return the bit patterns at a group's positions, in host memory."""
+        width = group.values.itemsize
+        flat = self.memory.view(INTEGERS[width])
+        places = np.repeat(self.firsts[group.numbers] // width, group.counts) + group.positions
+        return unsigned(flat[torch.from_numpy(places).to(flat.device)].cpu())
+
+    def part(self, number: int, part: Part) -> torch.Tensor:
+        """Return the bits of one, flat."""
+        first, width = int(self.firsts[number]), DTYPE_BYTES[part.spec.dtype]
+        return self.memory[first : first + part.num_elements * width].view(INTEGERS[width])
 
 
 def encode(
@@ -218,12 +251,11 @@ def encode(
     *,
     num_changed: int,
     block_of: Callable[..., ChangeBlock],
-    parent: Mapping[str, torch.Tensor],
+    parent: Parent,
 ) -> EncodedDelta:
     """Encode changes against the snapshot that they were found with, which is still the parent's.
 
-    Waits for the device. `table` says what the snapshot's tensors, `parent`, are; `block_of` is
-    `DeviceChanges.block`.
+    Waits for the device. `table` says what the snapshot's tensors are; `block_of` is `DeviceChanges.block`.
     """
     are_whole = bool(table.is_whole.all())
     if isinstance(encoding, Raw) and are_whole:
@@ -236,159 +268,298 @@ def encode(
             growth=block.growth(),
         )
     block = block_of(gaps=False, parts=None if are_whole else table.parts)
-    found = []
-    for span in block.spans():
-        part = table.parts[span.number]
-        cut = cut_of_part(part, span.num) if isinstance(encoding, Context) else None
-        found.append(_Found(part, span, parent[span.spec.name], cut))
-    listed = _stated(table, block, [each for each in found if each.cut is None], encoding.index)
-    coded, parents = dict[str, torch.Tensor](), NO_SUMS
-    if isinstance(encoding, Context):
-        # The host works on one of these while the device works on the other.
-        coding = _Coding(block, [each for each in found if each.cut is not None], table)
-        digesting = _Digesting(found, block.data.device)
-        coding.order()
+    spans = block.spans()
+    if not isinstance(encoding, Context):
+        return EncodedDelta(
+            encoding=encoding.name,
+            num_changed=num_changed,
+            listing=listing(schema, _stated(table, block, spans, parent, encoding.index), encoding.index),
+            growth=_growth(block, spans, table, parent),
+        )
+    is_cut, cuts = table.cuts(spans.numbers, spans.nums)
+    listed, coding = _stated(table, block, spans.at(~is_cut), parent, encoding.index), _Coding(table)
+    digesting = _Digesting(table, block.data.device)
+    its = spans.at(is_cut)
+    chunks = _chunks(its.numbers, spans.numbers[~is_cut], table, parent, block.data.device)
+    for chunk, held in _held(parent, chunks, block.data.device):
+        coding.begin(block, its.at(chunk.parts), cuts.at(chunk.parts), chunk.nums, held)
+        digesting.begin(chunk.numbers, held)
+        # The host chooses for one chunk while the device counts in the next.
+        coding.order(but=1)
+    coding.order()
     said = listing(schema, listed, encoding.index)
-    growth = _growth(block, found)
-    if isinstance(encoding, Context):
-        coded, parents = coding.entries(), digesting.sums()
+    growth = _growth(block, spans, table, parent)
     return EncodedDelta(
         encoding=encoding.name,
         num_changed=num_changed,
         listing=said,
-        coded=coded,
+        coded=coding.entries(),
         growth=growth,
-        parents=parents,
+        parents=digesting.sums(),
     )
 
 
-class _Found(NamedTuple):
-    """What changed of a part, on the device."""
-
-    part: Part
-    span: Span
-    """By place in the part."""
-    parent: torch.Tensor
-    """The part before."""
-    cut: Tiling | None
-    """How it is coded; None where it is listed."""
+def warm_up(table: PartTable, parent: Parent, device: torch.device) -> None:
+    """Compile what codes changes, with one change of the largest part of each dtype; keeps nothing."""
+    every = np.arange(len(table.parts))
+    is_cut, cuts = table.cuts(every, np.ones_like(every))
+    numbers, largest = every[is_cut], cuts.each(lambda kind: kind.largest)
+    some = np.sort([np.flatnonzero(its)[largest[its].argmax()] for its in _by(table.dtype[numbers])])
+    if not len(some):
+        return
+    numbers, cuts = numbers[some], cuts.at(some)
+    old = {number: parent.part(number, table.parts[number])[:1].to(device) for number in numbers.tolist()}
+    coding, digesting = _Coding(table), _Digesting(table, device)
+    spans = Spans(numbers, *(np.ones_like(numbers) for _ in range(5)))
+    for chunk, held in _held(parent, _chunks(numbers, numbers[:0], table, parent, device), device):
+        parts = chunk.parts
+        coding.begin(_OneOfEach(old), spans.at(parts), cuts.at(parts), chunk.nums, held)
+        digesting.begin(chunk.numbers, held)
+        coding.order(but=1)
+    coding.order()
+    coding.entries()
+    digesting.sums()
 
 
 def _stated(
-    table: PartTable, block: ChangeBlock, found: Sequence[_Found], index: IndexEncoding
+    table: PartTable, block: ChangeBlock, spans: Spans, parent: Parent, index: IndexEncoding
 ) -> list[Stated]:
     """Return what a file states of parts, by position in the tensor, on the host."""
-    patches = [block.patch(each.span) for each in found]
-    indices = _on_host([patch.indices for patch in patches])
-    values = _on_host([bits(patch.values) for patch in patches])
-    by_dtype: dict[str, list[int]] = {}
-    for place, each in enumerate(found):
-        by_dtype.setdefault(each.part.spec.dtype, []).append(place)
-    held = {each.span.number: bits(each.parent) for each in found}
-
-    def before(group: Group) -> Array:
-        ends = group.counts.cumsum().tolist()
-        each = zip(group.numbers.tolist(), [0, *ends], ends, strict=False)
-        at = [(held[number], torch.from_numpy(group.positions[start:end])) for number, start, end in each]
-        return unsigned(torch.cat([flat[some.to(flat.device)] for flat, some in at]).cpu())
-
     listed: list[Stated] = []
-    for places in by_dtype.values():
-        group = Group(
-            np.array([found[place].span.number for place in places], dtype=np.int64),
-            np.array([found[place].span.num for place in places], dtype=np.int64),
-            torch.cat([indices[place].to(torch.int64) for place in places]).numpy(),
-            unsigned(torch.cat([values[place] for place in places])),
-        )
-        listed += stated(table, group, before, index)
+    dtypes = table.dtype[spans.numbers]
+    for dtype in np.unique(dtypes):
+        its = spans.at(np.flatnonzero(dtypes == dtype))
+        values = block.values(its, INTEGERS[int(its.widths[0])])
+        positions = block.positions(its, torch.int64)
+        group = Group(its.numbers, its.nums, positions.cpu().numpy(), unsigned(values.cpu()))
+        listed += stated(table, group, parent.at, index)
     return listed
 
 
-def _on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Bring flat tensors to the host: those of one dtype together, as hundreds may have a few bytes."""
-    brought: dict[int, torch.Tensor] = {}
-    for dtype in {tensor.dtype for tensor in tensors}:
-        same = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        held = torch.cat([tensors[number] for number in same]).cpu()
-        brought |= zip(same, torch.split(held, [tensors[number].numel() for number in same]), strict=True)
-    return [brought[number] for number in range(len(tensors))]
-
-
-def _growth(block: ChangeBlock, found: Sequence[_Found]) -> PartSums:
+def _growth(block: ChangeBlock, spans: Spans, table: PartTable, parent: Parent) -> PartSums:
     """Return by how much the digest sums of parts grow."""
     growth = block.growth()
-    for place, each in enumerate(found):
-        if each.part.lines is not None:
-            continue
+    for place in np.flatnonzero(table.is_scattered[spans.numbers]).tolist():
         # Cut in three dimensions, which is rare.
-        patch = block.patch(each.span)
-        local = patch.indices.to(torch.int64)
-        at, old = positions(each.part, local), bits(each.parent)[local]
-        growth.sums[place] = of_elements(at, patch.values).minus(of_elements(at, old))
+        its, number = spans.at(np.array([place])), int(spans.numbers[place])
+        part, values = table.parts[number], block.values(its, INTEGERS[int(spans.widths[place])])
+        local = block.positions(its, torch.int64)
+        at, old = positions(part, local), parent.part(number, part).to(local.device)[local]
+        growth.sums[place] = of_elements(at, values).minus(of_elements(at, old))
     return growth
+
+
+class _Chunk(NamedTuple):
+    """Changed parts that are coded and digested together."""
+
+    parts: Array
+    """int64 [num], those that are coded, by their place among all of these; group after group."""
+    nums: Array
+    """int64 [groups], parts of each group, for which row sets are chosen together."""
+    numbers: Array
+    """int64, all parts, by number."""
+    num_bytes: Array
+    """int64, of each."""
+
+
+def _chunks(
+    coded: Array, listed: Array, table: PartTable, parent: Parent, device: torch.device
+) -> list[_Chunk]:
+    """Return parts, by number, in chunks, and groups as `codec.delta` makes them."""
+    most = NEAR_BYTES if is_near(parent, device) else STAGED_BYTES
+    grouped_places: list[list[int]] = []
+    for mine in _by(table.dtype[coded]):
+        its = np.flatnonzero(mine)
+        sizes = table.sizes[coded[its]].tolist()
+        places = its.tolist()
+        groups = grouped(range(len(its)), lambda _: None, sizes.__getitem__)
+        grouped_places += [[places[at] for at in group] for group in groups]
+    nums = np.array([len(group) for group in grouped_places], dtype=np.int64)
+    order = np.array([place for group in grouped_places for place in group], dtype=np.int64)
+    group_of = np.repeat(np.arange(len(nums)), nums)
+    order = order[np.lexsort((table.alike[coded[order]], group_of))]
+    num_bytes = table.sizes * table.widths
+    found, bounds = list[_Chunk](), [0, *nums.cumsum().tolist()]
+    of_groups = np.bincount(group_of, num_bytes[coded[order]], len(nums)).astype(np.int64)
+    for first, end in _cut(of_groups, most):
+        parts = order[bounds[first] : bounds[end]]
+        found.append(_Chunk(parts, nums[first:end], coded[parts], num_bytes[coded[parts]]))
+    nothing = np.zeros(0, dtype=np.int64)
+    ranges = _cut(num_bytes[listed], most)
+    alone = [listed[first:end] for first, end in ranges]
+    return found + [_Chunk(nothing, nothing, its, num_bytes[its]) for its in alone]
+
+
+def _by(kinds: Array) -> list[Array]:
+    """Return which are of each kind, ascending: bool."""
+    return [kinds == kind for kind in np.unique(kinds)]
+
+
+def _cut(num_bytes: Array, most: int) -> list[tuple[int, int]]:
+    """Cut items into ranges of about so many bytes."""
+    number = (num_bytes.cumsum() - num_bytes) // most
+    firsts = np.flatnonzero(np.diff(number, prepend=-1)).tolist()
+    return [*zip(firsts, [*firsts[1:], len(number)], strict=False)]
+
+
+def _held(parent: Parent, chunks: Sequence[_Chunk], device: torch.device) -> Iterator[tuple[_Chunk, Parent]]:
+    """Yield chunks, and a parent on the device: parts that are elsewhere are copied, a chunk at a time.
+
+    While the caller works with one chunk, and launches the last kernels of the one before, the next is
+    copied. Takes the memory of three.
+    """
+    if is_near(parent, device):
+        yield from ((chunk, parent) for chunk in chunks)
+        return
+    plans = [_Plan.of(chunk.numbers, chunk.num_bytes, parent) for chunk in chunks]
+    room = max((plan.size for plan in plans), default=0)
+    rooms = torch.empty((min(_ROOMS, len(plans)), room), dtype=torch.uint8, device=device)
+    stream = new_stream(device)
+    current = None if stream is None else torch.cuda.current_stream()
+
+    def wait(one: torch.cuda.Stream | None, other: torch.cuda.Stream | None) -> None:
+        """Have what is launched on one stream begin when all that is launched on the other is done."""
+        if one is not None and other is not None:
+            one.wait_stream(other)
+
+    def copy(number: int) -> None:
+        with on(stream):
+            for begin, end, at in plans[number].runs:
+                target = rooms[number % _ROOMS, at : at + end - begin]
+                target.copy_(parent.memory[begin:end], non_blocking=True)
+
+    # The memory may be that of something that is still read.
+    wait(stream, current)
+    if chunks:
+        copy(0)
+    for number, chunk in enumerate(chunks):
+        wait(current, stream)
+        if number + 1 < len(chunks):
+            copy(number + 1)
+        yield chunk, Parent(rooms[number % _ROOMS], plans[number].firsts)
+        # Into the room of the one before goes the chunk after the next.
+        wait(stream, current)
+    # All copies were waited for, so the rooms can be freed in the order of the current stream.
+
+
+def is_near(parent: Parent, device: torch.device) -> bool:
+    """Whether kernels read a snapshot at the device's own speed."""
+    return parent.memory.device == device
+
+
+class _Plan(NamedTuple):
+    """How parts of a snapshot are copied."""
+
+    runs: Sequence[tuple[int, int, int]]
+    """From which byte of the snapshot to which, and where they are put."""
+    firsts: Array
+    """As `Parent.firsts`, of the copy; those of other parts mean nothing."""
+    size: int
+
+    @classmethod
+    def of(cls, numbers: Array, num_bytes: Array, parent: Parent) -> "_Plan":
+        """`num_bytes` are of each part, int64 [num]."""
+        firsts = parent.firsts[numbers]
+        order = firsts.argsort()
+        firsts, ends = firsts[order], (firsts + num_bytes)[order]
+        # What lies between is so little that it is copied too.
+        is_first = np.concatenate([[True], firsts[1:] - ends[:-1] > _BETWEEN])
+        begins, stops = firsts[is_first], ends[np.concatenate([is_first[1:], [True]])]
+        sizes = -(-(stops - begins) // ALIGNMENT) * ALIGNMENT
+        at = sizes.cumsum() - sizes
+        moved = parent.firsts.copy()
+        run = np.searchsorted(begins, parent.firsts[numbers], side="right") - 1
+        moved[numbers] += (at - begins)[run]
+        runs = [*zip(begins.tolist(), stops.tolist(), at.tolist(), strict=True)]
+        return cls(runs, moved, int(sizes.sum()))
 
 
 class _Coding:
     """Coded parts on their way to a file's entries; see `context_encode.Encoder` for the steps."""
 
-    def __init__(self, block: ChangeBlock, coded: Sequence[_Found], table: PartTable) -> None:
-        owners = table.owners
-        self._ordered = sorted(coded, key=lambda each: (owners[each.span.number], each.part.box_start))
-        self._places = owners[[each.span.number for each in self._ordered]].tolist()
-        self._cuts = [each.cut for each in self._ordered if each.cut is not None]
-        self._encoder: context_encode.Encoder | None = None
-        if not coded:
-            return
-        # Row sets are chosen in the order in which `codec.delta` does.
-        numbers = {id(each): number for number, each in enumerate(self._ordered)}
-        by_dtype: dict[str, list[_Found]] = {}
-        for each in coded:
-            by_dtype.setdefault(each.part.spec.dtype, []).append(each)
-        groups = [
-            [numbers[id(each)] for each in sorted(group, key=lambda each: table.alike[each.span.number])]
-            for _, some in sorted(by_dtype.items())
-            for group in grouped(some, lambda _: None, lambda each: each.part.num_elements)
-        ]
-        spans = [each.span for each in self._ordered]
-        nums, indices, values, index_widths = np.array([span[2:] for span in spans], dtype=np.int64).T
-        widths = np.array([DTYPE_BYTES[span.spec.dtype] for span in spans], dtype=np.int64)
-        positions_dtype = torch.int64 if (index_widths == 8).any() else torch.int32
-        self._encoder = context_encode.Encoder(
-            context_tables.geometry(self._cuts),
-            np.array(
-                [context_tables.FORMATS[each.part.spec.dtype] for each in self._ordered], dtype=np.int64
-            ),
-            np.array([each.parent.data_ptr() for each in self._ordered], dtype=np.int64),
-            _joined(block.data, indices, nums, index_widths, positions_dtype),
-            _joined(block.data, values, nums, widths, torch.int16),
-            np.concatenate([np.zeros(1, dtype=np.int64), nums.cumsum()]),
-            groups,
-        )
+    def __init__(self, table: PartTable) -> None:
+        self._table, self._row_sets = table, RowSets()
+        self._formats = np.array([context_tables.FORMATS.get(each, _NO_FORMAT) for each in table.dtypes])
+        self._begun: list[tuple[Array, Cuts, context_encode.Encoder]] = []
+        self._num_ordered = 0
 
-    def order(self) -> None:
-        if self._encoder is not None:
-            self._encoder.order()
+    def begin(self, changes: "Stating", spans: Spans, cuts: Cuts, nums: Array, parent: Parent) -> None:
+        """Begin to code some parts.
+
+        Args:
+            changes: what changed of them.
+            nums: int64 [groups], parts of each group, for which row sets are chosen together.
+        """
+        if not len(cuts):
+            return
+        # In the order of the file.
+        order = self._table.ranks[spans.numbers].argsort()
+        groups = order.argsort(), np.concatenate([np.zeros(1, dtype=np.int64), nums.cumsum()])
+        spans, cuts = spans.at(order), cuts.at(order)
+        positions_dtype = torch.int64 if (spans.index_widths == 8).any() else torch.int32
+        encoder = context_encode.Encoder(
+            context_tables.geometry(cuts),
+            self._formats[self._table.dtype[spans.numbers]],
+            parent.addresses(spans.numbers),
+            changes.positions(spans, positions_dtype),
+            changes.values(spans, torch.int16),
+            np.concatenate([np.zeros(1, dtype=np.int64), spans.nums.cumsum()]),
+            groups,
+            self._row_sets,
+            largest=self._table.largest_tile,
+        )
+        self._begun.append((self._table.owners[spans.numbers], cuts, encoder))
+
+    def order(self, *, but: int = 0) -> None:
+        """Choose rows for what was begun, but for so many of the last, and go on with it."""
+        end = max(self._num_ordered, len(self._begun) - but)
+        for _, _, encoder in self._begun[self._num_ordered : end]:
+            encoder.order()
+        self._num_ordered = end
 
     def entries(self) -> dict[str, torch.Tensor]:
         """Return the file's entries for coded parts; waits for the device."""
-        if self._encoder is None:
+        if not self._begun:
             return {}
-        found = self._encoder.finish()
-        streams = torch.empty(
-            found.streams.shape, dtype=torch.uint8, device="cpu", pin_memory=found.streams.is_cuda
+        found = [(owners, cuts, encoder.finish()) for owners, cuts, encoder in self._begun]
+        nothing, sets = np.zeros(0, dtype=np.uint8), self._row_sets.sets
+        coded = Coded.joined(
+            [Coded(owners, cuts, sets, its.row_sets, its.lengths, nothing) for owners, cuts, its in found],
+            sets,
         )
-        streams.copy_(found.streams, non_blocking=True)
-        ends = [*accumulate((cut.num_tiles for cut in self._cuts), initial=0)]
-        sets = [found.sets[number] for number in found.row_sets.tolist()]
-        nothing = np.zeros(0, dtype=np.uint8)
-        items = [
-            (place, Coded(tiling=cut, lo=its.lo, rows=its.rows, lengths=found.lengths[at:end], data=nothing))
-            for place, cut, its, (at, end) in zip(self._places, self._cuts, sets, pairwise(ends), strict=True)
-        ]
-        table = packed_table(items)
-        if found.streams.is_cuda:
+        order = coded.order()
+        written = torch.cat([each.streams for *_, each in found])
+        if (order[1:] < order[:-1]).any():
+            written = torch.cat([written[begin:end] for begin, end in runs_of(order, coded.bytes_at)])
+        streams = torch.empty(written.shape, dtype=torch.uint8, device="cpu", pin_memory=written.is_cuda)
+        streams.copy_(written, non_blocking=True)
+        # While the device writes and copies.
+        table = packed_table(coded.at(order))
+        if written.is_cuda:
             torch.cuda.current_stream().synchronize()
         return {"table": table, "tiles": streams}
+
+
+class Stating(Protocol):
+    """What changed of parts, on the device: a `ChangeBlock`."""
+
+    def positions(self, spans: Spans, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def values(self, spans: Spans, dtype: torch.dtype) -> torch.Tensor: ...
+
+
+class _OneOfEach(NamedTuple):
+    """The first element of parts, changed by a bit."""
+
+    old: dict[int, torch.Tensor]
+    """The bits before, on the device, by number."""
+
+    def positions(self, spans: Spans, dtype: torch.dtype) -> torch.Tensor:
+        (first, *_) = self.old.values()
+        return torch.zeros(len(spans.numbers), dtype=dtype, device=first.device)
+
+    def values(self, spans: Spans, dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([self.old[number].to(dtype) ^ 1 for number in spans.numbers.tolist()])
 
 
 def _joined(
@@ -415,35 +586,36 @@ def _joined(
 class _Digesting:
     """The digests of parts before the change, under way on the device."""
 
-    def __init__(self, found: Sequence[_Found], device: torch.device) -> None:
-        """Begin; all parts of one element width and kind of region at once."""
-        self._begun: list[tuple[Sequence[_Found], torch.Tensor]] = []
-        groups: dict[tuple[int, bool], list[_Found]] = {}
-        for each in found:
-            key = DTYPE_BYTES[each.part.spec.dtype], each.part.run is not None
-            groups.setdefault(key, []).append(each)
-        for (width, is_run), same in sorted(groups.items(), key=lambda item: item[0]):
-            ranks = 0 if is_run else max(len(each.part.size) for each in same)
-            rows = [_region(each, ranks) for each in same]
-            counts = np.array([-(-each.part.num_elements // digest.BLOCK) for each in same])
+    def __init__(self, table: PartTable, device: torch.device) -> None:
+        self._table, self._device = table, device
+        self._begun: list[tuple[Array, torch.Tensor]] = []
+
+    def begin(self, numbers: Array, parent: Parent) -> None:
+        """Begin with some parts; all of one element width and kind of region at once."""
+        table, device = self._table, self._device
+        widths = table.widths[numbers]
+        is_run = table.runs[numbers] >= 0
+        for width, runs in sorted({*zip(widths.tolist(), is_run.tolist(), strict=True)}):
+            same = numbers[(widths == width) & (is_run == runs)]
+            rows, ranks = _regions(same, table, parent, runs=runs)
+            counts = -(-table.sizes[same] // digest.BLOCK)
             owners = np.repeat(np.arange(len(same)), counts)
-            blocks = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
             kind = Kind(
                 value_width=width,
                 memory_width=width,
                 num_dims=ranks,
-                is_narrow=all(each.part.spec.num_elements < 2**31 for each in same),
-                is_aligned=is_run and all(row[4] % 16 == 0 for row in rows),
+                is_narrow=bool((table.whole_sizes[same] < 2**31).all()),
+                is_aligned=runs and bool((rows[:, 4] % 16 == 0).all()),
             )
-            jobs = torch.from_numpy(np.stack([owners, blocks], axis=1).astype(np.int32))
-            table = torch.tensor(rows, device="cpu")
-            self._begun.append((same, digest.digest(kind, _sent(table, device), _sent(jobs, device))))
+            jobs = torch.from_numpy(np.stack([owners, ramps(counts)], axis=1).astype(np.int32))
+            self._begun.append(
+                (same, digest.digest(kind, _sent(torch.from_numpy(rows), device), _sent(jobs, device)))
+            )
 
     def sums(self) -> PartSums:
         """Return the digest sums; waits for the device."""
-        numbers = [each.span.number for same, _ in self._begun for each in same]
         sums = [digests[:, :2].cpu().numpy().view(np.uint64) for _, digests in self._begun]
-        return PartSums(np.array(numbers, dtype=np.int64), np.concatenate(sums))
+        return PartSums(np.concatenate([same for same, _ in self._begun]), np.concatenate(sums))
 
 
 def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -451,11 +623,21 @@ def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
-def _region(found: _Found, num_dims: int) -> tuple[int, ...]:
-    """Return the row of a part in the table of segments; see `kernels.segments`."""
-    part, address = found.part, found.parent.data_ptr()
-    if part.run is not None and not num_dims:
-        return (0, 0, part.num_elements, 0, address, part.run, part.run + part.num_elements, 0)
+def _regions(numbers: Array, table: PartTable, parent: Parent, *, runs: bool) -> tuple[Array, int]:
+    """Return the rows of parts in the table of segments, and their dimensions; see `kernels.segments`."""
+    addresses = parent.addresses(numbers)
+    if runs:
+        firsts, sizes, nothing = table.runs[numbers], table.sizes[numbers], np.zeros_like(numbers)
+        columns = nothing, nothing, sizes, nothing, addresses, firsts, firsts + sizes, nothing
+        return np.stack(columns, axis=1), 0
+    given = [table.parts[number] for number in numbers.tolist()]
+    ranks = max(len(part.size) for part in given)
+    rows = [_region(part, address, ranks) for part, address in zip(given, addresses.tolist(), strict=True)]
+    return np.array(rows, dtype=np.int64), ranks
+
+
+def _region(part: Part, address: int, num_dims: int) -> tuple[int, ...]:
+    """Return the row of a part that is no run."""
     shape = part.spec.shape
     source = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     target = [prod(part.size[dim + 1 :]) for dim in range(len(shape))]

@@ -194,6 +194,7 @@ class Pipeline:
         self._schema, self._table = schema, table
         self._snapshot, self._encoding, self._committer = snapshot, encoding, committer
         self._encoder, self._uploader = threads
+        self._is_warm = False
         self._max_pending, self._last = max_pending, 0
         """How many publications there were; the number of the newest."""
         self._anchors = _Anchors(anchor_every, schema.num_bytes, since_anchor, max_pending)
@@ -280,29 +281,52 @@ class Pipeline:
 
     def _encode(self, job: _Job) -> None:
         """Encode a publication and bring the snapshot up to it, on the first thread."""
+        task, is_handed_over = job.publication._task, False
+        assert task is not None
         try:
             if job.changes is not None:
                 job.parent = self._in_snapshot
                 job.delta = self._encoded(job, job.changes)
             if job.error is None:
                 self._settle(job)
+            if job.settled.is_set() and not job.is_anchor:
+                # Only an anchor is read from the snapshot, so a delta need not wait for that.
+                is_handed_over = True
+                self._uploader.hand_over(task)
             if job.changes is not None:
                 # An anchor that is being uploaded reads the snapshot.
-                for task in self._uploader.under_way():
-                    assert isinstance(task, _Stage)
-                    task.job.settled.wait()
-                    if task.job.is_anchor:
-                        task.wait()
+                for other in self._uploader.under_way():
+                    assert isinstance(other, _Stage)
+                    other.job.settled.wait()
+                    if other.job.is_anchor:
+                        other.wait()
                 self._in_snapshot = None
                 self._snapshot.apply(job.changes)
                 self._in_snapshot = job.number
         except BaseException as exc:  # noqa: BLE001 -- the publication's result raises it
-            job.error = exc
+            if is_handed_over:
+                logger.warning(
+                    "the publication after step %d will be an anchor, as the snapshot could not be updated: "
+                    "%s: %s",
+                    *(job.publication.step, type(exc).__name__, exc),
+                )
+            else:
+                job.error = exc
         finally:
             # The changes may be in memory that the next comparison needs.
             job.changes = None
-            assert job.publication._task is not None
-            self._uploader.hand_over(job.publication._task)
+            if not is_handed_over:
+                self._uploader.hand_over(task)
+        if not self._is_warm:
+            self._is_warm = True
+            # While the first version, an anchor, is uploaded: it took ten seconds of the second one.
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        try:
+            self._snapshot.warm_up(self._table, self._encoding)
+        except Exception as exc:  # noqa: BLE001 -- the first change that is encoded raises it
+            logger.info("what encodes changes was not compiled ahead: %s", exc)
 
     def _encoded(self, job: _Job, changes: Changes) -> EncodedDelta | None:
         try:

@@ -213,7 +213,7 @@ class Publisher:
             if compact:
                 assert every is not None
                 job = job_of(self._store, every)
-            with _out_of_inference(), threads_start():
+            with _gradients_as_they_are(), _out_of_inference(), threads_start():
                 is_leader = self._open(source, settings, snapshot, group)
             if job is not None and is_leader:
                 self._compactor = CompactorProcess(job, encoding_of_rollups(self._encoding))
@@ -371,7 +371,7 @@ class Publisher:
         if earlier is not None and self._channel.is_alone:
             raise earlier
         began = time.monotonic()
-        with _out_of_inference():
+        with _gradients_as_they_are(), _out_of_inference():
             try:
                 if self._amax is not None:
                     self._amax.begin()
@@ -468,6 +468,11 @@ def _out_of_inference() -> AbstractContextManager[object]:
     """The snapshot outlives the caller's inference mode, so it must not be made of inference tensors."""
     # Not entered where it changes nothing: an interrupt while it is left would change the trainer's mode.
     return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def _gradients_as_they_are() -> torch.set_grad_enabled:
+    """Restore this thread's gradient mode also where an interrupt keeps torch.no_grad() from doing so."""
+    return torch.set_grad_enabled(torch.is_grad_enabled())
 
 
 def _snapshot(

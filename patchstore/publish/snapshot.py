@@ -222,6 +222,10 @@ class Snapshot(Protocol):
         """
         ...
 
+    def warm_up(self, table: PartTable, encoding: Encoding) -> None:
+        """Compile what `encode` runs, while no change waits for it; the snapshot stays as it is."""
+        ...
+
     def sums(self, parts: Sequence[Part]) -> dict[str, Sums]: ...
 
     def read(self, part: Part) -> tuple[torch.Tensor, Sums]:
@@ -407,6 +411,9 @@ class PlainSnapshot:
 
     def encode(self, schema: Schema, table: PartTable, changes: Changes, encoding: Encoding) -> EncodedDelta:
         return delta.encode(schema, table, changes.groups(), self, encoding)
+
+    def warm_up(self, table: PartTable, encoding: Encoding) -> None:
+        pass
 
     def sums(self, parts: Sequence[Part]) -> dict[str, Sums]:
         whole = [part for part in parts if part.is_whole]

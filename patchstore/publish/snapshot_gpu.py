@@ -16,11 +16,12 @@ import torch
 
 from patchstore.bucket.records import DTYPE_BYTES, Part, Schema, TensorSpec
 from patchstore.codec import Encoding
+from patchstore.codec.context import Context
 from patchstore.codec.delta import EncodedDelta
 from patchstore.codec.part_table import PartTable
-from patchstore.kernels import compare, index_encode, new_stream, rounded
+from patchstore.kernels import compare, index_encode, new_stream, on, rounded
 from patchstore.publish import encode_gpu
-from patchstore.publish.encode_gpu import BlockLayout, ChangeBlock
+from patchstore.publish.encode_gpu import BlockLayout, ChangeBlock, Parent
 from patchstore.publish.snapshot import (
     Place,
     Ranges,
@@ -51,11 +52,6 @@ DIGEST_BYTES = 256 << 20
 """Of a snapshot in host memory, so much at a time goes to the device to be digested."""
 FIRST_ROOM = 64
 """A comparison begins with room for one changed word in so many; see `kernels.compare.Found`."""
-
-
-def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """Launch what the block launches on a stream, where there is one."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class DeviceChanges(Changes):
@@ -213,6 +209,9 @@ class DeviceSnapshot:
             .view(spec.shape)
             for spec, start in zip(self._specs, self._tiles.first_bytes[:-1], strict=True)
         }
+        firsts = np.empty(len(specs), dtype=np.int64)
+        firsts[self._numbers] = self._tiles.first_bytes[:-1]
+        self._parent = Parent(self._memory, firsts)
         self._orders = {
             gaps: self._order(BlockLayout.of(self._specs, self._numbers, gaps=gaps)) for gaps in (False, True)
         }
@@ -327,6 +326,11 @@ class DeviceSnapshot:
             except torch.OutOfMemoryError:
                 return state_digest.of_tensor(tensor)
 
+    def warm_up(self, table: PartTable, encoding: Encoding) -> None:
+        if isinstance(encoding, Context):
+            with self.here(), on(self.side):
+                encode_gpu.warm_up(table, self._parent, self.device)
+
     def sums(self, parts: Sequence[Part]) -> dict[str, Sums]:
         found = {}
         for part in parts:
@@ -344,7 +348,7 @@ class DeviceSnapshot:
                 *(schema, table, encoding),
                 num_changed=changes.num_changed,
                 block_of=changes.block,
-                parent=self.tensors,
+                parent=self._parent,
             )
 
     def _digested(self, part: Part, tensor: torch.Tensor) -> Sums:

@@ -8,6 +8,7 @@ import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
@@ -21,8 +22,8 @@ from patchstore.bucket.digests import missing
 from patchstore.bucket.records import REQUEST_BYTES, Box, Manifest, Payload, Schema, TensorSpec, view_of
 from patchstore.bucket.state_sums import SumsArray
 from patchstore.codec import IndexEncoding, delta_file, encoding, tensor_file
-from patchstore.codec.context import Chosen, Context, Tiles, Tiling, decode_all, unpack
-from patchstore.codec.delta_file import CodedPart, Content
+from patchstore.codec.context import Chosen, Coded, Context, Cuts, Tiles, Tiling, decode_all, unpack
+from patchstore.codec.delta_file import Content
 from patchstore.codec.index import Gap
 from patchstore.errors import CorruptObject, NotFound
 from patchstore.read.download import OwnMemory, fill, in_memory, room_for
@@ -41,15 +42,15 @@ Array = npt.NDArray[Any]
 
 def check_boxes(version: int, content: Content, schema: Schema) -> None:
     """Refuse coded parts of a tensor that have elements in common."""
-    numbers = content.coded_numbers
+    numbers = content.coded.numbers
     for number in np.unique(numbers[1:][numbers[1:] == numbers[:-1]]):
         parts = content.of(np.array([number])).coded
         spec = schema.tensors[number]
-        pair = _overlapping([part.coded.tiling.box for part in parts], view_of(spec.shape))
+        pair = _overlapping([cut.box for cut in parts.cuts], view_of(spec.shape))
         if pair is not None:
+            one, other = (parts.key(part) for part in pair)
             raise CorruptObject(
-                f"{parts[pair[1]].where}: it codes elements of {spec.name!r} that {parts[pair[0]].where} "
-                f"codes too, in version {version}"
+                f"{other}: it codes elements of {spec.name!r} that {one} codes too, in version {version}"
             )
 
 
@@ -61,7 +62,7 @@ def check_listed(version: int, content: Content, schema: Schema, index: IndexEnc
     if not len(shared):
         return
     some = content.of(shared)
-    if not some.coded and all(each.idx.dtype == torch.uint16 for each in some.listed):
+    if not len(some.coded) and all(each.idx.dtype == torch.uint16 for each in some.listed):
         # Where gaps begin and end is known without listing positions.
         listed = [each.alone() for each in some.listed]
         begins = [each.firsts + unsigned(each.idx)[each.starts] for each in listed]
@@ -75,16 +76,13 @@ def check_listed(version: int, content: Content, schema: Schema, index: IndexEnc
         check_groups(version, its.coded, schema, decoded)
 
 
-def check_groups(
-    version: int, coded: Sequence[CodedPart], schema: Schema, listed: Sequence[tuple[str, Group]]
-) -> None:
+def check_groups(version: int, coded: Coded, schema: Schema, listed: Sequence[tuple[str, Group]]) -> None:
     """Refuse elements of tensors that two payloads list, or that one lists and any of them codes.
 
     `listed` are payloads' keys, and what each lists of these tensors.
     """
-    for part in coded:
-        its = np.array([part.number])
-        cut = part.coded.tiling
+    for number, cut in zip(coded.numbers.tolist(), coded.cuts, strict=True):
+        its = np.array([number])
         for key, group in listed:
             line, col = np.divmod(group.of(its).positions.astype(np.int64), cut.cols)
             level, row = np.divmod(line, cut.rows)
@@ -93,7 +91,7 @@ def check_groups(
             inside &= (row >= box.row) & (row < box.row + box.rows)
             inside &= (col >= box.col) & (col < box.col + box.cols)
             if inside.any():
-                name = schema.tensors[part.number].name
+                name = schema.tensors[number].name
                 raise CorruptObject(
                     f"{key}: it lists an element of {name!r} that a payload of version {version} codes"
                 )
@@ -219,13 +217,12 @@ def _needed(
     specs = schema.tensors
     # As many zeros as there are bytes of tiles, in the memory of one.
     found = unpack(where, table, np.broadcast_to(np.zeros(1, dtype=np.uint8), num_bytes), specs)
-    lengths = np.concatenate([coded.lengths for _, coded in found])
-    ends, first = np.cumsum(lengths), 0
+    lengths, bounds = found.lengths, found.tiles_at.tolist()
+    ends = np.cumsum(lengths)
     chosen = np.zeros(len(ends), dtype=np.bool_)
-    for place, coded in found:
-        mine = chosen[first : (first := first + len(coded.lengths))]
-        tiles = needs(specs[place], coded.tiling)
-        mine[slice(None) if tiles is None else tiles] = True
+    for number, cut, (first, end) in zip(found.numbers.tolist(), found.cuts, pairwise(bounds), strict=True):
+        tiles = needs(specs[number], cut)
+        chosen[first:end][slice(None) if tiles is None else tiles] = True
     chosen &= lengths > 0
     yield from joined(zip((ends - lengths)[chosen].tolist(), ends[chosen].tolist(), strict=True))
 
@@ -272,7 +269,7 @@ class Deltas:
         self.numbers: Array = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *every]))
         """int64 [T], places in the schema of tensors that any of the deltas states; ascending."""
         self.names = {schema.tensors[number].name for number in self.numbers.tolist()}
-        self._relative = {int(number) for _, content in versions for number in content.coded_numbers}
+        self._relative = {number for _, content in versions for number in content.coded.numbers.tolist()}
 
     def relative(self) -> list[str]:
         """Return the names of which any of them is relative: it can be decoded only beside the tensor that it
@@ -342,7 +339,7 @@ class Deltas:
         for _, content in self._versions:
             for each in content.listed:
                 found[np.searchsorted(self.numbers, each.numbers)] += each.counts
-            at = np.searchsorted(self.numbers, np.unique(content.coded_numbers))
+            at = np.searchsorted(self.numbers, np.unique(content.coded.numbers))
             found[at] += whole[at]
         return found
 
@@ -358,16 +355,14 @@ class Deltas:
                 manifest.version, its.coded, self._schema, [(key, group.of(shared)) for key, group in listed]
             )
         groups = [group for _, group in listed]
-        if some.coded:
+        if len(some.coded):
             groups += _decoded(some.coded, self._schema, held, cut)
         groups = [group for group in groups if len(group.positions)]
         return in_order(groups) if groups else None
 
-    def tilings(self) -> Iterator[tuple[str, Tiling]]:
-        """Yield for each coded part its tensor's name, and how it is cut into tiles."""
-        for _, content in self._versions:
-            for part in content.coded:
-                yield self._schema.tensors[part.number].name, part.coded.tiling
+    def cuts(self) -> list[tuple[Array, Cuts]]:
+        """Return of each version's coded parts the place of the tensor in the schema, and how it is cut."""
+        return [(content.coded.numbers, content.coded.cuts) for _, content in self._versions]
 
     def contents(self) -> list[Content] | None:
         """Return what each version states, oldest first; None where any has positions that are not gaps."""
@@ -418,32 +413,30 @@ class Deltas:
                 yield last_of(found)
 
 
-def _decoded(coded: Sequence[CodedPart], schema: Schema, held: Held, cut: CutOf | None) -> Iterator[Group]:
-    """Yield the changes of coded parts of tensors of one dtype; of one tensor's parts not in one group."""
-    some = []
-    for part in coded:
-        chosen = None if cut is None else cut(part.number)
-        tiles = None if chosen is None else chosen(part.coded.tiling)
-        if tiles is None or len(tiles):
-            some.append((part, tiles))
+def _decoded(coded: Coded, schema: Schema, held: Held, cut: CutOf | None) -> Iterator[Group]:
+    """Yield the changes of coded parts of tensors of one dtype; a tensor is there once for each part."""
     # Neighbours that are cut alike are cut into tiles together.
-    some.sort(key=lambda one: schema.tensors[one[0].number].shape)
-    if not some:
+    order = coded.cuts.kind.argsort(kind="stable")
+    tiles: list[Tiles] | None = None
+    if cut is not None:
+        chosen = {number: cut(number) for number in np.unique(coded.numbers).tolist()}
+        each = [(chosen[int(coded.numbers[part])], coded.cuts[part]) for part in order.tolist()]
+        tiles = [None if choose is None else choose(tiling) for choose, tiling in each]
+        wanted = np.array([some is None or len(some) > 0 for some in tiles], dtype=np.bool_)
+        order, tiles = order[wanted], [tiles[at] for at in np.flatnonzero(wanted).tolist()]
+    if not len(order):
         return
-    parts = [part for part, _ in some]
-    olds = [part.coded.tiling.of_whole(unsigned(held(part.number).cpu())) for part in parts]
-    counts, positions, new = decode_all(
-        [schema.tensors[part.number] for part in parts],
-        [part.coded for part in parts],
-        olds[0] if len(olds) == 1 else np.concatenate(olds),
-        [part.where for part in parts],
-        [tiles for _, tiles in some],
-    )
+    parts = coded.at(order)
+    olds = [
+        tiling.of_whole(unsigned(held(number).cpu()))
+        for number, tiling in zip(parts.numbers.tolist(), parts.cuts, strict=True)
+    ]
+    old = olds[0] if len(olds) == 1 else np.concatenate(olds)
+    counts, positions, new = decode_all(schema.tensors, parts, old, tiles)
     some_change = counts > 0
-    numbers = np.array([part.number for part in parts], dtype=np.int64)[some_change]
     if len(positions) and positions.max() < 2**31:
         positions = positions.astype(np.int32)
-    yield Group(numbers, counts[some_change], positions, new)
+    yield Group(parts.numbers[some_change], counts[some_change], positions, new)
 
 
 @contextmanager

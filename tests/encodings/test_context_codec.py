@@ -9,21 +9,12 @@ import numpy.typing as npt
 import pytest
 
 from patchstore.bucket.records import TensorSpec
-from patchstore.codec.context import (
-    Coded,
-    RowSets,
-    decode,
-    decode_all,
-    encode,
-    encode_all,
-    pack,
-    tiling,
-    unpack,
-)
+from patchstore.codec.context import Cuts, RowSets, decode_all, encode_all, pack, tiling, unpack
 from patchstore.codec.context.classes import WIDTHS
 from patchstore.codec.context.rows import BINS, DENSE, bin_of, choose_classes, choose_rows
 from patchstore.errors import CorruptObject
 from tests.format import independent_context
+from tests.support.coded import CodedPart, coded_of, decode, encode, parts_of
 
 SHAPES = [
     (),
@@ -63,9 +54,9 @@ def make_case(dtype: str, shape: tuple[int, ...], density: float, kind: str, see
     return spec, old, positions, (old[positions] + by[positions]).astype(as_bits)
 
 
-def plainly(spec: TensorSpec, coded: Coded, old: Array) -> dict[int, int]:
+def plainly(spec: TensorSpec, coded: CodedPart, old: Array) -> dict[int, int]:
     """The changes as the independent reader finds them: the new bits by position."""
-    table = pack([(0, coded)])
+    table = pack(coded_of([coded]))
     found = independent_context.changes(
         table, coded.data.tobytes(), {spec.name: (spec.dtype, spec.shape)}, {spec.name: old.tobytes()}
     )
@@ -82,7 +73,7 @@ def test_a_change_comes_back_exactly(shape: tuple[int, ...], dtype: str, density
         pytest.skip("one large tile takes seconds, and one dtype tells")
     spec, old, positions, new = make_case(dtype, shape, density, kind)
     coded = encode(spec, old, positions, new)
-    at, bits = decode(spec, coded, old, "payload")
+    at, bits = decode(spec, coded, old)
     assert np.array_equal(at, positions)
     assert bits.dtype == new.dtype
     assert np.array_equal(bits, new)
@@ -144,7 +135,7 @@ def test_a_slice_is_decoded_from_its_own_tiles_and_bits(
             sum(len(tile) for number, tile in enumerate(cells(spec.shape)) if number in tiles) == flat.sum()
         )
         garbage = np.random.default_rng(part).integers(0, 65536, len(old)).astype(old.dtype)
-        at, bits = decode(spec, coded, np.where(flat, old, garbage), "payload", tiles)
+        at, bits = decode(spec, coded, np.where(flat, old, garbage), tiles)
         inside = flat[positions]
         assert np.array_equal(at, positions[inside])
         assert np.array_equal(bits, new[inside])
@@ -160,7 +151,7 @@ def test_a_large_tensor_in_several_groups_is_the_same(monkeypatch: pytest.Monkey
     parts = encode(spec, old, positions, new)
     assert whole.data.tobytes() == parts.data.tobytes()
     assert np.array_equal(whole.lengths, parts.lengths)
-    at, bits = decode(spec, parts, old, "payload")
+    at, bits = decode(spec, parts, old)
     assert np.array_equal(at, positions) and np.array_equal(bits, new)
 
 
@@ -203,9 +194,10 @@ def together(cases: list[Case]) -> tuple[list[TensorSpec], Array, Array, Array, 
     return [case[0] for case in cases], olds, np.array([len(case[2]) for case in cases]), positions, news
 
 
-def encode_together(cases: list[Case]) -> list[Coded]:
+def encode_together(cases: list[Case]) -> list[CodedPart]:
     specs, *arrays = together(cases)
-    return encode_all(specs[0].dtype, [tiling(spec.shape) for spec in specs], *arrays, RowSets())
+    cuts = Cuts.of(tiling(spec.shape) for spec in specs)
+    return parts_of(encode_all(specs[0].dtype, np.arange(len(specs)), cuts, *arrays, RowSets()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -242,22 +234,21 @@ def test_tensors_that_are_decoded_together_are_those_of_each_alone(dtype: str) -
     cases = mixed_cases(dtype)
     specs, olds, counts, positions, news = together(cases)
     coded = encode_together(cases)
-    where = ["payload"] * len(specs)
-    found = decode_all(specs, coded, olds, where)
+    found = decode_all(specs, coded_of(coded), olds)
     for got, expected in zip(found, (counts, positions, news), strict=True):
         assert got.dtype == expected.dtype and np.array_equal(got, expected)
     some = [
         None if number % 3 == 0 else np.flatnonzero(rng.random(len(each.lengths)) < 0.5)
         for number, each in enumerate(coded)
     ]
-    counts, positions, news = decode_all(specs, coded, olds, where, some)
+    counts, positions, news = decode_all(specs, coded_of(coded), olds, some)
     for case, each, tiles, num, end in zip(cases, coded, some, counts, counts.cumsum(), strict=True):
-        at, bits = decode(case[0], each, case[1], "payload", tiles)
+        at, bits = decode(case[0], each, case[1], tiles)
         assert np.array_equal(at, positions[end - num : end])
         assert np.array_equal(bits, news[end - num : end])
 
 
-DAMAGE: dict[str, Callable[[Coded], Coded]] = {
+DAMAGE: dict[str, Callable[[CodedPart], CodedPart]] = {
     "long stream": lambda coded: replace(coded, lengths=coded.lengths + 100_000),
     "more bytes than elements": lambda coded: replace(
         coded,
@@ -273,9 +264,9 @@ def test_one_bad_tensor_among_good_ones_is_refused_by_its_name(damage: str) -> N
     cases = [(replace(case[0], name=f"w{number}"), *case[1:]) for number, case in enumerate(cases)]
     specs, olds, *_ = together(cases)
     coded = encode_together(cases)
-    coded[3] = DAMAGE[damage](coded[3])
+    coded[3] = replace(DAMAGE[damage](coded[3]), key="key3")
     with pytest.raises(CorruptObject, match=r"key3: .*'w3'"):
-        decode_all(specs, coded, olds, [f"key{number}" for number in range(5)])
+        decode_all(specs, coded_of(coded), olds)
 
 
 def test_a_change_by_nothing_among_good_ones_is_refused_by_its_name() -> None:
@@ -284,11 +275,12 @@ def test_a_change_by_nothing_among_good_ones_is_refused_by_its_name() -> None:
     row = np.array([[0x80, 0, 8]], dtype=np.uint8)
     bad = replace(coded, lo=0, rows=row, lengths=np.array([2]), data=np.array([0b01, 0b00], dtype=np.uint8))
     specs = [replace(good[0], name=f"w{number}") for number in range(3)]
+    parts = [replace(part, number=at, key=f"key{at}") for at, part in enumerate([coded, bad, coded])]
     with pytest.raises(CorruptObject, match=r"key1: .*'w1' changes an element by nothing"):
-        decode_all(specs, [coded, bad, coded], np.repeat(good[1], 3), ["key0", "key1", "key2"])
+        decode_all(specs, coded_of(parts), np.repeat(good[1], 3))
 
 
-def make_table() -> tuple[list[TensorSpec], list[tuple[int, Coded]]]:
+def make_table() -> tuple[list[TensorSpec], list[CodedPart]]:
     cases = [
         make_case("BF16", (96, 64), 0.03, "steps"),
         make_case("F8_E5M2", (33, 50), 0.3, "any"),
@@ -297,15 +289,15 @@ def make_table() -> tuple[list[TensorSpec], list[tuple[int, Coded]]]:
     other = TensorSpec(name="x", dtype="F32", shape=(4,))
     empty = TensorSpec(name="y", dtype="BF16", shape=(0, 4))
     specs = [cases[0][0], other, cases[1][0], empty, cases[2][0]]
-    return specs, [(2 * number, encode(*case)) for number, case in enumerate(cases)]
+    return specs, [encode(*case, 2 * number) for number, case in enumerate(cases)]
 
 
 def test_a_table_comes_back() -> None:
-    specs, items = make_table()
-    tiles = np.concatenate([coded.data for _, coded in items])
-    back = unpack("payload", np.frombuffer(pack(items), dtype=np.uint8), tiles, specs)
-    assert [place for place, _ in back] == [0, 2, 4]
-    for (_, coded), (_, again) in zip(items, back, strict=True):
+    specs, parts = make_table()
+    coded = coded_of(parts)
+    back = unpack("payload", np.frombuffer(pack(coded), dtype=np.uint8), coded.data, specs)
+    assert back.numbers.tolist() == [0, 2, 4]
+    for coded, again in zip(parts, parts_of(back), strict=True):
         assert again.lo == coded.lo
         assert np.array_equal(again.rows, coded.rows)
         assert np.array_equal(again.lengths, coded.lengths)

@@ -20,13 +20,14 @@ import pytest
 import torch
 
 from patchstore.bucket.records import TensorSpec
-from patchstore.codec.context import Coded, decode, encode, pack, unpack
+from patchstore.codec.context import pack, unpack
 from patchstore.codec.context.classes import WIDTHS
 from patchstore.codec.context.rows import DENSE, SILENT, SWAP
 from patchstore.errors import CorruptObject
 from patchstore.tensors import state_digest
 from patchstore.tensors.state_digest import Sums
 from tests.format import independent_context
+from tests.support.coded import CodedPart, coded_of, decode, encode, parts_of
 
 Array = npt.NDArray[Any]
 Entries = tuple[bytes, bytes]
@@ -45,7 +46,7 @@ class Payload:
     news: list[Array]
     sums: list[Sums]
     """Digest sums of `news`."""
-    items: list[tuple[int, Coded]]
+    parts: list[CodedPart]
     entries: Entries
 
 
@@ -57,7 +58,7 @@ def payload(*changes: tuple[str, tuple[int, ...], float, list[int]]) -> Payload:
     specs: list[TensorSpec] = []
     olds: list[Array] = []
     news: list[Array] = []
-    items: list[tuple[int, Coded]] = []
+    parts: list[CodedPart] = []
     for number, (dtype, shape, density, sizes) in enumerate(changes):
         rng = np.random.default_rng([number, *shape])
         num, width = prod(shape), WIDTHS[dtype]
@@ -69,7 +70,7 @@ def payload(*changes: tuple[str, tuple[int, ...], float, list[int]]) -> Payload:
         new = old.copy()
         new[positions] += by.astype(old.dtype)
         specs.append(TensorSpec(name=f"{len(specs)}", dtype=dtype, shape=shape))
-        items.append((len(olds), encode(specs[-1], old, positions, new[positions])))
+        parts.append(encode(specs[-1], old, positions, new[positions], len(olds)))
         olds.append(old)
         news.append(new)
         if len(changes) > 1:
@@ -81,9 +82,14 @@ def payload(*changes: tuple[str, tuple[int, ...], float, list[int]]) -> Payload:
         olds=olds,
         news=news,
         sums=[sums_of(new) for new in news],
-        items=items,
-        entries=(pack(items), np.concatenate([coded.data for _, coded in items]).tobytes()),
+        parts=parts,
+        entries=entries_of(parts),
     )
+
+
+def entries_of(parts: list[CodedPart]) -> Entries:
+    coded = coded_of(parts)
+    return pack(coded), coded.data.tobytes()
 
 
 @cache
@@ -136,9 +142,9 @@ def grown(of: Payload, rng: np.random.Generator, part: int) -> Entries:
 
 def corrected(of: Payload, rng: np.random.Generator, cuts: bool) -> Entries:
     """A tile shorter or longer, and a table that says so."""
-    items = list(of.items)
-    chosen = int(rng.integers(len(items)))
-    place, coded = items[chosen]
+    parts = list(of.parts)
+    chosen = int(rng.integers(len(parts)))
+    coded = parts[chosen]
     lengths = coded.lengths.copy()
     tile = int(rng.choice(np.flatnonzero(lengths))) if cuts else int(rng.integers(len(lengths)))
     end = int(lengths[: tile + 1].sum())
@@ -152,8 +158,8 @@ def corrected(of: Payload, rng: np.random.Generator, cuts: bool) -> Entries:
         at = end - int(rng.integers(int(lengths[tile]) + 1))
         data = np.insert(coded.data, at, more)
         lengths[tile] += num
-    items[chosen] = (place, replace(coded, data=data, lengths=lengths))
-    return pack(items), np.concatenate([coded.data for _, coded in items]).tobytes()
+    parts[chosen] = replace(coded, data=data, lengths=lengths)
+    return entries_of(parts)
 
 
 Damage = Callable[[Payload, np.random.Generator], Entries]
@@ -176,8 +182,9 @@ def read(of: Payload, entries: Entries) -> list[Array] | None:
     table, tiles = (np.frombuffer(entry, dtype=np.uint8) for entry in entries)
     state = list(of.olds)
     try:
-        for place, coded in unpack("payload", table, tiles, of.specs):
-            at, new = decode(of.specs[place], coded, state[place], "payload")
+        for part in parts_of(unpack("payload", table, tiles, of.specs)):
+            place = part.number
+            at, new = decode(of.specs[place], part, state[place])
             state[place] = state[place].copy()
             state[place][at] = new
     except CorruptObject:
@@ -239,11 +246,11 @@ def check_independently(of: Payload, entries: Entries, state: list[Array] | None
 def is_huge(of: Payload, entries: Entries) -> bool:
     """Whether a tile has more than 10 bytes an element, which a reader may refuse."""
     table, tiles = (np.frombuffer(entry, dtype=np.uint8) for entry in entries)
-    return any((coded.lengths > 10).any() for _, coded in unpack("payload", table, tiles, of.specs))
+    return bool((unpack("payload", table, tiles, of.specs).lengths > 10).any())
 
 
 def test_the_payloads_have_rows_of_every_kind() -> None:
-    rows = [row for of in payloads() for _, coded in of.items for row in coded.rows.tolist()]
+    rows = [row for of in payloads() for part in of.parts for row in part.rows.tolist()]
     assert any(row[0] < 63 and row[1] == 0 for row in rows)
     assert any(row[0] < 63 and row[1] > 0 for row in rows)
     assert any(row[0] == DENSE and row[2] < SWAP for row in rows)

@@ -12,11 +12,11 @@ from patchstore.codec.context.rows import (
     SILENT,
     SWAP,
     Costs,
-    CostsAhead,
-    RowSet,
     RowSets,
+    Sets,
     Totals,
     best_rows,
+    choose_by_group,
     first_exponent,
     told_apart,
 )
@@ -49,7 +49,7 @@ def random_totals(num_parts: int, seed: int) -> Totals:
     )
 
 
-def random_sets(num: int, seed: int) -> list[RowSet]:
+def random_sets(num: int, seed: int) -> Sets:
     random = np.random.default_rng(seed)
     found = []
     for _ in range(num):
@@ -65,19 +65,21 @@ def random_sets(num: int, seed: int) -> list[RowSet]:
                     (random.integers(len(RUNS)), random.integers(1, len(RUNS) + 1), rice),
                 ][kind]
             )
-        found.append(RowSet(int(random.integers(80, 130)), np.array(its_rows, dtype=np.uint8)))
-    return found
+        lo, nums = np.array([random.integers(80, 130)]), np.array([len(its_rows)])
+        found.append(Sets.of(lo, nums, np.array(its_rows, dtype=np.uint8)))
+    return Sets.joined(found)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_costs_are_the_same_in_whatever_company_sets_and_parts_are_looked_at(seed: int) -> None:
     """A publisher on the CPU and one on a GPU look at others together, and must choose the same bytes."""
     totals = random_totals(12, seed)
-    sets = [*random_sets(30, seed), *best_rows(totals).sets]
+    sets = Sets.joined([random_sets(30, seed), best_rows(totals).sets])
     together = Costs(totals).of(sets)
     assert np.isfinite(together).any()
-    for number, each in enumerate(sets):
-        assert np.array_equal(Costs(totals).of([each])[:, 0], together[:, number])
+    for number in range(len(sets)):
+        alone = Costs(totals).of(sets.at(slice(number, number + 1)))
+        assert np.array_equal(alone[:, 0], together[:, number])
     for part in range(12):
         assert np.array_equal(Costs(totals.of(np.array([part]))).of(sets)[0], together[part])
 
@@ -97,33 +99,32 @@ def test_known_best_rows_change_no_choice() -> None:
     for some in np.split(np.arange(40), [3, 4, 20]):
         its = totals.of(some)
         assert known.choose(its, own.of(some)).tolist() == unknown.choose(its).tolist()
-    assert [(each.lo, each.rows.tobytes()) for each in known.sets] == [
-        (each.lo, each.rows.tobytes()) for each in unknown.sets
-    ]
+    assert_same_sets(known.sets, unknown.sets)
+
+
+def assert_same_sets(found: Sets, expected: Sets) -> None:
+    for name in ("lo", "nums", "rows"):
+        assert np.array_equal(getattr(found, name), getattr(expected, name)), name
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("num_ahead", [1, 7, 256])
-@pytest.mark.parametrize("knows_sets", [False, True])
+@pytest.mark.parametrize(("num_ahead", "num_first"), [(1, 30), (7, 40), (256, 60)])
 def test_parts_that_are_alone_get_what_they_get_one_after_the_other(
-    seed: int, num_ahead: int, knows_sets: bool, monkeypatch: pytest.MonkeyPatch
+    seed: int, num_ahead: int, num_first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rows, "PARTS_AHEAD", num_ahead)
     totals = random_totals(90, seed)
-    own = best_rows(totals)
-    num_changed = totals.changed.sum(axis=1)
-    small = np.flatnonzero(num_changed <= SHARING).tolist()
-    assert 50 < len(small) < 90
-    sure = [(sum(each < part for each in small), own.sets[part]) for part in range(90) if part not in small]
-    ahead = CostsAhead(totals, small, sure if knows_sets else ())
-    alone, together = RowSets(), RowSets()
-    for part in range(90):
-        some = np.array([part])
-        expected = together.choose(totals.of(some), own.of(some))
-        found = alone.choose_alone(own.sets[part], own.bits[part], int(num_changed[part]), ahead, part)
-        assert [found] == expected.tolist()
-    assert [(each.lo, each.rows.tobytes()) for each in alone.sets] == [
-        (each.lo, each.rows.tobytes()) for each in together.sets
-    ]
+    num_small = int((totals.changed.sum(axis=1) <= SHARING).sum())
+    assert 50 < num_small < 90
+    every, one_by_one = np.arange(90), RowSets()
+    expected = [int(one_by_one.choose(totals.of(np.array([part])))[0]) for part in range(90)]
+    found = np.concatenate([totals.num_elements[:, :, None], totals.changes], axis=2)
+    # In two calls, as for a snapshot that is coded in chunks.
+    row_sets, numbers = RowSets(), list[int]()
+    for some in np.split(every, [num_first]):
+        its = totals.changed[some], found[some], np.full(len(some), 2)
+        numbers += choose_by_group(row_sets, *its, every[: len(some)], np.arange(len(some) + 1)).tolist()
+    assert numbers == expected
+    assert_same_sets(row_sets.sets, one_by_one.sets)
     # Some shared what others had, and some did not.
-    assert 90 - len(small) < len(alone.sets) < 90
+    assert 90 - num_small < len(row_sets.sets) < 90

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from patchstore.bucket.records import Box, TensorSpec
+from patchstore.bucket.records import Box, Part, TensorSpec
 from patchstore.codec import context
+from patchstore.codec.part_table import PartTable
 from patchstore.errors import CorruptObject
 from tests.format.bad_buckets import CASES
 from tests.format.bad_context import Sides
@@ -27,6 +28,7 @@ from tests.format.independent_context import (
     whole,
 )
 from tests.format.table_edits import Head, Row, table_of, usual
+from tests.support.coded import decode, parts_of
 
 ONE = 0x3F80
 """1.0 in bf16, of exponent 7f."""
@@ -55,8 +57,8 @@ def decoded(
     spec, where = TensorSpec(name="a", dtype=dtype, shape=shape), "the page"
     try:
         tiles_, table_ = (np.frombuffer(each, dtype=np.uint8) for each in (b"".join(streams), table))
-        ((_, coded),) = context.unpack(where, table_, tiles_, [spec])
-        positions, new = context.decode(spec, coded, parent, where)
+        (coded,) = parts_of(context.unpack(where, table_, tiles_, [spec]))
+        positions, new = decode(spec, coded, parent)
         ours = dict(zip(positions.tolist(), new.tolist(), strict=True))
     except CorruptObject:
         ours = None
@@ -113,13 +115,15 @@ def test_an_example_of_the_page_is_what_the_encoder_writes_and_both_readers_read
     box = Box(*map(int, example["part"].split())) if "part" in example else None
     assert len(old) == len(new) == (prod(shape) if box is None else box.num_elements)
     local = np.flatnonzero(old != new)
-    cut = context.tiling_of_part(shape, box, len(local))
+    spec = TensorSpec(name="a", dtype="BF16", shape=shape)
+    part = Part.whole(spec) if box is None else Part(spec, (box.row, box.col), (box.rows, box.cols))
+    _, cuts = PartTable([part], [0]).cuts(np.zeros(1, dtype=np.int64), np.array([len(local)]))
+    (cut,) = cuts
     positions = cut.positions(local)
 
-    spec = TensorSpec(name="a", dtype="BF16", shape=shape)
-    row_sets = context.RowSets()
-    coded = context.encode_all("BF16", [cut], old, np.array([len(local)]), local, new[local], row_sets)
-    entries = context.packed([(0, coded[0])])
+    number, row_sets = np.zeros(1, dtype=np.int64), context.RowSets()
+    given = np.array([len(local)]), local, new[local]
+    entries = context.packed(context.encode_all("BF16", number, cuts, old, *given, row_sets))
     # Another zlib compresses to other bytes.
     written = Head(entries["table"].numpy().tobytes())
     assert written.data() == Head(table).data() == spelled_head(example["head"])
@@ -128,10 +132,10 @@ def test_an_example_of_the_page_is_what_the_encoder_writes_and_both_readers_read
 
     whole = np.full(prod(shape), 0x4000, dtype=np.uint16)
     whole[cut.positions(np.arange(len(old)))] = old
-    ((_, part),) = context.unpack(
-        "the page", np.frombuffer(table, dtype=np.uint8), entries["tiles"].numpy(), [spec]
+    (coded,) = parts_of(
+        context.unpack("the page", np.frombuffer(table, dtype=np.uint8), entries["tiles"].numpy(), [spec])
     )
-    its_positions, its_new = context.decode(spec, part, whole, "the page")
+    its_positions, its_new = decode(spec, coded, whole)
     assert its_positions.tolist() == positions.tolist()
     assert its_new.tolist() == new[local].tolist()
 
@@ -377,7 +381,7 @@ def test_rows_at_the_edges_are_read(row: Row) -> None:
     table, one = table_of(0, [row], [1]), np.zeros(1, dtype=np.uint8)
     assert parse_table(table, 1, {"a": ("BF16", (4,))})[0].rows == [bytes(row)]
     spec = TensorSpec(name="a", dtype="BF16", shape=(4,))
-    ((_, coded),) = context.unpack("here", np.frombuffer(table, dtype=np.uint8), one, [spec])
+    (coded,) = parts_of(context.unpack("here", np.frombuffer(table, dtype=np.uint8), one, [spec]))
     assert coded.rows.tolist() == [list(row)]
 
 

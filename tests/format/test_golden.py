@@ -19,6 +19,7 @@ from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, raw_bytes, spec_o
 from tests.format import independent_context, independent_reader
 from tests.format.golden_buckets import EXPECTED, GOLDEN, assert_expected, sha256
 from tests.format.table_edits import Head
+from tests.support.coded import coded_of, decode, encode, parts_of
 from tests.support.stated import decoded, encoded, listed, with_bridges
 
 VECTORS: dict[str, Any] = json.loads((GOLDEN / "vectors.json").read_bytes())
@@ -114,17 +115,17 @@ def test_vectors_of_encoding_context_hold(vector: dict[str, Any]) -> None:
     spec = TensorSpec(name="t", dtype=vector["dtype"], shape=tuple(vector["shape"]))
     as_bits = f"<u{TORCH_DTYPES[spec.dtype].itemsize}"
     old, new = (np.frombuffer(bytes.fromhex(vector[part]), dtype=as_bits) for part in ("old", "new"))
-    coded = context.encode(spec, old, np.array(vector["positions"]), new)
+    coded = encode(spec, old, np.array(vector["positions"]), new)
     assert (coded.lo, coded.rows.tolist()) == (vector["lo"], vector["rows"])
     assert coded.lengths.tolist() == vector["lengths"]
     assert coded.data.tobytes().hex() == vector["data"]
     # Another zlib compresses to other bytes.
-    head, stated = (Head(each) for each in (context.pack([(0, coded)]), bytes.fromhex(vector["table"])))
+    head, stated = (Head(each) for each in (context.pack(coded_of([coded])), bytes.fromhex(vector["table"])))
     assert (head.data(), head.rest) == (stated.data(), stated.rest)
     table, data = bytes.fromhex(vector["table"]), bytes.fromhex(vector["data"])
     as_bytes = (np.frombuffer(each, dtype=np.uint8) for each in (table, data))
-    ((_, found),) = context.unpack("here", *as_bytes, [spec])
-    positions, values = context.decode(spec, found, old, "here")
+    (found,) = parts_of(context.unpack("here", *as_bytes, [spec]))
+    positions, values = decode(spec, found, old)
     assert positions.tolist() == vector["positions"]
     assert values.tobytes() == new.tobytes()
     schema, parent = {"t": (spec.dtype, spec.shape)}, {"t": old.tobytes()}

@@ -22,7 +22,7 @@ import torch
 from patchstore.bucket import history
 from patchstore.bucket.records import Part, TensorSpec
 from patchstore.codec import ENCODINGS
-from patchstore.codec.context import encode, pack
+from patchstore.codec.context import pack
 from patchstore.errors import PublishFailed
 from patchstore.publish import commit
 from patchstore.publish.publisher import Publisher
@@ -33,6 +33,7 @@ from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, raw_bytes, spec_of, unsigned
 from patchstore.testing.faults import Fault, FaultyStore
 from tests.support import sharded
+from tests.support.coded import coded_of, encode
 from tests.support.stated import encoded as encode_one
 from tests.support.stated import with_bridges
 
@@ -404,7 +405,7 @@ def coded_vector(name: str, old: torch.Tensor, new: torch.Tensor) -> dict[str, A
     spec = spec_of("t", old)
     positions = (bits(old) != bits(new)).nonzero().reshape(-1)
     stored = encode(spec, unsigned(old), positions.numpy(), unsigned(new)[positions.numpy()])
-    table = pack([(0, stored)])
+    table = pack(coded_of([stored]))
     return {
         "name": name,
         "dtype": spec.dtype,

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from patchstore.bucket.records import Box, TensorSpec
-from patchstore.codec.context import Coded, RowSets, decode, encode_all, tiling
+from patchstore.codec.context import Cuts, RowSets, encode_all, tiling
 from patchstore.codec.context.classes import moved
+from patchstore.codec.context.rows import Sets
 from patchstore.errors import CorruptObject
+from tests.support.coded import CodedPart, decode, parts_of
 from tests.support.interpreted import DEVICE, kernels
 
 # Some minutes, where they are interpreted: a tile takes a tenth of a second, and so do a few changes.
@@ -52,8 +54,22 @@ class Change:
         self.spec = TensorSpec(name="w", dtype=dtype, shape=shape)
         self.old, self.at, self.new = old, at, new
         self.tiling = tiling(shape, box, slices)
-        self.coded: Coded = encode_all(dtype, [self.tiling], old, np.array([len(at)]), at, new, RowSets())[0]
+        self.coded: CodedPart = encoded_together(dtype, [self])[0]
         self.memory = on_device(old)
+
+
+def encoded_together(dtype: str, changes: Sequence[Change]) -> list[CodedPart]:
+    coded = encode_all(
+        dtype,
+        np.arange(len(changes)),
+        Cuts.of(each.tiling for each in changes),
+        np.concatenate([each.old for each in changes]),
+        np.array([len(each.at) for each in changes]),
+        np.concatenate([each.at for each in changes]),
+        np.concatenate([each.new for each in changes]),
+        RowSets(),
+    )
+    return parts_of(coded)
 
 
 def on_device(bits: Array) -> torch.Tensor:
@@ -81,7 +97,7 @@ def change(dtype: str, shape: tuple[int, ...], num: int, *, wild: bool = False, 
 
 def tensors_of(changes: Sequence[Change]) -> Any:
     return tables.tensors(
-        tables.geometry([each.tiling for each in changes]),
+        tables.geometry(Cuts.of(each.tiling for each in changes)),
         np.array([tables.FORMATS[each.spec.dtype] for each in changes]),
         np.array([each.coded.lo for each in changes]),
         np.array([len(each.coded.rows) for each in changes]),
@@ -120,32 +136,37 @@ def assert_decoded(changes: Sequence[Change]) -> None:
 def encoded(
     changes: Sequence[Change],
     index: torch.dtype = torch.int32,
-    groups: Sequence[Sequence[int]] | None = None,
+    *,
+    together: bool = False,
     shift: int = 0,
-) -> Any:
+) -> tuple[Any, Sets]:
     at = np.concatenate([np.zeros(shift, dtype=np.int64), *(each.at for each in changes)])
     new = np.concatenate(
         [np.zeros(shift, dtype=np.uint16), *(each.new.astype(np.uint16) for each in changes)]
     )
+    every, row_sets = np.arange(len(changes)), RowSets()
     encoder = encoding.Encoder(
-        tables.geometry([each.tiling for each in changes]),
+        tables.geometry(Cuts.of(each.tiling for each in changes)),
         np.array([tables.FORMATS[each.spec.dtype] for each in changes]),
         np.array([each.memory.data_ptr() for each in changes]),
         torch.from_numpy(at).to(DEVICE, index)[shift:],
         on_device(new)[shift:],
         np.concatenate([[0], np.cumsum([len(each.at) for each in changes])]),
-        groups,
+        (every, np.array([0, len(every)]) if together else np.arange(len(every) + 1)),
+        row_sets,
     )
     encoder.order()
-    return encoder.finish()
+    return encoder.finish(), row_sets.sets
 
 
-def assert_same(found: Any, coded: Sequence[Coded]) -> None:
-    sets = [found.sets[number] for number in found.row_sets.tolist()]
-    assert [each.lo for each in sets] == [each.lo for each in coded]
-    assert [each.rows.tolist() for each in sets] == [each.rows.tolist() for each in coded]
-    assert np.array_equal(found.lengths, np.concatenate([each.lengths for each in coded]))
-    assert np.array_equal(found.streams.cpu().numpy(), np.concatenate([each.data for each in coded]))
+def assert_same(found: tuple[Any, Sets], coded: Sequence[CodedPart]) -> None:
+    encoded, every_set = found
+    sets = every_set.at(encoded.row_sets)
+    assert sets.lo.tolist() == [each.lo for each in coded]
+    assert sets.nums.tolist() == [len(each.rows) for each in coded]
+    assert np.array_equal(sets.listed, np.concatenate([each.rows for each in coded]))
+    assert np.array_equal(encoded.lengths, np.concatenate([each.lengths for each in coded]))
+    assert np.array_equal(encoded.streams.cpu().numpy(), np.concatenate([each.data for each in coded]))
 
 
 def assert_encoded(changes: Sequence[Change], index: torch.dtype = torch.int32) -> None:
@@ -156,16 +177,8 @@ def assert_encoded(changes: Sequence[Change], index: torch.dtype = torch.int32) 
 
 def assert_encoded_together(changes: Sequence[Change]) -> None:
     """Parts of one dtype in one payload, which share row sets."""
-    coded = encode_all(
-        changes[0].spec.dtype,
-        [each.tiling for each in changes],
-        np.concatenate([each.old for each in changes]),
-        np.array([len(each.at) for each in changes]),
-        np.concatenate([each.at for each in changes]),
-        np.concatenate([each.new for each in changes]),
-        RowSets(),
-    )
-    found = encoded(changes, groups=[range(len(changes))])
+    coded = encoded_together(changes[0].spec.dtype, changes)
+    found = encoded(changes, together=True)
     assert_same(found, coded)
     for change, each in zip(changes, coded, strict=True):
         change.coded = each
@@ -310,7 +323,7 @@ def test_streams_that_mean_nothing_are_refused_as_on_the_cpu() -> None:
         tensor.coded = replace(good, lengths=np.array([len(data)]), data=data)
         decoded = decoding.decode(cut, held, *streams_of([tensor]))
         try:
-            positions, new = decode(tensor.spec, tensor.coded, tensor.old, "here")
+            positions, new = decode(tensor.spec, tensor.coded, tensor.old)
         except CorruptObject:
             refused += 1
             assert decoded.first_wrong == 0
@@ -345,7 +358,7 @@ def test_triton_compiles_no_kernel_again_for_lists_that_begin_elsewhere(
         monkeypatch.setattr(encoding, each.name, each)
     for num in (1, 2):
         changes = [change("BF16", (40,), 9, seed=i) for i in range(num)]
-        assert torch.equal(encoded(changes, shift=1).streams, encoded(changes).streams)
+        assert torch.equal(encoded(changes, shift=1)[0].streams, encoded(changes)[0].streams)
     for each in watched:
         varied = {argument for argument, found in each.is_aligned.items() if len(found) > 1}
         assert varied <= each.unaligned

@@ -1,6 +1,6 @@
 """Changes of parts, encoded where kernels found them, against what the CPU makes of the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -16,17 +16,24 @@ from tests.support.interpreted import DEVICE, kernels
 pytestmark = pytest.mark.timeout(1200)
 
 device = kernels("patchstore.publish.snapshot_gpu")
+encoding_there = kernels("patchstore.publish.encode_gpu")
+encoder = kernels("patchstore.kernels.context_encode")
 
 SHAPES = {"a": (40, 48), "b": (40, 48), "c": (2, 3, 8, 6), "f": (7, 9), "n": (64,)}
 
 
-def whole_tensors() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def whole_tensors(
+    narrow: Mapping[str, tuple[int, ...]],
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A state and the next; `narrow` are shapes of tensors in FP8."""
     random = torch.Generator().manual_seed(3)
     old = {
         name: (0.02 * torch.randn(shape, generator=random)).to(torch.bfloat16)
         for name, shape in SHAPES.items()
     }
     old["f"] = old["f"].float()
+    for name, shape in narrow.items():
+        old[name] = torch.randn(shape, generator=random).to(torch.float8_e4m3fn)
     new = {name: tensor.clone() for name, tensor in old.items()}
     for tensor in new.values():
         flat = bits(tensor)
@@ -56,7 +63,34 @@ def no_box(spec: TensorSpec) -> list[Part]:
 @pytest.mark.parametrize("held", [along(0), along(1), no_box], ids=["rows", "columns", "no box"])
 @pytest.mark.parametrize("encoding", ["context", "gap", "raw"])
 def test_parts_are_encoded_as_on_the_cpu(encoding: str, held: Callable[[TensorSpec], list[Part]]) -> None:
-    old, new = whole_tensors()
+    check(encoding, held)
+
+
+@pytest.mark.parametrize("held", [lambda spec: [Part.whole(spec)], along(0)], ids=["whole", "rows"])
+def test_a_snapshot_that_is_copied_in_chunks_is_encoded_as_on_the_cpu(
+    held: Callable[[TensorSpec], list[Part]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one in host memory is: three chunks and more, and tensors of two widths in turn."""
+    monkeypatch.setattr(encoding_there, "is_near", lambda parent, device: False)
+    monkeypatch.setattr(encoding_there, "STAGED_BYTES", 1500)
+    begun = []
+
+    class Counted(encoder.Encoder):  # type: ignore[misc, name-defined]
+        def order(self) -> None:
+            begun.append(self)
+            super().order()
+
+    monkeypatch.setattr(encoder, "Encoder", Counted)
+    check("context", held, {"a2": (24, 16), "b2": (16, 24)})
+    assert len(begun) > 2
+
+
+def check(
+    encoding: str,
+    held: Callable[[TensorSpec], list[Part]],
+    narrow: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    old, new = whole_tensors(narrow or {})
     schema = Schema(tensors=tuple(spec_of(name, tensor) for name, tensor in sorted(old.items())))
     table = sharded.table_of(schema, [part for spec in schema.tensors for part in held(spec)])
 
@@ -68,6 +102,7 @@ def test_parts_are_encoded_as_on_the_cpu(encoding: str, held: Callable[[TensorSp
 
     specs = [TensorSpec(name=part.key, dtype=part.spec.dtype, shape=part.size) for part in table.parts]
     taken = device.DeviceSnapshot(local(old), specs, "device", DEVICE)
+    taken.warm_up(table, ENCODINGS[encoding])
     changes = taken.compare(local(new))
     found = taken.encode(schema, table, changes, ENCODINGS[encoding])
 

@@ -1,7 +1,7 @@
 """A publisher that is interrupted loses no change, and goes on."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from types import FrameType
 from typing import Any
@@ -48,10 +48,13 @@ class Interrupter:
         "contextlib.py",
     )
 
-    def __init__(self, left: int) -> None:
-        self.left = left
+    def __init__(self, left: int, *, within: str = "") -> None:
+        """Count points in files whose names end so."""
+        self.left, self.within = left, within
 
-    def __call__(self, frame: FrameType, event: str, argument: object) -> "Interrupter":
+    def __call__(self, frame: FrameType, event: str, argument: object) -> "Interrupter | None":
+        if not frame.f_code.co_filename.endswith(self.within):
+            return None
         frame.f_trace_opcodes = frame.f_code.co_filename.endswith(self.FINELY)
         # Not where a generator is left: that may be its destructor, out of which nothing is raised.
         if event in {"opcode", "line"}:
@@ -61,15 +64,24 @@ class Interrupter:
         return self
 
     def during(self, call: Callable[..., object], *arguments: object) -> bool:
-        """Make a call; return whether it was interrupted."""
+        """Make a call; return whether it was interrupted, which must leave gradients on."""
+        is_interrupted = next(self._during(call, *arguments))
+        assert torch.is_grad_enabled()
+        return is_interrupted
+
+    def _during(self, call: Callable[..., object], *arguments: object) -> Iterator[bool]:
+        # A generator, as that handles exceptions apart from its caller. One that is raised where a handler
+        # ends, as no signal raises it, would leave the handled one as that of the thread.
         sys.settrace(self)
         try:
             call(*arguments)
         except KeyboardInterrupt:
-            return True
+            is_interrupted = True
+        else:
+            is_interrupted = False
         finally:
             sys.settrace(None)
-        return False
+        yield is_interrupted
 
 
 @pytest.mark.parametrize("encoding", ["gap", "context"])
@@ -100,6 +112,29 @@ def test_an_interrupt_at_any_point_loses_nothing_and_stops_nothing(
     assert_same_bits(newest(store), served(model))
     for version in range(0, manifest.version + 1, 10):
         verify(store, version)
+
+
+class Decoded(dict[str, torch.Tensor]):
+    """Reads its tensors without gradients, as publishers read quantized models and adapters."""
+
+    def items(self) -> Any:
+        with torch.no_grad():
+            return super().items()
+
+
+def test_an_interrupt_in_no_grad_leaves_gradients_on(store: MemoryStore) -> None:
+    model = Decoded(w=torch.zeros(64), v=torch.zeros(8))
+    openings, publishings = count(1), count(1)
+    while Interrupter(next(openings), within="grad_mode.py").during(Publisher, MemoryStore(), model):
+        pass
+    with Publisher(store, model) as publisher:
+        while Interrupter(step := next(publishings), within="grad_mode.py").during(
+            publisher.publish_patch, step
+        ):
+            model["w"][step] = step
+    assert next(openings) > 12
+    assert next(publishings) > 20
+    assert_same_bits(newest(store), served(model))
 
 
 def test_an_interrupt_while_a_result_is_awaited_stops_nothing(store: MemoryStore) -> None:

@@ -11,8 +11,8 @@ from patchstore import Publisher
 from patchstore.bucket import history
 from patchstore.bucket.records import Box, Part, Schema, TensorSpec
 from patchstore.bucket.state_sums import by_name
-from patchstore.codec.context import Coded, tiling
-from patchstore.codec.delta_file import CodedPart, Content
+from patchstore.codec.context import tiling
+from patchstore.codec.delta_file import Content
 from patchstore.errors import CorruptObject
 from patchstore.read.deltas import check_boxes
 from patchstore.read.replay import verify
@@ -20,6 +20,7 @@ from patchstore.stores.memory import MemoryStore
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import bits, spec_of
 from tests.support import sharded
+from tests.support.coded import coded_of
 from tests.support.weights import assert_same_bits, newest
 
 SHAPES = {
@@ -152,9 +153,10 @@ def check(shape: tuple[int, int, int], boxes: Sequence[Box]) -> None:
     rows, data = np.zeros((1, 3), dtype=np.uint8), np.zeros(0, dtype=np.uint8)
     parts = []
     for number, box in enumerate(boxes):
-        coded = Coded(tiling=tiling(shape, box, (1, 1)), lo=0, rows=rows, lengths=nothing, data=data)
-        parts.append(CodedPart(0, f"deltas/{number}", coded))
-    check_boxes(7, Content([], parts), Schema(tensors=(TensorSpec(name="a", dtype="BF16", shape=shape),)))
+        parts.append(Part(tiling(shape, box, (1, 1)), 0, rows, nothing, data, key=f"deltas/{number}"))
+    check_boxes(
+        7, Content([], coded_of(parts)), Schema(tensors=(TensorSpec(name="a", dtype="BF16", shape=shape),))
+    )
 
 
 def some_box(rng: np.random.Generator, shape: Sequence[int], most: int) -> Box:

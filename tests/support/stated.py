@@ -11,6 +11,7 @@ from safetensors.torch import save
 
 from patchstore.bucket.records import Schema, TensorSpec
 from patchstore.codec import IndexEncoding, delta_file
+from patchstore.codec.context import Coded
 from patchstore.codec.delta_file import Content
 from patchstore.codec.index import Gap, Listed
 from patchstore.codec.listing import Column, Stated, bridged, listing
@@ -62,7 +63,7 @@ def content_of(encoding: IndexEncoding, schema: Schema, given: Iterable[TensorPa
                 val=as_in_a_file(val),
             )
         )
-    return Content(found, [])
+    return Content(found, Coded.none())
 
 
 def as_in_a_file(column: Column) -> torch.Tensor:

@@ -10,7 +10,7 @@ from mapped import mapped, served
 from patchstore import Publisher
 from patchstore.bucket import history
 from patchstore.bucket.records import Box, Part, Schema, TensorSpec, view_of
-from patchstore.codec.context import tiling
+from patchstore.codec.context import Cuts, tiling
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
 from patchstore.stores.memory import MemoryStore
@@ -248,7 +248,7 @@ def test_tiles_within_boxes_are_found_for_all_parts_at_once() -> None:
         cuts.append(tiling(shape, None if number % 3 == 0 else box_of(shape)))
         held.append(box_of(shape))
     rows = np.array([(b.level, b.levels, b.row, b.rows, b.col, b.cols) for b in held])
-    geometry = kernels("patchstore.kernels.context_tables").geometry(cuts)
+    geometry = kernels("patchstore.kernels.context_tables").geometry(Cuts.of(cuts))
     found, is_held = kernels("vllm_plugin.gpu.decode").tiles_within(geometry, rows)
     expected = [cut.ranges_within(box) for cut, box in zip(cuts, held, strict=True)]
     assert is_held.tolist() == [each is not None for each in expected]

@@ -14,14 +14,14 @@ import torch
 from patchstore.bucket import records
 from patchstore.bucket.records import DTYPE_BYTES, Schema, TensorSpec
 from patchstore.codec.context import Coded, tiling
-from patchstore.codec.delta_file import CodedPart
+from patchstore.codec.context.bits import bounds_of
 from patchstore.codec.index import Gap, Listed, check_gaps
 from patchstore.errors import CorruptObject
 from patchstore.kernels import context_decode, context_tables, gap_decode
 from patchstore.kernels.context_tables import FORMATS
 from patchstore.kernels.gap_decode import TILE
 from patchstore.tensors.bits import bits
-from patchstore.tensors.columns import signed_of
+from patchstore.tensors.columns import ramps, signed_of
 from vllm_plugin.gpu.upload import aligned, send, send_memory, tables_on
 from vllm_plugin.map.mapping import Box
 
@@ -72,8 +72,7 @@ class Patches:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class Place(NamedTuple):
     """Where elements of one tensor lie on the device, in boxes of them."""
 
     format: tuple[int, int, int]
@@ -87,7 +86,7 @@ class Places:
     """int64 [num_boxes], bytes of an element."""
 
     @classmethod
-    def served(cls, spec: TensorSpec, boxes: Sequence[Box], memories: Mapping[int, torch.Tensor]) -> "Places":
+    def served(cls, spec: TensorSpec, boxes: Sequence[Box], memories: Mapping[int, torch.Tensor]) -> "Place":
         """Describe elements that are served from flat memories, by index of the runtime."""
         owners = [memories[box.index] for box in boxes]
         widths = np.array([each.element_size() for each in owners], dtype=np.int64)
@@ -102,7 +101,7 @@ class Places:
         )
 
     @classmethod
-    def copied(cls, spec: TensorSpec, address: int, boxes: Sequence[Box] | None) -> "Places":
+    def copied(cls, spec: TensorSpec, address: int, boxes: Sequence[Box] | None) -> "Place":
         """Describe a tensor that lies there as checkpoints have it; all of it, or what is in boxes."""
         tiles = tiling(spec.shape)
         found = [tiles.box] if boxes is None else [box.elements for box in boxes]
@@ -116,6 +115,27 @@ class Places:
         )
 
 
+class Places:
+    """Where elements of tensors lie, as columns: the boxes of one tensor after the other."""
+
+    def __init__(self, schema: Schema, by_name: Mapping[str, Place]) -> None:
+        order = sorted((schema.places[name], place) for name, place in by_name.items())
+        self.numbers = np.array([number for number, _ in order], dtype=np.int64)
+        """int64 [T], places in the schema, ascending."""
+        each = [place for _, place in order]
+        self.formats = np.array([place.format for place in each], dtype=np.int64).reshape(-1, 3)
+        """int64 [T, 3]"""
+        self.num_boxes = np.array([len(place.boxes) for place in each], dtype=np.int64)
+        """int64 [T]"""
+        self.firsts = self.num_boxes.cumsum() - self.num_boxes
+        """int64 [T], the first box of each."""
+        self.boxes = np.concatenate([_NO_BOXES, *(place.boxes for place in each)])
+        """int64 [num_boxes, 6]; as `Place` says, and so are the next."""
+        self.addresses = np.concatenate([_NONE, *(place.addresses for place in each)])
+        self.strides = np.concatenate([_NO_BOXES[:, :3], *(place.strides for place in each)])
+        self.memory_widths = np.concatenate([_NONE, *(place.memory_widths for place in each)])
+
+
 def _rows(boxes: Sequence[records.Box]) -> Array:
     rows = [(each.level, each.levels, each.row, each.rows, each.col, each.cols) for each in boxes]
     return np.array(rows, dtype=np.int64).reshape(-1, 6)
@@ -125,8 +145,8 @@ class Decoded(NamedTuple):
     """What was decoded."""
 
     names: Sequence[str]
-    widths: Sequence[int]
-    """Bytes of an element of each."""
+    widths: Array
+    """int64 [num_names], bytes of an element of each."""
     positions: torch.Tensor
     """int32 or int64 [num], of one name after the other."""
     values: torch.Tensor
@@ -139,25 +159,22 @@ class Decoded(NamedTuple):
     def patches(self) -> Patches:
         found = Patches.between(self.names, self.bounds, self.positions, self.values)
         narrow = self.narrow.data_ptr() + self.bounds[:-1]
-        return replace(found, values=np.where(np.array(self.widths) == 1, narrow, found.values))
+        return replace(found, values=np.where(self.widths == 1, narrow, found.values))
 
 
-def decode(
-    coded: Sequence[tuple[str, str, Coded]], places: Mapping[str, Places], device: torch.device
-) -> Decoded:
-    """Decode what changed of parts of tensors: each with its name and the key of its object. Parts of one
-    tensor follow each other, and no box of `places` cuts through a tile.
+def decode(coded: Coded, places: Places, schema: Schema, device: torch.device) -> Decoded:
+    """Decode what changed of parts of tensors, which ascend by tensor; no box of `places` cuts through a
+    tile.
     """
-    names = list(dict.fromkeys(name for name, _, _ in coded))
-    widths = [places[name].format[0] for name in names]
-    geometry = context_tables.geometry([each.tiling for *_, each in coded])
-    where = [places[name] for name, _, _ in coded]
+    numbers = np.unique(coded.numbers)
+    names = [schema.tensors[number].name for number in numbers.tolist()]
+    widths = places.formats[np.searchsorted(places.numbers, numbers), 0]
+    geometry = context_tables.geometry(coded.cuts)
     # Every part with every box of its tensor, and then those that have elements in common.
-    num_boxes = np.array([len(each.boxes) for each in where], dtype=np.int64)
-    owners = np.repeat(np.arange(len(coded)), num_boxes)
-    boxes, is_held = tiles_within(
-        geometry[owners], np.concatenate([_NO_BOXES, *(each.boxes for each in where)])
-    )
+    at = np.searchsorted(places.numbers, coded.numbers)
+    num_boxes = places.num_boxes[at]
+    owners, box = np.repeat(np.arange(len(coded)), num_boxes), ramps(num_boxes, places.firsts[at])
+    tiles, is_held = tiles_within(geometry[owners], places.boxes[box])
     picked = np.flatnonzero(is_held)
     if not len(picked):
         nothing = torch.empty(0, dtype=torch.int32, device=device)
@@ -166,39 +183,39 @@ def decode(
             names, widths, nothing, values, values.to(torch.uint8), np.zeros(len(names) + 1, dtype=np.int64)
         )
     some, owners = np.unique(owners[picked], return_inverse=True)
-    coded = [coded[number] for number in some.tolist()]
-    (streams,) = send([torch.from_numpy(_joined([each.data for *_, each in coded]))], device)
+    box, held = box[picked], coded.at(some)
+    (streams,) = send([torch.from_numpy(held.data)], device)
+    sets, row_sets = held.sets, held.row_sets
     tensors = context_tables.tensors(
         geometry[some],
-        np.array([places[name].format for name, _, _ in coded], dtype=np.int64),
-        np.array([each.lo for *_, each in coded], dtype=np.int64),
-        np.array([len(each.rows) for *_, each in coded], dtype=np.int64),
+        places.formats[at[some]],
+        held.lo,
+        held.num_classes,
         device,
+        first_rows=(sets.nums.cumsum() - sets.nums)[row_sets],
     )
     segments = context_tables.segments(
         tensors,
         owners,
-        boxes[picked],
-        np.concatenate([each.addresses for each in where])[picked],
-        np.concatenate([each.strides for each in where])[picked],
-        np.concatenate([each.memory_widths for each in where])[picked],
+        tiles[picked],
+        places.addresses[box],
+        places.strides[box],
+        places.memory_widths[box],
     )
-    rows = np.concatenate([each.rows for *_, each in coded]).astype(np.int32)
-    ends = np.concatenate([each.lengths for *_, each in coded]).cumsum(dtype=np.int64)
+    rows = sets.listed.astype(np.int32)
     starts, codes = tables_on(
-        device,
-        np.concatenate([np.zeros(1, dtype=np.int64), ends]),
-        rows[:, 0] | rows[:, 1] << 8 | rows[:, 2] << 16,
+        device, bounds_of(held.lengths), rows[:, 0] | rows[:, 1] << 8 | rows[:, 2] << 16
     )
     found = context_decode.decode(tensors, segments, codes, starts, streams)
     if found.first_wrong is not None:
-        name, key, _ = coded[int(owners[found.first_wrong])]
-        raise CorruptObject(f"{key}: what it says of {name!r} is no change of the tensor that is served")
-    narrow = found.values.to(torch.uint8) if 1 in widths else found.values[:0]
+        wrong = int(owners[found.first_wrong])
+        name = schema.tensors[held.numbers[wrong]].name
+        raise CorruptObject(
+            f"{held.key(wrong)}: what it says of {name!r} is no change of the tensor that is served"
+        )
+    narrow = found.values.to(torch.uint8) if (widths == 1).any() else found.values[:0]
     # Where the parts of each name end; a name of which nothing is here ends where it begins.
-    order = {name: number for number, name in enumerate(names)}
-    of_name = np.array([order[name] for name, _, _ in coded])[owners]
-    last = np.searchsorted(of_name, np.arange(len(names)), side="right")
+    last = np.searchsorted(held.numbers[owners], numbers, side="right")
     bounds = np.concatenate([np.zeros(1, dtype=np.int64), found.bounds[last]])
     return Decoded(names, widths, found.positions, found.values, narrow, bounds)
 
@@ -236,18 +253,6 @@ def _tiles_along(box: Array, part: Array, cut: Array) -> tuple[Array, Array]:
     end = np.minimum(box.sum(axis=1), part.sum(axis=1))
     tile = tile_of(first)
     return tile - first_tile, np.where(first < end, tile_of(end - 1) - tile + 1, 0)
-
-
-def _joined(parts: Sequence[Array]) -> Array:
-    """Concatenate arrays of bytes; without a copy where they already lie side by side in one."""
-    base = parts[0].base
-    if isinstance(base, np.ndarray) and all(each.base is base for each in parts):
-        firsts = [each.__array_interface__["data"][0] for each in parts]
-        ends = [first + len(each) for first, each in zip(firsts, parts, strict=True)]
-        begin = firsts[0] - base.__array_interface__["data"][0]
-        if firsts[1:] == ends[:-1] and base.dtype == np.uint8 and base.ndim == 1:
-            return base[begin : begin + ends[-1] - firsts[0]]
-    return np.concatenate(parts)
 
 
 class Gaps(NamedTuple):
@@ -337,13 +342,6 @@ def list_positions(
 
 def has_gaps(listed: Listed) -> bool:
     return listed.idx.dtype == torch.uint16
-
-
-def decode_coded(
-    coded: Sequence[CodedPart], schema: Schema, places: Mapping[str, Places], device: torch.device
-) -> Decoded:
-    named = [(schema.tensors[part.number].name, part.where, part.coded) for part in coded]
-    return decode(named, places, device)
 
 
 def table_on(device: torch.device, rows: object) -> torch.Tensor:

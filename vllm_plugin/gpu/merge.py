@@ -13,7 +13,7 @@ import torch
 from patchstore.bucket.records import Schema
 from patchstore.codec.delta_file import Content
 from patchstore.tensors.bits import TORCH_DTYPES, bits, index_dtype
-from vllm_plugin.gpu.decode import Patches, Places, decode_coded, list_positions, table_on
+from vllm_plugin.gpu.decode import Patches, Place, Places, decode, list_positions, table_on
 from vllm_plugin.live.copies import PIECE
 from vllm_plugin.map.mapping import Box
 
@@ -54,7 +54,7 @@ class Merger:
         """
         # Half of what is free: memory that was used before lies in pieces.
         at_a_time = min(MERGED, free_bytes // 2 // _MERGING_BYTES)
-        coded = {self._schema.tensors[number].name for each in versions for number in each.coded_numbers}
+        coded = {self._schema.tensors[number].name for each in versions for number in each.coded.numbers}
         for some, num_stated in self._parts(versions, names, at_a_time):
             numbers = self._numbers(some)
             # Where kernels read whole vectors.
@@ -63,14 +63,17 @@ class Merger:
             is_large = num_stated > at_a_time
             relative = [name for name in some if is_large or name in coded]
             copy = self._copied(relative, firsts, sum(sizes))
-            places = {
-                name: Places.copied(
-                    self._specs[name],
-                    copy.data_ptr() + firsts[name] * copy.element_size(),
-                    None if name in self._base else self._boxes[name],
-                )
-                for name in relative
-            }
+            places = Places(
+                self._schema,
+                {
+                    name: Place.copied(
+                        self._specs[name],
+                        copy.data_ptr() + firsts[name] * copy.element_size(),
+                        None if name in self._base else self._boxes[name],
+                    )
+                    for name in relative
+                },
+            )
             keys, values = [], []
             for content in versions:
                 for where, new in self._listed(content.of(numbers), firsts, places):
@@ -97,15 +100,15 @@ class Merger:
             yield patches, (positions, chosen)
 
     def _listed(
-        self, content: Content, firsts: Mapping[str, int], places: Mapping[str, Places]
+        self, content: Content, firsts: Mapping[str, int], places: Places
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """List one version's changes of tensors of one element width: where, int64 [num], and their bits."""
         yield from list_positions(content.listed, self._schema, firsts, self._device)
-        found = decode_coded(content.coded, self._schema, places, self._device)
+        found = decode(content.coded, places, self._schema, self._device)
         if found.values.numel():
             owners = np.repeat(np.array([firsts[name] for name in found.names]), np.diff(found.bounds))
             positions = found.positions.to(torch.int64) + table_on(self._device, owners)
-            yield positions, found.narrow if 1 in found.widths else found.values
+            yield positions, found.narrow if (found.widths == 1).any() else found.values
 
     def _copied(
         self,
@@ -149,9 +152,9 @@ class Merger:
         for each in versions:
             for listed in each.listed:
                 stated_of[listed.numbers] += listed.counts
-            for part in each.coded:
-                # The tensor is copied, too.
-                stated_of[part.number] += 2 * len(part.coded.data) + part.coded.tiling.num_elements // 32
+            # The tensor is copied, too.
+            coded, num_bytes = each.coded, np.diff(each.coded.bytes_at)
+            np.add.at(stated_of, coded.numbers, 2 * num_bytes + coded.cuts.num_elements // 32)
         by_width: dict[int, list[str]] = {}
         for name in names:
             by_width.setdefault(TORCH_DTYPES[self._specs[name].dtype].itemsize, []).append(name)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from patchstore.bucket.records import TensorSpec
-from patchstore.codec.context import encode
+from patchstore.codec.context import Cuts, RowSets, encode_all, tiling
 from patchstore.errors import DeviceMemoryShort, LoadFailed, StateMismatch, UsageError
 from patchstore.kernels import digest, gap_decode, new_stream
 from patchstore.kernels import patch as kernels
@@ -27,9 +27,9 @@ from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, unsigned
 from patchstore.tensors.state_digest import Sums
 from vllm_plugin.gpu.decode import (
     Patches,
+    Place,
     Places,
     decode,
-    decode_coded,
     has_gaps,
     jobs_of,
     num_tiles,
@@ -160,7 +160,7 @@ class DeviceWeights(LiveWeights):
     _segments: Mapping[str, Sequence[Segment]]
     _table: SegmentTable
     """Of the same."""
-    _served: Mapping[str, Places]
+    _served: Places
     """Of names that can be decoded from what is served."""
     _all: Sequence[tuple[Sequence[Segment], Kind, torch.Tensor, torch.Tensor]] | None
     """What it takes to digest everything, made once."""
@@ -183,11 +183,14 @@ class DeviceWeights(LiveWeights):
         }
         self._table = SegmentTable(self._segments)
         memories = {index: self._flat(index) for index in self.written()}
-        self._served = {
-            name: Places.served(specs[name], found, memories)
-            for name, found in self._boxes.items()
-            if found is not None
-        }
+        self._served = Places(
+            mapped.schema,
+            {
+                name: Place.served(specs[name], found, memories)
+                for name, found in self._boxes.items()
+                if found is not None
+            },
+        )
         longest = max((self._flat(index).numel() for index in self.written()), default=0)
         self._target = torch.int32 if longest < 2**31 else torch.int64
         self._all = None
@@ -219,16 +222,23 @@ class DeviceWeights(LiveWeights):
 
     def _compile_decoding(self) -> None:
         """Decode a change of one element of the smallest tensor of each kind; nothing is written."""
-        specs = self.map.schema.by_name()
-        smallest: dict[object, str] = {}
-        for name in sorted(self._served, key=lambda each: (specs[each].num_elements, each)):
-            widths = tuple(sorted(set(self._served[name].memory_widths.tolist())))
-            if specs[name].num_elements and self._segments.get(name):
-                smallest.setdefault((specs[name].dtype, len(specs[name].shape), widths), name)
-        for name in smallest.values():
-            old = unsigned(self.gathered(name).cpu())
-            coded = encode(specs[name], old, np.zeros(1, dtype=np.int64), old[:1] ^ 1)
-            decode([(name, "nothing", coded)], self._served, self.device)
+        served, specs = self._served, self.map.schema.tensors
+        smallest: dict[object, int] = {}
+        ends = (served.firsts + served.num_boxes).tolist()
+        for number, first, end in zip(served.numbers.tolist(), served.firsts.tolist(), ends, strict=True):
+            spec, widths = specs[number], np.unique(served.memory_widths[first:end]).tolist()
+            if spec.num_elements and self._segments.get(spec.name):
+                kind = spec.dtype, len(spec.shape), *widths
+                other = smallest.setdefault(kind, number)
+                if spec.num_elements < specs[other].num_elements:
+                    smallest[kind] = number
+        nothing = np.zeros(1, dtype=np.int64)
+        for number in smallest.values():
+            spec = specs[number]
+            old, cuts = unsigned(self.gathered(spec.name).cpu()), Cuts.of([tiling(spec.shape)])
+            changes = nothing + 1, nothing, old[:1] ^ 1
+            coded = encode_all(spec.dtype, nothing + number, cuts, old, *changes, RowSets())
+            decode(coded, served, self.map.schema, self.device)
 
     def _segment(self, spec: TensorSpec, index: int, region: Region) -> Segment:
         source, target, flat = region.source, region.target, self._flat(index)
@@ -354,7 +364,7 @@ class DeviceWeights(LiveWeights):
             listed = np.concatenate([numbers[:0], *(each.numbers for each in content.listed)])
             based = [schema.places[name] for name in base.keys() & schema.places]
             coded = content.of(np.setdiff1d(numbers, [*listed, *based]).astype(np.int64)).coded
-            decoded = decode_coded(coded, schema, self._served, self.device)
+            decoded = decode(coded, self._served, schema, self.device)
             patches = gaps.patches.joined(decoded.patches())
             change.add(self._exchanges(patches, gaps.starts, keep_old=keep_old))
             del decoded

@@ -279,15 +279,16 @@ class LiveWeights:
         """
         others = self.map.computed | self.cut
         # Tensors of one shape have one tiling, and in most models boxes alike.
-        known: dict[tuple[int, int | None], bool] = {}
+        alike = np.array([self._alike.get(spec.name, -1) for spec in self.map.schema.tensors])
         found = set()
-        for name, tiles in deltas.tilings():
-            key = id(tiles), self._alike.get(name)
-            if key not in known:
-                known[key] = are_cut(tiles, self._boxes.get(name) or ())
-            if known[key] and name not in others:
-                found.add(name)
-        return found
+        for places, cuts in deltas.cuts():
+            ways = np.stack([cuts.kind, alike[places]], axis=1)
+            _, firsts, ways = np.unique(ways, axis=0, return_index=True, return_inverse=True)
+            names = [self.map.schema.tensors[number].name for number in places.tolist()]
+            are = [are_cut(cuts[first], self._boxes.get(names[first]) or ()) for first in firsts.tolist()]
+            cut = np.flatnonzero(np.array(are, dtype=np.bool_)[ways.reshape(-1)])
+            found |= {names[part] for part in cut.tolist()}
+        return found - others
 
     def gathered(self, name: str) -> torch.Tensor:
         """Return a copied name's tensor, flat, with zeros where this rank has nothing."""

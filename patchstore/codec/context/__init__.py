@@ -3,23 +3,23 @@
 from dataclasses import dataclass, field
 
 from patchstore.codec.context.classes import is_coded
-from patchstore.codec.context.decoder import decode, decode_all
-from patchstore.codec.context.encoder import encode, encode_all
+from patchstore.codec.context.coded import Coded
+from patchstore.codec.context.decoder import decode_all
+from patchstore.codec.context.encoder import encode_all
 from patchstore.codec.context.rows import RowSets
 from patchstore.codec.context.table import pack, packed, packed_table, pays, unpack
-from patchstore.codec.context.tiles import Chosen, Coded, Tiles, Tiling, tiling, tiling_of_part
+from patchstore.codec.context.tiles import Chosen, Cuts, Tiles, Tiling, tiling
 from patchstore.codec.index import Gap
 
 __all__ = [
     "Chosen",
     "Coded",
     "Context",
+    "Cuts",
     "RowSets",
     "Tiles",
     "Tiling",
-    "decode",
     "decode_all",
-    "encode",
     "encode_all",
     "is_coded",
     "pack",
@@ -27,7 +27,6 @@ __all__ = [
     "packed_table",
     "pays",
     "tiling",
-    "tiling_of_part",
     "unpack",
 ]
 

@@ -6,14 +6,18 @@ import numpy as np
 import numpy.typing as npt
 
 COPIED = 1 << 24  # bytes
+PUT = 1 << 16  # fields at a time: their temporaries stay in the cache
 
 Array = npt.NDArray[Any]
 
 
 def put(words: npt.NDArray[np.uint64], at: Array, fields: Array) -> None:
     """Or `fields` (uint64) into `words` at the ascending bits `at`; a word must follow the last one's."""
-    if not len(at):
-        return
+    for first in range(0, len(at), PUT):
+        _put(words, at[first : first + PUT], fields[first : first + PUT])
+
+
+def _put(words: npt.NDArray[np.uint64], at: Array, fields: Array) -> None:
     word, shift = at >> 6, (at & 63).astype(np.uint64)
     starts = np.flatnonzero(np.concatenate([[True], word[1:] != word[:-1]]))
     target = word[starts]

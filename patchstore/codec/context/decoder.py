@@ -11,8 +11,9 @@ import numpy.typing as npt
 from patchstore.bucket.records import TensorSpec
 from patchstore.codec.context.bits import Array, bounds_of, of_each, windows
 from patchstore.codec.context.classes import WIDTHS, class_words, moved, plane
-from patchstore.codec.context.rows import DENSE, RUNS, SILENT, SWAP, UNARY_LIMIT, padded
-from patchstore.codec.context.tiles import Coded, Layout, TileSet, split
+from patchstore.codec.context.coded import Coded
+from patchstore.codec.context.rows import DENSE, RUNS, SILENT, SWAP, UNARY_LIMIT
+from patchstore.codec.context.tiles import Layout, TileSet, split
 from patchstore.errors import CorruptObject
 from patchstore.tensors.columns import ramps
 
@@ -227,61 +228,42 @@ def _truncated(window: Array, bits: Array, low: Array, short: Array) -> tuple[Ar
     return np.where(is_long, longer, value), bits + is_long
 
 
-def decode(
-    spec: TensorSpec, coded: Coded, old: Array, where: str, tiles: Array | None = None
-) -> tuple[npt.NDArray[np.int64], Array]:
-    """Return the changed positions, int64 ascending, and their new bit patterns.
-
-    `old` has all bit patterns of the tensor; of the part and `tiles` (all by default) alone they count.
-    """
-    some = None if tiles is None else [tiles]
-    _, positions, new = decode_all([spec], [coded], coded.tiling.of_whole(old), [where], some)
-    return positions, new
-
-
 def decode_all(
     specs: Sequence[TensorSpec],
-    coded: Sequence[Coded],
+    coded: Coded,
     old: Array,
-    where: Sequence[str],
     tiles: Sequence[Array | None] | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Array]:
     """Decode changes of parts of tensors of one dtype, as `table.unpack` returned them.
 
     Args:
-        specs: the whole tensors.
+        specs: the tensors of the schema, which `coded.numbers` count.
         old: uint8 or uint16, all old bit patterns of the parts, one after the other.
-        where: names each in errors.
-        tiles: those to decode, ascending; all by default.
+        tiles: of each part those to decode, ascending; all by default.
 
     Returns:
         int64 [T], how many elements of each part change; their positions in the tensor, ascending; their new
         bits.
     """
 
-    def refused(tensor: int, why: str) -> CorruptObject:
-        return CorruptObject(f"{where[tensor]}: a stream of {specs[tensor].name!r} {why}")
+    def refused(part: int, why: str) -> CorruptObject:
+        return CorruptObject(f"{coded.key(part)}: a stream of {specs[coded.numbers[part]].name!r} {why}")
 
-    dtype = specs[0].dtype
-    layout = Layout.of([each.tiling for each in coded])
+    dtype = specs[coded.numbers[0]].dtype
+    layout = Layout.of(coded.cuts)
     sizes = layout.sizes()
-    num_tiles = np.array([each.tiling.num_tiles for each in coded])
-    owner = np.repeat(np.arange(len(specs)), num_tiles)
-    rows = padded([each.rows for each in coded])
-    lengths = np.concatenate([each.lengths for each in coded])
+    owner = np.repeat(np.arange(len(coded)), coded.cuts.num_tiles)
+    rows, lengths, data = coded.sets.rows[coded.row_sets], coded.lengths, coded.data
     too_long = owner[lengths > _MOST_BYTES * sizes]
     if len(too_long):
         raise refused(too_long[0], "is longer than its elements can be")
     is_chosen = lengths > 0
-    tiles_at = bounds_of(num_tiles).tolist()
     for number, wanted in enumerate(tiles or ()):
         if wanted is not None:
-            mine = is_chosen[tiles_at[number] : tiles_at[number + 1]]
+            mine = is_chosen[coded.tiles_at[number] : coded.tiles_at[number + 1]]
             mine[np.delete(np.arange(len(mine)), wanted)] = False
-    data = coded[0].data if len(coded) == 1 else np.concatenate([each.data for each in coded])
     starts = bounds_of(lengths)
-    lo = np.array([each.lo for each in coded], dtype=np.uint8)
-    last = np.array([len(each.rows) - 1 for each in coded], dtype=np.uint8)
+    lo, last = coded.lo.astype(np.uint8), (coded.num_classes - 1).astype(np.uint8)
     # The classes that may have changes.
     classes = np.flatnonzero((rows[:, :, 0] != SILENT).any(axis=0))
     is_changed = np.zeros(len(old), dtype=np.bool_)
@@ -309,12 +291,10 @@ def decode_all(
         layout.scatter(new, target, chosen)
         layout.scatter(mask, is_changed, chosen)
     positions = np.flatnonzero(is_changed)
-    bounds = bounds_of(np.array([each.tiling.num_elements for each in coded]))
-    ends = np.searchsorted(positions, bounds)
-    found = [
-        each.tiling.positions(positions[ends[i] : ends[i + 1]] - bounds[i]) for i, each in enumerate(coded)
-    ]
-    return np.diff(ends), np.concatenate(found), target[positions]
+    bounds = bounds_of(coded.cuts.num_elements)
+    counts = np.diff(np.searchsorted(positions, bounds))
+    local = positions - np.repeat(bounds[:-1], counts)
+    return counts, coded.cuts.positions(local, counts), target[positions]
 
 
 def _read(

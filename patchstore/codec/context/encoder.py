@@ -5,13 +5,12 @@ ones; beyond its end a reader finds ones. An unchanged tile has no bytes. Fields
 put into zeros that become ones: a run of ones is then only a distance.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from patchstore.bucket.records import TensorSpec
 from patchstore.codec.context.bits import Array, bounds_of, of_each, put
 from patchstore.codec.context.classes import (
     MAX_CLASSES,
@@ -22,6 +21,7 @@ from patchstore.codec.context.classes import (
     plane,
     steps,
 )
+from patchstore.codec.context.coded import Coded
 from patchstore.codec.context.rows import (
     DENSE,
     RUNS,
@@ -32,10 +32,9 @@ from patchstore.codec.context.rows import (
     Totals,
     bin_of,
     first_exponent,
-    padded,
     told_apart,
 )
-from patchstore.codec.context.tiles import Coded, Layout, TileSet, Tiling, split, tiling_of_part
+from patchstore.codec.context.tiles import Cuts, Layout, TileSet, split
 from patchstore.tensors.columns import ramps
 
 WRITTEN_TOGETHER = 1 << 21
@@ -46,64 +45,46 @@ _U = np.uint64
 _NO_ROW = np.zeros(3, dtype=np.uint8)
 
 
-def encode(spec: TensorSpec, old: Array, positions: Array, new: Array) -> Coded:
-    """Encode a change of a tensor; as `encode_all`."""
-    cut = tiling_of_part(spec.shape, None, len(positions))
-    return encode_all(spec.dtype, [cut], old, np.array([len(positions)]), positions, new, RowSets())[0]
-
-
 def encode_all(
     dtype: str,
-    cuts: Sequence[Tiling],
+    numbers: Array,
+    cuts: Cuts,
     old: Array,
     counts: Array,
     positions: Array,
     new: Array,
     row_sets: RowSets,
-) -> list[Coded]:
+) -> Coded:
     """Encode changes of parts of tensors of one dtype; takes several times their memory.
 
     Args:
-        cuts: how each part is cut into tiles; see `tiles.tiling_of_part`.
+        numbers: int64 [T], the place in the schema of each part's tensor.
+        cuts: how each part is cut into tiles; see `tiles.tilings_of_part`.
         old: uint8 or uint16, all old bit patterns, part after part.
         counts: int64 [T], changes of each; at least one.
         positions: int64, ascending in each part, of its elements with other bits than before.
         new: their new bit patterns.
         row_sets: those of the payload so far, which grow by what these parts need.
     """
-    num = len(cuts)
     layout = Layout.of(cuts)
-    ends = bounds_of(np.array([cut.num_elements for cut in cuts]))
-    owner = np.repeat(np.arange(num), counts)
+    ends = bounds_of(cuts.num_elements)
+    owner = np.repeat(np.arange(len(cuts)), counts)
     at = positions + of_each(ends[:-1], owner)
     replaced = old[at]
     moves = np.zeros_like(old)
     moves[at] = by = steps(replaced, new)
-    numbers = row_sets.choose(_totals(dtype, old, ends, owner, replaced, by))
-    sets = [row_sets.sets[number] for number in numbers.tolist()]
-    lo = np.array([each.lo for each in sets])
-    nums = np.array([len(each.rows) for each in sets])
-    rows = padded([each.rows for each in sets])
-    sizes, num_tiles = layout.sizes(), [cut.num_tiles for cut in cuts]
-    tile_owner = np.repeat(np.arange(num), num_tiles)
+    chosen = row_sets.choose(_totals(dtype, old, ends, owner, replaced, by))
+    sets = row_sets.sets
+    its = sets.at(chosen)
+    sizes = layout.sizes()
+    tile_owner = np.repeat(np.arange(len(cuts)), cuts.num_tiles)
     parts = []
     for tiles in split(layout, np.arange(len(sizes)), WRITTEN_TOGETHER):
         found = TileSet(tile_owner[tiles], sizes[tiles])
         its_old, its_moves = layout.gather(old, tiles), layout.gather(moves, tiles)
-        parts.append(_streams(its_old, its_moves, found, dtype, lo, nums, rows))
+        parts.append(_streams(its_old, its_moves, found, dtype, its.lo, its.nums, its.rows))
     lengths, data = (np.concatenate(part) for part in zip(*parts, strict=True))
-    tiles_at = bounds_of(np.array(num_tiles)).tolist()
-    bytes_at = bounds_of(lengths)[tiles_at].tolist()
-    return [
-        Coded(
-            tiling=cuts[i],
-            lo=sets[i].lo,
-            rows=sets[i].rows,
-            lengths=lengths[tiles_at[i] : tiles_at[i + 1]],
-            data=data[bytes_at[i] : bytes_at[i + 1]],
-        )
-        for i in range(num)
-    ]
+    return Coded(numbers, cuts, sets, chosen, lengths, data)
 
 
 def _totals(dtype: str, old: Array, ends: Array, owner: Array, replaced: Array, by: Array) -> Totals:

@@ -8,6 +8,7 @@ they save more than they cost; otherwise it takes those of another part.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from patchstore.codec.context.bits import Array
 from patchstore.codec.context.classes import MAX_CLASSES
+from patchstore.tensors.columns import ramps
 
 RUNS = np.array([1, 2, 3] + [(4 + f) << j for j in range(15) for f in range(4)], dtype=np.int64)
 """Lengths of runs, by code."""
@@ -30,7 +32,8 @@ BINS = 42
 _EXACT = 31
 _VALUES = np.array([*range(1, 32), *(3 << (j - 1) for j in range(5, 15)), 1 << 15], dtype=np.int64)
 _FEWEST = 8  # changes at or below the lowest class: fewer do not pay for a row
-_NEAR = 4  # codes tried on either side of the length of runs that theory gives
+_CELLS, _FIRST_RATE, _LAST_RATE = 64, -30, 5
+"""Of a table by log2 of rates: cells of each power of two, and its ends."""
 SHARING = 8192
 """Parts of more changes have rows of their own."""
 SET_BITS = 16
@@ -107,23 +110,13 @@ def runs_bits(runs: Array, num: Array, among: Array) -> npt.NDArray[np.float64]:
     return np.where(num > 0, _bits_of_event(stay, runs) * num, among / runs)
 
 
-def rice_bits(changes: Array, width: int) -> tuple[Array, Array]:
-    """Return the bits of the Rice codes of |d| - 2 and of |d|, float64 [.., k], of changes by bin."""
+def rice_bits(changes: Array, width: int, less: int) -> npt.NDArray[np.float64]:
+    """Return the bits of the Rice codes of |d| - `less`, 0 or 2, float64 [.., k], of changes by bin."""
     # Counts times whole numbers of bits: exact in float64, in whatever order they are summed. Not a product
     # of matrices, for which NumPy starts a thread on every core: that took two seconds of CPU time.
-    table = _RICE_BITS[8 * width][: changes.shape[-1]]
-    both = np.einsum("...b,br->...r", changes.astype(np.float64), table)
-    first, second = np.split(both, 2, axis=-1)
-    return first, second
-
-
-def padded(of_parts: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
-    """Return the rows of parts with silent ones behind them: uint8 [T, 16, 3]."""
-    rows = np.zeros((len(of_parts), MAX_CLASSES, 3), dtype=np.uint8)
-    rows[:, :, 0] = SILENT
-    for number, its in enumerate(of_parts):
-        rows[number, : len(its)] = its
-    return rows
+    table = _RICE_BITS[8 * width, less][: changes.shape[-1]]
+    found: npt.NDArray[np.float64] = np.einsum("...b,br->...r", changes.astype(np.float64), table)
+    return found
 
 
 def valid_rows(rows: Array) -> npt.NDArray[np.bool_]:
@@ -140,28 +133,32 @@ def _best(num_elements: Array, changes: Array, width: Array) -> tuple[Array, Arr
     """Return the best rows, uint8 [num, 3], and the bits they are expected to take, float64 [num]."""
     num = changes.sum(axis=1)
     larger = num - changes[:, 0]
-    runs, cost = _best_runs(num, num_elements)
-    steps, steps_cost = _best_runs(larger, num)
-    sparse_rice, dense_rice = np.empty((2, len(num), MAX_RICE + 1))
+    rows = np.zeros((len(num), 3), dtype=np.uint8)
+    rows[:, 0], cost = _best_runs(num, num_elements)
+    cost += num
     for bits in (8, 16):
-        at = np.flatnonzero(width == bits // 8)
-        if not len(at):
+        is_wide = width == bits // 8
+        some = np.flatnonzero(is_wide & (larger > 0))
+        if len(some):
+            steps, steps_cost = _best_runs(larger[some], num[some])
+            sparse_rice = rice_bits(changes[some], bits // 8, 2)
+            rows[some, 1], rows[some, 2] = steps + 1, np.argmin(sparse_rice, axis=1)
+            cost[some] += steps_cost + sparse_rice.min(axis=1)
+        # A dense code takes a bit for each element, or more.
+        some = np.flatnonzero(is_wide & (cost > num_elements))
+        if not len(some):
             continue
-        sparse_rice[at], dense_rice[at] = rice_bits(changes[at], bits // 8)
-    same = (num_elements - num).astype(np.float64)
-    dense_rice += same[:, None] * np.arange(1, MAX_RICE + 2)
-    swapped = dense_rice[:, 0] + same - changes[:, 0]
-    rice = np.argmin(sparse_rice, axis=1)
-    some = larger > 0
-    cost += num + np.where(some, steps_cost + sparse_rice.min(axis=1), 0.0)
-    rows = np.stack([runs, np.where(some, steps + 1, 0), np.where(some, rice, 0)], axis=1)
-
-    rice = np.argmin(dense_rice, axis=1)
-    dense_cost = num + np.minimum(dense_rice.min(axis=1), swapped)
-    rice = np.where(swapped < dense_rice.min(axis=1), SWAP, rice)
-    dense = dense_cost < cost
-    rows[dense] = np.stack([np.full_like(rice, DENSE), np.zeros_like(rice), rice], axis=1)[dense]
-    return rows.astype(np.uint8), np.where(dense, dense_cost, cost)
+        dense_rice = rice_bits(changes[some], bits // 8, 0)
+        same = (num_elements[some] - num[some]).astype(np.float64)
+        dense_rice += same[:, None] * np.arange(1, MAX_RICE + 2)
+        swapped, least = dense_rice[:, 0] + same - changes[some, 0], dense_rice.min(axis=1)
+        rice = np.where(swapped < least, SWAP, np.argmin(dense_rice, axis=1))
+        dense_cost = num[some] + np.minimum(least, swapped)
+        is_dense = dense_cost < cost[some]
+        dense = some[is_dense]
+        rows[dense, 0], rows[dense, 1], rows[dense, 2] = DENSE, 0, rice[is_dense]
+        cost[dense] = dense_cost[is_dense]
+    return rows, cost
 
 
 def _best_runs(num: Array, among: Array) -> tuple[Array, Array]:
@@ -171,15 +168,24 @@ def _best_runs(num: Array, among: Array) -> tuple[Array, Array]:
     """
     rate = np.clip(num / np.maximum(among, 1), 1e-9, 1 - 1e-9)
     stay = np.log1p(-rate)
-    middle = np.searchsorted(RUNS, np.log(0.5) / stay)
+    middle = _best_codes()[np.rint(_CELLS * (np.log2(-stay) - _FIRST_RATE)).astype(np.int64)]
     best = np.zeros(len(rate), dtype=np.int64)
     least = np.full(len(rate), np.inf)
-    for shift in range(-_NEAR, _NEAR + 1):
+    for shift in (-1, 0, 1):
         code = np.clip(middle + shift, 0, len(RUNS) - 1)
         cost = _bits_of_event(stay, RUNS[code])
         better = cost < least
         best[better], least[better] = code[better], cost[better]
     return best, least * num
+
+
+@cache
+def _best_codes() -> Array:
+    """Return the code that is best, or beside the best, by the logarithm of how rare events are: int64."""
+    rates = 2.0 ** np.arange(_FIRST_RATE, _LAST_RATE + 1 / _CELLS, 1 / _CELLS)
+    runs = np.broadcast_to(RUNS, (len(rates), len(RUNS)))
+    found: Array = _bits_of_event(-rates[:, None], runs).argmin(axis=1)
+    return found
 
 
 def _bits_of_event(stay: Array, runs: Any) -> Array:
@@ -198,28 +204,79 @@ def _rice_bits(value: Array, width: int) -> npt.NDArray[np.float64]:
     return np.where(ones >= UNARY_LIMIT, UNARY_LIMIT + width, ones + 1 + k).astype(np.float64)
 
 
-def _both_rice_bits(width: int) -> npt.NDArray[np.float64]:
-    """Return the bits of each |d| for each k, less two and then as it is."""
-    less_two = _rice_bits(np.maximum(_VALUES - 2, 0), width)
-    less_two[0] = 0
-    return np.hstack([less_two, _rice_bits(_VALUES, width)])
+def _rice_table(width: int, less: int) -> npt.NDArray[np.float64]:
+    """Return the bits of |d| - `less` by its bin, [BINS, k]."""
+    found = _rice_bits(np.maximum(_VALUES - less, 0), width)
+    found[:1] *= less == 0
+    return found
 
 
-_RICE_BITS = {width: _both_rice_bits(width) for width in (8, 16)}
+_RICE_BITS = {(width, less): _rice_table(width, less) for width in (8, 16) for less in (0, 2)}
 
 
 @dataclass(frozen=True, slots=True)
-class RowSet:
-    """Classes, and the code of each."""
+class Sets:
+    """S row sets, as columns: classes, and the code of each."""
 
-    lo: int
-    """Exponents up to this one are in the first class."""
+    lo: npt.NDArray[np.int64]
+    """[S]: exponents up to this one are in the first class."""
+    nums: npt.NDArray[np.int64]
+    """[S], classes of each."""
     rows: npt.NDArray[np.uint8]
-    """[K, 3]"""
+    """[S, 16, 3], with silent ones behind those of each."""
+
+    @classmethod
+    def none(cls) -> "Sets":
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(nothing, nothing, np.zeros((0, MAX_CLASSES, 3), dtype=np.uint8))
+
+    @classmethod
+    def of(cls, lo: Array, nums: Array, listed: Array) -> "Sets":
+        """Take the rows of one set after the other, [num, 3]."""
+        rows = np.zeros((len(lo), MAX_CLASSES, 3), dtype=np.uint8)
+        rows[:, :, 0] = SILENT
+        rows[np.repeat(np.arange(len(lo)), nums), ramps(nums)] = listed
+        return cls(lo, nums, rows)
+
+    @classmethod
+    def joined(cls, many: Sequence["Sets"]) -> "Sets":
+        if len(many) == 1:
+            return many[0]
+        lo, nums, rows = ([getattr(each, name) for each in many] for name in ("lo", "nums", "rows"))
+        return cls(np.concatenate(lo), np.concatenate(nums), np.concatenate(rows))
+
+    def __len__(self) -> int:
+        return len(self.lo)
+
+    def at(self, some: Array | slice) -> "Sets":
+        """Return some of them, by number."""
+        return Sets(self.lo[some], self.nums[some], self.rows[some])
+
+    def put(self, first: int, some: "Sets") -> None:
+        """Write over those from a number on."""
+        mine = slice(first, first + len(some))
+        self.lo[mine], self.nums[mine], self.rows[mine] = some.lo, some.nums, some.rows
 
     @property
-    def bits(self) -> int:
-        return SET_BITS + ROW_BITS * len(self.rows)
+    def bits(self) -> npt.NDArray[np.int64]:
+        """int64 [S], what each takes in a table, about."""
+        return SET_BITS + ROW_BITS * self.nums
+
+    @property
+    def listed(self) -> npt.NDArray[np.uint8]:
+        """[num, 3], the rows of one after the other."""
+        return self.rows[np.arange(MAX_CLASSES) < self.nums[:, None]]
+
+    def distinct(self) -> tuple["Sets", npt.NDArray[np.int64]]:
+        """Return each set once, in the order in which they come first, and of each its number there."""
+        # A text of bytes each, which is quicker to sort than columns.
+        flat = np.column_stack([self.lo, self.nums, self.rows.reshape(len(self), -1)]).astype(np.uint8)
+        texts = np.ascontiguousarray(flat).view(f"V{flat.shape[1]}").reshape(-1)
+        _, first, inverse = np.unique(texts, return_index=True, return_inverse=True)
+        order = first.argsort()
+        ranks = np.empty_like(order)
+        ranks[order] = np.arange(len(order))
+        return self.at(first[order]), ranks[inverse]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,13 +306,13 @@ class Totals:
 class BestRows(NamedTuple):
     """The rows that take least for each of T parts, if it is alone."""
 
-    sets: list[RowSet]
+    sets: Sets
     bits: npt.NDArray[np.float64]
     """[T], that its streams are expected to take, without the rows."""
 
     def of(self, some: Array) -> "BestRows":
         """Return those of some parts, by number."""
-        return BestRows([self.sets[number] for number in some.tolist()], self.bits[some])
+        return BestRows(self.sets.at(some), self.bits[some])
 
 
 def first_exponent(changed: Array) -> npt.NDArray[np.int64]:
@@ -278,7 +335,32 @@ class RowSets:
     """The row sets of a payload, in the order in which they were chosen."""
 
     def __init__(self) -> None:
-        self.sets: list[RowSet] = []
+        self._room = Sets.none()
+        self.keys: list[int] = []
+        """What tells each from all others: the part whose own it was, for a caller that says so."""
+        self.num_parts = 0
+        """How many such parts there were."""
+
+    @property
+    def sets(self) -> Sets:
+        """Those that were added so far; later ones may be written behind them."""
+        return self._room.at(slice(len(self.keys)))
+
+    def last(self) -> tuple[Sets, int]:
+        """Return those that parts may take, and the number of the first of them."""
+        first = max(0, len(self.keys) - _LAST_SETS)
+        return self.sets.at(slice(first, None)), first
+
+    def add(self, some: Sets, keys: Sequence[int] | None = None) -> int:
+        """Add sets; return the number of the first. Keys are at least 0."""
+        first, end = len(self.keys), len(self.keys) + len(some)
+        if end > len(self._room):
+            room = Sets.joined([self.sets, some])
+            self._room = Sets.joined([room, room])
+        else:
+            self._room.put(first, some)
+        self.keys += range(-1 - first, -1 - end, -1) if keys is None else keys
+        return first
 
     def choose(self, totals: Totals, own_rows: "BestRows | None" = None) -> npt.NDArray[np.int64]:
         """Choose sets for parts, by least expected length; return the number of each part's, int64 [T].
@@ -289,22 +371,22 @@ class RowSets:
         own, costs = own_rows or best_rows(totals)
         num_changed = totals.changed.sum(axis=1)
         chosen = np.full(len(own), -1)
-        small = np.flatnonzero(num_changed <= SHARING)
-        for part in np.flatnonzero(num_changed > SHARING).tolist():
-            chosen[part] = self._added(own[part])
+        large, small = np.flatnonzero(num_changed > SHARING), np.flatnonzero(num_changed <= SHARING)
+        if len(large):
+            chosen[large] = self.add(own.at(large)) + np.arange(len(large))
         if not len(small):
             return chosen
-        first = max(0, len(self.sets) - _LAST_SETS)
+        last, first = self.last()
         by_size = small[np.argsort(-num_changed[small], kind="stable")]
-        joint = [_joint(totals, small)] if len(small) > 1 else []
-        fresh = joint + _distinct([own[part] for part in by_size[:_CANDIDATES].tolist()])
-        bits = Costs(totals.of(small)).of([*self.sets[first:], *fresh])
-        num_old = len(self.sets) - first
+        candidates, _ = own.at(by_size[:_CANDIDATES]).distinct()
+        fresh = Sets.joined([_joint(totals, small), candidates]) if len(small) > 1 else candidates
+        bits = Costs(totals.of(small)).of(Sets.joined([last, fresh]))
+        num_old = len(last)
         best = bits[:, :num_old].min(axis=1) if num_old else np.full(len(small), np.inf)
         taken = bits[:, :num_old].argmin(axis=1) if num_old else np.zeros(len(small), dtype=np.int64)
-        opening = np.array([each.bits for each in fresh], dtype=np.float64)
+        opening = fresh.bits.astype(np.float64)
         # Rows of its own are always an answer.
-        alone = costs[small] + [own[part].bits for part in small.tolist()]
+        alone = costs[small] + own.bits[small]
         is_alone = alone < best
         best = np.minimum(best, alone)
         while True:
@@ -318,34 +400,32 @@ class RowSets:
                 num_old + number,
                 False,
             )
-        places: dict[int, int] = {}
-        for number, part in enumerate(small.tolist()):
-            if is_alone[number]:
-                chosen[part] = self._added(own[part])
-                continue
-            which = int(taken[number])
-            if which >= num_old and which not in places:
-                places[which] = self._added(fresh[which - num_old])
-            chosen[part] = places.get(which, first + which)
+        chosen[small] = first + taken
+        # Sets are added in the order in which parts need them.
+        joined, is_new = Sets.joined([fresh, own.at(small)]), is_alone | (taken >= num_old)
+        which = np.where(is_alone, len(fresh) + np.arange(len(small)), taken - num_old)[is_new]
+        distinct, at, inverse = np.unique(which, return_index=True, return_inverse=True)
+        order = at.argsort()
+        ranks = np.empty_like(order)
+        ranks[order] = np.arange(len(order))
+        if len(distinct):
+            chosen[small[is_new]] = self.add(joined.at(distinct[order])) + ranks[inverse]
         return chosen
 
-    def choose_alone(self, own: RowSet, cost: float, num_changed: int, ahead: "CostsAhead", part: int) -> int:
-        """`choose` for a part that is alone in its call, with its best rows and what they cost."""
-        first = max(0, len(self.sets) - _LAST_SETS)
-        if num_changed > SHARING or not self.sets:
-            return self._added(own)
-        bits = ahead.of(part, self.sets, first)
-        taken, alone = int(bits.argmin()), cost + own.bits
+    def choose_alone(self, own: BestRows, ahead: "CostsAhead", part: int, key: int) -> int:
+        """`choose` for a part that is alone in its call, of at most `SHARING` changes; its number in `ahead`,
+        and its key.
+        """
+        last, first = self.last()
+        if not len(last):
+            return self.add(own.sets, [key])
+        bits = ahead.of(part, last, self.keys[first:], first)
+        taken, alone = int(bits.argmin()), float(own.bits[0]) + int(own.sets.bits[0])
         if abs(bits[taken] - alone) <= _TIE * alone:
             # `choose` sums the bits of its own rows in another order than `best_rows`, which may decide.
-            one = np.array([part])
-            (chosen,) = self.choose(ahead.totals.of(one), BestRows([own], np.array([cost])))
+            (chosen,) = self.choose(ahead.totals.of(np.array([part])), own)
             return int(chosen)
-        return first + taken if bits[taken] < alone else self._added(own)
-
-    def _added(self, each: RowSet) -> int:
-        self.sets.append(each)
-        return len(self.sets) - 1
+        return first + taken if bits[taken] < alone else self.add(own.sets, [key])
 
 
 def best_rows(totals: Totals) -> BestRows:
@@ -357,11 +437,10 @@ def best_rows(totals: Totals) -> BestRows:
     num_elements = np.diff(np.take_along_axis(_before(totals.num_elements), begins, axis=1), axis=1)
     changes = np.diff(np.take_along_axis(_before(totals.changes), begins[:, :, None], axis=1), axis=1)
     kept, rows, costs = choose_rows(num_elements, changes, nums, totals.width)
-    sets = zip(lo.tolist(), kept.tolist(), rows, strict=True)
-    return BestRows([RowSet(first, its[:num]) for first, num, its in sets], costs)
+    return BestRows(Sets(lo, kept, rows), costs)
 
 
-def _joint(totals: Totals, some: Array) -> RowSet:
+def _joint(totals: Totals, some: Array) -> Sets:
     """Return the best rows of several parts together."""
     base = first_exponent(totals.changed[some])
     changed = totals.changed[some].sum(axis=0, keepdims=True)
@@ -370,7 +449,7 @@ def _joint(totals: Totals, some: Array) -> RowSet:
     num_elements = np.zeros_like(totals.num_elements[:1])
     np.add.at(changes[0], at, totals.changes[some])
     np.add.at(num_elements[0], at, totals.num_elements[some])
-    (found,), _ = best_rows(
+    found, _ = best_rows(
         Totals(changed=changed, num_elements=num_elements, changes=changes, width=totals.width)
     )
     return found
@@ -381,10 +460,6 @@ def _classes(base: Array, lo: Array, nums: Array) -> npt.NDArray[np.int64]:
     exponents = base[:, None] + np.arange(MAX_CLASSES)
     found: npt.NDArray[np.int64] = np.clip(exponents - lo[:, None], 0, nums[:, None] - 1)
     return found
-
-
-def _distinct(sets: list[RowSet]) -> list[RowSet]:
-    return list({(each.lo, each.rows.tobytes()): each for each in sets}.values())
 
 
 class Costs:
@@ -399,21 +474,23 @@ class Costs:
         self._elements = _before(totals.num_elements)
         self._changes = _before(num)
         self._ones = _before(totals.changes[:, :, 0])
-        sparse, dense = rice_bits(totals.changes, totals.width)
-        self._sparse, self._dense = _before(sparse), _before(dense)
+        self._sparse, self._dense = (
+            _before(rice_bits(totals.changes, totals.width, less)) for less in (2, 0)
+        )
 
-    def of(self, sets: list[RowSet]) -> npt.NDArray[np.float64]:
+    def of(self, sets: Sets) -> npt.NDArray[np.float64]:
         """Return float64 [T, sets]; infinite where a set cannot say what changes."""
         step = max(1, _TERMS_TOGETHER // (len(self._base) * MAX_CLASSES))
-        return np.concatenate([self._of(sets[i : i + step]) for i in range(0, len(sets), step)], axis=1)
+        steps = range(0, len(sets), step)
+        return np.concatenate([self._of(sets.at(slice(i, i + step))) for i in steps], axis=1)
 
-    def _of(self, sets: list[RowSet]) -> npt.NDArray[np.float64]:
+    def _of(self, sets: Sets) -> npt.NDArray[np.float64]:
         """Return the same of a few sets: each row of each class once, however many sets have it."""
-        lo, num_rows = np.array([[each.lo, len(each.rows)] for each in sets]).T
+        lo, num_rows = sets.lo, sets.nums
         # Changes below the first exponent that is told apart must all be in the first class.
         is_lost = (lo < self._base[:, None]) & (self._lowest < self._base)[:, None]
         cost = np.where(is_lost, np.inf, 0.0)
-        rows = np.concatenate([each.rows for each in sets]).astype(np.int64)
+        rows = sets.listed.astype(np.int64)
         begins = num_rows.cumsum() - num_rows
         number = np.arange(len(rows)) - np.repeat(begins, num_rows)
         fields = np.repeat(lo, num_rows), np.repeat(num_rows, num_rows), number, *rows.T
@@ -473,46 +550,46 @@ class CostsAhead:
     A call costs half a millisecond, for one part and set as for hundreds.
     """
 
-    def __init__(self, totals: Totals, order: Sequence[int], sure: Sequence[tuple[int, RowSet]] = ()) -> None:
+    def __init__(self, totals: Totals, order: Array, sure: Sets, keys: Array, before: Array) -> None:
         """Take the parts that are asked for, by number, in that order.
 
-        `sure` are sets that will be made, whatever is chosen for these parts, in order; and before which
-        place in `order` each is.
+        `sure` are sets that will be made, whatever is chosen for these parts, in order; their keys, and
+        before which place in `order` each is.
         """
         self.totals = totals
-        self._order = np.array(order, dtype=np.int64)
-        self._places = {part: place for place, part in enumerate(order)}
-        self._sure = sure
+        self._order = order
+        self._places = {part: place for place, part in enumerate(order.tolist())}
+        self._sure, self._keys, self._before = sure, keys, before
         self._begin = self._end = 0
         self._columns: dict[int, Array] = {}
-        """By the identity of the set, which `sure`, or the caller, keeps."""
+        """By the key of the set."""
         self._costs: Costs | None = None
         self._asked: tuple[int, int] | None = None
         """Which sets were asked for last: from which on, and how many there were."""
         self._table: Array = np.zeros((0, 0))
         """float64 [parts, sets], of those."""
 
-    def of(self, part: int, sets: Sequence[RowSet], first: int) -> npt.NDArray[np.float64]:
-        """Return the bits of a part with each of the sets from `first` on."""
+    def of(self, part: int, sets: Sets, keys: Sequence[int], first: int) -> npt.NDArray[np.float64]:
+        """Return the bits of a part with each of these sets, which were made from the `first` on."""
         place = self._places[part]
         if self._costs is None or not self._begin <= place < self._end:
             self._begin, self._end = place, min(place + PARTS_AHEAD, len(self._order))
             self._costs = Costs(self.totals.of(self._order[self._begin : self._end]))
             self._columns, self._asked = {}, None
-            self._work_out(
-                [*sets[first:], *(each for at, each in self._sure if self._begin < at < self._end)]
-            )
+            soon = np.flatnonzero((self._begin < self._before) & (self._before < self._end))
+            self._work_out(Sets.joined([sets, self._sure.at(soon)]), [*keys, *self._keys[soon].tolist()])
         if self._asked != (first, len(sets)):
-            self._work_out(sets[first:])
-            self._table = np.stack([self._columns[id(each)] for each in sets[first:]], axis=1)
+            self._work_out(sets, keys)
+            self._table = np.stack([self._columns[key] for key in keys], axis=1)
             self._asked = first, len(sets)
         its: npt.NDArray[np.float64] = self._table[place - self._begin]
         return its
 
-    def _work_out(self, sets: Sequence[RowSet]) -> None:
+    def _work_out(self, sets: Sets, keys: Sequence[int]) -> None:
         assert self._costs is not None
-        if missing := [each for each in sets if id(each) not in self._columns]:
-            self._columns |= zip(map(id, missing), self._costs.of(missing).T, strict=True)
+        if missing := [place for place, key in enumerate(keys) if key not in self._columns]:
+            columns = self._costs.of(sets.at(np.array(missing))).T
+            self._columns |= zip([keys[place] for place in missing], columns, strict=True)
 
 
 def _before(values: Array) -> Array:
@@ -523,47 +600,60 @@ def _before(values: Array) -> Array:
 
 
 def choose_by_group(
-    changed: Array, found: Array, widths: Array, groups: Sequence[Sequence[int]]
-) -> tuple[Array, Sequence[RowSet]]:
+    row_sets: RowSets, changed: Array, found: Array, widths: Array, order: Array, bounds: Array
+) -> npt.NDArray[np.int64]:
     """Choose rows as `RowSets.choose` does for one group of parts, of one width, after the other.
 
     Args:
+        row_sets: those of the payload so far, which grow by what these parts need.
         changed: as `Totals` has it; so are the other two, of parts of any width.
         found: int64 [T, 16, 1 + BINS], `num_elements` and then `changes`.
         widths: int [T], bytes of an element.
+        order: int64 [T], the parts, group after group.
+        bounds: int64 [groups + 1], where each group begins in `order`, and the end.
 
     Returns:
-        The number of each part's set, int64 [T], and the sets.
+        The number of each part's set, int64 [T].
     """
-    row_sets, numbers = RowSets(), np.zeros(len(changed), dtype=np.int64)
-    every, best = dict[int, Totals](), dict[int, BestRows]()
-    place = np.zeros(len(changed), dtype=np.int64)
+    first, numbers = row_sets.num_parts, np.zeros(len(changed), dtype=np.int64)
+    row_sets.num_parts += len(changed)
     num_elements, changes = found[:, :, 0], found[:, :, 1 : 1 + used_bins(found[:, :, 1:])]
+    every, mine, best = dict[int, Totals](), dict[int, Array](), list[BestRows]()
+    place = np.zeros(len(changed), dtype=np.int64)
     for width in np.unique(widths).tolist():
         alike = np.flatnonzero(widths == width)
         place[alike] = np.arange(len(alike))
-        every[width] = Totals(
-            changed=changed[alike], num_elements=num_elements[alike], changes=changes[alike], width=width
+        every[width], mine[width] = (
+            Totals(
+                changed=changed[alike], num_elements=num_elements[alike], changes=changes[alike], width=width
+            ),
+            alike,
         )
         # Of all parts at once: each call costs a millisecond, and there may be a group for each part.
-        best[width] = best_rows(every[width])
-    num_changed = changed.sum(axis=1)
-    alone: dict[int, list[int]] = {width: [] for width in every}
-    sure: dict[int, list[tuple[int, RowSet]]] = {width: [] for width in every}
-    for first, *others in groups:
-        if num_changed[first] > SHARING and not others:
-            own = best[int(widths[first])].sets[int(place[first])]
-            for width, before in alone.items():
-                sure[width].append((len(before), own))
-        elif not others:
-            alone[int(widths[first])].append(int(place[first]))
-    ahead = {width: CostsAhead(totals, alone[width], sure[width]) for width, totals in every.items()}
-    for group in groups:
-        width, some = int(widths[group[0]]), place[group]
-        if len(group) == 1:
+        best.append(best_rows(every[width]))
+    ranks = np.concatenate([*mine.values()]).argsort()
+    own = BestRows(
+        Sets.joined([each.sets for each in best]), np.concatenate([each.bits for each in best])
+    ).of(ranks)
+    firsts = order[bounds[:-1]]
+    is_single = np.diff(bounds) == 1
+    is_sure = is_single & (changed[firsts].sum(axis=1) > SHARING)
+    alone, sure = np.flatnonzero(is_single & ~is_sure), np.flatnonzero(is_sure)
+    ahead = {}
+    for width in np.unique(widths[firsts[alone]]).tolist():
+        its = alone[widths[firsts[alone]] == width]
+        sets, before = own.sets.at(firsts[sure]), np.searchsorted(its, sure)
+        ahead[width] = CostsAhead(every[width], place[firsts[its]], sets, first + firsts[sure], before)
+    # Those that follow each other and are sure are added at once.
+    begins = np.flatnonzero(~is_sure | ~np.concatenate([[False], is_sure[:-1]])).tolist()
+    for group, end in zip(begins, [*begins[1:], len(is_sure)], strict=True):
+        some = order[bounds[group] : bounds[end]]
+        width = int(widths[some[0]])
+        if is_sure[group]:
+            numbers[some] = row_sets.add(own.sets.at(some), (first + some).tolist()) + np.arange(len(some))
+        elif is_single[group]:
             part = int(some[0])
-            own, cost = best[width].sets[part], float(best[width].bits[part])
-            numbers[group] = row_sets.choose_alone(own, cost, int(num_changed[group[0]]), ahead[width], part)
+            numbers[part] = row_sets.choose_alone(own.of(some), ahead[width], int(place[part]), first + part)
         else:
-            numbers[group] = row_sets.choose(every[width].of(some), best[width].of(some))
-    return numbers, row_sets.sets
+            numbers[some] = row_sets.choose(every[width].of(place[some]), own.of(some))
+    return numbers

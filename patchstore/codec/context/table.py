@@ -13,10 +13,11 @@ import numpy.typing as npt
 import torch
 
 from patchstore.bucket.records import Box, TensorSpec, view_of
-from patchstore.codec.context.bits import Array, bounds_of, put, windows
+from patchstore.codec.context.bits import Array, put, windows
 from patchstore.codec.context.classes import MAX_CLASSES, is_coded
-from patchstore.codec.context.rows import RowSet, valid_rows
-from patchstore.codec.context.tiles import SLICES, Coded, Tiling, slices_of, tiling
+from patchstore.codec.context.coded import Coded, ascend
+from patchstore.codec.context.rows import Sets, valid_rows
+from patchstore.codec.context.tiles import SLICES, Cuts, Tiling, slices_of, tiling
 from patchstore.errors import CorruptObject
 from patchstore.tensors.columns import ramps
 
@@ -40,46 +41,27 @@ MANY_CHANGES = 4096
 FEW_TILES = 8
 
 
-def order(item: tuple[int, Coded]) -> tuple[int, ...]:
-    """Return what a table's parts, (place in the schema, change), ascend by."""
-    box = item[1].tiling.box
-    return item[0], box.level, box.row, box.col
-
-
-def pack(items: Sequence[tuple[int, Coded]]) -> bytes:
-    """Return the table of some (place in the schema, change), in `order`."""
-    num_tiles = np.array([len(coded.lengths) for _, coded in items])
-    lengths = np.concatenate([coded.lengths for _, coded in items])
-    starts = num_tiles.cumsum() - num_tiles
+def pack(coded: Coded) -> bytes:
+    """Return the table of parts, which are in the order of a file."""
+    cuts, lengths, num_tiles = coded.cuts, coded.lengths, coded.cuts.num_tiles
+    starts = coded.tiles_at[:-1]
     least = np.minimum.reduceat(lengths, starts)
     bits = np.frexp((np.maximum.reduceat(lengths, starts) - least).astype(np.float64))[1].astype(np.int64)
-    # Sets are numbered as parts use them first. Parts share sets, and the ways in which they are cut.
-    numbers: dict[tuple[int, bytes], int] = {}
-    known: dict[int, int] = {}
-    sets: list[Coded] = []
-    for _, coded in items:
-        if id(coded.rows) not in known:
-            key = coded.lo, coded.rows.tobytes()
-            if key not in numbers:
-                numbers[key] = len(sets)
-                sets.append(coded)
-            known[id(coded.rows)] = numbers[key]
-    cuts = {id(coded.tiling): coded.tiling for _, coded in items}
-    rows = np.array([(*_sides(cut), _code_of(cut)) for cut in cuts.values()], dtype=np.uint64)
-    among = {each: place for place, each in enumerate(cuts)}
-    sides = rows[[among[id(coded.tiling)] for _, coded in items]].T
+    # Sets are numbered as parts use them first.
+    sets, row_sets = coded.sets.at(coded.row_sets).distinct()
+    sides = cuts.each(lambda cut: (*_sides(cut), _code_of(cut))).T
     columns = {
-        "place": np.diff([place for place, _ in items], prepend=0),
+        "place": np.diff(coded.numbers, prepend=0),
         **dict(zip(("level", "levels", "row", "rows", "col", "cols", "slices"), sides, strict=True)),
-        "row_set": [known[id(coded.rows)] for _, coded in items],
+        "row_set": row_sets,
         "bits": bits,
         "least": least,
     }
-    head = b"".join(_planes(np.array(columns[name]).astype(kind)) for name, kind in _COLUMNS)
-    head += bytes(each.lo for each in sets) + bytes(len(each.rows) for each in sets)
-    head += np.concatenate([each.rows for each in sets]).T.tobytes()
+    head = b"".join(_planes(columns[name].astype(kind)) for name, kind in _COLUMNS)
+    head += sets.lo.astype(np.uint8).tobytes() + sets.nums.astype(np.uint8).tobytes()
+    head += sets.listed.T.tobytes()
     squeezed = zlib.compress(head, _LEVEL)
-    front = np.array([len(items), len(sets), len(squeezed)], dtype="<u4").tobytes()
+    front = np.array([len(coded), len(sets), len(squeezed)], dtype="<u4").tobytes()
     num_bytes = -(-num_tiles * bits // 8)
     words = np.zeros(int(num_bytes.sum()) // 8 + 2, dtype=np.uint64)
     at, _ = _fields(num_tiles, bits, num_bytes)
@@ -90,11 +72,11 @@ def pack(items: Sequence[tuple[int, Coded]]) -> bytes:
 
 def unpack(
     where: str, table: npt.NDArray[np.uint8], tiles: npt.NDArray[np.uint8], specs: Sequence[TensorSpec]
-) -> list[tuple[int, Coded]]:
-    """Return what a table says, over the entry `tiles`: places in the schema, ascending, and changes.
+) -> Coded:
+    """Return what a table says, over the entry `tiles`.
 
     Args:
-        where: names the payload in errors.
+        where: the payload's key.
         specs: the run's tensors, in the schema's order.
     """
     front, rest = _take(where, np.ascontiguousarray(table), _FRONT)
@@ -122,9 +104,7 @@ def unpack(
         raise CorruptObject(f"{where}: a part's lengths have too many bits")
     named = [specs[index] for index in indices.tolist()]
     cuts, boxes = _cuts(where, named, columns)
-    step = np.diff(np.column_stack([indices, boxes[:, ::2]]), axis=0)
-    first = np.take_along_axis(step, np.argmax(step != 0, axis=1)[:, None], axis=1)
-    if (first <= 0).any():
+    if not ascend(np.column_stack([indices, boxes[:, ::2]])):
         raise CorruptObject(f"{where}: parts do not ascend")
 
     # Before anything as large as the tiles is made.
@@ -132,7 +112,7 @@ def unpack(
     has_too_many = stated > np.array([spec.num_elements for spec in named])
     if has_too_many.any():
         raise CorruptObject(f"{where}: parts of {named[int(has_too_many.argmax())].name!r} overlap")
-    num_tiles = np.array([cut.num_tiles for cut in cuts], dtype=np.int64)
+    num_tiles = cuts.num_tiles
     num_bytes = -(-num_tiles * bits // 8)
     packed, rest = _take(where, rest, int(num_bytes.sum()))
     if len(rest):
@@ -146,23 +126,9 @@ def unpack(
     field = every[at >> 3] >> (at & 7).view(np.uint64)
     field &= (np.uint64(1) << owner_bits.view(np.uint64)) - np.uint64(1)
     lengths = field.view(np.int64) + np.repeat(columns["least"], num_tiles)
-    lengths_at = bounds_of(num_tiles).tolist()
-    bytes_at = bounds_of(lengths)[lengths_at].tolist()
-    if bytes_at[-1] != len(tiles):
-        raise CorruptObject(f"{where}: streams of {bytes_at[-1]} bytes, but {len(tiles)} bytes of tiles")
-    return [
-        (
-            index,
-            Coded(
-                tiling=cuts[i],
-                lo=sets[row_set].lo,
-                rows=sets[row_set].rows,
-                lengths=lengths[lengths_at[i] : lengths_at[i + 1]],
-                data=tiles[bytes_at[i] : bytes_at[i + 1]],
-            ),
-        )
-        for i, (index, row_set) in enumerate(zip(indices.tolist(), row_sets.tolist(), strict=True))
-    ]
+    if (num := int(lengths.sum())) != len(tiles):
+        raise CorruptObject(f"{where}: streams of {num} bytes, but {len(tiles)} bytes of tiles")
+    return Coded(indices, cuts, sets, row_sets, lengths, tiles, [where])
 
 
 def _sides(cut: Tiling) -> tuple[int, ...]:
@@ -211,24 +177,23 @@ def _columns(where: str, head: Array, num: int) -> tuple[dict[str, npt.NDArray[n
     return found, head
 
 
-def _sets(where: str, head: Array, num: int) -> list[RowSet]:
+def _sets(where: str, head: Array, num: int) -> Sets:
     lo, head = _take(where, head, num)
     num_classes, head = _take(where, head, num)
     if (num_classes < 1).any() or (num_classes > MAX_CLASSES).any():
         raise CorruptObject(f"{where}: a row set has no classes, or too many")
-    ends = bounds_of(num_classes.astype(np.int64))
-    packed, head = _take(where, head, 3 * int(ends[-1]))
+    packed, head = _take(where, head, 3 * int(num_classes.sum(dtype=np.int64)))
     if len(head):
         raise CorruptObject(f"{where}: {len(head)} bytes follow the head of the table")
     rows = np.ascontiguousarray(packed.reshape(3, -1).T)
     if not valid_rows(rows).all():
         raise CorruptObject(f"{where}: a class has a code without meaning")
-    return [RowSet(first, rows[ends[i] : ends[i + 1]]) for i, first in enumerate(lo.tolist())]
+    return Sets.of(lo.astype(np.int64), num_classes.astype(np.int64), rows)
 
 
 def _cuts(
     where: str, named: Sequence[TensorSpec], columns: dict[str, npt.NDArray[np.int64]]
-) -> tuple[list[Tiling], npt.NDArray[np.int64]]:
+) -> tuple[Cuts, npt.NDArray[np.int64]]:
     """Return how parts of these tensors are cut, and the fields of each `Box`, int64 [T, 6]."""
     # A model has few shapes: what they say is found once for each, and then for all parts together.
     numbers: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -252,12 +217,15 @@ def _cuts(
     usual = np.array([slices_of(shape) for _, shape in numbers])[kind]
     is_part = boxes.any(axis=1) | (slices != usual).any(axis=1)
     boxes[:, 1::2] = np.where(sizes > 0, sizes, whole)
-    cuts_of_whole = [tiling(shape) for _, shape in numbers]
-    cuts = [cuts_of_whole[each] for each in kind.tolist()]
+    kinds = [tiling(shape) for _, shape in numbers]
+    known = {each: number for number, each in enumerate(kinds)}
     for number in np.flatnonzero(is_part).tolist():
         down, across = slices[number].tolist()
-        cuts[number] = tiling(named[number].shape, Box(*boxes[number].tolist()), (down, across))
-    return cuts, boxes
+        cut = tiling(named[number].shape, Box(*boxes[number].tolist()), (down, across))
+        kind[number] = known.setdefault(cut, len(kinds))
+        if kind[number] == len(kinds):
+            kinds.append(cut)
+    return Cuts(kinds, kind), boxes
 
 
 def _take(where: str, data: Array, num: int) -> tuple[Array, Array]:
@@ -272,31 +240,23 @@ def _fields(num_tiles: Array, bits: Array, num_bytes: Array) -> tuple[Array, Arr
     return ramps(num_tiles) * of_each + np.repeat((num_bytes.cumsum() - num_bytes) * 8, num_tiles), of_each
 
 
-def pays(spec: TensorSpec, num_changed: int, cut: Tiling | None = None) -> bool:
-    """Whether changes of a tensor, or of a part of it that is cut so, are to be coded.
+def pays(num_changed: Array, num_tiles: Array) -> Array:
+    """Whether parts with so many changes, of dtypes that can be coded, are to be.
 
     A reader goes through tiles side by side, one change after the other: where tiles are few and changes
     many, it would take longer than the bytes are worth.
     """
-    if not is_coded(spec.dtype) or spec.num_elements == 0:
-        return False
-    return num_changed <= MANY_CHANGES or (cut or tiling(spec.shape)).num_tiles >= FEW_TILES
+    return (num_changed <= MANY_CHANGES) | (num_tiles >= FEW_TILES)
 
 
-def packed(coded: Sequence[tuple[int, Coded]]) -> dict[str, torch.Tensor]:
-    """Return the file's entries for parts by their tensor's place in the schema; none for none."""
-    if not coded:
+def packed(coded: Coded) -> dict[str, torch.Tensor]:
+    """Return the file's entries for parts in any order; none for none."""
+    if not len(coded):
         return {}
-    places = np.array([place for place, _ in coded])
-    by_place = places.argsort(kind="stable")
-    if (np.diff(places[by_place]) > 0).all():
-        coded = [coded[at] for at in by_place.tolist()]
-    else:
-        coded = sorted(coded, key=order)
-    streams = np.concatenate([each.data for _, each in coded])
-    return {"table": packed_table(coded), "tiles": torch.from_numpy(streams)}
+    ordered = coded.at(coded.order())
+    return {"table": packed_table(ordered), "tiles": torch.from_numpy(ordered.data)}
 
 
-def packed_table(coded: Sequence[tuple[int, Coded]]) -> torch.Tensor:
-    """Return the entry `table` of `packed`; not one without any. They ascend as `table.order` says."""
+def packed_table(coded: Coded) -> torch.Tensor:
+    """Return the entry `table` of `packed`; not one without any. They are in the order of a file."""
     return torch.frombuffer(bytearray(pack(coded)), dtype=torch.uint8)

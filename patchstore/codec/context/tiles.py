@@ -9,10 +9,9 @@ nothing beside the elements. What differs from part to part (classes, rows) is a
 one part an array of one value, with which numpy is as fast as with a number.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -175,11 +174,19 @@ class Tiling:
         sizes: npt.NDArray[np.int64] = np.tile(np.outer(num_rows, num_cols).reshape(-1), self.levels)
         return sizes
 
-    def positions(self, local: Array) -> Array:
-        """Return where elements of the flattened part stand in the flattened tensor, int64."""
+    @cached_property
+    def first(self) -> int | None:
+        """Where the part begins in the flattened tensor if its elements follow each other there."""
         box = self.box
         if box.cols == self.cols and (box.rows == self.rows or box.levels == 1):
-            return local + (box.level * self.rows + box.row) * self.cols
+            return (box.level * self.rows + box.row) * self.cols
+        return None
+
+    def positions(self, local: Array) -> Array:
+        """Return where elements of the flattened part stand in the flattened tensor, int64."""
+        if self.first is not None:
+            return local + self.first
+        box = self.box
         line, col = np.divmod(local, box.cols)
         level, row = np.divmod(line, box.rows)
         found: Array = ((box.level + level) * self.rows + box.row + row) * self.cols + box.col + col
@@ -268,6 +275,75 @@ class Tiling:
         return held[level - box.level, row : row + num_rows, col : col + num_cols]
 
 
+class Cuts:
+    """How parts are cut into tiles, as columns: a model has few ways, and each is there once."""
+
+    def __init__(self, kinds: Sequence[Tiling], kind: Array) -> None:
+        self.kinds = kinds
+        self.kind = kind
+        """int64 [P], which of `kinds` each part has."""
+
+    @classmethod
+    def of(cls, tilings: Iterable[Tiling]) -> "Cuts":
+        """Take how each part is cut."""
+        known: dict[Tiling, int] = {}
+        kind = np.array([known.setdefault(each, len(known)) for each in tilings], dtype=np.int64)
+        return cls([*known], kind)
+
+    @classmethod
+    def joined(cls, many: Sequence["Cuts"]) -> "Cuts":
+        if len(many) == 1:
+            return many[0]
+        kinds = cls.of(kind for each in many for kind in each.kinds)
+        firsts = np.cumsum([0, *(len(each.kinds) for each in many)])
+        places = [each.kind + first for each, first in zip(many, firsts.tolist(), strict=False)]
+        return cls(kinds.kinds, kinds.kind[np.concatenate(places)])
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def __getitem__(self, part: int) -> Tiling:
+        return self.kinds[int(self.kind[part])]
+
+    def __iter__(self) -> Iterator[Tiling]:
+        return (self.kinds[kind] for kind in self.kind.tolist())
+
+    def at(self, some: Array) -> "Cuts":
+        """Return how some parts are cut, by number."""
+        return Cuts(self.kinds, self.kind[some])
+
+    def each(self, what: Callable[[Tiling], Any]) -> Array:
+        """Return a number, or a row of them, of each part's tiling: int64 [P, ..]."""
+        # Of none, there would be no row to index.
+        if not len(self.kind):
+            return np.zeros(0, dtype=np.int64)
+        found: Array = np.array([what(kind) for kind in self.kinds], dtype=np.int64)[self.kind]
+        return found
+
+    @cached_property
+    def num_tiles(self) -> npt.NDArray[np.int64]:
+        """[P], of each part."""
+        return self.each(lambda kind: kind.num_tiles)
+
+    @cached_property
+    def num_elements(self) -> npt.NDArray[np.int64]:
+        """[P], of each part."""
+        return self.each(lambda kind: kind.num_elements)
+
+    def positions(self, local: Array, counts: Array) -> Array:
+        """Return where elements stand in the flattened tensors, int64.
+
+        `local`: places in the flattened parts, `counts` of each part, one part after the other.
+        """
+        firsts = self.each(lambda kind: -1 if kind.first is None else kind.first)
+        found: Array = local + np.repeat(firsts, counts)
+        ends = counts.cumsum()
+        for part in np.flatnonzero((firsts < 0) & (counts > 0)).tolist():
+            mine = slice(int(ends[part] - counts[part]), int(ends[part]))
+            found[mine] = self[part].positions(local[mine])
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Parts that lie one after the other in one array, and their tiles, numbered through."""
@@ -276,12 +352,16 @@ class Layout:
     """Neighbours that are cut alike are cut together, as one part of more levels."""
 
     @classmethod
-    def of(cls, cuts: Sequence[Tiling]) -> "Layout":
-        runs = []
-        for (down, across), same in groupby(cuts, lambda cut: (cut.down, cut.across)):
-            levels = sum(cut.levels for cut in same)
-            runs.append(Tiling(levels=levels, level=0, whole_levels=levels, down=down, across=across))
-        return cls(tuple(runs))
+    def of(cls, cuts: Cuts) -> "Layout":
+        sides: dict[tuple[Side, Side], int] = {}
+        alike = cuts.each(lambda kind: sides.setdefault((kind.down, kind.across), len(sides)))
+        firsts = np.flatnonzero(np.diff(alike, prepend=-1))
+        levels = np.add.reduceat(cuts.each(lambda kind: kind.levels), firsts).tolist()
+        found = []
+        for first, num in zip(firsts.tolist(), levels, strict=True):
+            cut = cuts[first]
+            found.append(Tiling(levels=num, level=0, whole_levels=num, down=cut.down, across=cut.across))
+        return cls(tuple(found))
 
     def sizes(self) -> npt.NDArray[np.int64]:
         """Return the number of elements of each tile."""
@@ -340,17 +420,14 @@ def tiling(shape: Sequence[int], box: Box | None = None, slices: tuple[int, int]
     return _tiling(shape, box, *(slices_of(shape) if slices is None else slices))
 
 
-def tiling_of_part(shape: Sequence[int], box: Box | None, num_changed: int) -> Tiling:
-    """Return how a publisher cuts a part with so many changes: in fewer slices where tiles would cost much.
+def tilings_of_part(shape: Sequence[int], box: Box | None) -> list[Tiling]:
+    """Return how a publisher may cut a part, from the most tiles to the fewest: see `most_tiles`.
 
     A whole tensor (no `box`) always has the usual slices.
     """
-    found = tiling(shape, box)
-    if box is None:
-        return found
-    most = max(1.0, TILE_SHARE * CHANGE_BYTES / TILE_BYTES * num_changed)
+    found = [tiling(shape, box)]
     slices = slices_of(tuple(shape))
-    while found.num_tiles > most:
+    while box is not None:
         fewer = [
             tiling(shape, box, each)
             for each in ((slices[0], slices[1] // 2), (slices[0] // 2, slices[1]))
@@ -358,11 +435,20 @@ def tiling_of_part(shape: Sequence[int], box: Box | None, num_changed: int) -> T
             and all(new == old or new >= FEWEST_SLICES for new, old in zip(each, slices, strict=True))
         ]
         # The side of which the part has more slices; of the columns, where it has as many of both.
-        best = min(fewer, key=lambda each: each.num_tiles, default=found)
-        if best.num_tiles >= found.num_tiles:
+        best = min(fewer, key=lambda each: each.num_tiles, default=found[-1])
+        if best.num_tiles >= found[-1].num_tiles:
             break
-        found, slices = best, (best.down.slices, best.across.slices)
+        found.append(best)
+        slices = best.down.slices, best.across.slices
     return found
+
+
+def most_tiles(num_changed: Array) -> Array:
+    """Return how many tiles parts with so many changes have at most, if they can be cut in as few.
+
+    A publisher cuts a part in fewer slices where tiles would cost much.
+    """
+    return np.maximum(1.0, TILE_SHARE * CHANGE_BYTES / TILE_BYTES * num_changed)
 
 
 def _cut(side: int, limit: int) -> int:
@@ -375,21 +461,6 @@ def _cut(side: int, limit: int) -> int:
 
 Chosen = Callable[[Tiling], Tiles]
 """Says which tiles of a part are meant."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coded:
-    """A change of one part of a tensor."""
-
-    tiling: Tiling
-    lo: int
-    """Exponents up to this one are in the first class."""
-    rows: npt.NDArray[np.uint8]
-    """[K, 3], the code of each class."""
-    lengths: npt.NDArray[np.int64]
-    """[num_tiles], bytes of each tile's stream."""
-    data: npt.NDArray[np.uint8]
-    """All streams, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
