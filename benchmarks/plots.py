@@ -44,6 +44,16 @@ _ROLES = {
     "floor": (_GREY, "floor: the same bytes read or copied"),
 }
 
+_GROWING = {"publish": "-", "update": "--"}
+"""What grows with the number of tensors, and its line."""
+_ENCODINGS = {"gap": _BLUE, "context": _ORANGE}
+_NATIVE = {
+    "patchstore": (_BLUE, "patchstore, through a folder"),
+    "sparse_nccl": (_ORANGE, "vLLM sparse_nccl, changes known before"),
+    "nccl": (_GREY, "vLLM nccl, all weights"),
+    "ipc": (_GREEN, "vLLM ipc, all weights"),
+}
+
 _DOTS_PER_INCH = 160
 _WIDTH = 8.0
 
@@ -76,6 +86,10 @@ def draw(rows: Sequence[Row], out: Path) -> list[Path]:
         if any(row["beside"] for row in group):
             name = f"kernels-{where[0]}{f'-{at}' if at else ''}.png"
             drawn.append(_save(beside(group), out / name))
+    if found := [row for row in rows if row["case"] == "growth"]:
+        drawn.append(_save(growth(found), out / "growth.png"))
+    if found := [row for row in rows if row["case"] == "native" and row["row"] == "way"]:
+        drawn.append(_save(native(found), out / "native.png"))
     return drawn
 
 
@@ -201,6 +215,68 @@ def beside(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def growth(rows: Sequence[Row]) -> Any:
+    """Draw the host's time for one version by the number of tensors, in one panel per device.
+
+    Where rows are of several commits, the last row of each encoding and number counts.
+    """
+    devices = sorted({row["device"] for row in rows})
+    figure = _figure(0.8 + 2.8 * len(devices))
+    panels = _panels(figure, len(devices), share=True)
+    ticker = importlib.import_module("matplotlib.ticker")
+    for axes, device in zip(panels, devices, strict=True):
+        for encoding, colour in _ENCODINGS.items():
+            newest = {
+                row["tensors"]: row for row in rows if (row["device"], row["encoding"]) == (device, encoding)
+            }
+            for what, line in _GROWING.items():
+                if newest:
+                    xs = sorted(newest)
+                    ys = [newest[x][f"{what}_host_s"] for x in xs]
+                    axes.plot(
+                        xs, ys, line, marker="o", markersize=4, color=colour, label=f"{what}, {encoding}"
+                    )
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xticks(sorted({row["tensors"] for row in rows}))
+        for each in (axes.xaxis, axes.yaxis):
+            each.set_minor_formatter(ticker.NullFormatter())
+        axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+        axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axes.set_ylabel("CPU seconds of a version", fontsize=8)
+        axes.set_title(f"on {device}", fontsize=9, loc="left")
+        axes.legend(fontsize=8, frameon=False)
+    panels[-1].set_xlabel("tensors", fontsize=8)
+    return figure
+
+
+def native(rows: Sequence[Row]) -> Any:
+    """Draw the pause (dark) and the time to an answer of each way, in one panel per shape and device."""
+    places = _by_place(rows)
+    figure = _figure(0.9 + sum(0.5 + 0.3 * len(group) for group in places.values()))
+    panels = _panels(figure, len(places), [len(group) for group in places.values()], share=True)
+    for axes, ((shape, device), group) in zip(panels, places.items(), strict=True):
+        order = list(_NATIVE)
+        bars = sorted(group, key=lambda row: (row["density"], order.index(row["way"])), reverse=True)
+        for at, row in enumerate(bars):
+            colour, _ = _NATIVE[row["way"]]
+            axes.barh(at, row["answer_s"], 0.72, color=colour, alpha=0.35)
+            axes.barh(at, row["pause_s"], 0.72, color=colour)
+            said = f" pause {1000 * row['pause_s']:,.0f} ms, answer after {1000 * row['answer_s']:,.0f} ms"
+            axes.text(row["answer_s"], at, said, va="center", fontsize=8)
+        axes.set_yticks(range(len(bars)), [f"{_percent(row['density'])} changed" for row in bars])
+        axes.set_title(f"{shape} on {device}", fontsize=9, loc="left")
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(importlib.import_module("matplotlib.ticker").FormatStrFormatter("%g"))
+    shortest, longest = min(row["pause_s"] for row in rows), max(row["answer_s"] for row in rows)
+    # Bars of a logarithmic axis need a beginning, and the text room beside them.
+    panels[0].set_xlim(shortest / 2, longest * (longest / shortest) ** 0.6)
+    panels[-1].set_xlabel("seconds", fontsize=8)
+    ways = [way for way in _NATIVE if any(row["way"] == way for row in rows)]
+    _legend(figure, {_NATIVE[way][1]: _NATIVE[way][0] for way in ways}, 2)
+    return figure
+
+
 def _load(row: Row) -> str:
     streams = f"{row['concurrency']} streams" if row["concurrency"] else "idle"
     cache = row.get("prefix_cache", "reset")
@@ -265,7 +341,9 @@ def main() -> None:
     args = parser.parse_args()
     drawn = draw(read(args.results), args.out)
     if not drawn:
-        raise SystemExit("none of these rows is drawn: results of `apply`, `kernels` and `serving` are")
+        raise SystemExit(
+            "none of these rows is drawn: results of `apply`, `growth`, `kernels`, `native` and `serving` are"
+        )
     print(*drawn, sep="\n")
 
 

@@ -20,6 +20,7 @@ from benchmarks.cases import (
     join,
     kernels,
     mirror,
+    native,
     publish,
     quantized,
     rank_bytes,
@@ -145,6 +146,13 @@ CASES = (
         gate="tests/mirror/test_mirror.py",
         arguments=mirror.arguments,
         run=mirror.run,
+    ),
+    Case(
+        name="native",
+        about="vLLM's own weight transfers beside patchstore: the same server, the same changes.",
+        gate="tests/vllm_plugin/test_server.py",
+        arguments=native.arguments,
+        run=native.run,
     ),
     Case(
         name="publish",

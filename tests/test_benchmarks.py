@@ -1,6 +1,7 @@
 """What benchmarks compute from what they measured. That they measure is seen by running them."""
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -17,12 +18,14 @@ from benchmarks.encodings.entropy import apply_difference, difference, entropy
 from benchmarks.encodings.peers import PEERS
 from benchmarks.encodings.rice import BitReader, BitWriter
 from benchmarks.encodings.trace import Trace
+from benchmarks.native.changes import Changes, fused
 from benchmarks.registry import CASES
 from benchmarks.serving import episodes, latency, updates
 from benchmarks.serving.episodes import Episode
 from benchmarks.serving.latency import Gap, Span
 from benchmarks.serving.load import Request
 from benchmarks.serving.updates import PARTS, Update
+from benchmarks.support.shapes import SHAPES
 from benchmarks.support.trainer import RATE, STANDARD_DEVIATION, take_step
 from benchmarks.support.vllm_server import TimedServer
 from patchstore.codec import ENCODINGS
@@ -185,7 +188,11 @@ def test_rows_become_pictures(tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra `bench`")
     found, row = episodes.analyse(*episode())
     about = {"case": "serving", "shape": "tiny", "device": "a device", "density": 0.01}
-    rows = plots.read(sorted(RECORDED.glob("apply-*.jsonl")))
+    rows = plots.read([*sorted(RECORDED.glob("apply-*.jsonl")), RECORDED / "growth-cpu.jsonl"])
+    rows += [
+        about | {"case": "native", "row": "way", "way": way, "pause_s": 0.02, "answer_s": 0.3}
+        for way in ("patchstore", "nccl")
+    ]
     rows += [
         about | {"row": "path", "concurrency": 0} | path_row(),
         about | {"row": "path", "concurrency": 8} | path_row(),
@@ -195,7 +202,13 @@ def test_rows_become_pictures(tmp_path):
 
     drawn = plots.draw(rows, tmp_path / "pictures")
 
-    assert [path.name for path in drawn] == ["pause.png", "publish-to-serving.png", "latency-tiny.png"]
+    assert [path.name for path in drawn] == [
+        "pause.png",
+        "publish-to-serving.png",
+        "latency-tiny.png",
+        "growth.png",
+        "native.png",
+    ]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
@@ -203,6 +216,42 @@ def test_rows_that_no_picture_is_of_are_left_out(tmp_path):
     rows = plots.read([RECORDED / "replay-cpu.jsonl", RECORDED / "encodings-cpu.jsonl"])
 
     assert plots.draw(rows, tmp_path) == []
+
+
+@pytest.mark.parametrize("experts", [0, 3])
+def test_changes_of_a_checkpoint_become_changes_of_the_tensors_that_vllm_joins(experts):
+    shape = dataclasses.replace(SHAPES["tiny"], experts=experts)
+    before = {name: torch.randn(size) for name, size in shape.tensors().items()}
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    changes = []
+    for name, tensor in after.items():
+        at = torch.randperm(tensor.numel())[:5].sort().values
+        tensor.view(-1)[at] = 0.0
+        changes.append(Changes(name=name, shape=tensor.shape, indices=at.int(), values=torch.zeros(5)))
+
+    found = {each.name: each for each in fused(changes)}
+
+    def joined(tensors: dict[str, torch.Tensor], *parts: str) -> torch.Tensor:
+        return torch.cat([tensors[f"model.layers.1.{part}.weight"].view(-1) for part in parts])
+
+    def patched(name: str, *parts: str) -> torch.Tensor:
+        served, change = joined(before, *parts), found[f"model.layers.1.{name}"]
+        served[change.indices.long()] = change.values
+        return served
+
+    of_attention = [f"self_attn.{part}_proj" for part in "qkv"]
+    assert torch.equal(patched("self_attn.qkv_proj.weight", *of_attention), joined(after, *of_attention))
+    if experts:
+        mlps = [f"mlp.experts.{number}" for number in range(experts)]
+        # [experts, 2 * intermediate, hidden] and [experts, hidden, intermediate] of a layer, flat.
+        ups = [f"{mlp}.{part}_proj" for mlp in mlps for part in ("gate", "up")]
+        downs = [f"{mlp}.down_proj" for mlp in mlps]
+        assert torch.equal(patched("mlp.experts.routed_experts.w13_weight", *ups), joined(after, *ups))
+        assert torch.equal(patched("mlp.experts.routed_experts.w2_weight", *downs), joined(after, *downs))
+    else:
+        ups = ["mlp.gate_proj", "mlp.up_proj"]
+        assert torch.equal(patched("mlp.gate_up_proj.weight", *ups), joined(after, *ups))
+        assert len(found) == len(changes) - 3 * shape.layers
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -88,6 +88,8 @@ def serve(
     concurrency: int,
     weights: Mapping[str, torch.Tensor] | None = None,
     form: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    port: int | None = None,
 ) -> Iterator[TimedServer]:
     """Run `vllm serve`, and end it.
 
@@ -95,6 +97,8 @@ def serve(
         concurrency: the most requests at a time, beside the driver's.
         weights: that the server is started from; None for dummy weights.
         form: of FP8 in which the weights are; None for bf16.
+        environment: in addition to `VLLM_ENVIRONMENT`.
+        port: of 127.0.0.1; None for a free one.
 
     If the server fails, the end of its log is printed. Every error goes on to the caller.
     """
@@ -102,7 +106,7 @@ def serve(
     if weights is not None:
         save_file(dict(weights), model / "model.safetensors")
     max_model_len = args.prompt_tokens + args.max_tokens
-    port = free_port()
+    port = free_port() if port is None else port
     memory = ["--kv-cache-memory-bytes", str(_kv_bytes(shape, concurrency + 2, max_model_len))]
     memory += ["--gpu-memory-utilization", "0.1"]
     if "--gpu-memory-utilization" in args.engine_args:
@@ -124,6 +128,7 @@ def serve(
     ]
     environment = {
         **VLLM_ENVIRONMENT,
+        **(environment or {}),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     log_file = args.log or folder / "vllm.log"
