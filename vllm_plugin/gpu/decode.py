@@ -13,7 +13,7 @@ import torch
 
 from patchstore.bucket import records
 from patchstore.bucket.records import DTYPE_BYTES, Schema, TensorSpec
-from patchstore.codec.context import Coded, tiling
+from patchstore.codec.context import Coded, is_coded, tiling
 from patchstore.codec.context.bits import bounds_of
 from patchstore.codec.index import Gap, Listed, check_gaps
 from patchstore.errors import CorruptObject
@@ -134,6 +134,9 @@ class Places:
         self.addresses = np.concatenate([_NONE, *(place.addresses for place in each)])
         self.strides = np.concatenate([_NO_BOXES[:, :3], *(place.strides for place in each)])
         self.memory_widths = np.concatenate([_NONE, *(place.memory_widths for place in each)])
+        tilings = {tiling(spec.shape) for spec in schema.tensors if is_coded(spec.dtype) and spec.num_elements}
+        self.largest_tile = max((each.largest for each in tilings), default=1)
+        """Elements of the largest tile of any tensor, at most."""
 
 
 def _rows(boxes: Sequence[records.Box]) -> Array:
@@ -201,6 +204,8 @@ def decode(coded: Coded, places: Places, schema: Schema, device: torch.device) -
         places.addresses[box],
         places.strides[box],
         places.memory_widths[box],
+        # Of all tensors, so that the same kernels serve each version.
+        places.largest_tile,
     )
     rows = sets.listed.astype(np.int32)
     starts, codes = tables_on(
