@@ -20,7 +20,7 @@ from patchstore.stores.memory import MemoryStore
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import bits, spec_of
 from tests.support import sharded
-from tests.support.coded import coded_of
+from tests.support.coded import CodedPart, coded_of
 from tests.support.weights import assert_same_bits, newest
 
 SHAPES = {
@@ -153,7 +153,7 @@ def check(shape: tuple[int, int, int], boxes: Sequence[Box]) -> None:
     rows, data = np.zeros((1, 3), dtype=np.uint8), np.zeros(0, dtype=np.uint8)
     parts = []
     for number, box in enumerate(boxes):
-        parts.append(Part(tiling(shape, box, (1, 1)), 0, rows, nothing, data, key=f"deltas/{number}"))
+        parts.append(CodedPart(tiling(shape, box, (1, 1)), 0, rows, nothing, data, key=f"deltas/{number}"))
     check_boxes(
         7, Content([], coded_of(parts)), Schema(tensors=(TensorSpec(name="a", dtype="BF16", shape=shape),))
     )
