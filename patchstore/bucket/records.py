@@ -254,6 +254,13 @@ class Schema:
         return [spec.num_elements for spec in self.tensors]
 
     @cached_property
+    def kinds(self) -> tuple[Sequence[tuple[str, tuple[int, ...]]], Sequence[int]]:
+        """Each pair of a dtype and a shape once, and which of them each tensor has."""
+        known: dict[tuple[str, tuple[int, ...]], int] = {}
+        of = [known.setdefault((spec.dtype, spec.shape), len(known)) for spec in self.tensors]
+        return [*known], of
+
+    @cached_property
     def num_elements(self) -> int:
         return sum(self.sizes)
 

@@ -140,7 +140,7 @@ def read_delta(where: str, buffer: bytearray | memoryview, manifest: Manifest, s
         given = [entries.pop(name, None) for name in ("table", "tiles")]
         if given != [None, None]:
             table, tiles = (_bytes_of(where, view, header, place) for place in given)
-            coded = unpack(where, table, tiles, schema.tensors)
+            coded = unpack(where, table, tiles, schema)
     listed = _listed(where, view, header, entries, schema)
     if entries:
         raise CorruptObject(f"{where}: it holds {min(entries)!r:.100}, which belongs to no listed tensor")

@@ -216,7 +216,7 @@ def _needed(
     """Yield ranges of the entry `tiles` with all streams that are needed, ascending and apart."""
     specs = schema.tensors
     # As many zeros as there are bytes of tiles, in the memory of one.
-    found = unpack(where, table, np.broadcast_to(np.zeros(1, dtype=np.uint8), num_bytes), specs)
+    found = unpack(where, table, np.broadcast_to(np.zeros(1, dtype=np.uint8), num_bytes), schema)
     lengths, bounds = found.lengths, found.tiles_at.tolist()
     ends = np.cumsum(lengths)
     chosen = np.zeros(len(ends), dtype=np.bool_)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from patchstore.bucket.records import TensorSpec
+from patchstore.bucket.records import Schema, TensorSpec
 from patchstore.codec.context import Cuts, RowSets, decode_all, encode_all, pack, tiling, unpack
 from patchstore.codec.context.classes import WIDTHS
 from patchstore.codec.context.rows import BINS, DENSE, bin_of, choose_classes, choose_rows
@@ -295,7 +295,9 @@ def make_table() -> tuple[list[TensorSpec], list[CodedPart]]:
 def test_a_table_comes_back() -> None:
     specs, parts = make_table()
     coded = coded_of(parts)
-    back = unpack("payload", np.frombuffer(pack(coded), dtype=np.uint8), coded.data, specs)
+    back = unpack(
+        "payload", np.frombuffer(pack(coded), dtype=np.uint8), coded.data, Schema(tensors=tuple(specs))
+    )
     assert back.numbers.tolist() == [0, 2, 4]
     for coded, again in zip(parts, parts_of(back), strict=True):
         assert again.lo == coded.lo

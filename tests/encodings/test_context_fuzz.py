@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from patchstore.bucket.records import TensorSpec
+from patchstore.bucket.records import Schema, TensorSpec
 from patchstore.codec.context import pack, unpack
 from patchstore.codec.context.classes import WIDTHS
 from patchstore.codec.context.rows import DENSE, SILENT, SWAP
@@ -182,7 +182,7 @@ def read(of: Payload, entries: Entries) -> list[Array] | None:
     table, tiles = (np.frombuffer(entry, dtype=np.uint8) for entry in entries)
     state = list(of.olds)
     try:
-        for part in parts_of(unpack("payload", table, tiles, of.specs)):
+        for part in parts_of(unpack("payload", table, tiles, Schema(tensors=tuple(of.specs)))):
             place = part.number
             at, new = decode(of.specs[place], part, state[place])
             state[place] = state[place].copy()
@@ -246,7 +246,7 @@ def check_independently(of: Payload, entries: Entries, state: list[Array] | None
 def is_huge(of: Payload, entries: Entries) -> bool:
     """Whether a tile has more than 10 bytes an element, which a reader may refuse."""
     table, tiles = (np.frombuffer(entry, dtype=np.uint8) for entry in entries)
-    return bool((unpack("payload", table, tiles, of.specs).lengths > 10).any())
+    return bool((unpack("payload", table, tiles, Schema(tensors=tuple(of.specs))).lengths > 10).any())
 
 
 def test_the_payloads_have_rows_of_every_kind() -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from patchstore.bucket import records
 from patchstore.bucket.records import Box, Part, TensorSpec
 from patchstore.codec import context
 from patchstore.codec.part_table import PartTable
@@ -57,7 +58,7 @@ def decoded(
     spec, where = TensorSpec(name="a", dtype=dtype, shape=shape), "the page"
     try:
         tiles_, table_ = (np.frombuffer(each, dtype=np.uint8) for each in (b"".join(streams), table))
-        (coded,) = parts_of(context.unpack(where, table_, tiles_, [spec]))
+        (coded,) = parts_of(context.unpack(where, table_, tiles_, of_one(spec)))
         positions, new = decode(spec, coded, parent)
         ours = dict(zip(positions.tolist(), new.tolist(), strict=True))
     except CorruptObject:
@@ -70,6 +71,10 @@ def decoded(
         raise
     assert ours == plain
     return plain
+
+
+def of_one(spec: TensorSpec) -> records.Schema:
+    return records.Schema(tensors=(spec,))
 
 
 SECTION = (Path(__file__).parent.parent.parent / "docs" / "format.md").read_text()
@@ -133,7 +138,12 @@ def test_an_example_of_the_page_is_what_the_encoder_writes_and_both_readers_read
     whole = np.full(prod(shape), 0x4000, dtype=np.uint16)
     whole[cut.positions(np.arange(len(old)))] = old
     (coded,) = parts_of(
-        context.unpack("the page", np.frombuffer(table, dtype=np.uint8), entries["tiles"].numpy(), [spec])
+        context.unpack(
+            "the page",
+            np.frombuffer(table, dtype=np.uint8),
+            entries["tiles"].numpy(),
+            of_one(spec),
+        )
     )
     its_positions, its_new = decode(spec, coded, whole)
     assert its_positions.tolist() == positions.tolist()
@@ -381,7 +391,7 @@ def test_rows_at_the_edges_are_read(row: Row) -> None:
     table, one = table_of(0, [row], [1]), np.zeros(1, dtype=np.uint8)
     assert parse_table(table, 1, {"a": ("BF16", (4,))})[0].rows == [bytes(row)]
     spec = TensorSpec(name="a", dtype="BF16", shape=(4,))
-    (coded,) = parts_of(context.unpack("here", np.frombuffer(table, dtype=np.uint8), one, [spec]))
+    (coded,) = parts_of(context.unpack("here", np.frombuffer(table, dtype=np.uint8), one, of_one(spec)))
     assert coded.rows.tolist() == [list(row)]
 
 
@@ -392,9 +402,9 @@ def read_table(table: bytes, num_bytes: int, spec: TensorSpec) -> bool:
         parse_table(table, num_bytes, {spec.name: (spec.dtype, spec.shape)})
     except REFUSED:
         with pytest.raises(CorruptObject):
-            context.unpack("here", *entries, [spec])
+            context.unpack("here", *entries, of_one(spec))
         return False
-    context.unpack("here", *entries, [spec])
+    context.unpack("here", *entries, of_one(spec))
     return True
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from patchstore.apply.replica import Replica
-from patchstore.bucket.records import TensorSpec
+from patchstore.bucket.records import Schema, TensorSpec
 from patchstore.codec import ENCODINGS, context
 from patchstore.read import replay
 from patchstore.stores.folder import FolderStore
@@ -124,7 +124,7 @@ def test_vectors_of_encoding_context_hold(vector: dict[str, Any]) -> None:
     assert (head.data(), head.rest) == (stated.data(), stated.rest)
     table, data = bytes.fromhex(vector["table"]), bytes.fromhex(vector["data"])
     as_bytes = (np.frombuffer(each, dtype=np.uint8) for each in (table, data))
-    (found,) = parts_of(context.unpack("here", *as_bytes, [spec]))
+    (found,) = parts_of(context.unpack("here", *as_bytes, Schema(tensors=(spec,))))
     positions, values = decode(spec, found, old)
     assert positions.tolist() == vector["positions"]
     assert values.tobytes() == new.tobytes()

@@ -6,13 +6,14 @@ the streams in `tiles`.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from patchstore.bucket.records import Box, TensorSpec, view_of
+from patchstore.bucket.records import Box, Schema, view_of
 from patchstore.codec.context.bits import Array, put, windows
 from patchstore.codec.context.classes import MAX_CLASSES, is_coded
 from patchstore.codec.context.coded import Coded, ascend
@@ -37,6 +38,8 @@ _PART_BYTES = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS)
 _MOST_SET_BYTES = 2 + 3 * MAX_CLASSES
 _MAX_BITS = 32
 _LEVEL = 9
+_TOGETHER = 1 << 16
+"""Tiles."""
 MANY_CHANGES = 4096
 FEW_TILES = 8
 
@@ -62,30 +65,26 @@ def pack(coded: Coded) -> bytes:
     head += sets.listed.T.tobytes()
     squeezed = zlib.compress(head, _LEVEL)
     front = np.array([len(coded), len(sets), len(squeezed)], dtype="<u4").tobytes()
-    num_bytes = -(-num_tiles * bits // 8)
-    words = np.zeros(int(num_bytes.sum()) // 8 + 2, dtype=np.uint64)
-    at, _ = _fields(num_tiles, bits, num_bytes)
-    put(words, at, (lengths - np.repeat(least, num_tiles)).astype(np.uint64))
-    packed = words.view(np.uint8)[: int(num_bytes.sum())]
-    return front + squeezed + packed.tobytes()
+    packed = []
+    for its, fields in _together(num_tiles, bits):
+        words = np.zeros(fields.num_bytes // 8 + 2, dtype=np.uint64)
+        more = lengths[fields.tiles] - np.repeat(least[its], num_tiles[its])
+        put(words, fields.at, more.astype(np.uint64))
+        packed.append(words.view(np.uint8)[: fields.num_bytes].tobytes())
+    return b"".join([front, squeezed, *packed])
 
 
-def unpack(
-    where: str, table: npt.NDArray[np.uint8], tiles: npt.NDArray[np.uint8], specs: Sequence[TensorSpec]
-) -> Coded:
-    """Return what a table says, over the entry `tiles`.
-
-    Args:
-        where: the payload's key.
-        specs: the run's tensors, in the schema's order.
-    """
+def unpack(where: str, table: npt.NDArray[np.uint8], tiles: npt.NDArray[np.uint8], schema: Schema) -> Coded:
+    """Return what a table says, over the entry `tiles`; `where` is the payload's key."""
     front, rest = _take(where, np.ascontiguousarray(table), _FRONT)
     num_parts, num_sets, num_squeezed = front.view("<u4").tolist()
     if not num_parts:
         raise CorruptObject(f"{where}: a table of no tensors")
     # Before the head is inflated, which may have a thousand times the bytes that are stored. Parts have no
     # element in common, and where anything of a part changes, a stream of it has a byte.
-    most = min(sum(spec.num_elements for spec in specs if is_coded(spec.dtype)), len(tiles))
+    kinds, of = schema.kinds
+    sizes, are_coded = np.array(schema.sizes), np.array([is_coded(dtype) for dtype, _ in kinds])
+    most = min(int(sizes[are_coded[of]].sum()), len(tiles))
     if num_parts > most:
         raise CorruptObject(f"{where}: {num_parts} parts, where the tensors and the streams can have {most}")
     if not num_sets or num_sets > num_parts:
@@ -98,20 +97,11 @@ def unpack(
     if (row_sets >= num_sets).any():
         raise CorruptObject(f"{where}: a part has a row set that is none of the {num_sets}")
     indices, bits = columns["place"].cumsum(), columns["bits"]
-    if (indices >= len(specs)).any():
-        raise CorruptObject(f"{where}: a part is of none of the schema's {len(specs)} tensors")
+    if (indices >= len(sizes)).any():
+        raise CorruptObject(f"{where}: a part is of none of the schema's {len(sizes)} tensors")
     if (bits > _MAX_BITS).any():
         raise CorruptObject(f"{where}: a part's lengths have too many bits")
-    named = [specs[index] for index in indices.tolist()]
-    cuts, boxes = _cuts(where, named, columns)
-    if not ascend(np.column_stack([indices, boxes[:, ::2]])):
-        raise CorruptObject(f"{where}: parts do not ascend")
-
-    # Before anything as large as the tiles is made.
-    stated = np.bincount(indices, weights=boxes[:, 1::2].prod(axis=1))[indices]
-    has_too_many = stated > np.array([spec.num_elements for spec in named])
-    if has_too_many.any():
-        raise CorruptObject(f"{where}: parts of {named[int(has_too_many.argmax())].name!r} overlap")
+    cuts = _cuts(where, schema, indices, columns)
     num_tiles = cuts.num_tiles
     num_bytes = -(-num_tiles * bits // 8)
     packed, rest = _take(where, rest, int(num_bytes.sum()))
@@ -121,11 +111,14 @@ def unpack(
     last = num_bytes.cumsum()[used > 0] - 1
     if (packed[last] >> used[used > 0].astype(np.uint8)).any():
         raise CorruptObject(f"{where}: the padding of lengths is not zero")
-    at, owner_bits = _fields(num_tiles, bits, num_bytes)
-    every = windows(np.concatenate([packed, np.zeros(9, dtype=np.uint8)]))
-    field = every[at >> 3] >> (at & 7).view(np.uint64)
-    field &= (np.uint64(1) << owner_bits.view(np.uint64)) - np.uint64(1)
-    lengths = field.view(np.int64) + np.repeat(columns["least"], num_tiles)
+    lengths, begin = np.empty(int(num_tiles.sum()), dtype=np.int64), 0
+    padded = np.concatenate([packed, np.zeros(9, dtype=np.uint8)])
+    for its, fields in _together(num_tiles, bits):
+        every = windows(padded[begin : begin + fields.num_bytes + 9])
+        begin += fields.num_bytes
+        field = every[fields.at >> 3] >> (fields.at & 7).view(np.uint64)
+        field &= (np.uint64(1) << fields.bits.view(np.uint64)) - np.uint64(1)
+        lengths[fields.tiles] = field.view(np.int64) + np.repeat(columns["least"][its], num_tiles[its])
     if (num := int(lengths.sum())) != len(tiles):
         raise CorruptObject(f"{where}: streams of {num} bytes, but {len(tiles)} bytes of tiles")
     return Coded(indices, cuts, sets, row_sets, lengths, tiles, [where])
@@ -191,13 +184,11 @@ def _sets(where: str, head: Array, num: int) -> Sets:
     return Sets.of(lo.astype(np.int64), num_classes.astype(np.int64), rows)
 
 
-def _cuts(
-    where: str, named: Sequence[TensorSpec], columns: dict[str, npt.NDArray[np.int64]]
-) -> tuple[Cuts, npt.NDArray[np.int64]]:
-    """Return how parts of these tensors are cut, and the fields of each `Box`, int64 [T, 6]."""
+def _cuts(where: str, schema: Schema, indices: Array, columns: dict[str, npt.NDArray[np.int64]]) -> Cuts:
+    """Return how parts of these tensors are cut."""
     # A model has few shapes: what they say is found once for each, and then for all parts together.
-    numbers: dict[tuple[str, tuple[int, ...]], int] = {}
-    kind = np.array([numbers.setdefault((spec.dtype, spec.shape), len(numbers)) for spec in named])
+    numbers, of = schema.kinds
+    kind = np.array(of, dtype=np.int64)[indices]
     is_fit = np.array([is_coded(dtype) and 0 not in shape for dtype, shape in numbers])[kind]
     whole = np.array([view_of(shape) for _, shape in numbers], dtype=np.int64)[kind]
     boxes = np.stack([columns[name] for name in ("level", "levels", "row", "rows", "col", "cols")], axis=1)
@@ -206,7 +197,7 @@ def _cuts(
     is_beyond = ((firsts + sizes > whole) | ((firsts > 0) & (sizes == 0))).any(axis=1)
     is_uneven = ((slices > SLICES) | (whole[:, 1:] % slices != 0)).any(axis=1)
     for number in np.flatnonzero(~is_fit | is_beyond | is_uneven)[:1].tolist():
-        spec = named[number]
+        spec = schema.tensors[indices[number]]
         if not is_fit[number]:
             raise CorruptObject(
                 f"{where}: {spec.name!r} ({spec.dtype}, {spec.shape}) cannot be coded by context"
@@ -217,15 +208,22 @@ def _cuts(
     usual = np.array([slices_of(shape) for _, shape in numbers])[kind]
     is_part = boxes.any(axis=1) | (slices != usual).any(axis=1)
     boxes[:, 1::2] = np.where(sizes > 0, sizes, whole)
-    kinds = [tiling(shape) for _, shape in numbers]
+    if not ascend(np.column_stack([indices, boxes[:, ::2]])):
+        raise CorruptObject(f"{where}: parts do not ascend")
+    # Before anything as large as the tiles is made.
+    stated = np.bincount(indices, weights=boxes[:, 1::2].prod(axis=1))
+    for number in np.flatnonzero(stated > np.array(schema.sizes)[: len(stated)])[:1].tolist():
+        raise CorruptObject(f"{where}: parts of {schema.tensors[number].name!r} overlap")
+    # Of shapes that are not coded, there is no part.
+    kinds = [tiling(shape) if 0 not in shape else tiling(()) for _, shape in numbers]
     known = {each: number for number, each in enumerate(kinds)}
     for number in np.flatnonzero(is_part).tolist():
         down, across = slices[number].tolist()
-        cut = tiling(named[number].shape, Box(*boxes[number].tolist()), (down, across))
+        cut = tiling(numbers[kind[number]][1], Box(*boxes[number].tolist()), (down, across))
         kind[number] = known.setdefault(cut, len(kinds))
         if kind[number] == len(kinds):
             kinds.append(cut)
-    return Cuts(kinds, kind), boxes
+    return Cuts(kinds, kind)
 
 
 def _take(where: str, data: Array, num: int) -> tuple[Array, Array]:
@@ -234,10 +232,30 @@ def _take(where: str, data: Array, num: int) -> tuple[Array, Array]:
     return data[:num], data[num:]
 
 
-def _fields(num_tiles: Array, bits: Array, num_bytes: Array) -> tuple[Array, Array]:
-    """Return where the field of each length begins, in bits, and how many bits it has."""
-    of_each = np.repeat(bits, num_tiles)
-    return ramps(num_tiles) * of_each + np.repeat((num_bytes.cumsum() - num_bytes) * 8, num_tiles), of_each
+class _Fields(NamedTuple):
+    """How the lengths of the tiles of some parts, which follow each other, are written."""
+
+    tiles: slice
+    """Which of all tiles these are."""
+    at: Array
+    """int64, at which bit of theirs each length begins."""
+    bits: Array
+    """int64, how many bits it has."""
+    num_bytes: int
+    """Of all together."""
+
+
+def _together(num_tiles: Array, bits: Array) -> Iterator[tuple[slice, _Fields]]:
+    """Yield ranges of parts, and how their lengths are written: so many that columns stay in the cache."""
+    ends = num_tiles.cumsum()
+    firsts = np.flatnonzero(np.diff((ends - num_tiles) // _TOGETHER, prepend=-1)).tolist()
+    for first, end in zip(firsts, [*firsts[1:], len(num_tiles)], strict=True):
+        its, width = num_tiles[first:end], bits[first:end]
+        num_bytes = -(-its * width // 8)
+        of_each = np.repeat(width, its)
+        at = ramps(its) * of_each + np.repeat((num_bytes.cumsum() - num_bytes) * 8, its)
+        tiles = slice(int(ends[first] - its[0]), int(ends[end - 1]))
+        yield slice(first, end), _Fields(tiles, at, of_each, int(num_bytes.sum()))
 
 
 def pays(num_changed: Array, num_tiles: Array) -> Array:
