@@ -428,6 +428,9 @@ def _held(parent: Parent, chunks: Sequence[_Chunk], device: torch.device) -> Ite
                 target = rooms[number % _ROOMS, at : at + end - begin]
                 target.copy_(parent.memory[begin:end], non_blocking=True)
 
+    if stream is not None:
+        # If the caller fails, copies are still under way.
+        rooms.record_stream(stream)
     # The memory may be that of something that is still read.
     wait(stream, current)
     if chunks:
@@ -439,7 +442,6 @@ def _held(parent: Parent, chunks: Sequence[_Chunk], device: torch.device) -> Ite
         yield chunk, Parent(rooms[number % _ROOMS], plans[number].firsts)
         # Into the room of the one before goes the chunk after the next.
         wait(stream, current)
-    # All copies were waited for, so the rooms can be freed in the order of the current stream.
 
 
 def is_near(parent: Parent, device: torch.device) -> bool:
@@ -482,6 +484,8 @@ class _Coding:
         self._formats = np.array([context_tables.FORMATS.get(each, _NO_FORMAT) for each in table.dtypes])
         self._begun: list[tuple[Array, Cuts, context_encode.Encoder]] = []
         self._num_ordered = 0
+        self._read: list[torch.Tensor] = []
+        """Memory that those which are not ordered still read, by its addresses."""
 
     def begin(self, changes: "Stating", spans: Spans, cuts: Cuts, nums: Array, parent: Parent) -> None:
         """Begin to code some parts.
@@ -509,12 +513,15 @@ class _Coding:
             largest=self._table.largest_tile,
         )
         self._begun.append((self._table.owners[spans.numbers], cuts, encoder))
+        self._read.append(parent.memory)
 
     def order(self, *, but: int = 0) -> None:
         """Choose rows for what was begun, but for so many of the last, and go on with it."""
         end = max(self._num_ordered, len(self._begun) - but)
         for _, _, encoder in self._begun[self._num_ordered : end]:
             encoder.order()
+            # What is launched reads it before what may take its memory, on the same stream.
+            del self._read[0]
         self._num_ordered = end
 
     def entries(self) -> dict[str, torch.Tensor]:
