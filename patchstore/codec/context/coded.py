@@ -53,7 +53,7 @@ class Coded:
         """Join parts; `sets` are those of a `RowSets` that all of them number, if it is so."""
         if not many:
             return cls.none()
-        if len(many) == 1 and sets is None:
+        if len(many) == 1:
             return many[0]
         firsts = np.cumsum([0, *(len(each.sets) if sets is None else 0 for each in many)])
         keys = {key: at for at, key in enumerate(dict.fromkeys(key for each in many for key in each.keys))}
