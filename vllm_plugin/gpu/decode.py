@@ -134,7 +134,8 @@ class Places:
         self.addresses = np.concatenate([_NONE, *(place.addresses for place in each)])
         self.strides = np.concatenate([_NO_BOXES[:, :3], *(place.strides for place in each)])
         self.memory_widths = np.concatenate([_NONE, *(place.memory_widths for place in each)])
-        shapes = {spec.shape for spec in schema.tensors if is_coded(spec.dtype) and spec.num_elements}
+        kinds, _ = schema.kinds
+        shapes = [shape for dtype, shape in kinds if is_coded(dtype) and 0 not in shape]
         self.largest_tile = max((tiling(shape).largest for shape in shapes), default=1)
         """Elements of the largest tile of any tensor, at most."""
 
