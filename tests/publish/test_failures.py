@@ -9,9 +9,11 @@ import torch
 from patchstore import Publisher
 from patchstore.bucket import history
 from patchstore.errors import PublishFailed, StoreUnavailable, UsageError, VersionConflict
+from patchstore.publish.snapshot import PlainSnapshot
 from patchstore.stores import layout
 from patchstore.stores.base import Store
 from patchstore.stores.memory import MemoryStore
+from patchstore.tensors.columns import Changes
 from patchstore.testing.faults import Fault, FaultyStore
 from tests.support.copies import before
 from tests.support.weights import Run, assert_same_bits, newest, served
@@ -53,6 +55,34 @@ def test_a_publication_that_finally_fails_makes_the_next_one_an_anchor(
     # With if_changed the weights are still those of the step that is not stored.
     recovered = run.publisher.publish_patch(0, if_changed=if_changed).result()
     assert (recovered.version, recovered.kind, recovered.delta) == (1, "anchor", None)
+    assert_same_bits(newest(store), served(run.model))
+    run.train()
+    assert run.publish().kind == "delta"
+    assert_same_bits(newest(store), served(run.model))
+    run.close()
+
+
+def test_a_snapshot_that_could_not_be_updated_makes_the_next_publication_an_anchor(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(store)
+    run.publish()
+
+    def failing(snapshot: PlainSnapshot, changes: Changes) -> None:
+        for tensor in snapshot.tensors.values():
+            tensor.view(-1)[:1] = 7
+        raise MemoryError("made to fail")
+
+    run.train()
+    with monkeypatch.context() as patched:
+        patched.setattr(PlainSnapshot, "apply", failing)
+        # It was encoded against the snapshot as it was, and is stored meanwhile.
+        assert run.publish().kind == "delta"
+        assert_same_bits(newest(store), served(run.model))
+        run.train()
+        recovered = run.publish()
+    assert (recovered.version, recovered.kind, recovered.delta) == (2, "anchor", None)
+    assert "will be an anchor, as the snapshot could not be updated" in caplog.text
     assert_same_bits(newest(store), served(run.model))
     run.train()
     assert run.publish().kind == "delta"
