@@ -125,6 +125,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for i, item in enumerate(found):
             if i not in kept:
                 item.add_marker(pytest.mark.exhaustive)
+    for item in items:
+        if item.get_closest_marker("exhaustive") and not item.get_closest_marker("timeout"):
+            # These do the most work, beside others; what hangs is still ended.
+            item.add_marker(pytest.mark.timeout(900))
     if UNTIL is not None:
         # Another order each time, the same in all processes, so that each test has its turn.
         items.sort(key=lambda item: zlib.crc32(f"{UNTIL} {item.path.name}".encode()))
