@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from patchstore.publish.publisher import Publication, Publisher
     from patchstore.publish.sources import (
         LocalPart,
+        PeftAdapter,
         as_saved,
         interleaved_qkv,
         joined_gate_up,
@@ -30,6 +31,7 @@ _HOMES = {
     "Replica": "patchstore.apply.replica",
     "Manifest": "patchstore.bucket.records",
     "PatchstoreError": "patchstore.errors",
+    "PeftAdapter": "patchstore.publish.sources",
     "Payload": "patchstore.bucket.records",
     "Plan": "patchstore.bucket.records",
     "Publication": "patchstore.publish.publisher",
@@ -54,6 +56,7 @@ __all__ = [
     "Manifest",
     "PatchstoreError",
     "Payload",
+    "PeftAdapter",
     "Plan",
     "Publication",
     "Publisher",

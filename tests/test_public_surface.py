@@ -15,6 +15,7 @@ SURFACE = {
     "Manifest",
     "PatchstoreError",
     "Payload",
+    "PeftAdapter",
     "Plan",
     "Publication",
     "Publisher",

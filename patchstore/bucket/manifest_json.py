@@ -14,7 +14,9 @@ from typing import Any, NoReturn, TypeVar
 from patchstore.bucket.records import (
     DTYPE_BYTES,
     FORMAT_VERSION,
+    Adapter,
     Anchor,
+    Base,
     Delta,
     Manifest,
     Payload,
@@ -38,7 +40,7 @@ MAX_ELEMENTS = 2**48
 
 _HEX = frozenset("0123456789abcdef")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z", re.ASCII)
-_Scalar = TypeVar("_Scalar", str, int)
+_Scalar = TypeVar("_Scalar", str, int, bool)
 
 
 def json_object(what: str, text: str | bytes | bytearray) -> dict[str, Any]:
@@ -146,6 +148,9 @@ class Record:
             raise self.corrupt(field, "must be between -(2**53 - 1) and 2**53 - 1")
         return value
 
+    def flag(self, field: str) -> bool:
+        return self._scalar(field, bool)
+
     def count(self, field: str) -> int:
         value = self.integer(field)
         if value < 0:
@@ -213,17 +218,22 @@ MAX_HINT_BYTES = 1000
 
 def header_to_json(header: StoreHeader) -> bytes:
     """Spell a store header; deterministic, so equal headers have equal bytes."""
-    return dump(
-        {
-            "format_version": FORMAT_VERSION,
-            "run_id": header.run_id,
-            "created_at": header.created_at,
-            "tensors": [
-                {"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in header.schema.tensors
-            ],
-            "tied": dict(sorted(header.schema.tied.items())),
+    fields = {
+        "format_version": FORMAT_VERSION,
+        "run_id": header.run_id,
+        "created_at": header.created_at,
+        "tensors": [
+            {"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in header.schema.tensors
+        ],
+        "tied": dict(sorted(header.schema.tied.items())),
+    }
+    if header.adapter is not None:
+        base = header.adapter.base
+        fields["adapter"] = {
+            "base": {"name": base.name, "revision": base.revision, "state": base.state},
+            "base_may_change": header.adapter.base_may_change,
         }
-    )
+    return dump(fields)
 
 
 def header_from_json(data: bytes) -> StoreHeader:
@@ -243,6 +253,23 @@ def header_from_json(data: bytes) -> StoreHeader:
         run_id=record.text("run_id"),
         created_at=record.time("created_at"),
         schema=Schema(tensors=specs, tied=tied.value),
+        adapter=_adapter(record),
+    )
+
+
+def _adapter(record: Record) -> Adapter | None:
+    """Read the field `adapter`, which a run of whole weights does not have."""
+    if "adapter" not in record.value:
+        return None
+    fields = record.item("adapter")
+    base = fields.item("base")
+    return Adapter(
+        base=Base(
+            name=None if base.is_null("name") else base.text("name"),
+            revision=None if base.is_null("revision") else base.text("revision"),
+            state=None if base.is_null("state") else base.digest("state"),
+        ),
+        base_may_change=fields.flag("base_may_change"),
     )
 
 

@@ -283,6 +283,45 @@ class Schema:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """The model that an adapter was trained on, as far as it is known."""
+
+    name: str | None
+    """On the Hub, or the path of a folder."""
+    revision: str | None
+    state: str | None
+    """State digest of its weights, if they are a version of a run."""
+
+    def __str__(self) -> str:
+        known = [("revision", self.revision), ("with state", self.state)]
+        return " ".join([self.name or "without a name", *(f"{what} {each}" for what, each in known if each)])
+
+    def differs(self, other: "Base") -> bool:
+        """Whether something that is known of both differs.
+
+        A model may be at a path here and on the Hub there, so of names the last parts are compared.
+        """
+        ours, theirs = ((_last(each.name), each.revision, each.state) for each in (self, other))
+        return any(a is not None and b is not None and a != b for a, b in zip(ours, theirs, strict=True))
+
+
+def _last(name: str | None) -> str | None:
+    return None if name is None else name.rstrip("/").rpartition("/")[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """What a run of adapters says of them."""
+
+    base: Base
+    base_may_change: bool = False
+    """Whether servers may update the base while they serve a version of the adapter."""
+
+    def __str__(self) -> str:
+        return f"adapters of the base {self.base}, which may{'' if self.base_may_change else ' not'} change"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreHeader:
     """The content of `store.json`: written once, when a run is created."""
 
@@ -290,6 +329,8 @@ class StoreHeader:
     created_at: str
     """UTC, ISO 8601."""
     schema: Schema
+    adapter: Adapter | None = None
+    """None in a run of whole weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

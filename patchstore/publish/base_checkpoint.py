@@ -19,7 +19,7 @@ from patchstore.codec import tensor_file
 from patchstore.codec.checkpoint import INDEX, weight_files
 from patchstore.errors import DataError, UsageError
 from patchstore.quantization import FORMS
-from patchstore.stores.layout import check_file_name
+from patchstore.stores.layout import ADAPTER_CONFIG, check_file_name
 
 CONFIG = "config.json"
 
@@ -133,8 +133,8 @@ class BaseCheckpoint:
         except (OSError, ValueError, DataError):
             return None
 
-    def files(self) -> dict[str, bytes]:
-        """Read the files that are no weights, by name."""
+    def files(self, *, of_adapter: bool = False) -> dict[str, bytes]:
+        """Read the files that are no weights, by name; `of_adapter`: of a folder that PEFT may have saved."""
         folder = self._folder
         if folder is None:
             return {}
@@ -145,16 +145,16 @@ class BaseCheckpoint:
         try:
             names = sorted(entry.name for entry in path.iterdir())
             wanted = [name for name in names if name.endswith(_ENDINGS) and not name.endswith(".index.json")]
-            if CONFIG not in wanted:
+            if CONFIG not in wanted and not of_adapter:
                 raise UsageError(
                     f"files={str(folder)!r} has no {CONFIG}, so it is not a checkpoint folder; "
                     "model.config.save_pretrained(folder) writes one"
                 )
-            if "adapter_config.json" in wanted:
+            if ADAPTER_CONFIG in wanted and not of_adapter:
                 raise UsageError(
-                    f"files={str(folder)!r} is the folder of an adapter: it has adapter_config.json, which "
+                    f"files={str(folder)!r} is the folder of an adapter: it has {ADAPTER_CONFIG}, which "
                     "would make readers of a replay look for the adapter's weights; give the base model's "
-                    "folder"
+                    "folder, or publish the adapter itself with adapter="
                 )
             found = {
                 check_file_name(name): _read(path / name) for name in wanted if not (path / name).is_dir()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from patchstore.bucket import history, kept, lineage, notes
 from patchstore.bucket.digests import digest
 from patchstore.bucket.lineage import Since
-from patchstore.bucket.records import Manifest, Part, Schema, StoreHeader, TensorSpec
+from patchstore.bucket.records import Adapter, Manifest, Part, Schema, StoreHeader, TensorSpec
 from patchstore.bucket.state_sums import SumsArray, state_total
 from patchstore.codec.delta import NO_SUMS
 from patchstore.codec.part_table import PartTable
@@ -69,6 +69,8 @@ class Settings:
     """The signer's name."""
     quantization: str | None
     """Form and rule, as `Quantization.described` writes them."""
+    adapter: str | None
+    """Which adapter of the source; None for whole weights."""
 
     def told(self) -> dict[str, Any]:
         """As ranks tell it to each other, by the names of the publisher's arguments."""
@@ -84,10 +86,12 @@ class Agreed(NamedTuple):
     needs_sums: bool
     """Whether to digest what this rank owns: the weights decide on the version to build on."""
     plan: Plan | None
-    """On the leader alone, as the next two."""
+    """On the leader alone, as the next three."""
     schema: Schema | None
     files: Mapping[str, bytes]
     """That go into anchors."""
+    adapter: Adapter | None
+    """What the run says of its adapter; None of whole weights."""
 
 
 class Run(NamedTuple):
@@ -109,18 +113,20 @@ def agree(
     failure: Exception | None,
     *,
     asked: Asked,
-    check_schema: Callable[[Schema], Mapping[str, bytes]],
+    check_schema: Callable[[Schema], tuple[Mapping[str, bytes], Adapter | None]],
     base: BaseCheckpoint,
     settings: Settings,
 ) -> Agreed:
     """Agree on dtypes, and on who owns what. Nothing is written but what shows that ranks have one store.
 
     The source has been read, or `failure` says what went wrong on this rank, for all ranks to hear.
-    `check_schema` raises if the schema cannot be published, and returns the files that go into anchors.
+    `check_schema` raises if the schema cannot be published, and returns the files that go into anchors, and
+    what the run says of its adapter.
     """
     plan: Plan | None = None
     schema: Schema | None = None
     files: Mapping[str, bytes] = {}
+    adapter: Adapter | None = None
 
     known = _known(channel, source, failure, base)
 
@@ -132,7 +138,7 @@ def agree(
         return {"parts": listed, "tied": dict(source.tied), "settings": settings.told()}
 
     def conclude(reports: list[Message]) -> list[Message]:
-        nonlocal plan, schema, files
+        nonlocal plan, schema, files, adapter
         _check_equal(channel, [report["settings"] for report in reports])
         all_tied = _united(channel, [report["tied"] for report in reports])
         offers = [[_part(*each) for each in report["parts"]] for report in reports]
@@ -147,8 +153,9 @@ def agree(
         schema = Schema(tensors=tuple(specs[name] for name in sorted(specs)), tied=all_tied)
         if missing := sorted(set(all_tied.values()) - specs.keys()):
             raise SchemaMismatch(f"{missing[0]!r} is tied to another name, but no rank has it")
-        files = check_schema(schema)
-        plan = ownership.plan(schema, owned, settings.max_shard_bytes)
+        files, adapter = check_schema(schema)
+        single = None if adapter is None else layout.ADAPTER_WEIGHTS
+        plan = ownership.plan(schema, owned, settings.max_shard_bytes, single)
         return [
             {
                 **plan.told(place, [its[number][0] for number in numbers]),
@@ -169,7 +176,7 @@ def agree(
     )
     share = Share(tuple(part for part, _ in owned), told["writers"], told["files"])
     table = PartTable(share.parts, [place for _, place in owned])
-    return Agreed(share, table, told["needs_sums"], plan, schema, files)
+    return Agreed(share, table, told["needs_sums"], plan, schema, files, adapter)
 
 
 def _known(
@@ -294,7 +301,7 @@ def open_run(
         assert agreed.schema is not None
         check_create_only(store)
         totals = total_sums(agreed.schema, (report["sums"] for report in reports))
-        found = find(store, begun, agreed.schema, totals, settings.resume, signer)
+        found = find(store, begun, agreed.schema, totals, settings.resume, signer, agreed.adapter)
         log = Log(
             store,
             found.header,
@@ -335,7 +342,9 @@ def open_run(
         base=base,
         files=agreed.files,
         largest_delta=largest_delta(
-            settings.encoding, header.schema.num_bytes + sum(map(len, agreed.files.values()))
+            settings.encoding,
+            header.schema.num_bytes + sum(map(len, agreed.files.values())),
+            of_adapter=header.adapter is not None,
         ),
     )
     return Run(header, committer, told["is_stored"], Since(**told["since_anchor"]))
@@ -365,12 +374,13 @@ def find(
     sums: SumsArray,
     resume: Resume,
     signer: Signer | None = None,
+    adapter: Adapter | None = None,
 ) -> Found:
     """Create a run, or find the version that these weights are, if they decide on it."""
     if header is None:
         if not resume.may_begin:
             raise ResumeMismatch(f"{store.url} holds no run to resume; open it without resume")
-        header = StoreHeader(run_id=uuid.uuid4().hex, created_at=now(), schema=schema)
+        header = StoreHeader(run_id=uuid.uuid4().hex, created_at=now(), schema=schema, adapter=adapter)
         history.create_header(store, header)
         return Found(header)
     if resume.how == "new":
@@ -378,17 +388,8 @@ def find(
             f"{store.url} already holds run {header.run_id}, created {header.created_at}; "
             'use another prefix, or resume=True or "auto" to go on with that run'
         )
-    ours, theirs = schema.by_name(), header.schema.by_name()
-    for name in sorted(ours.keys() | theirs.keys()):
-        if (our := ours.get(name)) != (their := theirs.get(name)):
-            raise SchemaMismatch(
-                f"tensor {name!r} is {'missing' if our is None else our.kind} here, and the run has "
-                f"{'none of that name' if their is None else their.kind}; a run keeps its names, shapes "
-                "and dtypes, and so its dtype=, files= and quantization=, which decide them: give those that "
-                "it was begun with, or another store; dtype={name: dtype} says it of single tensors"
-            )
-    if schema.tied != header.schema.tied:
-        raise SchemaMismatch(f"tensors are tied as {schema.tied}, but the run has {header.schema.tied}")
+    _check_kind(store, header.adapter, adapter)
+    _check_same_tensors(schema, header.schema)
     head = history.head(store)
     # A version number that was used must not be used again for other weights.
     history.check_newest(store, head)
@@ -424,6 +425,35 @@ def find(
         f"digest is {total}; {advice}"
         'load one of them first, or use resume="anchor" to publish these weights whole'
     )
+
+
+def _check_same_tensors(ours: Schema, theirs: Schema) -> None:
+    """Raises SchemaMismatch where a run has other tensors."""
+    here, there = ours.by_name(), theirs.by_name()
+    for name in sorted(here.keys() | there.keys()):
+        if (our := here.get(name)) != (their := there.get(name)):
+            raise SchemaMismatch(
+                f"tensor {name!r} is {'missing' if our is None else our.kind} here, and the run has "
+                f"{'none of that name' if their is None else their.kind}; a run keeps its names, shapes "
+                "and dtypes, and so its dtype=, files= and quantization=, which decide them: give those that "
+                "it was begun with, or another store; dtype={name: dtype} says it of single tensors"
+            )
+    if ours.tied != theirs.tied:
+        raise SchemaMismatch(f"tensors are tied as {ours.tied}, but the run has {theirs.tied}")
+
+
+def _check_kind(store: Store, theirs: Adapter | None, ours: Adapter | None) -> None:
+    """Raises SchemaMismatch where a run is of another kind, or its adapters of another base."""
+    if theirs is not None and ours is not None:
+        is_other = theirs.base.differs(ours.base) or theirs.base_may_change != ours.base_may_change
+    else:
+        is_other = theirs is not ours
+    if is_other:
+        found, given = (each or "whole weights" for each in (theirs, ours))
+        raise SchemaMismatch(
+            f"{store.url} is a run of {found}, and this is one of {given}: give what the run was begun with, "
+            "or another store"
+        )
 
 
 class _Versions:

@@ -160,9 +160,12 @@ def encoding_of_rollups(encoding: Encoding) -> str:
     return encoding.index.name if isinstance(encoding, Context) and encoding.only_dense else encoding.name
 
 
-def largest_delta(name: str, anchor_bytes: int) -> int | None:
-    """Return how large a delta may be: an anchor, and a little more, takes the place of a larger one.
+def largest_delta(name: str, anchor_bytes: int, *, of_adapter: bool = False) -> int | None:
+    """Return how large a delta may be: an anchor takes the place of a larger one.
 
-    None where the user has chosen the encoding.
+    Whole weights must save more than a little by that; an adapter is uploaded soon. None where the user has
+    chosen the encoding.
     """
-    return anchor_bytes + _TOO_FEW_BYTES if name == "auto" else None
+    if name != "auto":
+        return None
+    return anchor_bytes if of_adapter else anchor_bytes + _TOO_FEW_BYTES

@@ -146,11 +146,17 @@ def _nth(rank: int) -> str:
     return {0: "first", 1: "second", 2: "third"}.get(rank, f"{rank + 1}th")
 
 
-def plan(schema: Schema, owned: Sequence[Sequence[Part]], max_shard_bytes: int) -> Plan:
+def plan(
+    schema: Schema, owned: Sequence[Sequence[Part]], max_shard_bytes: int, single: str | None = None
+) -> Plan:
     """Say which rank writes which tensors of an anchor, and in which files.
 
-    A tensor that one rank has whole is written there, so that it is not sent. The others are spread.
+    A tensor that one rank has whole is written there, so that it is not sent. The others are spread. With
+    `single`, the first rank writes all of them into the file of that name.
     """
+    places = tuple(tuple(parts) for parts in owned)
+    if single is not None:
+        return Plan(places, dict.fromkeys(schema.by_name(), 0), ((single, schema.tensors),))
     owners: dict[str, set[int]] = defaultdict(set)
     for place, parts in enumerate(owned):
         for part in parts:
@@ -178,4 +184,4 @@ def plan(schema: Schema, owned: Sequence[Sequence[Part]], max_shard_bytes: int) 
     most = tensor_file.max_file_bytes(schema.num_bytes, max_shard_bytes)
     found = [tuple(some) for its in mine for some in tensor_file.split(its, most) if some]
     named = ((layout.shard_name(number, len(found)), specs) for number, specs in enumerate(found, 1))
-    return Plan(tuple(tuple(parts) for parts in owned), writers, tuple(named))
+    return Plan(places, writers, tuple(named))

@@ -18,7 +18,7 @@ import torch
 from patchstore.bucket import history, notes, schema_text
 from patchstore.bucket.lineage import Every
 from patchstore.bucket.manifest_json import MAX_INTEGER
-from patchstore.bucket.records import Schema, StoreHeader, TensorSpec
+from patchstore.bucket.records import Adapter, Schema, StoreHeader, TensorSpec
 from patchstore.errors import PublishFailed, UsageError, VersionConflict
 from patchstore.publish import at_exit, ranks
 from patchstore.publish import snapshot as snapshots
@@ -39,6 +39,7 @@ from patchstore.publish.options import (
 )
 from patchstore.publish.pipeline import Pipeline, Publication
 from patchstore.publish.sources import Source
+from patchstore.publish.sources.adapter import AdapterSource, PeftAdapter
 from patchstore.publish.sources.dtypes import Asked, DtypeLike
 from patchstore.publish.sources.weights import ServedSource
 from patchstore.quantization import check_config, quantization_of
@@ -77,7 +78,8 @@ class Publisher:
         store: Store | str | os.PathLike[str],
         source: Source,
         *,
-        dtype: DtypeLike | Mapping[str, DtypeLike] = torch.bfloat16,
+        adapter: str | PeftAdapter | None = None,
+        dtype: DtypeLike | Mapping[str, DtypeLike] = "auto",
         encoding: str = "auto",
         anchor_every: int | Literal["auto"] | None = 64,
         compact: bool = False,
@@ -107,8 +109,13 @@ class Publisher:
                 under the names at each call. The prefixes of torch.compile, DistributedDataParallel and
                 activation checkpointing are removed from names; adapters of PEFT are merged, and layers that
                 a library has quantized are dequantized. `mapped` publishes under other names.
-            dtype: the dtype in which weights are compared and served, such as torch.bfloat16 or "bfloat16",
-                but for those that must keep another one. These are: weights that the checkpoint in `files`
+            adapter: publish this adapter of a PEFT model instead of whole weights: its tensors, as PEFT names
+                and saves them, and its config in every full version, which is a PEFT folder. A name, or a
+                `PeftAdapter`, which can say more of the base. Of a mapping with PEFT's names, `files` is a
+                folder with the config.
+            dtype: the dtype in which weights are compared and served, such as torch.bfloat16 or "bfloat16".
+                "auto" is bfloat16 for whole weights, and for an adapter each tensor's own. Some tensors keep
+                another one. These are: weights that the checkpoint in `files`
                 has in another dtype than most of its elements; without such a checkpoint, those that a model
                 of transformers keeps in float32; and in a source whose elements are mostly of 16 bits, those
                 that are wider. A mapping of patterns of names to dtypes goes before all of that, such as
@@ -171,7 +178,10 @@ class Publisher:
                 more threads; no run was created.
             VersionConflict: another publisher claimed the run at the same time.
         """
-        self._asked = Asked.of(dtype)
+        chosen_adapter = PeftAdapter.of(adapter)
+        if chosen_adapter is not None and quantization is not None:
+            raise UsageError("adapters are published as they are: leave quantization= out, or adapter=")
+        self._asked = Asked.of(dtype, None if chosen_adapter else torch.bfloat16)
         every = anchor_interval(anchor_every, compact=compact)
         # The process beside this one makes them.
         self._anchor_every: Every = _NEVER if every is None or compact else every
@@ -181,7 +191,7 @@ class Publisher:
         self._base = base = BaseCheckpoint(files)
         if not is_distributed():
             # Among ranks, the one that commits reads them: the others may lack the folder.
-            base.files()
+            base.files(of_adapter=chosen_adapter is not None)
         chosen = None
         if quantization is not None:
             # Each rank rounds its own part, so each needs the rule.
@@ -197,9 +207,11 @@ class Publisher:
             rank_timeout_s=seconds("rank_timeout_s", rank_timeout_s),
             signer=signer_name(signer),
             quantization=None if chosen is None else chosen.described(),
+            adapter=None if chosen_adapter is None else str(chosen_adapter),
         )
         self._signer = signer
         self._quantization = chosen
+        self._adapter = None if chosen_adapter is None else AdapterSource(source, chosen_adapter)
         at_exit.check_still_running()
         self._process = os.getpid()
         self._closed = False
@@ -214,7 +226,7 @@ class Publisher:
                 assert every is not None
                 job = job_of(self._store, every)
             with _gradients_as_they_are(), _out_of_inference(), threads_start():
-                is_leader = self._open(source, settings, snapshot, group)
+                is_leader = self._open(self._adapter or source, settings, snapshot, group)
             if job is not None and is_leader:
                 self._compactor = CompactorProcess(job, encoding_of_rollups(self._encoding))
                 self._closing.callback(self._compactor.stop)
@@ -249,14 +261,17 @@ class Publisher:
         self._channel = channel = ranks.connect(group, given.ranks, settings.rank_timeout_s)
         self._closing.callback(channel.leave)
 
-        def check_schema(schema: Schema) -> dict[str, bytes]:
-            found = self._base.files()
+        def check_schema(schema: Schema) -> tuple[Mapping[str, bytes], Adapter | None]:
             self._asked.check_used(schema)
+            if self._adapter is not None:
+                files = self._adapter.files(self._base.files(of_adapter=True))
+                return files, self._adapter.described(files)
+            found = self._base.files()
             check_fits(found, given.given, schema, self._base, given.untied)
             if self._quantization is not None:
-                return self._quantization.complete(found, schema)
+                return self._quantization.complete(found, schema), None
             check_config(found, schema)
-            return found
+            return found, None
 
         with on_one_rank() if channel.is_alone else nullcontext():
             agreed = agree(

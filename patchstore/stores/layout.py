@@ -186,6 +186,11 @@ def is_reservation_key(key: str) -> bool:
     return _RESERVATION.fullmatch(key) is not None
 
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""The one file of an adapter's weights that PEFT and vLLM read."""
+ADAPTER_CONFIG = "adapter_config.json"
+
+
 def shard_name(shard: int, num_shards: int) -> str:
     """File name of one shard of an anchor, as Hugging Face names them; `shard` counts from 1."""
     if num_shards == 1:

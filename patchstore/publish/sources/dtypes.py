@@ -51,12 +51,15 @@ class Asked:
     """Patterns of names with dtypes; the first that matches counts, before all else that says a dtype."""
 
     @classmethod
-    def of(cls, value: Any) -> Self:
+    def of(cls, value: Any, usual: torch.dtype | None = torch.bfloat16) -> Self:
+        """Read the argument of `Publisher`; `usual` is what "auto" stands for. Raises UsageError."""
+        if isinstance(value, str) and value == "auto":
+            return cls(usual)
         if not isinstance(value, Mapping):
             return cls(_dtype_of(value))
         if not all(isinstance(pattern, str) for pattern in value):
             raise UsageError(f"dtype must map patterns of tensors' names to dtypes, not {value!r:.200}")
-        return cls(torch.bfloat16, tuple((pattern, _dtype_of(each)) for pattern, each in value.items()))
+        return cls(usual, tuple((pattern, _dtype_of(each)) for pattern, each in value.items()))
 
     @property
     def usual(self) -> torch.dtype | None:

@@ -30,7 +30,9 @@ _PEFT = (
 class Names:
     """What the source calls tensors -> what they are published as."""
 
-    def __init__(self, source: object) -> None:
+    def __init__(self, source: object, *, of_adapter: bool = False) -> None:
+        """`of_adapter`: they are the names under which PEFT saves an adapter."""
+        self._of_adapter = of_adapter
         self._known: dict[object, str] = {}
         self._wrappers = look_into(source) if isinstance(source, torch.nn.Module) else []
         """Beginnings of names, down to what a wrapper calls the model in it, and without that."""
@@ -54,7 +56,7 @@ class Names:
             raise SchemaMismatch(f"{given!r} is a flat parameter of FSDP; {DISTRIBUTED}")
         # PEFT has an embedding for each adapter there; models of images have a module of that name too.
         is_prompt = parts[:1] == ["prompt_encoder"] and parts[2:] == ["embedding"]
-        if "base_layer" in parts or is_prompt:
+        if ("base_layer" in parts or is_prompt) and not self._of_adapter:
             raise SchemaMismatch(f"{given!r} is no name that servers know: {_PEFT}")
         if not _FAKE_QUANTIZED.isdisjoint(name.split(".")):
             raise SchemaMismatch(
@@ -63,6 +65,28 @@ class Names:
             )
         self._known[given] = ".".join([*(part for part in parts if part not in _WRAPPERS), last])
         return self._known[given]
+
+
+_OF_LORA = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
+_SAVED_BY_PEFT = (
+    "pass the PEFT model itself, or what peft.get_peft_model_state_dict(model) returns of it at each call"
+)
+
+
+def check_adapter(names: Collection[str]) -> None:
+    """Raises SchemaMismatch where names as a whole are not those that PEFT saves of an adapter."""
+    if not names:
+        raise SchemaMismatch(f"the adapter has no tensors; {_SAVED_BY_PEFT}")
+    found = False
+    for name in names:
+        parts = name.split(".")
+        place = next((i for i, part in enumerate(parts) if part in _OF_LORA), None)
+        is_saved = place is None or parts[place + 1 :] in ([], ["weight"])
+        if parts[:2] != ["base_model", "model"] or not is_saved:
+            raise SchemaMismatch(f"PEFT saves no tensor of an adapter as {name!r}; {_SAVED_BY_PEFT}")
+        found = found or place is not None
+    if not found:
+        raise SchemaMismatch(f"none of the {len(names):,} tensors is of a LoRA adapter; {_SAVED_BY_PEFT}")
 
 
 def check_all(names: Collection[str]) -> None:

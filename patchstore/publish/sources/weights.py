@@ -12,10 +12,19 @@ from patchstore.bucket.records import Part, TensorSpec
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.publish import ownership
 from patchstore.publish.snapshot import Roundable, Stream, Tensors
+from patchstore.publish.sources.adapter import AdapterSource
 from patchstore.publish.sources.computed import Merged, check_decodable, is_computed
 from patchstore.publish.sources.dtypes import OWN, SOURCE, Choice, Held, Served, check_scales, is_weight
 from patchstore.publish.sources.layouts import Applied, Mapped, of_transformers, rule_as_saved
-from patchstore.publish.sources.names import EXTRA_STATE, Names, Saved, check_all, each_once, without_engine
+from patchstore.publish.sources.names import (
+    EXTRA_STATE,
+    Names,
+    Saved,
+    check_adapter,
+    check_all,
+    each_once,
+    without_engine,
+)
 from patchstore.publish.sources.pieces import (
     ZERO3_ADVICE,
     Given,
@@ -76,7 +85,8 @@ class Weights:
         if isinstance(inner, torch.nn.Module):
             inner = _model(inner, stored, dtype)
         self._source = inner
-        self._names = Names(inner)
+        self._is_adapter = isinstance(inner, AdapterSource)
+        self._names = Names(inner, of_adapter=self._is_adapter)
         self._saved = Saved(inner, self._names.of)
         self._layouts: dict[str, Layout] = {}
         """Of sharded tensors, by name, as they were at the first call."""
@@ -135,7 +145,7 @@ class Weights:
                     " names"
                 )
             found.setdefault(name, []).extend(pieces)
-        check_all(found.keys())
+        self._check_names(found.keys())
         self._check_not_empty(found, items)
 
         def leaves_out(name: str) -> bool:
@@ -187,7 +197,7 @@ class Weights:
             if start is not None:
                 places[key] = PieceOf(name_of(key), shape, start)
         if tensors or not (is_weight_source(self._source) and owns_nothing(self._source)):
-            check_all({name_of(key) for key in tensors})
+            self._check_names({name_of(key) for key in tensors})
         tied = {}
         if isinstance(self._source, Merged):
             tied = dict(self._source.tied)
@@ -285,6 +295,12 @@ class Weights:
                     f"{each.place[2]} from {each.start} on now; open a publisher anew, with resume"
                 )
             yield key, each
+
+    def _check_names(self, names: Collection[str]) -> None:
+        if self._is_adapter:
+            check_adapter(names)
+        else:
+            check_all(names)
 
     def _check_not_empty(self, found: Mapping[str, Sequence[Piece]], items: Mapping[str, Any]) -> None:
         """Raises SchemaMismatch where tensors have no elements because these are elsewhere."""
