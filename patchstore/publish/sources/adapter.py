@@ -157,10 +157,11 @@ def check_config(config: Mapping[str, Any]) -> None:
         raise UsageError(f"servers load adapters of the type LORA, and this one is {kind}; {_MERGED}")
     if config.get("use_dora"):
         raise UsageError(f"servers load LoRA without DoRA, and this adapter has use_dora; {_MERGED}")
-    if config.get("bias", "none") != "none":
-        raise UsageError(
-            f"servers load LoRA without biases, and this adapter has bias={config['bias']!r}; {_MERGED}"
-        )
+    for name in ("bias", "lora_bias"):
+        if config.get(name, "none") not in {"none", False}:
+            raise UsageError(
+                f"servers load LoRA without biases, and this adapter has {name}={config[name]!r}; {_MERGED}"
+            )
     if config.get("trainable_token_indices"):
         raise UsageError(f"servers load no single tokens (trainable_token_indices); {_MERGED}")
 

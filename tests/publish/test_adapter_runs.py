@@ -1,0 +1,249 @@
+"""A run of adapters: what PEFT saves, bit for bit, as versions like any others."""
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from patchstore import PeftAdapter, Publisher, replay, verify
+from patchstore.bucket import history, manifest_json
+from patchstore.errors import PatchstoreError, SchemaMismatch, UsageError, WrongSignature
+from patchstore.signing import KeySigner
+from patchstore.stores import layout, open_store
+from patchstore.stores.memory import MemoryStore
+from tests.support.adapted_models import adapted
+from tests.support.keys import key_pair
+from tests.support.small_models import causal, compiled
+from tests.support.weights import State, assert_same_bits
+
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def saved(model: Any, folder: Path, name: str = "default") -> tuple[State, dict[str, Any]]:
+    """Return what PEFT saves of an adapter: tensors and config."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder, selected_adapters=[name], save_embedding_layers=False)
+    place = folder if name == "default" else folder / name
+    return load_file(place / "adapter_model.safetensors"), json.loads(
+        (place / "adapter_config.json").read_bytes()
+    )
+
+
+def replayed(store: Any, out: Path) -> tuple[State, dict[str, Any]]:
+    replay(store, out=out)
+    assert sorted(each.name for each in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    return load_file(out / "adapter_model.safetensors"), json.loads(
+        (out / "adapter_config.json").read_bytes()
+    )
+
+
+def as_json(config: dict[str, Any]) -> dict[str, Any]:
+    """PEFT has sets in its config, and writes them in any order."""
+    return {name: sorted(each) if isinstance(each, list) else each for name, each in config.items()}
+
+
+def train(model: Any) -> None:
+    with torch.no_grad():
+        for each in model.parameters():
+            if each.requires_grad:
+                each.add_(torch.randn_like(each) * 1e-3)
+
+
+def wrapped(model: Any) -> Any:
+    return torch.nn.DataParallel(model)
+
+
+SAME: Callable[[Any], Any] = lambda model: model  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "wrap"),
+    [
+        ("linear", "default", SAME),
+        ("linear", "default", wrapped),
+        ("linear", "default", compiled),
+        ("several", "other0", SAME),
+        ("embedding", "default", SAME),
+        ("convolution", "default", SAME),
+        ("modules to save", "default", SAME),
+        ("parameters", "default", SAME),
+        ("nothing else", "default", SAME),
+    ],
+)
+def test_each_version_is_what_peft_saves(
+    tmp_path: Path, kind: str, name: str, wrap: Callable[[Any], Any]
+) -> None:
+    model = adapted(kind, torch.float32)
+    store = MemoryStore()
+    with Publisher(store, wrap(model), adapter=name) as publisher:
+        for step in range(3):
+            publisher.publish_patch(step).result()
+            tensors, config = replayed(store, tmp_path / f"out{step}")
+            expected, said = saved(model, tmp_path / f"saved{step}", name)
+            assert_same_bits(tensors, expected)
+            assert as_json(config) == as_json(said)
+            train(model)
+
+
+def qwen(tmp_path: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A model as it is trained: a base in bf16 that was loaded from a folder, and adapters in fp32."""
+    causal("Qwen2", dtype).save_pretrained(tmp_path / "base")
+    transformers = pytest.importorskip("transformers")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    return peft.get_peft_model(base, config)
+
+
+def test_a_replay_is_a_folder_of_peft_and_what_was_trained(tmp_path: Path) -> None:
+    model = qwen(tmp_path)
+    with Publisher(MemoryStore(), model, adapter="default") as publisher:
+        publisher.publish_patch(0)
+        train(model)
+        publisher.publish_patch(1).result()
+        replay(publisher._store, out=tmp_path / "out")
+        header = history.run_header(publisher._store)
+    assert {spec.dtype for spec in header.schema.tensors} == {"F32"}
+    assert header.adapter is not None and header.adapter.base.name == str(tmp_path / "base")
+    transformers = pytest.importorskip("transformers")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    found = peft.PeftModel.from_pretrained(base, tmp_path / "out")
+    assert_same_bits(dict(found.named_parameters()), dict(model.named_parameters()))
+
+
+def test_adapters_in_a_model_of_transformers_have_the_names_that_it_saves(tmp_path: Path) -> None:
+    model = causal("Qwen2", torch.float32)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), "policy")
+    model.save_pretrained(tmp_path / "saved")
+    store = MemoryStore()
+    with Publisher(store, model, adapter="policy") as publisher:
+        publisher.publish_patch(0).result()
+    assert_same_bits(
+        replayed(store, tmp_path / "out")[0], load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    )
+
+
+def test_a_mapping_is_published_with_the_config_of_a_folder(tmp_path: Path) -> None:
+    model = qwen(tmp_path)
+    expected, _ = saved(model, tmp_path / "saved")
+    store = MemoryStore()
+    files = tmp_path / "saved"
+    with Publisher(
+        store, lambda: peft.get_peft_model_state_dict(model), adapter="default", files=files
+    ) as publisher:
+        publisher.publish_patch(0).result()
+    replay(store, out=tmp_path / "out")
+    assert_same_bits(load_file(tmp_path / "out" / "adapter_model.safetensors"), expected)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("auto", "anchor"), (torch.bfloat16, "delta")])
+def test_a_version_is_a_delta_where_that_is_smaller(tmp_path: Path, dtype: Any, kind: str) -> None:
+    model = qwen(tmp_path)
+    with Publisher(MemoryStore(), model, adapter="default", dtype=dtype) as publisher:
+        publisher.publish_patch(0)
+        with torch.no_grad():
+            for each in model.parameters():
+                if each.requires_grad:
+                    # All of it in fp32; in bf16 hardly any.
+                    each.mul_(1 + 1e-4)
+        manifest = publisher.publish_patch(1).result()
+        assert manifest.kind == kind
+        verify(publisher._store)
+
+
+def test_a_run_goes_on_and_keeps_its_base(tmp_path: Path) -> None:
+    model, url = qwen(tmp_path), tmp_path / "run"
+    with Publisher(url, model, adapter="default") as publisher:
+        publisher.publish_patch(0)
+        train(model)
+        publisher.publish_patch(1)
+    with Publisher(url, model, adapter="default", resume=True) as publisher:
+        train(model)
+        assert publisher.publish_patch(2).result().version == 3
+    # The same base in another place; then another one.
+    model.peft_config["default"].base_model_name_or_path = "/elsewhere/base"
+    Publisher(url, model, adapter="default", resume=True).close()
+    model.peft_config["default"].base_model_name_or_path = "another"
+    with pytest.raises(
+        SchemaMismatch, match=r"adapters of the base .*/base.* one of adapters of the base another"
+    ):
+        Publisher(url, model, adapter="default", resume="auto")
+    with pytest.raises(SchemaMismatch, match="one of whole weights"):
+        Publisher(url, model, resume="auto")
+
+
+def test_the_base_may_be_a_version_of_a_run(tmp_path: Path) -> None:
+    model = qwen(tmp_path)
+    with Publisher(tmp_path / "whole", model.get_base_model()) as publisher:
+        state = publisher.publish_patch(0).result().state.total
+    base = f"{tmp_path / 'whole'}@0"
+    with Publisher(
+        tmp_path / "run", model, adapter=PeftAdapter(base=base, base_may_change=True)
+    ) as publisher:
+        publisher.publish_patch(0)
+    adapter = history.run_header(open_store(tmp_path / "run")).adapter
+    assert adapter is not None and adapter.base.state == state and adapter.base_may_change
+
+
+def test_a_signature_covers_the_base(tmp_path: Path) -> None:
+    private, public = key_pair(tmp_path)
+    store = MemoryStore()
+    with Publisher(store, qwen(tmp_path), adapter="default", signer=KeySigner(private)) as publisher:
+        publisher.publish_patch(0).result()
+    verify(store, required_keys=[public])
+    text = store.get(layout.HEADER).replace(b'base_may_change":false', b'base_may_change":true')
+    assert manifest_json.header_from_json(text).adapter != history.run_header(store).adapter
+    store.put(layout.HEADER, text)
+    with pytest.raises(WrongSignature):
+        verify(store, required_keys=[public])
+
+
+def refusals() -> dict[str, tuple[Callable[[Any, Path], Any], str]]:
+    return {
+        "another name": (
+            lambda model, _: (model, {"adapter": "policy"}),
+            "no adapter 'policy'; it has 'default'",
+        ),
+        "no name": (lambda model, _: (model, {"adapter": ""}), "must be the name of an adapter"),
+        "no adapter": (lambda model, _: (causal("Qwen2"), {}), "has no adapters of PEFT"),
+        "another kind": (lambda *_: (adapted("ia3"), {}), "of the type LORA, and this one is IA3"),
+        "dora": (lambda *_: (adapted("dora"), {}), "has use_dora; publish merged weights instead"),
+        "tokens": (lambda *_: (adapted("tokens"), {}), "no single tokens"),
+        "biases": (lambda *_: (adapted("rank-stabilised, with bias"), {}), "has lora_bias=True"),
+        "in FP8": (lambda model, _: (model, {"quantization": "fp8-block"}), "leave quantization= out"),
+        "no config": (
+            lambda model, _: (peft.get_peft_model_state_dict(model), {}),
+            "needs its adapter_config.json",
+        ),
+        "names with the adapter's": (
+            lambda model, _: ({n: p for n, p in model.named_parameters() if "lora_" in n}, {}),
+            r"PEFT saves no tensor of an adapter as '.*lora_A\.default\.weight'",
+        ),
+        "the whole model": (
+            lambda model, _: (dict(model.state_dict()), {}),
+            "PEFT saves no tensor of an adapter",
+        ),
+        "nothing": (lambda *_: ({}, {}), "the adapter has no tensors"),
+        "a base that is no version": (
+            lambda model, _: (model, {"adapter": PeftAdapter(base="s3://bucket/run")}),
+            "must be the URL of a store, @ and a version's number",
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", refusals())
+def test_what_is_refused(tmp_path: Path, case: str) -> None:
+    make, reason = refusals()[case]
+    source, options = make(qwen(tmp_path), tmp_path)
+    store = MemoryStore()
+    with pytest.raises((UsageError, SchemaMismatch), match=reason) as caught:
+        Publisher(store, source, **{"adapter": "default", **options})
+    assert isinstance(caught.value, PatchstoreError)
+    assert not [*store.list("")]
