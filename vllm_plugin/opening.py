@@ -22,7 +22,7 @@ from huggingface_hub import snapshot_download
 from vllm.config import VllmConfig
 
 from patchstore.codec.checkpoint import weight_files
-from patchstore.errors import CorruptObject, DataError, UsageError
+from patchstore.errors import CorruptObject, DataError, SchemaMismatch, UsageError
 from patchstore.read.host_cache import MAX_BYTES, HostCache
 from patchstore.signing.required import RequiredKeys
 from patchstore.stores import open_store
@@ -268,6 +268,12 @@ class Opening:
                     cache,
                     is_partial=self.given.get("partial", False),
                     required=self._required,
+                )
+            adapter = self.updater.run.header.adapter
+            if adapter is not None:
+                raise SchemaMismatch(
+                    f"{url} is a run of {adapter}, and these are whole weights: start vllm serve with "
+                    "--enable-lora, and patchstore follow with --adapter NAME"
                 )
         except BaseException:
             store.close()

@@ -41,8 +41,8 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
     Pass it to the trainer on every rank: `Trainer(..., callbacks=[PublishCallback("s3://bucket/run")])`. A
     trainer of one process publishes alone. With several ranks each publishes its part, also with DDP, FSDP2,
     tensor parallelism and ZeRO; nothing is gathered. A version's `step` is the trainer's `global_step`.
-    Adapters of PEFT are merged into copies, and quantized layers are dequantized. Tensors have the names that
-    `save_pretrained` writes.
+    Adapters of PEFT are merged into copies, or with `adapter="default"` published as they are; quantized
+    layers are dequantized. Tensors have the names that `save_pretrained` writes.
 
     The trainer waits for the comparison of the weights, not for the store. It gets in its log, with the loss,
     what was committed since the last time: `patchstore/version`, `/bytes`, `/changed` (share of the elements,
@@ -277,7 +277,8 @@ def _files(
     inner = model if within is None else within
     config: Any = getattr(inner, "config", None)
     is_first = not is_distributed() or torch.distributed.get_rank() == 0
-    if given is not None or not is_first or not hasattr(config, "save_pretrained"):
+    is_adapter = options.get("adapter") is not None
+    if given is not None or not is_first or is_adapter or not hasattr(config, "save_pretrained"):
         yield given
         return
     config = copy.deepcopy(config)

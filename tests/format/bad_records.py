@@ -242,6 +242,14 @@ def parent_sums(objects: Objects) -> bytes:
 bad("store.json is no JSON", lambda objects: objects.update({"store.json": b""}))
 bad("store.json is missing", lambda objects: objects.pop("store.json"))
 bad("store.json is of format version 2", in_store_json(put("format_version", 2)), UNSUPPORTED)
+
+
+def _adapter(*, base_may_change: Any = False, **changes: Any) -> dict[str, Any]:
+    """Return what a header says of adapters, which is right but for changes of the base."""
+    base = {"name": "base", "revision": None, "state": None}
+    return {"base": base | changes, "base_may_change": base_may_change}
+
+
 OF_HEADERS = ("run_id", "created_at", "tensors", "tied")
 # For a follower the store may have become that of another run since it looked.
 bad("store.json is of another run", in_store_json(put("run_id", "another")), CORRUPT, "store-replaced")
@@ -259,6 +267,19 @@ for name, edit in {
     "tied under a listed name": put("tied", {"scalar": "big"}),
     "tied under a name that is not printable": put("tied", {"a\nb": "big"}),
     "tied is a list": put("tied", []),
+    **{
+        f"the adapter {what}": put("adapter", value)
+        for what, value in {
+            "is null": None,
+            "is a list": [],
+            "has no base": {"base_may_change": True},
+            "has a base that is a text": {"base": "b", "base_may_change": True},
+            "has a base without a revision": {"base": {"name": "b", "state": None}, "base_may_change": True},
+            "has a base with an empty name": _adapter(name=""),
+            "has a base whose state is no digest": _adapter(state="blake3:1"),
+            "may change by a number": _adapter(base_may_change=1),
+        }.items()
+    },
     "a size is true": put("tensors.3.shape", [True]),
     "a size is a fraction": put("tensors.3.shape", [2.0, 3]),
     "a tensor's name is reserved": put("tensors.0.name", "__metadata__"),

@@ -229,6 +229,13 @@ def _schema(header: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
         _need(checked_name(new) not in names and old in names, "tied to nothing")
     for entry in header["tensors"]:
         _num_bytes(entry["dtype"], entry["shape"])
+    if "adapter" in header:
+        base = header["adapter"]["base"]
+        for field in (base["name"], base["revision"]):
+            _need(field is None or _string(field) == field, "a base must be a string or null")
+        state = base["state"]
+        _need(state is None or re.fullmatch("blake3:[0-9a-f]{64}", state) is not None, "no digest")
+        _need(type(header["adapter"]["base_may_change"]) is bool, "no boolean")
     return {entry["name"]: (entry["dtype"], tuple(entry["shape"])) for entry in header["tensors"]}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from training import On, Remember, assert_replayed, served, trained, trainer_of, versions
+from training import On, Remember, assert_replayed, build, served, trained, trainer_of, versions
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from patchstore import open_store, replay, verify
@@ -261,6 +261,18 @@ def test_options_of_the_publisher_are_handed_on(tmp_path: Path) -> None:
     trained(tmp_path, publish={"anchor_every": 2, "snapshot": "host", "dtype": "float16"})
     kinds = [kind for _, kind in versions(tmp_path / "bucket")]
     assert kinds == ["anchor", "delta", "anchor", "delta", "anchor"]
+
+
+def test_an_adapter_is_published_as_peft_saves_it(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    safetensors = pytest.importorskip("safetensors.torch")
+    trainer = trained(tmp_path, model=build(0, "lora", ""), publish={"adapter": "default"})
+    replay(str(tmp_path / "bucket"), out=tmp_path / "out")
+    assert_same_bits(
+        safetensors.load_file(tmp_path / "out" / "adapter_model.safetensors"),
+        peft.get_peft_model_state_dict(trainer.model, save_embedding_layers=False),
+    )
+    assert len(versions(tmp_path / "bucket")) == 5
 
 
 @pytest.mark.parametrize(
