@@ -1,5 +1,6 @@
 """Encode changes on the CPU: from changes and the parent's tensors to the bytes of a delta."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -8,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from patchstore.bucket.records import Schema
+from patchstore.bucket.records import DTYPE_BYTES, Schema
 from patchstore.bucket.state_sums import SumsArray
 from patchstore.codec import Encoding, IndexEncoding, delta_file
 from patchstore.codec.context import Coded, Context, Cuts, RowSets, encode_all, packed
+from patchstore.codec.context.classes import is_coded
 from patchstore.codec.index import Gap
 from patchstore.codec.listing import Listing, Stated, bridged, listing
 from patchstore.codec.part_table import PartSums, PartTable
@@ -84,6 +86,21 @@ def encode(
     for group in groups:
         encoder.add(group, parents)
     return encoder.delta()
+
+
+def least_bytes(schema: Schema, num_changed: int) -> int:
+    """Return how many bytes a delta of so many changes takes at least, in any encoding.
+
+    Elements of dtypes that `context` does not code are listed, each with a position of at least two bytes.
+    """
+    sizes = Counter[int]()
+    for spec in schema.tensors:
+        sizes[0 if is_coded(spec.dtype) else 2 + DTYPE_BYTES[spec.dtype]] += spec.num_elements
+    num_bytes = 0
+    for each, num in sorted(sizes.items()):
+        num_bytes += each * min(num, num_changed)
+        num_changed -= min(num, num_changed)
+    return num_bytes
 
 
 class DeltaEncoder:

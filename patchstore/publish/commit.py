@@ -23,7 +23,7 @@ from patchstore.bucket import digests, history, manifest_json
 from patchstore.bucket.records import Anchor, Delta, Manifest, Payload, StateDigest, StoreHeader, Writer
 from patchstore.bucket.state_sums import SumsArray, pack_sums, state_total
 from patchstore.codec.context import Context
-from patchstore.codec.delta import NO_CHANGES, NO_SUMS, EncodedDelta
+from patchstore.codec.delta import NO_CHANGES, NO_SUMS, EncodedDelta, least_bytes
 from patchstore.codec.part_table import PartTable
 from patchstore.errors import (
     DataError,
@@ -411,6 +411,10 @@ class Committer:
             return "nothing"
         assert delta is not None
         return "anchor" if wanted.is_due or self._is_too_large(delta.num_bytes) else "delta"
+
+    def is_surely_anchor(self, num_changed: int) -> bool:
+        """Whether no delta of so many changes is small enough; ranks do not say it before they encode."""
+        return self._channel.is_alone and self._is_too_large(least_bytes(self._header.schema, num_changed))
 
     def _is_too_large(self, num_bytes: int) -> bool:
         return self._largest_delta is not None and num_bytes > self._largest_delta

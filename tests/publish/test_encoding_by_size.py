@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from patchstore import Manifest, Publisher, Replica
+from patchstore.codec.delta import least_bytes
 from patchstore.codec.tensor_file import open_buffer
 from patchstore.errors import PublishFailed, StoreUnavailable
 from patchstore.stores.memory import MemoryStore
@@ -137,6 +138,21 @@ def test_an_anchor_in_the_place_of_a_delta_repairs_a_run_whose_last_delta_was_no
         manifest = large.result()
     assert (manifest.version, manifest.step, manifest.kind, manifest.delta) == (1, 2, "anchor", None)
     assert_same_bits(newest(store), model)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "gap", "context"])
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_no_delta_is_smaller_than_is_said_before_it_is_encoded(
+    store: MemoryStore, encoding: str, share: float
+) -> None:
+    model = {"a": torch.randn(300, 70), "b": torch.randn(50, 90).bfloat16(), "c": torch.randn(500).double()}
+    with Publisher(store, model, dtype=None, encoding=encoding, anchor_every=None) as publisher:
+        publisher.publish_patch(0).result()
+        for each in model.values():
+            each[torch.rand(each.shape) < share] *= 1.01
+        delta = publisher.publish_patch(1).result().delta
+        assert delta is not None
+        assert delta.num_bytes >= least_bytes(publisher.schema, delta.num_changed) > 0.5 * share * 6 * 21_000
 
 
 def test_weights_that_are_all_replaced_never_take_more_than_an_anchor(store: MemoryStore) -> None:
