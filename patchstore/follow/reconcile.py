@@ -27,9 +27,10 @@ from patchstore.errors import (
     VersionNotFound,
 )
 from patchstore.follow.desired import HeadWatcher, NotKnown
+from patchstore.follow.server import Server, UpdateTimings
 from patchstore.follow.settings import DEFAULTS, Settings
 from patchstore.follow.vllm_protocol import ServerStatus
-from patchstore.follow.vllm_server import UpdateTimings, VllmServer
+from patchstore.follow.vllm_server import VllmServer
 from patchstore.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class Reconciler:
     def __init__(
         self,
         store: Store,
-        server: VllmServer,
+        server: Server,
         settings: Settings = DEFAULTS,
         *,
         desired: Callable[[], Manifest | NotKnown | None] | None = None,
@@ -131,6 +132,9 @@ class Reconciler:
         """
         self.store = store
         self.server = server
+        self._opener = server if isinstance(server, VllmServer) else None
+        """The server, if it has one store open, from which all its versions come. An adapter's versions say
+        themselves where they come from."""
         self._settings = settings
         self._desired = desired or HeadWatcher(store).refresh
         self._is_called = desired is not None
@@ -182,9 +186,9 @@ class Reconciler:
             due = desired if isinstance(desired, Manifest) and self._throttled_s() <= 0 else None
             status = self.server.status(desired=due)
             is_whole = status.serving is not None and status.may_answer
-            if status.switch is not None and is_whole:
+            if self._opener is not None and status.switch is not None and is_whole:
                 # Also if the desired version is unknown: the server generates nothing until this is done.
-                self.server.end_switch(status.switch)
+                self._opener.end_switch(status.switch)
                 return StepResult(outcome="resumed", version=status.serving, before=status)
             if unknown is not None:
                 raise unknown
@@ -195,9 +199,9 @@ class Reconciler:
             self._check_keys(status)
             self._check_run(status, desired)
             self._check_alone(status, desired)
-            if not self._is_open(status, desired):
-                return self._initialise(status, desired)
-            if status.serving == desired.version:
+            if self._opener is not None and not self._is_open(status, desired):
+                return self._initialise(self._opener, status, desired)
+            if (status.serving, status.run_id) == (desired.version, desired.run_id):
                 return self._keep(status)
             if status.serving is not None and self._throttled_s() > 0:
                 return StepResult(outcome="nothing", version=status.serving, before=status)
@@ -228,7 +232,9 @@ class Reconciler:
 
     def _check_run(self, status: ServerStatus, desired: Manifest) -> None:
         """Check that the store has the run that the server had from there before this process began."""
-        serves = None if status.serving is None or self._opened_as is not None else status.run_id
+        # An adapter of another run may be from anywhere: `apply` refuses to replace it.
+        is_known = self._opener is None or self._opened_as is not None
+        serves = None if status.serving is None or is_known else status.run_id
         if serves is not None and status.store == self.store.url and self._settings.run_id != desired.run_id:
             history.check_run(
                 self.store,
@@ -239,7 +245,8 @@ class Reconciler:
             )
 
     def _check_keys(self, status: ServerStatus) -> None:
-        if self._settings.required_keys is not None and not status.required_keys:
+        # An adapter's version is known by the manifest whose signature was checked here.
+        if self._settings.required_keys is not None and self._opener is not None and not status.required_keys:
             raise UsageError(
                 f"{self.server.url} requires no signatures, so it would apply what no key has signed: start "
                 "it with PATCHSTORE_REQUIRED_KEYS in its environment, which names files with the public keys"
@@ -251,6 +258,7 @@ class Reconciler:
         if (
             self._settings.required_keys is not None
             and serving is not None
+            and status.run_id == desired.run_id
             and desired.version < serving
             and not self._allow_rollback()
         ):
@@ -293,15 +301,15 @@ class Reconciler:
         # Ranks on several hosts may have different names for it; the server then reports none.
         return status.store in {None, self.store.url, self._opened_as}
 
-    def _initialise(self, status: ServerStatus, desired: Manifest) -> StepResult:
+    def _initialise(self, server: VllmServer, status: ServerStatus, desired: Manifest) -> StepResult:
         # If it cannot, the next step updates as before: the server may know the better way.
         self._is_outdated = False
         try:
-            if not self.server.init_weight_transfer(self.store.url, self._settings.storage_options):
+            if not server.init_weight_transfer(self.store.url, self._settings.storage_options):
                 return StepResult(outcome="nothing", version=status.serving, before=status)
         except (SchemaMismatch, NotFound) as exc:
             raise self._explained(exc, self.store.url) from exc
-        opened = self.server.status()
+        opened = server.status()
         if opened.run_id != desired.run_id:
             raise UsageError(
                 f"{self.server.url} finds run {opened.run_id} at {self.store.url}, but this process finds "
@@ -311,20 +319,18 @@ class Reconciler:
         return StepResult(outcome="initialised", version=opened.serving, before=status)
 
     def _keep(self, status: ServerStatus) -> StepResult:
-        label = self.server.weight_version()
-        if label is not None and label != str(status.serving):
-            self.server.set_weight_version(str(status.serving))
+        if self.server.keep(status):
             return StepResult(outcome="labelled", version=status.serving, before=status)
         every_s = self._settings.verify_every_s
-        if every_s is None or time.monotonic() - self._verified_at < every_s:
+        if self._opener is None or every_s is None or time.monotonic() - self._verified_at < every_s:
             return StepResult(outcome="nothing", version=status.serving, before=status)
         # Imports torch, which takes seconds and memory.
         from patchstore.follow.verify import verify_server
 
         try:
-            verify_server(self.store, self.server)
+            verify_server(self.store, self._opener)
         except StateMismatch as exc:
-            self.server.init_weight_transfer(self.store.url, self._settings.storage_options)
+            self._opener.init_weight_transfer(self.store.url, self._settings.storage_options)
             return StepResult(
                 outcome="diverged", version=self.server.status().serving, error=exc, before=status
             )

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from threading import Event
 from typing import Any, Self
 
@@ -17,6 +16,7 @@ import httpx
 
 from patchstore.bucket.records import Manifest
 from patchstore.errors import DeviceMemoryShort, OtherServer, PatchstoreError, ServerUnavailable
+from patchstore.follow.server import UpdateTimings
 from patchstore.follow.settings import DEFAULTS, PauseMode, PrefixCache
 from patchstore.follow.vllm_protocol import (
     ADDRESS,
@@ -43,16 +43,6 @@ logger = logging.getLogger(__name__)
 _GOODBYE_S = 2.0
 _RESCUE_S = 5.0
 """Limit for one call to a server whose step did not end in time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateTimings:
-    """How long the two halves of an update took, in seconds."""
-
-    stage_s: float
-    """Fetching and verifying; generation went on, but for its last part."""
-    apply_s: float
-    """From the pause, if any, until generation went on with the new weights."""
 
 
 class VllmServer:
@@ -340,6 +330,14 @@ class VllmServer:
         """Label answers from here on, without touching weights; does nothing where vLLM has no labels."""
         with suppress(NoSuchRoute):
             self._http.post("/update_weight_version", {"new_version": weight_version})
+
+    def keep(self, status: ServerStatus) -> bool:
+        """Label answers with the version that is served, if they have another label; returns whether."""
+        label, version = self.weight_version(), str(status.serving)
+        if label in {None, version}:
+            return False
+        self.set_weight_version(version)
+        return True
 
     def is_paused(self) -> bool:
         """Whether generation is paused, by this client or another."""
