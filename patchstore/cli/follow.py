@@ -25,6 +25,11 @@ from patchstore.cli.options import (
 from patchstore.follow.settings import DEFAULTS, PauseMode, PrefixCache, Settings
 from patchstore.signing.required import RequiredKeys
 
+Adapter = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="The name by which requests to servers ask for the adapter."),
+]
+
 _LISTENER = "http://127.0.0.1:9464"
 
 
@@ -53,6 +58,10 @@ def follow(
     pin_file: Annotated[
         Path | None, typer.Option(help="A file that stores the pin, for the next start.")
     ] = DEFAULTS.pin_file,
+    adapter: Adapter = DEFAULTS.adapter,
+    keep: Annotated[
+        int, typer.Option(min=1, help="With --adapter: how many versions a server holds, if none is in use.")
+    ] = DEFAULTS.keep,
     pause_mode: Annotated[
         PauseMode,
         typer.Option(help="During the write keep, wait for or abort running requests; or do not pause."),
@@ -106,6 +115,8 @@ def follow(
         storage_options=parsed(option),
         at=version_named(bucket, at),
         pin_file=pin_file,
+        adapter=adapter,
+        keep=keep,
         pause_mode=pause_mode,
         prefix_cache=prefix_cache,
         update_interval_s=update_interval,
@@ -136,6 +147,7 @@ def wait(
         str | None,
         typer.Option(metavar="URL", help="Where patchstore follow listens, to ask for all its servers."),
     ] = None,
+    adapter: Adapter = None,
     server_header: ServerHeader = None,
     exactly: Annotated[bool, typer.Option("--exactly", help="A later version does not count.")] = False,
     run: Annotated[
@@ -153,6 +165,8 @@ def wait(
 
     if server and follow:
         raise typer.BadParameter("name servers, or a follow, and not both")
+    if adapter is not None and not server:
+        raise typer.BadParameter("--adapter is of use only with --server: a follow knows its adapter")
     wanted = number_or_tag(version)
     if isinstance(wanted, str):
         if store is None:
@@ -164,6 +178,7 @@ def wait(
         wanted,
         servers=server or (),
         follow=asked,
+        adapter=adapter,
         exactly=exactly,
         run_id=run,
         timeout_s=timeout,

@@ -28,6 +28,20 @@ _NUM_REMEMBERED = 10_000
 """So many versions' times of creation are kept, to report how late a server is."""
 
 
+def check_kind(store: Store, header: StoreHeader, adapter: str | None) -> None:
+    """Check that a run is of adapters where servers serve it under a name, and else of whole weights."""
+    if header.adapter is not None and adapter is None:
+        raise UsageError(
+            f"{store.url} has {header.adapter}. Servers load them beside their base, under a name: give it "
+            "with --adapter NAME, in Python with AdapterServer"
+        )
+    if header.adapter is None and adapter is not None:
+        raise UsageError(
+            f"{store.url} has whole weights, and no adapter to serve as {adapter}: leave out --adapter, in "
+            "Python use VllmServer"
+        )
+
+
 class NotKnown(Enum):
     """There is no answer yet, which is not the answer that nothing is committed."""
 
@@ -161,12 +175,16 @@ class DesiredVersion:
         floor: Floor | None = None,
         allow_rollback: bool = False,
         max_head_age_s: float | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Begin with the newest version, or with the last pin: `at`, or a later one, which `pin_file` keeps.
 
         One of the `required` keys must have signed each version that servers should serve. An older version
         than one that they were to serve before, which `floor` remembers, is then refused. `allow_rollback`
         accepts the version `at` also if it is older; without `at`, the store's newest version once.
+
+        With the name of an adapter, only a run of adapters has a desired version, and without, only one of
+        whole weights.
         """
         self.watcher = watcher
         self._trust = None if required is None else Trust(watcher.store, required)
@@ -174,6 +192,9 @@ class DesiredVersion:
         self._allow_rollback, self._max_head_age_s = allow_rollback, max_head_age_s
         self._is_free = allow_rollback and at is None
         """Whether the next newest version may be older, and is the floor then."""
+        self._adapter = adapter
+        self._right_run: str | None = None
+        """The run that was found to be of the right kind."""
         self._pin_file = pin_file
         self._lock = threading.Lock()
         self.head: Manifest | None = None
@@ -222,6 +243,9 @@ class DesiredVersion:
         nothing is committed.
         """
         head = self.watcher.refresh()
+        if head is not None and head.run_id != self._right_run:
+            check_kind(self.watcher.store, history.run_header(self.watcher.store), self._adapter)
+            self._right_run = head.run_id
         with self._lock:
             pin = self._pin
         if pin is None or head is None or self._trust is None:

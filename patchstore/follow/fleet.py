@@ -14,11 +14,13 @@ from typing import Any
 
 from patchstore.bucket.records import Manifest
 from patchstore.errors import InternalError, PatchstoreError, UsageError
+from patchstore.follow.adapter_server import AdapterServer
 from patchstore.follow.backoff import OngoingFailure, Pauses, ongoing
 from patchstore.follow.desired import DesiredVersion, NotKnown, Pin
 from patchstore.follow.http_client import check_url
 from patchstore.follow.logs import utc
 from patchstore.follow.reconcile import Outcome, Reconciler, StepResult
+from patchstore.follow.server import Server
 from patchstore.follow.settings import Settings
 from patchstore.follow.vllm_protocol import Driver
 from patchstore.follow.vllm_server import VllmServer
@@ -127,13 +129,17 @@ class _Worker:
             serving = None if status is None else status.serving
         if serving is None and status is None:
             serving = self.view.serving
-        is_current = done.outcome == "applied" or (target is not None and serving == target.version)
+        is_target = target is not None and serving == target.version
+        is_current = done.outcome == "applied" or is_target
+        run_id = None if status is None or done.outcome == "initialised" else status.run_id
         self.view = ServerView(
             url=self.view.url,
             is_up=status is not None,
             serving=serving,
-            # Before it opened the store, it may have followed another run.
-            run_id=None if status is None or done.outcome == "initialised" else status.run_id,
+            # Before it opened the store, or was given an adapter of it, it may have followed another run.
+            run_id=target.run_id
+            if target is not None and is_target and done.outcome == "applied"
+            else run_id,
             num_engines=self.view.num_engines if status is None else status.num_engines,
             engines_differ=status is not None and status.engines_differ and done.outcome != "applied",
             half_applied=status is not None and status.half_applied and done.outcome != "applied",
@@ -170,7 +176,7 @@ class Fleet:
         self._servers = tuple(dict.fromkeys(self._named))
         for url in self._servers:
             # Refuses what this process cannot send, or not to there, before anything is done.
-            VllmServer(url, headers=settings.headers).close()
+            self._client(url, threading.Event()).close()
         self._file = settings.servers_file
         self._observe = observe
         self._events: SimpleQueue[FollowEvent | None] = SimpleQueue()
@@ -226,8 +232,29 @@ class Fleet:
 
     def begin(self, url: str, stop: threading.Event) -> Reconciler:
         """Return what brings a server to the desired version; no update begins once `stop` is set."""
+        return Reconciler(
+            self._desired.watcher.store,
+            self._client(url, stop),
+            self._settings,
+            desired=self.desired,
+            allow_rollback=lambda: self._desired.allows_rollback,
+        )
+
+    def _client(self, url: str, stop: threading.Event) -> Server:
         settings = self._settings
-        server = VllmServer(
+        if settings.adapter is not None:
+            return AdapterServer(
+                url,
+                settings.adapter,
+                self._desired.watcher.store,
+                run_id=settings.run_id,
+                required_keys=settings.required_keys,
+                keep=settings.keep,
+                timeout_s=settings.timeout_s,
+                stop=stop,
+                headers=settings.headers,
+            )
+        return VllmServer(
             url,
             timeout_s=settings.timeout_s,
             pause_mode=settings.pause_mode,
@@ -235,13 +262,6 @@ class Fleet:
             driver=Driver(wants=self._wants, seconds=max(_LEAST_DRIVER_S, 5 * settings.max_poll_interval_s)),
             stop=stop,
             headers=settings.headers,
-        )
-        return Reconciler(
-            self._desired.watcher.store,
-            server,
-            settings,
-            desired=self.desired,
-            allow_rollback=lambda: self._desired.allows_rollback,
         )
 
     def _wants(self) -> str | None:

@@ -11,7 +11,7 @@ from patchstore.follow.fleet import Fleet, FollowEvent
 from patchstore.follow.http_api import Control
 from patchstore.follow.loop import address_of
 from patchstore.follow.metrics import Metrics
-from patchstore.follow.settings import Settings
+from patchstore.follow.settings import DEFAULTS, Settings
 from patchstore.signing.required import Floor
 from patchstore.stores.base import Store
 
@@ -25,6 +25,18 @@ def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator
         raise UsageError(
             "a floor file is of use only where signatures are required: name the public keys too"
         )
+    of_whole_weights = (settings.pause_mode, settings.prefix_cache, settings.verify_every_s)
+    if settings.adapter is not None and of_whole_weights != (
+        DEFAULTS.pause_mode,
+        DEFAULTS.prefix_cache,
+        DEFAULTS.verify_every_s,
+    ):
+        raise UsageError(
+            "a new version of an adapter pauses nothing, and nothing of older ones is reused: leave out "
+            "--pause-mode, --prefix-cache and --verify-every, which are for whole weights"
+        )
+    if settings.adapter is None and settings.keep != DEFAULTS.keep:
+        raise UsageError("--keep is of use only with --adapter")
     desired = DesiredVersion(
         watcher,
         at=settings.at,
@@ -33,6 +45,7 @@ def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator
         floor=Floor(settings.floor_file),
         allow_rollback=settings.allow_rollback,
         max_head_age_s=settings.max_head_age_s,
+        adapter=settings.adapter,
     )
     metrics = Metrics(watcher)
     fleet = Fleet(desired, settings, observe=metrics.observe)

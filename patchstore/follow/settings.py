@@ -67,6 +67,10 @@ class Settings:
     """The version to pin servers to at the start; None to follow the newest. See `DesiredVersion`."""
     pin_file: Path | None = None
     """A file that stores the pin for the next process."""
+    adapter: str | None = None
+    """The name under which servers serve the run, which is one of an adapter; None for whole weights."""
+    keep: int = 2
+    """With an adapter: how many versions a server holds; see `AdapterServer`."""
     pause_mode: PauseMode = PauseMode.KEEP
     prefix_cache: PrefixCache = PrefixCache.RESET
     update_interval_s: float = 0.0

@@ -3,13 +3,15 @@
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from patchstore.errors import OtherRun, PatchstoreError, ServerUnavailable, UsageError, WaitTimeout
+from patchstore.follow.adapter_server import AdapterServer
 from patchstore.follow.http_client import FollowClient
+from patchstore.follow.server import Server
 from patchstore.follow.vllm_server import VllmServer
 from patchstore.support.arguments import version_number
 
@@ -54,6 +56,7 @@ def wait_until(
     *,
     servers: str | Iterable[str] = (),
     follow: str | None = None,
+    adapter: str | None = None,
     exactly: bool = False,
     run_id: str | None = None,
     timeout_s: float = 600.0,
@@ -67,6 +70,8 @@ def wait_until(
             reach their routes that update weights.
         follow: instead, where a `patchstore follow` listens; it is asked for all servers that it follows, as
             it last saw them: at most `--max-poll-interval` seconds ago, if nothing failed.
+        adapter: the name of the adapter that servers are to serve the version of; None for whole weights. A
+            `follow` knows that itself.
         exactly: a later version does not count, as after a pin to an older one.
         run_id: the run of the version, such as `publisher.run_id`. Each run counts from 0. By default the run
             that `follow` reports, or the one that all servers have.
@@ -89,6 +94,8 @@ def wait_until(
         raise UsageError(f"servers must be URLs, not {urls!r:.100}")
     if bool(urls) == (follow is not None):
         raise UsageError("name servers, or the address of a patchstore follow, and not both")
+    if adapter is not None and follow is not None:
+        raise UsageError("a patchstore follow knows its adapter itself: leave out adapter")
     for name, seconds in (("timeout_s", timeout_s), ("patience_s", patience_s)):
         if type(seconds) not in (int, float) or not seconds >= 0:
             raise UsageError(f"{name} must be a number of seconds from 0 on, not {seconds!r:.100}")
@@ -98,8 +105,7 @@ def wait_until(
             look: Callable[[], _Round] = partial(_ask_follow, client)
         else:
             clients = [
-                stack.enter_context(VllmServer(url, timeout_s=_CALL_S, headers=headers))
-                for url in dict.fromkeys(urls)
+                stack.enter_context(closing(_client(url, adapter, headers))) for url in dict.fromkeys(urls)
             ]
             pool = stack.enter_context(ThreadPoolExecutor(min(len(clients), _NUM_AT_ONCE), "wait"))
             look = partial(_ask_servers, clients, pool)
@@ -170,13 +176,19 @@ class _Wait:
         return f"after {timeout_s:g} s not all servers serve {what}: {states}{found.note}"
 
 
-def _ask_servers(clients: list[VllmServer], pool: ThreadPoolExecutor) -> _Round:
+def _client(url: str, adapter: str | None, headers: Mapping[str, str] | None) -> Server:
+    if adapter is None:
+        return VllmServer(url, timeout_s=_CALL_S, headers=headers)
+    return AdapterServer(url, adapter, timeout_s=_CALL_S, headers=headers)
+
+
+def _ask_servers(clients: list[Server], pool: ThreadPoolExecutor) -> _Round:
     return _Round(
         servers=dict(zip([client.url for client in clients], pool.map(_ask_server, clients), strict=True))
     )
 
 
-def _ask_server(client: VllmServer) -> _Seen:
+def _ask_server(client: Server) -> _Seen:
     try:
         status = client.status()
     except PatchstoreError as exc:

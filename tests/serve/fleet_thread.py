@@ -16,6 +16,7 @@ from patchstore.follow.http_api import Control
 from patchstore.follow.metrics import Metrics
 from patchstore.follow.settings import Settings
 from patchstore.stores.base import Store
+from tests.support.adapter_stub import AdapterStub
 from tests.support.vllm_stub import StubServer
 
 
@@ -66,7 +67,7 @@ class EventThread:
             for told in self.told
         )
 
-    def until_all(self, version: int, stubs: Sequence[StubServer]) -> None:
+    def until_all(self, version: int, stubs: Sequence[StubServer | AdapterStub]) -> None:
         """Wait until each was brought to a version."""
         self.until(lambda: all(self.applied(stub.url, version) for stub in stubs))
 
@@ -91,9 +92,13 @@ class FleetThread(EventThread):
         servers_file=None,
         pin_file=None,
         is_observed=True,
+        adapter=None,
+        keep=2,
     ) -> None:
         watcher = HeadWatcher(store, run_id=run_id, recheck_s=0)
-        self.desired = DesiredVersion(watcher, pin_file=pin_file, max_head_age_s=max_head_age_s)
+        self.desired = DesiredVersion(
+            watcher, pin_file=pin_file, max_head_age_s=max_head_age_s, adapter=adapter
+        )
         self.metrics = Metrics(watcher)
         settings = Settings(
             servers=urls,
@@ -102,6 +107,8 @@ class FleetThread(EventThread):
             timeout_s=30,
             min_poll_interval_s=min_poll_interval_s,
             max_poll_interval_s=max_poll_interval_s,
+            adapter=adapter,
+            keep=keep,
         )
         self.fleet = Fleet(self.desired, settings, observe=self.metrics.observe if is_observed else None)
         self.metrics.watch(self.fleet.status)

@@ -4,6 +4,7 @@ import json
 
 from patchstore.bucket import history
 from patchstore.bucket.records import (
+    Adapter,
     Anchor,
     Manifest,
     Payload,
@@ -49,8 +50,10 @@ def commit_at_no_time(store: Store, version: int, created_at: str) -> None:
     store.put(key, json.dumps({**json.loads(elsewhere.get(key)), "created_at": created_at}).encode())
 
 
-def begin_run(store: Store, run_id: str = "run", tensors: tuple[str, ...] = ()) -> None:
+def begin_run(
+    store: Store, run_id: str = "run", tensors: tuple[str, ...] = (), adapter: Adapter | None = None
+) -> None:
     """Create a run, of no tensors or of some with these names."""
     schema = Schema(tensors=tuple(TensorSpec(name=name, dtype="BF16", shape=(2,)) for name in tensors))
-    header = StoreHeader(run_id=run_id, created_at="2026-01-01T00:00:00.000Z", schema=schema)
+    header = StoreHeader(run_id=run_id, created_at="2026-01-01T00:00:00.000Z", schema=schema, adapter=adapter)
     history.create_header(store, header)
