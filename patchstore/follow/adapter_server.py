@@ -47,7 +47,7 @@ _STOP_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class _Held:
     """A version of an adapter, as a server names its folder."""
 
     run_id: str
@@ -63,9 +63,9 @@ class Held:
 class _Cards:
     """What a server says that it has under one name."""
 
-    chosen: Held | None = None
+    chosen: _Held | None = None
     """The version that answers to the name; None for none."""
-    versions: Mapping[int, Held] = field(default_factory=dict)
+    versions: Mapping[int, _Held] = field(default_factory=dict)
     """All versions that it holds, by number."""
 
 
@@ -121,7 +121,7 @@ class AdapterServer:
         self._http = Http(self.url, timeout_s=timeout_s, headers=headers, keep_alive=False)
         self._cards = _Cards()
         """What the server said last."""
-        self._chose: Held | None = None
+        self._chose: _Held | None = None
         """What this client chose; None if the server may have forgotten it since."""
 
     def status(self, *, desired: Manifest | None = None) -> ServerStatus:
@@ -168,7 +168,7 @@ class AdapterServer:
         self._check_run(wanted)
         began = time.monotonic()
         if self._cards.versions.get(version) != wanted:
-            if not self._load(version):
+            if not self._load(wanted):
                 return None
             if (held := self._cards.versions.get(version)) != wanted:
                 # Where nothing was chosen, a server answers by the newest that it holds.
@@ -210,7 +210,7 @@ class AdapterServer:
             raise UsageError("name the store of the run, from which the server is to load versions")
         return self._store
 
-    def _wanted(self, version: int) -> Held:
+    def _wanted(self, version: int) -> _Held:
         """Read which manifest a version has, as the server must find it too."""
         store = self._source
         header = history.run_header(store)
@@ -220,9 +220,9 @@ class AdapterServer:
         if (check := checks(self._required_keys, store, header)) is not None:
             check(manifest, data)
         digest = digests.digest(data).partition(":")[2][:16]
-        return Held(run_id=header.run_id, version=version, digest=digest)
+        return _Held(run_id=header.run_id, version=version, digest=digest)
 
-    def _check_run(self, wanted: Held) -> None:
+    def _check_run(self, wanted: _Held) -> None:
         chosen = self._cards.chosen
         if chosen is not None and wanted.run_id not in {chosen.run_id, self._run_id}:
             raise OtherRun(
@@ -266,12 +266,13 @@ class AdapterServer:
         self._cards = _Cards(chosen=chosen, versions=versions)
         return self._cards
 
-    def _load(self, version: int) -> bool:
+    def _load(self, wanted: _Held) -> bool:
         """Have the server fetch, verify and load a version beside what it serves.
 
         Returns:
             Whether it did; False if we are to stop: what was begun goes on without us.
         """
+        version = wanted.version
         if version in self._cards.versions:
             # It is another one of that number.
             self._drop(version)
@@ -291,12 +292,12 @@ class AdapterServer:
             if self._stop.is_set():
                 return False
         error = loading.exception()
-        held = self._look().versions
-        if error is not None and version not in held:
+        # The answer may have been lost.
+        if self._look().versions.get(version) != wanted and error is not None:
             raise error
         return True
 
-    def _choose(self, wanted: Held) -> None:
+    def _choose(self, wanted: _Held) -> None:
         """Have requests for the adapter answered by a version that the server holds."""
         path = self._path(wanted.version)
         self._post(_LOAD, {"lora_name": self.adapter, "lora_path": path, "load_inplace": True})
@@ -352,12 +353,12 @@ class AdapterServer:
         self.close()
 
 
-def _held(root: object) -> Held | None:
+def _held(root: object) -> _Held | None:
     """Read the folder of an adapter; None if it is no version of a run."""
     found = _FOLDER.fullmatch(root) if isinstance(root, str) else None
     if found is None:
         return None
-    return Held(run_id=found["run_id"], version=int(found["version"]), digest=found["digest"])
+    return _Held(run_id=found["run_id"], version=int(found["version"]), digest=found["digest"])
 
 
 def _refusal(call: str, response: httpx.Response) -> PatchstoreError:

@@ -129,17 +129,16 @@ class _Worker:
             serving = None if status is None else status.serving
         if serving is None and status is None:
             serving = self.view.serving
-        is_target = target is not None and serving == target.version
-        is_current = done.outcome == "applied" or is_target
+        is_current = done.outcome == "applied" or (target is not None and serving == target.version)
+        # Before it opened the store, or was given an adapter from there, it may have had another run.
         run_id = None if status is None or done.outcome == "initialised" else status.run_id
+        if target is not None and (done.outcome, serving) == ("applied", target.version):
+            run_id = target.run_id
         self.view = ServerView(
             url=self.view.url,
             is_up=status is not None,
             serving=serving,
-            # Before it opened the store, or was given an adapter of it, it may have followed another run.
-            run_id=target.run_id
-            if target is not None and is_target and done.outcome == "applied"
-            else run_id,
+            run_id=run_id,
             num_engines=self.view.num_engines if status is None else status.num_engines,
             engines_differ=status is not None and status.engines_differ and done.outcome != "applied",
             half_applied=status is not None and status.half_applied and done.outcome != "applied",

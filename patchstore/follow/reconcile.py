@@ -361,7 +361,10 @@ class Reconciler:
         said = schema_text.brief(str(exc))
         if isinstance(exc, SchemaMismatch):
             header = history.read_header(self.store)
-            return SchemaMismatch(said if header is None else schema_text.explain(header.schema, said))
+            # PEFT's names are those of a wrapped model.
+            if header is None or header.adapter is not None:
+                return SchemaMismatch(said)
+            return SchemaMismatch(schema_text.explain(header.schema, said))
         if opened == self.store.url:
             where = f"this process reads {opened} too: is that the same place on the server's machine?"
         else:

@@ -1,9 +1,11 @@
 """A server that is kept at a version of an adapter: by the class, by `follow`, and waited for."""
 
+import dataclasses
 import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from patchstore.errors import (
     WaitTimeout,
 )
 from patchstore.follow.adapter_server import AdapterServer
+from patchstore.follow.desired import DesiredVersion, HeadWatcher
+from patchstore.follow.fleet import Fleet
 from patchstore.follow.reconcile import Reconciler
 from patchstore.follow.settings import Settings
 from patchstore.signing import KeySigner, RequiredKeys
@@ -187,6 +191,17 @@ def test_a_version_that_the_server_does_not_find_is_told_with_both_places(follow
     assert "this process reads memory://adapter too" in str(error)
 
 
+def test_another_base_is_not_taken_for_a_wrapped_model(stub):
+    store = MemoryStore("memory://adapter")
+    begin_run(store, tensors=("base_model.model.a.lora_A.weight",), adapter=ADAPTER)
+    commit(store, 0)
+    said = "memory://adapter has adapters of the base base, but this server serves another"
+    stub.failures[LOAD] = [Refused(400, f"[schema-mismatch] {said}")]
+    with AdapterServer(stub.url, "policy", store) as server:
+        error = failed(Reconciler(store, server))
+    assert error.kind == "schema-mismatch" and str(error).endswith(said)
+
+
 # What is kept.
 
 
@@ -237,6 +252,8 @@ def test_other_adapters_and_tags_stay_as_they_are(follow, store, stub):
         stub.pull(f"policy2@{version}")
         did(follow, 1)
     assert (stub.versions(), stub.versions("policy2")) == ([2, 3], [1, 2, 3])
+    # What has another name does not count as loaded.
+    assert "load policy@3" in stub.calls
     assert not [call for call in stub.calls if "best" in call or "judge" in call]
 
 
@@ -405,6 +422,16 @@ def test_only_what_a_required_key_signed_is_chosen(store, stub, tmp_path):
         stub.store = store
         settings = Settings(required_keys=required)
         assert did(Reconciler(store, client, settings), 1) == ["applied"]
+        # Numbers of another run say nothing about age.
+        other = begun(MemoryStore("memory://adapter"), 1, "another")
+        sign_version(other, signer, history.run_header(other), 0)
+        stub.store = other
+        with AdapterServer(stub.url, "policy", other, run_id="another", required_keys=required) as named:
+            following = Reconciler(other, named, Settings(run_id="another", required_keys=required))
+            assert did(following, 1) == ["applied"]
+        stub.restart()
+        stub.store = store
+        client.apply(1)
         older = Reconciler(store, client, settings, desired=lambda: history.read_manifest(store, 0))
         assert isinstance(failed(older), RollbackRefused)
 
@@ -431,6 +458,24 @@ def test_servers_go_back_to_an_older_version_and_return(store, stub):
     assert [each.history for each in stubs] == [[1, 0, 2]] * 2
 
 
+def test_each_server_of_a_fleet_has_its_keys_and_its_run(store, stub, server, tmp_path):
+    other = begun(MemoryStore("memory://adapter"), 2, "another")
+    server.apply(0)
+    stub.store = other
+    desired = DesiredVersion(HeadWatcher(other), adapter="policy")
+    named = Settings(servers=[stub.url], adapter="policy", run_id="another", keep=1)
+    with closing(Fleet(desired, named).begin(stub.url, threading.Event()).server) as client:
+        client.apply(1)
+    assert (stub.serving(), stub.versions()) == (1, [1])
+    signed = dataclasses.replace(named, required_keys=RequiredKeys.of(key_pair(tmp_path)[1]))
+    with (
+        closing(Fleet(desired, signed).begin(stub.url, threading.Event()).server) as client,
+        pytest.raises(Unsigned),
+    ):
+        client.apply(0)
+    assert stub.serving() == 1
+
+
 def test_a_load_that_takes_long_delays_neither_other_servers_nor_the_end(store, stub):
     with serving(AdapterStub(store)) as other:
         go_on = stub.block(LOAD)
@@ -439,7 +484,7 @@ def test_a_load_that_takes_long_delays_neither_other_servers_nor_the_end(store, 
                 assert stub.entered[LOAD].wait(60)
                 commit(store, 1)
                 fleet.until_all(1, [other])
-            assert fleet.fleet.left == []
+            assert (fleet.fleet.left, fleet.did(stub.url)) == ([], [])
         finally:
             go_on.set()
     assert stub.history == []
