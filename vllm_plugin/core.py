@@ -20,6 +20,7 @@ from typing import Any
 from patchstore.errors import OtherServer, PatchstoreError, StaleCaches, UsageError
 from patchstore.follow.settings import PrefixCache
 from vllm_plugin.caches import Caches
+from vllm_plugin.waiting import BELL_KEY, WAIT_KEY, when_rung
 
 CACHES_KEY = "prefix_cache"
 """Key of `update_info` and `init_info`: a `PrefixCache`, what updates do to caches; `reset` if missing."""
@@ -34,6 +35,8 @@ NOT_LOADED = (
     "(pip install patchstore), and if VLLM_PLUGINS is set, add patchstore to it"
 )
 
+_MOST_S = 60.0
+"""So long a call waits at most."""
 _STATE = "_patchstore"
 _WRAPPED = "_patchstore_wrapped"
 
@@ -170,11 +173,18 @@ class UpdateCore:
             self._empty()
             if not self._was_paused:
                 self._core.resume_scheduler()
-        began = time.monotonic()
-        workers = functools.partial(call, method, timeout, args, given)
-        answer = self._write(workers) if method == "finish_weight_update" else workers()
-        self.drivers.extend(time.monotonic() - began)
-        return self._noted(method, args, given, answer, driver)
+
+        def ask(**more: Any) -> Any:
+            began = time.monotonic()
+            workers = functools.partial(call, method, timeout, args, given | more)
+            answer = self._write(workers) if method == "finish_weight_update" else workers()
+            self.drivers.extend(time.monotonic() - began)
+            return self._noted(method, args, given, answer, driver)
+
+        if method == "delta_prefetch":
+            # A bell of a client's would be any file of this host.
+            return when_rung(_seconds(given.pop(WAIT_KEY, 0)), lambda bell: ask(**{BELL_KEY: bell}))
+        return ask()
 
     def _check_meant(self, engine: object) -> None:
         if engine not in (None, self.id):
@@ -334,6 +344,12 @@ class UpdateCore:
         if serving is not None and label.isdecimal() and label != str(serving):
             raise _told(UsageError(f"version {serving} is served, so answers are not labelled {label}"))
         put(label)
+
+
+def _seconds(given: object) -> float:
+    if not isinstance(given, int | float) or not 0 <= given <= _MOST_S:
+        raise _told(UsageError(f"{WAIT_KEY} is a number of seconds up to {_MOST_S:g}, not {given!r:.80}"))
+    return given
 
 
 def _told(error: PatchstoreError) -> PatchstoreError:

@@ -51,6 +51,7 @@ from vllm_plugin.opening import Opening, checkpoint_folder, required_keys
 from vllm_plugin.plugin import is_kept
 from vllm_plugin.ranks import Failure, Ranks, RanksFailed, RanksLost
 from vllm_plugin.serving import Serving, groups, is_read_in_order
+from vllm_plugin.waiting import can_ring, ring
 
 T = TypeVar("T")
 
@@ -303,6 +304,11 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if run_id is not None and (is_served or is_other):
             return False
         return updater.prefetch(version)
+
+    def rings(self, version: int, bell: str) -> bool:
+        """Whether a bell will be rung when `prefetch` has ended; not if another version comes first."""
+        updater = self.updater
+        return updater is not None and can_ring(bell) and updater.on_fetched(version, partial(ring, bell))
 
     def start_weight_update(self) -> None:
         """Begin an update. The weights stay as they are until `finish_weight_update`."""

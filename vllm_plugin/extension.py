@@ -24,6 +24,7 @@ from vllm_plugin.live.update import Updater
 from vllm_plugin.map.mapping import WeightMap, share
 from vllm_plugin.ranks import Failure, RanksLost
 from vllm_plugin.serving import keep_load_layout, leave_order_to_engine, watch
+from vllm_plugin.waiting import RINGS_KEY
 
 BACKEND = "delta"
 _COMPARED = ("delta_status", "delta_open", "delta_prefetch", "delta_sums")
@@ -149,8 +150,14 @@ class DeltaWorkerExtension:
         return {"is_done": self._delta_engine().open_ahead(init_info)}
 
     @_with_engine
-    def delta_prefetch(self, version: int, run_id: str | None = None) -> dict[str, Any]:
+    def delta_prefetch(
+        self, version: int, run_id: str | None = None, *, bell: str | None = None
+    ) -> dict[str, Any]:
         """Begin to fetch and verify a version while generation goes on; call again until `is_done`.
+
+        With the keyword `wait_s` vLLM's engine core answers when it is done, and at the latest after so many
+        seconds, up to 60; where that cannot be, at once. Generation and other calls go on meanwhile. The core
+        hands ranks a `bell` for that; see `vllm_plugin.waiting`.
 
         `update_weights` with that version is quick then. It also says what went wrong, if anything did: this
         never raises, since an exception in one rank would confuse vLLM's replies.
@@ -159,8 +166,10 @@ class DeltaWorkerExtension:
         without it, what another driver had begun is dropped. Returns `is_done`, and all keys of
         `delta_status`. Of what is no version's number it refuses, and what was begun before goes on.
         """
-        is_done = self._delta_engine().prefetch(version, run_id)
-        return self.delta_status() | {"is_done": is_done}
+        engine = self._delta_engine()
+        is_done = engine.prefetch(version, run_id)
+        rings = {RINGS_KEY: engine.rings(version, bell)} if bell is not None else {}
+        return self.delta_status() | {"is_done": is_done} | rings
 
     @_with_engine
     def delta_switch(self, switch: str | None) -> None:

@@ -77,6 +77,8 @@ class Core(EngineCore):
         self.calls.append((method, kwargs))
         if method == "finish_weight_update":
             self.resets.append("write")
+        if method == "delta_prefetch":
+            return [{"is_done": True}]
         return [None]
 
     def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> "Future[None] | None":

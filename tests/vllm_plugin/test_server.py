@@ -18,10 +18,10 @@ from trainer import replayed
 from examples.demo import tables
 from patchstore import PatchstoreError
 from patchstore.bucket import history
-from patchstore.errors import UsageError
+from patchstore.errors import ServerUnavailable, UsageError
 from patchstore.follow.reconcile import Reconciler
 from patchstore.follow.verify import verify_server
-from patchstore.follow.vllm_protocol import Driver
+from patchstore.follow.vllm_protocol import Connection, Driver
 from patchstore.follow.vllm_server import VllmServer
 from patchstore.ops.doctor import examine
 from tests.support.tiny_qwen import served
@@ -262,18 +262,26 @@ def test_generation_goes_on_while_a_version_is_staged_and_the_update_waits_for_i
     trainer.step(density=0.5)
     old, marker = answer(server), tmp_path / "go"
     call(server, "delta_hold_staging", str(marker))
-    with VllmServer(server.url, timeout_s=120) as driver, ThreadPoolExecutor(1) as pool:
+    killed = Connection(server.url, timeout_s=0.5)
+    with VllmServer(server.url, timeout_s=120) as driver, ThreadPoolExecutor(2) as pool:
         updated = pool.submit(driver.apply, 1)
         try:
-            # Answers, while the driver asks again and again whether staging is done.
+            # Answers, while the driver waits, and others that ask for the same, or for another version.
             assert not connection(server).every_rank("delta_prefetch", 1)[0]["is_done"]
+            assert not connection(server).every_rank("delta_prefetch", 2, wait_s=60)[0]["is_done"]
+            waiting = pool.submit(connection(server).every_rank, "delta_prefetch", 1, wait_s=60)
+            with pytest.raises(ServerUnavailable):
+                killed.every_rank("delta_prefetch", 1, wait_s=60)
             answers = [answer(server) for _ in range(3)]
-            held, is_staging = server.status().serving, not updated.done()
+            held, is_staging = server.status().serving, not updated.done() and not waiting.done()
         finally:
             marker.touch()
         updated.result()
+        (told,) = waiting.result()
 
     assert (answers, held, is_staging) == ([old] * 3, 0, True)
+    # Not after 60 s, when nobody had rung.
+    assert told["is_done"]
     assert server.status().serving == 1
     assert live(server) == served(trainer.history[1])
 

@@ -1,5 +1,7 @@
 """Two tensor-parallel ranks fail as one, and their replies stay in step with the calls."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from server_process import call, connection
 
@@ -38,6 +40,24 @@ def test_a_failure_in_one_rank_leaves_both_as_they_were(server, trainer, rank):
     server.apply(1)
     assert ranks(server, "serving") == [1, 1]
     assert server.fingerprint() != before
+
+
+def test_a_call_that_waits_is_answered_when_both_ranks_have_staged(server, trainer, tmp_path):
+    trainer.step(density=0.5)
+    marker = tmp_path / "go"
+    call(server, "delta_hold_staging", str(marker))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(connection(server).every_rank, "delta_prefetch", 1, wait_s=60)
+        try:
+            assert ranks(server, "serving") == [0, 0]
+            is_waiting = not waiting.done()
+        finally:
+            marker.touch()
+        # After 60 s it would say that they are not done.
+        assert [each["is_done"] for each in waiting.result()] == [True, True]
+    assert is_waiting
+    server.apply(1)
+    assert ranks(server, "serving") == [1, 1]
 
 
 def test_an_update_that_tells_prefixes_apart_fails_and_succeeds_as_others_do(server, trainer):

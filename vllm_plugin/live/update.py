@@ -5,7 +5,7 @@ without waiting for another rank.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -89,6 +89,13 @@ class Updater(Update[Staged]):
         self.abandon()
         self._ahead = version, self.background.submit(self._fetched, version, self._turn)
         return False
+
+    def on_fetched(self, version: int, call: Callable[[], None]) -> bool:
+        """Have something called once when `prefetch` of a version has ended; False if none was begun."""
+        if self._ahead is None or self._ahead[0] != version:
+            return False
+        self._ahead[1].add_done_callback(lambda _: call())
+        return True
 
     def abandon(self) -> None:
         """Drop what `prefetch` began. Nothing reads the live weights on a thread from here on.

@@ -78,6 +78,31 @@ def test_prefetching_returns_while_the_version_is_being_fetched(ranks, updater, 
     assert serves(ranks, trainer.history[2])
 
 
+def test_who_waits_for_a_version_hears_of_its_end_and_not_of_another_ones(updater, monkeypatch):
+    gate, stage, heard = threading.Event(), updater.prepare, threading.Event()
+    monkeypatch.setattr(updater, "prepare", lambda *args: gate.wait(60) and stage(*args))
+    assert not updater.on_fetched(2, heard.set)
+    updater.prefetch(2)
+    assert not updater.on_fetched(3, heard.set)
+    again = threading.Event()
+    assert updater.on_fetched(2, heard.set)
+    assert updater.on_fetched(2, again.set)
+    assert not heard.is_set()
+    gate.set()
+    assert heard.wait(60) and again.wait(60)
+    assert updater.prefetch(2)
+
+
+def test_who_waits_for_a_version_hears_that_it_was_abandoned(updater, monkeypatch):
+    gate, heard = threading.Event(), threading.Event()
+    monkeypatch.setattr(updater, "prepare", lambda *args: gate.wait(60) and pytest.fail("of no use"))
+    updater.prefetch(2)
+    assert updater.on_fetched(2, heard.set)
+    updater.abandon()
+    gate.set()
+    assert heard.wait(60)
+
+
 def test_a_prefetched_version_is_not_fetched_again(ranks, updater, trainer, monkeypatch):
     wait_for_prefetch(updater, 2)
     assert updater.staged is None
