@@ -154,7 +154,7 @@ class UpdateCore:
         given = dict(kwargs or {})
         self._check_meant(given.pop(ENGINE_KEY, None))
         driver = self.drivers.hear(given.pop(DRIVER_KEY)) if DRIVER_KEY in given else None
-        if method in {"delta_engine", "delta_pause", "delta_resume"}:
+        if method in {"delta_engine", "delta_prove", "delta_pause", "delta_resume"}:
             return getattr(self, method)(*args, **given)
         if method == "init_weight_transfer_engine" and "init_info" in given:
             self._check_meant_in(given["init_info"])
@@ -300,6 +300,15 @@ class UpdateCore:
         salts = self.caches.salts
         return [{ENGINE_KEY: self.id, "salt": None if salts is None else salts.current}]
 
+    def delta_prove(self, update_info: Any) -> list[dict[str, Any]]:
+        if isinstance(update_info, Mapping) and "switch" not in update_info:
+            # As it is now: no other call comes between this and the mark.
+            switch = "stay-paused" if self._core.is_scheduler_paused() else "resume"
+            update_info = {**update_info, "switch": switch}
+        self._core.collective_rpc("start_weight_update")
+        self._core.collective_rpc("update_weights", kwargs={"update_info": update_info})
+        return [{"switch": self._switch}]
+
     def delta_pause(self) -> "list[dict[str, Any]] | Future[Any]":
         paused = self._core.pause_scheduler("keep", False)
         self._has_paused = True
@@ -317,7 +326,8 @@ class UpdateCore:
 
     def delta_resume(self) -> list[dict[str, Any]]:
         self._core.resume_scheduler()
-        return [{}]
+        refused = [each for each in self._core.collective_rpc("delta_switch", args=(None,)) if each]
+        return refused or [{}]
 
     # Other methods of vLLM's core.
 

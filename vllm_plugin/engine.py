@@ -7,7 +7,7 @@
     accept     `finish_weight_update`: the version is held from here on (`accept`)
 
 The first two are `Updater.stage`, on a thread of its own while the server answers requests. `update_weights`
-does what `prefetch` did not. vLLM generates nothing during the others.
+does what `prefetch` did not; `delta_prove` calls it too. vLLM generates nothing during the others.
 
 A step runs in every rank. If it fails in any rank, it fails in all of them.
 

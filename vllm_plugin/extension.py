@@ -197,6 +197,15 @@ class DeltaWorkerExtension:
         raise UsageError(NOT_LOADED)
 
     @_with_engine
+    def delta_prove(self, update_info: Mapping[str, Any]) -> dict[str, str]:
+        """Begin an update and verify its version, as `/start_weight_update` and `/update_weights` do.
+
+        Without `switch` in `update_info`, the mark is `stay-paused` if generation is paused now, else
+        `resume`. The engine core answers, as to `delta_engine`: with the `switch` that ranks keep.
+        """
+        raise UsageError(NOT_LOADED)
+
+    @_with_engine
     def delta_pause(self) -> dict[str, str]:
         """Pause generation as `/pause?mode=keep&clear_cache=false` does, without the 20 ms that vLLM's front
         waits. The engine core answers, as to `delta_engine`.
@@ -205,7 +214,9 @@ class DeltaWorkerExtension:
 
     @_with_engine
     def delta_resume(self) -> dict[str, str]:
-        """Let generation go on, as `/resume` does. The engine core answers, as to `delta_engine`."""
+        """Let generation go on, as `/resume` does, and remove a driver's mark. The engine core answers, as to
+        `delta_engine`.
+        """
         raise UsageError(NOT_LOADED)
 
     @_with_engine

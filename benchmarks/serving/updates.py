@@ -24,9 +24,9 @@ PARTS: Mapping[str, str] = {
     "store_s": "encode, upload, commit",
     "notice_s": "until the driver sees the version",
     "prefetch_s": "fetch, decode, translate, digest",
-    "prove_s": "start_weight_update, update_weights",
+    "prove_s": "delta_prove",
     "pause_s": "pause and reset the prefix cache, write, resume",
-    "end_s": "the driver's last mark",
+    "end_s": "the driver's last mark, where the pause's end did not remove it",
     "answer_s": "a request of one token",
 }
 """All parts from `publish_patch` to the first answer of the new weights, in order, without gaps."""

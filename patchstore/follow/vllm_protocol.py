@@ -227,10 +227,12 @@ class Connection:
                 raise _named(f"{self.url} answered {method}", str(result["error"]))
         return results
 
-    def core(self, method: str) -> None:
-        """Call a method that does something in an engine core, which answers with `{}`."""
-        if (results := self.collective(method, **self.meant())) != [{}]:
+    def core(self, method: str, *args: Any, answers: Sequence[Any] = ({},)) -> Any:
+        """Call a method that does something in an engine core, which gives one of these answers."""
+        results = self.collective(method, *args, **self.meant())
+        if len(results) != 1 or results[0] not in answers:
             raise self._unlike(method, results)
+        return results[0]
 
     def every_rank(self, method: str, *args: Any, **named: Any) -> list[dict[str, Any]]:
         """Call a method of all ranks that answer with an object."""
@@ -239,10 +241,10 @@ class Connection:
             raise self._unlike(method, results)
         return results
 
-    def ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
+    def ranks(self, method: str, *args: Any, **named: Any) -> list[dict[str, Any]]:
         """As `every_rank`, of the engine that is known here. The ranks hear what this driver wants."""
         told = {} if self.driver is None else self.driver.told()
-        return self.every_rank(method, *args, **self.meant(), **told)
+        return self.every_rank(method, *args, **named, **self.meant(), **told)
 
     def _unlike(self, method: str, results: Sequence[Any]) -> ServerUnavailable:
         return ServerUnavailable(f"{self.url} answered {method} with {results!r:.200}; restart the server")

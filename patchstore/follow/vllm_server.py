@@ -6,11 +6,12 @@ verifying a version, is done on a thread before them.
 """
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from threading import Event
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import httpx
 
@@ -40,6 +41,8 @@ from patchstore.support.arguments import version_number
 
 logger = logging.getLogger(__name__)
 
+_WAIT_S = 0.5
+"""So long the server waits before it says that it has not fetched a version yet."""
 _GOODBYE_S = 2.0
 _RESCUE_S = 5.0
 """Limit for one call to a server whose step did not end in time."""
@@ -258,24 +261,31 @@ class VllmServer:
             ServerUnavailable: not done within the time for one call.
         """
         version = version_number(version)
-        self._poll("delta_prefetch", version, doing=f"fetching version {version}")
+        self._poll("delta_prefetch", version, doing=f"fetching version {version}", can_wait=True)
 
-    def _poll(self, method: str, argument: Any, *, doing: str) -> bool:
-        """Call a method of all ranks until each says that it is done, or we are to stop; return which."""
+    def _poll(self, method: str, argument: Any, *, doing: str, can_wait: bool = False) -> bool:
+        """Call a method of all ranks until each says that it is done, or we are to stop; return which.
+
+        `can_wait`: the engine core can answer the call when that is so.
+        """
         began, timeout_s = time.monotonic(), self._http.timeout_s
         while not self._stop.is_set():
-            if self._is_done(method, argument):
+            asked = time.monotonic()
+            waits = {"wait_s": min(_WAIT_S, timeout_s / 2)} if can_wait and self._http.meant() else {}
+            if self._is_done(method, argument, **waits):
                 return True
-            spent_s = time.monotonic() - began
+            now = time.monotonic()
+            spent_s = now - began
             if spent_s > timeout_s:
                 raise ServerUnavailable(f"{self.url} is still {doing} after {timeout_s} s")
-            # Each question waits for the engine's current step, so what takes long is asked about seldom, and
-            # no end is noticed later than a tenth of the time.
-            self._stop.wait(min(max(spent_s / 10, 0.005), 0.5))
+            # Where the server does not wait, each question waits for the engine's current step. So what takes
+            # long is asked about seldom, and no end is noticed later than a tenth of the time.
+            if now - asked < waits.get("wait_s", math.inf):
+                self._stop.wait(min(max(spent_s / 10, 0.005), 0.5))
         return False
 
-    def _is_done(self, method: str, argument: Any) -> bool:
-        ranks = self._http.ranks(method, argument)
+    def _is_done(self, method: str, argument: Any, **waits: float) -> bool:
+        ranks = self._http.ranks(method, argument, **waits)
         if not all(rank["is_done"] for rank in ranks):
             return False
         done = [{"is_done": True}] * len(ranks)
@@ -298,17 +308,39 @@ class VllmServer:
             switch: the mark that the server is to keep from here on; None to leave it as it is.
             allow_rollback: a server that requires signatures may go to an older version than it served.
         """
+        info = self._update_info(version, switch, allow_rollback=allow_rollback)
+        self._http.post("/update_weights", {"update_info": info | self._http.meant()})
+
+    def _update_info(self, version: int, switch: Switch | None, *, allow_rollback: bool) -> dict[str, Any]:
         # vLLM's engine core takes the first, and empties caches in the call that writes the weights.
         info: dict[str, Any] = {
             "prefix_cache": self._prefix_cache.value,
             "version": version_number(version),
-            **self._http.meant(),
         }
         if switch is not None:
             info["switch"] = switch
         if allow_rollback:
             info["allow_rollback"] = True
-        self._http.post("/update_weights", {"update_info": info})
+        return info
+
+    def _prove(self, version: int, begun: Switch | None, *, allow_rollback: bool) -> Switch:
+        """Begin an update, and have every rank verify its version; return the mark that the server keeps:
+        the one that was `begun`, or what it must be for generation to be paused afterwards as it is now.
+
+        As of `update_weights` if this raises.
+        """
+        switch = begun or ("stay-paused" if self._pause_mode is PauseMode.NONE else None)
+        if self._http.meant():
+            # Each call waits for the engine's current step, so the engine core does all of it in one.
+            info = self._update_info(version, switch, allow_rollback=allow_rollback)
+            marks = get_args(Switch) if switch is None else (switch,)
+            answer = self._http.core("delta_prove", info, answers=[{"switch": mark} for mark in marks])
+            proved: Switch = answer["switch"]
+            return proved
+        switch = switch or ("stay-paused" if self.is_paused() else "resume")
+        self.start_weight_update()
+        self.update_weights(version, switch, allow_rollback=allow_rollback)
+        return switch
 
     def finish_weight_update(self, weight_version: str) -> None:
         """Have every rank serve what it fetched, and label answers with `weight_version` from here on.
@@ -357,7 +389,7 @@ class VllmServer:
             self._http.post("/pause", {}, mode=mode.value, clear_cache="false")
 
     def resume(self) -> None:
-        """Let generation go on.
+        """Let generation go on. A mark is removed where the engine core is asked; see `end_switch`.
 
         Raises:
             StaleCaches: the last update could not empty a cache of what older weights computed, and it still
@@ -405,14 +437,10 @@ class VllmServer:
             self.prefetch(version)
         if self._stop.is_set():
             return None
-        switch = begun
-        if switch is None:
-            is_left = self._pause_mode is PauseMode.NONE or self.is_paused()
-            switch = "stay-paused" if is_left else "resume"
-        self.start_weight_update()
-        self.switching = switch
+        # Whatever the server's mark is to be, nothing is paused yet.
+        self.switching = begun or "stay-paused"
         try:
-            self.update_weights(version, switch, allow_rollback=allow_rollback)
+            switch = self._prove(version, begun, allow_rollback=allow_rollback)
         except PatchstoreError as exc:
             self.switching = begun
             is_far = status.serving is not None and version - status.serving > 1
@@ -427,6 +455,7 @@ class VllmServer:
             if self.apply(between, allow_rollback=allow_rollback) is None:
                 return None
             return self.apply(version, allow_rollback=allow_rollback)
+        self.switching = switch
         staged = time.monotonic()
         if self._stop.is_set():
             self._mark(begun)
@@ -468,9 +497,14 @@ class VllmServer:
             StaleCaches: a cache of what older weights computed could not be emptied, and still cannot;
                 nothing is generated, and the switch is not ended.
         """
+        # The engine core removes the mark in the call that resumes.
+        is_unmarked = switch == "resume" and bool(self._http.meant())
         if switch == "resume":
             self.resume()
-        self._mark(None)
+        if is_unmarked:
+            self.switching = None
+        else:
+            self._mark(None)
 
     def _mark(self, switch: Switch | None) -> None:
         self.switching = switch or self.switching

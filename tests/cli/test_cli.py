@@ -522,7 +522,7 @@ def test_an_error_of_a_server_commands_no_terminal_and_forges_no_line(
     run.close()
     with serving(StubServer()) as stub:
         stub.run_id = run_id
-        stub.failures["/update_weights"] = [f"[load-failed] {HOSTILE}{FORGED}"] * 100
+        stub.failures["delta_prove"] = [f"[load-failed] {HOSTILE}{FORGED}"] * 100
         args = [*PATCHSTORE.split(), "follow", tmp_path / "bucket", "--server", stub.url, *form]
         with (tmp_path / "said").open("wb") as said:
             process = subprocess.Popen(args, stdout=said, stderr=said)

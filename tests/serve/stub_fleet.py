@@ -35,14 +35,15 @@ class FleetServer(StubServer):
         self._random = random.Random(number)
 
     def answer(self, path: str, query: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
-        if self.kind == "slow" and path == "/update_weights":
+        call = body.get("method", path)
+        if self.kind == "slow" and call == "delta_prove":
             time.sleep(2)
-        if self.kind == "failing" and path in {"/update_weights", "/finish_weight_update"}:
+        if self.kind == "failing" and call in {"delta_prove", "/finish_weight_update"}:
             chance = self._random.random()
             if chance < 0.04 and path == "/finish_weight_update":
                 self.tears = True
             elif chance < 0.17:
-                self.failures[path] = [self._random.choice(FAILURES)]
+                self.failures[call] = [self._random.choice(FAILURES)]
         answer = super().answer(path, query, body)
         if path == "/finish_weight_update":
             self.tell()

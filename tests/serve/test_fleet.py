@@ -87,10 +87,10 @@ def test_a_stores_feed_ends_the_wait_of_the_store_and_of_every_server(store, stu
 
 def test_servers_that_hang_or_are_gone_hold_up_no_other(store, stubs):
     slow, *others = stubs
-    go_on = slow.block("/update_weights")
+    go_on = slow.block("delta_prove")
     with running(store, [UNREACHABLE, *urls(stubs)]) as fleet:
         try:
-            assert slow.entered["/update_weights"].wait(60)
+            assert slow.entered["delta_prove"].wait(60)
             for version in range(1, 4):
                 commit(store, version)
                 fleet.until_all(version, others)
@@ -234,7 +234,7 @@ def test_what_is_only_being_fetched_is_left_at_once(store, stubs):
     finally:
         fleet.end()
     assert (stub.held, stub.paused, stub.switch) == (None, False, None)
-    assert "/start_weight_update" not in stub.calls
+    assert "delta_prove" not in stub.calls
 
 
 def test_a_server_that_was_let_go_on_is_not_written_to_when_its_pause_ends_after_all(store, stubs):

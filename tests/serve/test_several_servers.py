@@ -78,7 +78,7 @@ def test_what_answered_alone_at_first_and_is_balanced_later_is_noticed(store, st
         assert (stub.history, stub.paused, stub.switch, stub.weight_version) == ([], False, None, "default")
 
 
-@pytest.mark.parametrize("turn", range(12))
+@pytest.mark.parametrize("turn", range(7))
 def test_one_call_that_goes_astray_in_an_update_changes_nothing_where_it_arrives(stubs, turn):
     first, other = stubs[:2]
     way = [first.url] * 12

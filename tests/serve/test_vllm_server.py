@@ -22,13 +22,11 @@ from patchstore.follow.vllm_protocol import ROUTES, NoSuchRoute, refusal
 from patchstore.follow.vllm_server import VllmServer
 
 APPLY = [
-    *["delta_prefetch"] * 3,
-    "/start_weight_update",
-    "/update_weights",
+    "delta_prefetch",
+    "delta_prove",
     "delta_pause",
     "/finish_weight_update",
     "delta_resume",
-    "delta_switch",
 ]
 
 
@@ -50,10 +48,10 @@ def test_a_refusal_of_a_rank_has_the_kind_that_it_names(stub, server):
     ("left", "calls", "is_paused"),
     [
         # By another client.
-        ({"paused": True}, [each for each in APPLY if each not in {"delta_pause", "delta_resume"}], True),
+        ({"paused": True}, [*APPLY[:2], "/finish_weight_update", "delta_switch"], True),
         # By a driver that was killed.
         ({"update_open": True}, APPLY, False),
-        ({"switch": "resume", "paused": True, "stale_prefixes": True}, [*APPLY[-2:], *APPLY], False),
+        ({"switch": "resume", "paused": True, "stale_prefixes": True}, [APPLY[-1], *APPLY], False),
     ],
 )
 def test_what_others_left_of_a_server(stub, server, left, calls, is_paused):
@@ -64,28 +62,28 @@ def test_what_others_left_of_a_server(stub, server, left, calls, is_paused):
 
 
 def test_a_failed_fetch_pauses_nothing(stub, server):
-    stub.failures["/update_weights"] = ["[corrupt-object] deltas/x should have digest y"]
-    with pytest.raises(CorruptObject, match=r"/update_weights: deltas/x should have digest y$"):
+    stub.failures["delta_prove"] = ["[corrupt-object] deltas/x should have digest y"]
+    with pytest.raises(CorruptObject, match=r"/collective_rpc: deltas/x should have digest y$"):
         server.apply(12)
-    assert stub.calls == APPLY[:5]
+    assert stub.calls == APPLY[:2]
 
 
 def test_a_way_that_is_too_far_for_the_gpus_memory_is_gone_in_steps(stub, server):
     server.apply(0)
     stub.calls.clear()
     short = "[device-memory] more than the 3 GiB that are free"
-    stub.failures["/update_weights"] = [short, short]
+    stub.failures["delta_prove"] = [short, short]
     assert server.apply(8) is not None
     assert (stub.held, stub.paused, stub.switch) == (8, False, None)
     # 8 and 4 are too far; then 2, 4 and 8.
-    assert stub.calls.count("/update_weights") == 5
+    assert stub.calls.count("delta_prove") == 5
     assert stub.calls.count("/finish_weight_update") == 3
 
 
 @pytest.mark.parametrize("held", [None, 7])
 def test_memory_that_is_short_for_one_version_is_an_error(stub, server, held):
     stub.held = held
-    stub.failures["/update_weights"] = ["[device-memory] more than the 3 GiB that are free"]
+    stub.failures["delta_prove"] = ["[device-memory] more than the 3 GiB that are free"]
     with pytest.raises(DeviceMemoryShort, match="3 GiB"):
         server.apply(8)
     assert stub.held == held
@@ -477,11 +475,13 @@ def test_what_is_half_applied_stays_paused_until_an_update_fixes_it(stub, mode):
 def test_no_switch_begins_once_we_are_to_stop_and_what_was_fetched_stays(stub):
     stop = threading.Event()
     with VllmServer(stub.url, timeout_s=30, stop=stop) as server:
+        stub.engines[0].prefetches[12] = -(10**9)
         stub.on_call = lambda path: stop.set() if stub.calls == ["delta_prefetch"] else None
         assert server.apply(12) is None
         assert set(stub.calls) == {"delta_prefetch"}
         stop.clear()
-        stub.on_call = lambda path: stop.set() if path == "/update_weights" else None
+        stub.engines[0].prefetches.clear()
+        stub.on_call = lambda path: stop.set() if path == "delta_prove" else None
         assert server.apply(12) is None
         assert "delta_pause" not in stub.calls
         assert (stub.switch, server.switching) == (None, None)

@@ -206,10 +206,10 @@ def test_something_else_at_the_address_is_said_so(stub, page):
 def test_a_server_is_ready_only_while_it_serves_the_desired_version(serve, store, stub):
     with serve(stub.url) as service:
         service.until_ready()
-        go_on = stub.block("/update_weights")
+        go_on = stub.block("delta_prove")
         commit(store, 1)
         try:
-            assert stub.entered["/update_weights"].wait(60)
+            assert stub.entered["delta_prove"].wait(60)
             status, gate = service.ready()
             assert (status, gate["target"]) == (503, 1)
             assert gate["reasons"] == [f"{stub.url} serves version 0; version 1 is desired"]
@@ -223,11 +223,11 @@ def test_a_server_ahead_of_its_pin_is_not_ready_whatever_the_lag(serve, store, s
     commit(store, 1)
     with serve(stub.url) as service:
         service.until_ready()
-        go_on = stub.block("/update_weights")
+        go_on = stub.block("delta_prove")
         try:
             service.fleet.desired.pin(0)
             service.fleet.fleet.wake()
-            assert stub.entered["/update_weights"].wait(60)
+            assert stub.entered["delta_prove"].wait(60)
             assert service.ready("?max_lag=9")[0] == 503
         finally:
             go_on.set()
@@ -254,7 +254,7 @@ def test_a_server_that_is_gone_or_whose_weights_are_in_parts_is_not_ready(serve,
         stub.down = True
         service.fleet.until(lambda: "failed" in service.fleet.did(stub.url))
         assert "does not answer" in service.ready()[1]["reasons"][0]
-        stub.failures["/update_weights"] = ["[load-failed] no"] * 10_000
+        stub.failures["delta_prove"] = ["[load-failed] no"] * 10_000
         stub.half_applied, stub.held, stub.down = True, None, False
         while "parts of two versions" not in "".join(service.ready()[1]["reasons"]):
             pass

@@ -21,7 +21,7 @@ class Engine:
     half_applied: bool = False
     staged: int | None = None
     prefetches: Counter[int] = field(default_factory=Counter)
-    """Version -> how often it was asked for; the third time it is there."""
+    """Version -> how often it was asked for; the third time it is there, or when a call waits for it."""
     held: int | None = None
     newest: int = 0
     """Of the versions that it held."""
@@ -152,7 +152,7 @@ class StubServer:
 
     def collective(self, method: str, args: list[Any], engine: Engine) -> list[Any]:
         """What the ranks of one engine answer, or the core for them."""
-        if method in {"delta_engine", "delta_pause", "delta_resume"}:
+        if method in {"delta_engine", "delta_prove", "delta_pause", "delta_resume"}:
             return self.core(method, args, engine)
         match method:
             case "delta_status":
@@ -189,8 +189,14 @@ class StubServer:
             return [{"error": "the engine core did not load the plugin"}] * self.num_ranks
         if method == "delta_engine":
             return [{"engine": engine.id, "salt": None}]
+        if method == "delta_prove":
+            self.do("/start_weight_update", {}, engine)
+            info = {"switch": "stay-paused" if self.paused else "resume"} | args[0]
+            self.do("/update_weights", {"update_info": info}, engine)
+            return [{"switch": engine.switch}]
         if method == "delta_resume":
             self.resume()
+            engine.switch = None
         else:
             self.paused = True
         return [{}]
@@ -223,6 +229,9 @@ class StubServer:
             self.drivers[driver["id"]] = driver["wants"]
         elif driver is not None:
             self.drivers.pop(driver["id"], None)
+        if "wait_s" in named:
+            # The answer comes when it is there.
+            engine.prefetches[body["args"][0]] += 2
         others = [{"id": each, "wants": wants} for each, wants in self.drivers.items()]
         found = self.collective(body["method"], body["args"], engine)
         return [

@@ -30,6 +30,8 @@ class Core(EngineCore):
     def __init__(self, **scheduler: Any) -> None:
         self.calls: list[tuple[Any, Any]] = []
         """The methods that workers were called with, and their keyword arguments."""
+        self.failing: set[str] = set()
+        """Methods that raise in the workers."""
         self.num_dropped = 0
         """Updates that the workers were told to close."""
         self.serving: int | None = None
@@ -75,10 +77,12 @@ class Core(EngineCore):
             self.num_dropped += 1
             return [None]
         self.calls.append((method, kwargs))
-        if method == "finish_weight_update":
-            self.resets.append("write")
         if method == "delta_prefetch":
             return [{"is_done": True}]
+        if method in self.failing:
+            raise RuntimeError("a worker failed")
+        if method == "finish_weight_update":
+            self.resets.append("write")
         return [None]
 
     def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> "Future[None] | None":

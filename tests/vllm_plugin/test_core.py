@@ -63,6 +63,69 @@ def test_the_core_takes_what_workers_do_not_know(core, info):
     ]
 
 
+def prove(core: Core, **info: Any) -> Any:
+    return core.collective_rpc("delta_prove", args=({"version": 1} | info,))
+
+
+@pytest.mark.parametrize(
+    ("is_paused", "given", "kept"),
+    [(False, {}, "resume"), (True, {}, "stay-paused"), (True, {"switch": "resume"}, "resume")],
+)
+def test_an_update_is_begun_and_proved_and_its_end_chosen_in_one_call(core, is_paused, given, kept):
+    if is_paused:
+        core.pause_scheduler("keep", False)
+    assert prove(core, prefix_cache="keep", **given) == [{"switch": kept}]
+    assert core.calls == [
+        ("start_weight_update", {}),
+        ("update_weights", {"update_info": {"version": 1, "switch": kept}}),
+    ]
+    assert core.is_scheduler_paused() == is_paused
+    core.collective_rpc("finish_weight_update")
+    assert core.get_weight_version() == "1"
+    # As the update said.
+    assert core.resets == ["write"]
+
+
+def test_an_update_that_is_not_proved_is_closed_and_paused_by_nobody(core):
+    with pytest.raises(UsageError, match="prefix_cache is one of"):
+        prove(core, prefix_cache="no")
+    assert core.num_dropped == 1
+    core.failing.add("update_weights")
+    with pytest.raises(RuntimeError, match="a worker failed"):
+        prove(core)
+    assert not core.is_scheduler_paused()
+    core.wake_up(["scheduling"])
+    core.failing.clear()
+    core.collective_rpc("finish_weight_update")
+    # Nothing was staged that it could be labelled with.
+    assert core.get_weight_version() == "default"
+
+
+def test_generation_goes_on_and_a_mark_is_removed_in_one_call(core):
+    prove(core)
+    core.collective_rpc("delta_pause")
+    assert core.collective_rpc("delta_resume") == [{}]
+    assert core.calls[-1] == ("delta_switch", {})
+    # No switch holds it any more.
+    core.pause_scheduler("keep", False)
+    core.wake_up(["scheduling"])
+    assert not core.is_scheduler_paused()
+
+
+def test_a_mark_stays_while_generation_cannot_go_on(core):
+    core.scheduler.connector = Connector(True, False, False, True)
+    prove(core)
+    core.collective_rpc("delta_pause")
+    with pytest.raises(StaleCaches):
+        core.collective_rpc("finish_weight_update")
+    with pytest.raises(StaleCaches):
+        core.collective_rpc("delta_resume")
+    assert "delta_switch" not in {method for method, _ in core.calls}
+    core.collective_rpc("delta_resume")
+    assert core.calls[-1][0] == "delta_switch"
+    assert not core.is_scheduler_paused()
+
+
 def test_caches_are_emptied_with_the_write_if_nothing_else_is_said(core):
     core.update()
     assert core.resets == ["write", "prefixes"]
@@ -196,6 +259,7 @@ def test_each_core_has_an_id_of_its_own_and_refuses_calls_that_are_meant_for_ano
     other = Core()
     for method, given in (
         ("delta_status", {"kwargs": {"engine": told["engine"]}}),
+        ("delta_prove", {"args": ({"version": 1},), "kwargs": {"engine": told["engine"]}}),
         ("delta_pause", {"kwargs": {"engine": told["engine"]}}),
         ("update_weights", {"kwargs": {"update_info": {"version": 1, "engine": told["engine"]}}}),
         ("init_weight_transfer_engine", {"kwargs": {"init_info": {"store": "s", "engine": told["engine"]}}}),
