@@ -103,13 +103,13 @@ def qwen(tmp_path: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def test_a_replay_is_a_folder_of_peft_and_what_was_trained(tmp_path: Path) -> None:
-    model = qwen(tmp_path)
-    with Publisher(MemoryStore(), model, adapter="default") as publisher:
+    model, store = qwen(tmp_path), MemoryStore()
+    with Publisher(store, model, adapter="default") as publisher:
         publisher.publish_patch(0)
         train(model)
         publisher.publish_patch(1).result()
-        replay(publisher._store, out=tmp_path / "out")
-        header = history.run_header(publisher._store)
+        replay(store, out=tmp_path / "out")
+        header = history.run_header(store)
     assert {spec.dtype for spec in header.schema.tensors} == {"F32"}
     assert header.adapter is not None and header.adapter.base.name == str(tmp_path / "base")
     transformers = pytest.importorskip("transformers")
@@ -145,8 +145,8 @@ def test_a_mapping_is_published_with_the_config_of_a_folder(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("dtype", "kind"), [("auto", "anchor"), (torch.bfloat16, "delta")])
 def test_a_version_is_a_delta_where_that_is_smaller(tmp_path: Path, dtype: Any, kind: str) -> None:
-    model = qwen(tmp_path)
-    with Publisher(MemoryStore(), model, adapter="default", dtype=dtype) as publisher:
+    model, store = qwen(tmp_path), MemoryStore()
+    with Publisher(store, model, adapter="default", dtype=dtype) as publisher:
         publisher.publish_patch(0)
         with torch.no_grad():
             for each in model.parameters():
@@ -155,7 +155,7 @@ def test_a_version_is_a_delta_where_that_is_smaller(tmp_path: Path, dtype: Any, 
                     each.mul_(1 + 1e-4)
         manifest = publisher.publish_patch(1).result()
         assert manifest.kind == kind
-        verify(publisher._store)
+        verify(store)
 
 
 def test_a_run_goes_on_and_keeps_its_base(tmp_path: Path) -> None:
