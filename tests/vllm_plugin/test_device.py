@@ -1,6 +1,7 @@
 """Kernels and plain torch do the same to the same weights, on a GPU or in Triton's interpreter."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, index_dtype
 from tests.support.interpreted import DEVICE, kernels
 from tests.support.stated import content_of, with_bridges
 from vllm_plugin.live import copies
-from vllm_plugin.live.copies import Batch, Comparison
+from vllm_plugin.live.copies import Batch, Comparison, Job
 from vllm_plugin.live.weights import LiveWeights, StagedWrite
 
 pytestmark = pytest.mark.timeout(1200)
@@ -344,6 +345,92 @@ def test_pieces_are_written_wherever_they_wait(fast, model, limit, monkeypatch):
     fast.write(brought)
     assert equal(model.state(), expected)
     assert fast.serves(checkpoint)
+
+
+class Late:
+    """Copies nothing before it is waited for."""
+
+    def __init__(self, live: LiveWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._begin = live._transfers.begin
+        self.num_begun = self.num_ended = 0
+        monkeypatch.setattr(live._transfers, "begin", self.begin)
+
+    def begin(self, jobs: Iterable[Job]) -> Callable[[], None]:
+        self.num_begun += 1
+        return partial(self._end, list(jobs))
+
+    def _end(self, jobs: list[Job]) -> None:
+        self._begin(jobs)()
+        self.num_ended += 1
+
+
+@pytest.mark.parametrize(("limit", "is_kept"), [(0, False), (3000, True), (200_000, False), (1 << 20, True)])
+def test_a_loader_is_handed_copies_that_have_arrived(fast, model, limit, is_kept, monkeypatch):
+    monkeypatch.setattr(kernels("vllm_plugin.gpu.weights"), "BROUGHT_BYTES", limit)
+    checkpoint = in_one_file()
+    fast.models.load(SCHEMA, checkpoint)
+    expected, given = model.state(), {name: bits(each).clone() for name, each in checkpoint.items()}
+    fast.models.load(SCHEMA, {name: torch.zeros_like(each) for name, each in checkpoint.items()})
+    load_weights, late, handed = model.load_weights, Late(fast, monkeypatch), dict[str, torch.Tensor]()
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in list(weights) if is_kept else weights:
+            handed[name] = tensor
+            load_weights([(name, tensor)])
+            tensor.view(torch.uint8).zero_() if tensor.dim() else tensor.zero_()
+
+    model.load_weights = load
+    fast.load(checkpoint)
+
+    assert list(handed) == list(checkpoint)
+    assert equal(model.state(), expected)
+    assert all(torch.equal(bits(each), given[name]) for name, each in checkpoint.items())
+    assert late.num_ended == late.num_begun > 1
+
+
+def test_what_is_calculated_is_handed_to_a_loader_on_the_cpu(fast, monkeypatch):
+    fast.map.computed = frozenset({"long"})
+    brought, empty_like = list[int](), torch.empty_like
+
+    def make(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        brought.append(tensor.numel())
+        return empty_like(tensor, **options)
+
+    monkeypatch.setattr(torch, "empty_like", make)
+    checkpoint = in_one_file()
+    fast.load(checkpoint)
+    assert sorted(brought) == sorted(each.numel() for name, each in checkpoint.items() if name != "long")
+
+
+def test_a_loader_that_keeps_all_leaves_room_on_the_device(fast, model, monkeypatch):
+    checkpoint, load_weights, held = in_one_file(), model.load_weights, list[int]()
+    empty_like, room = torch.empty_like, checkpoint["long"].nbytes + 20_000
+
+    def make(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        held.append(tensor.nbytes)
+        return empty_like(tensor, **options)
+
+    monkeypatch.setattr(torch, "empty_like", make)
+    monkeypatch.setattr(type(fast), "spare_bytes", lambda _: room - sum(held))
+    model.load_weights = lambda weights: load_weights(list(weights))
+    fast.load(checkpoint)
+    # The largest, and no more after that.
+    assert (max(held), len(held)) == (held[-1], sorted(SPECS).index("long") + 1)
+
+
+def test_copies_for_a_loader_that_fails_are_waited_for(fast, model, monkeypatch):
+    checkpoint, late, before = in_one_file(), Late(fast, monkeypatch), model.state()
+    monkeypatch.setattr(kernels("vllm_plugin.gpu.weights"), "BROUGHT_BYTES", 200_000)
+
+    def fail(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        next(iter(weights))
+        raise OSError("made to fail")
+
+    model.load_weights = fail
+    with pytest.raises(LoadFailed, match=f"'{min(SPECS)}'.*made to fail"):
+        fast.load(checkpoint)
+    assert late.num_ended == late.num_begun == 2
+    assert equal(model.state(), before)
 
 
 def test_neighbours_in_a_file_are_one_batch(fast, monkeypatch):

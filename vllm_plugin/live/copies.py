@@ -113,14 +113,21 @@ class Transfers:
 
         After a job that raises none begins; others may be done.
         """
+        self.begin(jobs)()
+
+    def begin(self, jobs: Iterable[Job]) -> Callable[[], object]:
+        """Begin to `run` jobs. Returns what waits until all have ended, and raises what went wrong.
+
+        It must be called, and what jobs copy to must stay until then: they do so on streams of their own.
+        """
         if not self._streams:
             for job in jobs:
                 job(Lane())
-            return
+            return bool
         # Made first: threads that wait for each other's turn to make the next one copy half as fast.
         work, has_failed = deque(jobs), False
         if not work:
-            return
+            return bool
         before = torch.cuda.current_stream(self._device).record_event()
         is_inference = torch.is_inference_mode_enabled()
 
@@ -148,10 +155,20 @@ class Transfers:
                 with suppress(Exception):
                     stream.synchronize()
 
-        with ThreadPoolExecutor(len(self._streams), thread_name_prefix="patchstore-transfer") as pool:
+        pool = ThreadPoolExecutor(len(self._streams), thread_name_prefix="patchstore-transfer")
+        try:
             loops = [pool.submit(loop, stream) for stream in self._streams[: len(work)] if stream is not None]
-        for each in loops:
-            each.result()
+        except BaseException:
+            has_failed = True
+            pool.shutdown()
+            raise
+
+        def wait() -> None:
+            pool.shutdown()
+            for each in loops:
+                each.result()
+
+        return wait
 
 
 def scatter(given: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor]]) -> None:

@@ -1,6 +1,7 @@
 """The models that one rank serves, and their own loaders: traced for a run, or called to load a version."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 
 import torch
 
@@ -19,8 +20,17 @@ ADVICE = (
 )
 """What to do where vLLM makes something else of the weights."""
 
+Hand = Callable[[Mapping[str, torch.Tensor]], Generator[tuple[str, torch.Tensor], None, None]]
+"""Hands tensors to a loader, which may write to them and keep them."""
+
 Load = Callable[[torch.nn.Module, Iterator[tuple[str, torch.Tensor]]], object]
 """Calls a model's loader, in the surroundings that loaders expect; may return a set of weights left alone."""
+
+
+def copies(tensors: Mapping[str, torch.Tensor]) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Hand tensors to a loader. Copies: some loaders write to what they are given."""
+    for name, tensor in tensors.items():
+        yield name, tensor.clone()
 
 
 class ServedModels:
@@ -117,21 +127,21 @@ class ServedModels:
         )
 
     @torch.no_grad()
-    def load(self, schema: Schema, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, schema: Schema, tensors: Mapping[str, torch.Tensor], hand: Hand = copies) -> None:
         """Have the models' own loaders load tensors of the CPU. If this raises, some may be loaded."""
         at = "before it read a tensor"
 
-        def in_order() -> Iterator[tuple[str, torch.Tensor]]:
+        def told(handed: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal at
-            for name, tensor in tensors.items():
+            for name, tensor in handed:
                 at = f"when it had read up to {name!r} {tuple(tensor.shape)} {tensor.dtype}"
-                # A copy: some loaders write to what they are given.
-                yield name, tensor.clone()
+                yield name, tensor
 
         for model in self._target_last():
             try:
-                with same_parameters(model):
-                    left = self._load(model, in_order())
+                # Closed at once where a loader fails, and not when its error is forgotten.
+                with same_parameters(model), closing(hand(tensors)) as handed:
+                    left = self._load(model, told(handed))
             except Exception as exc:
                 # What vLLM's loaders raise for names and shapes that their model does not have.
                 refused = isinstance(exc, KeyError | ValueError | AttributeError | AssertionError)

@@ -233,7 +233,7 @@ class RankWeights:
             written = {index for _, indices in mapped.groups for index in indices}
             saved = self.live.save(written)
             try:
-                self.live.models.load(self._schema, self._named(mirror))
+                self.live.load(self._named(mirror))
                 same = all(torch.equal(saved[index], now) for index, now in self.live.save(written).items())
             finally:
                 try:
@@ -438,11 +438,11 @@ class RankWeights:
         if staged.anchor and staged.pieces is None:
             # vLLM's loader writes, the map reads: if they agree in every bit, the map is right.
             rest = {name: each for name, each in self._named(staged.anchor).items() if name not in computed}
-            self.live.models.load(self._schema, rest | computed)
+            self.live.load(rest | computed)
         else:
             self.live.write(staged.pieces or ())
             if computed:
-                self.live.models.load(self._schema, computed)
+                self.live.load(computed)
         self.live.scatter(staged.change)
         self.live.models.derived.refresh()
         self.live.wait()

@@ -4,8 +4,8 @@ Addresses never change: captured CUDA graphs read from them. Bits are moved, nev
 """
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,7 @@ from patchstore.errors import LoadFailed
 from patchstore.read.deltas import Deltas
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits
-from patchstore.tensors.columns import patches
+from patchstore.tensors.columns import patches, runs
 from patchstore.tensors.state_digest import Sums
 from vllm_plugin.live.copies import (
     BLOCK_BYTES,
@@ -446,19 +446,73 @@ class LiveWeights:
         return [*brought, *batches[num:], *others]
 
     def write(self, brought: Iterable[Batch | Piece]) -> None:
+        self._transfers.run(partial(self._write, each) for each in brought)
 
-        def one(each: Batch | Piece, lane: Lane) -> None:
-            if isinstance(each, Piece):
-                if each.given.element_size() == each.held.element_size():
-                    lane.write(each.given, each.held)
-                else:
-                    each.held.copy_(widened(lane.to_device(each.given), each.spec, each.held))
-            elif each.given.device == self.device:
-                scatter(each.given, each.parts)
+    def _write(self, each: Batch | Piece, lane: Lane) -> None:
+        if isinstance(each, Piece):
+            if each.given.element_size() == each.held.element_size():
+                lane.write(each.given, each.held)
             else:
-                lane.scatter(each.given, each.parts)
+                each.held.copy_(widened(lane.to_device(each.given), each.spec, each.held))
+        elif each.given.device == self.device:
+            scatter(each.given, each.parts)
+        else:
+            lane.scatter(each.given, each.parts)
 
-        self._transfers.run(partial(one, each) for each in brought)
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Have the models' own loaders load tensors of the CPU; see `ServedModels.load`."""
+        self.models.load(self.map.schema, tensors, self._handed)
+
+    def _handed(self, tensors: Mapping[str, torch.Tensor]) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield copies of tensors for a loader. Some are brought to the device while it reads those before.
+
+        Generation waits for it, and from other memory than pinned one it copies at a tenth of the bus's
+        speed. What is calculated stays on the CPU, as devices may round otherwise. Takes `spare_bytes` of
+        the device's memory beside the last tensor; a loader that keeps all leaves half as much free.
+        """
+        room, tied = self.spare_bytes(), self.map.schema.tied
+        is_near = [
+            tied.get(name, name) not in self.map.computed and each.nbytes <= room
+            for name, each in tensors.items()
+        ]
+        sizes = [each.nbytes if near else 0 for each, near in zip(tensors.values(), is_near, strict=True)]
+        every = [*zip(tensors.items(), is_near, strict=True)]
+        parts = [slice(*each) for each in runs([0] * len(sizes), sizes, room // 4)]
+        ahead: _Brought | None = None
+        try:
+            for part, following in zip_longest(parts, parts[1:]):
+                brought, wait = ahead or self._bring(every[part], room)
+                ahead = None
+                wait()
+                if following and sum(sizes[part]) + sum(sizes[following]) <= room:
+                    ahead = self._bring(every[following], room)
+                while brought:
+                    name, given, made = brought.popleft()
+                    yield name, given.clone() if made is None else made
+                    del made
+        finally:
+            if ahead is not None:
+                ahead.wait()
+
+    def _bring(self, wanted: Iterable[tuple[tuple[str, torch.Tensor], bool]], room: int) -> "_Brought":
+        """Begin to copy tensors to the device, those that are to be there, while it has half of `room`."""
+        specs, tied = self.map.schema.by_name(), self.map.schema.tied
+        found = _Brought(deque(), bool)
+        has_room, copied = 4 * self.spare_bytes() >= room, list[Piece]()
+        for (name, given), is_near in wanted:
+            made = None
+            if is_near and has_room:
+                try:
+                    made = torch.empty_like(given, device=self.device)
+                except torch.OutOfMemoryError:  # Another process was faster.
+                    has_room = False
+            if made is not None:
+                spec, step = specs[tied.get(name, name)], BLOCK_BYTES // given.element_size()
+                both = zip(torch.split(bits(given), step), torch.split(bits(made), step), strict=True)
+                copied += [Piece(spec, *each) for each in both]
+            found.tensors.append((name, given, made))
+        jobs = (partial(self._write, each) for some in batched(copied) for each in some)
+        return found._replace(wait=self._transfers.begin(jobs))
 
     def wait(self) -> None:
         """Let what was written arrive, or raise what went wrong with it, while it can still be undone."""
@@ -497,6 +551,15 @@ class LiveWeights:
             step = BLOCK_BYTES // data.element_size()
             for held, part in zip(torch.split(self._flat(index), step), torch.split(data, step), strict=True):
                 yield index, held, part
+
+
+class _Brought(NamedTuple):
+    """Tensors for a loader that are on their way to the device."""
+
+    tensors: deque[tuple[str, torch.Tensor, torch.Tensor | None]]
+    """Name, what is given, and its copy; None for one that stays on the CPU."""
+    wait: Callable[[], object]
+    """Until then the copies must stay; see `Transfers.begin`."""
 
 
 class _Slot(NamedTuple):
