@@ -247,6 +247,28 @@ def test_of_several_versions_the_last_value_of_an_element_counts(plain, fast, mo
     assert equal(model.state(), before)
 
 
+@pytest.mark.parametrize("at_a_time", [20, 2000])
+def test_versions_after_an_anchor_are_merged_with_it(plain, fast, model, monkeypatch, at_a_time):
+    monkeypatch.setattr(kernels("vllm_plugin.gpu.merge"), "MERGED", at_a_time)
+    monkeypatch.setattr(kernels("vllm_plugin.gpu.merge"), "_COMPARED", 900)
+    before, names, anchor = model.state(), sorted(plain.map.regions), in_one_file()
+    deltas = Stored(patches(0.3), patches(0.5))
+    expected = plain.stage_deltas(deltas, names, anchor, keep_old=False)
+    staged = fast.stage_deltas(deltas, names, anchor, keep_old=False)
+    assert equal(model.state(), before)
+    plain.load(anchor)
+    plain.scatter(expected)
+    after = model.state()
+    plain.load(anchor)
+    fast.scatter(staged)
+    assert equal(model.state(), after)
+
+
+def test_an_anchor_without_versions_after_it_changes_nothing_more(fast):
+    staged = fast.stage_deltas(Stored(), [], in_one_file(), keep_old=False)
+    assert (staged.parts, len(staged.staged_sums.slices)) == ([], 0)
+
+
 def test_a_bridge_states_an_unchanged_element(fast, plain, model):
     at = with_bridges(encoding("gap").index, torch.tensor([69_990], dtype=torch.int32))
     values = model.long.data.cpu()[at.long()].clone()

@@ -3,11 +3,12 @@
 from functools import partial
 from itertools import count
 
+import numpy as np
 import pytest
 import torch
 
 from tests.support.interpreted import DEVICE
-from vllm_plugin.live.copies import BLOCK_BYTES, Lane, Transfers
+from vllm_plugin.live.copies import BLOCK_BYTES, Job, Lane, Transfers
 
 MANY = 40
 """Jobs: more than threads have buffers."""
@@ -74,8 +75,49 @@ def test_parts_of_what_lies_side_by_side_are_brought_at_once() -> None:
     assert torch.equal(held.cpu().view(-1, BLOCK_BYTES), expected)
 
 
+def test_memory_that_lies_side_by_side_goes_to_a_block_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = numbers(BLOCK_BYTES // 2 * 3).view(torch.uint8).numpy()
+    sizes = np.array([1000, 24, 0, BLOCK_BYTES + 1, 7, 512, 0, 65])
+    # A gap on the one side, and then on the other.
+    starts = sizes.cumsum() - sizes + np.array([8, 8, 8, 8, 64, 64, 64, 64])
+    places = sizes.cumsum() - sizes + np.array([0, 0, 0, 0, 56, 100, 100, 100])
+    block = torch.full((len(given),), 77, dtype=torch.uint8, device=DEVICE)
+    transfers, jobs = Transfers(DEVICE), list[Job]()
+    run = transfers.run
+    monkeypatch.setattr(transfers, "run", lambda some: run(jobs.extend(some) or jobs))
+    transfers.bring(given.ctypes.data + starts, sizes, block, places)
+    expected = np.full_like(given, 77)
+    for start, size, place in zip(starts, sizes, places, strict=True):
+        expected[place : place + size] = given[start : start + size]
+    assert np.array_equal(block.cpu().numpy(), expected)
+    assert len(jobs) == 4
+
+
 def test_nothing_to_do_takes_nothing() -> None:
     Transfers(DEVICE).run([])
+    nothing = np.zeros(0, dtype=np.int64)
+    Transfers(DEVICE).bring(nothing, nothing, torch.empty(0, dtype=torch.uint8, device=DEVICE), nothing)
+
+
+def test_what_is_begun_has_ended_when_it_was_waited_for() -> None:
+    given = numbers(BLOCK_BYTES // 2 * 5)
+    held = torch.zeros_like(given, device=DEVICE)
+    transfers = Transfers(DEVICE)
+
+    def write(part: torch.Tensor, target: torch.Tensor, lane: Lane) -> None:
+        lane.write(part, target)
+
+    def fail(lane: Lane) -> None:
+        raise ValueError("a job")
+
+    wait = transfers.begin(
+        partial(write, *both) for both in zip(given.chunk(10), held.chunk(10), strict=True)
+    )
+    transfers.begin([])()
+    with pytest.raises(ValueError, match="a job"):
+        transfers.begin([fail])()
+    wait()
+    assert torch.equal(held.cpu(), given)
 
 
 def test_writes_wait_for_what_the_device_was_told_before() -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from patchstore.bucket import records
-from patchstore.bucket.records import DTYPE_BYTES, Schema, TensorSpec
+from patchstore.bucket.records import Schema
 from patchstore.codec.context import Coded, is_coded, tiling
 from patchstore.codec.context.bits import bounds_of
 from patchstore.codec.index import Gap, Listed, check_gaps
@@ -26,7 +26,6 @@ from vllm_plugin.gpu.upload import aligned, send, send_memory, tables_on
 from vllm_plugin.map.mapping import Box
 
 Array = npt.NDArray[Any]
-_NO_BOXES = np.zeros((0, 6), dtype=np.int64)
 _NO_RANGES = np.zeros((2, 0), dtype=np.int64)
 _NONE = np.zeros(0, dtype=np.int64)
 
@@ -35,7 +34,8 @@ _NONE = np.zeros(0, dtype=np.int64)
 class Patches:
     """Patches on the device, of one tensor each."""
 
-    names: Sequence[str]
+    numbers: Array
+    """int64 [num], places of the tensors in the schema."""
     positions: Array
     """int64 [num], addresses of positions or gaps."""
     values: Array
@@ -47,7 +47,7 @@ class Patches:
 
     def joined(self, other: "Patches") -> "Patches":
         return Patches(
-            [*self.names, *other.names],
+            np.concatenate([self.numbers, other.numbers]),
             np.concatenate([self.positions, other.positions]),
             np.concatenate([self.values, other.values]),
             np.concatenate([self.nums, other.nums]),
@@ -56,26 +56,32 @@ class Patches:
 
     @classmethod
     def between(
-        cls, names: Sequence[str], bounds: Array, positions: torch.Tensor, values: torch.Tensor
+        cls, numbers: Array, bounds: Array, positions: torch.Tensor, values: torch.Tensor
     ) -> "Patches":
-        """Return the patches of names that are listed one after the other, each up to the next of `bounds`.
+        """Return patches of tensors that are listed one after the other, each up to the next of `bounds`.
 
         Positions and values are on the device; the caller keeps both.
         """
         firsts, width = np.asarray(bounds, dtype=np.int64)[:-1], positions.element_size()
         return cls(
-            names,
+            numbers,
             positions.data_ptr() + firsts * width,
             values.data_ptr() + firsts * values.element_size(),
             np.diff(bounds),
-            np.full(len(names), width, dtype=np.int64),
+            np.full(len(numbers), width, dtype=np.int64),
         )
 
 
-class Place(NamedTuple):
-    """Where elements of one tensor lie on the device, in boxes of them."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Places:
+    """Where elements of tensors lie on the device, as columns: the boxes of one tensor after the other."""
 
-    format: tuple[int, int, int]
+    numbers: Array
+    """int64 [T], places in the schema, ascending."""
+    formats: Array
+    """int64 [T, 3], of `FORMATS`."""
+    num_boxes: Array
+    """int64 [T]"""
     boxes: Array
     """int64 [num_boxes, 6]: first level, levels, first row, rows, first column and columns, in the tensor."""
     addresses: Array
@@ -84,84 +90,109 @@ class Place(NamedTuple):
     """int64 [num_boxes, 3], in elements: of levels, rows and columns."""
     memory_widths: Array
     """int64 [num_boxes], bytes of an element."""
+    largest_tile: int
+    """Elements of the largest tile of any tensor of the schema, at most."""
+
+    @property
+    def firsts(self) -> Array:
+        """int64 [T], the first box of each."""
+        found: Array = self.num_boxes.cumsum() - self.num_boxes
+        return found
 
     @classmethod
-    def served(cls, spec: TensorSpec, boxes: Sequence[Box], memories: Mapping[int, torch.Tensor]) -> "Place":
+    def served(
+        cls, schema: Schema, held: Mapping[str, Sequence[Box]], memories: Mapping[int, torch.Tensor]
+    ) -> "Places":
         """Describe elements that are served from flat memories, by index of the runtime."""
-        owners = [memories[box.index] for box in boxes]
+        order = sorted((schema.places[name], found) for name, found in held.items())
+        every = [box for _, found in order for box in found]
+        owners = [memories[box.index] for box in every]
         widths = np.array([each.element_size() for each in owners], dtype=np.int64)
         firsts = np.array([each.data_ptr() for each in owners], dtype=np.int64)
-        origins = np.array([box.origin for box in boxes], dtype=np.int64)
-        return cls(
-            format=FORMATS[spec.dtype],
-            boxes=_rows([box.elements for box in boxes]),
-            addresses=firsts + origins * widths,
-            strides=np.array([box.strides for box in boxes], dtype=np.int64).reshape(-1, 3),
-            memory_widths=widths,
-        )
-
-    @classmethod
-    def copied(cls, spec: TensorSpec, address: int, boxes: Sequence[Box] | None) -> "Place":
-        """Describe a tensor that lies there as checkpoints have it; all of it, or what is in boxes."""
-        tiles = tiling(spec.shape)
-        found = [tiles.box] if boxes is None else [box.elements for box in boxes]
-        strides = np.array([tiles.rows * tiles.cols, tiles.cols, 1], dtype=np.int64)
-        return cls(
-            format=FORMATS[spec.dtype],
-            boxes=_rows(found),
-            addresses=np.full(len(found), address, dtype=np.int64),
-            strides=np.tile(strides, (len(found), 1)),
-            memory_widths=np.full(len(found), DTYPE_BYTES[spec.dtype], dtype=np.int64),
-        )
-
-
-class Places:
-    """Where elements of tensors lie, as columns: the boxes of one tensor after the other."""
-
-    def __init__(self, schema: Schema, by_name: Mapping[str, Place]) -> None:
-        order = sorted((schema.places[name], place) for name, place in by_name.items())
-        self.numbers = np.array([number for number, _ in order], dtype=np.int64)
-        """int64 [T], places in the schema, ascending."""
-        each = [place for _, place in order]
-        self.formats = np.array([place.format for place in each], dtype=np.int64).reshape(-1, 3)
-        """int64 [T, 3]"""
-        self.num_boxes = np.array([len(place.boxes) for place in each], dtype=np.int64)
-        """int64 [T]"""
-        self.firsts = self.num_boxes.cumsum() - self.num_boxes
-        """int64 [T], the first box of each."""
-        self.boxes = np.concatenate([_NO_BOXES, *(place.boxes for place in each)])
-        """int64 [num_boxes, 6]; as `Place` says, and so are the next."""
-        self.addresses = np.concatenate([_NONE, *(place.addresses for place in each)])
-        self.strides = np.concatenate([_NO_BOXES[:, :3], *(place.strides for place in each)])
-        self.memory_widths = np.concatenate([_NONE, *(place.memory_widths for place in each)])
+        formats = [FORMATS[schema.tensors[number].dtype] for number, _ in order]
         kinds, _ = schema.kinds
         shapes = [shape for dtype, shape in kinds if is_coded(dtype) and 0 not in shape]
-        self.largest_tile = max((tiling(shape).largest for shape in shapes), default=1)
-        """Elements of the largest tile of any tensor, at most."""
+        return cls(
+            numbers=np.array([number for number, _ in order], dtype=np.int64),
+            formats=np.array(formats, dtype=np.int64).reshape(-1, 3),
+            num_boxes=np.array([len(found) for _, found in order], dtype=np.int64),
+            boxes=np.array([_row(box.elements) for box in every], dtype=np.int64).reshape(-1, 6),
+            addresses=firsts + widths * np.array([box.origin for box in every], dtype=np.int64),
+            strides=np.array([box.strides for box in every], dtype=np.int64).reshape(-1, 3),
+            memory_widths=widths,
+            largest_tile=max((tiling(shape).largest for shape in shapes), default=1),
+        )
+
+    def copies(self, schema: Schema, numbers: Array, is_whole: Array) -> "Places":
+        """Describe copies of coded tensors, as checkpoints have them; addresses count from each copy's own.
+
+        `numbers` ascend; `is_whole`, bool [num], says of which all is there. Of the others it is these boxes.
+        """
+        kinds, of_all = schema.kinds
+        rows = np.zeros((len(kinds), 6), dtype=np.int64)
+        formats, strides = np.zeros((2, len(kinds), 3), dtype=np.int64)
+        for kind, (dtype, shape) in enumerate(kinds):
+            if is_coded(dtype) and 0 not in shape:
+                tiles = tiling(shape)
+                rows[kind], formats[kind] = _row(tiles.box), FORMATS[dtype]
+                strides[kind] = tiles.rows * tiles.cols, tiles.cols, 1
+        of = np.array(of_all, dtype=np.int64)[numbers]
+        at = np.searchsorted(self.numbers, numbers[~is_whole])
+        num_boxes = np.ones_like(numbers)
+        num_boxes[~is_whole] = self.num_boxes[at]
+        owners = np.repeat(np.arange(len(numbers)), num_boxes)
+        boxes = rows[of[owners]]
+        boxes[~is_whole[owners]] = self.boxes[ramps(self.num_boxes[at], self.firsts[at])]
+        return replace(
+            self,
+            numbers=numbers,
+            formats=formats[of],
+            num_boxes=num_boxes,
+            boxes=boxes,
+            addresses=np.zeros_like(owners),
+            strides=strides[of[owners]],
+            memory_widths=formats[of[owners], 0],
+        )
+
+    def at(self, numbers: Array, addresses: Array) -> "Places":
+        """Return some tensors, ascending, that lie these addresses further on."""
+        at = np.searchsorted(self.numbers, numbers)
+        num_boxes = self.num_boxes[at]
+        boxes = ramps(num_boxes, self.firsts[at])
+        return replace(
+            self,
+            numbers=numbers,
+            formats=self.formats[at],
+            num_boxes=num_boxes,
+            boxes=self.boxes[boxes],
+            addresses=self.addresses[boxes] + np.repeat(addresses, num_boxes),
+            strides=self.strides[boxes],
+            memory_widths=self.memory_widths[boxes],
+        )
 
 
-def _rows(boxes: Sequence[records.Box]) -> Array:
-    rows = [(each.level, each.levels, each.row, each.rows, each.col, each.cols) for each in boxes]
-    return np.array(rows, dtype=np.int64).reshape(-1, 6)
+def _row(box: records.Box) -> tuple[int, ...]:
+    return box.level, box.levels, box.row, box.rows, box.col, box.cols
 
 
 class Decoded(NamedTuple):
     """What was decoded."""
 
-    names: Sequence[str]
+    numbers: Array
+    """int64 [T], places of tensors in the schema, ascending."""
     widths: Array
-    """int64 [num_names], bytes of an element of each."""
+    """int64 [T], bytes of an element of each."""
     positions: torch.Tensor
-    """int32 or int64 [num], of one name after the other."""
+    """int32 or int64 [num], of one tensor after the other."""
     values: torch.Tensor
     """int16 [num]; one-byte elements in the lower byte."""
     narrow: torch.Tensor
     """uint8 [num]: the same, or nothing where no element is of one byte."""
     bounds: Array
-    """int64 [num_names + 1], where the changes of each name begin, and the end."""
+    """int64 [T + 1], where the changes of each tensor begin, and the end."""
 
     def patches(self) -> Patches:
-        found = Patches.between(self.names, self.bounds, self.positions, self.values)
+        found = Patches.between(self.numbers, self.bounds, self.positions, self.values)
         narrow = self.narrow.data_ptr() + self.bounds[:-1]
         return replace(found, values=np.where(self.widths == 1, narrow, found.values))
 
@@ -171,7 +202,6 @@ def decode(coded: Coded, places: Places, schema: Schema, device: torch.device) -
     tile.
     """
     numbers = np.unique(coded.numbers)
-    names = [schema.tensors[number].name for number in numbers.tolist()]
     widths = places.formats[np.searchsorted(places.numbers, numbers), 0]
     geometry = context_tables.geometry(coded.cuts)
     # Every part with every box of its tensor, and then those that have elements in common.
@@ -183,9 +213,8 @@ def decode(coded: Coded, places: Places, schema: Schema, device: torch.device) -
     if not len(picked):
         nothing = torch.empty(0, dtype=torch.int32, device=device)
         values = torch.empty(0, dtype=torch.int16, device=device)
-        return Decoded(
-            names, widths, nothing, values, values.to(torch.uint8), np.zeros(len(names) + 1, dtype=np.int64)
-        )
+        bounds = np.zeros(len(numbers) + 1, dtype=np.int64)
+        return Decoded(numbers, widths, nothing, values, values.to(torch.uint8), bounds)
     some, owners = np.unique(owners[picked], return_inverse=True)
     box, held = box[picked], coded.at(some)
     (streams,) = send([torch.from_numpy(held.data)], device)
@@ -220,10 +249,10 @@ def decode(coded: Coded, places: Places, schema: Schema, device: torch.device) -
             f"{held.key(wrong)}: what it says of {name!r} is no change of the tensor that is served"
         )
     narrow = found.values.to(torch.uint8) if (widths == 1).any() else found.values[:0]
-    # Where the parts of each name end; a name of which nothing is here ends where it begins.
+    # Where the parts of each tensor end; one of which nothing is here ends where it begins.
     last = np.searchsorted(held.numbers[owners], numbers, side="right")
     bounds = np.concatenate([np.zeros(1, dtype=np.int64), found.bounds[last]])
-    return Decoded(names, widths, found.positions, found.values, narrow, bounds)
+    return Decoded(numbers, widths, found.positions, found.values, narrow, bounds)
 
 
 def tiles_within(geometry: Array, boxes: Array) -> tuple[Array, Array]:
@@ -313,26 +342,23 @@ def send_gaps(listed: Sequence[Listed], schema: Schema, device: torch.device) ->
             f"{key}: gaps of {spec.name!r} reach position {int(reach[wrong[0]]) - 1}, beyond its "
             f"{spec.num_elements} elements"
         )
-    names = [schema.tensors[number].name for number in numbers.tolist()]
-    patches = Patches(names, positions, values, nums, np.full_like(nums, 2))
+    patches = Patches(numbers, positions, values, nums, np.full_like(nums, 2))
     return Gaps(patches, ends[:-1] + (firsts_there - bounds[:-1])[jobs[:, 0]], jobs, memory)
 
 
 def list_positions(
-    listed: Sequence[Listed], schema: Schema, firsts: Mapping[str, int], device: torch.device
+    listed: Sequence[Listed], schema: Schema, numbers: Array, firsts: Array, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield what tensors of one element width list: positions plus `firsts`, and bits of values."""
+    """Yield what tensors of one element width list: positions plus the first of each, and bits of values.
 
-    def added(numbers: Array) -> Array:
-        return np.array([firsts[schema.tensors[number].name] for number in numbers.tolist()], dtype=np.int64)
-
+    Takes int64 [T] each: the tensors, ascending, and where each begins.
+    """
     for each in listed:
         if has_gaps(each):
             gaps = send_gaps([each], schema, device)
             nums = gaps.patches.nums
-            streams = np.column_stack(
-                [gaps.patches.positions, nums, nums.cumsum() - nums, added(each.numbers)]
-            )
+            begins = firsts[np.searchsorted(numbers, each.numbers)]
+            streams = np.column_stack([gaps.patches.positions, nums, nums.cumsum() - nums, begins])
             table = table_on(device, streams)
             yield (
                 gap_decode.list_positions(table, gaps.jobs, gaps.starts, int(nums.sum())),
@@ -341,7 +367,8 @@ def list_positions(
         else:
             # Anything else is for `Gap.decode` to judge.
             group = Gap().decode(each, schema)
-            at = group.positions + np.repeat(added(group.numbers), group.counts)
+            begins = firsts[np.searchsorted(numbers, group.numbers)]
+            at = group.positions + np.repeat(begins, group.counts)
             positions, values = send([torch.from_numpy(at), signed_of(group.values)], device)
             yield positions, values
 

@@ -5,23 +5,24 @@ So a tensor with such streams is copied, and each version is written to the copy
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
 
 from patchstore.bucket.records import Schema
 from patchstore.codec.delta_file import Content
-from patchstore.tensors.bits import TORCH_DTYPES, bits, index_dtype
-from vllm_plugin.gpu.decode import Patches, Place, Places, decode, list_positions, table_on
-from vllm_plugin.live.copies import PIECE
-from vllm_plugin.map.mapping import Box
+from patchstore.tensors.bits import INTEGERS, TORCH_DTYPES, bits, index_dtype
+from vllm_plugin.gpu.decode import Array, Patches, Places, decode, list_positions, table_on
+from vllm_plugin.live.copies import PIECE, Transfers
 
 MERGED = 1 << 25
 """Changes of several versions that are merged at a time, in about 2 GB of the device's memory.
 
 A tensor of which they state more is copied and written to: twice the tensor, and changes of one version.
 """
+
+_COMPARED = 4 * PIECE
+"""Elements of such a tensor that are compared with the copy at a time."""
 
 _MERGING_BYTES = 64
 """Of the device's memory, for each change that is merged: keys, values, and what sorting takes."""
@@ -33,57 +34,60 @@ class Merger:
     def __init__(
         self,
         schema: Schema,
-        boxes: Mapping[str, Sequence[Box] | None],
+        served: Places,
         base: Mapping[str, torch.Tensor],
         gathered: Callable[[str], torch.Tensor],
+        transfers: Transfers,
         device: torch.device,
     ) -> None:
-        """Keep what is served before the versions: tensors of `base`, as checkpoints have them, or
-        `gathered`.
+        """Keep what is served before the versions: tensors of `base`, as checkpoints have them on the CPU, or
+        `gathered`, which have what `served` says.
         """
-        self._schema, self._specs = schema, schema.by_name()
-        self._boxes, self._base, self._gathered = boxes, base, gathered
-        self._device = device
+        self._schema, self._served, self._gathered = schema, served, gathered
+        self._transfers, self._device = transfers, device
+        self._sizes = np.array(schema.sizes, dtype=np.int64)
+        """int64 [T], of the schema, as all of these."""
+        kinds, of = schema.kinds
+        widths = [TORCH_DTYPES[dtype].itemsize for dtype, _ in kinds]
+        self._widths = np.array(widths, dtype=np.int64)[of]
+        self._addresses = np.zeros(len(of), dtype=np.int64)
+        """Of what is in `base`; 0 for all else."""
+        for name in base.keys() & schema.places:
+            self._addresses[schema.places[name]] = base[name].data_ptr()
 
     def merged(
-        self, versions: Sequence[Content], names: Sequence[str], free_bytes: int
+        self, versions: Sequence[Content], numbers: Array, free_bytes: int
     ) -> Iterator[tuple[Patches, tuple[torch.Tensor, torch.Tensor]]]:
-        """Yield patches with the effect of all versions, and the tensors that hold them, for some names each.
+        """Yield patches with the effect of all versions, and the tensors that hold them, for some of these
+        tensors each, which ascend.
 
         Of each position the last value counts: a stable sort brings equal ones together, oldest first.
         """
         # Half of what is free: memory that was used before lies in pieces.
         at_a_time = min(MERGED, free_bytes // 2 // _MERGING_BYTES)
-        coded = {self._schema.tensors[number].name for each in versions for number in each.coded.numbers}
-        for some, num_stated in self._parts(versions, names, at_a_time):
-            numbers = self._numbers(some)
+        stated = [numbers[:0], *(each.coded.numbers for each in versions)]
+        coded = np.intersect1d(numbers, np.concatenate(stated))
+        copies = self._served.copies(self._schema, coded, self._addresses[coded] > 0)
+        for some, num_stated in self._parts(versions, numbers, at_a_time):
             # Where kernels read whole vectors.
-            sizes = [-(-self._specs[name].num_elements // 128) * 128 for name in some]
-            firsts = dict(zip(some, accumulate(sizes, initial=0), strict=False))
-            is_large = num_stated > at_a_time
-            relative = [name for name in some if is_large or name in coded]
-            copy = self._copied(relative, firsts, sum(sizes))
-            places = Places(
-                self._schema,
-                {
-                    name: Place.copied(
-                        self._specs[name],
-                        copy.data_ptr() + firsts[name] * copy.element_size(),
-                        None if name in self._base else self._boxes[name],
-                    )
-                    for name in relative
-                },
-            )
+            sizes = -(-self._sizes[some] // 128) * 128
+            ends = sizes.cumsum()
+            firsts, num_elements = ends - sizes, int(ends[-1])
+            is_large, is_coded = num_stated > at_a_time, np.isin(some, coded)
+            relative = is_coded | is_large
+            copy = self._copied(some[relative], firsts[relative], num_elements)
+            begins = copy.data_ptr() + firsts[is_coded] * copy.element_size()
+            places = copies.at(some[is_coded], begins)
             keys, values = [], []
             for content in versions:
-                for where, new in self._listed(content.of(numbers), firsts, places):
-                    if relative:
+                for where, new in self._listed(content.of(some), some, firsts, places):
+                    if relative.any():
                         copy[where] = new
                     if not is_large:
                         keys.append(where)
                         values.append(new)
             if is_large:
-                yield self._differing(some[0], copy)
+                yield self._differing(int(some[0]), copy)
                 continue
             if not keys:
                 continue
@@ -91,62 +95,69 @@ class Merger:
             last = torch.ones(len(order), dtype=torch.bool, device=self._device)
             torch.ne(order[1:], order[:-1], out=last[:-1])
             order, chosen = order[last], torch.cat(values)[by[last]]
-            bounds = torch.searchsorted(
-                order, table_on(self._device, [*firsts.values(), sum(sizes)])
-            ).tolist()
-            owners = table_on(self._device, np.repeat(np.array(list(firsts.values())), np.diff(bounds)))
-            positions = (order - owners).to(index_dtype(max(sizes)))
-            patches = Patches.between(some, np.array(bounds, dtype=np.int64), positions, chosen)
-            yield patches, (positions, chosen)
+            bounds = (
+                torch.searchsorted(order, table_on(self._device, np.append(firsts, num_elements)))
+                .cpu()
+                .numpy()
+            )
+            owners = table_on(self._device, np.repeat(firsts, np.diff(bounds)))
+            positions = (order - owners).to(index_dtype(int(sizes.max())))
+            yield Patches.between(some, bounds, positions, chosen), (positions, chosen)
 
     def _listed(
-        self, content: Content, firsts: Mapping[str, int], places: Places
+        self, content: Content, numbers: Array, firsts: Array, places: Places
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """List one version's changes of tensors of one element width: where, int64 [num], and their bits."""
-        yield from list_positions(content.listed, self._schema, firsts, self._device)
+        yield from list_positions(content.listed, self._schema, numbers, firsts, self._device)
         found = decode(content.coded, places, self._schema, self._device)
         if found.values.numel():
-            owners = np.repeat(np.array([firsts[name] for name in found.names]), np.diff(found.bounds))
-            positions = found.positions.to(torch.int64) + table_on(self._device, owners)
+            begins = firsts[np.searchsorted(numbers, found.numbers)]
+            owners = table_on(self._device, np.repeat(begins, np.diff(found.bounds)))
+            positions = found.positions.to(torch.int64) + owners
             yield positions, found.narrow if (found.widths == 1).any() else found.values
 
-    def _copied(
-        self,
-        names: Sequence[str],
-        firsts: Mapping[str, int],
-        num_elements: int,
-    ) -> torch.Tensor:
+    def _copied(self, numbers: Array, firsts: Array, num_elements: int) -> torch.Tensor:
         """Copy tensors of one element width as checkpoints have them: from `base`, or what is served."""
-        if not names:
+        if not len(numbers):
             return torch.empty(0, dtype=torch.int16, device=self._device)
-        dtype = bits(torch.empty(0, dtype=TORCH_DTYPES[self._specs[names[0]].dtype])).dtype
-        copy = torch.empty(num_elements, dtype=dtype, device=self._device)
-        for name in names:
-            held = self._before(name)
-            copy[firsts[name] : firsts[name] + self._specs[name].num_elements] = bits(held).to(self._device)
+        width = int(self._widths[numbers[0]])
+        copy = torch.empty(num_elements, dtype=INTEGERS[width], device=self._device)
+        is_near = self._addresses[numbers] > 0
+        near = numbers[is_near]
+        num_bytes, places = self._sizes[near] * width, firsts[is_near] * width
+        self._transfers.bring(self._addresses[near], num_bytes, copy.view(torch.uint8), places)
+        for number, first in zip(numbers[~is_near].tolist(), firsts[~is_near].tolist(), strict=True):
+            held = bits(self._gathered(self._schema.tensors[number].name))
+            copy[first : first + len(held)] = held
         return copy
 
-    def _differing(self, name: str, copy: torch.Tensor) -> tuple[Patches, tuple[torch.Tensor, torch.Tensor]]:
+    def _differing(
+        self, number: int, copy: torch.Tensor
+    ) -> tuple[Patches, tuple[torch.Tensor, torch.Tensor]]:
         """Return a patch that makes of a tensor what its copy has become, and the tensors that hold it."""
-        num_elements = self._specs[name].num_elements
-        held = bits(self._before(name))
-        narrow = index_dtype(num_elements)
-        found = []
-        for start in range(0, num_elements, PIECE):
-            end = min(start + PIECE, num_elements)
-            differs = held[start:end].to(self._device) != copy[start:end]
-            found.append((differs.nonzero()[:, 0] + start).to(narrow))
-        positions = torch.cat(found) if found else torch.empty(0, dtype=narrow, device=self._device)
+        num_elements, width, found = int(self._sizes[number]), copy.element_size(), []
+        address, nothing, held = self._addresses[[number]], np.zeros(1, dtype=np.int64), None
+        if not address[0]:
+            held = bits(self._gathered(self._schema.tensors[number].name))
+        near = torch.empty(_COMPARED * width if held is None else 0, dtype=torch.uint8, device=self._device)
+        for start in range(0, num_elements, _COMPARED):
+            num = min(_COMPARED, num_elements - start)
+            if held is None:
+                self._transfers.bring(address + start * width, np.array([num * width]), near, nothing)
+            before = near[: num * width].view(copy.dtype) if held is None else held[start : start + num]
+            differs = before != copy[start : start + num]
+            found.append((differs.nonzero()[:, 0] + start).to(index_dtype(num_elements)))
+        positions = torch.cat(found)
         values = copy[positions.to(torch.int64)]
         bounds = np.array([0, values.numel()], dtype=np.int64)
-        return Patches.between([name], bounds, positions, values), (positions, values)
+        return Patches.between(np.array([number]), bounds, positions, values), (positions, values)
 
     def _parts(
-        self, versions: Sequence[Content], names: Sequence[str], at_a_time: int
-    ) -> Iterator[tuple[list[str], int]]:
-        """Cut names into parts whose elements have one width, and count what the versions state of each part.
+        self, versions: Sequence[Content], numbers: Array, at_a_time: int
+    ) -> Iterator[tuple[Array, int]]:
+        """Cut tensors into parts whose elements have one width, and count what versions state of each part.
 
-        That is at most so many changes at a time, but for a part of one name.
+        That is at most so many changes at a time, but for a part of one tensor.
         """
         stated_of = np.zeros(len(self._schema.tensors), dtype=np.int64)
         for each in versions:
@@ -155,23 +166,11 @@ class Merger:
             # The tensor is copied, too.
             coded, num_bytes = each.coded, np.diff(each.coded.bytes_at)
             np.add.at(stated_of, coded.numbers, 2 * num_bytes + coded.cuts.num_elements // 32)
-        by_width: dict[int, list[str]] = {}
-        for name in names:
-            by_width.setdefault(TORCH_DTYPES[self._specs[name].dtype].itemsize, []).append(name)
-        for same in by_width.values():
-            some, stated = list[str](), 0
-            for name in same:
-                num = int(stated_of[self._schema.places[name]])
-                if some and stated + num > at_a_time:
-                    yield some, stated
-                    some, stated = [], 0
-                some.append(name)
-                stated += num
-            yield some, stated
-
-    def _numbers(self, names: Sequence[str]) -> np.ndarray:
-        """Return the places of tensors in the schema, ascending."""
-        return np.sort(np.array([self._schema.places[name] for name in names], dtype=np.int64))
-
-    def _before(self, name: str) -> torch.Tensor:
-        return self._base[name] if name in self._base else self._gathered(name)
+        widths = self._widths[numbers]
+        for same in (numbers[widths == width] for width in np.unique(widths)):
+            ends, first = stated_of[same].cumsum(), 0
+            while first < len(same):
+                before = int(ends[first - 1]) if first else 0
+                end = max(first + 1, int(np.searchsorted(ends, before + at_a_time, side="right")))
+                yield same[first:end], int(ends[end - 1]) - before
+                first = end

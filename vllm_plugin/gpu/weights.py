@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from patchstore.bucket.records import TensorSpec
+from patchstore.bucket.records import Schema, TensorSpec
 from patchstore.codec.context import Cuts, RowSets, encode_all, tiling
 from patchstore.errors import DeviceMemoryShort, LoadFailed, StateMismatch, UsageError
 from patchstore.kernels import digest, gap_decode, new_stream
@@ -24,10 +24,10 @@ from patchstore.kernels.patch import Exchange, Stated
 from patchstore.kernels.segments import Column, Kind
 from patchstore.read.deltas import Deltas
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, unsigned
+from patchstore.tensors.columns import ramps
 from patchstore.tensors.state_digest import Sums
 from vllm_plugin.gpu.decode import (
     Patches,
-    Place,
     Places,
     decode,
     has_gaps,
@@ -78,13 +78,12 @@ class Picked:
 class SegmentTable:
     """All segments of a rank, as rows of numbers: a change picks those of its tensors at once."""
 
-    def __init__(self, segments: Mapping[str, Sequence[Segment]]) -> None:
-        self._every = [each for its in segments.values() for each in its]
-        ends = np.cumsum([len(its) for its in segments.values()], dtype=np.int64).tolist()
-        self._ranges = {
-            name: (end - len(its), len(its)) for (name, its), end in zip(segments.items(), ends, strict=True)
-        }
-        """By name its first segment, and how many it has."""
+    def __init__(self, schema: Schema, segments: Mapping[str, Sequence[Segment]]) -> None:
+        of_each = [segments.get(spec.name, ()) for spec in schema.tensors]
+        self._every = [each for its in of_each for each in its]
+        self.counts = np.array([len(its) for its in of_each], dtype=np.int64)
+        """int64 [T], how many segments each tensor of the schema has."""
+        self._firsts = self.counts.cumsum() - self.counts
         # How regions begin matters only where they are read as a whole.
         numbers: dict[Kind, int] = {}
         self._kind = np.array(
@@ -103,11 +102,9 @@ class SegmentTable:
             self._rows[mine, : rows.shape[1]] = rows
 
     def pick(self, patches: Patches) -> list[Picked]:
-        """Return the segments that patches of some names concern, by kind and width of positions."""
-        ranges = np.array([self._ranges[name] for name in patches.names], dtype=np.int64).reshape(-1, 2)
-        firsts, counts = ranges.T
-        owners = np.repeat(np.arange(len(counts)), counts)
-        every = np.arange(len(owners)) + np.repeat(firsts - (counts.cumsum() - counts), counts)
+        """Return the segments that patches of some tensors concern, by kind and width of positions."""
+        firsts, counts = self._firsts[patches.numbers], self.counts[patches.numbers]
+        owners, every = np.repeat(np.arange(len(counts)), counts), ramps(counts, firsts)
         tiles = num_tiles(patches.nums)
         brought = np.column_stack([patches.positions, patches.values, patches.nums, tiles.cumsum() - tiles])
         # Both in one number: a position has 8 bytes at most.
@@ -181,16 +178,10 @@ class DeviceWeights(LiveWeights):
             name: [self._segment(specs[name], index, region) for index, region in found]
             for name, found in mapped.regions.items()
         }
-        self._table = SegmentTable(self._segments)
+        self._table = SegmentTable(mapped.schema, self._segments)
         memories = {index: self._flat(index) for index in self.written()}
-        self._served = Places(
-            mapped.schema,
-            {
-                name: Place.served(specs[name], found, memories)
-                for name, found in self._boxes.items()
-                if found is not None
-            },
-        )
+        held = {name: found for name, found in self._boxes.items() if found is not None}
+        self._served = Places.served(mapped.schema, held, memories)
         longest = max((self._flat(index).numel() for index in self.written()), default=0)
         self._target = torch.int32 if longest < 2**31 else torch.int64
         self._all = None
@@ -341,7 +332,9 @@ class DeviceWeights(LiveWeights):
             for indices, values in zip(lists[::2], lists[1::2], strict=True)
         ]
         columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-        return self._exchanges(Patches([patch.name for patch in wanted], *columns), None, keep_old=keep_old)
+        places = self.map.schema.places
+        numbers = np.array([places[patch.name] for patch in wanted], dtype=np.int64)
+        return self._exchanges(Patches(numbers, *columns), None, keep_old=keep_old)
 
     def stage_deltas(
         self, deltas: Deltas, names: Sequence[str], base: Mapping[str, torch.Tensor], *, keep_old: bool
@@ -349,12 +342,12 @@ class DeviceWeights(LiveWeights):
         versions = deltas.contents()
         if versions is None:
             return super().stage_deltas(deltas, names, base, keep_old=keep_old)
-        names = [name for name in names if self._segments.get(name)]
         change = Exchanges(keeps_old=keep_old)
         schema = self.map.schema
+        numbers = np.array(sorted(schema.places[name] for name in names), dtype=np.int64)
+        numbers = numbers[self._table.counts[numbers] > 0]
         if len(versions) == 1:
             (content,) = versions
-            numbers = np.array([schema.places[name] for name in names], dtype=np.int64)
             # What is both listed and coded, or listed several times, is sorted as versions are.
             stated, counts = content.numbers
             alone = np.intersect1d(numbers, stated[counts == 1])
@@ -368,11 +361,10 @@ class DeviceWeights(LiveWeights):
             patches = gaps.patches.joined(decoded.patches())
             change.add(self._exchanges(patches, gaps.starts, keep_old=keep_old))
             del decoded
-            done = set(patches.names)
-            names = [name for name in names if name not in done]
+            numbers = np.setdiff1d(numbers, patches.numbers)
         # Only what is written is kept of a part, and not what says so.
-        merger = Merger(schema, self._boxes, base, self.gathered, self.device)
-        for patches, _memory in merger.merged(versions, names, self._room()):
+        merger = Merger(schema, self._served, base, self.gathered, self._transfers, self.device)
+        for patches, _memory in merger.merged(versions, numbers, self._room()):
             change.add(self._exchanges(patches, None, keep_old=keep_old))
         return change
 

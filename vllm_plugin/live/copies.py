@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from patchstore.bucket.records import TensorSpec
@@ -32,6 +33,8 @@ _APART = 64
 """Bytes between two parts of a file that are brought together."""
 
 logger = logging.getLogger(__name__)
+
+Array = npt.NDArray[Any]
 
 PIECE = 1 << 23
 """Elements that are digested at a time. Bounds what a device needs beside the weights: about 0.5 GB, as
@@ -169,6 +172,25 @@ class Transfers:
                 each.result()
 
         return wait
+
+    def bring(self, addresses: Array, sizes: Array, block: torch.Tensor, places: Array) -> None:
+        """Copy memory of the host, which the caller keeps, to a block, uint8, on the device; wait for it.
+
+        Takes int64 [num] each: where what is copied lies, how many bytes, and where in the block it goes.
+        What lies side by side in both is copied at once.
+        """
+        is_next = (addresses[1:] == addresses[:-1] + sizes[:-1]) & (places[1:] == places[:-1] + sizes[:-1])
+        begins = np.flatnonzero(np.concatenate([[len(addresses) > 0], ~is_next]))
+        runs = np.stack([addresses[begins], np.add.reduceat(sizes, begins), places[begins]], axis=1)
+
+        def one(address: int, size: int, place: int, lane: Lane) -> None:
+            lane.write(memory_of(address, size), block[place : place + size])
+
+        self.run(
+            partial(one, address + at, min(BLOCK_BYTES, size - at), place + at)
+            for address, size, place in runs.tolist()
+            for at in range(0, size, BLOCK_BYTES)
+        )
 
 
 def scatter(given: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
