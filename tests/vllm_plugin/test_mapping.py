@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import permutations
 
+import numpy as np
 import pytest
 import torch
 
 from patchstore.bucket.records import Schema, TensorSpec
 from patchstore.errors import StateMismatch
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.map.mapping import RankSlices, WeightMap, share
+from vllm_plugin.map.mapping import RankSlices, SliceSums, WeightMap, share
 from vllm_plugin.map.provenance import Runtime, Trace
 from vllm_plugin.map.regions import Region, View
 
@@ -129,24 +130,39 @@ def test_a_stage_of_a_pipeline_in_float32_is_no_exception_among_what_other_stage
     assert (last.wider, last.widened_apart) == ({"v", "w"}, "")
 
 
+def told(mapped: WeightMap, *slices: tuple[str, View, Sums]) -> SliceSums:
+    numbers = [mapped.number(name, view) for name, view, _ in slices]
+    sums = np.array([each for _, _, each in slices], dtype=np.uint64).reshape(-1, 2)
+    return SliceSums(np.array(numbers, dtype=np.int64), sums)
+
+
+def total(mapped: WeightMap, *every: SliceSums) -> dict[str, Sums]:
+    sums, is_told = mapped.total(every)
+    return {
+        spec.name: Sums(*each)
+        for spec, each, is_one in zip(mapped.schema.tensors, sums.tolist(), is_told, strict=True)
+        if is_one
+    }
+
+
 def test_each_slice_is_added_once_however_many_ranks_hold_it():
     mapped = agreed(*(traced({"u": (0, view), "v": (1, WHOLE)}) for view in (UPPER, LOWER)))[0]
-    slice_sums = [
-        {"u": [(UPPER, Sums(1, 10))], "v": [(WHOLE, Sums(5, 50))]},
-        {"u": [(LOWER, Sums(2**64 - 1, 20))], "v": [(WHOLE, Sums(5, 50))]},
-    ]
-    assert mapped.total(slice_sums) == {"u": Sums(0, 30), "v": Sums(5, 50)}
-    assert mapped.total(slice_sums) == mapped.total(slice_sums[::-1])
+    one = told(mapped, ("u", UPPER, Sums(1, 10)), ("v", WHOLE, Sums(5, 50)))
+    other = told(mapped, ("u", LOWER, Sums(2**64 - 1, 20)), ("v", WHOLE, Sums(5, 50)))
+    assert total(mapped, one, other) == {"u": Sums(0, 30), "v": Sums(5, 50)}
+    assert total(mapped, one, other) == total(mapped, other, one)
+    assert total(mapped, told(mapped)) == {}
 
 
 def test_copies_that_differ_are_refused_within_a_rank_and_between_ranks():
     mapped = agreed(traced({"u": (0, WHOLE)}), traced({"u": (0, WHOLE)}))[0]
-    one, other = (WHOLE, Sums(1, 10)), (WHOLE, Sums(1, 11))
-    for slice_sums in ([{"u": [one]}, {"u": [other]}], [{"u": [one, other]}, {}]):
+    one, other = ("u", WHOLE, Sums(1, 10)), ("u", WHOLE, Sums(1, 11))
+    for every in ([told(mapped, one), told(mapped, other)], [told(mapped, one, other), told(mapped)]):
         with pytest.raises(StateMismatch, match="'u'"):
-            mapped.total(slice_sums)
+            mapped.total(every)
 
 
 def test_names_of_which_a_part_is_missing_are_not_added_up():
     mapped = agreed(traced({"u": (0, UPPER), "v": (1, WHOLE)}))[0]
-    assert mapped.total([{"u": [(UPPER, Sums(1, 1))], "v": [(WHOLE, Sums(2, 2))]}]) == {"v": Sums(2, 2)}
+    slices = ("u", UPPER, Sums(1, 1)), ("v", WHOLE, Sums(2, 2))
+    assert total(mapped, told(mapped, *slices)) == {"v": Sums(2, 2)}

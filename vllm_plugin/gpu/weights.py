@@ -25,7 +25,6 @@ from patchstore.kernels.segments import Column, Kind
 from patchstore.read.deltas import Deltas
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, unsigned
 from patchstore.tensors.columns import ramps
-from patchstore.tensors.state_digest import Sums
 from vllm_plugin.gpu.decode import (
     Patches,
     Places,
@@ -40,7 +39,7 @@ from vllm_plugin.gpu.merge import Merger
 from vllm_plugin.gpu.upload import send, tables_on
 from vllm_plugin.live.weights import BROUGHT_BYTES, LiveWeights, StagedWrite
 from vllm_plugin.map.mapping import SliceSums, StagedSums, WeightMap
-from vllm_plugin.map.regions import Region, View
+from vllm_plugin.map.regions import Region
 
 Array = npt.NDArray[Any]
 
@@ -49,7 +48,6 @@ class Segment(NamedTuple):
     """One region of one name."""
 
     name: str
-    source: View
     number: int
     """See `WeightMap.number`."""
     kind: Kind
@@ -159,7 +157,7 @@ class DeviceWeights(LiveWeights):
     """Of the same."""
     _served: Places
     """Of names that can be decoded from what is served."""
-    _all: Sequence[tuple[Sequence[Segment], Kind, torch.Tensor, torch.Tensor]] | None
+    _all: Sequence[tuple[Array, Kind, torch.Tensor, torch.Tensor]] | None
     """What it takes to digest everything, made once."""
     _target: torch.dtype
 
@@ -245,7 +243,6 @@ class DeviceWeights(LiveWeights):
         dims = () if is_run else (*source.shape, *source.strides, *target.strides)
         return Segment(
             name=spec.name,
-            source=source,
             number=self.map.number(spec.name, source),
             kind=kind,
             row=(address, source.offset, source.end, target.offset, *dims),
@@ -263,18 +260,20 @@ class DeviceWeights(LiveWeights):
         if is_all:
             self._all = tables
         results = [digest.digest(kind, table, jobs) for _, kind, table, jobs in tables]
-        slice_sums: dict[str, list[tuple[View, Sums]]] = {}
-        for (segments, _, _, _), sums in zip(tables, results, strict=True):
-            for each, (first, second, strange) in zip(segments, sums.tolist(), strict=True):
-                slice_sums.setdefault(each.name, []).append((each.source, _sums(first, second, strange)))
-        return slice_sums
+        nothing = torch.zeros(0, 3, dtype=torch.int64, device=self.device)
+        columns = torch.cat([nothing, *results]).cpu().numpy().view(np.uint64)
+        sums = columns[:, :2].copy()
+        # An element that no checkpoint holds must match none.
+        sums[:, 0] += columns[:, 2] > 0
+        return SliceSums(np.concatenate([np.zeros(0, dtype=np.int64), *(each for each, *_ in tables)]), sums)
 
     def _blocks(
         self, kind: Kind, segments: Sequence[Segment]
-    ) -> tuple[Sequence[Segment], Kind, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Array, Kind, torch.Tensor, torch.Tensor]:
         rows = [(0, 0, each.num_elements, 0, *each.row) for each in segments]
         jobs = jobs_of(np.array([each.num_elements for each in segments]), BLOCK)
-        return segments, kind, table_on(self.device, rows), table_on(self.device, jobs)
+        slices = np.array([each.number for each in segments], dtype=np.int64)
+        return slices, kind, table_on(self.device, rows), table_on(self.device, jobs)
 
     def _by_kind(self, names: Iterable[str]) -> dict[Kind, list[Segment]]:
         found: dict[Kind, list[Segment]] = {}
@@ -440,8 +439,3 @@ def _first_wrong(change: Exchanges, found: Sequence[torch.Tensor]) -> str | None
         if segment != kernels.NONE:
             return segments[segment].name
     return None
-
-
-def _sums(first: int, second: int, num_strange: int) -> Sums:
-    # An element that no checkpoint holds must match none.
-    return Sums(first % 2**64, second % 2**64).plus(Sums(1 if num_strange else 0, 0))

@@ -15,11 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from patchstore.apply.update import ReadGate
 from patchstore.bucket.records import Manifest, Plan
-from patchstore.bucket.state_sums import SumsArray, differing
+from patchstore.bucket.state_sums import SumsArray
 from patchstore.errors import (
     CorruptObject,
     HalfApplied,
@@ -175,14 +177,16 @@ class RankWeights:
         while at < len(tensors) and spent < num_elements:
             spent += sum(region.num_elements for _, region in mapped.regions.get(tensors[at].name, ()))
             at += 1
-        sums = self.live.slice_sums([spec.name for spec in tensors[first:at]])
+        told = self.live.slice_sums([spec.name for spec in tensors[first:at]])
+        sums: dict[str, list[Any]] = {}
+        for number, each in zip(told.slices.tolist(), told.sums.tolist(), strict=True):
+            name, view = mapped.slices[number]
+            if name in mapped.proved:
+                place = [view.offset, *view.shape, *view.strides]
+                sums.setdefault(name, []).append([place, Sums(*each).hex()])
         return {
             "next": at if at < len(tensors) else None,
-            "sums": {
-                name: [[[view.offset, *view.shape, *view.strides], each.hex()] for view, each in slices]
-                for name, slices in sums.items()
-                if name in mapped.proved
-            },
+            "sums": sums,
             "computed": sorted(mapped.computed),
             "unverified": sorted(mapped.partial | mapped.absent),
         }
@@ -190,10 +194,12 @@ class RankWeights:
     def find(self, slice_sums: Sequence[SliceSums]) -> int | None:
         """Return the version that all ranks together serve, or None."""
         try:
-            sums = self.map.total(slice_sums)
+            total, is_told = self.map.total(slice_sums)
         except StateMismatch as exc:
             logger.warning("these weights are no version of the run: %s", exc)
             return None
+        every = zip(self._schema.tensors, total.tolist(), is_told.tolist(), strict=True)
+        sums = {spec.name: Sums(*each) for spec, each, is_one in every if is_one}
         # What is served for a name that has no tensor of its own is known too.
         sums |= {name: sums[other] for name, other in self.live.dropped.items() if other in sums}
         found = find_version(self._run, sums, self.cache)
@@ -253,7 +259,8 @@ class RankWeights:
     def check_served(self, slice_sums: Sequence[SliceSums], version: int) -> None:
         """Check that all ranks together still serve the held version."""
         assert self._recorded is not None
-        if wrong := differing(self._schema, self.map.total(slice_sums), self._recorded):
+        sums, is_told = self.map.total(slice_sums)
+        if wrong := self._named_of(is_told & (sums != self._recorded).any(axis=1)):
             raise StateMismatch(
                 f"{len(wrong)} tensors of the live weights are no longer those of version {version}, "
                 f"such as {wrong[0]!r}: something else wrote to them; the next update starts from an anchor"
@@ -414,11 +421,10 @@ class RankWeights:
         assert self._recorded is not None
         sums = self._recorded + self.map.sum_staged(told)
         wrong = (sums != staged.recorded).any(axis=1) & self.map.is_proved
-        if wrong.any():
-            names = [self._schema.tensors[i].name for i in wrong.nonzero()[0][:3]]
+        if names := self._named_of(wrong):
             raise StateMismatch(
                 f"these weights and what was published do not come to version {staged.manifest.version}: "
-                f"{int(wrong.sum())} tensors differ: {', '.join(names)}"
+                f"{len(names)} tensors differ: {', '.join(names[:3])}"
             )
 
     def check(self, staged: Staged) -> None:
@@ -449,12 +455,12 @@ class RankWeights:
 
     def verify_written(self, staged: Staged, slice_sums: Sequence[SliceSums]) -> None:
         """Check that all ranks together serve the version that was written."""
-        mapped = self.map
-        sums = mapped.total(slice_sums) | {
-            name: state_digest.of_tensor(each) for name, each in staged.computed.items()
-        }
-        unknown = {spec.name for spec in self._schema.tensors} - mapped.partial - mapped.absent - sums.keys()
-        if wrong := sorted(unknown) + differing(self._schema, sums, staged.recorded):
+        sums, is_told = self.map.total(slice_sums)
+        for name, each in staged.computed.items():
+            place = self._schema.places[name]
+            sums[place], is_told[place] = state_digest.of_tensor(each), True
+        is_wrong = self.map.is_proved & ~is_told | is_told & (sums != staged.recorded).any(axis=1)
+        if wrong := self._named_of(is_wrong):
             raise StateMismatch(
                 f"the live weights are not version {staged.manifest.version}, which was written: "
                 f"{len(wrong)} tensors differ: {', '.join(wrong[:3])}"
@@ -481,6 +487,10 @@ class RankWeights:
             self._background.submit(staged.release)
         except RuntimeError:  # The thread was shut down.
             staged.release()
+
+    def _named_of(self, some: npt.NDArray[np.bool_]) -> list[str]:
+        """Return the names of some tensors, in the schema's order."""
+        return [self._schema.tensors[place].name for place in some.nonzero()[0]]
 
     def _named(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The same tensors under all their names, tied ones too."""

@@ -52,7 +52,7 @@ from vllm_plugin.map.mapping import (
     numbers,
 )
 from vllm_plugin.map.provenance import within
-from vllm_plugin.map.regions import Region, View, locate, pieces, positions
+from vllm_plugin.map.regions import Region, locate, pieces, positions
 
 NUM_SAMPLES = 64
 """Elements of each tensor that are compared with the checkpoint when a map is new."""
@@ -202,12 +202,12 @@ class LiveWeights:
     def slice_sums(self, names: Iterable[str]) -> SliceSums:
         """Digest what this rank holds of these names; those that are calculated are left out."""
         specs = self.map.schema.by_name()
-        found: dict[str, list[tuple[View, Sums]]] = {}
-        for name in names:
-            for index, region in self.map.regions.get(name, ()):
-                sums = self._sums(specs[name], index, region)
-                found.setdefault(name, []).append((region.source, sums))
-        return found
+        held = [(name, *each) for name in names for each in self.map.regions.get(name, ())]
+        sums = [self._sums(specs[name], index, region) for name, index, region in held]
+        return SliceSums(
+            np.array([self.map.number(name, region.source) for name, _, region in held], dtype=np.int64),
+            np.array(sums, dtype=np.uint64).reshape(-1, 2),
+        )
 
     def _sums(self, spec: TensorSpec, index: int, region: Region) -> Sums:
         flat, total = self._flat(index), Sums()

@@ -22,9 +22,6 @@ from patchstore.tensors.state_digest import Sums
 from vllm_plugin.map.provenance import Trace, joined
 from vllm_plugin.map.regions import Region, View, boxed, contiguous_strides, indices, overlap
 
-SliceSums = Mapping[str, Sequence[tuple[View, Sums]]]
-"""What a rank says of its weights: per name, the digest sums of each slice that it holds."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSlices:
@@ -37,14 +34,22 @@ class RankSlices:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StagedSums:
-    """What a rank says of a change: digest sums of the elements that it replaces, by slice.
+class SliceSums:
+    """What a rank says of its weights: the digest sums of each slice that it holds.
 
     Arrays, as ranks tell each other while generation waits, of 18,867 names in a model that has so many.
     """
 
     slices: np.ndarray[Any, np.dtype[np.int64]]
-    """[num], as `WeightMap.number` counts them."""
+    """[num], as `WeightMap.number` counts them; one that is held twice is there twice."""
+    sums: SumsArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedSums:
+    """What a rank says of a change, as `SliceSums`: digest sums of the elements that it replaces."""
+
+    slices: np.ndarray[Any, np.dtype[np.int64]]
     before: SumsArray
     after: SumsArray
 
@@ -114,6 +119,8 @@ class WeightMap:
         positions = {spec.name: i for i, spec in enumerate(schema.tensors)}
         keys = [(name, view) for name in sorted(copied) for view in sorted(slices[name])]
         keys += [(name, View.contiguous(specs[name].shape)) for name in sorted(self.computed)]
+        self.slices: Sequence[tuple[str, View]] = keys
+        """The slices of all ranks, by number."""
         self._numbers = {key: number for number, key in enumerate(keys)}
         self._owners = np.array([positions[name] for name, _ in keys], dtype=np.int64)
         """Of each slice, the tensor of the schema."""
@@ -130,20 +137,39 @@ class WeightMap:
 
         Returns how much the sums grow, modulo 2**64; meaningless where `is_proved` is false.
         """
-        claimed = np.zeros((len(self._owners), 4), dtype=np.uint64)
-        seen = np.zeros(len(self._owners), dtype=np.bool_)
-        for each in changes:
-            sums = np.concatenate([each.before, each.after], axis=1)
-            is_new = ~seen[each.slices]
-            claimed[each.slices[is_new]] = sums[is_new]
-            seen[each.slices] = True
-            differ = (claimed[each.slices] != sums).any(axis=1) & self.is_proved[self._owners[each.slices]]
-            if differ.any():
-                name = self.schema.tensors[self._owners[each.slices[differ][0]]].name
-                raise StateMismatch(f"copies of {name!r} in this server differ from each other")
+        both = [(each.slices, np.concatenate([each.before, each.after], axis=1)) for each in changes]
+        claimed, _ = self._claimed(both, 4)
         growth = np.zeros((len(self.schema.tensors), 2), dtype=np.uint64)
         np.add.at(growth, self._owners, claimed[:, 2:] - claimed[:, :2])
         return growth
+
+    def total(self, told: Sequence[SliceSums]) -> tuple[SumsArray, npt.NDArray[np.bool_]]:
+        """Add up what all ranks claim of each tensor of the schema, each slice once.
+
+        Returns the sums, and which of them mean anything: those of tensors that were told, and `is_proved`.
+        """
+        claimed, is_told = self._claimed([(each.slices, each.sums) for each in told], 2)
+        sums = np.zeros((len(self.schema.tensors), 2), dtype=np.uint64)
+        np.add.at(sums, self._owners, claimed)
+        told_of = np.zeros(len(sums), dtype=np.bool_)
+        told_of[self._owners[is_told]] = True
+        return sums, told_of & self.is_proved
+
+    def _claimed(
+        self, told: Sequence[tuple[np.ndarray[Any, np.dtype[np.int64]], SumsArray]], width: int
+    ) -> tuple[SumsArray, npt.NDArray[np.bool_]]:
+        """Return what is said of each slice, zeros where nothing is, and whether anything is."""
+        claimed = np.zeros((len(self._owners), width), dtype=np.uint64)
+        seen = np.zeros(len(self._owners), dtype=np.bool_)
+        for slices, sums in told:
+            is_new = ~seen[slices]
+            claimed[slices[is_new]] = sums[is_new]
+            seen[slices] = True
+            differ = (claimed[slices] != sums).any(axis=1) & self.is_proved[self._owners[slices]]
+            if differ.any():
+                name = self.schema.tensors[self._owners[slices[differ][0]]].name
+                raise StateMismatch(f"copies of {name!r} in this server differ from each other")
+        return claimed, seen
 
     def _wider(self) -> Iterator[tuple[str, bool]]:
         """Yield each name that this rank serves, and whether it does so in more bits than the run stores."""
@@ -181,21 +207,6 @@ class WeightMap:
     def _written(self, trace: Trace, group: frozenset[str]) -> set[int]:
         indices = {index for names, written in trace.computed if names & group for index in written}
         return indices | {index for name in group for index, _ in trace.regions.get(name, ())}
-
-    def total(self, slice_sums: Sequence[SliceSums]) -> dict[str, Sums]:
-        """Add up what all ranks claim of each name that can be proved, each slice once."""
-        totals: dict[str, Sums] = {}
-        for name in sorted({name for each in slice_sums for name in each} - self.partial):
-            slices: dict[View, Sums] = {}
-            for each in slice_sums:
-                for view, sums in each.get(name, ()):
-                    if slices.setdefault(view, sums) != sums:
-                        raise StateMismatch(f"copies of {name!r} in this server differ from each other")
-            total = Sums()
-            for sums in slices.values():
-                total = total.plus(sums)
-            totals[name] = total
-        return totals
 
 
 def share(trace: Trace) -> RankSlices:
