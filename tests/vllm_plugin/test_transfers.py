@@ -83,9 +83,9 @@ def test_memory_that_lies_side_by_side_goes_to_a_block_in_one_copy(monkeypatch: 
     places = sizes.cumsum() - sizes + np.array([0, 0, 0, 0, 56, 100, 100, 100])
     block = torch.full((len(given),), 77, dtype=torch.uint8, device=DEVICE)
     transfers, jobs = Transfers(DEVICE), list[Job]()
-    run = transfers.run
-    monkeypatch.setattr(transfers, "run", lambda some: run(jobs.extend(some) or jobs))
-    transfers.bring(given.ctypes.data + starts, sizes, block, places)
+    begin = transfers.begin
+    monkeypatch.setattr(transfers, "begin", lambda some: begin(jobs.extend(some) or jobs))
+    transfers.bring(given.ctypes.data + starts, sizes, block, places)()
     expected = np.full_like(given, 77)
     for start, size, place in zip(starts, sizes, places, strict=True):
         expected[place : place + size] = given[start : start + size]
@@ -96,7 +96,7 @@ def test_memory_that_lies_side_by_side_goes_to_a_block_in_one_copy(monkeypatch: 
 def test_nothing_to_do_takes_nothing() -> None:
     Transfers(DEVICE).run([])
     nothing = np.zeros(0, dtype=np.int64)
-    Transfers(DEVICE).bring(nothing, nothing, torch.empty(0, dtype=torch.uint8, device=DEVICE), nothing)
+    Transfers(DEVICE).bring(nothing, nothing, torch.empty(0, dtype=torch.uint8, device=DEVICE), nothing)()
 
 
 def test_what_is_begun_has_ended_when_it_was_waited_for() -> None:

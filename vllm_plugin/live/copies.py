@@ -173,8 +173,10 @@ class Transfers:
 
         return wait
 
-    def bring(self, addresses: Array, sizes: Array, block: torch.Tensor, places: Array) -> None:
-        """Copy memory of the host, which the caller keeps, to a block, uint8, on the device; wait for it.
+    def bring(
+        self, addresses: Array, sizes: Array, block: torch.Tensor, places: Array
+    ) -> Callable[[], object]:
+        """`begin` to copy memory of the host, which the caller keeps, to a block, uint8, on the device.
 
         Takes int64 [num] each: where what is copied lies, how many bytes, and where in the block it goes.
         What lies side by side in both is copied at once.
@@ -186,7 +188,7 @@ class Transfers:
         def one(address: int, size: int, place: int, lane: Lane) -> None:
             lane.write(memory_of(address, size), block[place : place + size])
 
-        self.run(
+        return self.begin(
             partial(one, address + at, min(BLOCK_BYTES, size - at), place + at)
             for address, size, place in runs.tolist()
             for at in range(0, size, BLOCK_BYTES)

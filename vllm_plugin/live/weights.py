@@ -4,7 +4,7 @@ Addresses never change: captured CUDA graphs read from them. Bits are moved, nev
 """
 
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -237,10 +237,14 @@ class LiveWeights:
         Tensors are a checkpoint's, contiguous, on the CPU.
         """
         specs, found = self.map.schema.by_name(), list[Piece]()
+        # Many tensors may be in one memory, as experts are.
+        flats: dict[int, torch.Tensor] = {}
         for name in sorted(tensors):
             source = bits(tensors[name])
             for index, region in self.map.regions.get(name, ()):
-                flat = self._flat(index)
+                if index not in flats:
+                    flats[index] = self._flat(index)
+                flat = flats[index]
                 for part in pieces(region, BLOCK_BYTES // source.element_size()):
                     first = source.storage_offset() + part.source.offset
                     given = source.as_strided(part.source.shape, part.source.strides, first)
@@ -464,55 +468,48 @@ class LiveWeights:
         self.models.load(self.map.schema, tensors, self._handed)
 
     def _handed(self, tensors: Mapping[str, torch.Tensor]) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield copies of tensors for a loader. Some are brought to the device while it reads those before.
+        """Yield copies of contiguous tensors for a loader. Some are brought to the device ahead of it.
 
         Generation waits for it, and from other memory than pinned one it copies at a tenth of the bus's
         speed. What is calculated stays on the CPU, as devices may round otherwise. Takes `spare_bytes` of
-        the device's memory beside the last tensor; a loader that keeps all leaves half as much free.
+        the device's memory beside the last tensor; a loader that keeps all leaves an eighth as much free.
         """
-        room, tied = self.spare_bytes(), self.map.schema.tied
-        is_near = [
-            tied.get(name, name) not in self.map.computed and each.nbytes <= room
-            for name, each in tensors.items()
-        ]
-        sizes = [each.nbytes if near else 0 for each, near in zip(tensors.values(), is_near, strict=True)]
-        every = [*zip(tensors.items(), is_near, strict=True)]
+        room, tied, computed = self.spare_bytes(), self.map.schema.tied, self.map.computed
+        named = [*tensors.items()]
+        is_far = [tied.get(name, name) in computed or each.nbytes > room for name, each in named]
+        sizes = [0 if far else each.nbytes for (_, each), far in zip(named, is_far, strict=True)]
         parts = [slice(*each) for each in runs([0] * len(sizes), sizes, room // 4)]
         ahead: _Brought | None = None
         try:
             for part, following in zip_longest(parts, parts[1:]):
-                brought, wait = ahead or self._bring(every[part], room)
+                brought = ahead or self._bring(named[part], sizes[part], room)
                 ahead = None
-                wait()
+                brought.wait()
                 if following and sum(sizes[part]) + sum(sizes[following]) <= room:
-                    ahead = self._bring(every[following], room)
-                while brought:
-                    name, given, made = brought.popleft()
-                    yield name, given.clone() if made is None else made
-                    del made
+                    ahead = self._bring(named[following], sizes[following], room)
+                yield from brought.handed()
+                del brought
         finally:
             if ahead is not None:
                 ahead.wait()
 
-    def _bring(self, wanted: Iterable[tuple[tuple[str, torch.Tensor], bool]], room: int) -> "_Brought":
-        """Begin to copy tensors to the device, those that are to be there, while it has half of `room`."""
-        specs, tied = self.map.schema.by_name(), self.map.schema.tied
-        found = _Brought(deque(), bool)
-        has_room, copied = 4 * self.spare_bytes() >= room, list[Piece]()
-        for (name, given), is_near in wanted:
-            made = None
-            if is_near and has_room:
-                try:
-                    made = torch.empty_like(given, device=self.device)
-                except torch.OutOfMemoryError:  # Another process was faster.
-                    has_room = False
-            if made is not None:
-                spec, step = specs[tied.get(name, name)], BLOCK_BYTES // given.element_size()
-                both = zip(torch.split(bits(given), step), torch.split(bits(made), step), strict=True)
-                copied += [Piece(spec, *each) for each in both]
-            found.tensors.append((name, given, made))
-        jobs = (partial(self._write, each) for some in batched(copied) for each in some)
-        return found._replace(wait=self._transfers.begin(jobs))
+    def _bring(
+        self, named: Sequence[tuple[str, torch.Tensor]], sizes: Sequence[int], room: int
+    ) -> "_Brought":
+        """Begin to copy tensors to the device, so many bytes of each; none unless half of `room` is free."""
+        num_bytes = np.array(sizes, dtype=np.int64)
+        ends = (-(-num_bytes // _ALIGNMENT) * _ALIGNMENT).cumsum()
+        try:
+            has_room = 4 * self.spare_bytes() >= room
+            block = torch.empty(int(ends[-1]) if has_room else 0, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError:  # Another process was faster.
+            block = torch.empty(0, dtype=torch.uint8, device=self.device)
+        if not len(block):
+            return _Brought(named, [0] * len(named), sizes, block, bool)
+        addresses = np.array([each.data_ptr() for _, each in named], dtype=np.int64)
+        places = np.append(0, ends[:-1])
+        wait = self._transfers.bring(addresses, num_bytes, block, places)
+        return _Brought(named, sizes, places.tolist(), block, wait)
 
     def wait(self) -> None:
         """Let what was written arrive, or raise what went wrong with it, while it can still be undone."""
@@ -554,12 +551,27 @@ class LiveWeights:
 
 
 class _Brought(NamedTuple):
-    """Tensors for a loader that are on their way to the device."""
+    """Tensors for a loader, some of them on their way to the device."""
 
-    tensors: deque[tuple[str, torch.Tensor, torch.Tensor | None]]
-    """Name, what is given, and its copy; None for one that stays on the CPU."""
+    named: Sequence[tuple[str, torch.Tensor]]
+    """On the CPU."""
+    sizes: Sequence[int]
+    """Bytes of each, 0 for those that stay there."""
+    places: Sequence[int]
+    """Where they begin in the block."""
+    block: torch.Tensor
+    """uint8, on the device."""
     wait: Callable[[], object]
-    """Until then the copies must stay; see `Transfers.begin`."""
+    """Until then the block must stay; see `Transfers.begin`."""
+
+    def handed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield copies, which a loader may write to and keep, without the rest of the block."""
+        for (name, given), size, place in zip(self.named, self.sizes, self.places, strict=True):
+            if size:
+                made = self.block[place : place + size].view(given.dtype).view(given.shape)
+                yield name, made if len(self.named) == 1 else made.clone()
+            else:
+                yield name, given.clone()
 
 
 class _Slot(NamedTuple):
