@@ -17,7 +17,7 @@ from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, index_dtype
 from tests.support.interpreted import DEVICE, kernels
 from tests.support.stated import content_of, with_bridges
 from vllm_plugin.live import copies
-from vllm_plugin.live.copies import Batch, Comparison, Job
+from vllm_plugin.live.copies import Batch, Comparison, Job, Transfers
 from vllm_plugin.live.weights import LiveWeights, StagedWrite
 
 pytestmark = pytest.mark.timeout(1200)
@@ -257,7 +257,7 @@ def test_of_several_versions_the_last_value_of_an_element_counts(plain, fast, mo
 @pytest.mark.parametrize("at_a_time", [20, 2000])
 def test_versions_after_an_anchor_are_merged_with_it(plain, fast, model, monkeypatch, at_a_time):
     monkeypatch.setattr(kernels("vllm_plugin.gpu.merge"), "MERGED", at_a_time)
-    monkeypatch.setattr(kernels("vllm_plugin.gpu.merge"), "_COMPARED", 900)
+    monkeypatch.setattr(kernels("vllm_plugin.gpu.merge"), "COMPARED", 900)
     before, names, anchor = model.state(), sorted(plain.map.regions), in_one_file()
     deltas = Stored(patches(0.3), patches(0.5))
     expected = plain.stage_deltas(deltas, names, anchor, keep_old=False)
@@ -379,18 +379,19 @@ def test_pieces_are_written_wherever_they_wait(fast, model, limit, monkeypatch):
 class Late:
     """Copies nothing before it is waited for."""
 
-    def __init__(self, live: LiveWeights, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._begin = live._transfers.begin
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_begun = self.num_ended = 0
-        monkeypatch.setattr(live._transfers, "begin", self.begin)
+        begin = Transfers.begin
 
-    def begin(self, jobs: Iterable[Job]) -> Callable[[], None]:
-        self.num_begun += 1
-        return partial(self._end, list(jobs))
+        def late(transfers: Transfers, jobs: Iterable[Job]) -> Callable[[], None]:
+            self.num_begun += 1
+            return partial(end, transfers, list(jobs))
 
-    def _end(self, jobs: list[Job]) -> None:
-        self._begin(jobs)()
-        self.num_ended += 1
+        def end(transfers: Transfers, jobs: list[Job]) -> None:
+            begin(transfers, jobs)()
+            self.num_ended += 1
+
+        monkeypatch.setattr(Transfers, "begin", late)
 
 
 @pytest.mark.parametrize(("limit", "is_kept"), [(0, False), (3000, True), (200_000, False), (1 << 20, True)])
@@ -400,7 +401,7 @@ def test_a_loader_is_handed_copies_that_have_arrived(fast, model, limit, is_kept
     fast.models.load(SCHEMA, checkpoint)
     expected, given = model.state(), {name: bits(each).clone() for name, each in checkpoint.items()}
     fast.models.load(SCHEMA, {name: torch.zeros_like(each) for name, each in checkpoint.items()})
-    load_weights, late, handed = model.load_weights, Late(fast, monkeypatch), dict[str, torch.Tensor]()
+    load_weights, late, handed = model.load_weights, Late(monkeypatch), dict[str, torch.Tensor]()
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in list(weights) if is_kept else weights:
@@ -418,20 +419,20 @@ def test_a_loader_is_handed_copies_that_have_arrived(fast, model, limit, is_kept
     assert (late.num_begun > 1) == (limit > 0)
 
 
-def brought_by(live: LiveWeights, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def brought_from_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Will have the bytes of every tensor that is brought to the device."""
-    bring, found = live._transfers.bring, list[int]()
+    bring, found = Transfers.bring, list[int]()
 
-    def noted(addresses: Any, sizes: Any, *args: Any) -> Callable[[], object]:
+    def noted(transfers: Transfers, addresses: Any, sizes: Any, *args: Any) -> Callable[[], object]:
         found.extend(size for size in sizes.tolist() if size)
-        return bring(addresses, sizes, *args)
+        return bring(transfers, addresses, sizes, *args)
 
-    monkeypatch.setattr(live._transfers, "bring", noted)
+    monkeypatch.setattr(Transfers, "bring", noted)
     return found
 
 
 def test_what_is_calculated_is_handed_to_a_loader_on_the_cpu(fast, monkeypatch):
-    checkpoint, brought = in_one_file(), brought_by(fast, monkeypatch)
+    checkpoint, brought = in_one_file(), brought_from_here(monkeypatch)
     fast.map.computed = frozenset({"long"})
     fast.load(checkpoint)
     others = [each.nbytes for name, each in checkpoint.items() if name not in {"long", "empty"}]
@@ -439,7 +440,7 @@ def test_what_is_calculated_is_handed_to_a_loader_on_the_cpu(fast, monkeypatch):
 
 
 def test_a_loader_that_keeps_all_leaves_room_on_the_device(fast, model, monkeypatch):
-    checkpoint, load_weights, brought = in_one_file(), model.load_weights, brought_by(fast, monkeypatch)
+    checkpoint, load_weights, brought = in_one_file(), model.load_weights, brought_from_here(monkeypatch)
     room = checkpoint["long"].nbytes + 20_000
     monkeypatch.setattr(type(fast), "spare_bytes", lambda _: room - sum(brought))
     model.load_weights = lambda weights: load_weights(list(weights))
@@ -450,7 +451,7 @@ def test_a_loader_that_keeps_all_leaves_room_on_the_device(fast, model, monkeypa
 
 
 def test_copies_for_a_loader_that_fails_are_waited_for(fast, model, monkeypatch):
-    checkpoint, late, before = in_one_file(), Late(fast, monkeypatch), model.state()
+    checkpoint, late, before = in_one_file(), Late(monkeypatch), model.state()
     monkeypatch.setattr(kernels("vllm_plugin.gpu.weights"), "BROUGHT_BYTES", 200_000)
 
     def fail(weights: Iterable[tuple[str, torch.Tensor]]) -> None:

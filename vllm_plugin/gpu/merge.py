@@ -21,7 +21,7 @@ MERGED = 1 << 25
 A tensor of which they state more is copied and written to: twice the tensor, and changes of one version.
 """
 
-_COMPARED = 4 * PIECE
+COMPARED = 4 * PIECE
 """Elements of such a tensor that are compared with the copy at a time."""
 
 _MERGING_BYTES = 64
@@ -139,9 +139,9 @@ class Merger:
         address, nothing, held = self._addresses[[number]], np.zeros(1, dtype=np.int64), None
         if not address[0]:
             held = bits(self._gathered(self._schema.tensors[number].name))
-        near = torch.empty(_COMPARED * width if held is None else 0, dtype=torch.uint8, device=self._device)
-        for start in range(0, num_elements, _COMPARED):
-            num = min(_COMPARED, num_elements - start)
+        near = torch.empty(COMPARED * width if held is None else 0, dtype=torch.uint8, device=self._device)
+        for start in range(0, num_elements, COMPARED):
+            num = min(COMPARED, num_elements - start)
             if held is None:
                 self._transfers.bring(address + start * width, np.array([num * width]), near, nothing)()
             before = near[: num * width].view(copy.dtype) if held is None else held[start : start + num]
