@@ -58,6 +58,9 @@ def verify(
         str | None,
         typer.Option("--server", metavar="URL", help="Verify the live weights of this server."),
     ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --server: verify what it serves as this adapter.")
+    ] = None,
     server_header: ServerHeader = None,
     option: StorageOption = None,
     as_json: Json = False,
@@ -71,7 +74,14 @@ def verify(
         raise typer.BadParameter("--require-signature is for stores; `patchstore follow` has it for servers")
     if server_header and server is None:
         raise typer.BadParameter("--server-header is of use only with --server")
+    if adapter is not None and (server is None or store is None or version is not None):
+        raise typer.BadParameter("--adapter is of use only with --server and a store, and without a version")
     required = RequiredKeys.of(require_signature or None)
+    if server is not None and store is not None and adapter is not None:
+        _verify_adapter(
+            open_with(store, option), server, adapter, server_headers(server_header), as_json=as_json
+        )
+        return
     if server is not None:
         _verify_server(store, version, server, server_headers(server_header), option, as_json=as_json)
         return
@@ -138,6 +148,21 @@ def _verify_server(
         f"{inference.url} serves version {found.manifest.version}, state "
         f"{output.short(found.manifest.state.total)}: {found.num_verified} tensors verified{unseen}"
     )
+
+
+def _verify_adapter(
+    bucket: Store, server: str, adapter: str, headers: dict[str, str], *, as_json: bool
+) -> None:
+    from patchstore.follow.adapter_server import AdapterServer
+
+    with AdapterServer(server, adapter, bucket, headers=headers) as inference:
+        found = history.read_manifest(bucket, inference.verify(bucket))
+    if as_json:
+        served = {"server": inference.url, "adapter": adapter, "verified": True}
+        output.print_json({**output.summary(found), **served})
+        return
+    state = output.short(found.state.total)
+    output.print_line(f"{inference.url} serves version {found.version} as {adapter}, state {state}: verified")
 
 
 # All versions in one pass, resumable, with one report.

@@ -24,14 +24,15 @@ from patchstore.errors import (
     OtherRun,
     PatchstoreError,
     ServerUnavailable,
+    StateMismatch,
     StoreReplaced,
     UsageError,
 )
 from patchstore.follow.desired import check_kind
-from patchstore.follow.http_client import Http, check_url, json_object, one_line
+from patchstore.follow.http_client import json_object, one_line
 from patchstore.follow.server import UpdateTimings
 from patchstore.follow.settings import DEFAULTS
-from patchstore.follow.vllm_protocol import ADDRESS, NoSuchRoute, ServerStatus, refusal
+from patchstore.follow.vllm_protocol import ADDRESS, Connection, NoSuchRoute, ServerStatus, refusal
 from patchstore.signing.required import Keys, RequiredKeys, checks
 from patchstore.stores import Store, open_store
 from patchstore.support.arguments import version_number
@@ -54,6 +55,10 @@ class _Held:
     version: int
     digest: str
     """The first 16 hex digits of its manifest's digest."""
+    folder: str | None = field(default=None, compare=False)
+    """Where it is on the server's host; None of a version in a store."""
+    number: int | None = field(default=None, compare=False)
+    """What the server's ranks call it."""
 
     def __str__(self) -> str:
         return f"version {self.version} of run {self.run_id} (manifest {self.digest})"
@@ -113,12 +118,13 @@ class AdapterServer:
             )
         if type(keep) is not int or keep < 1:
             raise UsageError(f"a server keeps at least one version, not {keep!r:.80}")
-        self.url, self.adapter = check_url(url), adapter
+        self.adapter = adapter
         self._store = open_store(store) if isinstance(store, str) else store
         self._run_id, self._required_keys = run_id, RequiredKeys.of(required_keys)
         self._num_kept = keep
         self._stop = stop or Event()
-        self._http = Http(self.url, timeout_s=timeout_s, headers=headers, keep_alive=False)
+        self._http = Connection(url, timeout_s=timeout_s, headers=headers)
+        self.url = self._http.url
         self._cards = _Cards()
         """What the server said last."""
         self._chose: _Held | None = None
@@ -162,7 +168,7 @@ class AdapterServer:
             UsageError: `version` is no version's number; the server was not asked.
             Any error of the calls it makes. The server serves the version it did, or this one.
         """
-        wanted = self._wanted(version_number(version))
+        wanted = self._wanted(self._source, version_number(version))
         if status is None:
             self._look()
         self._check_run(wanted)
@@ -194,7 +200,7 @@ class AdapterServer:
         """
         chosen = self._cards.chosen
         if chosen is not None and chosen != self._chose:
-            wanted = self._wanted(chosen.version)
+            wanted = self._wanted(self._source, chosen.version)
             if chosen != wanted:
                 raise StoreReplaced(
                     f"{self.url} serves {chosen}, and {self._source.url} has {wanted}: its objects were "
@@ -210,9 +216,34 @@ class AdapterServer:
             raise UsageError("name the store of the run, from which the server is to load versions")
         return self._store
 
-    def _wanted(self, version: int) -> _Held:
+    def verify(self, store: Store) -> int:
+        """Have each rank compare what it computes with, bit for bit, with the chosen version's folder.
+
+        The folder was proved when it was made. The server needs `VLLM_SERVER_DEV_MODE=1` and the worker
+        extension; of several data-parallel engines one is asked.
+
+        Returns:
+            The version that is served.
+
+        Raises:
+            StateMismatch: a rank computes with other bits, or the version is not the store's.
+        """
+        chosen = self._look().chosen
+        if chosen is None:
+            raise UsageError(f"{self.url} serves no version as {self.adapter}")
+        if chosen != (wanted := self._wanted(store, chosen.version)):
+            raise StateMismatch(f"{self.url} serves {chosen} as {self.adapter}, and {store.url} has {wanted}")
+        ranks = self._http.every_rank("delta_adapter", chosen.number, chosen.folder)
+        differing = sorted({module for rank in ranks for module in rank["differing"]})
+        if differing:
+            raise StateMismatch(
+                f"{self.url} does not serve {chosen} as {self.adapter}, as it says: {len(differing)} modules "
+                f"differ from its folder, such as {', '.join(differing[:3])}; start the server again"
+            )
+        return chosen.version
+
+    def _wanted(self, store: Store, version: int) -> _Held:
         """Read which manifest a version has, as the server must find it too."""
-        store = self._source
         header = history.run_header(store)
         check_kind(store, header, self.adapter)
         manifest, data = history.read_stored(store, version)
@@ -244,18 +275,18 @@ class AdapterServer:
         if not response.is_success and "error" in answer:
             raise refusal(f"GET {self.url}/v1/models", response)
         try:
-            roots = {str(card["id"]): card.get("root") for card in answer["data"]}
-        except (KeyError, TypeError, AttributeError):
+            cards = {str(card["id"]): dict(card) for card in answer["data"]}
+        except (KeyError, TypeError, ValueError):
             said = f"{self.url} answers /v1/models with HTTP {response.status_code}, unlike vLLM; {ADDRESS}"
             raise ServerUnavailable(said) from None
-        root = roots.get(self.adapter)
-        chosen = _held(root)
+        card = cards.get(self.adapter, {})
+        root, chosen = card.get("root"), _held(card)
         if chosen is None and root and not str(root).startswith(_SOURCE):
             raise UsageError(
                 f"{self.url} has the name {self.adapter} for {root!r:.200}, which is no version of a run: "
                 "take another name"
             )
-        found = {name: _held(root) for name, root in roots.items()}
+        found = {name: _held(card) for name, card in cards.items()}
         versions = {
             each.version: each
             for name, each in found.items()
@@ -353,12 +384,19 @@ class AdapterServer:
         self.close()
 
 
-def _held(root: object) -> _Held | None:
-    """Read the folder of an adapter; None if it is no version of a run."""
+def _held(card: Mapping[str, Any]) -> _Held | None:
+    """Read what a server says of an adapter; None if it is no version of a run."""
+    root = card.get("root")
     found = _FOLDER.fullmatch(root) if isinstance(root, str) else None
     if found is None:
         return None
-    return _Held(run_id=found["run_id"], version=int(found["version"]), digest=found["digest"])
+    return _Held(
+        run_id=found["run_id"],
+        version=int(found["version"]),
+        digest=found["digest"],
+        folder=root,
+        number=card.get("lora_int_id"),
+    )
 
 
 def _refusal(call: str, response: httpx.Response) -> PatchstoreError:

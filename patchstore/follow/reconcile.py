@@ -322,14 +322,13 @@ class Reconciler:
         if self.server.keep(status):
             return StepResult(outcome="labelled", version=status.serving, before=status)
         every_s = self._settings.verify_every_s
-        if self._opener is None or every_s is None or time.monotonic() - self._verified_at < every_s:
+        if every_s is None or time.monotonic() - self._verified_at < every_s:
             return StepResult(outcome="nothing", version=status.serving, before=status)
-        # Imports torch, which takes seconds and memory.
-        from patchstore.follow.verify import verify_server
-
         try:
-            verify_server(self.store, self._opener)
+            self.server.verify(self.store)
         except StateMismatch as exc:
+            if self._opener is None:
+                raise
             self._opener.init_weight_transfer(self.store.url, self._settings.storage_options)
             return StepResult(
                 outcome="diverged", version=self.server.status().serving, error=exc, before=status

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from patchstore.bucket.records import Manifest
 from patchstore.follow.vllm_protocol import ServerStatus
+from patchstore.stores.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,13 @@ class Server(Protocol):
 
         Returns:
             Whether answers had another version's label, which was corrected.
+        """
+
+    def verify(self, store: Store) -> int:
+        """Compare the bits that are served with those of the version, and return its number.
+
+        Raises:
+            StateMismatch: they differ.
         """
 
     def release(self) -> bool:

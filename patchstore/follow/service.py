@@ -25,15 +25,11 @@ def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator
         raise UsageError(
             "a floor file is of use only where signatures are required: name the public keys too"
         )
-    of_whole_weights = (settings.pause_mode, settings.prefix_cache, settings.verify_every_s)
-    if settings.adapter is not None and of_whole_weights != (
-        DEFAULTS.pause_mode,
-        DEFAULTS.prefix_cache,
-        DEFAULTS.verify_every_s,
-    ):
+    modes = (settings.pause_mode, settings.prefix_cache)
+    if settings.adapter is not None and modes != (DEFAULTS.pause_mode, DEFAULTS.prefix_cache):
         raise UsageError(
             "a new version of an adapter pauses nothing, and nothing of older ones is reused: leave out "
-            "--pause-mode, --prefix-cache and --verify-every, which are for whole weights"
+            "--pause-mode and --prefix-cache, which are for whole weights"
         )
     if settings.adapter is None and settings.keep != DEFAULTS.keep:
         raise UsageError("--keep is of use only with --adapter")

@@ -37,6 +37,7 @@ from patchstore.follow.vllm_protocol import (
     unlike_vllm,
     version_of,
 )
+from patchstore.stores.base import Store
 from patchstore.support.arguments import version_number
 
 logger = logging.getLogger(__name__)
@@ -370,6 +371,13 @@ class VllmServer:
             return False
         self.set_weight_version(version)
         return True
+
+    def verify(self, store: Store) -> int:
+        """Compare the live weights with the version that is served; see `verify_server`."""
+        # Imports torch, which takes seconds and memory.
+        from patchstore.follow.verify import verify_server
+
+        return verify_server(store, self).manifest.version
 
     def is_paused(self) -> bool:
         """Whether generation is paused, by this client or another."""

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -22,6 +23,7 @@ from patchstore.errors import (
     PatchstoreError,
     RollbackRefused,
     ServerUnavailable,
+    StateMismatch,
     StoreReplaced,
     Unsigned,
     UsageError,
@@ -398,6 +400,61 @@ def test_without_a_store_a_server_can_only_be_asked(stub):
             client.apply(0)
 
 
+# Verification.
+
+
+def test_what_is_served_is_compared_with_the_folder_and_the_store(store, stub, server):
+    with pytest.raises(UsageError, match="serves no version as policy"):
+        server.verify(store)
+    commit(store, 1)
+    server.apply(0)
+    server.apply(1)
+    assert server.verify(store) == 1
+    stub.differing = [[], ["model.b", "model.a"]]
+    with pytest.raises(StateMismatch, match=r"2 modules differ from its folder, such as model\.a, model\.b"):
+        server.verify(store)
+    stub.differing = [[]]
+    replace(store, 1)
+    with pytest.raises(StateMismatch, match="memory://adapter has version 1"):
+        server.verify(store)
+    stub.is_dev = False
+    server.apply(0)
+    with pytest.raises(ServerUnavailable, match="VLLM_SERVER_DEV_MODE=1"):
+        server.verify(store)
+
+
+def test_the_command_verifies_an_adapter(tmp_path: Path, patchstore: Cli) -> None:
+    store = begun(open_store(tmp_path), 1)
+    with serving(AdapterStub(store)) as stub:
+        asked = ("verify", tmp_path, "--server", stub.url, "--adapter", "policy")
+        with AdapterServer(stub.url, "policy", store) as server:
+            server.apply(0)
+        code, out, _ = patchstore(*asked)
+        assert (code, out.startswith(f"{stub.url} serves version 0 as policy, state ")) == (0, True)
+        code, out, _ = patchstore(*asked, "--json")
+        said = json.loads(out)
+        assert (said["version"], said["adapter"], said["verified"]) == (0, "policy", True)
+        stub.differing = [["a"]]
+        code, _, said = patchstore(*asked)
+        assert code != 0 and "1 modules differ" in said
+    for wrong in (asked[:1] + asked[2:], asked[:2] + asked[4:], (*asked[:2], 0, *asked[2:])):
+        assert patchstore(*wrong)[0] == 2
+
+
+def test_a_fleet_verifies_from_time_to_time(store, server, stub, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    follow = Reconciler(store, server, Settings(verify_every_s=10))
+    assert did(follow, 2) == ["applied", "nothing"]
+    now = 10.0
+    assert did(follow, 2) == ["verified", "nothing"]
+    now, stub.differing = 20.0, [["a"]]
+    assert isinstance(failed(follow), StateMismatch)
+    assert did(follow, 1) == ["nothing"]
+    now, stub.differing = 30.0, [[]]
+    assert did(follow, 1) == ["verified"]
+
+
 # Signatures.
 
 
@@ -566,7 +623,6 @@ def test_a_follow_that_was_killed_is_gone_on_with(tmp_path: Path, start: Callabl
     [
         ("--adapter", "policy", "--pause-mode", "abort"),
         ("--adapter", "policy", "--prefix-cache", "keep"),
-        ("--adapter", "policy", "--verify-every", 60),
         ("--adapter", "policy@1"),
         ("--keep", 3),
     ],

@@ -49,6 +49,10 @@ class AdapterStub:
         """Adapters of `--lora-modules`: name -> folder."""
         self.used: set[str] = set()
         """Adapters that running requests use."""
+        self.is_dev = True
+        """It was started with `VLLM_SERVER_DEV_MODE=1`."""
+        self.differing: list[list[str]] = [[]]
+        """Per rank: modules that compute with other bits than the folder has."""
         self.history: list[int] = []
         """The versions that came to be chosen, in order."""
         self.url = ""
@@ -88,7 +92,15 @@ class AdapterStub:
         adapters = {name.partition("@")[0] for name in self.held}
         aliases = {adapter: self.held[self._answering(adapter) or ""] for adapter in adapters}
         cards = {"base": "/models/base"} | self.statics | self.held | aliases
-        return {"object": "list", "data": [{"id": name, "root": root} for name, root in cards.items()]}
+        numbers = {folder: number for number, folder in enumerate(self.held.values(), 1)}
+        data = [{"id": name, "root": root, "lora_int_id": numbers.get(root)} for name, root in cards.items()]
+        return {"object": "list", "data": data}
+
+    def compare(self, method: str, args: list[Any]) -> dict[str, Any]:
+        """What its ranks answer to a collective call."""
+        (number, folder), held = args, [*self.held.values()]
+        assert method == "delta_adapter" and held[number - 1] == folder, (method, args)
+        return {"results": [{"is_held": True, "num_bytes": 8, "differing": each} for each in self.differing]}
 
     def load(self, name: str, path: str, *, load_inplace: bool = False) -> str:
         if not self.has_lora:
@@ -142,6 +154,8 @@ class AdapterStub:
                     said = self.load(body["lora_name"], body["lora_path"], load_inplace=inplace)
                 case "POST", "/v1/unload_lora_adapter" if self.may_update:
                     said = self.unload(body["lora_name"])
+                case "POST", "/collective_rpc" if self.is_dev:
+                    return json_answer(self.compare(body["method"], body["args"]))
                 case _:
                     return json_answer({"detail": "Not Found"}, 404)
         except Refused as exc:
