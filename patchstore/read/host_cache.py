@@ -169,7 +169,7 @@ class HostCache:
         self._max_bytes = max_bytes
         self._uses: Uses | None = None
         with host.asked(f"opening the cache {folder}"):
-            _prepare(folder)
+            own_folder(folder)
             self._evict()
 
     @contextmanager
@@ -196,7 +196,7 @@ class HostCache:
             path = self._folder / wanted.digest.partition(":")[2]
             with host.asked(f"keeping {wanted.size:,} bytes of {wanted.key} in {self._folder}"):
                 # Folders for temporary files are cleaned, this one with them.
-                _prepare(self._folder)
+                own_folder(self._folder)
                 file, uses = self._open(store, wanted, path)
             lent.append((uses, path))
             return file
@@ -306,8 +306,8 @@ class HostCache:
         return found.f_bavail * found.f_frsize if found.f_blocks else float("inf")
 
 
-def _prepare(folder: Path) -> None:
-    """Make a folder, or prove that the one there is fit for a cache."""
+def own_folder(folder: Path) -> None:
+    """Make a folder, or prove that the one there is this user's alone, on this host."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
     found = folder.lstat()
@@ -393,7 +393,7 @@ def _size(found: os.stat_result) -> int:
 
 @contextmanager
 def alone(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a payload: no other process or thread downloads, verifies or removes its file."""
+    """Hold the lock of a payload, or of a folder: nobody else makes, verifies or removes it meanwhile."""
     lock = path.with_suffix(_LOCK)
     while True:
         with closing(locks.Handle(lock, os.O_RDWR | os.O_CREAT)) as handle:

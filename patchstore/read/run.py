@@ -86,11 +86,15 @@ class Run:
 
     def manifest(self, version: int) -> Manifest:
         """Return a version that may be used. Raises as `plan`."""
+        return self.stored(version)[0]
+
+    def stored(self, version: int) -> tuple[Manifest, bytes]:
+        """Return a version that may be used, and its manifest's bytes. Raises as `plan`."""
         found, data = history.read_stored(self.store, version)
         self.check(found)
         if self.check_signed is not None:
             self.check_signed(found, data)
-        return found
+        return found, data
 
     def sums(self, manifest: Manifest) -> "SumsArray":
         # Not above: it takes numpy, and commands that only list versions start at once.

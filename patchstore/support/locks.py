@@ -36,9 +36,13 @@ class Handle:
             raise ValueError("closed, as this process is a child of the one that opened it")
         return self._number
 
-    def lock(self, *, wait: bool) -> None:
-        """Lock it against all other handles; BlockingIOError if one has it, and `wait` is false."""
-        fcntl.flock(self, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    def lock(self, *, wait: bool, shared: bool = False) -> None:
+        """Lock it against all other handles, or against those alone that do not share it.
+
+        BlockingIOError if another has it, and `wait` is false.
+        """
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        fcntl.flock(self, kind if wait else kind | fcntl.LOCK_NB)
 
     def is_at(self, path: Path) -> bool:
         """Whether this file has that name now."""

@@ -1,0 +1,161 @@
+"""Versions of adapters as folders of a host."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from patchstore import replay
+from patchstore.bucket import digests, history
+from patchstore.errors import CorruptObject, StoreUnavailable, VersionNotFound
+from patchstore.read.run import Run
+from patchstore.stores.memory import MemoryStore
+from patchstore.testing.faults import Fault, FaultyStore
+from tests.support.weights import Run as Trained
+from tests.support.weights import assert_same_bits, loaded
+from vllm_plugin.adapter_folders import AdapterFolders
+
+
+@pytest.fixture
+def trained(store: MemoryStore, tmp_path: Path) -> Iterator[Trained]:
+    """A run of twelve versions, an anchor every fourth, whose anchors have a config."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text('{"model_type": "made up"}')
+    run = Trained(store)
+    run.open(files=base)
+    run.publish_versions(12)
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def run(trained: Trained) -> Run:
+    return Run.open(trained.store)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> AdapterFolders:
+    return AdapterFolders(tmp_path / "host", keep=2)
+
+
+def assert_is(folder: Path, trained: Trained, version: int) -> None:
+    """Fail unless a folder is what a replay of the version is, and cannot be written to."""
+    assert_same_bits(loaded(folder), trained.history[version])
+    out = folder.parents[2] / f"replayed-{version}-{folder.stat().st_mtime_ns}"
+    replay(trained.store, version, out=out)
+    for path in out.iterdir():
+        assert (folder / path.name).read_bytes() == path.read_bytes(), path.name
+    assert {path.name for path in folder.iterdir()} == {path.name for path in out.iterdir()}
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o444}
+
+
+def names(tmp_path: Path) -> list[str]:
+    """All that lies in the host's folder, but for locks."""
+    return sorted(path.name for path in tmp_path.glob("host/*/*") if path.suffix != ".lock")
+
+
+def test_a_version_is_a_folder_that_its_manifest_names(folders, run, trained, tmp_path) -> None:
+    lent = folders.lend(run, 5)
+    assert_is(lent.path, trained, 5)
+    data = history.read_stored(trained.store, 5)[1]
+    digits = digests.digest(data).removeprefix("blake3:")[:16]
+    assert lent.path == tmp_path / "host" / run.header.run_id / f"00000005-{digits}"
+
+
+def test_a_later_version_is_made_from_the_folder_of_an_earlier_one(folders, run, trained) -> None:
+    folders.lend(run, 1)
+    (payload,) = history.read_manifest(run.store, 0).anchor.payloads
+    anchor = run.store.get(payload.key)
+    # From here on only deltas lead on.
+    run.store.delete(payload.key)
+    lent = {version: folders.lend(run, version) for version in (3, 2)}
+    run.store.put(payload.key, anchor)
+    for version, each in lent.items():
+        assert_is(each.path, trained, version)
+
+
+def test_an_older_version_than_all_that_are_there_comes_from_its_anchor(folders, run, trained) -> None:
+    folders.lend(run, 7)
+    assert_is(folders.lend(run, 5).path, trained, 5)
+
+
+def test_many_ask_at_once_and_one_makes_it(run, trained, tmp_path) -> None:
+    counting = FaultyStore(trained.store)
+    counted = Run.open(counting)
+
+    def lend(_: int) -> Path:
+        return AdapterFolders(tmp_path / "host").lend(counted, 5).path
+
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(lend, range(4)))
+    assert len(paths) == 1
+    (payload,) = history.read_manifest(trained.store, 5).delta.payloads
+    assert [key for verb, key in counting.calls if verb == "get"].count(payload.key) == 1
+    assert_is(paths.pop(), trained, 5)
+
+
+def test_what_is_lent_stays_and_of_the_rest_the_last_used_ones(folders, run, trained, tmp_path) -> None:
+    held = folders.lend(run, 0)
+    for version in (1, 2, 3, 4):
+        folders.lend(run, version).close()
+    folders.lend(run, 2).close()
+    lent = folders.lend(run, 5)
+    assert [name[:8] for name in names(tmp_path)] == ["00000000", "00000002", "00000004", "00000005"]
+    held.close()
+    lent.close()
+    folders.lend(run, 6).close()
+    assert [name[:8] for name in names(tmp_path)] == ["00000004", "00000005", "00000006"]
+
+
+def test_a_folder_that_nobody_held_is_verified_and_made_again_where_it_is_wrong(
+    folders, run, trained
+) -> None:
+    lent = folders.lend(run, 5)
+    lent.close()
+    (path,) = lent.path.glob("*.safetensors")
+    data = path.read_bytes()
+    path.chmod(0o600)
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert folders.lend(run, 5).path == lent.path
+    assert_is(lent.path, trained, 5)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (Fault(verb="get", effect="fail-before", key="anchors/*", times=None), StoreUnavailable),
+        (Fault(verb="get", effect="flip", key="anchors/*", times=None), CorruptObject),
+    ],
+)
+def test_a_failure_leaves_nothing_and_the_next_one_succeeds(
+    trained, folders, run, tmp_path, fault, error
+) -> None:
+    with pytest.raises(error):
+        folders.lend(Run.open(FaultyStore(trained.store, fault, sleep=lambda _: None)), 5)
+    assert names(tmp_path) == []
+    assert_is(folders.lend(run, 5).path, trained, 5)
+
+
+def test_a_version_that_is_not_there_is_said_so(folders, run, tmp_path) -> None:
+    with pytest.raises(VersionNotFound):
+        folders.lend(run, 99)
+    assert names(tmp_path) == []
+
+
+def test_another_thread_does_not_wait_for_a_version_that_is_made(trained, folders, run) -> None:
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    def wait(_: float) -> None:
+        has_begun.set()
+        may_go_on.wait(30)
+
+    slow = FaultyStore(trained.store, Fault(verb="get", effect="delay", key="anchors/*"), sleep=wait)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(folders.lend, Run.open(slow), 1)
+        assert has_begun.wait(30)
+        assert_is(folders.lend(run, 6).path, trained, 6)
+        may_go_on.set()
+        assert_is(first.result().path, trained, 1)

@@ -1,0 +1,197 @@
+"""Versions of adapters as folders of this host, which the servers of the host share.
+
+`FOLDER/RUN_ID/00000012-0123456789abcdef` is version 12 of a run, as PEFT and vLLM read adapters. The digits
+are the first of its manifest's digest, so its path names its content: vLLM keys its prefix cache by it.
+
+A folder is made once, by whoever asks first, from an earlier version's folder and deltas where that is less
+to read. It has its name when it is proved and on the disk, and nothing is written to it after that. A process
+that serves it holds a shared lock on it. What no process holds stays for a while, and is verified before it
+is used again.
+"""
+
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from patchstore.bucket import digests, history, kept
+from patchstore.bucket.records import Manifest, Plan
+from patchstore.errors import DataError, NotFound, StoreReplaced, WrongParent
+from patchstore.ops.mirror import build
+from patchstore.read import replay
+from patchstore.read.host_cache import alone, own_folder
+from patchstore.read.run import Run
+from patchstore.stores import layout
+from patchstore.support import host, locks
+
+logger = logging.getLogger(__name__)
+
+KEPT = 8
+"""Folders that stay on a host when no process holds them."""
+
+_NAME = re.compile(r"(\d{8,})-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A version's folder, which is not removed before `close`."""
+
+    path: Path
+    _lock: locks.Handle
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+class AdapterFolders:
+    """The folders of this host. For any thread; each call may wait for the store, or for another process."""
+
+    def __init__(self, folder: Path, *, keep: int = KEPT) -> None:
+        """Open a folder for them, which is made if need be.
+
+        Raises:
+            UsageError: it is not one of this user alone, or not of this host.
+        """
+        self._folder, self._keep = folder.absolute(), keep
+        with host.asked(f"opening {folder}"):
+            own_folder(self._folder)
+
+    def lend(self, run: Run, version: int) -> Lent:
+        """Return a version's folder; make it if there is none. After an error nothing of it is left.
+
+        Raises:
+            NotFound, DataError, StoreReplaced, WrongParent: as `Run.reach`.
+            HostError: there is no space for it, or the system refuses something else.
+        """
+        manifest, data = run.stored(version)
+        path = self._folder / layout.check_file_name(run.header.run_id) / _name(version, data)
+        with host.asked(f"keeping {path}", kinds=(OSError,)):
+            # Folders for temporary files are cleaned, this one with them.
+            own_folder(self._folder)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with alone(path):
+                lent = self._found(run, manifest, path)
+                if lent is None:
+                    self._make(run, manifest, path)
+                    lent = _held(path)
+            self._remove_unused()
+        return lent
+
+    def _found(self, run: Run, manifest: Manifest, path: Path) -> Lent | None:
+        """Return a folder that is there, proved; one that is wrong is removed. The caller holds its lock."""
+        if not path.is_dir():
+            return None
+        if _is_unused(path):
+            try:
+                build.verify(run, manifest, path)
+            except (DataError, NotFound, WrongParent, OSError) as exc:
+                logger.warning("%s is made again: %s", path, exc)
+                _remove(path)
+                return None
+        return _held(path)
+
+    def _make(self, run: Run, manifest: Manifest, path: Path) -> None:
+        def make(way: Plan) -> None:
+            if way.anchor is None:
+                assert source is not None
+                build.patch(run, source[0].path, source[1], way.deltas, path)
+            else:
+                kept.check(run.store, manifest.version)
+                replay.write(run, way, path)
+                build.protect(path)
+
+        with self._earlier(run, path) as source:
+            if source is not None:
+                try:
+                    run.reach(manifest.version, make, held=source[1])
+                except (DataError, StoreReplaced) as exc:
+                    logger.warning("%s is made from its anchor: %s", path, exc)
+                else:
+                    return
+            run.reach(manifest.version, make)
+
+    @contextmanager
+    def _earlier(self, run: Run, path: Path) -> Iterator[tuple[Lent, Manifest] | None]:
+        """Lend the nearest older version of the run that is there."""
+        siblings = [each for each in self._folders() if each.parent == path.parent]
+        older = [each for each in siblings if _version(each) < _version(path)]
+        source = None
+        for each in sorted(older, key=_version, reverse=True):
+            with suppress(DataError, NotFound):
+                # Signed or not: the digests of the version that is made of it prove both.
+                manifest, data = history.read_stored(run.store, _version(each))
+                if _name(manifest.version, data) != each.name:
+                    continue
+                # Only ever for older ones than the own, so no two processes wait for each other.
+                with alone(each):
+                    lent = self._found(run, manifest, each)
+                if lent is not None:
+                    source = lent, manifest
+                    break
+        try:
+            yield source
+        finally:
+            if source is not None:
+                source[0].close()
+
+    def _folders(self) -> list[Path]:
+        return [each for each in self._folder.glob("*/*") if _NAME.fullmatch(each.name)]
+
+    def _remove_unused(self) -> None:
+        """Remove folders that no process holds, all but those that were used last."""
+        with suppress(FileNotFoundError):
+            num_unused = 0
+            for path in sorted(self._folders(), key=lambda each: -each.stat().st_mtime_ns):
+                # Who holds the lock makes it, or begins to use it.
+                with suppress(BlockingIOError), alone(path, wait=False):
+                    if path.is_dir() and _is_unused(path):
+                        num_unused += 1
+                        if num_unused > self._keep:
+                            _remove(path)
+                    if not path.is_dir():
+                        path.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def _name(version: int, data: bytes) -> str:
+    """Return what the folder of a version is called, by the bytes of its manifest."""
+    return f"{version:08d}-{digests.digest(data).partition(':')[2][:16]}"
+
+
+def _version(path: Path) -> int:
+    found = _NAME.fullmatch(path.name)
+    assert found is not None
+    return int(found[1])
+
+
+def _held(path: Path) -> Lent:
+    """Lock a folder that is there, and note that it is used now. The caller holds its lock of `alone`."""
+    lock = locks.Handle(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        lock.lock(wait=True, shared=True)
+        os.utime(path)
+    except BaseException:
+        lock.close()
+        raise
+    return Lent(path, lock)
+
+
+def _is_unused(path: Path) -> bool:
+    """Whether no process holds a folder, this one included. The caller holds its lock of `alone`."""
+    with closing(locks.Handle(path, os.O_RDONLY | os.O_DIRECTORY)) as handle:
+        try:
+            handle.lock(wait=False)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _remove(path: Path) -> None:
+    # Never half of it under its name; what a killed process leaves is removed as `download.unfinished` says.
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    path.rename(draft)
+    shutil.rmtree(draft, ignore_errors=True)
