@@ -1,6 +1,6 @@
 """Versions of adapters as folders of this host, which the servers of the host share.
 
-`FOLDER/RUN_ID/00000012-0123456789abcdef` is version 12 of a run, as PEFT and vLLM read adapters. The digits
+`adapters/RUN_ID/00000012-0123456789abcdef` is version 12 of a run, as PEFT and vLLM read adapters. The digits
 are the first of its manifest's digest, so its path names its content: vLLM keys its prefix cache by it.
 
 A folder is made once, by whoever asks first, from an earlier version's folder and deltas where that is less
@@ -51,20 +51,15 @@ class Lent:
 class AdapterFolders:
     """The folders of this host. For any thread; each call may wait for the store, or for another process."""
 
-    def __init__(self, folder: Path, *, keep: int = KEPT) -> None:
-        """Open a folder for them, which is made if need be.
-
-        Raises:
-            UsageError: it is not one of this user alone, or not of this host.
-        """
-        self._folder, self._keep = folder.absolute(), keep
-        with host.asked(f"opening {folder}"):
-            own_folder(self._folder)
+    def __init__(self, scratch: Path, *, keep: int = KEPT) -> None:
+        """Keep them in `adapters` of a folder, which is made when it is needed."""
+        self._folder, self._keep = scratch.absolute() / "adapters", keep
 
     def lend(self, run: Run, version: int) -> Lent:
         """Return a version's folder; make it if there is none. After an error nothing of it is left.
 
         Raises:
+            UsageError: the folder is not one of this user alone, or not of this host.
             NotFound, DataError, StoreReplaced, WrongParent: as `Run.reach`.
             HostError: there is no space for it, or the system refuses something else.
         """
@@ -72,8 +67,8 @@ class AdapterFolders:
         path = self._folder / layout.check_file_name(run.header.run_id) / _name(version, data)
         with host.asked(f"keeping {path}", kinds=(OSError,)):
             # Folders for temporary files are cleaned, this one with them.
-            own_folder(self._folder)
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            for folder in (self._folder.parent, self._folder, path.parent):
+                own_folder(folder)
             with alone(path):
                 lent = self._found(run, manifest, path)
                 if lent is None:

@@ -71,14 +71,23 @@ def _in_core(name: str, instead: Callable[..., Any]) -> None:
 
 def wrap(kind: Any, name: str, instead: Callable[..., Any]) -> None:
     """Replace a method in servers with the backend `delta`; others go on calling the method itself."""
+
+    def if_delta(owner: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        config = owner.vllm_config.weight_transfer_config
+        if config is None or config.backend != "delta":
+            return call(*args, **kwargs)
+        return instead(owner, call, *args, **kwargs)
+
+    replace(kind, name, if_delta)
+
+
+def replace(kind: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Replace a method by one that gets its owner, and the method itself, before the arguments."""
     method = getattr(kind, name)
 
     @functools.wraps(method)
     def wrapped(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        config, call = owner.vllm_config.weight_transfer_config, functools.partial(method, owner)
-        if config is None or config.backend != "delta":
-            return call(*args, **kwargs)
-        return instead(owner, call, *args, **kwargs)
+        return instead(owner, functools.partial(method, owner), *args, **kwargs)
 
     setattr(wrapped, _WRAPPED, True)
     setattr(kind, name, wrapped)

@@ -47,7 +47,8 @@ from vllm_plugin.live.rank_weights import Staged
 from vllm_plugin.live.update import Updater
 from vllm_plugin.live.weights import LiveWeights
 from vllm_plugin.map.mapping import SliceSums, StagedSums
-from vllm_plugin.opening import Opening, checkpoint_folder, required_keys
+from vllm_plugin.opening import Opening, checkpoint_folder
+from vllm_plugin.permission import required_keys
 from vllm_plugin.plugin import is_kept
 from vllm_plugin.ranks import Failure, Ranks, RanksFailed, RanksLost
 from vllm_plugin.serving import Serving, groups, is_read_in_order

@@ -44,7 +44,7 @@ def folders(tmp_path: Path) -> AdapterFolders:
 def assert_is(folder: Path, trained: Trained, version: int) -> None:
     """Fail unless a folder is what a replay of the version is, and cannot be written to."""
     assert_same_bits(loaded(folder), trained.history[version])
-    out = folder.parents[2] / f"replayed-{version}-{folder.stat().st_mtime_ns}"
+    out = folder.parents[3] / f"replayed-{version}-{folder.stat().st_mtime_ns}"
     replay(trained.store, version, out=out)
     for path in out.iterdir():
         assert (folder / path.name).read_bytes() == path.read_bytes(), path.name
@@ -54,7 +54,7 @@ def assert_is(folder: Path, trained: Trained, version: int) -> None:
 
 def names(tmp_path: Path) -> list[str]:
     """All that lies in the host's folder, but for locks."""
-    return sorted(path.name for path in tmp_path.glob("host/*/*") if path.suffix != ".lock")
+    return sorted(path.name for path in tmp_path.glob("host/adapters/*/*") if path.suffix != ".lock")
 
 
 def test_a_version_is_a_folder_that_its_manifest_names(folders, run, trained, tmp_path) -> None:
@@ -62,7 +62,7 @@ def test_a_version_is_a_folder_that_its_manifest_names(folders, run, trained, tm
     assert_is(lent.path, trained, 5)
     data = history.read_stored(trained.store, 5)[1]
     digits = digests.digest(data).removeprefix("blake3:")[:16]
-    assert lent.path == tmp_path / "host" / run.header.run_id / f"00000005-{digits}"
+    assert lent.path == tmp_path / "host" / "adapters" / run.header.run_id / f"00000005-{digits}"
 
 
 def test_a_later_version_is_made_from_the_folder_of_an_earlier_one(folders, run, trained) -> None:

@@ -8,14 +8,14 @@ import pytest
 from patchstore.errors import CorruptObject, UsageError
 from patchstore.follow.vllm_server import VllmServer
 from tests.support.keys import key_pair
-from vllm_plugin import opening
-from vllm_plugin.opening import (
+from vllm_plugin import permission
+from vllm_plugin.opening import checkpoint_folder
+from vllm_plugin.permission import (
     ENDPOINTS,
     SCRATCH,
     STORES,
     check_scratch,
     check_store,
-    checkpoint_folder,
     unquoted,
 )
 
@@ -141,17 +141,17 @@ def test_what_a_folders_files_hold_is_not_told_unless_it_was_allowed(monkeypatch
 
 
 def test_the_keys_that_a_server_requires_are_those_it_was_started_with(monkeypatch, tmp_path):
-    monkeypatch.delenv(opening.KEYS, raising=False)
-    assert opening.required_keys() is None
+    monkeypatch.delenv(permission.KEYS, raising=False)
+    assert permission.required_keys() is None
     (private, one), (_, other) = (key_pair(tmp_path, name) for name in ("one", "other"))
-    monkeypatch.setenv(opening.KEYS, f"{one}, {other}")
-    found = opening.required_keys()
+    monkeypatch.setenv(permission.KEYS, f"{one}, {other}")
+    found = permission.required_keys()
     assert found is not None and len(found.names) == 2
     # A server must not start without the check that its operator asked for.
     for wrong in ("", " , ", str(tmp_path / "none"), str(private), f"{one},{tmp_path}"):
-        monkeypatch.setenv(opening.KEYS, wrong)
-        with pytest.raises(UsageError, match=opening.KEYS):
-            opening.required_keys()
+        monkeypatch.setenv(permission.KEYS, wrong)
+        with pytest.raises(UsageError, match=permission.KEYS):
+            permission.required_keys()
 
 
 @pytest.mark.exhaustive

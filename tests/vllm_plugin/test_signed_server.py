@@ -14,7 +14,7 @@ from patchstore.follow.settings import Settings
 from patchstore.follow.vllm_server import VllmServer
 from patchstore.signing import KeySigner, RequiredKeys, statement
 from tests.support.keys import key_pair
-from vllm_plugin.opening import KEYS
+from vllm_plugin.permission import KEYS
 
 pytestmark = pytest.mark.exhaustive
 
