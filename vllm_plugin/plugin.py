@@ -17,9 +17,32 @@ from vllm_plugin import core
 
 
 def load() -> None:
-    """Keep replies in step with calls, and have engine cores do their part. Again it changes nothing."""
+    """Keep replies in step with calls, and have engine cores and API servers do their part. Again it changes
+    nothing.
+    """
     keep_in_step()
     core.install()
+    serve_adapters()
+
+
+def serve_adapters() -> None:
+    """Have an API server know adapters of runs, once it is made. Calling it again changes nothing.
+
+    It asks vLLM for resolvers of adapters when it makes its list of models. Nothing else does, so that other
+    processes do not import what serves HTTP.
+    """
+    from vllm.lora.resolver import LoRAResolverRegistry
+
+    registry = type(LoRAResolverRegistry)
+
+    def install(_: Any, ask: Callable[[], Any]) -> Any:
+        from vllm_plugin import adapters
+
+        adapters.install()
+        return ask()
+
+    if not core.is_wrapped(registry.get_supported_resolvers):
+        core.replace(registry, "get_supported_resolvers", install)
 
 
 _UNREAD = "_patchstore_has_unread_replies"

@@ -1,7 +1,9 @@
 """A LoRA adapter of the tiny Qwen3, with random weights, as PEFT saves one."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -12,19 +14,28 @@ _RANK = 4
 _MODULES = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def save(folder: Path) -> Path:
-    """Write the same adapter each time; large enough to change every answer."""
+def tensors(rank: int = _RANK, modules: Sequence[str] = _MODULES) -> dict[str, torch.Tensor]:
+    """Return the same adapter each time; large enough to change every answer."""
     random = torch.Generator().manual_seed(5)
-    tensors = {}
+    found = {}
     for name, weight in tiny_qwen.build().state_dict().items():
-        if name.rpartition(".")[0].endswith(_MODULES):
+        if name.rpartition(".")[0].endswith(tuple(modules)):
             module = f"base_model.model.{name.removesuffix('.weight')}"
-            down = torch.randn(_RANK, weight.shape[1], generator=random)
-            up = torch.randn(weight.shape[0], _RANK, generator=random)
-            tensors |= {f"{module}.lora_A.weight": 0.2 * down, f"{module}.lora_B.weight": 0.2 * up}
+            down = torch.randn(rank, weight.shape[1], generator=random)
+            up = torch.randn(weight.shape[0], rank, generator=random)
+            found |= {f"{module}.lora_A.weight": 0.2 * down, f"{module}.lora_B.weight": 0.2 * up}
+    return {name: each.bfloat16() for name, each in found.items()}
+
+
+def config(folder: Path, rank: int = _RANK, modules: Sequence[str] = _MODULES, **others: Any) -> Path:
+    """Write a folder with the config alone."""
     folder.mkdir(parents=True)
-    save_file({name: each.bfloat16() for name, each in tensors.items()}, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": _RANK, "lora_alpha": 2 * _RANK}
-    config |= {"target_modules": [*_MODULES], "bias": "none", "base_model_name_or_path": "tiny"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    said = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank}
+    said |= {"target_modules": [*modules], "bias": "none", "base_model_name_or_path": "tiny"} | others
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    return folder
+
+
+def save(folder: Path) -> Path:
+    save_file(tensors(), config(folder) / "adapter_model.safetensors")
     return folder

@@ -1,0 +1,444 @@
+"""Adapters of runs in vLLM's API server: versions are loaded when a request, or a driver, names them.
+
+Each version is an adapter of its own to vLLM, `NAME@VERSION`, and is never loaded in place: running answers
+keep the version with which they began. `NAME` alone, and `NAME@TAG`, mean one of them, which is looked up
+when a request arrives, before vLLM looks for the model that it names.
+
+    | a request names              | it means                                                                |
+    |------------------------------|-------------------------------------------------------------------------|
+    | `NAME@12`                    | this version                                                            |
+    | `NAME@TAG`                   | the version that the tag names now                                      |
+    | `NAME`                       | the chosen version; without one the newest that is held; without any,   |
+    |                              | the store's newest                                                      |
+
+What waits for the store, or for the disk, runs on threads. What is refused is answered in a sentence, with
+404 for what is not there, 400 for what cannot be, 409 for what is in use, and 503 for what may succeed later.
+"""
+
+import asyncio
+import os
+import re
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+from typing import Any, TypeVar
+
+from fastapi import HTTPException
+from vllm import envs
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
+from vllm.entrypoints.serve.engine.serving import BaseServing
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+
+from patchstore.bucket.records import Base, Schema
+from patchstore.errors import LoadFailed, NotFound, PatchstoreError, SchemaMismatch, UsageError
+from patchstore.read.run import Run
+from patchstore.stores import open_store
+from vllm_plugin.adapter_folders import AdapterFolders, Lent
+from vllm_plugin.core import is_wrapped, replace
+from vllm_plugin.permission import check_store, default_scratch, required_keys, unquoted
+
+ADAPTERS = "PATCHSTORE_ADAPTERS"
+"""Environment variable: names and stores, as `policy=s3://bucket/run, judge=/runs/judge@best`. Requests may
+name their versions."""
+SCHEME = "patchstore:"
+"""What the path of an adapter begins with that is a store, and may end with `@VERSION` or `@TAG`."""
+
+_STATE = "_patchstore_adapters"
+_IDLE_S = 60.0
+"""A version that nothing asked for so long may be unloaded to make room."""
+_NUM_THREADS = 8
+_MAX_SENTENCE = 600
+
+T = TypeVar("T")
+
+
+def install() -> None:
+    """Have this process's API server know adapters of runs. Calling it again changes nothing."""
+    if is_wrapped(OpenAIServingModels.load_lora_adapter):
+        return
+
+    def on_models(name: str, instead: Callable[..., Awaitable[Any]]) -> None:
+        replace(
+            OpenAIServingModels, name, lambda models, *args, **kwargs: instead(_of(models), *args, **kwargs)
+        )
+
+    on_models("init_static_loras", Adapters.begin)
+    on_models("load_lora_adapter", Adapters.load)
+    on_models("unload_lora_adapter", Adapters.unload)
+    on_models("show_available_models", Adapters.show)
+    # Pooling has a check of its own.
+    for kind in (BaseServing, PoolingBaseServing):
+        replace(kind, "_check_model", _check_model)
+
+
+async def _check_model(serving: Any, check: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+    """Let a request name the version that it means; then vLLM's own check finds it."""
+    if request.model and isinstance(serving.models, OpenAIServingModels):
+        request.model = await _of(serving.models).resolve(request.model)
+    return await check(request)
+
+
+def _of(models: Any) -> "Adapters":
+    if (ours := getattr(models, _STATE, None)) is None:
+        ours = Adapters(models)
+        setattr(models, _STATE, ours)
+    return ours
+
+
+class _Request(LoRARequest, weakref=True):  # type: ignore[call-arg]
+    """vLLM's own, of a version. Its folder is held for as long as anything in this process has it."""
+
+
+class _Name:
+    """A name, and the run whose versions it has."""
+
+    def __init__(self, name: str, place: str, *, is_configured: bool = False) -> None:
+        self.name, self.is_configured = name, is_configured
+        self.url, self.wanted = _split(place)
+        self.chosen: int | None = None
+        """The version that the name alone means."""
+        self.held: dict[int, float] = {}
+        """Versions that vLLM has, and when something asked for each last."""
+        self._run: Run | None = None
+        self._lock = Lock()
+
+    def full(self, version: int) -> str:
+        return f"{self.name}@{version}"
+
+    def meant(self) -> int | None:
+        """The held version that the name alone means, if that is known without asking the store."""
+        if self.chosen is not None or self.wanted is not None:
+            return self.chosen
+        return max(self.held, default=None)
+
+    def run(self) -> Run:
+        """Open the run, once. For any thread; may wait for the store."""
+        with self._lock:
+            if self._run is None:
+                store = open_store(self.url)
+                try:
+                    with unquoted(self.url):
+                        self._run = Run.open(store, required_keys())
+                except BaseException:
+                    store.close()
+                    raise
+            return self._run
+
+    def number(self, wanted: int | str | None) -> int:
+        """Return the number of a version; may wait for the store."""
+        return wanted if isinstance(wanted, int) else self.run().named(wanted)
+
+
+class Adapters:
+    """The adapters of runs that one API server has."""
+
+    def __init__(self, models: Any) -> None:
+        """Read what the environment says."""
+        self._models, self._engine = models, models.engine_client
+        self._config = self._engine.vllm_config
+        self._names = {each.name: each for each in _configured()}
+        self._under_way: dict[str, asyncio.Task[Any]] = {}
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "patchstore-adapters")
+
+    # What vLLM calls.
+
+    async def begin(self, begin: Callable[[], Awaitable[None]]) -> None:
+        """Check what the environment says, when the server starts."""
+        required_keys()
+        if self._names:
+            self._check_enabled()
+        if self._names and not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+            raise UsageError(
+                f"{ADAPTERS} is set, but adapters may not be loaded while the server runs: start it with "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            )
+        for each in self._names.values():
+            self._check_free(each.name)
+            check_store(each.url, {})
+        await begin()
+
+    async def resolve(self, model: str) -> str:
+        """Return the name of the version that a request means, which vLLM holds then.
+
+        What is no adapter of a run is returned as it is.
+        """
+        name, at, wanted = model.partition("@")
+        known = self._names.get(name)
+        if known is None or self._models.is_base_model(model) or not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+            return model
+        with _answered():
+            version = _version(wanted) if at else known.meant()
+            if not isinstance(version, int):
+                asked = version if at else known.wanted
+                version = await self._once(model, lambda: self._in_thread(known.number, asked))
+                if not at and known.wanted is not None:
+                    # What was configured holds until another version is chosen.
+                    known.chosen = known.chosen if known.chosen is not None else version
+            await self._hold(known, version)
+            return known.full(version)
+
+    async def load(
+        self, load: Callable[..., Awaitable[Any]], request: Any, base_model_name: str | None = None
+    ) -> Any:
+        """Load a version of a run; with `load_inplace` or for a new name, choose it."""
+        full, path = request.lora_name, request.lora_path
+        name, at, number = full.partition("@")
+        with _answered():
+            if not path.startswith(SCHEME):
+                if name in self._names:
+                    raise UsageError(
+                        f"{name} is a run's adapter: give a version of its store as the path, as "
+                        f"{SCHEME}{self._names[name].url}@12"
+                    )
+                return await load(request, base_model_name)
+            self._check_enabled()
+            self._check_free(name)
+            known, wanted = self._known(name, path.removeprefix(SCHEME))
+            if not name or (at and not isinstance(_version(number), int)):
+                raise UsageError(
+                    f"an adapter is called NAME@VERSION, or NAME to choose one, not {full!r:.200}"
+                )
+            version = await self._in_thread(
+                known.number, _version(number) if at and wanted is None else wanted
+            )
+            if at and version != _version(number):
+                raise UsageError(f"{full} cannot be version {version} of {known.url}")
+            if not at and known.chosen not in {None, version} and not request.load_inplace:
+                raise UsageError(
+                    f"{name} is version {known.chosen} now: load {known.full(version)}, or switch to it with "
+                    '"load_inplace": true'
+                )
+            self._names.setdefault(name, known)
+            try:
+                await self._hold(known, version)
+            except BaseException:
+                if not known.held and not known.is_configured:
+                    self._names.pop(name, None)
+                raise
+            self._names[name] = known
+            if not at:
+                known.chosen = version
+        return f"Success: LoRA adapter '{full}' added successfully."
+
+    async def unload(self, unload: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+        """Unload a version that is neither chosen nor in use."""
+        full = request.lora_name
+        name, at, number = full.partition("@")
+        if (known := self._names.get(name)) is None:
+            return await unload(request)
+        with _answered():
+            version = _version(number)
+            if not at or not isinstance(version, int):
+                raise UsageError(
+                    f"{full} means a version of an adapter: unload the version, such as {name}@12"
+                )
+            if version not in known.held:
+                raise NotFound(f"{full} is not loaded")
+        if version == known.chosen:
+            raise HTTPException(409, f"{full} is what {name} means: choose another version first")
+        if known.full(version) in self._in_use():
+            raise HTTPException(409, f"{full} is in use: try again when the requests that use it have ended")
+        await self._drop(known, version)
+        return f"Success: LoRA adapter '{full}' removed successfully."
+
+    async def show(self, show: Callable[[], Awaitable[Any]]) -> Any:
+        """Add a card for each name to those of the versions."""
+        shown = await show()
+        cards = {card.id: card for card in shown.data}
+        for known in self._names.values():
+            version = known.meant()
+            if version is not None and (card := cards.get(known.full(version))) is not None:
+                shown.data.append(card.model_copy(update={"id": known.name}))
+        return shown
+
+    # What is held.
+
+    async def _hold(self, known: _Name, version: int) -> None:
+        """Have vLLM hold a version. Of several that ask at once, one loads it."""
+        while version not in known.held:
+            await self._once(known.full(version), lambda: self._load(known, version))
+        known.held[version] = time.monotonic()
+
+    async def _load(self, known: _Name, version: int) -> None:
+        full = known.full(version)
+        if full in self._models.lora_requests:
+            raise UsageError(f"{full} is an adapter that is of no run: unload it first")
+        lent = await self._in_thread(self._fetch, known, version, await self._base_state())
+        request = _Request(
+            lora_name=full, lora_int_id=self._models.lora_id_counter.inc(1), lora_path=str(lent.path)
+        )
+        weakref.finalize(request, lent.close)
+        try:
+            await self._engine.add_lora(request)
+        except Exception as exc:
+            if self._engine.errored:
+                raise
+            raise LoadFailed(f"{full} was not loaded: {_shortened(str(exc))}") from exc
+        self._models.lora_requests[full] = request
+        known.held[version] = time.monotonic()
+        await self._make_room()
+
+    async def _make_room(self) -> None:
+        """Drop versions that nothing asks for any more, where vLLM has no room for as many as are held."""
+        held = [(when, known, each) for known in self._names.values() for each, when in known.held.items()]
+        spare = len(held) - self._config.lora_config.max_cpu_loras
+        in_use = self._in_use()
+        for when, known, version in sorted(held, key=lambda each: each[0])[: max(0, spare)]:
+            is_wanted = version == known.meant() or known.full(version) in in_use
+            if not is_wanted and time.monotonic() - when > _IDLE_S:
+                await self._drop(known, version)
+
+    async def _drop(self, known: _Name, version: int) -> None:
+        known.held.pop(version, None)
+        request = self._models.lora_requests.pop(known.full(version), None)
+        if request is not None:
+            await self._engine.remove_lora(request.lora_int_id)
+
+    def _in_use(self) -> set[str | None]:
+        """The adapters of all requests that run or wait."""
+        return {each.lora_name for each in self._engine.output_processor.request_states.values()}
+
+    # On threads.
+
+    def _fetch(self, known: _Name, version: int, state: str | None) -> Lent:
+        """Return the folder of a version that this server can load."""
+        run = known.run()
+        self._check_base(run, state)
+        lent = AdapterFolders(default_scratch()).lend(run, version)
+        try:
+            self._check_modules(run.schema)
+            PEFTHelper.from_local_dir(str(lent.path), None).validate_legal(self._config.lora_config)
+        except (ValueError, TypeError) as exc:
+            lent.close()
+            raise LoadFailed(f"{known.full(version)} was not loaded: {exc}") from exc
+        except BaseException:
+            lent.close()
+            raise
+        return lent
+
+    def _check_base(self, run: Run, state: str | None) -> None:
+        """Check that a run is one of adapters, for what this server serves."""
+        if (adapter := run.header.adapter) is None:
+            raise UsageError(f"{run.store.url} holds whole models, and no adapters")
+        model = self._config.model_config
+        names = [model.model, *(path.name for path in self._models.base_model_paths)]
+        state = None if adapter.base_may_change else state
+        ours = [Base(name=name, revision=model.revision, state=state) for name in names]
+        if all(adapter.base.differs(each) for each in ours):
+            raise SchemaMismatch(
+                f"{run.store.url} has {adapter}, but this server serves {ours[0]}"
+                f"{f', called {names[-1]}' if names[-1] != names[0] else ''}"
+            )
+
+    def _check_modules(self, schema: Schema) -> None:
+        """Refuse what vLLM would leave out without a word."""
+        # Not above: it takes seconds to import all layers.
+        from vllm.lora.utils import is_base_embedding_weights, is_in_target_modules
+        from vllm.model_executor.model_loader import get_model_cls
+
+        names = [spec.name for spec in schema.tensors]
+        if whole := [name for name in names if is_base_embedding_weights(name)]:
+            raise ValueError(f"it has embeddings of its own, which vLLM leaves out: {', '.join(whole)}")
+        if (wanted := self._config.lora_config.target_modules) is None:
+            return
+        packed = getattr(get_model_cls(self._config.model_config), "packed_modules_mapping", {})
+        modules = {name.rpartition(".lora_")[0].removeprefix("base_model.model.") for name in names}
+        others = {each for each in modules if not is_in_target_modules(each, wanted, packed)}
+        if others:
+            left_out = ", ".join(sorted({each.rpartition(".")[2] for each in others}))
+            raise ValueError(f"it adapts {left_out}, which this server's --lora-target-modules leaves out")
+
+    # Helpers.
+
+    def _check_enabled(self) -> None:
+        if self._config.lora_config is None:
+            raise UsageError("this server has no adapters: start it with --enable-lora")
+
+    def _check_free(self, name: str) -> None:
+        """Refuse a name that means something else already."""
+        if self._models.is_base_model(name) or name in self._models.lora_requests:
+            raise UsageError(f"{name} is another model of this server: give the run's adapter another name")
+
+    def _known(self, name: str, place: str) -> tuple[_Name, int | str | None]:
+        """Return what a name is, or would be, and which version of a place is meant."""
+        known, new = self._names.get(name), _Name(name, place)
+        check_store(new.url, {})
+        wanted, new.wanted = new.wanted, None
+        if known is None or (known.url != new.url and not known.held and not known.is_configured):
+            return new, wanted
+        if known.url != new.url:
+            raise UsageError(f"{name} is of {known.url}, and not of {new.url}: give another run another name")
+        return known, wanted
+
+    async def _base_state(self) -> str | None:
+        """Return the state digest of the version that this server serves of its base, if it is one."""
+        transfer = self._config.weight_transfer_config
+        if transfer is None or transfer.backend != "delta":
+            return None
+        ranks = await self._engine.collective_rpc("delta_status")
+        states = {rank.get("state_digest") for rank in ranks}
+        return states.pop() if len(states) == 1 else None
+
+    async def _once(self, what: str, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Do something once for all that ask for it meanwhile. It goes on if one of them gives up."""
+        if (task := self._under_way.get(what)) is None:
+            task = self._under_way[what] = asyncio.create_task(begin())
+            task.add_done_callback(lambda _: self._under_way.pop(what))
+        result: T = await asyncio.shield(task)
+        return result
+
+    async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(call, *args))
+
+
+def _configured() -> Iterator[_Name]:
+    found: set[str] = set()
+    for each in filter(None, map(str.strip, os.environ.get(ADAPTERS, "").split(","))):
+        name, equals, place = (part.strip() for part in each.partition("="))
+        if not name or not equals or not place or "@" in name or name in found:
+            raise UsageError(
+                f"{ADAPTERS} has pairs NAME=STORE with commas between, each name once, not {each!r}"
+            )
+        found.add(name)
+        yield _Name(name, place, is_configured=True)
+
+
+def _split(place: str) -> tuple[str, int | str | None]:
+    """Return a store's URL, and the version or tag that may follow it."""
+    folder, slash, last = place.rpartition("/")
+    last, at, wanted = last.partition("@")
+    url = (folder + slash + last).rstrip("/")
+    return (url, _version(wanted)) if at else (url, None)
+
+
+def _version(text: str) -> int | str:
+    """Return the number of a version, or a tag."""
+    return int(text) if text.isascii() and text.isdecimal() else text
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Answer with what is refused: vLLM answers a request with such an exception's status and text."""
+    try:
+        yield
+    except PatchstoreError as exc:
+        is_final = isinstance(exc, UsageError | LoadFailed)
+        status = 404 if isinstance(exc, NotFound) else 400 if is_final else 503
+        raise HTTPException(status, f"[{exc.kind}] {exc}") from exc
+
+
+def _shortened(said: str) -> str:
+    """Return what vLLM says of an adapter that it does not load, without where it said so."""
+    said = said.removeprefix("Call to add_lora method failed: ")
+    if found := re.search(r"Worker failed with error '(.*)', please check", said, re.DOTALL):
+        said = found[1]
+    if found := re.search(r"but received \[([^\]]*)\]", said):
+        modules = sorted({each.strip(" '").rpartition(".")[2] for each in found[1].split(",")})
+        return f"vLLM does not adapt {', '.join(modules)} of this model"
+    return said[:_MAX_SENTENCE]
