@@ -40,7 +40,7 @@ from patchstore.errors import LoadFailed, NotFound, PatchstoreError, SchemaMisma
 from patchstore.read.run import Run
 from patchstore.stores import open_store
 from vllm_plugin.adapter_folders import AdapterFolders, Lent
-from vllm_plugin.core import is_wrapped, replace
+from vllm_plugin.core import has_delta, is_wrapped, replace
 from vllm_plugin.permission import check_store, default_scratch, required_keys, unquoted
 
 ADAPTERS = "PATCHSTORE_ADAPTERS"
@@ -50,7 +50,7 @@ SCHEME = "patchstore:"
 """What the path of an adapter begins with that is a store, and may end with `@VERSION` or `@TAG`."""
 
 _STATE = "_patchstore_adapters"
-_IDLE_S = 60.0
+IDLE_S = 60.0
 """A version that nothing asked for so long may be unloaded to make room."""
 _NUM_THREADS = 8
 _MAX_SENTENCE = 600
@@ -139,8 +139,8 @@ class Adapters:
     """The adapters of runs that one API server has."""
 
     def __init__(self, models: Any) -> None:
-        """Read what the environment says."""
-        self._models, self._engine = models, models.engine_client
+        """Read what the environment says of vLLM's list of models."""
+        self.models, self._engine = models, models.engine_client
         self._config = self._engine.vllm_config
         self._names = {each.name: each for each in _configured()}
         self._under_way: dict[str, asyncio.Task[Any]] = {}
@@ -170,7 +170,7 @@ class Adapters:
         """
         name, at, wanted = model.partition("@")
         known = self._names.get(name)
-        if known is None or self._models.is_base_model(model) or not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        if known is None or self.models.is_base_model(model) or not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
             return model
         with _answered():
             version = _version(wanted) if at else known.meant()
@@ -248,13 +248,15 @@ class Adapters:
         return f"Success: LoRA adapter '{full}' removed successfully."
 
     async def show(self, show: Callable[[], Awaitable[Any]]) -> Any:
-        """Add a card for each name to those of the versions."""
+        """Add `lora_int_id` to the cards of versions, and a card for each name."""
         shown = await show()
-        cards = {card.id: card for card in shown.data}
+        requests, cards = self.models.lora_requests, {card.id: card for card in shown.data}
         for known in self._names.values():
-            version = known.meant()
-            if version is not None and (card := cards.get(known.full(version))) is not None:
-                shown.data.append(card.model_copy(update={"id": known.name}))
+            for version in known.held:
+                card = cards[known.full(version)]
+                card.lora_int_id = requests[card.id].lora_int_id
+                if version == known.meant():
+                    shown.data.append(card.model_copy(update={"id": known.name}))
         return shown
 
     # What is held.
@@ -267,11 +269,11 @@ class Adapters:
 
     async def _load(self, known: _Name, version: int) -> None:
         full = known.full(version)
-        if full in self._models.lora_requests:
+        if full in self.models.lora_requests:
             raise UsageError(f"{full} is an adapter that is of no run: unload it first")
         lent = await self._in_thread(self._fetch, known, version, await self._base_state())
         request = _Request(
-            lora_name=full, lora_int_id=self._models.lora_id_counter.inc(1), lora_path=str(lent.path)
+            lora_name=full, lora_int_id=self.models.lora_id_counter.inc(1), lora_path=str(lent.path)
         )
         weakref.finalize(request, lent.close)
         try:
@@ -280,23 +282,26 @@ class Adapters:
             if self._engine.errored:
                 raise
             raise LoadFailed(f"{full} was not loaded: {_shortened(str(exc))}") from exc
-        self._models.lora_requests[full] = request
+        self.models.lora_requests[full] = request
         known.held[version] = time.monotonic()
-        await self._make_room()
+        await self._make_room(full)
 
-    async def _make_room(self) -> None:
+    async def _make_room(self, new: str) -> None:
         """Drop versions that nothing asks for any more, where vLLM has no room for as many as are held."""
         held = [(when, known, each) for known in self._names.values() for each, when in known.held.items()]
         spare = len(held) - self._config.lora_config.max_cpu_loras
-        in_use = self._in_use()
-        for when, known, version in sorted(held, key=lambda each: each[0])[: max(0, spare)]:
-            is_wanted = version == known.meant() or known.full(version) in in_use
-            if not is_wanted and time.monotonic() - when > _IDLE_S:
-                await self._drop(known, version)
+        in_use, now = self._in_use() | {new}, time.monotonic()
+        idle = [
+            (when, known, version)
+            for when, known, version in held
+            if now - when > IDLE_S and version != known.meant() and known.full(version) not in in_use
+        ]
+        for _, known, version in sorted(idle, key=lambda each: each[0])[: max(0, spare)]:
+            await self._drop(known, version)
 
     async def _drop(self, known: _Name, version: int) -> None:
         known.held.pop(version, None)
-        request = self._models.lora_requests.pop(known.full(version), None)
+        request = self.models.lora_requests.pop(known.full(version), None)
         if request is not None:
             await self._engine.remove_lora(request.lora_int_id)
 
@@ -327,7 +332,7 @@ class Adapters:
         if (adapter := run.header.adapter) is None:
             raise UsageError(f"{run.store.url} holds whole models, and no adapters")
         model = self._config.model_config
-        names = [model.model, *(path.name for path in self._models.base_model_paths)]
+        names = [model.model, *(path.name for path in self.models.base_model_paths)]
         state = None if adapter.base_may_change else state
         ours = [Base(name=name, revision=model.revision, state=state) for name in names]
         if all(adapter.base.differs(each) for each in ours):
@@ -362,7 +367,7 @@ class Adapters:
 
     def _check_free(self, name: str) -> None:
         """Refuse a name that means something else already."""
-        if self._models.is_base_model(name) or name in self._models.lora_requests:
+        if self.models.is_base_model(name) or name in self.models.lora_requests:
             raise UsageError(f"{name} is another model of this server: give the run's adapter another name")
 
     def _known(self, name: str, place: str) -> tuple[_Name, int | str | None]:
@@ -378,8 +383,7 @@ class Adapters:
 
     async def _base_state(self) -> str | None:
         """Return the state digest of the version that this server serves of its base, if it is one."""
-        transfer = self._config.weight_transfer_config
-        if transfer is None or transfer.backend != "delta":
+        if not has_delta(self._config):
             return None
         ranks = await self._engine.collective_rpc("delta_status")
         states = {rank.get("state_digest") for rank in ranks}

@@ -73,12 +73,17 @@ def wrap(kind: Any, name: str, instead: Callable[..., Any]) -> None:
     """Replace a method in servers with the backend `delta`; others go on calling the method itself."""
 
     def if_delta(owner: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        config = owner.vllm_config.weight_transfer_config
-        if config is None or config.backend != "delta":
-            return call(*args, **kwargs)
-        return instead(owner, call, *args, **kwargs)
+        if has_delta(owner.vllm_config):
+            return instead(owner, call, *args, **kwargs)
+        return call(*args, **kwargs)
 
     replace(kind, name, if_delta)
+
+
+def has_delta(config: Any) -> bool:
+    """Whether a server with this `VllmConfig` has the backend `delta`."""
+    transfer = config.weight_transfer_config
+    return transfer is not None and transfer.backend == "delta"
 
 
 def replace(kind: Any, name: str, instead: Callable[..., Any]) -> None:

@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 import patchstore
 from patchstore.bucket import manifest_json
 from patchstore.errors import EnginesDiffer, PatchstoreError, UsageError
+from vllm_plugin import adapter_slots
 from vllm_plugin.core import NOT_LOADED
 from vllm_plugin.engine import WORKERS, DeltaWeightTransferEngine
 from vllm_plugin.live.derived import watch_loading
@@ -297,6 +298,18 @@ class DeltaWorkerExtension:
         which are called `draft.` and their name. Reads all of them.
         """
         return self._delta_engine().fingerprint()
+
+    def delta_adapter(self, lora_int_id: int, path: str) -> dict[str, Any]:
+        """Say whether this rank computes with what an adapter's folder has, bit for bit; needs no engine.
+
+        `/v1/models` states both arguments of each version: `lora_int_id`, and the folder as `root`.
+        Generation waits meanwhile. Returns as `adapter_slots.compare`.
+        """
+        try:
+            return adapter_slots.compare(self, lora_int_id, path)
+        except Exception as exc:  # noqa: BLE001  (an exception in one rank would confuse vLLM's replies)
+            failure = Failure.of(getattr(self, "rank", 0), exc)
+            return {"error": f"[{failure.kind}] {failure.message}"}
 
     def _delta_engine(self) -> DeltaWeightTransferEngine:
         engine = getattr(self, "weight_transfer_engine", None)

@@ -53,7 +53,8 @@ _WAIT_S = 1.0
 def keep_in_step() -> None:
     """Have vLLM's executor drop unread replies before the next call. Calling it again changes nothing.
 
-    Only executors of servers with the backend `delta` behave differently; all others stay as they are.
+    Only executors of servers with the backend `delta`, or with adapters, which workers may refuse too, behave
+    differently; all others stay as they are.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -61,6 +62,9 @@ def keep_in_step() -> None:
         return
 
     def collective_rpc(executor: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        config = executor.vllm_config
+        if not core.has_delta(config) and config.lora_config is None:
+            return call(*args, **kwargs)
         if getattr(executor, _UNREAD, False):
             _drop_unread(executor)
         try:
@@ -69,7 +73,7 @@ def keep_in_step() -> None:
             setattr(executor, _UNREAD, True)
             raise
 
-    core.wrap(MultiprocExecutor, "collective_rpc", collective_rpc)
+    core.replace(MultiprocExecutor, "collective_rpc", collective_rpc)
 
 
 def is_kept() -> bool:

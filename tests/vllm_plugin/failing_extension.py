@@ -27,6 +27,12 @@ class FailingExtension(DeltaWorkerExtension):
         if rank == self.rank:
             raise LoadFailed("made to fail by the test")
 
+    def delta_spoil_adapter(self, lora_int_id: int) -> None:
+        """Change one number of an adapter where this worker computes with it."""
+        held = self.model_runner.lora_manager._adapter_manager
+        slot = held.lora_index_to_id.index(lora_int_id)
+        held.modules["model.layers.1.self_attn.qkv_proj"].lora_b_stacked[0][slot].view(-1)[:1] += 1
+
     def delta_fail_writes(self, num_failures: int, rank: int | None = None) -> None:
         """Let the next writes of changes fail after half of them.
 

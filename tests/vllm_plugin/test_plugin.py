@@ -232,7 +232,8 @@ def executor():
             queue.waiting.append((WorkerProc.ResponseStatus.SUCCESS, call[1][0]))
 
     executor = object.__new__(MultiprocExecutor)
-    executor.vllm_config = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="delta"))
+    delta = SimpleNamespace(backend="delta")
+    executor.vllm_config = SimpleNamespace(weight_transfer_config=delta, lora_config=None)
     executor.is_failed, executor.futures_queue = False, deque()
     executor.rpc_broadcast_mq = SimpleNamespace(enqueue=broadcast)
     executor.response_mqs = [Replies(), Replies()]
@@ -249,6 +250,16 @@ def test_a_call_after_one_that_failed_has_its_own_answer_whatever_the_workers_ha
     assert [queue.waiting for queue in executor.response_mqs] == [[], []]
 
 
+@pytest.mark.parametrize(("lora", "second"), [(object(), "two"), (None, "unread")])
+def test_a_server_with_adapters_is_kept_in_step_and_others_are_left_alone(executor, lora, second):
+    executor.vllm_config = SimpleNamespace(weight_transfer_config=None, lora_config=lora)
+    executor.response_mqs[0].waiting.append(("FAILURE", "made to fail"))
+    executor.rpc_broadcast_mq.enqueue((None, ("unread",)))
+    with pytest.raises(RuntimeError, match="made to fail"):
+        executor.collective_rpc("first", args=("one",))
+    assert executor.collective_rpc("second", args=("two",)) == [second] * 2
+
+
 def test_a_queue_that_cannot_be_read_any_more_is_no_endless_wait(executor):
     for _ in range(3):
         executor.response_mqs[0].waiting.append(RuntimeError("cancelled"))
@@ -257,7 +268,9 @@ def test_a_queue_that_cannot_be_read_any_more_is_no_endless_wait(executor):
             executor.collective_rpc("any", args=("one",))
 
 
-METHODS = [name for name in vars(DeltaWorkerExtension) if name.startswith("delta_")]
+METHODS = [
+    name for name in vars(DeltaWorkerExtension) if name.startswith("delta_") and name != "delta_adapter"
+]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,0 +1,286 @@
+"""What an API server makes of names of adapters, without an engine."""
+
+import asyncio
+import gc
+import itertools
+import tempfile
+import warnings
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_adapter
+from fastapi import HTTPException
+
+from patchstore import PeftAdapter, Publisher
+from patchstore.bucket import history
+from patchstore.errors import UsageError
+from patchstore.read.run import Run
+from patchstore.signing import KeySigner, statement
+from patchstore.stores import open_store
+from tests.support.keys import key_pair
+from tests.support.weights import small_model
+from vllm_plugin.adapter_folders import AdapterFolders
+from vllm_plugin.permission import KEYS, STORES, default_scratch
+
+
+@pytest.fixture(scope="module")
+def adapters() -> ModuleType:
+    with warnings.catch_warnings():
+        # What vLLM's servers import warns of itself.
+        warnings.simplefilter("ignore")
+        from vllm_plugin import adapters
+    return adapters
+
+
+class Engine:
+    """Takes adapters, and knows nothing of requests but what a test says."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[int, Any] = {}
+        self.num_loads = 0
+        self.refusal: Exception | None = None
+        self.errored = False
+        self.state: str | None = None
+        self.output_processor = SimpleNamespace(request_states={})
+        lora = SimpleNamespace(max_cpu_loras=2, max_lora_rank=8, target_modules=None)
+        model = SimpleNamespace(model="/models/tiny", revision=None)
+        transfer = SimpleNamespace(backend="delta")
+        self.vllm_config = SimpleNamespace(
+            lora_config=lora, model_config=model, weight_transfer_config=transfer
+        )
+
+    async def add_lora(self, request: Any) -> None:
+        self.num_loads += 1
+        await asyncio.sleep(0)
+        if self.refusal is not None:
+            raise self.refusal
+        self.loaded[request.lora_int_id] = request.lora_name
+
+    async def remove_lora(self, number: int) -> None:
+        del self.loaded[number]
+
+    async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
+        assert method == "delta_status"
+        return [{"state_digest": self.state}] * 2
+
+
+class Models:
+    """What `Adapters` uses of vLLM's list of models."""
+
+    def __init__(self) -> None:
+        self.engine_client = Engine()
+        self.base_model_paths = [SimpleNamespace(name="served")]
+        self.lora_requests: dict[str, Any] = {}
+        numbers = itertools.count(1)
+        self.lora_id_counter = SimpleNamespace(inc=lambda _: next(numbers))
+
+    def is_base_model(self, name: str) -> bool:
+        return name == "served"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Five versions of an adapter."""
+    publish(tmp_path / "run", 5)
+    return tmp_path / "run"
+
+
+def publish(store: Path, versions: int, adapter: str | PeftAdapter = "default") -> None:
+    tensors = tiny_adapter.tensors()
+    folder = tiny_adapter.config(store.with_name(f"{store.name}-config"))
+    with Publisher(store, tensors, adapter=adapter, files=folder, dtype=None) as publisher:
+        for step in range(versions):
+            publisher.publish_patch(step).result()
+            for tensor in tensors.values():
+                tensor[0] *= 2
+
+
+@pytest.fixture
+def new(
+    adapters: ModuleType, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """Make the adapters of a new server."""
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def make(names: str = f"policy={store}") -> Any:
+        monkeypatch.setenv(adapters.ADAPTERS, names)
+        return adapters.Adapters(Models())
+
+    return make
+
+
+def request(name: str, place: object = None, *, inplace: bool = False) -> Any:
+    path = f"patchstore:{place}"
+    return SimpleNamespace(lora_name=name, lora_path=path, load_inplace=inplace)
+
+
+async def nothing(*_: Any) -> None: ...
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(work)
+
+
+def test_many_requests_at_once_load_a_version_once_and_one_that_gives_up_ends_nothing(new):
+    found = new()
+
+    async def ask() -> list[Any]:
+        asked = [asyncio.create_task(found.resolve("policy@2")) for _ in range(5)]
+        await asyncio.sleep(0)
+        asked[0].cancel()
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    first, *others = run(ask())
+    assert isinstance(first, asyncio.CancelledError)
+    assert others == ["policy@2"] * 4
+    assert found.models.engine_client.num_loads == 1
+    assert [*found.models.lora_requests] == ["policy@2"]
+
+
+def test_other_models_are_left_to_vllm(new):
+    found = new()
+    for name in ("served", "other", "other@3", "served@2"):
+        assert run(found.resolve(name)) == name
+    assert found.models.engine_client.num_loads == 0
+
+
+def test_without_permission_to_load_at_run_time_nothing_is_pulled(new, monkeypatch):
+    found = new()
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0")
+    assert run(found.resolve("policy@2")) == "policy@2"
+    assert found.models.engine_client.num_loads == 0
+    with pytest.raises(UsageError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+        run(found.begin(nothing))
+
+
+@pytest.mark.parametrize("names", ["policy", "=x", "policy=", "a=/x, a=/y", "a@1=/x"])
+def test_names_that_cannot_be_are_refused_at_the_start(new, names):
+    with pytest.raises(UsageError, match="NAME=STORE"):
+        new(names)
+
+
+def test_a_server_without_adapters_or_with_such_a_model_does_not_start(new, store, monkeypatch):
+    found = new()
+    found.models.engine_client.vllm_config.lora_config = None
+    with pytest.raises(UsageError, match="--enable-lora"):
+        run(found.begin(nothing))
+    with pytest.raises(UsageError, match="another model"):
+        run(new(f"served={store}").begin(nothing))
+    monkeypatch.setenv(STORES, "s3://bucket")
+    with pytest.raises(UsageError, match=STORES):
+        run(new().begin(nothing))
+
+
+def test_versions_that_nothing_asks_for_make_room(new, store, adapters, monkeypatch):
+    found = new()
+    engine = found.models.engine_client
+    run(found.load(nothing, request("chosen", f"{store}@0")))
+    for version in (0, 1, 2):
+        run(found.resolve(f"policy@{version}"))
+    # All were asked for just now.
+    assert len(engine.loaded) == 4
+    monkeypatch.setattr(adapters, "IDLE_S", 0.0)
+    engine.output_processor.request_states["a"] = SimpleNamespace(lora_name="policy@0")
+    run(found.resolve("policy@3"))
+    assert {*engine.loaded.values()} == {"chosen@0", "policy@0", "policy@3"}
+    assert {*found.models.lora_requests} == {*engine.loaded.values()}
+    assert run(found.resolve("policy@1")) == "policy@1"
+
+
+def test_a_folder_stays_for_as_long_as_a_request_has_it(new, store):
+    found = new()
+    engine, run_ = found.models.engine_client, Run.open(open_store(store))
+    for version in (1, 2):
+        run(found.resolve(f"policy@{version}"))
+    before = found.models.lora_requests["policy@1"]
+    path = Path(before.lora_path)
+    run(found.unload(nothing, request("policy@1")))
+    assert [*engine.loaded.values()] == ["policy@2"]
+    none = AdapterFolders(default_scratch(), keep=0)
+    none.lend(run_, 3).close()
+    assert path.is_dir()
+    del before
+    gc.collect()
+    none.lend(run_, 3).close()
+    assert not path.is_dir()
+    assert Path(found.models.lora_requests["policy@2"].lora_path).is_dir()
+
+
+def test_what_vllm_refuses_is_said_and_not_held(new):
+    found = new()
+    engine = found.models.engine_client
+    engine.refusal = Exception(
+        "Call to add_lora method failed: Worker failed with error 'While loading /a, expected target modules "
+        "in {'o_proj'} but received ['model.layers.0.mlp.one', 'model.layers.1.mlp.one', 'x.two']. Please "
+        "verify', please check the stack trace above for the root cause"
+    )
+    with pytest.raises(HTTPException) as caught:
+        run(found.resolve("policy@1"))
+    assert caught.value.status_code == 400
+    assert caught.value.detail == (
+        "[load-failed] policy@1 was not loaded: vLLM does not adapt one, two of this model"
+    )
+    assert found.models.lora_requests == {}
+    engine.refusal = None
+    assert run(found.resolve("policy@1")) == "policy@1"
+    engine.refusal, engine.errored = RuntimeError("dead"), True
+    with pytest.raises(RuntimeError, match="dead"):
+        run(found.resolve("policy@2"))
+
+
+def test_modules_that_vllm_would_leave_out_are_refused(new, adapters, monkeypatch):
+    found = new()
+    found.models.engine_client.vllm_config.lora_config.target_modules = ["o_proj", "qkv_proj"]
+    packed = SimpleNamespace(packed_modules_mapping={"qkv_proj": ["q_proj", "k_proj", "v_proj"]})
+    monkeypatch.setattr("vllm.model_executor.model_loader.get_model_cls", lambda _: packed)
+    with pytest.raises(HTTPException, match="it adapts down_proj, gate_proj, up_proj, which"):
+        run(found.resolve("policy@1"))
+
+
+@pytest.mark.parametrize("may_change", [False, True])
+def test_an_adapter_of_another_version_of_the_base_is_refused(new, tmp_path, may_change):
+    with Publisher(tmp_path / "base", small_model()) as publisher:
+        publisher.publish_patch(0).result()
+    adapter = PeftAdapter(base=f"{tmp_path / 'base'}@0", base_may_change=may_change)
+    publish(tmp_path / "of-base", 2, adapter)
+    found = new(f"policy={tmp_path / 'of-base'}")
+    engine = found.models.engine_client
+    engine.state = history.read_manifest(open_store(tmp_path / "base"), 0).state.total
+    assert run(found.resolve("policy@0")) == "policy@0"
+    engine.state = "blake3:" + 64 * "0"
+    if may_change:
+        assert run(found.resolve("policy@1")) == "policy@1"
+    else:
+        with pytest.raises(HTTPException, match="schema-mismatch"):
+            run(found.resolve("policy@1"))
+
+
+def test_a_driver_that_fails_leaves_the_name_free(new, store, tmp_path):
+    found = new("")
+    with pytest.raises(HTTPException) as caught:
+        run(found.load(nothing, request("policy", f"{tmp_path / 'none'}@1")))
+    assert caught.value.status_code == 404
+    assert run(found.resolve("policy@1")) == "policy@1"
+    assert found.models.engine_client.num_loads == 0
+    run(found.load(nothing, request("policy@1", f"{store}@1")))
+    assert run(found.resolve("policy")) == "policy@1"
+
+
+def test_a_server_that_requires_keys_loads_only_what_they_signed(new, store, tmp_path, monkeypatch):
+    private, public = key_pair(tmp_path)
+    monkeypatch.setenv(KEYS, str(public))
+    opened = open_store(store)
+    statement.sign_version(opened, KeySigner(private), history.run_header(opened), 3)
+    found = new()
+    # An unsigned one is covered by the chain of digests of a signed one, but is not served itself.
+    assert run(found.resolve("policy@3")) == "policy@3"
+    with pytest.raises(HTTPException) as caught:
+        run(found.resolve("policy@2"))
+    assert (caught.value.status_code, caught.value.detail[:10]) == (503, "[unsigned]")
+    monkeypatch.setenv(KEYS, str(tmp_path / "none.pub"))
+    with pytest.raises(UsageError, match=KEYS):
+        run(new().begin(nothing))
