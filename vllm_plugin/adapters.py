@@ -38,7 +38,7 @@ from vllm.lora.request import LoRARequest
 from patchstore.bucket.records import Base, Schema
 from patchstore.errors import LoadFailed, NotFound, PatchstoreError, SchemaMismatch, UsageError
 from patchstore.read.run import Run
-from patchstore.stores import open_store
+from patchstore.stores import Store, open_store
 from vllm_plugin.adapter_folders import AdapterFolders, Lent
 from vllm_plugin.core import has_delta, is_wrapped, replace
 from vllm_plugin.permission import check_store, default_scratch, required_keys, unquoted
@@ -95,18 +95,40 @@ class _Request(LoRARequest, weakref=True):  # type: ignore[call-arg]
     """vLLM's own, of a version. Its folder is held for as long as anything in this process has it."""
 
 
+class _Source:
+    """The store of a run. For any thread; each call may wait for the store."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._store: Store | None = None
+        self._lock = Lock()
+
+    def run(self) -> Run:
+        """Return the run that is there now."""
+        with self._lock:
+            if self._store is None:
+                self._store = open_store(self.url)
+        with unquoted(self.url):
+            return Run.open(self._store, required_keys())
+
+    def number(self, wanted: int | str | None) -> int:
+        """Return the number of a version."""
+        return wanted if isinstance(wanted, int) else self.run().named(wanted)
+
+
 class _Name:
     """A name, and the run whose versions it has."""
 
-    def __init__(self, name: str, place: str, *, is_configured: bool = False) -> None:
-        self.name, self.is_configured = name, is_configured
-        self.url, self.wanted = _split(place)
+    def __init__(self, name: str, source: _Source, wanted: int | str | None = None) -> None:
+        self.name, self.source, self.wanted = name, source, wanted
+        self.is_known = False
+        """Configured, or a version was loaded; before that, a first load is under way, or has failed."""
         self.chosen: int | None = None
         """The version that the name alone means."""
-        self.held: dict[int, float] = {}
-        """Versions that vLLM has, and when something asked for each last."""
-        self._run: Run | None = None
-        self._lock = Lock()
+        self.held: dict[int, _Source] = {}
+        """Versions that vLLM has, and where each is from."""
+        self.asked: dict[int, float] = {}
+        """When something asked for each of these last."""
 
     def full(self, version: int) -> str:
         return f"{self.name}@{version}"
@@ -116,23 +138,6 @@ class _Name:
         if self.chosen is not None or self.wanted is not None:
             return self.chosen
         return max(self.held, default=None)
-
-    def run(self) -> Run:
-        """Open the run, once. For any thread; may wait for the store."""
-        with self._lock:
-            if self._run is None:
-                store = open_store(self.url)
-                try:
-                    with unquoted(self.url):
-                        self._run = Run.open(store, required_keys())
-                except BaseException:
-                    store.close()
-                    raise
-            return self._run
-
-    def number(self, wanted: int | str | None) -> int:
-        """Return the number of a version; may wait for the store."""
-        return wanted if isinstance(wanted, int) else self.run().named(wanted)
 
 
 class Adapters:
@@ -160,7 +165,7 @@ class Adapters:
             )
         for each in self._names.values():
             self._check_free(each.name)
-            check_store(each.url, {})
+            check_store(each.source.url, {})
         await begin()
 
     async def resolve(self, model: str) -> str:
@@ -169,18 +174,18 @@ class Adapters:
         What is no adapter of a run is returned as it is.
         """
         name, at, wanted = model.partition("@")
-        known = self._names.get(name)
+        known = self._known(name)
         if known is None or self.models.is_base_model(model) or not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
             return model
         with _answered():
             version = _version(wanted) if at else known.meant()
             if not isinstance(version, int):
                 asked = version if at else known.wanted
-                version = await self._once(model, lambda: self._in_thread(known.number, asked))
+                version = await self._once(model, lambda: self._in_thread(known.source.number, asked))
                 if not at and known.wanted is not None:
                     # What was configured holds until another version is chosen.
                     known.chosen = known.chosen if known.chosen is not None else version
-            await self._hold(known, version)
+            await self._hold(known, version, known.held.get(version, known.source))
             return known.full(version)
 
     async def load(
@@ -191,46 +196,45 @@ class Adapters:
         name, at, number = full.partition("@")
         with _answered():
             if not path.startswith(SCHEME):
-                if name in self._names:
+                if (known := self._known(name)) is not None:
                     raise UsageError(
                         f"{name} is a run's adapter: give a version of its store as the path, as "
-                        f"{SCHEME}{self._names[name].url}@12"
+                        f"{SCHEME}{known.source.url}@12"
                     )
                 return await load(request, base_model_name)
             self._check_enabled()
             self._check_free(name)
-            known, wanted = self._known(name, path.removeprefix(SCHEME))
+            url, wanted = _split(path.removeprefix(SCHEME))
+            check_store(url, {})
             if not name or (at and not isinstance(_version(number), int)):
                 raise UsageError(
                     f"an adapter is called NAME@VERSION, or NAME to choose one, not {full!r:.200}"
                 )
+            known = self._names.setdefault(name, _Name(name, _Source(url)))
+            source = known.source if known.source.url == url else _Source(url)
+            if not known.is_known:
+                known.source = source
             version = await self._in_thread(
-                known.number, _version(number) if at and wanted is None else wanted
+                source.number, _version(number) if at and wanted is None else wanted
             )
             if at and version != _version(number):
-                raise UsageError(f"{full} cannot be version {version} of {known.url}")
+                raise UsageError(f"{full} cannot be version {version} of {url}")
             if not at and known.chosen not in {None, version} and not request.load_inplace:
                 raise UsageError(
                     f"{name} is version {known.chosen} now: load {known.full(version)}, or switch to it with "
                     '"load_inplace": true'
                 )
-            self._names.setdefault(name, known)
-            try:
-                await self._hold(known, version)
-            except BaseException:
-                if not known.held and not known.is_configured:
-                    self._names.pop(name, None)
-                raise
-            self._names[name] = known
+            await self._hold(known, version, source)
+            known.is_known = True
             if not at:
-                known.chosen = version
+                known.chosen, known.source = version, source
         return f"Success: LoRA adapter '{full}' added successfully."
 
     async def unload(self, unload: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
         """Unload a version that is neither chosen nor in use."""
         full = request.lora_name
         name, at, number = full.partition("@")
-        if (known := self._names.get(name)) is None:
+        if (known := self._known(name)) is None:
             return await unload(request)
         with _answered():
             version = _version(number)
@@ -261,17 +265,22 @@ class Adapters:
 
     # What is held.
 
-    async def _hold(self, known: _Name, version: int) -> None:
+    async def _hold(self, known: _Name, version: int, source: _Source) -> None:
         """Have vLLM hold a version. Of several that ask at once, one loads it."""
+        full = known.full(version)
         while version not in known.held:
-            await self._once(known.full(version), lambda: self._load(known, version))
-        known.held[version] = time.monotonic()
+            await self._once(full, lambda: self._load(known, version, source))
+        if known.held[version].url != source.url:
+            raise UsageError(
+                f"{full} is of {known.held[version].url}, and not of {source.url}: unload it first"
+            )
+        known.asked[version] = time.monotonic()
 
-    async def _load(self, known: _Name, version: int) -> None:
+    async def _load(self, known: _Name, version: int, source: _Source) -> None:
         full = known.full(version)
         if full in self.models.lora_requests:
             raise UsageError(f"{full} is an adapter that is of no run: unload it first")
-        lent = await self._in_thread(self._fetch, known, version, await self._base_state())
+        lent = await self._in_thread(self._fetch, full, source, version, await self._base_state())
         request = _Request(
             lora_name=full, lora_int_id=self.models.lora_id_counter.inc(1), lora_path=str(lent.path)
         )
@@ -283,12 +292,12 @@ class Adapters:
                 raise
             raise LoadFailed(f"{full} was not loaded: {_shortened(str(exc))}") from exc
         self.models.lora_requests[full] = request
-        known.held[version] = time.monotonic()
+        known.held[version], known.asked[version] = source, time.monotonic()
         await self._make_room(full)
 
     async def _make_room(self, new: str) -> None:
         """Drop versions that nothing asks for any more, where vLLM has no room for as many as are held."""
-        held = [(when, known, each) for known in self._names.values() for each, when in known.held.items()]
+        held = [(when, known, each) for known in self._names.values() for each, when in known.asked.items()]
         spare = len(held) - self._config.lora_config.max_cpu_loras
         in_use, now = self._in_use() | {new}, time.monotonic()
         idle = [
@@ -296,14 +305,14 @@ class Adapters:
             for when, known, version in held
             if now - when > IDLE_S and version != known.meant() and known.full(version) not in in_use
         ]
-        for _, known, version in sorted(idle, key=lambda each: each[0])[: max(0, spare)]:
-            await self._drop(known, version)
+        for when, known, version in sorted(idle, key=lambda each: each[0])[: max(0, spare)]:
+            if known.asked.get(version) == when:
+                await self._drop(known, version)
 
     async def _drop(self, known: _Name, version: int) -> None:
-        known.held.pop(version, None)
-        request = self.models.lora_requests.pop(known.full(version), None)
-        if request is not None:
-            await self._engine.remove_lora(request.lora_int_id)
+        del known.held[version], known.asked[version]
+        request = self.models.lora_requests.pop(known.full(version))
+        await self._engine.remove_lora(request.lora_int_id)
 
     def _in_use(self) -> set[str | None]:
         """The adapters of all requests that run or wait."""
@@ -311,9 +320,9 @@ class Adapters:
 
     # On threads.
 
-    def _fetch(self, known: _Name, version: int, state: str | None) -> Lent:
+    def _fetch(self, full: str, source: _Source, version: int, state: str | None) -> Lent:
         """Return the folder of a version that this server can load."""
-        run = known.run()
+        run = source.run()
         self._check_base(run, state)
         lent = AdapterFolders(default_scratch()).lend(run, version)
         try:
@@ -321,7 +330,7 @@ class Adapters:
             PEFTHelper.from_local_dir(str(lent.path), None).validate_legal(self._config.lora_config)
         except (ValueError, TypeError) as exc:
             lent.close()
-            raise LoadFailed(f"{known.full(version)} was not loaded: {exc}") from exc
+            raise LoadFailed(f"{full} was not loaded: {exc}") from exc
         except BaseException:
             lent.close()
             raise
@@ -361,6 +370,10 @@ class Adapters:
 
     # Helpers.
 
+    def _known(self, name: str) -> _Name | None:
+        known = self._names.get(name)
+        return known if known is not None and known.is_known else None
+
     def _check_enabled(self) -> None:
         if self._config.lora_config is None:
             raise UsageError("this server has no adapters: start it with --enable-lora")
@@ -369,17 +382,6 @@ class Adapters:
         """Refuse a name that means something else already."""
         if self.models.is_base_model(name) or name in self.models.lora_requests:
             raise UsageError(f"{name} is another model of this server: give the run's adapter another name")
-
-    def _known(self, name: str, place: str) -> tuple[_Name, int | str | None]:
-        """Return what a name is, or would be, and which version of a place is meant."""
-        known, new = self._names.get(name), _Name(name, place)
-        check_store(new.url, {})
-        wanted, new.wanted = new.wanted, None
-        if known is None or (known.url != new.url and not known.held and not known.is_configured):
-            return new, wanted
-        if known.url != new.url:
-            raise UsageError(f"{name} is of {known.url}, and not of {new.url}: give another run another name")
-        return known, wanted
 
     async def _base_state(self) -> str | None:
         """Return the state digest of the version that this server serves of its base, if it is one."""
@@ -410,7 +412,10 @@ def _configured() -> Iterator[_Name]:
                 f"{ADAPTERS} has pairs NAME=STORE with commas between, each name once, not {each!r}"
             )
         found.add(name)
-        yield _Name(name, place, is_configured=True)
+        url, wanted = _split(place)
+        known = _Name(name, _Source(url), wanted)
+        known.is_known = True
+        yield known
 
 
 def _split(place: str) -> tuple[str, int | str | None]:

@@ -284,3 +284,35 @@ def test_a_server_that_requires_keys_loads_only_what_they_signed(new, store, tmp
     monkeypatch.setenv(KEYS, str(tmp_path / "none.pub"))
     with pytest.raises(UsageError, match=KEYS):
         run(new().begin(nothing))
+
+
+def test_first_loads_of_a_name_at_once_are_of_one_name(new, store):
+    found = new("")
+
+    async def load() -> None:
+        await asyncio.gather(
+            *(found.load(nothing, request(f"p@{each}", f"{store}@{each}")) for each in (1, 2))
+        )
+
+    run(load())
+    assert [run(found.resolve(f"p@{each}")) for each in (1, 2)] == ["p@1", "p@2"]
+    assert found.models.engine_client.num_loads == 2
+    run(found.unload(nothing, request("p@1")))
+    assert run(found.resolve("p")) == "p@2"
+
+
+def test_another_run_takes_the_place_of_a_name_when_it_is_chosen(new, store, tmp_path):
+    publish(tmp_path / "other", 2)
+    found = new()
+    for version in (1, 3):
+        assert run(found.resolve(f"policy@{version}")) == f"policy@{version}"
+    with pytest.raises(HTTPException, match="policy@1 is of"):
+        run(found.load(nothing, request("policy@1", f"{tmp_path / 'other'}@1")))
+    run(found.load(nothing, request("policy@0", f"{tmp_path / 'other'}@0")))
+    run(found.load(nothing, request("policy", f"{tmp_path / 'other'}@0", inplace=True)))
+    assert run(found.resolve("policy")) == "policy@0"
+    folder = Path(found.models.lora_requests["policy@0"].lora_path)
+    assert folder.parent.name == history.run_header(open_store(tmp_path / "other")).run_id
+    # Further versions are those of the run that was chosen.
+    with pytest.raises(HTTPException, match="version-not-found"):
+        run(found.resolve("policy@4"))

@@ -16,6 +16,8 @@ from server_process import ForkingServer, ServerProcess, call
 
 from patchstore import Publisher, replay
 from patchstore.bucket import history, kept
+from patchstore.errors import OtherRun, VersionNotFound
+from patchstore.follow.adapter_server import AdapterServer
 from patchstore.follow.vllm_server import VllmServer
 from patchstore.stores import open_store
 from tests.support.weights import small_model
@@ -44,6 +46,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`policy` has six versions; the others cannot be served."""
     root = tmp_path_factory.mktemp("stores")
     publish(root / "policy", NUM_VERSIONS)
+    publish(root / "again", 1)
     kept.tag(open_store(root / "policy"), "best", 2)
     publish(root / "rank-16", 1, rank=16)
     publish(root / "odd", 1, modules=("q_proj", "o_proj"), renamed=("o_proj", "odd_proj"))
@@ -212,11 +215,37 @@ def test_a_driver_loads_ahead_switches_and_unloads(process, stores, fresh):
     assert_same(answer(url, "pushed"), fresh[0])
 
 
+def test_patchstore_follow_keeps_a_server_at_versions_of_a_run_and_then_of_another(process, stores, fresh):
+    def follower(name: str, **options: Any) -> AdapterServer:
+        return AdapterServer(process.url, "followed", str(stores / name), timeout_s=120, **options)
+
+    with follower("policy", keep=2) as server:
+        for version in (0, 1, 2, 1):
+            assert server.apply(version) is not None
+            assert server.status().serving == version
+            assert_same(answer(process.url, "followed"), fresh[version])
+        server.keep(server.status())
+    assert {name for name in cards(process.url) if name.startswith("followed@")} == {
+        "followed@1",
+        "followed@2",
+    }
+    again = history.run_header(open_store(stores / "again")).run_id
+    with follower("again") as server, pytest.raises(OtherRun):
+        server.apply(0)
+    with follower("again", run_id=again) as server:
+        server.apply(0)
+        assert (server.status().run_id, server.status().serving) == (again, 0)
+        with pytest.raises(VersionNotFound):
+            server.apply(5)
+    assert answered_by(process.url, "followed") == "followed@0"
+
+
 @pytest.mark.parametrize(
     ("name", "place", "status", "sentence"),
     [
         ("policy@2", "{policy}@1", 400, "cannot be version 1"),
-        ("policy", "{whole}@0", 400, "policy is of"),
+        ("policy@1", "{whole}@1", 400, "policy@1 is of"),
+        ("policy@0", "{whole}@0", 400, "whole models"),
         ("policy@best", "{policy}@1", 400, "NAME@VERSION"),
         ("tiny", "{policy}@1", 400, "another model"),
         ("other", "{policy}@99", 404, "99"),
@@ -224,7 +253,8 @@ def test_a_driver_loads_ahead_switches_and_unloads(process, stores, fresh):
     ],
 )
 def test_a_driver_that_errs_is_told_so_and_nothing_changes(process, stores, name, place, status, sentence):
-    answered_by(process.url, "policy@1")
+    assert answered_by(process.url, "policy@1") == "policy@1"
+    assert unload(process.url, "policy@0").status_code in {200, 404}
     before = cards(process.url)
     found = load(process.url, name, place.format(policy=stores / "policy", whole=stores / "whole"))
     assert found.status_code == status
@@ -244,12 +274,20 @@ def test_running_answers_keep_their_version_and_no_prefix_is_stale(process, stor
     assert asked("switched").num_cached == 0
     first = asked("switched")
     assert first.num_cached > 0
-    with streaming(url, prompt, **long) as running:
-        begun = running.tokens(least=3)
-        assert load(url, "switched", f"{place}@5", inplace=True).status_code == 200
-        second = asked("switched")
-        assert unload(url, "switched@4").status_code == 409
-        old = begun + running.tokens()
+    for _ in range(20):
+        with streaming(url, prompt, **long) as running, VllmServer(url, timeout_s=120) as server:
+            begun = running.tokens(least=3)
+            # So that it does not end before the switch, but it may have.
+            call(server, "delta_pause")
+            assert load(url, "switched", f"{place}@5", inplace=True).status_code == 200
+            unloaded = unload(url, "switched@4").status_code
+            call(server, "delta_resume")
+            old = begun + running.tokens()
+        if unloaded == 409:
+            break
+        assert load(url, "switched", f"{place}@4", inplace=True).status_code == 200
+    assert unloaded == 409
+    second = asked("switched")
     assert second.num_cached == 0
     assert second.tokens != first.tokens
     assert asked("switched@4").tokens == first.tokens
