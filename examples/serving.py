@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 import httpx
 import torch
+from safetensors.torch import load_file
 
 from examples.processes import Program, free_port, wait_for
 from patchstore.bucket import digests
+from patchstore.follow.adapter_server import AdapterServer
 from patchstore.follow.vllm_protocol import ServerStatus
 from patchstore.follow.vllm_server import VllmServer
 from patchstore.tensors.bits import raw_bytes
@@ -35,6 +37,7 @@ class Vllm(Program):
         port: int | None = None,
         device: Literal["cpu", "cuda"] = "cpu",
         num_threads: int | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Start it.
 
@@ -43,6 +46,7 @@ class Vllm(Program):
             port: of 127.0.0.1, for a server that takes another's place; by default a free one.
             device: where its model runs. On a GPU it takes a tenth of the memory, so that others fit.
             num_threads: that compute on the CPU; by default one a core.
+            adapter: the name under which it serves versions of an adapter, beside its own weights.
         """
         port = port or free_port()
         self.port = port
@@ -55,6 +59,7 @@ class Vllm(Program):
             *("--weight-transfer-config", '{"backend": "delta"}'),
             *("--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", str(256 << 20)),
             *("--gpu-memory-utilization", "0.1"),
+            *(("--enable-lora", "--max-loras", "4", "--max-lora-rank", "16") if adapter else ()),
         ]
         environment = {
             # Serves the routes that update weights.
@@ -62,17 +67,30 @@ class Vllm(Program):
             "VLLM_NO_USAGE_STATS": "1",
             **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if device == "cpu" else {}),
             **({"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}),
+            **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if adapter else {}),
             **({"HF_ENDPOINT": hub} if hub else {"HF_HUB_OFFLINE": "1"}),
         }
         super().__init__(command, log=log, environment=environment)
         self._api = VllmServer(self.url)
+        self._adapter = None if adapter is None else AdapterServer(self.url, adapter)
 
     def wait_until_healthy(self) -> None:
         wait_for(self, f"{self.url}/health")
 
     def status(self) -> ServerStatus:
-        """Ask the server which version it holds, and its state digest."""
-        return self._api.status()
+        """Ask the server which version it holds; without an adapter, with its state digest."""
+        return (self._adapter or self._api).status()
+
+    def holds_adapter(self, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Whether what requests for the adapter get has the bits of these tensors, by PEFT's names."""
+        assert self._adapter is not None
+        cards = httpx.get(f"{self.url}/v1/models", timeout=60).raise_for_status().json()["data"]
+        (folder,) = (card["root"] for card in cards if card["id"] == self._adapter.adapter)
+        found = load_file(Path(folder) / "adapter_model.safetensors")
+        return found.keys() == weights.keys() and all(
+            torch.equal(found[name].view(torch.uint8), each.view(torch.uint8))
+            for name, each in weights.items()
+        )
 
     def holds(self, weights: Mapping[str, torch.Tensor]) -> bool:
         """Whether the live parameters have the bits of these checkpoint weights, by their digests.
@@ -114,12 +132,18 @@ class Vllm(Program):
 
 
 class FollowCommand(Program):
-    """`patchstore follow STORE --server URL... --json`."""
+    """`patchstore follow STORE --server URL... --json`, perhaps with `--adapter NAME`."""
 
     def __init__(
-        self, store: str, options: Mapping[str, str], servers: str | Sequence[str], log: Path
+        self,
+        store: str,
+        options: Mapping[str, str],
+        servers: str | Sequence[str],
+        log: Path,
+        adapter: str | None = None,
     ) -> None:
         command = [sys.executable, "-m", "patchstore", "follow", store, "--json"]
+        command += ["--adapter", adapter] if adapter else []
         for server in [servers] if isinstance(servers, str) else servers:
             command += ["--server", server]
         for key, value in options.items():

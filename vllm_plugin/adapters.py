@@ -34,8 +34,9 @@ from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
 
-from patchstore.bucket.records import Base, Schema
+from patchstore.bucket.records import Adapter, Base, Schema
 from patchstore.errors import LoadFailed, NotFound, PatchstoreError, SchemaMismatch, UsageError
 from patchstore.read.run import Run
 from patchstore.stores import Store, open_store
@@ -49,6 +50,8 @@ name their versions."""
 SCHEME = "patchstore:"
 """What the path of an adapter begins with that is a store, and may end with `@VERSION` or `@TAG`."""
 
+_UPDATES = frozenset({"update_weights", "delta_prove"})
+"""Methods of engines that stage another version of the base."""
 _STATE = "_patchstore_adapters"
 IDLE_S = 60.0
 """A version that nothing asked for so long may be unloaded to make room."""
@@ -75,6 +78,17 @@ def install() -> None:
     # Pooling has a check of its own.
     for kind in (BaseServing, PoolingBaseServing):
         replace(kind, "_check_model", _check_model)
+    replace(AsyncLLM, "collective_rpc", _update_base)
+
+
+async def _update_base(
+    engine: Any, call: Callable[..., Awaitable[Any]], method: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Let the base be updated if the adapters that are held allow it."""
+    ours = getattr(engine, _STATE, None)
+    if ours is not None and method in _UPDATES:
+        ours.check_base_may_change()
+    return await call(method, *args, **kwargs)
 
 
 async def _check_model(serving: Any, check: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
@@ -146,12 +160,24 @@ class Adapters:
     def __init__(self, models: Any) -> None:
         """Read what the environment says of vLLM's list of models."""
         self.models, self._engine = models, models.engine_client
+        setattr(self._engine, _STATE, self)
         self._config = self._engine.vllm_config
         self._names = {each.name: each for each in _configured()}
         self._under_way: dict[str, asyncio.Task[Any]] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "patchstore-adapters")
+        self._fixed: dict[str, Adapter] = {}
+        """Versions that are held or fetched under whose run the base may not change, by full name."""
 
     # What vLLM calls.
+
+    def check_base_may_change(self) -> None:
+        """Refuse an update of the base where an adapter is held that was trained on the present one."""
+        for full, adapter in self._fixed.items():
+            raise HTTPException(
+                400,
+                f"[usage] {full} is of {adapter}: unload it before the base is updated, or publish it with "
+                "adapter=PeftAdapter(base_may_change=True)",
+            )
 
     async def begin(self, begin: Callable[[], Awaitable[None]]) -> None:
         """Check what the environment says, when the server starts."""
@@ -280,7 +306,17 @@ class Adapters:
         full = known.full(version)
         if full in self.models.lora_requests:
             raise UsageError(f"{full} is an adapter that is of no run: unload it first")
-        lent = await self._in_thread(self._fetch, full, source, version, await self._base_state())
+        state = await self._base_state()
+        try:
+            await self._add(full, await self._in_thread(self._fetch, full, source, version, state))
+        except BaseException:
+            self._fixed.pop(full, None)
+            raise
+        known.held[version], known.asked[version] = source, time.monotonic()
+        await self._make_room(full)
+
+    async def _add(self, full: str, lent: Lent) -> None:
+        """Have vLLM load a folder."""
         request = _Request(
             lora_name=full, lora_int_id=self.models.lora_id_counter.inc(1), lora_path=str(lent.path)
         )
@@ -292,8 +328,6 @@ class Adapters:
                 raise
             raise LoadFailed(f"{full} was not loaded: {_shortened(str(exc))}") from exc
         self.models.lora_requests[full] = request
-        known.held[version], known.asked[version] = source, time.monotonic()
-        await self._make_room(full)
 
     async def _make_room(self, new: str) -> None:
         """Drop versions that nothing asks for any more, where vLLM has no room for as many as are held."""
@@ -313,6 +347,7 @@ class Adapters:
         del known.held[version], known.asked[version]
         request = self.models.lora_requests.pop(known.full(version))
         await self._engine.remove_lora(request.lora_int_id)
+        self._fixed.pop(known.full(version), None)
 
     def _in_use(self) -> set[str | None]:
         """The adapters of all requests that run or wait."""
@@ -323,7 +358,9 @@ class Adapters:
     def _fetch(self, full: str, source: _Source, version: int, state: str | None) -> Lent:
         """Return the folder of a version that this server can load."""
         run = source.run()
-        self._check_base(run, state)
+        adapter = self._check_base(run, state)
+        if not adapter.base_may_change:
+            self._fixed[full] = adapter
         lent = AdapterFolders(default_scratch()).lend(run, version)
         try:
             self._check_modules(run.schema)
@@ -336,8 +373,8 @@ class Adapters:
             raise
         return lent
 
-    def _check_base(self, run: Run, state: str | None) -> None:
-        """Check that a run is one of adapters, for what this server serves."""
+    def _check_base(self, run: Run, state: str | None) -> Adapter:
+        """Return what a run says of its adapters, which are for what this server serves."""
         if (adapter := run.header.adapter) is None:
             raise UsageError(f"{run.store.url} holds whole models, and no adapters")
         model = self._config.model_config
@@ -349,6 +386,7 @@ class Adapters:
                 f"{run.store.url} has {adapter}, but this server serves {ours[0]}"
                 f"{f', called {names[-1]}' if names[-1] != names[0] else ''}"
             )
+        return adapter
 
     def _check_modules(self, schema: Schema) -> None:
         """Refuse what vLLM would leave out without a word."""

@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("grpo-run"), help="wiped at the start")
     parser.add_argument("--steps", type=int, default=100, help="at least 30")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="small", help="sizes of the model")
+    parser.add_argument("--lora", action="store_true", help="train an adapter, and publish that alone")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of trainer and servers")
     arguments = parser.parse_args()
     if arguments.steps < 30:
@@ -83,6 +84,7 @@ class Run:
         self._store: Kind = arguments.store
         self._device: Literal["cpu", "cuda"] = arguments.device
         self._shape: str = arguments.shape
+        self._adapter: str | None = "policy" if arguments.lora else None
         self._running = running
         self._servers: list[Vllm] = []
         self._rows: list[Step] = []
@@ -96,9 +98,13 @@ class Run:
         checkpoint = self._warmed_up(policy)
         place = start_store(self._store, self._folder, self._running)
         store = self._running.enter_context(closing(open_store(place.url, **place.options)))
-        publisher = self._running.enter_context(
-            Publisher(store, policy.model, files=checkpoint, encoding="context")
-        )
+        if self._adapter is None:
+            publisher = Publisher(store, policy.model, files=checkpoint, encoding="context")
+        else:
+            policy.adapt(str(checkpoint))
+            publisher = Publisher(store, policy.model, adapter="default")
+        self._running.enter_context(publisher)
+        self._num_published = publisher.schema.num_elements
         first = publisher.publish_patch(0).result()
         with report.stage("starting two vLLM servers (their first start ever takes a minute longer)"):
             for name in ("a", "b"):
@@ -107,17 +113,17 @@ class Run:
                 server.wait_until_healthy()
         urls = [server.url for server in self._servers]
         follow = self._running.enter_context(
-            FollowCommand(place.url, place.reading, urls, self._folder / "follow.log")
+            FollowCommand(place.url, place.reading, urls, self._folder / "follow.log", self._adapter)
         )
         with report.stage(f"patchstore follow {place.url}, for both servers"):
             self._wait_for_servers(first.version, follow)
-        before = examine(urls[0])
+        before = examine(urls[0], self._adapter)
 
         killed, returned = self._learn(policy, publisher, checkpoint, place, follow)
         head = self._published[-1].result()
         with report.stage(f"both servers come to version {head.version}, the head"):
             self._wait_for_servers(head.version, follow)
-        after = examine(urls[0])
+        after = examine(urls[0], self._adapter)
         return self._report(policy, killed, returned, (before, after))
 
     def _warmed_up(self, policy: Policy) -> Path:
@@ -132,7 +138,14 @@ class Run:
     def _start(self, checkpoint: Path, place: Place, name: str, port: int | None = None) -> Vllm:
         log = self._folder / f"vllm-{name}.log"
         return self._running.enter_context(
-            Vllm(checkpoint, log, hub=place.hub, port=port, device=self._device, num_threads=1)
+            Vllm(
+                *(checkpoint, log),
+                hub=place.hub,
+                port=port,
+                device=self._device,
+                num_threads=1,
+                adapter=self._adapter,
+            )
         )
 
     def _learn(
@@ -147,7 +160,7 @@ class Run:
         victim = self._servers[1]
         watched: list[Program] = [*self._servers, follow]
         urls = [server.url for server in self._servers]
-        with Rollouts(urls, max_waiting=GROUPS // 2, seed=1) as rollouts:
+        with Rollouts(urls, max_waiting=GROUPS // 2, seed=1, adapter=self._adapter) as rollouts:
             for number in range(1, self._num_steps + 1):
                 began = time.monotonic()
                 if number == killed:
@@ -193,7 +206,7 @@ class Run:
             for program in watched:
                 program.check_alive()
             try:
-                if served_version(url) is not None:
+                if served_version(url, self._adapter) is not None:
                     return
             except PatchstoreError:
                 pass
@@ -214,14 +227,17 @@ class Run:
         """Write the rows and the picture, and check the claims."""
         manifests = [publication.result() for publication in self._published]
         for row, manifest in zip(self._rows, manifests, strict=True):
-            assert manifest.delta is not None
-            row.density = manifest.delta.num_changed / policy.num_parameters
-            row.num_bytes = manifest.delta.num_bytes
+            # A version in full: all of it may have changed.
+            row.density = 1.0
+            if manifest.delta is not None:
+                row.density = manifest.delta.num_changed / self._num_published
+            row.num_bytes = manifest.num_bytes if manifest.delta is None else manifest.delta.num_bytes
         lines = [json.dumps(asdict(row)) for row in self._rows]
         (self._folder / "steps.jsonl").write_text("\n".join(lines) + "\n")
         picture = self._folder / "grpo.png"
+        what = "a LoRA adapter of" if self._adapter else "of"
         title = (
-            f"{policy.num_parameters / 1e6:.1f} M parameters learn to sort; two vLLM servers; "
+            f"{self._num_published / 1e6:.1f} M parameters {what} a model learn to sort; two vLLM servers; "
             f"weights through a bucket ({self._store})"
         )
         with report.stage("drawing the picture"):
@@ -229,7 +245,7 @@ class Run:
         report.console.print(f"picture: {picture}; rows: {self._folder / 'steps.jsonl'}")
         rewards = [row.reward for row in self._rows]
         first, last = mean(rewards[:10]), mean(rewards[-10:])
-        weights, head = served_weights(policy.model), manifests[-1]
+        head = manifests[-1]
         num_bytes, density = sum(row.num_bytes for row in self._rows), mean(row.density for row in self._rows)
         proofs = [
             (
@@ -251,7 +267,10 @@ class Run:
         ]
         for server in self._servers:
             status = server.status()
-            equal = status.state_digest == head.state.total and server.holds(weights)
+            if self._adapter is None:
+                equal = status.state_digest == head.state.total and server.holds(served_weights(policy.model))
+            else:
+                equal = server.holds_adapter(saved_adapter(policy.model))
             proofs.append(
                 (
                     f"{server.url} holds version {head.version}, with the trainer's bits in its memory",
@@ -259,6 +278,13 @@ class Run:
                 )
             )
         return proofs
+
+
+def saved_adapter(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of the adapter as PEFT saves them."""
+    import peft
+
+    return {name: each.detach().cpu() for name, each in peft.get_peft_model_state_dict(model).items()}
 
 
 def describe(number: int, groups: Sequence[Group], seconds: float) -> Step:
@@ -281,12 +307,13 @@ def _is_back(groups: Sequence[Group], url: str, killed: int) -> bool:
     return any(group.server == url and group.version >= killed for group in groups)
 
 
-def examine(url: str) -> float:
+def examine(url: str, adapter: str | None = None) -> float:
     """Return the share of `EXAM` fixed prompts that a server answers right, greedily."""
     draw_fixed = random.Random("exam")
     prompts = [task.draw_prompt(draw_fixed) for _ in range(EXAM)]
     with report.stage(f"{url} sorts {EXAM} prompts"), httpx.Client(timeout=120) as client:
-        groups = [ask(client, url, served_version(url) or 0, prompt, greedy=True) for prompt in prompts]
+        version = served_version(url, adapter) or 0
+        groups = [ask(client, url, version, prompt, greedy=True, adapter=adapter) for prompt in prompts]
     return mean(group.rewards[0] == 1 for group in groups)
 
 

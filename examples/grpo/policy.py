@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -28,6 +29,7 @@ class Shape:
     vocabulary: int
     warm_up_steps: int
     rate: float
+    adapter_rate: float
     """AdamW's learning rate in GRPO. As in real runs, it changes the bf16 form of few weights a step."""
 
 
@@ -41,6 +43,7 @@ SHAPES = {
         vocabulary=task.VOCABULARY,
         warm_up_steps=300,
         rate=6e-6,
+        adapter_rate=2e-4,
     ),
     # The sizes of Qwen2.5-0.5B.
     "0.5b": Shape(
@@ -52,6 +55,7 @@ SHAPES = {
         vocabulary=151_936,
         warm_up_steps=300,
         rate=1e-6,
+        adapter_rate=5e-5,
     ),
 }
 
@@ -83,7 +87,7 @@ class Policy:
         self._draw = random.Random(seed)
         self._shape = shape
         self._device = device
-        self.model = Qwen3ForCausalLM(
+        self.model: Any = Qwen3ForCausalLM(
             Qwen3Config(
                 vocab_size=shape.vocabulary,
                 hidden_size=shape.hidden,
@@ -104,7 +108,7 @@ class Policy:
 
     @property
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return sum(each.numel() for each in self.model.parameters())
 
     def warm_up(self) -> Iterator[float]:
         """Learn from examples that are mostly not sorted; yield the loss of each step."""
@@ -121,6 +125,26 @@ class Policy:
             yield loss.item()
         for group in self.optimizer.param_groups:
             group["lr"] = self._shape.rate
+
+    def adapt(self, base: str) -> None:
+        """Train a LoRA adapter from here on, over the weights in bf16, which servers load from `base`."""
+        import peft
+
+        with torch.no_grad():
+            for each in self.model.parameters():
+                each.copy_(each.to(torch.bfloat16))
+        config = peft.LoraConfig(
+            base_model_name_or_path=base,
+            r=16,
+            lora_alpha=32,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        self.model = peft.get_peft_model(self.model, config)
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            trained, lr=self._shape.adapter_rate, betas=(0.9, 0.95), fused=True
+        )
 
     def step(self, groups: Sequence[Group]) -> None:
         """Take one optimiser step from groups of answers, which older weights may have sampled.

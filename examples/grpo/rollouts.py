@@ -14,6 +14,7 @@ from examples.grpo import task
 from examples.grpo.policy import Group
 from examples.serving import MODEL
 from patchstore.errors import PatchstoreError
+from patchstore.follow.adapter_server import AdapterServer
 from patchstore.follow.vllm_server import VllmServer
 
 ANSWERS = 8
@@ -27,13 +28,18 @@ _RETRY_S = 0.25
 class Rollouts:
     """A queue of groups that two or more servers fill. Leaving the `with` block ends the threads."""
 
-    def __init__(self, servers: Sequence[str], max_waiting: int, seed: int) -> None:
+    def __init__(
+        self, servers: Sequence[str], max_waiting: int, seed: int, adapter: str | None = None
+    ) -> None:
         """Begin to ask.
 
         Args:
             servers: URLs of vLLM servers. One that does not answer is asked again until it does.
             max_waiting: groups that may wait in the queue; this bounds how old they become.
+            adapter: the name of the adapter that is asked for, each time a version of it; None for the
+                servers' own weights.
         """
+        self._adapter = adapter
         self._groups: queue.Queue[Group] = queue.Queue(max_waiting)
         self._ended = threading.Event()
         self._failure: BaseException | None = None
@@ -72,9 +78,10 @@ class Rollouts:
                     prompts = [task.draw_prompt(draw) for _ in range(_AT_ONCE)]
                     groups: list[Group] = []
                     with suppress(httpx.TransportError, PatchstoreError):
-                        version = served_version(url)
+                        version = served_version(url, self._adapter)
                         if version is not None:
-                            groups = list(asking.map(partial(ask, client, url, version), prompts))
+                            one = partial(ask, client, url, version, adapter=self._adapter)
+                            groups = list(asking.map(one, prompts))
                     for group in groups:
                         self._put(group)
                     if not groups:
@@ -92,31 +99,39 @@ class Rollouts:
             return
 
 
-def served_version(url: str) -> int | None:
+def served_version(url: str, adapter: str | None = None) -> int | None:
     """Return the version that a server serves; None before `follow` has brought it to one.
 
     A server that was restarted has its checkpoint's weights until then, and is asked for nothing.
     """
-    with VllmServer(url) as server:
+    with VllmServer(url) if adapter is None else AdapterServer(url, adapter) as server:
         return server.status().serving
 
 
 def ask(
-    client: httpx.Client, url: str, version: int, prompt: Sequence[int], *, greedy: bool = False
+    client: httpx.Client,
+    url: str,
+    version: int,
+    prompt: Sequence[int],
+    *,
+    greedy: bool = False,
+    adapter: str | None = None,
 ) -> Group:
     """Ask a server for answers to one prompt: `ANSWERS` samples, or one greedy answer.
 
     Args:
-        version: what the server served just before: no token of the answers is older.
+        version: what the server served just before: no token of the answers is older. Of an adapter, exactly
+            this version is asked for.
 
     Raises:
         httpx.TransportError: the server does not answer, or ended while it did.
         httpx.HTTPStatusError: it refuses the request.
     """
+    model = MODEL if adapter is None else f"{adapter}@{version}"
     answer = client.post(
         f"{url}/v1/completions",
         json={
-            "model": MODEL,
+            "model": model,
             "prompt": list(prompt),
             "n": 1 if greedy else ANSWERS,
             "temperature": 0.0 if greedy else 1.0,
@@ -127,7 +142,10 @@ def ask(
     )
     if answer.is_server_error:
         raise httpx.RemoteProtocolError(f"{url} answers {answer.status_code}: {answer.text[:200]}")
-    choices = answer.raise_for_status().json()["choices"]
+    said = answer.raise_for_status().json()
+    if said["model"] != model:
+        raise RuntimeError(f"{url} was asked for {model}, and {said['model']} answered")
+    choices = said["choices"]
     return Group(
         server=url,
         prompt=prompt,

@@ -16,6 +16,7 @@ from trl.generation import vllm_generation
 
 from patchstore.bucket.records import Manifest
 from patchstore.errors import ServerUnavailable, StoreUnavailable, UsageError, WaitTimeout
+from patchstore.follow.adapter_server import AdapterServer
 from patchstore.follow.http_client import checked_headers
 from patchstore.follow.reconcile import Reconciler
 from patchstore.follow.settings import Settings
@@ -56,6 +57,7 @@ class _Served(PublishCallback):
         storage_options: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
         headers: Mapping[str, str] | None = None,
+        serve_as: str = "policy",
         **options: Any,
     ) -> None:
         """Prepare; nothing is opened until the trainer is made.
@@ -69,22 +71,30 @@ class _Served(PublishCallback):
             timeout_s: how long to wait for a version, from its commit on.
             headers: are sent with patchstore's requests to TRL's server or the `follow`, for a gateway in
                 front of it; see `VllmServer`. TRL's own requests do not have them.
+            serve_as: the name under which servers serve an adapter, which is published with
+                `adapter="default"`. Each generation asks for its version by name, such as `policy@12`.
             options: those of `PublishCallback`, and further ones of `Publisher`.
 
         Raises:
             UsageError: an argument is impossible.
         """
         super().__init__(store, **options)
+        self._serve_as = None if options.get("adapter") is None else serve_as
         self._via = _checked_via(self._VIA if via is None else via)
         self._timeout_s = seconds("timeout_s", timeout_s)
         self._storage_options, self._headers = storage_options, checked_headers(headers)
-        self._server: VllmServer | None = None
+        self._server: VllmServer | AdapterServer | None = None
         self._reconciler: Reconciler | None = None
         self._desired: Manifest | None = None
 
     def _connect(self, url: str) -> None:
         """Take the server of the trainer, on the process that generates."""
         self._disconnect()
+        if self._serve_as is not None:
+            self._server = AdapterServer(
+                url, self._serve_as, timeout_s=self._timeout_s, headers=self._headers
+            )
+            return
         self._server = VllmServer(url, timeout_s=self._timeout_s, headers=self._headers)
         if self._via in {"apply", "follow"}:
             self._server.check_backend()
@@ -110,14 +120,22 @@ class _Served(PublishCallback):
                 run_id=manifest.run_id,
                 timeout_s=self._timeout_s,
                 headers=self._headers,
+                adapter=self._serve_as if is_asked else None,
             )
         # The commit is waited for too.
         self._measured.add_wait(time.monotonic() - began)
 
-    def _apply(self, server: VllmServer, manifest: Manifest) -> None:
+    def _apply(self, server: VllmServer | AdapterServer, manifest: Manifest) -> None:
         assert self._store is not None
         began = time.monotonic()
         if self._reconciler is None or self._reconciler.store is not self._store:
+            if isinstance(server, AdapterServer):
+                server = self._server = AdapterServer(
+                    *(server.url, server.adapter, self._store),
+                    run_id=manifest.run_id,
+                    timeout_s=self._timeout_s,
+                    headers=self._headers,
+                )
             self._reconciler = Reconciler(
                 self._store,
                 server,
@@ -154,6 +172,9 @@ class ServerSync(_Served):
 
     As `PublishCallback` otherwise: names, adapters of PEFT, ranks, figures in the log, resumption. By default
     this process applies each version (`via="apply"`).
+
+    With `adapter="default"` a version is the adapter alone. `vllm serve --enable-lora` serves it beside its
+    base, and each generation asks for its version by name.
     """
 
     _VIA = "apply"
@@ -214,6 +235,9 @@ class ServerSync(_Served):
         publication = self._publish(self._state.global_step)
         if generation.accelerator.is_main_process:
             self._bring(publication)
+            if self._serve_as is not None:
+                # A server that does not have exactly this version says so, and answers with no other one.
+                generation.vllm_client.model = f"{self._serve_as}@{publication.result().version}"
         if not is_training:
             self._close()
 
@@ -271,6 +295,11 @@ class AsyncSync(_Served):
             UsageError: an argument is impossible.
         """
         super().__init__(store, **options)
+        if self._serve_as is not None:
+            raise UsageError(
+                "AsyncGRPOTrainer names its adapters itself, by its own count of versions: publish merged "
+                "weights, without adapter=, or use GRPOTrainer with ServerSync"
+            )
         self._waits = wait or self._via == "apply"
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

