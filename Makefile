@@ -78,8 +78,8 @@ lock-oldest: $(INSTALLED) ## Resolve the oldest allowed versions anew, and write
 demo: $(INSTALLED) ## Train, publish, serve and replay, on this machine; STORE=file, s3 or hf.
 	$(BIN)/python -m examples.demo --store $(STORE)
 
-grpo: $(INSTALLED) ## Teach a small model by GRPO, with two vLLM servers, one of them killed; STORE=file, s3 or hf.
-	$(BIN)/python -m examples.grpo --store $(STORE)
+grpo: $(INSTALLED) ## Teach a small model by GRPO, with two vLLM servers, one of them killed; STORE=file, s3 or hf; LORA=1: an adapter.
+	$(BIN)/python -m examples.grpo --store $(STORE) $(if $(LORA),--lora)
 
 test: $(INSTALLED) ## Test every behaviour once, with real vLLM servers, in about twelve minutes.
 	$(PYTEST)

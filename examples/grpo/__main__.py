@@ -235,9 +235,9 @@ class Run:
         lines = [json.dumps(asdict(row)) for row in self._rows]
         (self._folder / "steps.jsonl").write_text("\n".join(lines) + "\n")
         picture = self._folder / "grpo.png"
-        what = "a LoRA adapter of" if self._adapter else "of"
+        what = "of a LoRA adapter" if self._adapter else "of a model"
         title = (
-            f"{self._num_published / 1e6:.1f} M parameters {what} a model learn to sort; two vLLM servers; "
+            f"{self._num_published / 1e6:.1f} M parameters {what} learn to sort; two vLLM servers; "
             f"weights through a bucket ({self._store})"
         )
         with report.stage("drawing the picture"):

@@ -59,7 +59,7 @@ def draw(steps: Sequence[Step], killed: int, returned: int, title: str, file: Pa
                 (_GREEN, "share of right answers", smooth([step.right for step in steps])),
             ],
         ),
-        ("% of the weights", [(_ORANGE, "changed bf16 elements", [100 * step.density for step in steps])]),
+        ("% of the weights", [(_ORANGE, "changed elements", [100 * step.density for step in steps])]),
         ("kB", [(_RED, "bytes of the version", [step.num_bytes / 1000 for step in steps])]),
         (
             "versions",
