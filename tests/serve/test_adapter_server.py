@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import signal
 import threading
 import time
@@ -48,6 +49,7 @@ from tests.support.vllm_stub import StubServer
 from tests.support.vllm_stub import serving as serving_whole
 
 ADAPTER = Adapter(base=Base(name="base", revision=None, state=None))
+ROOT = Path(__file__).parents[2]
 OLD = "2026-01-01T00:00:00.000Z"
 
 
@@ -109,6 +111,18 @@ def test_a_version_is_loaded_and_then_chosen(server, stub, store):
     status = server.status()
     assert (status.serving, status.run_id, status.may_answer) == (1, "run", True)
     assert timings.stage_s > 0 and timings.apply_s > 0
+
+
+def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "follow.md").read_text()
+    code, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    with serving(AdapterStub(begun(open_store(tmp_path), 1))) as stub:
+        given = {"http://10.0.0.1:8000": stub.url, "s3://bucket/my-lora": str(tmp_path), "(12)": "(0)"}
+        for shown, value in given.items():
+            assert shown in code
+            code = code.replace(shown, value)
+        exec(code, {})
+        assert stub.serving() == 0
 
 
 def test_it_follows_the_newest_and_skips_those_between(follow, store, stub):

@@ -301,12 +301,13 @@ def test_the_wait_ends_when_the_distance_is_kept(store, server, stub, monkeypatc
 def test_weights_that_diverged_are_replaced_and_verified_again(store, server, stub, monkeypatch):
     answers = [StateMismatch("1 tensors differ"), None]
 
-    def verify_server(*_: object) -> None:
+    def verify(*_: object) -> int:
         found = answers.pop(0)
         if found is not None:
             raise found
+        return 0
 
-    monkeypatch.setattr("patchstore.follow.verify.verify_server", verify_server)
+    monkeypatch.setattr(server, "verify", verify)
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     follow = Reconciler(store, server, Settings(verify_every_s=10))

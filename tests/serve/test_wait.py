@@ -159,7 +159,7 @@ def test_a_follow_tells_when_all_its_servers_serve_a_version(serve, store, stub,
 
 def test_the_code_of_the_page_runs(stub):
     store = MemoryStore("memory://page")
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "follow.md").read_text(), re.DOTALL)
+    _, code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "follow.md").read_text(), re.DOTALL)
     with Publisher(store, {"w": torch.zeros(8)}) as publisher:
         stub.run_id = publisher.run_id
         with listening(store, [stub.url]) as service:
