@@ -15,6 +15,14 @@ from patchstore.errors import UsageError
 from patchstore.tensors.bits import bits
 
 
+def managers(worker: Any) -> tuple[Any, Any]:
+    """Return what a worker loads adapters with, and what has their slots; UsageError if it has none."""
+    manager = getattr(getattr(worker, "model_runner", None), "lora_manager", None)
+    if manager is None:
+        raise UsageError("this server has no adapters: start it with --enable-lora")
+    return manager, manager._adapter_manager
+
+
 @torch.inference_mode()
 def compare(worker: Any, lora_int_id: int, path: str) -> dict[str, Any]:
     """Compare a worker's slot of an adapter with what a folder gives. All slots stay as they are.
@@ -23,10 +31,7 @@ def compare(worker: Any, lora_int_id: int, path: str) -> dict[str, Any]:
         `is_held`: whether the worker has the adapter; otherwise it loads it from its folder when it needs it.
         `num_bytes`: of its slot. `differing`: the modules of which the slot has other bits.
     """
-    manager = getattr(getattr(worker, "model_runner", None), "lora_manager", None)
-    if manager is None:
-        raise UsageError("this server has no adapters: start it with --enable-lora")
-    held = manager._adapter_manager
+    manager, held = managers(worker)
     if lora_int_id not in held.list_adapters():
         return {"is_held": False, "num_bytes": 0, "differing": []}
     held.activate_adapter(lora_int_id)

@@ -78,10 +78,10 @@ def install() -> None:
     # Pooling has a check of its own.
     for kind in (BaseServing, PoolingBaseServing):
         replace(kind, "_check_model", _check_model)
-    replace(AsyncLLM, "collective_rpc", _update_base)
+    replace(AsyncLLM, "collective_rpc", update_base)
 
 
-async def _update_base(
+async def update_base(
     engine: Any, call: Callable[..., Awaitable[Any]], method: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Let the base be updated if the adapters that are held allow it."""

@@ -270,7 +270,7 @@ def test_the_base_is_updated_only_under_adapters_that_allow_it(new, adapters, tm
         done.append((given, named))
 
     def update() -> None:
-        run(adapters._update_base(found.models.engine_client, call, method, kwargs={"a": 1}))
+        run(adapters.update_base(found.models.engine_client, call, method, kwargs={"a": 1}))
 
     update()
     run(found.resolve("policy@0"))
