@@ -16,7 +16,6 @@ from patchstore.errors import LoadFailed
 from patchstore.read import download
 from patchstore.stores.folder import FolderStore
 from vllm_plugin import DeltaWorkerExtension
-from vllm_plugin.adapter_slots import managers
 from vllm_plugin.live.weights import Piece, StagedWrite
 
 
@@ -30,7 +29,7 @@ class FailingExtension(DeltaWorkerExtension):
 
     def delta_spoil_adapter(self, lora_int_id: int) -> None:
         """Change one number of an adapter where this worker computes with it."""
-        _, held = managers(self)
+        held = self.get_model().lora_manager
         slot = held.lora_index_to_id.index(lora_int_id)
         held.modules["model.layers.1.self_attn.qkv_proj"].lora_b_stacked[0][slot].view(-1)[:1] += 1
 

@@ -222,7 +222,7 @@ def test_patchstore_follow_keeps_a_server_at_versions_of_a_run_and_then_of_anoth
     with follower("policy", keep=2) as server:
         for version in (0, 1, 2, 1):
             assert server.apply(version) is not None
-            assert server.status().serving == version
+            assert server.status().serving == server.verify(open_store(stores / "policy")) == version
             assert_same(answer(process.url, "followed"), fresh[version])
         server.keep(server.status())
     assert {name for name in cards(process.url) if name.startswith("followed@")} == {
@@ -329,28 +329,3 @@ def test_a_server_that_could_not_load_them_does_not_start(
     with pytest.raises(RuntimeError):
         process.start(model)
     assert sentence in process.log.read_text()
-
-
-class PlainServer(ForkingServer):
-    """A server that updates no weights, so it has neither the backend nor the extension."""
-
-    def program(self, model: Path) -> list[str]:
-        words = super().program(model)
-        ours = words.index("--worker-extension-cls")
-        return [*words[:ours], *words[ours + 4 :]]
-
-
-@pytest.mark.exhaustive
-def test_two_ranks_that_refuse_an_adapter_serve_the_next_one(model, stores, tmp_path):
-    environment = {
-        "PATCHSTORE_ADAPTERS": f"policy={stores / 'policy'}, odd={stores / 'odd'}",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "TMPDIR": str(tmp_path),
-    }
-    arguments = (*LORA, "--tensor-parallel-size", "2")
-    with PlainServer(tmp_path / "vllm.log", *arguments, environment=environment).serving(model) as process:
-        before = answer(process.url, "policy@1")
-        for version in (2, 3):
-            assert refused(process.url, "odd")[0] == 400
-            assert answer(process.url, f"policy@{version}").tokens != before.tokens
-        assert answer(process.url, "policy@1").tokens == before.tokens
