@@ -183,7 +183,7 @@ def print_log(
         left_out.append(name)
     title = (
         f"run {header.run_id}: {len(schema.tensors)} tensors, {schema.num_elements:,} elements, "
-        f"{decimal(schema.num_bytes)}"
+        f"{decimal(schema.num_bytes)}{'' if header.adapter is None else f'; {header.adapter}'}"
     )
     lines = [_BETWEEN.join(name.rjust(widths[name]) for name in shown)]
     lines += [_BETWEEN.join(row.get(name, "").rjust(widths[name]) for name in shown) for row in rows]

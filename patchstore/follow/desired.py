@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -175,7 +176,7 @@ class DesiredVersion:
         floor: Floor | None = None,
         allow_rollback: bool = False,
         max_head_age_s: float | None = None,
-        adapter: str | None = None,
+        check_run: Callable[[StoreHeader], None] | None = None,
     ) -> None:
         """Begin with the newest version, or with the last pin: `at`, or a later one, which `pin_file` keeps.
 
@@ -183,8 +184,7 @@ class DesiredVersion:
         than one that they were to serve before, which `floor` remembers, is then refused. `allow_rollback`
         accepts the version `at` also if it is older; without `at`, the store's newest version once.
 
-        With the name of an adapter, only a run of adapters has a desired version, and without, only one of
-        whole weights.
+        `check_run` raises if a run is not one that can be served.
         """
         self.watcher = watcher
         self._trust = None if required is None else Trust(watcher.store, required)
@@ -192,9 +192,9 @@ class DesiredVersion:
         self._allow_rollback, self._max_head_age_s = allow_rollback, max_head_age_s
         self._is_free = allow_rollback and at is None
         """Whether the next newest version may be older, and is the floor then."""
-        self._adapter = adapter
-        self._right_run: str | None = None
-        """The run that was found to be of the right kind."""
+        self._check_run = check_run
+        self._checked: str | None = None
+        """The run that was checked."""
         self._pin_file = pin_file
         self._lock = threading.Lock()
         self.head: Manifest | None = None
@@ -243,9 +243,9 @@ class DesiredVersion:
         nothing is committed.
         """
         head = self.watcher.refresh()
-        if head is not None and head.run_id != self._right_run:
-            check_kind(self.watcher.store, history.run_header(self.watcher.store), self._adapter)
-            self._right_run = head.run_id
+        if head is not None and head.run_id != self._checked and self._check_run is not None:
+            self._check_run(history.run_header(self.watcher.store))
+            self._checked = head.run_id
         with self._lock:
             pin = self._pin
         if pin is None or head is None or self._trust is None:

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import ExitStack
 
 from patchstore.errors import ServerUnavailable, UsageError
-from patchstore.follow.desired import DesiredVersion, HeadWatcher
+from patchstore.follow.desired import DesiredVersion, HeadWatcher, check_kind
 from patchstore.follow.fleet import Fleet, FollowEvent
 from patchstore.follow.http_api import Control
 from patchstore.follow.loop import address_of
@@ -41,7 +41,7 @@ def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator
         floor=Floor(settings.floor_file),
         allow_rollback=settings.allow_rollback,
         max_head_age_s=settings.max_head_age_s,
-        adapter=settings.adapter,
+        check_run=lambda header: check_kind(store, header, settings.adapter),
     )
     metrics = Metrics(watcher)
     fleet = Fleet(desired, settings, observe=metrics.observe)

@@ -103,6 +103,25 @@ def test_a_new_version_fetches_the_delta_and_not_the_anchor(run: Run, folder, mi
     assert_is(folder, run, 3)
 
 
+def test_a_mirror_of_adapters_is_a_folder_of_peft(tmp_path: Path) -> None:
+    config, store = tmp_path / "config", MemoryStore()
+    config.mkdir()
+    (config / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    tensors = {f"base_model.model.q.lora_{name}.weight": torch.randn(300, 40) for name in "AB"}
+    with (
+        Publisher(store, tensors, adapter="default", files=config) as publisher,
+        closing(Place(tmp_path / "mirror")) as place,
+    ):
+        mirror = Mirror(store=store, place=place)
+        for version in range(2):
+            publisher.publish_patch(version).result()
+            assert step(mirror) == [("mirrored", version)]
+            assert_same_bits(loaded(tmp_path / "mirror" / "current"), tensors)
+            found = {each.name for each in (tmp_path / "mirror" / "current").iterdir()}
+            assert found == {"adapter_config.json", "adapter_model.safetensors"}
+            tensors["base_model.model.q.lora_A.weight"][3] += 1
+
+
 def test_a_pinned_mirror_stays_and_goes_back(run: Run, folder, mirrored) -> None:
     run.publish_versions(6)
     assert step(mirrored()) == [("mirrored", 5)]

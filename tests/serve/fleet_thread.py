@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from patchstore.errors import StoreUnavailable
-from patchstore.follow.desired import DesiredVersion, HeadWatcher
+from patchstore.follow.desired import DesiredVersion, HeadWatcher, check_kind
 from patchstore.follow.fleet import Fleet, FollowEvent
 from patchstore.follow.http_api import Control
 from patchstore.follow.metrics import Metrics
@@ -97,7 +97,10 @@ class FleetThread(EventThread):
     ) -> None:
         watcher = HeadWatcher(store, run_id=run_id, recheck_s=0)
         self.desired = DesiredVersion(
-            watcher, pin_file=pin_file, max_head_age_s=max_head_age_s, adapter=adapter
+            watcher,
+            pin_file=pin_file,
+            max_head_age_s=max_head_age_s,
+            check_run=lambda header: check_kind(store, header, adapter),
         )
         self.metrics = Metrics(watcher)
         settings = Settings(

@@ -32,7 +32,7 @@ from patchstore.errors import (
     WaitTimeout,
 )
 from patchstore.follow.adapter_server import AdapterServer
-from patchstore.follow.desired import DesiredVersion, HeadWatcher
+from patchstore.follow.desired import DesiredVersion, HeadWatcher, check_kind
 from patchstore.follow.fleet import Fleet
 from patchstore.follow.reconcile import Reconciler
 from patchstore.follow.settings import Settings
@@ -533,7 +533,7 @@ def test_each_server_of_a_fleet_has_its_keys_and_its_run(store, stub, server, tm
     other = begun(MemoryStore("memory://adapter"), 2, "another")
     server.apply(0)
     stub.store = other
-    desired = DesiredVersion(HeadWatcher(other), adapter="policy")
+    desired = DesiredVersion(HeadWatcher(other), check_run=lambda header: check_kind(other, header, "policy"))
     named = Settings(servers=[stub.url], adapter="policy", run_id="another", keep=1)
     with closing(Fleet(desired, named).begin(stub.url, threading.Event()).server) as client:
         client.apply(1)
