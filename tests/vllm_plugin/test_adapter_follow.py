@@ -27,6 +27,7 @@ def held(url: str) -> dict[str, int]:
     return {card["id"]: card["lora_int_id"] for card in cards if card["id"].startswith("policy")}
 
 
+@pytest.mark.timeout(1800)
 def test_a_server_is_kept_at_the_newest_version_or_a_pinned_one(model: Path, tmp_path: Path) -> None:
     store, tensors = open_store(tmp_path / "store"), tiny_adapter.tensors()
     files, scratch = tiny_adapter.config(tmp_path / "config"), tmp_path / "tmp"
