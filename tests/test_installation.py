@@ -116,7 +116,7 @@ def test_everything_that_is_imported_is_asked_for() -> None:
         **dict.fromkeys(("aiohttp", "botocore"), "aiobotocore"),
         "certifi": "httpx",
         # A server has what vLLM brings. Kernels do without Triton where there is none.
-        **dict.fromkeys(("vllm", "triton", "zmq", "regex", "transformers", "cloudpickle"), None),
+        **dict.fromkeys(("vllm", "triton", "zmq", "regex", "transformers", "cloudpickle", "fastapi"), None),
         # `patchstore.testing` has suites for pytest.
         "pytest": None,
         # Who uses an integration has the framework; the extra installs the release that is known to work.
@@ -124,8 +124,8 @@ def test_everything_that_is_imported_is_asked_for() -> None:
         # The extra `sign` installs it.
         "cryptography": None,
         **dict.fromkeys(("ray", "verl"), None),
-        # A trainer whose model it has quantized has it.
-        "bitsandbytes": None,
+        # A trainer whose model it has quantized, or adapted, has it.
+        **dict.fromkeys(("bitsandbytes", "peft"), None),
     }
     for name in imported:
         package = comes_with.get(name, name)

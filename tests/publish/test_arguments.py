@@ -18,7 +18,7 @@ from tests.support.weights import Run, assert_same_bits, newest, served
 
 WRONG: dict[str, tuple[Any, ...]] = {
     "resume": ("anchr", None, "3", 1.0, -1),
-    "dtype": (torch.int8, "int8", "brainfloat", "auto", "nn", 16),
+    "dtype": (torch.int8, "int8", "brainfloat", "nn", 16),
     "files": ("/nonexistent", 3, ["config.json"], __file__),
     "max_pending": (0, 1.5, None),
     "anchor_every": (True, "64", -1, "Auto"),
