@@ -3,10 +3,10 @@
 `adapters/RUN_ID/00000012-0123456789abcdef` is version 12 of a run, as PEFT and vLLM read adapters. The digits
 are the first of its manifest's digest, so its path names its content: vLLM keys its prefix cache by it.
 
-A folder is made once, by whoever asks first, from an earlier version's folder and deltas where that is less
-to read. It has its name when it is proved and on the disk, and nothing is written to it after that. A process
-that serves it holds a shared lock on it. What no process holds stays for a while, and is verified before it
-is used again.
+A folder is made once, by the process that asks first: from an earlier version's folder and deltas where that
+is less to read. It has its name when it is proved and on the disk, and nothing is written to it after that. A
+process that serves it holds a shared lock on it. What no process holds stays for a while, and is verified
+before it is used again.
 """
 
 import logging

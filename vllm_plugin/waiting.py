@@ -39,7 +39,7 @@ def when_rung(seconds: float, ask: Callable[[str | None], Answers]) -> "Answers 
     until, path = time.monotonic() + seconds, None
     with ExitStack() as stack:
         bell = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-        # Without room for a file, or in a folder whose path is too long, nobody rings.
+        # Without room for a file, or in a folder whose path is too long, no rank rings.
         with suppress(OSError):
             folder = stack.enter_context(TemporaryDirectory(prefix="patchstore-", ignore_cleanup_errors=True))
             bell.bind(f"{folder}/bell")

@@ -6,6 +6,7 @@ in `/v1/models`: the folder of each version names its run, its number and its ma
 """
 
 import logging
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -88,7 +89,7 @@ class AdapterServer:
         self,
         url: str,
         adapter: str,
-        store: Store | str | None = None,
+        store: Store | str | os.PathLike[str] | None = None,
         *,
         run_id: str | None = None,
         required_keys: RequiredKeys | Keys | None = None,
@@ -101,7 +102,8 @@ class AdapterServer:
 
         Args:
             adapter: the name by which requests ask for the adapter.
-            store: the run, or its URL, which the server must reach too; None if the server is only asked.
+            store: the run, or its URL or path, which the server must reach too; None if the server is only
+                asked.
             run_id: a run that may take the place of another one under that name.
             required_keys: one of them must have signed each version that is applied.
             keep: how many versions a server holds, the chosen one among them; more while requests use them.
@@ -119,7 +121,9 @@ class AdapterServer:
         if type(keep) is not int or keep < 1:
             raise UsageError(f"a server keeps at least one version, not {keep!r:.80}")
         self.adapter = adapter
-        self._store = open_store(store) if isinstance(store, str) else store
+        self._opened = open_store(store) if isinstance(store, str | os.PathLike) else None
+        """The store, if this client opened it; it is closed with the client."""
+        self._store = store if isinstance(store, Store) else self._opened
         self._run_id, self._required_keys = run_id, RequiredKeys.of(required_keys)
         self._num_kept = keep
         self._stop = stop or Event()
@@ -195,7 +199,7 @@ class AdapterServer:
         return UpdateTimings(stage_s=loaded - began, apply_s=chosen - loaded)
 
     def keep(self, status: ServerStatus) -> bool:
-        """Unload versions that are too many. Choose the one that is served, if nobody did: by itself a server
+        """Unload versions that are too many. Choose the one that is served, if no driver did: else a server
         takes the newest that it holds, which another request may change.
         """
         chosen = self._cards.chosen
@@ -314,7 +318,7 @@ class AdapterServer:
             try:
                 self._post(_LOAD, body)
                 loading.set_result(None)
-            except BaseException as exc:  # noqa: BLE001  (whoever waits raises it)
+            except BaseException as exc:  # noqa: BLE001  (the waiting thread raises it)
                 loading.set_exception(exc)
 
         # A daemon: fetching a version takes long, and the end of the process does not wait for it.
@@ -376,6 +380,8 @@ class AdapterServer:
 
     def close(self) -> None:
         self._http.close()
+        if self._opened is not None:
+            self._opened.close()
 
     def __enter__(self) -> Self:
         return self

@@ -393,7 +393,7 @@ def _size(found: os.stat_result) -> int:
 
 @contextmanager
 def alone(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a payload, or of a folder: nobody else makes, verifies or removes it meanwhile."""
+    """Hold the lock of a payload, or of a folder: no other one makes, verifies or removes it meanwhile."""
     lock = path.with_suffix(_LOCK)
     while True:
         with closing(locks.Handle(lock, os.O_RDWR | os.O_CREAT)) as handle:

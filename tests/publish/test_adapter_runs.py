@@ -205,6 +205,13 @@ def test_a_signature_covers_the_base(tmp_path: Path) -> None:
         verify(store, required_keys=[public])
 
 
+def test_a_config_may_say_null_for_what_it_does_not_train(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "bias": null, "use_dora": null}')
+    tensors = {"base_model.model.q.lora_A.weight": torch.randn(3, 4)}
+    with Publisher(MemoryStore(), tensors, adapter="default", files=tmp_path) as publisher:
+        assert publisher.publish_patch(0).result().version == 0
+
+
 def refusals() -> dict[str, tuple[Callable[[Any, Path], Any], str]]:
     return {
         "another name": (

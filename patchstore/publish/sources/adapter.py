@@ -158,7 +158,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     if config.get("use_dora"):
         raise UsageError(f"servers load LoRA without DoRA, and this adapter has use_dora; {_MERGED}")
     for name in ("bias", "lora_bias"):
-        if config.get(name, "none") not in {"none", False}:
+        if config.get(name) not in {None, "none", False}:
             raise UsageError(
                 f"servers load LoRA without biases, and this adapter has {name}={config[name]!r}; {_MERGED}"
             )
