@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.cases import (
+    adapters,
     anchor_memory,
     anchors,
     apply,
@@ -49,6 +50,13 @@ class Case:
 
 
 CASES = (
+    Case(
+        name="adapters",
+        about="From a step of an adapter to an answer of it, beside `save_pretrained` and a load by hand.",
+        gate="tests/serve/test_adapter_server.py",
+        arguments=adapters.arguments,
+        run=adapters.run,
+    ),
     Case(
         name="anchor-memory",
         about="Memory of each side while a whole model passes through each kind of store.",
