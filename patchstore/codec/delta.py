@@ -88,14 +88,16 @@ def encode(
     return encoder.delta()
 
 
-def least_bytes(schema: Schema, num_changed: int) -> int:
-    """Return how many bytes a delta of so many changes takes at least, in any encoding.
+def least_bytes(schema: Schema, num_changed: int, encoding: Encoding) -> int:
+    """Return how many bytes a delta of so many changes takes at least.
 
-    Elements of dtypes that `context` does not code are listed, each with a position of at least two bytes.
+    Elements that `context` does not code are listed, each with a position of at least two bytes.
     """
+    may_code = isinstance(encoding, Context)
     sizes = Counter[int]()
     for spec in schema.tensors:
-        sizes[0 if is_coded(spec.dtype) else 2 + DTYPE_BYTES[spec.dtype]] += spec.num_elements
+        is_listed = not (may_code and is_coded(spec.dtype))
+        sizes[2 + DTYPE_BYTES[spec.dtype] if is_listed else 0] += spec.num_elements
     num_bytes = 0
     for each, num in sorted(sizes.items()):
         num_bytes += each * min(num, num_changed)

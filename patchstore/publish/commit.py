@@ -22,6 +22,7 @@ import numpy as np
 from patchstore.bucket import digests, history, manifest_json
 from patchstore.bucket.records import Anchor, Delta, Manifest, Payload, StateDigest, StoreHeader, Writer
 from patchstore.bucket.state_sums import SumsArray, pack_sums, state_total
+from patchstore.codec import Encoding
 from patchstore.codec.context import Context
 from patchstore.codec.delta import NO_CHANGES, NO_SUMS, EncodedDelta, least_bytes
 from patchstore.codec.part_table import PartTable
@@ -412,9 +413,10 @@ class Committer:
         assert delta is not None
         return "anchor" if wanted.is_due or self._is_too_large(delta.num_bytes) else "delta"
 
-    def is_surely_anchor(self, num_changed: int) -> bool:
+    def is_surely_anchor(self, num_changed: int, encoding: Encoding) -> bool:
         """Whether no delta of so many changes is small enough; ranks do not say it before they encode."""
-        return self._channel.is_alone and self._is_too_large(least_bytes(self._header.schema, num_changed))
+        least = least_bytes(self._header.schema, num_changed, encoding)
+        return self._channel.is_alone and self._is_too_large(least)
 
     def _is_too_large(self, num_bytes: int) -> bool:
         return self._largest_delta is not None and num_bytes > self._largest_delta

@@ -146,12 +146,15 @@ _TOO_FEW_BYTES = 1 << 15
 """To save so many is not worth an anchor, for whose upload the second call after it waits."""
 
 
-def chosen_encoding(name: str, *, has_kernels: bool) -> Encoding:
+def chosen_encoding(name: str, *, has_kernels: bool, of_adapter: bool = False) -> Encoding:
     """Return the encoding of a publisher's choice.
 
     `auto` is `context` where kernels encode it. On the CPU `context` takes a second for 70 million elements,
-    however few of them have changed, so it is for tensors of which much has: see `Context.only_dense`.
+    however few of them have changed, so it is for tensors of which much has: see `Context.only_dense`. A
+    server's CPU decodes adapters, of which much changes: that would take seconds, so they have `gap`.
     """
+    if name == "auto" and of_adapter:
+        return ENCODINGS["gap"]
     return Context(only_dense=not has_kernels) if name == "auto" else ENCODINGS[name]
 
 

@@ -333,7 +333,7 @@ class Pipeline:
         try:
             if changes.num_changed == 0:
                 return NO_CHANGES
-            if self._committer.is_surely_anchor(changes.num_changed):
+            if self._committer.is_surely_anchor(changes.num_changed, self._encoding):
                 # As of adapters in float32, all of which changes: to encode takes longer than the upload.
                 logger.info(_TOO_MANY, job.publication.step)
                 job.wanted = job.wanted._replace(is_anchor=True)

@@ -315,7 +315,9 @@ class Publisher:
             settings=settings,
             signer=self._signer,
         )
-        self._encoding = chosen_encoding(settings.encoding, has_kernels=self._snapshot.has_kernels)
+        self._encoding = chosen_encoding(
+            settings.encoding, has_kernels=self._snapshot.has_kernels, of_adapter=self._adapter is not None
+        )
         self.run_id = run.header.run_id
         self.schema = run.header.schema
         """The tensors of the run."""

@@ -60,16 +60,23 @@ def open_anchor(
     are. Tensors may outlive the block, which then keep their file's disk space.
     """
     assert manifest.anchor is not None
+    with cache.lease() as lend:
+        yield in_buffers(manifest, schema, _mapped(lend, store, manifest.anchor.payloads))
+
+
+def in_buffers(
+    manifest: Manifest, schema: Mapping[str, TensorSpec], buffers: Sequence[memoryview]
+) -> dict[str, torch.Tensor]:
+    """Return an anchor's tensors by name, which share the memory of its files, verified and in order."""
+    assert manifest.anchor is not None
     seen: set[str] = set()
     tensors: dict[str, torch.Tensor] = {}
-    with cache.lease() as lend:
-        payloads = manifest.anchor.payloads
-        for wanted, buffer in zip(payloads, _mapped(lend, store, payloads), strict=True):
-            header, found = tensor_file.open_buffer(wanted.key, buffer)
-            _admitted(wanted.key, header, manifest, schema, seen)
-            tensors |= found
-        _check_complete(manifest, schema, seen)
-        yield tensors
+    for wanted, buffer in zip(manifest.anchor.payloads, buffers, strict=True):
+        header, found = tensor_file.open_buffer(wanted.key, buffer)
+        _admitted(wanted.key, header, manifest, schema, seen)
+        tensors |= found
+    _check_complete(manifest, schema, seen)
+    return tensors
 
 
 def _mapped(

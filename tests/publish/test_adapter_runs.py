@@ -156,6 +156,14 @@ def test_a_version_is_a_delta_where_that_is_smaller(tmp_path: Path, dtype: Any, 
         manifest = publisher.publish_patch(1).result()
         assert manifest.kind == kind
         verify(store)
+        with torch.no_grad():
+            for each in model.parameters():
+                if each.requires_grad:
+                    # A third of it, which `context` would state in fewest bytes.
+                    each.mul_(1 + 2e-3)
+        manifest = publisher.publish_patch(2).result()
+        # A server's CPU decodes it, which takes seconds in `context`.
+        assert manifest.kind == kind and {d.encoding for d in [manifest.delta] if d} <= {"gap"}
 
 
 def test_a_run_goes_on_and_keeps_its_base(tmp_path: Path) -> None:
