@@ -1,6 +1,6 @@
 """Encode changes on the CPU: from changes and the parent's tensors to the bytes of a delta."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +18,6 @@ from patchstore.codec.index import Gap
 from patchstore.codec.listing import Listing, Stated, bridged, listing
 from patchstore.codec.part_table import PartSums, PartTable
 from patchstore.stores.base import Chunk
-from patchstore.tensors.bits import TOGETHER
 from patchstore.tensors.columns import Group, ramps
 from patchstore.tensors.elements import sum_each
 
@@ -112,10 +111,11 @@ class DeltaEncoder:
         self._schema, self._table, self._encoding = schema, table, encoding
         self._only_dense = isinstance(encoding, Context) and encoding.only_dense
         self._num_changed = 0
-        self._row_sets = RowSets()
-        self._coded: list[Coded] = []
-        self._waiting: dict[str, list[_Coding]] = {}
-        """Small parts that are coded together, by dtype; at most `TOGETHER` elements of each."""
+        self._row_sets = defaultdict[int, RowSets](RowSets)
+        """By kind: see `part_table.Together`; so are the next two."""
+        self._coded = defaultdict[int, list[Coded]](list)
+        self._waiting = defaultdict[int, list[_Coding]](list)
+        """Small parts of one group, which are coded together."""
         self._stated: list[Stated] = []
         self._growth: list[PartSums] = []
         self._parents: list[PartSums] = []
@@ -153,32 +153,21 @@ class DeltaEncoder:
         return is_cut, cuts
 
     def _code(self, group: Group, cuts: Cuts, parents: Parents) -> None:
-        """Code parts: large ones alone, and small ones of a dtype together; some wait for the next call."""
-        if not len(cuts):
-            return
-        dtype = self._table.parts[group.numbers[0]].spec.dtype
-        waiting = self._waiting.pop(dtype, [])
-        held, first = sum(each.num_elements for each in waiting), 0
-        for place, num in enumerate(cuts.num_elements.tolist()):
-            is_large = num > TOGETHER // 2
-            if is_large or held + num >= TOGETHER:
-                last = place if is_large else place + 1
-                waiting += _Coding.of(group, cuts, slice(first, last), parents)
-                first = place + 1
-                if is_large:
-                    self._write(dtype, _Coding.of(group, cuts, slice(place, place + 1), parents))
-                    held = sum(each.num_elements for each in waiting)
-                    continue
-                self._write(dtype, waiting)
-                waiting, held = [], 0
-            else:
-                held += num
-        waiting += _Coding.of(group, cuts, slice(first, len(cuts)), parents)
-        if waiting:
-            self._waiting[dtype] = waiting
+        """Code parts of one dtype: large ones alone, and small ones a group at a time; the last one waits."""
+        kinds, groups = (column[group.numbers] for column in self._table.together)
+        for kind in np.unique(kinds).tolist():
+            its = np.flatnonzero(kinds == kind)
+            for some in np.split(its, np.flatnonzero(np.diff(groups[its])) + 1):
+                waiting = self._waiting[kind]
+                if waiting and waiting[0].number != groups[some[0]]:
+                    self._write(kind)
+                self._waiting[kind].append(_Coding.of(group, cuts, some, parents, int(groups[some[0]])))
+                if kind % 2:
+                    # At most one large part is in memory.
+                    self._write(kind)
 
-    def _write(self, dtype: str, some: Sequence["_Coding"]) -> None:
-        group, old, cuts = _joined(some)
+    def _write(self, kind: int) -> None:
+        group, old, cuts = _joined(self._waiting.pop(kind))
         # Parts that are cut alike, beside each other, are cut into tiles together.
         order = self._table.alike[group.numbers].argsort(kind="stable")
         if (order[1:] < order[:-1]).any():
@@ -186,20 +175,20 @@ class DeltaEncoder:
             old = old[ramps(sizes[order], (sizes.cumsum() - sizes)[order])]
             group, cuts = group.at(order), cuts.at(order)
         owners = self._table.owners[group.numbers]
+        dtype = self._table.parts[group.numbers[0]].spec.dtype
         changes = group.counts, group.positions, group.values
-        self._coded.append(encode_all(dtype, owners, cuts, old, *changes, self._row_sets))
+        self._coded[kind].append(encode_all(dtype, owners, cuts, old, *changes, self._row_sets[kind]))
 
     def delta(self) -> EncodedDelta:
-        for dtype, waiting in sorted(self._waiting.items()):
-            self._write(dtype, waiting)
-        self._waiting = {}
+        for kind in sorted(self._waiting):
+            self._write(kind)
         index = self._encoding.index
         is_listed = self._only_dense and not self._coded
         return EncodedDelta(
             encoding=index.name if is_listed else self._encoding.name,
             num_changed=self._num_changed,
             listing=listing(self._schema, self._stated, index),
-            coded=packed(Coded.joined(self._coded, self._row_sets.sets)),
+            coded=packed(joined_kinds((its, self._row_sets[kind]) for kind, its in self._coded.items())),
             growth=joined_sums(self._growth),
             parents=joined_sums(self._parents),
         )
@@ -233,19 +222,14 @@ class _Coding(NamedTuple):
     group: Group
     old: Array
     cuts: Cuts
-
-    @property
-    def num_elements(self) -> int:
-        return len(self.old)
+    number: int
+    """Of `Together.groups`."""
 
     @classmethod
-    def of(cls, group: Group, cuts: Cuts, some: slice, parents: Parents) -> "list[_Coding]":
-        """Return those of a range; none of an empty one."""
-        if some.start == some.stop:
-            return []
-        at = np.arange(some.start, some.stop)
-        picked = group.at(at)
-        return [cls(picked, parents.whole(picked.numbers), cuts.at(at))]
+    def of(cls, group: Group, cuts: Cuts, some: Array, parents: Parents, number: int) -> "_Coding":
+        """Return those at some places, ascending."""
+        picked = group.at(some)
+        return cls(picked, parents.whole(picked.numbers), cuts.at(some), number)
 
 
 def _joined(some: Sequence[_Coding]) -> tuple[Group, Array, Cuts]:
@@ -254,6 +238,11 @@ def _joined(some: Sequence[_Coding]) -> tuple[Group, Array, Cuts]:
     columns = zip(*(each.group for each in some), strict=True)
     group = Group(*(np.concatenate(column) for column in columns))
     return group, np.concatenate([each.old for each in some]), Cuts.joined([each.cuts for each in some])
+
+
+def joined_kinds(kinds: Iterable[tuple[Sequence[Coded], RowSets]]) -> Coded:
+    """Join what is coded: parts of each kind, which number the row sets of that kind."""
+    return Coded.joined([Coded.joined(some, row_sets.sets) for some, row_sets in kinds])
 
 
 def _sums(bits: Array, counts: Array, at: Array) -> SumsArray:

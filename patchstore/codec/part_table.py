@@ -11,6 +11,7 @@ from patchstore.bucket.state_sums import Sums, SumsArray
 from patchstore.codec.context import Cuts, is_coded, pays, tiling
 from patchstore.codec.context.tiles import most_tiles, tilings_of_part
 from patchstore.tensors import parts
+from patchstore.tensors.bits import TOGETHER
 from patchstore.tensors.columns import Group, signed_of
 from patchstore.tensors.elements import sum_each
 
@@ -30,6 +31,31 @@ class PartSums(NamedTuple):
         """[P, 2], of all parts by number; each is there."""
         ordered: SumsArray = self.sums[self.numbers.argsort()]
         return ordered
+
+
+class Together(NamedTuple):
+    """Which parts are coded together, whatever changes of them."""
+
+    kinds: Array
+    """int64 [P]: parts of one kind are of one dtype, and all of them are large, or all small (an odd number
+    and an even one). Rows of one kind do not depend on those of another."""
+    groups: Array
+    """int64 [P], ascending by kind, and in each by number: rows are chosen for the parts of one at a time.
+    Large parts are alone, and small ones have about `TOGETHER` elements."""
+
+    @classmethod
+    def of(cls, dtypes: Array, sizes: Array) -> Self:
+        """Take parts by number: a number for each dtype, and how many elements there are."""
+        kinds = 2 * dtypes + (sizes > TOGETHER // 2)
+        order = kinds.argsort(kind="stable")
+        ends = sizes[order].cumsum()
+        firsts = np.searchsorted(kinds[order], kinds[order])
+        before = ends - sizes[order] - (ends - sizes[order])[firsts]
+        is_first = np.diff(kinds[order], prepend=-1) != 0
+        is_first |= (kinds[order] % 2 == 1) | (np.diff(before // TOGETHER, prepend=-1) != 0)
+        groups = np.empty_like(kinds)
+        groups[order] = is_first.cumsum() - 1
+        return cls(kinds, groups)
 
 
 class PartTable:
@@ -57,7 +83,9 @@ class PartTable:
         ranks = {key: rank for rank, key in enumerate(sorted(set(keys)))}
         self.alike = np.array([ranks[key] for key in keys], dtype=np.int64)
         """int64 [P], a number for each way to be cut: parts that are cut alike are coded together."""
-        self._lines = np.array([part.lines or (-1, 1, 0) for part in given], dtype=np.int64).reshape(-1, 3)
+        self.together = Together.of(self.dtype, self.sizes)
+        self.lines = np.array([part.lines or (-1, 1, 0) for part in given], dtype=np.int64).reshape(-1, 3)
+        """int64 [P, 3], `Part.lines` of each; from -1 on where it has none."""
         starts = [
             (owner, *((0, 0, 0) if part.box is None else part.box_start))
             for owner, part in zip(owners, given, strict=True)
@@ -84,14 +112,14 @@ class PartTable:
     @property
     def is_scattered(self) -> npt.NDArray[np.bool_]:
         """Bool [P], whether each is cut in three dimensions, so that `positions` follow no one rule."""
-        scattered: npt.NDArray[np.bool_] = self._lines[:, 0] < 0
+        scattered: npt.NDArray[np.bool_] = self.lines[:, 0] < 0
         return scattered
 
     def positions(self, group: Group) -> Array:
         """Return where changes stand in the flattened tensors, int64 [num]."""
         if self.is_whole[group.numbers].all():
             return group.positions
-        lines = self._lines[group.numbers]
+        lines = self.lines[group.numbers]
         first, length, distance = np.repeat(lines, group.counts, axis=0).T
         line = group.positions // length
         found: Array = first + line * distance + (group.positions - line * length)

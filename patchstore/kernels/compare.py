@@ -10,7 +10,8 @@ writes what was found as a payload holds it.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,12 @@ WORD = 8
 """Bytes. Tensors that do not begin at a multiple are read a byte at a time."""
 ALIGNMENT = 256
 """Bytes: at multiples of it the tensors of a snapshot begin."""
+
+FOUND_ANYWHERE = ["offsets", "counts", "nums", "firsts", "lasts", "strange", "masks"]
+"""Tables of `Found`, of which kernels also take those of neighbouring tiles or tensors.
+
+Triton would compile a kernel for each alignment, which takes a second in the middle of a run.
+"""
 
 _STEP = tl.constexpr(MAX_GAP + 1)
 _WORD = tl.constexpr(WORD)
@@ -49,7 +56,9 @@ def keep(tile, words, new, old, places, new_words, old_words, offsets, counts, c
             tl.store(counts + tile, count)
 
 
-@triton.jit(do_not_specialize=["first_tile", "capacity"])
+@triton.jit(
+    do_not_specialize=["first_tile", "capacity"], do_not_specialize_on_alignment=["offsets", "counts"]
+)
 def _compare(
     tensors, sizes, starts, owners, indices, picked, first_tile, snapshot,
     places, new_words, old_words, offsets, counts, cursor, capacity,
@@ -139,18 +148,12 @@ class Tiles:
     """int64, `first_tiles`."""
     tile_elements: torch.Tensor
     """int64 [num_tensors]: elements of a full tile."""
+    by_width: Mapping[int, range]
+    """The tiles of tensors of each element width."""
 
     @property
     def num_tiles(self) -> int:
         return self.first_tiles[-1]
-
-    def by_width(self) -> dict[int, range]:
-        """Return the tiles of tensors of each element width."""
-        found: dict[int, range] = {}
-        for tensor, width in enumerate(self.widths):
-            begin = found[width].start if width in found else self.first_tiles[tensor]
-            found[width] = range(begin, self.first_tiles[tensor + 1])
-        return found
 
     def slow(self, addresses: Sequence[int]) -> list[int]:
         """Return the tiles that must be read a byte at a time, ascending: cut short, or not aligned."""
@@ -166,7 +169,7 @@ class Tiles:
     def max_data_bytes(self, nums: Sequence[int], *, gaps: bool) -> int:
         """Return how large the data of a payload is at most, where `count` returned `nums`."""
         total = 0
-        for num, width in zip(nums, self.by_width(), strict=True):
+        for num, width in zip(nums, self.by_width, strict=True):
             numels = [
                 size // width for size, own in zip(self.num_bytes, self.widths, strict=True) if own == width
             ]
@@ -192,6 +195,10 @@ def cut(
     starts = torch.cat([none, ((sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0)])
     owners = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), bounds[1:] - bounds[:-1])
     indices = torch.arange(len(owners), device="cpu") - bounds[owners]
+    nums = torch.bincount(torch.tensor(widths, dtype=torch.int64, device="cpu"), bounds.diff().double())
+    by_width, first = dict[int, range](), 0
+    for width in sorted(set(widths), reverse=True):
+        by_width[width] = range(first, first := first + int(nums[width]))
     return Tiles(
         num_bytes=tuple(num_bytes),
         widths=tuple(widths),
@@ -203,6 +210,7 @@ def cut(
         sizes=sizes.to(device),
         starts=starts.to(device),
         bounds=bounds.to(device),
+        by_width=by_width,
         tile_elements=(tile_bytes // torch.tensor(widths, dtype=torch.int64, device="cpu")).to(device),
     )
 
@@ -250,6 +258,28 @@ class Found:
         self.places, self.new_words, self.old_words = self._room(0)
         self.places, self.new_words, self.old_words = self._room(capacity)
         self.clear()
+
+    def grow(self, capacity: int, kept: int, reader: torch.cuda.Stream | None) -> None:
+        """Make room for so many changed words, and keep the first ones; a stream may still read those."""
+        held, room = (self.places, self.new_words, self.old_words), self._room(capacity)
+        for old, new in zip(held, room, strict=True):
+            new[:kept].copy_(old[:kept])
+            if reader is not None:
+                old.record_stream(reader)
+        # All at once, as there may be no memory for the last one.
+        self.places, self.new_words, self.old_words = room
+
+    def among(self, tiles: Tiles, first_tensor: int, first_tile: int) -> "Found":
+        """Return what is found of neighbouring tensors, as `tiles` are: the same memory, until it grows."""
+        found = copy(self)
+        found.tiles = tiles
+        for num, first, names in (
+            (tiles.num_tiles, first_tile, ("offsets", "counts", "nums", "firsts", "lasts")),
+            (len(tiles.widths), first_tensor, ("masks", "strange")),
+        ):
+            for name in names:
+                setattr(found, name, getattr(self, name)[first : first + num])
+        return found
 
 
 def compare(

@@ -515,10 +515,7 @@ class Encoder:
         sizes = torch.zeros((num_tensors, 16, _HIST_BINS), dtype=torch.int32, device=device)
         _measure[grid](cut.table, *of_chunks, packed, sizes, CHUNK=CHUNK, num_warps=8)
         found = torch.cat([totals.view(-1, 16, 1), sizes[:, :, :BINS].to(torch.int64)], dim=2)
-        # Copied here, so that `order` does not wait for what the caller has the device do before.
-        self._found = torch.empty_like(found, device="cpu", pin_memory=found.is_cuda)
-        self._found.copy_(found, non_blocking=True)
-        self._is_found = torch.cuda.current_stream().record_event() if found.is_cuda else None
+        self._found, self._is_found = _on_its_way(found)
 
     def order(self) -> None:
         """Choose rows, and begin to put changes in the order of the streams, and to measure those."""
@@ -558,11 +555,14 @@ class Encoder:
         self._lengths = torch.empty(held.num_jobs, dtype=torch.int32, device=device)
         self._common = (cut, held, codes, self._counts, self._nums, self._places, ordered, self._lengths)
         write(*self._common)
+        self._found, self._is_found = _on_its_way(self._lengths)
 
     def finish(self) -> Encoded:
         """Write the streams."""
         starts = self._lengths.cumsum(0) - self._lengths
-        told = self._lengths.cpu().numpy().astype(np.int64)
+        if self._is_found is not None:
+            self._is_found.synchronize()
+        told = self._found.numpy().astype(np.int64)
         total = int(told.sum())
         words = torch.full((total // 8 + 2,), -1, dtype=torch.int64, device=self._device)
         write(*self._common, starts=starts, words=words)
@@ -571,6 +571,16 @@ class Encoder:
             lengths=told,
             streams=words.view(torch.uint8)[:total],
         )
+
+
+def _on_its_way(found: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """Begin to copy to the host, so that a later step waits for this alone and not for what is launched next.
+
+    Returns the copy, and when it is complete.
+    """
+    copy = torch.empty_like(found, device="cpu", pin_memory=found.is_cuda)
+    copy.copy_(found, non_blocking=True)
+    return copy, torch.cuda.current_stream().record_event() if found.is_cuda else None
 
 
 def _reclass(counts: torch.Tensor, held: Segments, classes: Array) -> None:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from patchstore.kernels.compare import Found
+from patchstore.kernels.compare import FOUND_ANYWHERE, Found
 from patchstore.kernels.digest import mix
 from patchstore.kernels.segments import INTEGERS
 from patchstore.tensors.elements import MAX_GAP
@@ -58,7 +58,7 @@ def _element(words, k, WIDTH: tl.constexpr):
     return bits
 
 
-@triton.jit(do_not_specialize=["first_tile", "end_tile"])
+@triton.jit(do_not_specialize=["first_tile", "end_tile"], do_not_specialize_on_alignment=[*FOUND_ANYWHERE])
 def _count(
     places, new_words, old_words, offsets, counts, first_tile, end_tile, owners, masks,
     nums, firsts, lasts, strange, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -100,7 +100,11 @@ def _count(
     tl.store(lasts + tiles, last_word * (8 // WIDTH) + _highest(last, WIDTH).to(tl.int32), mask=found)
 
 
-@triton.jit(do_not_specialize=["first_tile"])
+# Where the data and the sums begin depends on how many tensors there are.
+@triton.jit(
+    do_not_specialize=["first_tile", "data"],
+    do_not_specialize_on_alignment=["offsets", "counts", "sums", "lines"],
+)
 def _encode(
     starts, owners, indices, snapshot, places, new_words, old_words, offsets, counts, first_tile,
     bridges, before, ranks, wide, idx_at, val_at, data, sums, lines,
@@ -198,7 +202,7 @@ def count(found: Found) -> torch.Tensor:
     """
     sums = []
     found.strange.zero_()
-    for width, tiles in found.tiles.by_width().items():
+    for width, tiles in found.tiles.by_width.items():
         if len(tiles):
             _count[(triton.cdiv(len(tiles), ROWS),)](
                 *(found.places, found.new_words, found.old_words, found.offsets, found.counts),
@@ -301,7 +305,7 @@ def encode(
     entry_bytes = stated.nums[order.tensors] * order.widths
     entry_at = entry_bytes.cumsum(0) - entry_bytes
     idx_at, val_at = entry_at[order.idx], entry_at[order.val]
-    for width, chosen in tiles.by_width().items():
+    for width, chosen in tiles.by_width.items():
         if len(chosen):
             _encode[(len(chosen),)](
                 *(tiles.starts, tiles.owners, tiles.indices, snapshot),

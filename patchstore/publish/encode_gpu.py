@@ -3,7 +3,8 @@
 Imports Triton, so only what runs kernels may import it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -17,27 +18,19 @@ from patchstore.bucket.records import DTYPE_BYTES, Part, Schema, TensorSpec
 from patchstore.codec import Encoding, IndexEncoding
 from patchstore.codec.context import Coded, Context, Cuts, RowSets, packed_table
 from patchstore.codec.context.coded import runs_of
-from patchstore.codec.delta import EncodedDelta, stated
-from patchstore.codec.index import Gap, Raw
+from patchstore.codec.delta import NO_SUMS, EncodedDelta, joined_kinds, joined_sums, stated
+from patchstore.codec.index import Raw
 from patchstore.codec.listing import Column, Listing, Stated, listing
 from patchstore.codec.part_table import PartSums, PartTable
-from patchstore.kernels import context_encode, context_tables, digest, new_stream, on
-from patchstore.kernels.compare import ALIGNMENT
+from patchstore.kernels import context_encode, context_tables, digest
 from patchstore.kernels.segments import Kind
-from patchstore.tensors.bits import INTEGERS, grouped, index_dtype, unsigned
+from patchstore.tensors.bits import INTEGERS, index_dtype, unsigned
 from patchstore.tensors.columns import Group, ramps
 from patchstore.tensors.parts import positions
 from patchstore.tensors.state_digest import of_elements
 
 Array = npt.NDArray[Any]
-STAGED_BYTES = 512 << 20
-"""Of a snapshot in host memory, so much at a time is copied to the device to be coded."""
-NEAR_BYTES = 6 << 30
-"""And of one on the device, so much is coded at a time."""
-_ROOMS = 3
 _NO_FORMAT = (0, 0, 0)
-_BETWEEN = 4096
-"""Bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,12 +213,13 @@ class ChangeBlock:
 
 
 class Parent(NamedTuple):
-    """A snapshot: tensors, or parts, by the numbers of a `PartTable`."""
+    """A snapshot, or a copy of some of it: tensors, or parts, by the numbers of a `PartTable`."""
 
     memory: torch.Tensor
     """uint8, on the device or in pinned host memory."""
     firsts: Array
-    """int64 [P], at which byte each begins: a multiple of its width."""
+    """int64 [P], at which byte each begins: a multiple of its width. Where there is no part, they mean
+    nothing."""
 
     def addresses(self, numbers: Array) -> Array:
         found: Array = self.memory.data_ptr() + self.firsts[numbers]
@@ -244,59 +238,72 @@ class Parent(NamedTuple):
         return self.memory[first : first + part.num_elements * width].view(INTEGERS[width])
 
 
-def encode(
-    schema: Schema,
-    table: PartTable,
-    encoding: Encoding,
-    *,
-    num_changed: int,
-    block_of: Callable[..., ChangeBlock],
-    parent: Parent,
-) -> EncodedDelta:
-    """Encode changes against the snapshot that they were found with, which is still the parent's.
-
-    Waits for the device. `table` says what the snapshot's tensors are; `block_of` is `DeviceChanges.block`.
-    """
-    are_whole = bool(table.is_whole.all())
-    if isinstance(encoding, Raw) and are_whole:
-        # Kernels write these two, as they are stored.
-        block = block_of(gaps=isinstance(encoding, Gap)).on_host()
-        return EncodedDelta(
-            encoding=encoding.name,
-            num_changed=num_changed,
-            listing=block.listing(table.owners),
-            growth=block.growth(),
-        )
-    block = block_of(gaps=False, parts=None if are_whole else table.parts)
-    spans = block.spans()
-    if not isinstance(encoding, Context):
-        return EncodedDelta(
-            encoding=encoding.name,
-            num_changed=num_changed,
-            listing=listing(schema, _stated(table, block, spans, parent, encoding.index), encoding.index),
-            growth=_growth(block, spans, table, parent),
-        )
-    is_cut, cuts = table.cuts(spans.numbers, spans.nums)
-    listed, coding = _stated(table, block, spans.at(~is_cut), parent, encoding.index), _Coding(table)
-    digesting = _Digesting(table, block.data.device)
-    its = spans.at(is_cut)
-    chunks = _chunks(its.numbers, spans.numbers[~is_cut], table, parent, block.data.device)
-    for chunk, held in _held(parent, chunks, block.data.device):
-        coding.begin(block, its.at(chunk.parts), cuts.at(chunk.parts), chunk.nums, held)
-        digesting.begin(chunk.numbers, held)
-        # The host chooses for one chunk while the device counts in the next.
-        coding.order(but=1)
-    coding.order()
-    said = listing(schema, listed, encoding.index)
-    growth = _growth(block, spans, table, parent)
+def as_found(table: PartTable, encoding: Raw, block: ChangeBlock, num_changed: int) -> EncodedDelta:
+    """Return all changes, as a kernel wrote them with the gaps of `encoding`, or the positions."""
+    block = block.on_host()
     return EncodedDelta(
         encoding=encoding.name,
         num_changed=num_changed,
-        listing=said,
-        coded=coding.entries(),
-        growth=growth,
-        parents=digesting.sums(),
+        listing=block.listing(table.owners),
+        growth=block.growth(),
     )
+
+
+class Coder:
+    """Encodes the changes of a version, those of some parts at a time."""
+
+    def __init__(self, schema: Schema, table: PartTable, encoding: Encoding, device: torch.device) -> None:
+        """`table` says what the snapshot's tensors are."""
+        self._schema, self._table, self._encoding = schema, table, encoding
+        self._device, self._are_whole = device, bool(table.is_whole.all())
+        self._coding, self._digesting = _Coding(table), _Digesting(table, device)
+        self._stated: list[Stated] = []
+        self._growth: list[PartSums] = []
+        self._parent: Parent | None = None
+        self._is_broken = False
+
+    def lines(self, layout: BlockLayout) -> torch.Tensor | None:
+        """Return where elements of parts are in their tensors, where that differs; see `index_encode`."""
+        if self._are_whole:
+            return None
+        return torch.from_numpy(self._table.lines[layout.numbers]).to(self._device)
+
+    def add(self, block: ChangeBlock, parent: Parent) -> None:
+        """Begin to encode changes, with a parent that still has the parts as they were.
+
+        Parts of one kind, see `part_table.Together`, that come in one call have whole groups, and ascend from
+        call to call. The parent's memory is read until the next call has returned, or `delta`. After a call
+        that raised, others do nothing.
+        """
+        if self._is_broken:
+            return
+        self._is_broken = True
+        table, spans, num_begun = self._table, block.spans(), 0
+        is_cut = np.zeros(len(spans.numbers), dtype=np.bool_)
+        if isinstance(self._encoding, Context) and len(is_cut):
+            is_cut, cuts = table.cuts(spans.numbers, spans.nums)
+            num_begun = self._coding.begin(block, spans.at(is_cut), cuts, parent)
+            self._digesting.begin(spans.numbers, parent)
+        if not is_cut.all():
+            self._stated += _stated(table, block, spans.at(~is_cut), parent, self._encoding.index)
+        self._growth.append(_growth(block, spans, table, parent))
+        # The host chooses rows for what came before, while the device counts in this.
+        self._coding.advance(but=num_begun)
+        # Until what was begun is ordered.
+        self._parent, self._is_broken = parent, False
+
+    def delta(self, num_changed: int) -> EncodedDelta:
+        """Return all that was encoded; waits for the device."""
+        self._coding.advance()
+        self._parent = None
+        return EncodedDelta(
+            encoding=self._encoding.name,
+            num_changed=num_changed,
+            listing=listing(self._schema, self._stated, self._encoding.index),
+            coded=self._coding.entries(),
+            growth=joined_sums(self._growth),
+            parents=self._digesting.sums(),
+        )
 
 
 def warm_up(table: PartTable, parent: Parent, device: torch.device) -> None:
@@ -304,19 +311,16 @@ def warm_up(table: PartTable, parent: Parent, device: torch.device) -> None:
     every = np.arange(len(table.parts))
     is_cut, cuts = table.cuts(every, np.ones_like(every))
     numbers, largest = every[is_cut], cuts.each(lambda kind: kind.largest)
-    some = np.sort([np.flatnonzero(its)[largest[its].argmax()] for its in _by(table.dtype[numbers])])
-    if not len(some):
-        return
-    numbers, cuts = numbers[some], cuts.at(some)
-    old = {number: parent.part(number, table.parts[number])[:1].to(device) for number in numbers.tolist()}
     coding, digesting = _Coding(table), _Digesting(table, device)
-    spans = Spans(numbers, *(np.ones_like(numbers) for _ in range(5)))
-    for chunk, held in _held(parent, _chunks(numbers, numbers[:0], table, parent, device), device):
-        parts = chunk.parts
-        coding.begin(_OneOfEach(old), spans.at(parts), cuts.at(parts), chunk.nums, held)
-        digesting.begin(chunk.numbers, held)
-        coding.order(but=1)
-    coding.order()
+    for its in _by(table.dtype[numbers]):
+        place = np.flatnonzero(its)[largest[its].argmax()][None]
+        (number,) = some = numbers[place]
+        held = parent.part(number, table.parts[number]).to(device).view(torch.uint8)
+        its_parent = Parent(held, parent.firsts - parent.firsts[number])
+        first = _FirstOf(its_parent.part(number, table.parts[number])[:1])
+        coding.begin(first, Spans(some, *(np.ones_like(some) for _ in range(5))), cuts.at(place), its_parent)
+        digesting.begin(some, its_parent)
+        coding.advance()
     coding.entries()
     digesting.sums()
 
@@ -349,193 +353,94 @@ def _growth(block: ChangeBlock, spans: Spans, table: PartTable, parent: Parent) 
     return growth
 
 
-class _Chunk(NamedTuple):
-    """Changed parts that are coded and digested together."""
-
-    parts: Array
-    """int64 [num], those that are coded, by their place among all of these; group after group."""
-    nums: Array
-    """int64 [groups], parts of each group, for which row sets are chosen together."""
-    numbers: Array
-    """int64, all parts, by number."""
-    num_bytes: Array
-    """int64, of each."""
-
-
-def _chunks(
-    coded: Array, listed: Array, table: PartTable, parent: Parent, device: torch.device
-) -> list[_Chunk]:
-    """Return parts, by number, in chunks, and groups as `codec.delta` makes them."""
-    most = NEAR_BYTES if is_near(parent, device) else STAGED_BYTES
-    grouped_places: list[list[int]] = []
-    for mine in _by(table.dtype[coded]):
-        its = np.flatnonzero(mine)
-        sizes = table.sizes[coded[its]].tolist()
-        places = its.tolist()
-        groups = grouped(range(len(its)), lambda _: None, sizes.__getitem__)
-        grouped_places += [[places[at] for at in group] for group in groups]
-    nums = np.array([len(group) for group in grouped_places], dtype=np.int64)
-    order = np.array([place for group in grouped_places for place in group], dtype=np.int64)
-    group_of = np.repeat(np.arange(len(nums)), nums)
-    order = order[np.lexsort((table.alike[coded[order]], group_of))]
-    num_bytes = table.sizes * table.widths
-    found, bounds = list[_Chunk](), [0, *nums.cumsum().tolist()]
-    of_groups = np.bincount(group_of, num_bytes[coded[order]], len(nums)).astype(np.int64)
-    for first, end in _cut(of_groups, most):
-        parts = order[bounds[first] : bounds[end]]
-        found.append(_Chunk(parts, nums[first:end], coded[parts], num_bytes[coded[parts]]))
-    nothing = np.zeros(0, dtype=np.int64)
-    ranges = _cut(num_bytes[listed], most)
-    alone = [listed[first:end] for first, end in ranges]
-    return found + [_Chunk(nothing, nothing, its, num_bytes[its]) for its in alone]
-
-
 def _by(kinds: Array) -> list[Array]:
     """Return which are of each kind, ascending: bool."""
     return [kinds == kind for kind in np.unique(kinds)]
 
 
-def _cut(num_bytes: Array, most: int) -> list[tuple[int, int]]:
-    """Cut items into ranges of about so many bytes."""
-    number = (num_bytes.cumsum() - num_bytes) // most
-    firsts = np.flatnonzero(np.diff(number, prepend=-1)).tolist()
-    return [*zip(firsts, [*firsts[1:], len(number)], strict=False)]
+class _Begun(NamedTuple):
+    """Some parts of one kind that are being coded."""
 
-
-def _held(parent: Parent, chunks: Sequence[_Chunk], device: torch.device) -> Iterator[tuple[_Chunk, Parent]]:
-    """Yield chunks, and a parent on the device: parts that are elsewhere are copied, a chunk at a time.
-
-    While the caller works with one chunk, and launches the last kernels of the one before, the next is
-    copied. Takes the memory of three.
-    """
-    if is_near(parent, device):
-        yield from ((chunk, parent) for chunk in chunks)
-        return
-    plans = [_Plan.of(chunk.numbers, chunk.num_bytes, parent) for chunk in chunks]
-    room = max((plan.size for plan in plans), default=0)
-    rooms = torch.empty((min(_ROOMS, len(plans)), room), dtype=torch.uint8, device=device)
-    stream = new_stream(device)
-    current = None if stream is None else torch.cuda.current_stream()
-
-    def wait(one: torch.cuda.Stream | None, other: torch.cuda.Stream | None) -> None:
-        """Have what is launched on one stream begin when all that is launched on the other is done."""
-        if one is not None and other is not None:
-            one.wait_stream(other)
-
-    def copy(number: int) -> None:
-        with on(stream):
-            for begin, end, at in plans[number].runs:
-                target = rooms[number % _ROOMS, at : at + end - begin]
-                target.copy_(parent.memory[begin:end], non_blocking=True)
-
-    if stream is not None:
-        # If the caller fails, copies are still under way.
-        rooms.record_stream(stream)
-    # The memory may be that of something that is still read.
-    wait(stream, current)
-    if chunks:
-        copy(0)
-    for number, chunk in enumerate(chunks):
-        wait(current, stream)
-        if number + 1 < len(chunks):
-            copy(number + 1)
-        yield chunk, Parent(rooms[number % _ROOMS], plans[number].firsts)
-        # Into the room of the one before goes the chunk after the next.
-        wait(stream, current)
-
-
-def is_near(parent: Parent, device: torch.device) -> bool:
-    """Whether kernels read a snapshot at the device's own speed."""
-    return parent.memory.device == device
-
-
-class _Plan(NamedTuple):
-    """How parts of a snapshot are copied."""
-
-    runs: Sequence[tuple[int, int, int]]
-    """From which byte of the snapshot to which, and where they are put."""
-    firsts: Array
-    """As `Parent.firsts`, of the copy; those of other parts mean nothing."""
-    size: int
-
-    @classmethod
-    def of(cls, numbers: Array, num_bytes: Array, parent: Parent) -> "_Plan":
-        """`num_bytes` are of each part, int64 [num]."""
-        firsts = parent.firsts[numbers]
-        order = firsts.argsort()
-        firsts, ends = firsts[order], (firsts + num_bytes)[order]
-        # What lies between is so little that it is copied too.
-        is_first = np.concatenate([[True], firsts[1:] - ends[:-1] > _BETWEEN])
-        begins, stops = firsts[is_first], ends[np.concatenate([is_first[1:], [True]])]
-        sizes = -(-(stops - begins) // ALIGNMENT) * ALIGNMENT
-        at = sizes.cumsum() - sizes
-        moved = parent.firsts.copy()
-        run = np.searchsorted(begins, parent.firsts[numbers], side="right") - 1
-        moved[numbers] += (at - begins)[run]
-        runs = [*zip(begins.tolist(), stops.tolist(), at.tolist(), strict=True)]
-        return cls(runs, moved, int(sizes.sum()))
+    owners: Array
+    """int64 [num], the place in the schema of each's tensor."""
+    cuts: Cuts
+    kind: int
+    """Of `part_table.Together`."""
+    encoder: context_encode.Encoder
 
 
 class _Coding:
     """Coded parts on their way to a file's entries; see `context_encode.Encoder` for the steps."""
 
     def __init__(self, table: PartTable) -> None:
-        self._table, self._row_sets = table, RowSets()
+        self._table, self._row_sets = table, defaultdict[int, RowSets](RowSets)
         self._formats = np.array([context_tables.FORMATS.get(each, _NO_FORMAT) for each in table.dtypes])
-        self._begun: list[tuple[Array, Cuts, context_encode.Encoder]] = []
-        self._num_ordered = 0
-        self._read: list[torch.Tensor] = []
-        """Memory that those which are not ordered still read, by its addresses."""
+        self._steps: tuple[list[_Begun], list[_Begun]] = [], []
+        """What is begun, and what is ordered too."""
+        self._coded = defaultdict[int, list[Coded]](list)
+        self._streams = defaultdict[int, list[torch.Tensor]](list)
+        """By kind, on the device."""
 
-    def begin(self, changes: "Stating", spans: Spans, cuts: Cuts, nums: Array, parent: Parent) -> None:
-        """Begin to code some parts.
+    def begin(self, changes: "Stating", spans: Spans, cuts: Cuts, parent: Parent) -> int:
+        """Begin to code what changed of some parts, whole groups of them; see `Coder.add`.
 
-        Args:
-            changes: what changed of them.
-            nums: int64 [groups], parts of each group, for which row sets are chosen together.
+        Returns of how many kinds they are, and so what to leave out if only what came before shall advance.
         """
-        if not len(cuts):
-            return
-        # In the order of the file.
-        order = self._table.ranks[spans.numbers].argsort()
-        groups = order.argsort(), np.concatenate([np.zeros(1, dtype=np.int64), nums.cumsum()])
-        spans, cuts = spans.at(order), cuts.at(order)
+        kinds = self._table.together.kinds[spans.numbers]
+        every = np.unique(kinds).tolist()
+        for kind in every:
+            its = np.flatnonzero(kinds == kind)
+            # In the order of the file.
+            its = its[self._table.ranks[spans.numbers[its]].argsort()]
+            self._begin(kind, changes, spans.at(its), cuts.at(its), parent)
+        return len(every)
+
+    def _begin(self, kind: int, changes: "Stating", spans: Spans, cuts: Cuts, parent: Parent) -> None:
+        numbers, table = spans.numbers, self._table
+        group = table.together.groups[numbers]
+        order = np.lexsort((numbers, table.alike[numbers], group))
+        firsts = np.flatnonzero(np.diff(group[order], prepend=-1))
         positions_dtype = torch.int64 if (spans.index_widths == 8).any() else torch.int32
         encoder = context_encode.Encoder(
             context_tables.geometry(cuts),
-            self._formats[self._table.dtype[spans.numbers]],
-            parent.addresses(spans.numbers),
+            self._formats[table.dtype[numbers]],
+            parent.addresses(numbers),
             changes.positions(spans, positions_dtype),
             changes.values(spans, torch.int16),
             np.concatenate([np.zeros(1, dtype=np.int64), spans.nums.cumsum()]),
-            groups,
-            self._row_sets,
-            largest=self._table.largest_tile,
+            (order, np.append(firsts, len(order))),
+            self._row_sets[kind],
+            largest=table.largest_tile,
         )
-        self._begun.append((self._table.owners[spans.numbers], cuts, encoder))
-        self._read.append(parent.memory)
+        self._steps[0].append(_Begun(table.owners[numbers], cuts, kind, encoder))
 
-    def order(self, *, but: int = 0) -> None:
-        """Choose rows for what was begun, but for so many of the last, and go on with it."""
-        end = max(self._num_ordered, len(self._begun) - but)
-        for _, _, encoder in self._begun[self._num_ordered : end]:
-            encoder.order()
-            # What is launched reads it before what may take its memory, on the same stream.
-            del self._read[0]
-        self._num_ordered = end
+    def advance(self, *, but: int = 0) -> None:
+        """Choose rows for what was begun, but for so many of the last; write what had rows before."""
+        begun, ordered = self._steps
+        self._write(len(ordered))
+        for each in begun[: len(begun) - but]:
+            each.encoder.order()
+            ordered.append(each)
+        del begun[: len(begun) - but]
+
+    def _write(self, num: int) -> None:
+        """Write the streams of the first of those that are ordered, which frees the rest of their memory."""
+        ordered = self._steps[1]
+        for owners, cuts, kind, encoder in ordered[:num]:
+            its, nothing = encoder.finish(), np.zeros(0, dtype=np.uint8)
+            sets = self._row_sets[kind].sets
+            self._coded[kind].append(Coded(owners, cuts, sets, its.row_sets, its.lengths, nothing))
+            self._streams[kind].append(its.streams)
+        del ordered[:num]
 
     def entries(self) -> dict[str, torch.Tensor]:
         """Return the file's entries for coded parts; waits for the device."""
-        if not self._begun:
+        self._write(len(self._steps[1]))
+        if not self._coded:
             return {}
-        found = [(owners, cuts, encoder.finish()) for owners, cuts, encoder in self._begun]
-        nothing, sets = np.zeros(0, dtype=np.uint8), self._row_sets.sets
-        coded = Coded.joined(
-            [Coded(owners, cuts, sets, its.row_sets, its.lengths, nothing) for owners, cuts, its in found],
-            sets,
-        )
+        coded = joined_kinds((its, self._row_sets[kind]) for kind, its in self._coded.items())
         order = coded.order()
-        written = torch.cat([each.streams for *_, each in found])
+        written = torch.cat([each for its in self._streams.values() for each in its])
         if (order[1:] < order[:-1]).any():
             written = torch.cat([written[begin:end] for begin, end in runs_of(order, coded.bytes_at)])
         streams = torch.empty(written.shape, dtype=torch.uint8, device="cpu", pin_memory=written.is_cuda)
@@ -555,18 +460,17 @@ class Stating(Protocol):
     def values(self, spans: Spans, dtype: torch.dtype) -> torch.Tensor: ...
 
 
-class _OneOfEach(NamedTuple):
-    """The first element of parts, changed by a bit."""
+class _FirstOf(NamedTuple):
+    """The first element of a part, changed by a bit."""
 
-    old: dict[int, torch.Tensor]
-    """The bits before, on the device, by number."""
+    old: torch.Tensor
+    """The bits before, on the device, [1]."""
 
     def positions(self, spans: Spans, dtype: torch.dtype) -> torch.Tensor:
-        (first, *_) = self.old.values()
-        return torch.zeros(len(spans.numbers), dtype=dtype, device=first.device)
+        return torch.zeros(1, dtype=dtype, device=self.old.device)
 
     def values(self, spans: Spans, dtype: torch.dtype) -> torch.Tensor:
-        return torch.cat([self.old[number].to(dtype) ^ 1 for number in spans.numbers.tolist()])
+        return self.old.to(dtype) ^ 1
 
 
 def _joined(
@@ -621,8 +525,12 @@ class _Digesting:
 
     def sums(self) -> PartSums:
         """Return the digest sums; waits for the device."""
-        sums = [digests[:, :2].cpu().numpy().view(np.uint64) for _, digests in self._begun]
-        return PartSums(np.concatenate([same for same, _ in self._begun]), np.concatenate(sums))
+        if not self._begun:
+            return NO_SUMS
+        digests = torch.cat([digests[:, :2] for _, digests in self._begun])
+        return PartSums(
+            np.concatenate([same for same, _ in self._begun]), digests.cpu().numpy().view(np.uint64)
+        )
 
 
 def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -26,7 +26,7 @@ from patchstore.codec.delta import NO_CHANGES, EncodedDelta
 from patchstore.codec.part_table import PartTable
 from patchstore.errors import PatchstoreError, PublishFailed, VersionConflict
 from patchstore.publish.commit import Committer, Kind, Wanted
-from patchstore.publish.snapshot import Snapshot, Tensors
+from patchstore.publish.snapshot import Ahead, Snapshot, Tensors
 from patchstore.support.threads import Task, Worker
 from patchstore.tensors.columns import Changes
 
@@ -195,6 +195,7 @@ class Pipeline:
         self._schema, self._table = schema, table
         self._snapshot, self._encoding, self._committer = snapshot, encoding, committer
         self._encoder, self._uploader = threads
+        self._ahead = Ahead(schema, table, encoding, self._encoder)
         self._is_warm = False
         self._max_pending, self._last = max_pending, 0
         """How many publications there were; the number of the newest."""
@@ -219,7 +220,7 @@ class Pipeline:
         """
         self._wait_until_at_most(self._max_pending - 1)
         self._encoder.wait_until_at_most(0)
-        changes = self._snapshot.compare(current) if self._can_follow() else None
+        changes = self._snapshot.compare(current, self._ahead) if self._can_follow() else None
         number = self._last + 1
         if changes is None:
             # An anchor that is being uploaded reads the snapshot.
@@ -265,7 +266,9 @@ class Pipeline:
         found: list[Publication] = []
         for worker in (self._uploader, self._encoder):
             for task in worker.under_way():
-                assert isinstance(task, _Stage)
+                # Of a comparison that was interrupted, the encoder may still have tasks.
+                if not isinstance(task, _Stage):
+                    continue
                 if not task.job.publication.done() and task.job.publication not in found:
                     found.append(task.job.publication)
         return found

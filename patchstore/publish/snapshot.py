@@ -16,6 +16,7 @@ from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.kernels import are_usable
 from patchstore.quantization import Form
 from patchstore.quantization.forms import Matrix
+from patchstore.support.threads import Worker
 from patchstore.tensors import columns, state_digest
 from patchstore.tensors import parts as part_sums
 from patchstore.tensors.bits import TOGETHER, TORCH_DTYPES
@@ -186,6 +187,16 @@ def _beyond(name: str, given: torch.Tensor, served: torch.Tensor) -> SchemaMisma
     )
 
 
+class Ahead(NamedTuple):
+    """Lets a comparison hand what it has found so far to the thread that encodes."""
+
+    schema: Schema
+    table: PartTable
+    encoding: Encoding
+    encoder: Worker
+    """It does nothing else until the comparison ends."""
+
+
 class Snapshot(Protocol):
     """The tensors of a run as they were published last: memory, and a comparison with it.
 
@@ -200,10 +211,11 @@ class Snapshot(Protocol):
         """By name, contiguous, where the snapshot is; views of its memory."""
         ...
 
-    def compare(self, current: Tensors) -> Changes:
+    def compare(self, current: Tensors, ahead: Ahead | None = None) -> Changes:
         """Return how the model's tensors differ from the snapshot, which stays as it is.
 
-        The tensors may change once this returns. What it returns is valid until the next call.
+        The tensors may change once this returns. What it returns is valid until the next call. If this
+        raises, the encoder of `ahead` may still have tasks, of which nothing is kept.
         """
         ...
 
@@ -285,7 +297,7 @@ class PlainSnapshot:
                     self.tensors[specs[number].name] = tensor.view(specs[number].shape)
         self.replace(current)
 
-    def compare(self, current: Tensors) -> Changes:
+    def compare(self, current: Tensors, ahead: Ahead | None = None) -> Changes:
         ranges = Ranges(self._finite)
         groups = list(self._differing(current, ranges))
         ranges.end()

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +19,14 @@ from patchstore.bucket.records import DTYPE_BYTES, Part, Schema, TensorSpec
 from patchstore.codec import Encoding
 from patchstore.codec.context import Context
 from patchstore.codec.delta import EncodedDelta
-from patchstore.codec.part_table import PartTable
+from patchstore.codec.index import Gap, Raw
+from patchstore.codec.part_table import PartTable, Together
 from patchstore.kernels import compare, index_encode, new_stream, on, rounded
+from patchstore.kernels.compare import Found
 from patchstore.publish import encode_gpu
-from patchstore.publish.encode_gpu import BlockLayout, ChangeBlock, Parent
+from patchstore.publish.encode_gpu import BlockLayout, ChangeBlock, Coder, Parent, as_found
 from patchstore.publish.snapshot import (
+    Ahead,
     Place,
     Ranges,
     Roundable,
@@ -36,6 +40,7 @@ from patchstore.publish.snapshot import (
 )
 from patchstore.quantization import Form
 from patchstore.quantization.forms import Matrix
+from patchstore.support.threads import Task, Worker
 from patchstore.tensors import parts as part_sums
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, bits
@@ -48,6 +53,14 @@ CONVERTED_BYTES = 1 << 30
 """So many bytes of tensors at a time are converted or made contiguous for a comparison."""
 STREAMED_BYTES = 256 << 20
 """Of a stream's tensors so many bytes are held at a time, or one tensor."""
+COPIED_BYTES = 512 << 20
+"""Of a snapshot in host memory, so much at a time is copied to the device to be compared and coded."""
+COPIED_AT_ONCE = 32 << 20
+"""Bytes."""
+NEAR_BYTES = 6 << 30
+"""And of one on the device, so much is coded at a time."""
+ROOMS = 4
+"""Copies at a time: one is made, one is compared, and the encoder counts in one and reads one again."""
 DIGEST_BYTES = 256 << 20
 """Of a snapshot in host memory, so much at a time goes to the device to be digested."""
 FIRST_ROOM = 64
@@ -55,25 +68,46 @@ FIRST_ROOM = 64
 
 
 class DeviceChanges(Changes):
-    """Changes that kernels found; they stay on the device as words until `block` or `groups` is called."""
+    """Changes that kernels found; they stay on the device as words until they are encoded, or `groups`."""
 
-    def __init__(self, snapshot: "DeviceSnapshot", nums: Sequence[int]) -> None:
+    def __init__(self, snapshot: "DeviceSnapshot", nums: Sequence[int], begun: "_Encoding | None") -> None:
         """Refer to the last comparison's changes; `nums` elements of each width."""
         self.num_changed = sum(nums)
-        self.snapshot = snapshot
-        self._nums = nums
-
-    def block(self, *, gaps: bool, parts: Sequence[Part] | None = None) -> ChangeBlock:
-        """Encode in `gap`, or `raw`, on the device; on the current stream, and waits for it.
-
-        Digest sums are of elements at their positions in the tensors that `parts` are of; they mean nothing
-        for parts without `Part.lines`.
-        """
-        return self.snapshot.block(self._nums, gaps=gaps, parts=parts)
+        self.snapshot, self.nums, self.begun = snapshot, nums, begun
 
     def groups(self) -> list[Group]:
         with self.snapshot.here(), on(self.snapshot.side):
-            return self.block(gaps=False).on_host().groups()
+            return self.snapshot.block(self.nums, gaps=False).on_host().groups()
+
+
+class _Encoding(NamedTuple):
+    """What is handed to the encoder during a comparison."""
+
+    encoder: Worker
+    coder: Coder
+    tasks: list[Task[None]]
+    """One for each piece that was compared."""
+
+
+class _Piece(NamedTuple):
+    """Neighbours in a snapshot, which are compared at once, or coded at once."""
+
+    tiles: compare.Tiles
+    first_tensor: int
+    first_tile: int
+    begin: int
+    """Its first byte in the snapshot."""
+    layout: BlockLayout
+    order: index_encode.Order
+    """With positions."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tiles.first_bytes[-1]
+
+    @property
+    def tensors(self) -> range:
+        return range(self.first_tensor, self.first_tensor + len(self.tiles.widths))
 
 
 class _Begun(NamedTuple):
@@ -94,7 +128,7 @@ class Rounder:
     the tensors that are published as they are. Tables are kept while weights stay where they are.
     """
 
-    def __init__(self, form: Form, found: compare.Found, numbers: Mapping[str, int]) -> None:
+    def __init__(self, form: Form, found: Found, numbers: Mapping[str, int]) -> None:
         """Take what differs into `found`; `numbers` are of its tensors, by key."""
         self._form, self._found, self._numbers = form, found, numbers
         self._places: list[object] | None = None
@@ -178,7 +212,15 @@ class DeviceSnapshot:
         device: torch.device,
     ) -> None:
         self.device = device
-        order = sorted(range(len(specs)), key=lambda number: -DTYPE_BYTES[specs[number].dtype])
+        dtypes = {dtype: code for code, dtype in enumerate(sorted({spec.dtype for spec in specs}))}
+        # What is coded together is neighbours.
+        together = Together.of(
+            np.array([dtypes[spec.dtype] for spec in specs], dtype=np.int64),
+            np.array([spec.num_elements for spec in specs], dtype=np.int64),
+        )
+        order = sorted(
+            range(len(specs)), key=lambda number: (-DTYPE_BYTES[specs[number].dtype], together.groups[number])
+        )
         self._specs = [specs[number] for number in order]
         self._numbers = np.array(order, dtype=np.int64)
         """Of each, which it is of those that were given."""
@@ -212,12 +254,15 @@ class DeviceSnapshot:
         firsts = np.empty(len(specs), dtype=np.int64)
         firsts[self._numbers] = self._tiles.first_bytes[:-1]
         self._parent = Parent(self._memory, firsts)
-        self._orders = {
-            gaps: self._order(BlockLayout.of(self._specs, self._numbers, gaps=gaps)) for gaps in (False, True)
-        }
-        self._pointers: tuple[list[int], torch.Tensor, list[int], torch.Tensor] | None = None
+        most = COPIED_BYTES if is_far(self._memory, device) else NEAR_BYTES
+        self._whole = self._piece(range(len(specs)), self._tiles)
+        self._with_gaps = self._order(BlockLayout.of(self._specs, self._numbers, gaps=True))
+        kinds, groups = together.kinds[self._numbers], together.groups[self._numbers]
+        self._pieces = [self._piece(each) for each in self._cut(kinds, groups, most)]
+        self._pointers: dict[tuple[int, int], tuple[list[int], torch.Tensor, list[int], torch.Tensor]] = {}
+        """Of each piece, by its place: addresses of the trainer's tensors, and tiles that are not aligned."""
         # An anchor is read on another thread, which must not queue behind the caller's work.
-        self.side, self._reader = new_stream(device), new_stream(device)
+        self.side, self._reader, self._copier = (new_stream(device) for _ in range(3))
         self.replace(current)
         self._compile(current)
 
@@ -225,13 +270,13 @@ class DeviceSnapshot:
         """Compare once without changes, so that kernels are compiled here and not while a trainer waits."""
         found = self.compare(self.tensors if isinstance(current, Stream) else current)
         with self.here():
-            DeviceChanges(self, [0] * len(self._tiles.by_width())).block(gaps=False)
+            self.block([0] * len(self._tiles.by_width), gaps=False)
         self.apply(found)
         if self._rounder is not None and isinstance(current, Stream) and current.rounded is not None:
             with self.here():
                 self._rounder.warm_up(current.rounded, self._memory.data_ptr())
 
-    def _order(self, layout: BlockLayout) -> tuple[BlockLayout, Any]:
+    def _order(self, layout: BlockLayout) -> tuple[BlockLayout, index_encode.Order]:
         def table(values: Any) -> torch.Tensor:
             return torch.from_numpy(values).to(self.device)
 
@@ -244,30 +289,149 @@ class DeviceSnapshot:
         )
         return layout, order
 
-    def compare(self, current: Tensors) -> Changes:
+    def _cut(self, kinds: Array, groups: Array, most: int) -> Iterator[range]:
+        """Yield neighbours of one kind: whole groups, of at most so many bytes where one is not larger."""
+        firsts = np.flatnonzero(np.diff(groups, prepend=-1)).tolist()
+        begin, starts = 0, self._tiles.first_bytes
+        for first, end in pairwise([*firsts, len(groups)]):
+            if first > begin and (kinds[first] != kinds[begin] or starts[end] - starts[begin] > most):
+                yield range(begin, first)
+                begin = first
+        if len(groups):
+            yield range(begin, len(groups))
+
+    def _piece(self, its: range, tiles: compare.Tiles | None = None) -> _Piece:
+        if tiles is None:
+            sizes, widths = self._tiles.num_bytes, self._tiles.widths
+            tiles = compare.cut(sizes[its.start : its.stop], widths[its.start : its.stop], self.device)
+        layout = BlockLayout.of(
+            self._specs[its.start : its.stop], self._numbers[its.start : its.stop], gaps=False
+        )
+        at = self._tiles.first_tiles[its.start], self._tiles.first_bytes[its.start]
+        return _Piece(tiles, its.start, *at, *self._order(layout))
+
+    def compare(self, current: Tensors, ahead: Ahead | None = None) -> Changes:
         found = self._found
         with self.here():
+            if self.side is not None:
+                # After a comparison or an encoding that failed, kernels may still read what was found.
+                torch.cuda.current_stream().wait_stream(self.side)
             # The buffer of one step that changed everything must not stay for ever.
             if found.capacity > 4 * max(self._num_words, self._least_room, 1):
                 found.resize(max(self._num_words + self._num_words // 4, self._least_room))
-            find = partial(self._find, current)
-            if self._rounder is not None and isinstance(current, Stream) and current.rounded is not None:
-                # Once: other processes may wait for this one there.
-                find = partial(self._find_rounded, self._rounder, self._rounder.begin(current.rounded))
+            found.clear()
+            rooms = None if ahead is None else self._rooms(current, ahead.encoding)
+            if rooms is None or ahead is None:
+                return self._compared(current, [(self._whole, self._parent)], None)
+            coder = Coder(ahead.schema, ahead.table, ahead.encoding, self.device)
+            begun = _Encoding(ahead.encoder, coder, [])
+            pieces = self._copied(self._pieces, rooms, lambda number: begun.tasks[number].wait())
+            return self._compared(current, pieces, begun)
+
+    def _compared(
+        self,
+        current: Tensors,
+        pieces: Iterable[tuple[_Piece, Parent]],
+        begun: _Encoding | None,
+    ) -> DeviceChanges:
+        """Compare pieces of a snapshot, each with what has its parts; hand what was found to the encoder."""
+        found, num_words, is_strange = self._found, 0, False
+        nums, narrowed = dict.fromkeys(self._tiles.by_width, 0), dict[int, torch.Tensor]()
+        rounder, rounding = self._rounder, None
+        if rounder is not None and isinstance(current, Stream) and current.rounded is not None:
+            # Once: other processes may wait for this one there.
+            rounding = rounder.begin(current.rounded)
+        for piece, held in pieces:
+            before = num_words
             while True:
-                found.clear()
-                narrowed = find()
+                if rounder is not None and rounding is not None:
+                    rounder.compare(rounding, self._memory.data_ptr())
+                    narrowed |= self._find_given(rounding.rest, piece, held)
+                else:
+                    narrowed |= self._find(current, piece, held)
                 # Counted also if the buffer was too small: a second question would be a second wait.
-                counted = index_encode.count(found)
-                num_words, strange, *nums = torch.cat(
-                    [found.cursor, found.strange.sum()[None], counted]
+                its = self._among(piece)
+                counted = index_encode.count(its)
+                num_words, strange, *some = torch.cat(
+                    [found.cursor, its.strange.sum()[None], counted]
                 ).tolist()
                 if num_words <= found.capacity:
                     break
-                found.resize(num_words + num_words // 4)
-            self._num_words = num_words
-            self._check_range(narrowed, has_strange=bool(strange))
-            return DeviceChanges(self, nums)
+                self._grow(num_words + num_words // 4, before, its)
+            is_strange |= bool(strange)
+            for width, num in zip(piece.tiles.by_width, some, strict=True):
+                nums[width] += num
+            if begun is not None:
+                begun.tasks.append(task := Task(partial(self._code, begun.coder, its, piece, held, some)))
+                begun.encoder.hand_over(task)
+        self._num_words = num_words
+        self._check_range(narrowed, has_strange=is_strange)
+        return DeviceChanges(self, [*nums.values()], begun)
+
+    def _grow(self, capacity: int, kept: int, its: Found) -> None:
+        """Make room, and forget what was found of one piece, the last one."""
+        if kept:
+            # Others follow.
+            self._found.grow(max(capacity, self._found.capacity * 3 // 2), kept, self.side)
+            its.counts.zero_()
+            self._found.cursor.fill_(kept)
+        else:
+            self._found.resize(capacity)
+
+    def _among(self, piece: _Piece) -> Found:
+        return self._found.among(piece.tiles, piece.first_tensor, piece.first_tile)
+
+    def _rooms(self, current: Tensors, encoding: Encoding) -> torch.Tensor | None:
+        """Return memory for copies of pieces, if they are to be coded while others are compared."""
+        is_given = not isinstance(current, Stream) and isinstance(encoding, Context)
+        if not is_given or not is_far(self._memory, self.device):
+            return None
+        try:
+            return rooms_for(self._pieces, self.device)
+        except torch.OutOfMemoryError:
+            # The trainer goes on: the comparison takes no memory, and what is not encoded will be an anchor.
+            return None
+
+    def _copied(
+        self, pieces: Sequence[_Piece], rooms: torch.Tensor, wait_for: Callable[[int], object]
+    ) -> Iterator[tuple[_Piece, Parent]]:
+        """Yield pieces, each with a copy of it that what is launched next may read.
+
+        While the caller works with one, the next is copied. `wait_for` waits until what was done with a piece
+        is launched, by its place: with that, all is that reads the piece before it.
+        """
+        current = None if self._copier is None else torch.cuda.current_stream()
+        if self._copier is not None and current is not None and self.side is not None:
+            # The memory may be that of something that is still read.
+            self._copier.wait_stream(current)
+            for stream in (self._copier, self.side):
+                rooms.record_stream(stream)
+
+        def copy(number: int) -> torch.cuda.Event | None:
+            if number >= ROOMS:
+                wait_for(number - ROOMS + 1)
+                if self._copier is not None and self.side is not None:
+                    self._copier.wait_stream(self.side)
+            piece = pieces[number]
+            with on(self._copier):
+                # Small copies of the encoder take the same way, between two of these.
+                for start in range(0, piece.num_bytes, COPIED_AT_ONCE):
+                    end = min(start + COPIED_AT_ONCE, piece.num_bytes)
+                    source = self._memory[piece.begin + start : piece.begin + end]
+                    rooms[number % ROOMS, start:end].copy_(source, non_blocking=True)
+            return None if self._copier is None else self._copier.record_event()
+
+        copied = copy(0) if pieces else None
+        for number, piece in enumerate(pieces):
+            is_there, copied = copied, copy(number + 1) if number + 1 < len(pieces) else None
+            if current is not None and is_there is not None:
+                current.wait_event(is_there)
+            yield piece, Parent(rooms[number % ROOMS], self._parent.firsts - piece.begin)
+
+    def _code(self, coder: Coder, found: Found, piece: _Piece, held: Parent, nums: Sequence[int]) -> None:
+        """Encode what was found of a piece; on the thread that encodes."""
+        with self.here(), on(self.side):
+            coder.add(self._block(found, piece.layout, piece.order, nums, coder.lines(piece.layout)), held)
 
     def _check_range(self, narrowed: Mapping[int, torch.Tensor], *, has_strange: bool) -> None:
         """Check those tensors, as the model has them, that have infinities or NaN, or may have some.
@@ -344,12 +508,30 @@ class DeviceSnapshot:
     def encode(self, schema: Schema, table: PartTable, changes: Changes, encoding: Encoding) -> EncodedDelta:
         assert isinstance(changes, DeviceChanges)
         with self.here(), on(self.side):
-            return encode_gpu.encode(
-                *(schema, table, encoding),
-                num_changed=changes.num_changed,
-                block_of=changes.block,
-                parent=self._parent,
-            )
+            if changes.begun is not None:
+                for task in changes.begun.tasks:
+                    task.result()
+                return changes.begun.coder.delta(changes.num_changed)
+            if isinstance(encoding, Raw) and bool(table.is_whole.all()):
+                block = self.block(changes.nums, gaps=isinstance(encoding, Gap))
+                return as_found(table, encoding, block, changes.num_changed)
+            coder = Coder(schema, table, encoding, self.device)
+            if isinstance(encoding, Context):
+                nums = torch.stack([self._among(piece).nums.sum() for piece in self._pieces]).tolist()
+                some = [(piece, num) for piece, num in zip(self._pieces, nums, strict=True) if num]
+                held = self._held([piece for piece, _ in some])
+                for (piece, parent), (_, num) in zip(held, some, strict=True):
+                    self._code(coder, self._among(piece), piece, parent, [num])
+            else:
+                self._code(coder, self._found, self._whole, self._parent, changes.nums)
+            return coder.delta(changes.num_changed)
+
+    def _held(self, pieces: Sequence[_Piece]) -> Iterator[tuple[_Piece, Parent]]:
+        """Yield pieces, each with what has its parts on the device."""
+        if is_far(self._memory, self.device):
+            # On the same stream, whatever is launched is in order.
+            return self._copied(pieces, rooms_for(pieces, self.device), lambda _: None)
+        return ((piece, self._parent) for piece in pieces)
 
     def _digested(self, part: Part, tensor: torch.Tensor) -> Sums:
         """Digest a part on the device, in pieces where it is not there."""
@@ -371,25 +553,23 @@ class DeviceSnapshot:
     def here(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _find(self, current: Tensors) -> Mapping[int, torch.Tensor]:
-        """Compare all tensors, and return those whose range is still to be checked, by number."""
+    def _find(self, current: Tensors, piece: _Piece, held: Parent) -> Mapping[int, torch.Tensor]:
+        """Compare a piece, and return those tensors whose range is still to be checked, by number."""
         if not isinstance(current, Stream):
-            return self._find_given(current)
+            return self._find_given(current, piece, held)
         ranges = Ranges(np.zeros(len(self._specs), dtype=np.bool_))
         for group, narrowed, size in _in_groups(current, self._specs, self.device):
             # No wait of its own: that for the room, which follows, has less to wait for.
             ranges.look([(i, self._specs[i].name, given, group[i]) for i, given in narrowed.items()])
             # A stream cannot be read again, so there must be room for all that may have changed.
-            _make_room(self._found, size // compare.WORD + len(group))
+            used, more = int(self._found.cursor), size // compare.WORD + len(group)
+            if self._found.capacity < used + more:
+                self._found.grow(used + more, used, None)
             addresses = [group[i].data_ptr() if i in group else 0 for i in range(len(self._specs))]
             for i, end in _runs(group):
-                self._find_among(addresses, range(*(self._tiles.first_tiles[at] for at in (i, end))))
+                self._find_among(addresses, range(i, end), piece, held)
         ranges.end()
         return {}
-
-    def _find_rounded(self, rounder: Rounder, begun: _Begun) -> Mapping[int, torch.Tensor]:
-        rounder.compare(begun, self._memory.data_ptr())
-        return self._find_given(begun.rest)
 
     def _watch(self, narrowed: Iterable[int]) -> None:
         """Have `count` look for elements of these tensors that are infinite or NaN."""
@@ -399,9 +579,14 @@ class DeviceSnapshot:
                 infinite = torch.tensor([torch.inf], device="cpu").to(TORCH_DTYPES[self._specs[i].dtype])
                 self._found.masks[i] = int(bits(infinite)[0])
 
-    def _find_given(self, current: Mapping[str, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """Compare these tensors: at once, but for the memory that converted ones take. Returns as `_find`."""
-        addresses = [0] * len(self._specs)
+    def _find_given(
+        self, current: Mapping[str, torch.Tensor], piece: _Piece, parent: Parent
+    ) -> Mapping[int, torch.Tensor]:
+        """Compare tensors of a piece that are given: at once, but for the memory that converted ones take.
+
+        Returns as `_find`.
+        """
+        addresses = [0] * len(piece.tensors)
         pending: list[int] = []
         held: list[torch.Tensor] = []
         narrowed: dict[int, torch.Tensor] = {}
@@ -410,13 +595,14 @@ class DeviceSnapshot:
         def find() -> None:
             nonlocal num_bytes
             for first, end in _runs(pending):
-                self._find_among(addresses, range(*(self._tiles.first_tiles[at] for at in (first, end))))
+                self._find_among(addresses, range(first, end), piece, parent)
             # Freed in the order of the stream, so that the next ones may take their memory.
             num_bytes = 0
             pending.clear()
             held.clear()
 
-        for i, spec in enumerate(self._specs):
+        for place, i in enumerate(piece.tensors):
+            spec = self._specs[i]
             if (tensor := current.get(spec.name)) is None:
                 continue
             as_is = (
@@ -429,40 +615,62 @@ class DeviceSnapshot:
                     narrowed[i] = tensor
                 held.append(tensor := served(tensor, spec, self.device))
                 num_bytes += spec.num_bytes
-            addresses[i] = tensor.data_ptr()
-            assert addresses[i] or not as_is or not tensor.numel(), f"{spec.name} has no memory"
-            pending.append(i)
+            addresses[place] = tensor.data_ptr()
+            assert addresses[place] or not as_is or not tensor.numel(), f"{spec.name} has no memory"
+            pending.append(place)
             if num_bytes >= CONVERTED_BYTES:
                 find()
         find()
         self._watch(narrowed)
         return narrowed
 
-    def _find_among(self, addresses: list[int], tiles: range) -> None:
-        if self._pointers is None or self._pointers[0] != addresses:
-            slow = self._tiles.slow(addresses)
-            self._pointers = (
+    def _find_among(self, addresses: list[int], some: range, piece: _Piece, parent: Parent) -> None:
+        """Compare some tensors of a piece, by their places in it, as `addresses` are."""
+        known = self._pointers.get(key := (piece.begin, piece.num_bytes))
+        if known is None or known[0] != addresses:
+            slow = piece.tiles.slow(addresses)
+            known = self._pointers[key] = (
                 addresses.copy(),
                 torch.tensor(addresses, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True),
                 slow,
                 torch.tensor(slow, dtype=torch.int32, device="cpu").to(self.device, non_blocking=True),
             )
-        _, tensors, slow, picked = self._pointers
-
+        _, tensors, slow, picked = known
+        tiles = range(*(piece.tiles.first_tiles[at] for at in (some.start, some.stop)))
+        held = parent.memory.data_ptr() + int(parent.firsts[self._numbers[piece.first_tensor]])
         among = compare.slow_among(slow, tiles)
-        compare.compare(self._found, tensors, picked, self._memory.data_ptr(), tiles, among)
+        compare.compare(self._among(piece), tensors, picked, held, tiles, among)
 
-    def block(self, nums: Sequence[int], *, gaps: bool, parts: Sequence[Part] | None = None) -> ChangeBlock:
-        lines = None
-        if parts is not None:
-            listed = [parts[number].lines or (0, 1, 0) for number in self._numbers.tolist()]
-            lines = torch.tensor(listed, dtype=torch.int64, device=self.device)
-        layout, order = self._orders[gaps]
-        head = index_encode.head_bytes(len(self._specs))
-        size = head + self._tiles.max_data_bytes(nums, gaps=gaps)
+    def block(self, nums: Sequence[int], *, gaps: bool) -> ChangeBlock:
+        """Encode the last comparison's changes in `gap`, or `raw`, on the current stream, and wait for it."""
+        layout, order = self._with_gaps if gaps else (self._whole.layout, self._whole.order)
+        return self._block(self._found, layout, order, nums, None)
+
+    def _block(
+        self,
+        found: Found,
+        layout: BlockLayout,
+        order: index_encode.Order,
+        nums: Sequence[int],
+        lines: torch.Tensor | None,
+    ) -> ChangeBlock:
+        head = index_encode.head_bytes(len(layout.specs))
+        size = head + found.tiles.max_data_bytes(nums, gaps=layout.gaps)
         memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-        index_encode.encode(self._found, order, self._memory.data_ptr(), memory, gaps=gaps, lines=lines)
+        held = self._memory.data_ptr()
+        index_encode.encode(found, order, held, memory, gaps=layout.gaps, lines=lines)
         return ChangeBlock(layout, memory, head)
+
+
+def rooms_for(pieces: Sequence[_Piece], device: torch.device) -> torch.Tensor:
+    """Return memory for copies of pieces, uint8 [ROOMS, bytes], or fewer."""
+    size = max((piece.num_bytes for piece in pieces), default=0)
+    return torch.empty((min(ROOMS, len(pieces)), size), dtype=torch.uint8, device=device)
+
+
+def is_far(memory: torch.Tensor, device: torch.device) -> bool:
+    """Whether kernels read memory over a bus."""
+    return memory.device != device
 
 
 def _in_groups(
@@ -498,18 +706,6 @@ def _runs(held: Iterable[int]) -> list[tuple[int, int]]:
         else:
             found.append((number, number + 1))
     return found
-
-
-def _make_room(found: Any, num_words: int) -> None:
-    """Give `kernels.compare.Found` room for so many more changed words, and keep those that it has."""
-    used = int(found.cursor)
-    if found.capacity >= used + num_words:
-        return
-    for name in ("places", "new_words", "old_words"):
-        old = getattr(found, name)
-        new = torch.empty(used + num_words, dtype=old.dtype, device=old.device)
-        new[:used].copy_(old[:used])
-        setattr(found, name, new)
 
 
 def _pinned(num_bytes: int, device: torch.device, owner: object) -> torch.Tensor:

@@ -20,6 +20,8 @@ from patchstore.codec.context.rows import (
     first_exponent,
     told_apart,
 )
+from patchstore.codec.part_table import Together
+from patchstore.tensors.bits import TOGETHER
 
 
 def random_totals(num_parts: int, seed: int) -> Totals:
@@ -128,3 +130,14 @@ def test_parts_that_are_alone_get_what_they_get_one_after_the_other(
     assert_same_sets(row_sets.sets, one_by_one.sets)
     # Some shared what others had, and some did not.
     assert 90 - num_small < len(row_sets.sets) < 90
+
+
+def test_small_parts_of_a_dtype_are_coded_together_whatever_lies_between() -> None:
+    half, large = TOGETHER // 2, TOGETHER // 2 + 1
+    sizes = np.array([half, large, half, 7, large, half, 0, half])
+    dtypes = np.array([0, 0, 0, 1, 0, 0, 1, 0])
+    kinds, groups = Together.of(dtypes, sizes)
+    assert kinds.tolist() == [0, 1, 0, 2, 1, 0, 2, 0]
+    assert groups.tolist() == [0, 2, 0, 4, 3, 1, 4, 1]
+    nothing = Together.of(dtypes[:0], sizes[:0])
+    assert (nothing.kinds.tolist(), nothing.groups.tolist()) == ([], [])

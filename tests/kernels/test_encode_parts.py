@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from patchstore.bucket.records import Part, Schema, TensorSpec
-from patchstore.codec import ENCODINGS
+from patchstore.codec import ENCODINGS, part_table
+from patchstore.publish.snapshot import Ahead
+from patchstore.support.threads import Worker
 from patchstore.tensors import parts as torch_parts
 from patchstore.tensors.bits import bits, spec_of
 from tests.support import sharded
@@ -16,8 +18,7 @@ from tests.support.interpreted import DEVICE, kernels
 pytestmark = pytest.mark.timeout(1200)
 
 device = kernels("patchstore.publish.snapshot_gpu")
-encoding_there = kernels("patchstore.publish.encode_gpu")
-encoder = kernels("patchstore.kernels.context_encode")
+context_encode = kernels("patchstore.kernels.context_encode")
 
 SHAPES = {"a": (40, 48), "b": (40, 48), "c": (2, 3, 8, 6), "f": (7, 9), "n": (64,)}
 
@@ -66,29 +67,35 @@ def test_parts_are_encoded_as_on_the_cpu(encoding: str, held: Callable[[TensorSp
     check(encoding, held)
 
 
+@pytest.mark.parametrize("is_ahead", [True, False], ids=["ahead", "afterwards"])
 @pytest.mark.parametrize("held", [lambda spec: [Part.whole(spec)], along(0)], ids=["whole", "rows"])
-def test_a_snapshot_that_is_copied_in_chunks_is_encoded_as_on_the_cpu(
-    held: Callable[[TensorSpec], list[Part]], monkeypatch: pytest.MonkeyPatch
+def test_a_snapshot_that_is_copied_in_pieces_is_encoded_as_on_the_cpu(
+    held: Callable[[TensorSpec], list[Part]], is_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one in host memory is: three chunks and more, and tensors of two widths in turn."""
-    monkeypatch.setattr(encoding_there, "is_near", lambda parent, device: False)
-    monkeypatch.setattr(encoding_there, "STAGED_BYTES", 1500)
+    """As one in host memory is: tensors of two widths, and more pieces than there are rooms for copies."""
+    monkeypatch.setattr(device, "is_far", lambda memory, device: True)
+    monkeypatch.setattr(device, "COPIED_BYTES", 1500)
+    monkeypatch.setattr(device, "FIRST_ROOM", 10_000)
+    monkeypatch.setattr(part_table, "TOGETHER", 800)
     begun = []
 
-    class Counted(encoder.Encoder):  # type: ignore[misc, name-defined]
+    class Counted(context_encode.Encoder):  # type: ignore[misc, name-defined]
         def order(self) -> None:
             begun.append(self)
             super().order()
 
-    monkeypatch.setattr(encoder, "Encoder", Counted)
-    check("context", held, {"a2": (24, 16), "b2": (16, 24)})
-    assert len(begun) > 2
+    monkeypatch.setattr(context_encode, "Encoder", Counted)
+    more = {f"a{number}": (24, 16) for number in range(2, 6)} | {"b2": (30, 24), "b3": (16, 20)}
+    check("context", held, more, is_ahead=is_ahead)
+    assert len(begun) > device.ROOMS
 
 
 def check(
     encoding: str,
     held: Callable[[TensorSpec], list[Part]],
     narrow: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    is_ahead: bool = False,
 ) -> None:
     old, new = whole_tensors(narrow or {})
     schema = Schema(tensors=tuple(spec_of(name, tensor) for name, tensor in sorted(old.items())))
@@ -103,8 +110,11 @@ def check(
     specs = [TensorSpec(name=part.key, dtype=part.spec.dtype, shape=part.size) for part in table.parts]
     taken = device.DeviceSnapshot(local(old), specs, "device", DEVICE)
     taken.warm_up(table, ENCODINGS[encoding])
-    changes = taken.compare(local(new))
+    encoder = Worker("encoder")
+    ahead = Ahead(schema, table, ENCODINGS[encoding], encoder) if is_ahead else None
+    changes = taken.compare(local(new), ahead)
     found = taken.encode(schema, table, changes, ENCODINGS[encoding])
+    encoder.stop()
 
     expected = sharded.encoded(schema, table.parts, old, new, encoding)
     assert found.num_changed == expected.num_changed

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import os
 from dataclasses import replace
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -37,11 +38,13 @@ def _hasten() -> None:
     """Leave out what Triton's interpreter does in vain, which was half of a test's time.
 
     At each call of a function by a kernel it prepares `triton.language` once more. And it computes whether
-    sums overflow, but says so only in its debug mode.
+    sums overflow, but says so only in its debug mode. Kernels run one at a time, as its state is global and
+    several threads may launch some.
     """
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     prepared: set[int] = set()
+    one_at_a_time = Lock()
 
     def prepare_once(function: Any) -> Any:
         namespace = id(function.__globals__)
@@ -51,8 +54,9 @@ def _hasten() -> None:
         return prepare(function)
 
     def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
-        prepared.clear()
-        launch(self, *args, **kwargs)
+        with one_at_a_time:
+            prepared.clear()
+            launch(self, *args, **kwargs)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = prepare_once, launch_anew
     builder = interpreter.interpreter_builder

@@ -1,0 +1,157 @@
+"""Changes that are encoded while others are still looked for, as of a snapshot in host memory on a GPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from patchstore import Manifest, Publisher
+from patchstore.codec import part_table
+from patchstore.errors import PublishFailed, SchemaMismatch
+from patchstore.stores.memory import MemoryStore
+from tests.support.interpreted import DEVICE, kernels
+from tests.support.weights import assert_same_bits, newest
+
+# Minutes, where they are interpreted.
+pytestmark = pytest.mark.timeout(1200)
+
+device = kernels("patchstore.publish.snapshot_gpu")
+encoder = kernels("patchstore.kernels.context_encode")
+comparison = kernels("patchstore.kernels.compare")
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _pieces(monkeypatch: pytest.MonkeyPatch, _kernels: None) -> None:
+    """Every matrix is a piece of its own, the snapshot as far as host memory, and hardly any room there."""
+    monkeypatch.setattr(device, "is_far", lambda memory, device: True)
+    monkeypatch.setattr(device, "COPIED_BYTES", 700)
+    monkeypatch.setattr(device, "COPIED_AT_ONCE", 256)
+    monkeypatch.setattr(device, "FIRST_ROOM", 100)
+    monkeypatch.setattr(part_table, "TOGETHER", 300)
+
+
+@pytest.fixture
+def tensors() -> State:
+    torch.manual_seed(0)
+    found = {f"{number}.weight": 0.02 * torch.randn(16, 20, device=DEVICE) for number in range(7)}
+    found["bias"] = 0.02 * torch.randn(9, device=DEVICE)
+    return found
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def publisher(store: MemoryStore, tensors: State) -> Iterator[Publisher]:
+    with Publisher(store, tensors, dtype="float16", snapshot="host", encoding="context") as opened:
+        opened.publish_patch(0).result()
+        yield opened
+
+
+def train(tensors: State) -> None:
+    for number, tensor in enumerate(tensors.values()):
+        # Many changes at the end, so that room becomes short when some were handed on.
+        tensor.view(-1)[:: 9 - number] *= 1.25
+
+
+def check(publisher: Publisher, store: MemoryStore, tensors: State, step: int) -> Manifest:
+    manifest = publisher.publish_patch(step).result()
+    assert_same_bits(newest(store), {name: each.half().cpu() for name, each in tensors.items()})
+    return manifest
+
+
+@pytest.fixture
+def encoders(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that have begun."""
+    found: list[Any] = []
+
+    class Counted(encoder.Encoder):  # type: ignore[misc, name-defined]
+        def __init__(self, *given: Any, **more: Any) -> None:
+            found.append(self)
+            super().__init__(*given, **more)
+
+    monkeypatch.setattr(encoder, "Encoder", Counted)
+    return found
+
+
+def test_each_version_has_the_bits_of_the_trainer(
+    publisher: Publisher, store: MemoryStore, tensors: State, encoders: list[Any]
+) -> None:
+    for step in range(1, 3):
+        train(tensors)
+        assert check(publisher, store, tensors, step).kind == "delta"
+    assert len(encoders) > device.ROOMS
+    assert check(publisher, store, tensors, 3).num_bytes == 0
+
+
+def test_a_refused_number_leaves_what_there_was_although_some_is_encoded(
+    publisher: Publisher, store: MemoryStore, tensors: State, encoders: list[Any]
+) -> None:
+    train(tensors)
+    right = tensors["6.weight"][3, 3].clone()
+    tensors["6.weight"][3, 3] = 1e6
+    with pytest.raises(SchemaMismatch, match="beyond the range"):
+        publisher.publish_patch(1)
+    tensors["6.weight"][3, 3] = right
+    assert check(publisher, store, tensors, 2).kind == "delta"
+    assert len(encoders) > device.ROOMS
+
+
+def test_an_interrupt_between_pieces_loses_no_change(
+    publisher: Publisher, store: MemoryStore, tensors: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tensors)
+    compare, calls = comparison.compare, []
+
+    def interrupted(*given: Any) -> None:
+        calls.append(given)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        compare(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(comparison, "compare", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish_patch(1)
+    assert check(publisher, store, tensors, 2).kind == "delta"
+    train(tensors)
+    assert check(publisher, store, tensors, 3).kind == "delta"
+
+
+def test_where_a_piece_cannot_be_encoded_the_next_version_is_whole(
+    publisher: Publisher, store: MemoryStore, tensors: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tensors)
+
+    def broken(*given: Any) -> None:
+        raise torch.OutOfMemoryError("no memory for rows")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(encoder.Encoder, "order", broken)
+        with pytest.raises(PublishFailed, match="no memory for rows"):
+            publisher.publish_patch(1).result()
+    assert check(publisher, store, tensors, 2).kind == "anchor"
+    train(tensors)
+    assert check(publisher, store, tensors, 3).kind == "delta"
+
+
+def test_without_memory_for_copies_the_comparison_goes_over_the_bus(
+    publisher: Publisher, store: MemoryStore, tensors: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tensors)
+    rooms_for, calls = device.rooms_for, []
+
+    def short(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no memory for rooms")
+        return rooms_for(*given)
+
+    monkeypatch.setattr(device, "rooms_for", short)
+    assert check(publisher, store, tensors, 1).kind == "delta"
+    assert len(calls) == 2
