@@ -6,6 +6,7 @@ weights are likelier to change, as with AdamW. `blocking_ms` is what the trainer
 """
 
 import argparse
+import dataclasses
 import shutil
 import tempfile
 import time
@@ -26,6 +27,8 @@ from patchstore.quantization import CHOICES
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-0.5b", help="of the model")
+    parser.add_argument("--layers", type=int, help="of the model; all, if not given")
+    parser.add_argument("--snapshot", choices=["device", "host"], default="device", help="where it is")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--forms", nargs="+", choices=["bf16", *CHOICES], default=["bf16", *CHOICES])
     parser.add_argument("--steps", type=int, default=6, help="deltas after the first anchor")
@@ -46,23 +49,31 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 found = _publish(args, device, store, form)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        yield {"shape": args.shape, "form": form, **software(device), **found}
+        about = {"shape": args.shape, "layers": args.layers, "snapshot": args.snapshot, "form": form}
+        yield {**about, **software(device), **found}
 
 
 def _publish(args: argparse.Namespace, device: torch.device, store: Any, form: str) -> dict[str, Any]:
+    shape = SHAPES[args.shape]
+    if args.layers is not None:
+        shape = dataclasses.replace(shape, layers=args.layers)
     random = torch.Generator(device).manual_seed(7)
     weights = {
         name: torch.empty(size, dtype=torch.bfloat16, device=device).normal_(
             0, STANDARD_DEVIATION, generator=random
         )
-        for name, size in SHAPES[args.shape].tensors().items()
+        for name, size in shape.tensors().items()
     }
     blocking: list[float] = []
     stored: list[float] = []
     sizes: list[int] = []
     began = time.perf_counter()
     with Publisher(
-        store, weights, quantization=None if form == "bf16" else form, anchor_every=args.anchor_at
+        store,
+        weights,
+        quantization=None if form == "bf16" else form,
+        anchor_every=args.anchor_at,
+        snapshot=args.snapshot,
     ) as publisher:
         open_s = time.perf_counter() - began
         began = time.perf_counter()
@@ -97,6 +108,7 @@ def _publish(args: argparse.Namespace, device: torch.device, store: Any, form: s
         "blocking_ms": 1e3 * median(usual),
         "all_blocking_ms": [1e3 * each for each in blocking],
         "stored_s": median(stored),
+        "all_stored_s": stored,
         "payload_bytes": int(median(sizes)),
         "num_changed": num_changed,
         "density": num_changed / num_elements,
