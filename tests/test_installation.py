@@ -121,8 +121,8 @@ def test_everything_that_is_imported_is_asked_for() -> None:
         "pytest": None,
         # Who uses an integration has the framework; the extra installs the release that is known to work.
         "trl": None,
-        # The extra `sign` installs it.
-        "cryptography": None,
+        # The extras `sign` and `trace` install them.
+        **dict.fromkeys(("cryptography", "opentelemetry"), None),
         **dict.fromkeys(("ray", "verl"), None),
         # A trainer whose model it has quantized, or adapted, has it.
         **dict.fromkeys(("bitsandbytes", "peft"), None),

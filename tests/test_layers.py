@@ -65,6 +65,7 @@ FOREIGN = {
         name.startswith("patchstore.follow") or name == "patchstore.ops.doctor.store_checks"
     ),
     "prometheus_client": lambda name: name in {"patchstore.follow.metrics", "patchstore.follow.loop"},
+    "opentelemetry": lambda name: name == "patchstore.support.tracing",
     "cryptography": lambda name: name == "patchstore.signing.keys",
     "blake3": lambda name: name == "patchstore.bucket.digests",
     "typer": lambda name: name.startswith("patchstore.cli"),

@@ -24,6 +24,7 @@ from patchstore.cli.options import (
 )
 from patchstore.follow.settings import DEFAULTS, PauseMode, PrefixCache, Settings
 from patchstore.signing.required import RequiredKeys
+from patchstore.support import tracing
 
 Adapter = Annotated[
     str | None,
@@ -103,6 +104,7 @@ def follow(
     from patchstore.follow import loop, service
 
     set_up_log(log_format, service.__name__)
+    tracing.export()
     bucket = open_with(store, option)
     settings = Settings(
         servers=server or [],

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Any, Self
@@ -37,6 +38,7 @@ from patchstore.follow.vllm_protocol import ADDRESS, Connection, NoSuchRoute, Se
 from patchstore.signing.required import Keys, RequiredKeys, checks
 from patchstore.stores import Store, open_store
 from patchstore.support.arguments import version_number
+from patchstore.support.tracing import span
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +180,9 @@ class AdapterServer:
         self._check_run(wanted)
         began = time.monotonic()
         if self._cards.versions.get(version) != wanted:
-            if not self._load(wanted):
+            with span("stage"):
+                is_loaded = self._load(wanted)
+            if not is_loaded:
                 return None
             if (held := self._cards.versions.get(version)) != wanted:
                 # Where nothing was chosen, a server answers by the newest that it holds.
@@ -191,7 +195,8 @@ class AdapterServer:
         if self._stop.is_set():
             return None
         loaded = time.monotonic()
-        self._choose(wanted)
+        with span("write"):
+            self._choose(wanted)
         chosen = time.monotonic()
         # What cannot be unloaded now is unloaded later, or said then.
         with suppress(PatchstoreError):
@@ -321,8 +326,9 @@ class AdapterServer:
             except BaseException as exc:  # noqa: BLE001  (the waiting thread raises it)
                 loading.set_exception(exc)
 
-        # A daemon: fetching a version takes long, and the end of the process does not wait for it.
-        Thread(target=load, name="follow-load", daemon=True).start()
+        # A daemon: fetching a version takes long, and the end of the process does not wait for it. It makes
+        # its request within the span of this thread.
+        Thread(target=copy_context().run, args=(load,), name="follow-load", daemon=True).start()
         while not wait([loading], _STOP_S).done:
             if self._stop.is_set():
                 return False

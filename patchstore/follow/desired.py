@@ -195,6 +195,8 @@ class DesiredVersion:
         self._check_run = check_run
         self._checked: str | None = None
         """The run that was checked."""
+        self._num_elements = 0
+        """Of its tensors."""
         self._pin_file = pin_file
         self._lock = threading.Lock()
         self.head: Manifest | None = None
@@ -228,6 +230,15 @@ class DesiredVersion:
             return None
         return max(0.0, (datetime.now(UTC) - manifest_json.time_of(head.created_at)).total_seconds())
 
+    def head_share(self) -> float | None:
+        """The share of elements in which the newest version differs from the one before; None where it is not
+        known, as of an anchor alone.
+        """
+        head = self.head
+        if head is None or head.delta is None or head.run_id != self._checked:
+            return None
+        return head.delta.num_changed / max(1, self._num_elements)
+
     @property
     def pinned(self) -> Pin | None:
         return self._pin
@@ -244,8 +255,9 @@ class DesiredVersion:
         """
         head = self.watcher.refresh()
         if head is not None and head.run_id != self._checked and self._check_run is not None:
-            self._check_run(history.run_header(self.watcher.store))
-            self._checked = head.run_id
+            header = history.run_header(self.watcher.store)
+            self._check_run(header)
+            self._checked, self._num_elements = head.run_id, header.schema.num_elements
         with self._lock:
             pin = self._pin
         if pin is None or head is None or self._trust is None:

@@ -96,6 +96,8 @@ class FleetStatus:
     """Seconds since the head was created, by the trainer's clock."""
     is_head_old: bool = False
     """Whether it is older than it may be."""
+    head_share: float | None = None
+    """The share of elements in which it differs from the version before; None where it is not known."""
     servers: tuple[ServerView, ...]
 
 
@@ -297,6 +299,7 @@ class Fleet:
             failure=self._failure,
             head_age_s=self._desired.head_age_s(),
             is_head_old=self._desired.is_head_old(),
+            head_share=self._desired.head_share(),
             servers=tuple(replace(each.view, is_alive=each.thread.is_alive()) for each in workers),
         )
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 import httpx
 
 from patchstore.errors import PatchstoreError, ServerUnavailable, UsageError, of_kind
-from patchstore.support import web
+from patchstore.support import tracing, web
 
 TOKEN = "PATCHSTORE_SERVER_TOKEN"  # noqa: S105 # nosec B105 # the name of a variable
 """The environment variable whose value is sent to servers as `Authorization: Bearer ...`."""
@@ -70,7 +70,7 @@ class Http:
         """
         what = f"{method} {self.name}{path}"
         try:
-            response = self._client.request(method, self._url + path, **request)
+            response = self._client.request(method, self._url + path, headers=tracing.headers(), **request)
         except _NO_ANSWER as exc:
             raise ServerUnavailable(f"{what}: {self._reason(exc)}") from exc
         if (target := response.next_request) is not None:

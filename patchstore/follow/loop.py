@@ -12,13 +12,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import Counter, Gauge
 from prometheus_client.exposition import choose_encoder
 
 from patchstore.errors import InternalError, PatchstoreError, UsageError
 from patchstore.follow.backoff import OngoingFailure, Pauses, ongoing
 from patchstore.follow.http_api import Answer, Listener, usual_answer
 from patchstore.follow.logs import utc
+from patchstore.follow.metrics import registry
 from patchstore.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Loop:
         """
         self._name, self._store, self._settings = name, store, settings
         self._most_after_failures_s = most_after_failures_s
-        self._registry = CollectorRegistry()
+        self._registry = registry()
         self._versions = self._counter("versions", "Versions done by this process.")
         self._bytes = self._counter("bytes", "Bytes of payloads moved for them.")
         self._failures = self._counter("failures", "Failures, by the error's kind.", "kind")

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import lru_cache
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+import patchstore
 from patchstore.bucket import lineage
+from patchstore.bucket.records import Manifest
 from patchstore.errors import PatchstoreError
 from patchstore.follow.desired import HeadWatcher
 from patchstore.follow.fleet import FleetStatus
@@ -23,12 +25,19 @@ _STAGE_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _APPLY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
+def registry() -> CollectorRegistry:
+    """Return a registry that says which patchstore this is."""
+    found = CollectorRegistry()
+    Info("patchstore_build", "This patchstore.", registry=found).info({"version": patchstore.__version__})
+    return found
+
+
 class Metrics:
     """Counters of steps, and gauges that are read when a scraper asks."""
 
     def __init__(self, watcher: HeadWatcher) -> None:
         self._watcher = watcher
-        self._registry = CollectorRegistry()
+        self._registry = registry()
         self._num_bytes = _cost(watcher.store)
         self._status: Callable[[], FleetStatus] | None = None
         self._servers: set[str] = set()
@@ -123,22 +132,24 @@ class _Now(Collector):
 
     def collect(self) -> Iterable[Metric]:
         fleet, now = self._status(), datetime.now(UTC)
-        head = None if fleet.head is None else fleet.head.version
+        head = fleet.head
 
         is_up = fleet.looked is not None and fleet.failure is None
         yield _gauge("patchstore_store_up", "Whether the last look at the store succeeded.", is_up)
         is_pinned = fleet.pin is not None
         about = "Whether servers are pinned to a version, whatever the head is."
         yield _gauge("patchstore_pinned", about, is_pinned)
-        yield _gauge("patchstore_head_version", "The store's newest version.", head)
-        about = "Since the head was created, by the trainer's clock."
-        yield _gauge("patchstore_head_age_seconds", about, fleet.head_age_s)
         about = "Whether the head is older than --max-head-age allows."
         yield _gauge("patchstore_head_old", about, fleet.is_head_old)
-        target = None if fleet.target is None else fleet.target.version
-        yield _gauge(
-            "patchstore_target_version", "What servers should serve: the head, or their pin.", target
-        )
+        yield _of("patchstore_head_version", "The store's newest version.", head, lambda it: it.version)
+        yield _of("patchstore_head_step", "The trainer's step at the head.", head, lambda it: it.step)
+        yield _of("patchstore_head_bytes", "Bytes of the head's payloads.", head, lambda it: it.num_bytes)
+        about = "Share of elements in which the head differs from the version before, if known."
+        yield _of("patchstore_head_share_changed", about, head, lambda _: fleet.head_share)
+        about = "Since the head was created, by the trainer's clock."
+        yield _of("patchstore_head_age_seconds", about, head, lambda _: fleet.head_age_s)
+        about = "What servers should serve: the head, or their pin."
+        yield _of("patchstore_target_version", about, fleet.target, lambda it: it.version)
 
         up = _per_server("patchstore_up", "Whether the server answered in the last step.")
         serving = _per_server(
@@ -162,7 +173,7 @@ class _Now(Collector):
                 serving.add_metric(label, view.serving)
             if head is not None:
                 has = -1 if view.serving is None else view.serving
-                lag.add_metric(label, max(0, head - has))
+                lag.add_metric(label, max(0, head.version - has))
                 since = self._watcher.first_missing_at(has)
                 late_s = 0.0 if since is None else max(0.0, (now - since).total_seconds())
                 lag_s.add_metric(label, late_s)
@@ -174,6 +185,16 @@ def _gauge(name: str, about: str, value: float | None) -> GaugeMetricFamily:
     found = GaugeMetricFamily(name, about)
     if value is not None:
         found.add_metric((), value)
+    return found
+
+
+def _of(
+    name: str, about: str, version: Manifest | None, value: Callable[[Manifest], float | None]
+) -> GaugeMetricFamily:
+    """One figure of a version, labelled with its run; without a sample where it is not known."""
+    found = GaugeMetricFamily(name, about, labels=("run",))
+    if version is not None and (known := value(version)) is not None:
+        found.add_metric((version.run_id,), known)
     return found
 
 

@@ -32,6 +32,7 @@ from patchstore.follow.settings import DEFAULTS, Settings
 from patchstore.follow.vllm_protocol import ServerStatus
 from patchstore.follow.vllm_server import VllmServer
 from patchstore.stores.base import Store
+from patchstore.support.tracing import Attributes, Stages, in_trace_of
 
 logger = logging.getLogger(__name__)
 
@@ -181,10 +182,13 @@ class Reconciler:
     def _try(self) -> StepResult:
         wanted: int | None = None
         status: ServerStatus | None = None
+        stages = Stages()
         try:
             desired, unknown = self._find_desired()
             due = desired if isinstance(desired, Manifest) and self._throttled_s() <= 0 else None
+            stages.begin("notice")
             status = self.server.status(desired=due)
+            stages.end()
             is_whole = status.serving is not None and status.may_answer
             if self._opener is not None and status.switch is not None and is_whole:
                 # Also if the desired version is unknown: the server generates nothing until this is done.
@@ -207,7 +211,9 @@ class Reconciler:
                 return StepResult(outcome="nothing", version=status.serving, before=status)
             wanted = desired.version
             self._check_not_older(status, desired)
-            return self._apply(wanted, status)
+            about: Attributes = {"patchstore.server": self.server.url}
+            with in_trace_of(desired.run_id, wanted, "update", stages, about):
+                return self._apply(wanted, status)
         except PatchstoreError as exc:
             return StepResult(outcome="failed", version=wanted, error=exc, before=status)
         except Exception as exc:

@@ -39,6 +39,7 @@ from patchstore.follow.vllm_protocol import (
 )
 from patchstore.stores.base import Store
 from patchstore.support.arguments import version_number
+from patchstore.support.tracing import span
 
 logger = logging.getLogger(__name__)
 
@@ -442,13 +443,15 @@ class VllmServer:
             begun = None
         began = time.monotonic()
         if status.prefetched != version:
-            self.prefetch(version)
+            with span("stage"):
+                self.prefetch(version)
         if self._stop.is_set():
             return None
         # Whatever the server's mark is to be, nothing is paused yet.
         self.switching = begun or "stay-paused"
         try:
-            switch = self._prove(version, begun, allow_rollback=allow_rollback)
+            with span("prove"):
+                switch = self._prove(version, begun, allow_rollback=allow_rollback)
         except PatchstoreError as exc:
             self.switching = begun
             is_far = status.serving is not None and version - status.serving > 1
@@ -476,17 +479,20 @@ class VllmServer:
         """Serve what was staged; False if it was abandoned before it wrote."""
         try:
             if switch == "resume":
-                self.pause()
+                with span("pause"):
+                    self.pause()
             if self.abandoned.is_set():
                 # The pause may have come after the end of the switch.
                 self._settle(switch)
                 return False
-            self.finish_weight_update(str(version))
+            with span("write"):
+                self.finish_weight_update(str(version))
         except PatchstoreError:
             with suppress(PatchstoreError):
                 self._settle(switch)
             raise
-        self.end_switch(switch)
+        with span("resume"):
+            self.end_switch(switch)
         return True
 
     def _settle(self, switch: Switch) -> None:

@@ -6,21 +6,23 @@ import logging
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from patchstore.bucket.records import Manifest
+from patchstore.bucket.records import Schema
 from patchstore.errors import PatchstoreError, UsageError
 from patchstore.publish.compactor import Compaction
 from patchstore.publish.options import is_distributed
 from patchstore.publish.publisher import Publication, Publisher
+from patchstore.publish.report import BYTES, VERSION, figures
 from patchstore.publish.sources.computed import is_coded
 from patchstore.publish.sources.dtypes import Asked
 from patchstore.publish.sources.layouts import of_transformers
@@ -45,8 +47,9 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
     layers are dequantized. Tensors have the names that `save_pretrained` writes.
 
     The trainer waits for the comparison of the weights, not for the store. It gets in its log, with the loss,
-    what was committed since the last time: `patchstore/version`, `/bytes`, `/changed` (share of the elements,
-    mean per version), `/blocked_ms` (sum) and, in a class that waits for servers, `/waited_s` (sum).
+    the figures of what was committed since the last time: the newest version, the sum of the bytes, and means
+    of the others. Names are those of `Publisher(metrics=)`. A class that waits for servers adds
+    `perf/weight_sync/serve_s`. In the log, this callback is asked before all others, so reporters get them.
 
     If something is not stored, the next step, log or end of training raises `PublishFailed`, and the trainer
     stops. After `train()` has returned, every version is committed.
@@ -98,10 +101,9 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         self._closing = ExitStack()
         self._publisher: Publisher | None = None
         self._store: Store | None = None
-        self._num_elements = 0
         self._last: Publication | None = None
         self._measured = _Measured()
-        _ask_last()
+        _ask_in_order()
 
     @property
     def run_id(self) -> str | None:
@@ -156,7 +158,7 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
                     group=group,
                     **self._options,
                 )
-            self._num_elements = self._publisher.schema.num_elements
+            self._measured.schema = self._publisher.schema
             self._closing = opening.pop_all()
 
     def _publish(self, step: int) -> Publication:
@@ -187,7 +189,8 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
 
     def _log(self, state: Any, logs: dict[str, Any]) -> None:
         compaction = None if self._publisher is None else self._publisher.compaction
-        found = self._measured.take(self._num_elements, compaction)
+        # TRL's asynchronous trainer measures its own wait under one of these names.
+        found = {name: value for name, value in self._measured.take(compaction).items() if name not in logs}
         logs.update(found)
         if not found:
             return
@@ -202,9 +205,12 @@ class _Measured:
     """Publications under way, and what was committed since it was last taken. Use from one thread."""
 
     def __init__(self) -> None:
+        self.schema: Schema | None = None
+        """Of the run that is published."""
         self._pending: deque[Publication] = deque()
-        self._committed: list[tuple[Publication, Manifest]] = []
-        self._waited_s: float | None = None
+        self._committed: list[dict[str, float]] = []
+        """Figures of each version."""
+        self._served_s: list[float] = []
 
     def add(self, publication: Publication) -> None:
         """Take note of a publication, which the trainer waited for while it was compared."""
@@ -212,14 +218,14 @@ class _Measured:
 
     def add_wait(self, seconds: float) -> None:
         """Take note that the trainer waited for servers."""
-        self._waited_s = (self._waited_s or 0.0) + seconds
+        self._served_s.append(seconds)
 
     def wait(self) -> None:
         """Wait until everything is committed."""
         while self._pending:
             self._end(self._pending.popleft())
 
-    def take(self, num_elements: int, compaction: Compaction | None = None) -> dict[str, float]:
+    def take(self, compaction: Compaction | None = None) -> dict[str, float]:
         """Return the figures of what was committed since the last call, as `PublishCallback` logs them; empty
         if nothing was. With a process beside the publisher also how many anchors it has added, and how often
         it failed.
@@ -227,45 +233,49 @@ class _Measured:
         while self._pending and self._pending[0].done():
             self._end(self._pending.popleft())
         committed, self._committed = self._committed, []
-        waited_s, self._waited_s = self._waited_s, None
-        found: dict[str, float] = {}
+        served_s, self._served_s = self._served_s, []
+        found = {
+            name: fmean(each[name] for each in committed if name in each)
+            for name in dict.fromkeys(name for each in committed for name in each)
+        }
         if committed:
-            manifests = [manifest for _, manifest in committed]
-            changed = [each.delta.num_changed for each in manifests if each.delta is not None]
-            found["patchstore/version"] = manifests[-1].version
-            found["patchstore/bytes"] = sum(each.num_bytes for each in manifests)
-            if changed:
-                found["patchstore/changed"] = sum(changed) / len(changed) / max(1, num_elements)
-            found["patchstore/blocked_ms"] = 1000 * sum(each.waited_s for each, _ in committed)
+            found[VERSION], found[BYTES] = committed[-1][VERSION], sum(each[BYTES] for each in committed)
             if compaction is not None:
-                found["patchstore/anchors_beside"] = compaction.num_anchors
-                found["patchstore/failures_beside"] = compaction.num_failures
-        if waited_s is not None:
-            found["patchstore/waited_s"] = waited_s
+                found["weight_sync/anchors_beside"] = compaction.num_anchors
+                found["weight_sync/failures_beside"] = compaction.num_failures
+        if served_s:
+            found["perf/weight_sync/serve_s"] = fmean(served_s)
         return found
 
     def _end(self, publication: Publication) -> None:
         manifest = publication.result()
         if not publication.is_unchanged:
-            self._committed.append((publication, manifest))
+            assert self.schema is not None
+            self._committed.append(figures(publication, manifest, self.schema))
 
 
 @cache
-def _ask_last() -> None:
-    """Have trainers ask publishing callbacks last when training ends; once in a process.
+def _ask_in_order() -> None:
+    """Have trainers ask publishing callbacks last when training ends, as the trainer asks no callback after
+    that; and first when something is logged, before what reports it. Once in a process.
 
-    The trainer asks no callback after that, and a callback is not told of the others.
+    A callback is not told of the others.
     """
-    original = CallbackHandler.on_train_end
+    for name, place in (("on_train_end", 1), ("on_log", -1)):
+        setattr(CallbackHandler, name, _in_order(getattr(CallbackHandler, name), place))
 
+
+def _in_order(original: Callable[..., Any], place: int) -> Callable[..., Any]:
     @wraps(original)
-    def on_train_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A copy: callbacks of the caller may take themselves off the list.
         ordered = copy.copy(self)
-        ordered.callbacks = sorted(self.callbacks, key=lambda each: isinstance(each, PublishCallback))
+        ordered.callbacks = sorted(
+            self.callbacks, key=lambda each: place if isinstance(each, PublishCallback) else 0
+        )
         return original(ordered, *args, **kwargs)
 
-    CallbackHandler.on_train_end = on_train_end
+    return ask
 
 
 @contextmanager

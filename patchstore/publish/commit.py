@@ -46,6 +46,7 @@ from patchstore.signing import Signer, statement
 from patchstore.stores import layout
 from patchstore.stores.base import Store
 from patchstore.support.threads import Task, Worker
+from patchstore.support.tracing import Stages
 
 logger = logging.getLogger(__name__)
 
@@ -514,8 +515,11 @@ class Committer:
                     "earlier of a failure; the next publication will be an anchor"
                 )
 
-    def commit_delta(self, begun: Begun) -> Manifest:
-        """Publish this rank's part of a delta to the parent. What fails on one rank fails on all."""
+    def commit_delta(self, begun: Begun, stages: Stages) -> Manifest:
+        """Publish this rank's part of a delta to the parent. What fails on one rank fails on all.
+
+        The leader begins the stage `commit` once all ranks have uploaded.
+        """
         sums, stored = begun.sums, Message()
         beside: Beside | None = None
         if self._log is not None:
@@ -528,6 +532,7 @@ class Committer:
 
         def conclude(reports: list[Message]) -> Message:
             assert self._log is not None and beside is not None and sums is not None
+            stages.begin("commit")
             return _told(self._log.finish(begun, sums, beside, _joined(reports), None))
 
         try:
@@ -540,16 +545,17 @@ class Committer:
         self._sums[begun.delta.growth.numbers] += begun.delta.growth.sums
         return manifest
 
-    def commit_anchor(self, begun: Begun, snapshot: Snapshot) -> Manifest:
+    def commit_anchor(self, begun: Begun, snapshot: Snapshot, stages: Stages) -> Manifest:
         """Publish the whole model, and this rank's part of a delta to the parent where all ranks have one.
 
-        The snapshot must not change before this returns.
+        The snapshot must not change before this returns. `stages` as of `commit_delta`.
         """
         place, stored = (begun.attempt.version, begun.attempt.write_id), Message()
         own: SumsArray | None = None
 
         def conclude(reports: list[Message]) -> Message:
             assert self._log is not None
+            stages.begin("commit")
             anchor, sums = self._anchors.joined(*place, self._files, reports)
             after = begun.sums
             if after is not None and (differ := (after != sums).any(axis=1)).any():

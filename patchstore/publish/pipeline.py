@@ -14,7 +14,6 @@ known, and the next publication stores the whole model.
 """
 
 import logging
-import time
 from collections import deque
 from functools import partial
 from threading import Event
@@ -26,8 +25,10 @@ from patchstore.codec.delta import NO_CHANGES, EncodedDelta
 from patchstore.codec.part_table import PartTable
 from patchstore.errors import PatchstoreError, PublishFailed, VersionConflict
 from patchstore.publish.commit import Committer, Kind, Wanted
+from patchstore.publish.report import Report
 from patchstore.publish.snapshot import Ahead, Snapshot, Tensors
 from patchstore.support.threads import Task, Worker
+from patchstore.support.tracing import Stages
 from patchstore.tensors.columns import Changes
 
 logger = logging.getLogger(__name__)
@@ -40,9 +41,11 @@ _UNCHANGED_CALLS = 3
 class Publication:
     """One call of `publish_patch` on its way into the store."""
 
-    def __init__(self, step: int, *, waited_s: float) -> None:
+    def __init__(self, step: int, stages: Stages) -> None:
         self.step = step
-        self.waited_s = waited_s
+        self.stages = stages
+        """When `publish_patch` was called, and when each stage of the publication began and ended."""
+        self.waited_s = stages.so_far_s()
         """Seconds that `publish_patch` blocked: waiting for earlier publications, then comparing."""
         self.publish_s: float | None = None
         """Seconds from the call to the commit; None until then."""
@@ -85,11 +88,10 @@ class _Job:
         publication: Publication,
         number: int,
         *,
-        began: float,
         changes: Changes | None,
         wanted: Wanted,
     ) -> None:
-        self.publication, self.number, self.began = publication, number, began
+        self.publication, self.number = publication, number
         self.changes = changes
         """None if the whole model is published; the snapshot has it already then."""
         self.wanted = wanted
@@ -186,16 +188,18 @@ class Pipeline:
         anchor_every: Every,
         since_anchor: Since,
         max_pending: int,
+        report: Report | None,
     ) -> None:
         """Take over threads that do nothing yet: one encodes, one uploads and commits.
 
         `is_stored`: whether the version to build on has the snapshot's weights. `since_anchor`: what leads
-        from the newest anchor to it.
+        from the newest anchor to it. `report` is for the process that commits.
         """
         self._schema, self._table = schema, table
         self._snapshot, self._encoding, self._committer = snapshot, encoding, committer
         self._encoder, self._uploader = threads
         self._ahead = Ahead(schema, table, encoding, self._encoder)
+        self._report = report
         self._is_warm = False
         self._max_pending, self._last = max_pending, 0
         """How many publications there were; the number of the newest."""
@@ -213,13 +217,17 @@ class Pipeline:
         self.conflict: VersionConflict | None = None
         """Why nothing can be published any more."""
 
-    def publish(self, step: int, current: Tensors, *, began: float, if_changed: bool = False) -> Publication:
+    def publish(
+        self, step: int, current: Tensors, stages: Stages, *, if_changed: bool = False
+    ) -> Publication:
         """Compare, and hand the rest to the threads. If this raises, nothing is published.
 
-        The tensors may change once this returns. `began`: when the call began, of `time.monotonic`.
+        The tensors may change once this returns. `stages` began with the call.
         """
+        stages.begin("wait")
         self._wait_until_at_most(self._max_pending - 1)
         self._encoder.wait_until_at_most(0)
+        stages.begin("compare")
         changes = self._snapshot.compare(current, self._ahead) if self._can_follow() else None
         number = self._last + 1
         if changes is None:
@@ -228,6 +236,7 @@ class Pipeline:
             self._in_snapshot = None
             self._snapshot.replace(current)
             self._in_snapshot = number
+        stages.end()
         is_due = self._anchors.is_due(number)
         wanted = Wanted(
             step,
@@ -235,8 +244,8 @@ class Pipeline:
             is_due=is_due and if_changed,
             if_changed=if_changed,
         )
-        publication = Publication(step, waited_s=time.monotonic() - began)
-        self._queue(_Job(publication, number, began=began, changes=changes, wanted=wanted))
+        publication = Publication(step, stages)
+        self._queue(_Job(publication, number, changes=changes, wanted=wanted))
         return publication
 
     def abandon(self, step: int, error: Exception) -> None:
@@ -244,9 +253,9 @@ class Pipeline:
 
         The caller raises the error.
         """
-        publication = Publication(step, waited_s=0)
+        publication = Publication(step, Stages())
         publication.reported = True
-        job = _Job(publication, self._last + 1, began=time.monotonic(), changes=None, wanted=Wanted(step))
+        job = _Job(publication, self._last + 1, changes=None, wanted=Wanted(step))
         job.error = error
         self._queue(job)
 
@@ -290,7 +299,9 @@ class Pipeline:
         try:
             if job.changes is not None:
                 job.parent = self._in_snapshot
+                job.publication.stages.begin("encode")
                 job.delta = self._encoded(job, job.changes)
+                job.publication.stages.end()
             if job.error is None:
                 self._settle(job)
             if job.settled.is_set() and not job.is_anchor:
@@ -381,7 +392,8 @@ class Pipeline:
             job.settled.set()
         self._in_store = job.number
         self._anchors.stored(job.number, manifest)
-        publication.publish_s = time.monotonic() - job.began
+        publication.stages.end()
+        publication.publish_s = publication.stages.so_far_s()
         if manifest is None:
             assert self._newest is not None
             publication.is_unchanged = True
@@ -390,6 +402,8 @@ class Pipeline:
             )
             return self._newest
         self._newest = manifest
+        if self._report is not None:
+            self._report.committed(publication, manifest)
         self._ask_whether_it_trains(manifest)
         logger.info(
             "published version %d: step %d, %d changed (%s), %.1f MiB, waited %.2f s, published in %.2f s",
@@ -411,6 +425,8 @@ class Pipeline:
         if job.error is None and (job.is_anchor or follows):
             delta = job.delta if follows else None
             wanted, is_settled = job.wanted, job.settled.is_set()
+            stages = job.publication.stages
+            stages.begin("upload")
             # An anchor may have been stored since it was due.
             is_still_due = wanted.is_due and not is_settled and self._anchors.is_due_now()
             begun = self._committer.begin(
@@ -424,8 +440,8 @@ class Pipeline:
             job.is_anchor = begun.is_anchor
             job.settled.set()
             if begun.is_anchor:
-                return self._committer.commit_anchor(begun, self._snapshot)
-            return self._committer.commit_delta(begun)
+                return self._committer.commit_anchor(begun, self._snapshot, stages)
+            return self._committer.commit_delta(begun, stages)
         failed = PublishFailed(
             f"step {step} could not be encoded, and the next publication will be an anchor: "
             f"{type(job.error).__name__}: {job.error}"

@@ -7,7 +7,6 @@ comparison; `pipeline` does the rest on threads.
 
 import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
@@ -38,6 +37,7 @@ from patchstore.publish.options import (
     threads_start,
 )
 from patchstore.publish.pipeline import Pipeline, Publication
+from patchstore.publish.report import Report, metrics_of
 from patchstore.publish.sources import Source
 from patchstore.publish.sources.adapter import AdapterSource, PeftAdapter
 from patchstore.publish.sources.dtypes import Asked, DtypeLike
@@ -48,6 +48,7 @@ from patchstore.stores import opened
 from patchstore.stores.base import Store
 from patchstore.support.arguments import whole_number
 from patchstore.support.threads import Worker
+from patchstore.support.tracing import Stages
 
 __all__ = ["Publication", "Publisher", "Source"]
 
@@ -92,6 +93,7 @@ class Publisher:
         rank_timeout_s: float = 600.0,
         signer: Signer | None = None,
         quantization: str | None = None,
+        metrics: object = None,
     ) -> None:
         """Create a run, or claim an existing one with `resume`.
 
@@ -161,6 +163,11 @@ class Publisher:
                 serve FP8 and compute nothing. A version's anchor is an ordinary checkpoint in FP8. `files`
                 says which layers are quantized, if it is the folder of such a checkpoint; otherwise all are
                 but embeddings, heads, norms and routers.
+            metrics: takes the figures of each version that is committed: a function of the step and of
+                numbers by name; TensorBoard's `SummaryWriter`; a run of W&B, whose next row they are added
+                to; or `mlflow`, whose run is active now. It is called in the order of versions, on a thread
+                that publications do not wait for, but `close` does. What it raises is a warning, once. Of
+                several ranks only the one that commits calls it. docs/observability.md has the names.
 
         Raises:
             RunExists: the store has a run and `resume` is False.
@@ -209,6 +216,7 @@ class Publisher:
             quantization=None if chosen is None else chosen.described(),
             adapter=None if chosen_adapter is None else str(chosen_adapter),
         )
+        self._metrics = metrics_of(metrics)
         self._signer = signer
         self._quantization = chosen
         self._adapter = None if chosen_adapter is None else AdapterSource(source, chosen_adapter)
@@ -303,7 +311,7 @@ class Publisher:
         def prepare() -> snapshots.Snapshot:
             self._snapshot = _snapshot(current, specs, snapshot)
             # Before anything is written: without its threads a publisher could not go on.
-            names = ("check", "state", "upload", "encode")
+            names = ("check", "state", "upload", "encode", "report")
             workers.extend(self._started(f"patchstore-{name}") for name in names)
             return self._snapshot
 
@@ -330,6 +338,7 @@ class Publisher:
             anchor_every=self._anchor_every,
             since_anchor=run.since_anchor,
             max_pending=self._max_pending,
+            report=Report(self._metrics, run.header.schema, workers[4]) if self._channel.leads else None,
         )
         if self._channel.leads:
             self._say_dtypes(run.header.schema)
@@ -387,13 +396,14 @@ class Publisher:
         earlier = self._unreported()
         if earlier is not None and self._channel.is_alone:
             raise earlier
-        began = time.monotonic()
+        stages = Stages()
+        stages.begin("source")
         with _gradients_as_they_are(), _out_of_inference():
             try:
                 if self._amax is not None:
                     self._amax.begin()
                 current = self._source.current()
-                found = self._pipeline.publish(step, current, began=began, if_changed=if_changed)
+                found = self._pipeline.publish(step, current, stages, if_changed=if_changed)
             except Exception as exc:
                 if self._amax is not None:
                     self._amax.abandon(exc)

@@ -43,7 +43,7 @@ def test_every_version_has_the_bits_of_all_ranks(
     assert steps == [(0, "anchor"), (1, "delta"), (2, "delta"), (3, "delta")]
     assert_replayed(tmp_path / "bucket", tmp_path, found[0][0])
     for _, log in found:
-        assert [entry["patchstore/version"] for entry in log if "patchstore/version" in entry][-1] == 3
+        assert [entry["weight_sync/version"] for entry in log if "weight_sync/version" in entry][-1] == 3
 
 
 def train_with_fsdp1(rank: int, bucket: str) -> None:

@@ -81,22 +81,23 @@ def test_steps_that_are_due_and_the_last_one_are_published(
 def test_figures_of_each_version_are_in_the_log(tmp_path: Path) -> None:
     trainer = trained(tmp_path)
     log = trainer.state.log_history
-    found = [entry for entry in log if "patchstore/version" in entry]
-    assert found[-1]["patchstore/version"] == 4
+    found = [entry for entry in log if "weight_sync/version" in entry]
+    assert found[-1]["weight_sync/version"] == 4
     store = tmp_path / "bucket"
     stored = sum(file.stat().st_size for file in (store / "deltas").rglob("*") if file.is_file())
-    assert sum(entry["patchstore/bytes"] for entry in found) > stored > 0
-    assert all(entry["patchstore/blocked_ms"] >= 0 for entry in found)
-    assert any(0 < entry.get("patchstore/changed", 0) <= 1 for entry in found)
+    assert sum(entry["weight_sync/bytes"] for entry in found) > stored > 0
+    assert all(entry["perf/weight_sync_s"] > entry["perf/weight_sync/commit_s"] > 0 for entry in found)
+    assert all(entry["perf/weight_sync/blocked_s"] >= 0 for entry in found)
+    assert any(0 < entry.get("weight_sync/share_changed", 0) <= 1 for entry in found)
     # The summary of the training has what came last.
     assert "train_runtime" in log[-1]
 
 
 def test_a_process_beside_the_publisher_is_in_the_log(tmp_path: Path) -> None:
     trainer = trained(tmp_path, publish={"compact": True, "anchor_every": 2})
-    found = [entry for entry in trainer.state.log_history if "patchstore/version" in entry]
-    assert all(entry["patchstore/failures_beside"] == 0 for entry in found[:-1])
-    assert all(entry["patchstore/anchors_beside"] >= 0 for entry in found[:-1])
+    found = [entry for entry in trainer.state.log_history if "weight_sync/version" in entry]
+    assert all(entry["weight_sync/failures_beside"] == 0 for entry in found[:-1])
+    assert all(entry["weight_sync/anchors_beside"] >= 0 for entry in found[:-1])
     assert len(found) > 1
 
 
@@ -169,10 +170,10 @@ def test_weights_that_another_callback_puts_in_place_at_the_end_are_the_last_ver
     assert [step for step, _ in versions(tmp_path / "bucket")] == [0, 1, 2, 3, 4, 4]
     _assert_last_version_is_what_is_saved(trainer, tmp_path)
     assert trainer.callback_handler.callbacks == others
-    logged = [each for each in trainer.state.log_history if "patchstore/bytes" in each]
+    logged = [each for each in trainer.state.log_history if "weight_sync/bytes" in each]
     store = FolderStore(tmp_path / "bucket")
     manifests = [history.read_manifest(store, version) for version in range(6)]
-    assert sum(each["patchstore/bytes"] for each in logged) == sum(each.num_bytes for each in manifests)
+    assert sum(each["weight_sync/bytes"] for each in logged) == sum(each.num_bytes for each in manifests)
 
 
 def test_the_average_of_a_schedule_free_optimiser_is_the_last_version_if_a_callback_asks_for_it(
@@ -192,14 +193,12 @@ def test_the_average_of_a_schedule_free_optimiser_is_the_last_version_if_a_callb
     assert not torch.equal(last, averaged)
 
 
-def test_reporters_behind_the_callback_get_the_figures(tmp_path: Path) -> None:
+def test_reporters_get_the_figures_although_they_are_asked_before_other_callbacks(tmp_path: Path) -> None:
     keys: set[str] = set()
     reporter = On("on_log", lambda logs, **_: keys.update(logs))
-    publish = PublishCallback(tmp_path / "bucket")
-    trainer = trainer_of(tiny_qwen.build(), tmp_path, reporter, publish)
-    trainer.callback_handler.callbacks.insert(0, trainer.pop_callback(publish))
-    trainer.train()
-    assert {"patchstore/version", "patchstore/bytes", "patchstore/changed"} <= keys
+    trainer_of(tiny_qwen.build(), tmp_path, reporter, PublishCallback(tmp_path / "bucket")).train()
+    assert {"weight_sync/version", "weight_sync/bytes", "weight_sync/share_changed"} <= keys
+    assert {f"perf/weight_sync/{part}_s" for part in ("compare", "encode", "upload", "commit")} <= keys
 
 
 def test_a_resumed_training_continues_the_run(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_each_step_is_generated_with_its_own_weights(
     assert [step for step, _ in versions(tmp_path / "bucket")] == [0, 1, 2, 3]
     assert len({str(state["lm_head.weight"].tolist()) for state in watch.states.values()}) == 4
     assert_replayed(tmp_path / "bucket", tmp_path, watch.states)
-    logged = [entry for entry in trainer.state.log_history if "patchstore/waited_s" in entry]
+    logged = [entry for entry in trainer.state.log_history if "perf/weight_sync/serve_s" in entry]
     assert len(logged) == 3
     assert server.label() == "2"
 
@@ -185,4 +185,4 @@ def test_several_ranks_publish_their_parts_and_one_waits(
     assert served_then == [(0, True), (1, True)]
     assert [step for step, _ in versions(bucket)] == [0, 1, 2]
     assert_replayed(bucket, tmp_path, states)
-    assert any("patchstore/waited_s" in entry for entry in log)
+    assert any("perf/weight_sync/serve_s" in entry for entry in log)

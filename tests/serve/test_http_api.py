@@ -9,6 +9,7 @@ import pytest
 import torch
 from fleet_thread import listening, silent
 
+import patchstore
 from patchstore import Publisher
 from patchstore.errors import StateMismatch, UsageError
 from patchstore.follow.desired import HeadWatcher
@@ -85,7 +86,7 @@ def test_a_newest_version_that_is_too_old_is_said_once_until_there_is_a_newer_on
         assert status == 503 and "version 0, the newest, is 72" in gate["reasons"][0]
         figures = service.figures()
         assert figures["patchstore_head_old",] == 1
-        assert 7200 <= figures["patchstore_head_age_seconds",] < 7300
+        assert 7200 <= figures["patchstore_head_age_seconds", "run"] < 7300
         commit(store, 1)
         fleet.until(lambda: fleet.did(None) == ["old-head", "new-head"] and fleet.applied(stub.url, 1))
         assert service.figures()["patchstore_head_old",] == 0
@@ -111,8 +112,8 @@ def test_servers_are_pinned_and_unpinned_by_request(serve, store, stub):
         assert (answer.status_code, answer.json()) == (200, {"pinned": 0})
         service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
         figures = service.figures()
-        assert (figures["patchstore_pinned",], figures["patchstore_target_version",]) == (1, 0)
-        assert (figures["patchstore_head_version",], figures["patchstore_lag_versions", stub.url]) == (1, 1)
+        assert (figures["patchstore_pinned",], figures["patchstore_target_version", "run"]) == (1, 0)
+        assert figures["patchstore_head_version", "run"] == figures["patchstore_lag_versions", stub.url] == 1
 
         assert service.post("/unpin").json() == {"pinned": None}
         service.fleet.until(lambda: service.fleet.did(stub.url).count("applied") == 3)
@@ -183,6 +184,7 @@ def test_every_figure_is_there(serve, stub):
         assert figures["patchstore_apply_seconds_count", stub.url] == 1
         assert figures["patchstore_failures_total", "server-unavailable", UNREACHABLE] >= 1
         assert figures["patchstore_engines", stub.url] == 1
+        assert figures["patchstore_build_info", patchstore.__version__] == 1
         openmetrics = {"Accept": "application/openmetrics-text; version=1.0.0"}
         answer = httpx.get(f"{service.url}/metrics", headers=openmetrics)
         assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
@@ -197,7 +199,7 @@ def test_a_head_without_a_time_in_utc_is_a_problem_and_the_figures_are_still_ser
         figures = service.figures()
     assert figures["patchstore_store_up",] == 0
     assert figures["patchstore_store_failures_total", "corrupt-object"] >= 1
-    assert figures["patchstore_head_version",] == 0
+    assert figures["patchstore_head_version", "run"] == 0
 
 
 def test_a_server_that_is_followed_no_more_leaves_the_figures(serve, stub, tmp_path: Path):
@@ -212,18 +214,22 @@ def test_a_server_that_is_followed_no_more_leaves_the_figures(serve, stub, tmp_p
         assert service.figures()["patchstore_updates_total", stub.url] == 1
 
 
-def test_bytes_are_those_of_the_payloads_on_the_way(stub):
+def test_bytes_are_those_of_the_payloads_on_the_way_and_the_head_has_its_own(stub):
     store, weights = MemoryStore("memory://bytes"), {"w": torch.zeros(1000)}
     with Publisher(store, weights) as publisher:
         stub.run_id = publisher.run_id
         with listening(store, [stub.url]) as service:
-            num_bytes = 0
+            num_bytes, of_head = 0, ("step", "bytes", "share_changed")
             for version in range(2):
                 weights["w"][:7] = float(version)
                 new = publisher.publish_patch(version).result(timeout_s=60)
                 service.fleet.until(lambda version=version: service.fleet.applied(stub.url, version))
                 num_bytes += new.num_bytes
-                assert service.figures()["patchstore_payload_bytes_total", stub.url] == num_bytes
+                figures = service.figures()
+                assert figures["patchstore_payload_bytes_total", stub.url] == num_bytes
+                head = {name: figures.get((f"patchstore_head_{name}", new.run_id)) for name in of_head}
+                changed = None if new.delta is None else new.delta.num_changed / 1000
+                assert head == {"step": version, "bytes": new.num_bytes, "share_changed": changed}
 
 
 def test_a_proof_that_fails_is_counted_by_its_kind(store):

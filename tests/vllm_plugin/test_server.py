@@ -24,6 +24,7 @@ from patchstore.follow.verify import verify_server
 from patchstore.follow.vllm_protocol import Connection, Driver
 from patchstore.follow.vllm_server import VllmServer
 from patchstore.ops.doctor import examine
+from tests.support.spans import named, recording, trace_id, within
 from tests.support.tiny_qwen import served
 
 SERVER = ServerProcess
@@ -440,3 +441,19 @@ def test_two_drivers_that_differ_leave_the_server_as_it_is_until_one_goes(server
     assert {other.step().outcome for _ in range(3)} >= {"applied", "nothing"}
     other.server.close()
     assert server.status().serving == 1
+
+
+def test_the_trace_of_a_version_has_each_call_that_a_server_answers(server, trainer):
+    with recording() as spans:
+        version, reconciler = trainer.step(), Reconciler(trainer.store, server)
+        while (done := reconciler.step()).outcome != "applied":
+            assert done.error is None
+        ours = trace_id(version.run_id, version.version)
+        found = [each for each in spans() if each.context.trace_id == ours]
+    assert within(found, named(found, "publish")) == [
+        *("source", "wait", "compare", "encode", "upload", "commit")
+    ]
+    # Fetched during the question, or waited for.
+    assert [name for name in within(found, named(found, "update")) if name != "stage"] == [
+        *("notice", "prove", "pause", "write", "resume")
+    ]

@@ -360,6 +360,16 @@ def train_and_sign(rank: int, url: str, keys: list[str | None], num_steps: int) 
         return exc.kind
 
 
+def steps_reported(rank: int, url: str) -> list[int]:
+    """Publish three steps; return those whose figures this rank was given."""
+    model, found = fsdp2(rank), []
+    with Publisher(url, model, metrics=lambda step, values: found.append(step)) as publisher:
+        for step in range(3):
+            publisher.publish_patch(step)
+            trained(model)(step)
+    return found
+
+
 def change_in_turn(rank: int, url: str) -> Versions:
     """Publish only what changed, every third version an anchor: in one call each rank alone has changes, then
     both, then none. Several calls are under way at once.

@@ -335,3 +335,7 @@ def test_ranks_store_the_tied_name_that_is_saved(ranks_of: RanksOf, tmp_path: Pa
         header = history.read_header(FolderStore(Path(url) / name))
         saved = load_file(folder / name / "model.safetensors")
         assert header is not None and header.schema.by_name().keys() == saved.keys()
+
+
+def test_of_several_ranks_the_one_that_commits_reports_figures(ranks_of: RanksOf, url: str) -> None:
+    assert ranks_of(2).run(jobs.steps_reported, url) == [[0, 1, 2], []]
