@@ -57,6 +57,8 @@ IDLE_S = 60.0
 """A version that nothing asked for so long may be unloaded to make room."""
 _NUM_THREADS = 8
 _MAX_SENTENCE = 600
+_FUSED = re.compile(r"\.experts\.(base_layer\.)?lora_[AB]\.")
+"""Names that PEFT gives where all experts of a layer are one parameter."""
 
 T = TypeVar("T")
 
@@ -308,18 +310,22 @@ class Adapters:
             raise UsageError(f"{full} is an adapter that is of no run: unload it first")
         state = await self._base_state()
         try:
-            await self._add(full, await self._in_thread(self._fetch, full, source, version, state))
+            lent, schema = await self._in_thread(self._fetch, full, source, version, state)
+            await self._add(full, lent, schema)
         except BaseException:
             self._fixed.pop(full, None)
             raise
         known.held[version], known.asked[version] = source, time.monotonic()
         await self._make_room(full)
 
-    async def _add(self, full: str, lent: Lent) -> None:
+    async def _add(self, full: str, lent: Lent, schema: Schema) -> None:
         """Have vLLM load a folder."""
         request = _Request(
             lora_name=full, lora_int_id=self.models.lora_id_counter.inc(1), lora_path=str(lent.path)
         )
+        # Older releases of vLLM do not ask.
+        if any(_FUSED.search(spec.name) for spec in schema.tensors) and hasattr(request, "is_3d_lora_weight"):
+            request.is_3d_lora_weight = True
         weakref.finalize(request, lent.close)
         try:
             await self._engine.add_lora(request)
@@ -355,8 +361,8 @@ class Adapters:
 
     # On threads.
 
-    def _fetch(self, full: str, source: _Source, version: int, state: str | None) -> Lent:
-        """Return the folder of a version that this server can load."""
+    def _fetch(self, full: str, source: _Source, version: int, state: str | None) -> tuple[Lent, Schema]:
+        """Return the folder of a version that this server can load, and what is in it."""
         run = source.run()
         adapter = self._check_base(run, state)
         if not adapter.base_may_change:
@@ -371,7 +377,7 @@ class Adapters:
         except BaseException:
             lent.close()
             raise
-        return lent
+        return lent, run.schema
 
     def _check_base(self, run: Run, state: str | None) -> Adapter:
         """Return what a run says of its adapters, which are for what this server serves."""

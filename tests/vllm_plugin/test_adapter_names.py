@@ -88,8 +88,10 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def publish(store: Path, versions: int, adapter: str | PeftAdapter = "default") -> None:
-    tensors = tiny_adapter.tensors()
+def publish(
+    store: Path, versions: int, adapter: str | PeftAdapter = "default", renamed: tuple[str, str] = ("", "")
+) -> None:
+    tensors = {name.replace(*renamed): each for name, each in tiny_adapter.tensors().items()}
     folder = tiny_adapter.config(store.with_name(f"{store.name}-config"))
     with Publisher(store, tensors, adapter=adapter, files=folder, dtype=None) as publisher:
         for step in range(versions):
@@ -230,6 +232,16 @@ def test_what_vllm_refuses_is_said_and_not_held(new):
     engine.refusal, engine.errored = RuntimeError("dead"), True
     with pytest.raises(RuntimeError, match="dead"):
         run(found.resolve("policy@2"))
+
+
+@pytest.mark.parametrize(
+    ("module", "is_fused"), [("experts", True), ("experts.base_layer", True), ("experts.0.up_proj", False)]
+)
+def test_vllm_is_told_that_all_experts_of_a_layer_are_one_parameter(new, tmp_path, module, is_fused):
+    publish(tmp_path / "experts", 1, renamed=("up_proj", module))
+    found = new(f"policy={tmp_path / 'experts'}")
+    assert run(found.resolve("policy@0")) == "policy@0"
+    assert found.models.lora_requests["policy@0"].is_3d_lora_weight is is_fused
 
 
 def test_modules_that_vllm_would_leave_out_are_refused(new, adapters, monkeypatch):
