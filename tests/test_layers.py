@@ -27,6 +27,7 @@ LAYERS = {
     "patchstore.follow": 8,
     "patchstore.ops.replicate": 8,
     "patchstore.ops.mirror": 8,
+    "patchstore.ops.report": 8,
     "patchstore.testing": 8,
     "patchstore.integrations": 9,
     "patchstore.ops.doctor": 9,

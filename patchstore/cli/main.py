@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from patchstore import __version__
-from patchstore.cli import copies, follow, log, prune, verify
+from patchstore.cli import copies, follow, log, prune, report, verify
 from patchstore.cli.output import WRONG_CALL, exit_code, explain, explain_call
 from patchstore.errors import HostError, InternalError, PatchstoreError
 from patchstore.follow.logs import TextFormatter
@@ -26,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Look and check": (log.log, verify.verify, verify.doctor),
+    "Look and check": (log.log, report.report, verify.verify, verify.doctor),
     "Get weights": (
         copies.replay,
         copies.mirror,

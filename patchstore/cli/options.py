@@ -18,15 +18,16 @@ StoreUrl = Annotated[
 Version = Annotated[
     str | None, typer.Argument(metavar="VERSION", help="A number or a tag; the newest by default.")
 ]
-StorageOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        "-o",
-        metavar="KEY=VALUE",
-        help="Storage option, such as endpoint_url=...; values may be JSON; repeatable.",
-    ),
-]
+
+
+def _storage_option(*names: str) -> Any:
+    text = "Storage option, such as endpoint_url=...; values may be JSON; repeatable."
+    return typer.Option(*names, metavar="KEY=VALUE", help=text)
+
+
+StorageOption = Annotated[list[str] | None, _storage_option("--option", "-o")]
+StorageOptionWithoutO = Annotated[list[str] | None, _storage_option("--option")]
+"""For a command whose -o is a file."""
 RequireSignature = Annotated[
     list[Path] | None,
     typer.Option(
