@@ -136,7 +136,7 @@ def test_tests_of_the_package_are_not_imported_by_it() -> None:
 
 def test_looking_at_a_bucket_does_not_import_torch_or_a_store_driver() -> None:
     code = (
-        "import sys, patchstore, patchstore.cli.main, patchstore.follow.reconcile;"
+        "import sys, patchstore, patchstore.cli.main, patchstore.follow.service;"
         "print(sorted({'torch', 'vllm', 's3fs', 'fsspec', 'safetensors', 'numpy'} & set(sys.modules)))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -9,6 +9,7 @@
 | `POST /pin` `{"version": 12}` | servers go to version 12, older or newer, and stay there |
 | `POST /pin` `{"version": 12, "allow_rollback": true}` | also to an older one, where keys are required |
 | `POST /unpin` | servers follow the newest version again |
+| `GET /` | a page about the run and its servers; `/report.json` is what is new on it |
 
 There is no authentication: listen where only operators can connect. A listener on a loopback address answers
 requests to loopback names alone, as a page in a browser could have its own name lead there. At most 64
@@ -27,7 +28,7 @@ from contextlib import contextmanager, suppress
 from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import parse_qs
 
 from patchstore.bucket.records import Manifest
@@ -36,6 +37,9 @@ from patchstore.follow.desired import DesiredVersion
 from patchstore.follow.fleet import Fleet, FleetStatus, ServerView
 from patchstore.follow.metrics import Metrics
 from patchstore.support.host import is_loopback
+
+if TYPE_CHECKING:
+    from patchstore.ops.report.page import Report
 
 logger = logging.getLogger(__name__)
 
@@ -174,10 +178,11 @@ class Control(Listener):
         fleet: Fleet,
         desired: DesiredVersion,
         metrics: Metrics,
+        report: "Report",
         *,
         unhealthy_after_s: float,
     ) -> None:
-        self._fleet, self._desired, self._metrics = fleet, desired, metrics
+        self._fleet, self._desired, self._metrics, self._report = fleet, desired, metrics, report
         self._unhealthy_after_s = unhealthy_after_s
         super().__init__(address, self._answer)
 
@@ -194,6 +199,8 @@ class Control(Listener):
                 )
                 self._fleet.wake()
                 return _json(HTTPStatus.OK, {"pinned": version})
+            case "GET", "/" | "/report.json":
+                return self._report.answer(path, query)
             case "POST", "/unpin":
                 self._desired.unpin()
                 logger.info("servers follow the newest version", extra={"event": "unpinned"})

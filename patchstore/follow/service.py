@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Generator
 from contextlib import ExitStack
 
@@ -12,6 +13,8 @@ from patchstore.follow.http_api import Control
 from patchstore.follow.loop import address_of
 from patchstore.follow.metrics import Metrics
 from patchstore.follow.settings import DEFAULTS, Settings
+from patchstore.ops.report.logs import MOST_EVENTS, Happened
+from patchstore.ops.report.page import Report
 from patchstore.signing.required import Floor
 from patchstore.stores.base import Store
 
@@ -46,12 +49,15 @@ def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator
     metrics = Metrics(watcher)
     fleet = Fleet(desired, settings, observe=metrics.observe)
     metrics.watch(fleet.status)
+    happened: deque[Happened] = deque(maxlen=MOST_EVENTS)
+    # Without changes by layer, for which this process would import torch.
+    report = Report(store, events=happened.copy, has_layers=False)
     with ExitStack() as stack:
         if settings.listen is not None:
             # A server that waits for `update_interval_s` is not late.
             unhealthy_after_s = settings.unhealthy_after_s + settings.update_interval_s
             address = address_of(settings.listen)
-            control = Control(address, fleet, desired, metrics, unhealthy_after_s=unhealthy_after_s)
+            control = Control(address, fleet, desired, metrics, report, unhealthy_after_s=unhealthy_after_s)
             stack.enter_context(control)
             logger.info("listening at %s", control.url, extra={"event": "listening", "url": control.url})
         if desired.pinned is not None:
@@ -60,6 +66,8 @@ def follow(store: Store, settings: Settings, stop: threading.Event) -> Generator
             logger.info("servers are pinned to version %d", version, extra=fields)
         for event in fleet.run(stop, grace_s=settings.grace_s):
             _log(event, store.url)
+            if (told := Happened.of(event.to_dict())) is not None:
+                happened.append(told)
             yield event
     if fleet.left:
         raise ServerUnavailable(

@@ -120,7 +120,7 @@ def file_system_number(file: int) -> int | None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give a file this content, in UTF-8. After a crash, or an error, it has the old content or the new one."""
+    """Give a file this text, in UTF-8; after a crash, or an error, it has the old content or the new one."""
     # In a folder that others may write to, a name that can be guessed may be a link that one of them left.
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:

@@ -15,6 +15,7 @@ from patchstore.follow.fleet import Fleet, FollowEvent
 from patchstore.follow.http_api import Control
 from patchstore.follow.metrics import Metrics
 from patchstore.follow.settings import Settings
+from patchstore.ops.report.page import Report
 from patchstore.stores.base import Store
 from tests.support.adapter_stub import AdapterStub
 from tests.support.vllm_stub import StubServer
@@ -167,7 +168,12 @@ def listening(store, urls, *, unhealthy_after_s: float = 0.0, **options) -> Iter
     with (
         running(store, urls, **options) as fleet,
         Control(
-            ("127.0.0.1", 0), fleet.fleet, fleet.desired, fleet.metrics, unhealthy_after_s=unhealthy_after_s
+            ("127.0.0.1", 0),
+            fleet.fleet,
+            fleet.desired,
+            fleet.metrics,
+            Report(store, has_layers=False),
+            unhealthy_after_s=unhealthy_after_s,
         ) as control,
     ):
         yield Service(fleet, control)

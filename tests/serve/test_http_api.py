@@ -263,3 +263,14 @@ def test_a_place_that_is_none_is_refused(said):
 def test_a_port_that_is_taken_is_refused(serve, stub):
     with serve(stub.url) as service, pytest.raises(UsageError, match="cannot listen"):
         Listener(("127.0.0.1", int(service.url.rpartition(":")[2])), lambda *_: None)
+
+
+def test_the_listener_has_a_page_about_the_run_and_its_servers(serve, stub):
+    with serve(stub.url) as service:
+        service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
+        answer = service.get("/")
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        assert "Run run" in answer.text
+        new = service.get("/report.json").json()
+        assert {each["id"] for each in new["charts"]} == {"share", "bytes", "commits", "records"}

@@ -129,8 +129,14 @@ def _shares(run: Recorded, rates: Mapping[int, float]) -> Chart:
         says += f" The learning rate of {len(at):,} of {len(steps):,} versions is known by their step."
         x, y = [version for version, _ in at], [rate for _, rate in at]
         found.append(_trace("learning rate", x, y, _ORANGE, yaxis="y2", line={"dash": "dot"}))
-        right = {"overlaying": "y", "side": "right", "showgrid": False, "automargin": True}
-        more["yaxis2"] = {"title": {"text": "learning rate"}, "exponentformat": "power", **right}
+        right = {
+            "overlaying": "y",
+            "side": "right",
+            "showgrid": False,
+            "automargin": True,
+            "rangemode": "tozero",
+        }
+        more["yaxis2"] = {"title": {"text": "learning rate"}, "exponentformat": "e", **right}
     return Chart(
         id="share",
         title="Share of elements that a version changed",
@@ -303,10 +309,10 @@ def of_layers(layers: "Layers") -> Chart:
     ]
     names = [[shown(name)] * len(layers.versions) for name in layers.names]
     how = (
-        "Of what `context` codes, headers have bytes alone, by which changes are distributed: cells are "
+        "Of what context codes, headers have bytes alone, by which changes are distributed: cells are "
         "estimates."
         if layers.is_estimated
-        else "Elements that `gap` states to bridge long gaps count too."
+        else "Elements that gap states to bridge long gaps count too."
     )
     return Chart(
         id="layers",

@@ -51,7 +51,7 @@ class Sampler:
             StoreUnavailable: the store does not answer.
         """
         changed = [each for each in versions if each.delta is not None and each.delta.payloads]
-        if not changed:
+        if not changed or not schema.tensors:
             return None
         names, rows = _rows(schema)
         sizes = np.bincount(rows, weights=np.array(schema.sizes, dtype=np.float64), minlength=len(names))

@@ -44,7 +44,7 @@ class Report:
         store: Store,
         *,
         learning_rate: Path | None = None,
-        events: Callable[[], Sequence[Happened]] | Path | None = None,
+        events: Callable[[], Iterable[Happened]] | Path | None = None,
         has_layers: bool = True,
     ) -> None:
         """Prepare; nothing is read yet.
@@ -76,8 +76,10 @@ class Report:
             self._sampler = self._sampler or Sampler(self._reader.store)
             layers = self._sampler.read(run.header.schema, run.versions)
             charts += [] if layers is None else [figures.of_layers(layers)]
-        events = follow_log(self._events) if isinstance(self._events, Path) else self._events
-        return run, [*charts, *figures.of_log(run, events() if callable(events) else events or ())]
+        if self._events is None:
+            return run, charts
+        events = follow_log(self._events) if isinstance(self._events, Path) else [*self._events()]
+        return run, charts + figures.of_log(run, events)
 
     def answer(self, path: str, query: str = "") -> "Answer":
         """Answer a browser that asks for one of `PATHS`.
@@ -220,7 +222,7 @@ def _summary(run: Recorded) -> str:
                 f"{statistics.median(known):.3g} % of elements" if known else "no version has a delta",
             ),
             ("uploaded", figures.saved(run)),
-            ("resumed", f"{len(run.resumed):,} times; went back {len(run.branched):,} times"),
+            ("resumed", f"{len(run.resumed):,}; went back {len(run.branched):,}"),
         ]
         tags = [
             f"{name} = {version}" for name, version in sorted(marks.tags.items(), key=lambda each: each[1])
