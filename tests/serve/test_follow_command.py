@@ -1,5 +1,6 @@
 """`patchstore follow` as a process: what it prints and says, and how it ends."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -144,6 +145,10 @@ def test_servers_are_held_over_http_and_still_are_after_a_restart(bucket, stub, 
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+", listening)
     head = following.logged(lambda line: line.get("event") == "applied")["version"]
     assert head > 0
+    if importlib.util.find_spec("plotly"):
+        page = httpx.get(f"{listening}/report.json").json()
+        served = {each["id"]: each["figure"]["data"] for each in page["charts"]}["served"]
+        assert [(each["name"], each["y"][-1]) for each in served] == [("newest", head), (stub.url, head)]
 
     assert httpx.post(f"{listening}/pin", json={"version": 0}).status_code == 200
     assert following.logged(lambda line: line.get("event") == "applied")["version"] == 0

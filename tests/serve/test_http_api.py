@@ -266,6 +266,7 @@ def test_a_port_that_is_taken_is_refused(serve, stub):
 
 
 def test_the_listener_has_a_page_about_the_run_and_its_servers(serve, stub):
+    pytest.importorskip("plotly", reason="needs the extra `report`")
     with serve(stub.url) as service:
         service.fleet.until(lambda: service.fleet.applied(stub.url, 0))
         answer = service.get("/")

@@ -90,7 +90,7 @@ def _points(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, **more: 
 
 def _layout(x: str, y: str, **more: Any) -> Figure:
     # Of one version alone plotly.js would show fractions of versions.
-    whole = {"tickformat": ",d", "minallowed": 0} if x == "version" else {}
+    whole = {"tickformat": ",d"} if x == "version" else {}
     xaxis = {"title": {"text": x}, "automargin": True, **whole, **more.pop("xaxis", {})}
     return {
         "xaxis": xaxis,
@@ -135,6 +135,7 @@ def _shares(run: Recorded, rates: Mapping[int, float]) -> Chart:
             "showgrid": False,
             "automargin": True,
             "rangemode": "tozero",
+            "tickmode": "auto",
         }
         more["yaxis2"] = {"title": {"text": "learning rate"}, "exponentformat": "e", **right}
     return Chart(
