@@ -16,6 +16,7 @@ requests to loopback names alone, as a page in a browser could have its own name
 connections are open, and none for long without a whole request.
 """
 
+import gzip
 import json
 import logging
 import re
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_BODY = 1 << 16
+_LARGE = 1 << 18
+"""Bytes of an answer that is compressed: a client has few seconds to take it."""
 _MAX_OPEN = 64
 """Connections, each with a thread."""
 _TIMEOUT_S = 5.0
@@ -310,8 +313,12 @@ def _handler(
                     # Nothing is done for a request that may have been cut off.
                     return
                 status, body, content_type = refusal or self._answered(data)
+                is_packed = len(body) > _LARGE and "gzip" in self.headers.get("Accept-Encoding", "")
+                body = gzip.compress(body) if is_packed else body
             self.send_response(status)
             self.send_header("Content-Type", content_type)
+            if is_packed:
+                self.send_header("Content-Encoding", "gzip")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

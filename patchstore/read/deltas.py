@@ -203,6 +203,8 @@ def stated_sizes(store: Store, manifest: Manifest, schema: Schema) -> tuple[Arra
             with host.reading(wanted.key):
                 found = store.get(wanted.key, start, end)
             num_read += len(found)
+            if (lost := min(end, wanted.size) - start - len(found)) > 0:
+                raise CorruptObject(f"{wanted.key} ends {lost:,} bytes early")
             return found
 
         def beginning(num_bytes: int, part: Callable[[int, int], bytes] = part) -> bytes:

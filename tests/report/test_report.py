@@ -213,6 +213,33 @@ def test_changes_by_layer_are_those_of_the_deltas(encoding: str) -> None:
         assert column == pytest.approx(expected, rel=1e-3)
 
 
+def test_a_delta_that_was_cut_off_or_is_no_delta_is_an_empty_column() -> None:
+    run = Run(MemoryStore("memory://cut"))
+    run.publish_and_close(8, anchor_every=None)
+    for version, kept in ((3, 12), (4, 4), (5, 0), (6, None)):
+        manifest = history.read_manifest(run.store, version)
+        assert manifest.delta is not None
+        (payload,) = manifest.delta.payloads
+        run.store.put(
+            payload.key, run.store.get(payload.key)[:kept] if kept is not None else b"x" * payload.size
+        )
+    found = Report(run.store).read()[1][-1].figure["data"][0]
+    columns = dict(zip(found["x"], zip(*found["z"], strict=True), strict=True))
+    assert {version for version, column in columns.items() if {*column} == {None}} == {3, 4, 5, 6}
+    assert {*columns} == {1, 2, 3, 4, 5, 6, 7}
+
+
+def test_of_a_longer_run_the_newest_versions_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore("memory://longer")
+    commit_many(store, 10)
+    tag(store, "old", 2)
+    monkeypatch.setattr("patchstore.ops.report.recorded.MOST_VERSIONS", 4)
+    page = page_of(store)
+    assert [row["version"] for row in page.rows] == ["9", "8", "7", "6"]
+    assert "6 older ones are not shown" in page.text
+    assert "old = 2" in page.text
+
+
 def test_columns_of_deltas_that_were_deleted_are_empty() -> None:
     run = Run(MemoryStore("memory://deleted"))
     run.publish_and_close(8)
@@ -252,6 +279,8 @@ def test_wrong_calls_are_sentences(tmp_path: Path, patchstore: Cli) -> None:
         (["-o", out, "--follow-log", tmp_path / "text"], 2, "no event"),
         (["-o", out, "--learning-rate", tmp_path / "text"], 2, "no learning rate"),
         (["-o", tmp_path / "no" / "run.html"], 1, "No such file"),
+        (["-o", tmp_path], 2, "is a folder"),
+        (["-o", ""], 2, "is a folder"),
     ):
         found, _, err = patchstore("report", bucket, *args)
         assert (found, said in err, err.count("\n")) == (code, True, 1), err
@@ -384,7 +413,10 @@ def test_the_command_serves_the_page_until_it_is_told_to_end(tmp_path: Path, sta
     assert process.stdout is not None
     url = json.loads(process.stdout.readline())["url"]
     assert url.startswith("http://127.0.0.1:")
-    assert len(Page(httpx.get(url).text).rows) == 3
+    assert len(Page((whole := httpx.get(url)).text).rows) == 3
+    assert whole.headers["Content-Encoding"] == "gzip"
+    plain = httpx.get(url, headers={"Accept-Encoding": "identity"})
+    assert "Content-Encoding" not in plain.headers and "Content-Security-Policy" in plain.text
     assert len(httpx.get(f"{url}/report.json").json()["charts"]) == 5
     assert httpx.get(f"{url}/metrics").status_code == httpx.post(url).status_code == 404
     assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 403

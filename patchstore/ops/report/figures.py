@@ -265,7 +265,9 @@ def _records(run: Recorded) -> Chart:
         ]
     found += [_points("added anchor", added, ["added anchor"] * len(added), _PURPLE)] if added else []
     found += [_points("anchor", anchors, ["anchor"] * len(anchors), _BLUE)] if anchors else []
-    tags = sorted(((version, name) for name, version in marks.tags.items() if version >= first))
+    tags = [
+        (version, name) for version in sorted(marks.tags) for name in marks.tags[version] if version >= first
+    ]
     if tags:
         x, texts = [version for version, _ in tags], [shown(name) for _, name in tags]
         more = {"text": texts, "hovertemplate": "%{text}: version %{x}<extra></extra>", "symbol": "star"}

@@ -163,6 +163,7 @@ def page(content: Mapping[str, Any], *, is_live: bool = False) -> str:
 <main>
 <p>A picture that has the focus is moved by the arrow keys, zoomed by + and -, and whole again by 0.
 <span id="renewed" role="status"></span></p>
+<noscript><p>The pictures need JavaScript; their descriptions and the table do not.</p></noscript>
 <div id="charts">{sections}</div>
 <section id="versions"><details><summary>All versions in a table</summary>
 {content["table"]}</details></section>
@@ -224,9 +225,7 @@ def _summary(run: Recorded) -> str:
             ("uploaded", figures.saved(run)),
             ("resumed", f"{len(run.resumed):,}; went back {len(run.branched):,}"),
         ]
-        tags = [
-            f"{name} = {version}" for name, version in sorted(marks.tags.items(), key=lambda each: each[1])
-        ]
+        tags = [f"{name} = {version}" for version in sorted(marks.tags) for name in marks.tags[version]]
         facts += [("tags", ", ".join(tags))] if tags else []
     else:
         facts.append(("versions", "none yet"))

@@ -22,17 +22,17 @@ class Marks:
     """What records beside the versions say of them."""
 
     retired: Set[int] = frozenset()
-    tags: Mapping[str, int] = field(default_factory=dict)
+    tags: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """Names by version."""
     shortcuts: Set[Ends] = frozenset()
     signed: Set[int] = frozenset()
     """Versions with a signature of their manifest, which is not verified here."""
 
     def of(self, version: int) -> list[str]:
         """Return what is said of a version in words: its tags first."""
-        tags = [name for name, tagged in self.tags.items() if tagged == version]
         added = Ends(version, None) in self.shortcuts
         return [
-            *tags,
+            *self.tags.get(version, ()),
             *(["retired"] if version in self.retired else []),
             *(["signed"] if version in self.signed else []),
             *(["added anchor"] if added else []),
@@ -128,13 +128,16 @@ class Reader:
         return version, (found, digests.digest(data))
 
     def _marks(self, newest: int, known: Mapping[int, str]) -> Marks:
-        tags = {name: tag.version for name, tag in notes.read_tags(self.store).items()}
+        tags: dict[int, list[str]] = {}
+        for name, tag in notes.read_tags(self.store).items():
+            if tag.version is not None:
+                tags.setdefault(tag.version, []).append(name)
         # The name of a signer is what the key ends with: of a manifest that lost its slot, another digest
         # stands before it.
         signed = {key.rpartition("-")[0] for key in notes.keys(self.store, layout.SIGNATURES)}
         return Marks(
             retired=kept.retired_versions(self.store, newest),
-            tags={name: version for name, version in tags.items() if version is not None},
+            tags=tags,
             shortcuts=shortcuts.listed(self.store),
             signed={
                 version
