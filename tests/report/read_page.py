@@ -18,11 +18,13 @@ class Page(HTMLParser):
         self.ids: set[str] = set()
         self.policy = ""
         self.scripts: list[str] = []
-        self.text = ""
+        self._texts: list[str] = []
         self._rows: list[list[str]] = []
-        self._open: list[str] = []
+        self._last = ""
+        """The tag that began last, if it has not ended: cells of the table have no end tags."""
         self.feed(text)
         self.close()
+        self.text = "".join(self._texts)
         self.charts: dict[str, Any] = json.loads(self.scripts[0])["charts"]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -38,18 +40,17 @@ class Page(HTMLParser):
             self._rows.append([])
         if tag in {"td", "th"}:
             self._rows[-1].append("")
-        self._open.append(tag)
+        self._last = tag
 
     def handle_endtag(self, tag: str) -> None:
-        while self._open and self._open.pop() != tag:
-            pass
+        self._last = ""
 
     def handle_data(self, data: str) -> None:
-        if "script" in self._open:
+        if self._last == "script":
             self.scripts[-1] += data
-        elif "style" not in self._open:
-            self.text += data
-            if self._open and self._open[-1] in {"td", "th"}:
+        elif self._last != "style":
+            self._texts.append(data)
+            if self._last in {"td", "th"}:
                 self._rows[-1][-1] += data.strip("\n")
 
     @property

@@ -4,6 +4,7 @@ import importlib.resources
 import json
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -227,6 +228,18 @@ def test_a_delta_that_was_cut_off_or_is_no_delta_is_an_empty_column() -> None:
     columns = dict(zip(found["x"], zip(*found["z"], strict=True), strict=True))
     assert {version for version, column in columns.items() if {*column} == {None}} == {3, 4, 5, 6}
     assert {*columns} == {1, 2, 3, 4, 5, 6, 7}
+
+
+def test_without_the_right_to_list_the_versions_are_shown_all_the_same() -> None:
+    class Unlisted(MemoryStore):
+        def list(self, prefix: str = "") -> Iterator[str]:
+            raise UsageError(f"not allowed to list {prefix}")
+
+    store = Unlisted("memory://unlisted")
+    commit_many(store, 3)
+    page = page_of(store)
+    assert [row["version"] for row in page.rows] == ["2", "1", "0"]
+    assert "not allowed to list tags/" in page.text
 
 
 def test_of_a_longer_run_the_newest_versions_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
