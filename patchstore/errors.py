@@ -2,7 +2,7 @@
 
 A class says how to handle an error; `kind` is a stable word for logs, JSON and tests, and never changes
 once released. A message says where it happened, what was expected and found, and what to do.
-`docs/failures.md` lists the kinds.
+`docs/errors.md` lists the kinds.
 """
 
 from typing import ClassVar

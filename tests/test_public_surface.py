@@ -113,7 +113,7 @@ def test_every_error_has_a_kind_of_its_own_and_the_kinds_are_stable() -> None:
 
 
 def test_the_page_lists_every_kind_with_its_class() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "failures.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
     rows = re.findall(r"^\| (`[a-z-]+`.*?) \| (`\w+`.*?) \|", page, re.MULTILINE)
     listed = {
         kind: name
