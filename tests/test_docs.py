@@ -13,13 +13,14 @@ import patchstore
 from patchstore import verify
 from patchstore.cli import main
 from patchstore.stores.folder import FolderStore
+from tests.support.pages import blocks
 from tests.support.vllm_stub import StubServer, serving
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 TREES = ("patchstore", "vllm_plugin", "tests", "benchmarks", "examples", "requirements")
-PUBLISH, APPLY = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PUBLISH, APPLY = (block.code for block in blocks("README.md", "python"))
 
 
 def test_the_readme_is_short() -> None:
@@ -101,3 +102,12 @@ def test_every_test_that_the_failures_page_names_exists() -> None:
 def test_design_notes_are_numbered_without_gaps() -> None:
     numbers = sorted(int(path.name[:4]) for path in (ROOT / "docs" / "design").glob("0*.md"))
     assert numbers == list(range(1, len(numbers) + 1))
+
+
+@pytest.mark.parametrize("index", ["llms.txt", "docs/index.md"])
+def test_an_index_has_every_page_and_nothing_else(index: str) -> None:
+    path = ROOT / index
+    linked = {(path.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)", path.read_text())}
+    assert [str(each) for each in linked if not each.exists()] == []
+    pages = {page for page in PAGES if page.parent.name == "docs"} | {ROOT / "docs" / "design" / "README.md"}
+    assert pages - {path} <= linked

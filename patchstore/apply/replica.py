@@ -418,7 +418,7 @@ class Replica:
         Raises:
             UsageError: the tensors moved to another version since it was staged.
             HalfApplied: writing failed, and so did putting back what was written. No version is held.
-            Anything else that writing raises, after all that was written has been put back.
+            Exception: anything else that writing raises, after all that was written has been put back.
         """
         update, weights, before = self._update, self._weights, self._update.held
         update.put(staged)

@@ -99,15 +99,13 @@ def verify(
 ) -> Manifest:
     """Rebuild a version without keeping it, and check every object it names, needed for that or not.
 
-    Checks the chain of manifests from it back to its anchor, and from there to the anchor's parent.
+    Checks the chain of manifests from it back to its anchor, and from there to the anchor's parent. Raises
+    what `replay` raises.
 
     Args:
         store: an open store, or the URL or path of one.
         version: its number, or a tag; None for the head.
         required_keys: PEM files with public keys, one of which must have signed the version.
-
-    Raises:
-        As `replay`.
     """
     version = _checked(version)
     required = RequiredKeys.of(required_keys)
