@@ -3,11 +3,12 @@
 import contextlib
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.pages import blocks, code_of
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "scale.md").read_text()
@@ -19,7 +20,8 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def test_the_calculation_prints_what_the_page_shows() -> None:
-    code, shown = re.search(r"```python\n(.*?)```\n+```\n(.*?)```", PAGE, re.DOTALL).groups()
+    (code,) = code_of("docs/scale.md", "Calculated")
+    (shown,) = (block.code for block in blocks("docs/scale.md", "text"))
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         exec(code, {})

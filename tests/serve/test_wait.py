@@ -1,11 +1,9 @@
 """Waiting until servers serve a version, asked themselves or through a follow, and the commands for that."""
 
 import json
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +17,9 @@ from patchstore.follow.http_client import FollowClient
 from patchstore.stores.memory import MemoryStore
 from tests.support.commands import Cli
 from tests.support.manifests import commit
+from tests.support.pages import code_of
 from tests.support.vllm_stub import StubServer, serving
 
-ROOT = Path(__file__).parents[2]
 UNREACHABLE = "http://127.0.0.1:9"
 
 
@@ -159,7 +157,7 @@ def test_a_follow_tells_when_all_its_servers_serve_a_version(serve, store, stub,
 
 def test_the_code_of_the_page_runs(stub):
     store = MemoryStore("memory://page")
-    _, code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "follow.md").read_text(), re.DOTALL)
+    (code,) = code_of("docs/follow.md", "Wait until servers serve a version")
     with Publisher(store, {"w": torch.zeros(8)}) as publisher:
         stub.run_id = publisher.run_id
         with listening(store, [stub.url]) as service:

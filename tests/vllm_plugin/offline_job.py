@@ -1,7 +1,6 @@
 """vLLM in this process: the example of `docs/vllm.md` as it stands, and more updates; or a fresh start."""
 
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +11,8 @@ import torch
 from vllm import LLM, SamplingParams
 
 from tests.support import tiny_qwen
+from tests.support.pages import code_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 PROMPTS: list[Any] = [
     {"prompt_token_ids": [1 + (step * i) % (tiny_qwen.VOCABULARY - 1) for i in range(300)]}
     for step in (7, 11)
@@ -26,8 +25,7 @@ def tokens(outputs: Sequence[Any]) -> list[list[int]]:
 
 def updated(model: str, store: str) -> dict[str, Any]:
     """Run the example, and ask its engine further."""
-    snippets = re.findall(r"```python\n([^`]*= LLM\([^`]*)```", PAGE.read_text())
-    (code,) = (snippet for snippet in snippets if "Publisher(" in snippet)
+    (code,) = code_of("docs/vllm.md", "vLLM in the trainer's process")
     answers: list[list[list[int]]] = []
     random = torch.Generator().manual_seed(5)
 

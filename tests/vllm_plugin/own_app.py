@@ -1,9 +1,7 @@
 """A team's own app over `AsyncLLM`: at / as `docs/vllm.md` has it, at /bare without the routes of vLLM."""
 
 import importlib.util
-import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -13,12 +11,12 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+from tests.support.pages import code_of
 
 
 def snippet() -> str:
     """The code of the page, for the vLLM that is installed."""
-    (code,) = re.findall(r"```python\n([^`]*include_router[^`]*)```", PAGE.read_text())
+    (code,) = code_of("docs/vllm.md", "An app of your own")
     if importlib.util.find_spec("vllm.entrypoints.rl") is None:
         return code.replace("vllm.entrypoints.rl.online", "vllm.entrypoints.serve.dev.rlhf")
     return code
