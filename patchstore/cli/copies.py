@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from patchstore.bucket import history
+
 # torch takes seconds to import: after the checks of what was asked for.
 from patchstore.cli import output
 from patchstore.cli.loops import (
@@ -29,7 +31,6 @@ from patchstore.cli.options import (
     StoreUrl,
     Version,
     check_out,
-    header,
     open_with,
     parsed,
     version_named,
@@ -52,7 +53,7 @@ def replay(
 
     required = RequiredKeys.of(require_signature or None)
     bucket = open_with(store, option)
-    header(bucket)
+    history.run_header(bucket)
     with output.progress("replay", shown=not as_json) as progress:
         wanted = version_named(bucket, version)
         found = replay.replay(bucket, wanted, out=out, progress=progress, required_keys=required)
@@ -111,7 +112,7 @@ def mirror(
 
     commands = [Command(each, timeout_s=timeout) for each in then or ()]
     if not follow:
-        header(bucket)
+        history.run_header(bucket)
     stop = loop.stop_on_signals() if follow else threading.Event()
     at = version_named(bucket, version)
     with closing(Place(local_path("folder", folder))) as place:

@@ -12,7 +12,6 @@ from patchstore.cli.options import (
     Json,
     StorageOption,
     StoreUrl,
-    header,
     newest_slot,
     open_with,
     version_named,
@@ -42,7 +41,7 @@ def log(
     if version is not None and limit is not None:
         raise typer.BadParameter("--limit is of use only without a VERSION")
     bucket = open_with(store, option)
-    run = header(bucket)
+    run = history.run_header(bucket)
     number = version_named(bucket, version)
     if number is None:
         _list(bucket, run, 20 if limit is None else limit, as_json=as_json)

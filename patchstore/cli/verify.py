@@ -22,7 +22,6 @@ from patchstore.cli.options import (
     StoreUrl,
     Version,
     head,
-    header,
     newest_slot,
     open_with,
     parsed,
@@ -88,7 +87,7 @@ def verify(
     if store is None:
         raise typer.BadParameter("name a store, or a server with --server")
     bucket = open_with(store, option)
-    header(bucket)
+    history.run_header(bucket)
     if every:
         _verify_all(bucket, resume=resume, required=required, as_json=as_json)
         history.check_newest(bucket, history.head(bucket))
@@ -172,7 +171,7 @@ def _verify_all(bucket: Store, *, resume: Path | None, required: RequiredKeys | 
     """Verify every version, also those after a damaged one, and print a report."""
     from patchstore.read.whole_run import WholeRun
 
-    found = header(bucket)
+    found = history.run_header(bucket)
     known = {} if resume is None else _read(resume, found.run_id)
     newest = newest_slot(bucket)
     gone = kept.retired_versions(bucket, newest)
