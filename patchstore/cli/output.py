@@ -8,9 +8,9 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,8 @@ from patchstore.errors import (
     WaitTimeout,
     WrongParent,
 )
-from patchstore.support.printable import escaped, json_line
+from patchstore.read.versions import Unreadable, Version
+from patchstore.support.printable import duration, escaped, json_line
 
 if TYPE_CHECKING:
     from patchstore.bucket.state_sums import Sums
@@ -54,18 +55,6 @@ if TYPE_CHECKING:
 
 out = Console()
 err = Console(stderr=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unreadable:
-    """A version whose manifest cannot be read."""
-
-    version: int
-    error: PatchstoreError
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        return {"version": self.version, "error": {"kind": self.error.kind, "message": str(self.error)}}
 
 
 def print_json(value: Any) -> None:
@@ -129,82 +118,85 @@ def full(found: Manifest, sums: "Mapping[str, Sums] | None") -> dict[str, Any]:
     return record
 
 
-_COLUMNS = ("version", "parent", "step", "changed", "delta", "B/change", "anchor", "state", "marks")
-_LEFT_OUT_FIRST = ("B/change", "state", "step", "anchor", "delta", "marks")
+_COLUMNS = ("version", "parent", "step", "age", "changed", "delta", "B/change", "anchor", "state", "marks")
+_LEFT_OUT_FIRST = ("B/change", "state", "step", "anchor", "age", "delta", "marks")
 """Columns in the order in which a narrow terminal leaves them out."""
 _IF_ANY = ("parent", "marks")
 """Columns that are shown only if a version has something there."""
 _BETWEEN = " │ "
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Marks:
-    """What records beside the versions say of them."""
-
-    retired: Set[int]
-    added: Set[int]
-    """Versions that have an anchor among the shortcuts."""
-    tags: Mapping[int, Sequence[str]]
-
-    def of(self, version: int) -> dict[str, Any]:
-        """Return what is said of a version, as JSON values."""
-        return {
-            "retired": version in self.retired,
-            "added_anchor": version in self.added,
-            "tags": [*self.tags.get(version, ())],
-        }
-
-    def row(self, version: int, shown: str) -> dict[str, str]:
-        """Return what is printed of it."""
-        words = [*self.tags.get(version, ()), *(["retired"] if version in self.retired else [])]
-        row = {"marks": ", ".join(words)} if words else {}
-        return {**row, "anchor": "added"} if shown == "-" and version in self.added else row
+def listed(found: Version) -> dict[str, Any]:
+    """A version in a few fields, and what records beside the versions say of it, if that is known."""
+    shown = {**summary(found.manifest), "share_changed": found.share_changed, "resumed": found.is_resumed}
+    if found.marks is None:
+        return shown
+    added = found.number in found.marks.added
+    marks = {"retired": found.is_retired, "added_anchor": added, "tags": found.tags}
+    return {**shown, **marks, "signed_by": found.signed_by}
 
 
-def print_log(
-    header: StoreHeader, versions: Sequence[Manifest | Unreadable], marks: Marks | None = None
-) -> None:
-    """Print versions, one per line, in the given order. A parent is shown if it is not the version before.
+def print_log(header: StoreHeader, versions: Sequence[Version | Unreadable], num_all: int) -> None:
+    """Print versions of so many, one per line, in the given order.
 
-    Not a table of rich, which takes 1.5 ms to lay out a line: a log may have thousands.
+    A parent is shown if it is not the version before.
     """
-    schema = header.schema
-    rows = [_row(each, schema.num_elements) for each in versions]
-    if marks is not None:
-        pairs = zip(rows, versions, strict=True)
-        rows = [row | marks.row(each.version, row.get("anchor", "")) for row, each in pairs]
-    widths = {name: max(len(name), *(len(row.get(name, "")) for row in rows)) for name in _COLUMNS}
-    shown = [name for name in _COLUMNS if name not in _IF_ANY or any(name in row for row in rows)]
-    left_out = []
-    for name in _LEFT_OUT_FIRST if _has_edge() else ():
-        if sum(widths[each] for each in shown) + len(_BETWEEN) * (len(shown) - 1) <= out.width:
-            break
-        shown.remove(name)
-        left_out.append(name)
+    schema, now = header.schema, datetime.now(UTC)
     title = (
         f"run {header.run_id}: {len(schema.tensors)} tensors, {schema.num_elements:,} elements, "
         f"{decimal(schema.num_bytes)}{'' if header.adapter is None else f'; {header.adapter}'}"
     )
+    part = f"{len(versions):,} of {num_all:,} versions; -n shows more" if len(versions) < num_all else None
+    _print_columns(title, _COLUMNS, [_row(each, now) for each in versions], _LEFT_OUT_FIRST, part)
+
+
+def _print_columns(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Mapping[str, str]],
+    left_out_first: Sequence[str] = (),
+    part: str | None = None,
+) -> None:
+    """Print rows, one per line, and leave out columns where a terminal is narrow.
+
+    Not a table of rich, which takes 1.5 ms to lay out a line: a log may have thousands.
+    """
+    widths = {name: max(len(name), *(len(row.get(name, "")) for row in rows), 0) for name in columns}
+    shown = [name for name in columns if name not in _IF_ANY or any(name in row for row in rows)]
+    left_out = []
+    for name in left_out_first if _has_edge() else ():
+        if sum(widths[each] for each in shown) + len(_BETWEEN) * (len(shown) - 1) <= out.width:
+            break
+        if name in shown:
+            shown.remove(name)
+            left_out.append(name)
     lines = [_BETWEEN.join(name.rjust(widths[name]) for name in shown)]
     lines += [_BETWEEN.join(row.get(name, "").rjust(widths[name]) for name in shown) for row in rows]
-    foot = f"not shown in so few columns: {', '.join(left_out)}" if left_out else ""
-    width = out.width if _has_edge() else len(title)
-    print("\n".join(map(escaped, [*textwrap.wrap(title, width), *lines, *textwrap.wrap(foot, width)])))
+    feet = [f"not shown in so few columns: {', '.join(left_out)}"] if left_out else []
+    feet += [] if part is None else [part]
+    width = out.width if _has_edge() else max(map(len, [title, *feet]))
+    wrapped = [line for foot in feet for line in textwrap.wrap(foot, width)]
+    print("\n".join(map(escaped, [*textwrap.wrap(title, width), *lines, *wrapped])))
 
 
-def _row(found: Manifest | Unreadable, num_elements: int) -> dict[str, str]:
-    if isinstance(found, Unreadable):
-        return {"version": str(found.version), "changed": "unreadable"}
+def _row(listed: Version | Unreadable, now: datetime) -> dict[str, str]:
+    if isinstance(listed, Unreadable):
+        return {"version": str(listed.number), "changed": "unreadable"}
+    found = listed.manifest
     delta, anchor = found.delta, found.anchor
     row = {"version": str(found.version), "step": str(found.step), "state": short(found.state.total)}
     row |= {"changed": "-", "delta": "-", "B/change": "-"}
-    row["anchor"] = "-" if anchor is None else decimal(anchor.num_bytes)
+    row["age"] = duration((now - listed.time).total_seconds())
+    row["anchor"] = decimal(anchor.num_bytes) if anchor is not None else "added" if listed.has_anchor else "-"
     if found.version > 0 and found.parent != found.version - 1:
         row["parent"] = "none" if found.parent is None else str(found.parent)
     if delta is not None:
-        row["changed"] = f"{100 * delta.num_changed / max(1, num_elements):.3f} %"
+        row["changed"] = f"{100 * (listed.share_changed or 0):.3f} %"
         row["delta"] = decimal(delta.num_bytes)
         row["B/change"] = f"{delta.num_bytes / delta.num_changed:.2f}" if delta.num_changed else "-"
+    is_so = {"retired": listed.is_retired, "resumed": listed.is_resumed, "signed": listed.signed_by}
+    if words := [*(listed.tags or ()), *(word for word, is_true in is_so.items() if is_true)]:
+        row["marks"] = ", ".join(words)
     return row
 
 

@@ -29,6 +29,7 @@ from patchstore.cli.options import (
     version_named,
 )
 from patchstore.errors import DataError, HostError, PatchstoreError, UsageError
+from patchstore.read.versions import Unreadable
 from patchstore.signing.required import RequiredKeys
 from patchstore.stores import Store, layout
 from patchstore.support.host import replace_text
@@ -232,7 +233,7 @@ def _report(
     wrong = [each for each in verdicts if each.error is not None]
     for each in verdicts if as_json else ():
         if each.error is not None:
-            damaged = output.Unreadable(version=each.version, error=each.error)
+            damaged = Unreadable(number=each.version, error=each.error)
             output.print_json({**damaged.to_dict(), "verified": False})
         elif each.manifest is not None:
             output.print_json({**output.summary(each.manifest), "verified": True})
@@ -261,7 +262,7 @@ def _report_shortcuts(found: "WholeRun", *, as_json: bool) -> int:
     for ends, error in sorted(found.wrong.items(), key=lambda each: (each[0].version, each[0].parent or -1)):
         key = layout.shortcut_key(ends.version, ends.parent)
         if as_json:
-            damaged = output.Unreadable(version=ends.version, error=error)
+            damaged = Unreadable(number=ends.version, error=error)
             output.print_json(
                 {"shortcut": key, "parent": ends.parent, **damaged.to_dict(), "verified": False}
             )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from patchstore.bucket import digests, history, kept, manifest_json, notes, shortcuts
 from patchstore.bucket.records import Manifest, StoreHeader
@@ -67,6 +68,10 @@ class Unreadable:
 
     number: int
     error: PatchstoreError
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"version": self.number, "error": {"kind": self.error.kind, "message": str(self.error)}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,7 +183,10 @@ def test_a_version_is_loaded_into_a_model_in_place_under_the_names_that_it_was_p
     with Publisher(store, trained) as publisher:
         publisher.publish_patch(0).result()
     assert patchstore.open(store).schema.tied
-    for model in (causal("Llama", tie_word_embeddings=True), compiled(causal("Llama"))):
+    for model in (
+        causal("Llama", tie_word_embeddings=True),
+        compiled(causal("Llama", tie_word_embeddings=True)),
+    ):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(7)
