@@ -1,4 +1,4 @@
-"""`patchstore log`: the versions of a store, or all about one."""
+"""`patchstore log` and `diff`: the versions of a store, all about one, and what differs between two."""
 
 from typing import Annotated
 
@@ -9,14 +9,18 @@ from patchstore.bucket.records import StoreHeader
 from patchstore.cli import output
 from patchstore.cli.options import (
     Json,
+    RequireSignature,
     StorageOption,
     StoreUrl,
     newest_slot,
+    number_or_tag,
     open_with,
     version_named,
 )
 from patchstore.errors import DataError
+from patchstore.read.run import Run
 from patchstore.read.versions import Marks, Unreadable, Version, read_versions
+from patchstore.signing.required import RequiredKeys
 from patchstore.stores import Store
 
 
@@ -56,6 +60,29 @@ def log(
         output.print_json(output.full(found, sums))
     else:
         output.print_table(output.version_table(found, sums))
+
+
+def diff(
+    store: StoreUrl,
+    before: Annotated[str, typer.Argument(metavar="A", help="A version, a number or a tag.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="Another one, older or newer.")],
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, help="Number of tensors to show; --json shows all.")
+    ] = 20,
+    require_signature: RequireSignature = None,
+    option: StorageOption = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two versions bit by bit: which tensors differ, in how many elements, and by how much."""
+    wanted = number_or_tag(before), number_or_tag(after)
+    required = RequiredKeys.of(require_signature or None)
+    with Run.open(open_with(store, option), required) as run:
+        with output.progress("diff", shown=not as_json) as progress:
+            found = run.diff(*wanted, progress=progress)
+        if as_json:
+            output.print_diff_json(found)
+        else:
+            output.print_diff(found, limit)
 
 
 def _list(bucket: Store, run: StoreHeader, limit: int, *, as_json: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import groupby
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -51,6 +52,7 @@ from patchstore.support.printable import duration, escaped, json_line
 if TYPE_CHECKING:
     from patchstore.bucket.state_sums import Sums
     from patchstore.ops.doctor import Finding
+    from patchstore.read.diff import Diff
     from patchstore.read.whole_run import Verdict
 
 out = Console()
@@ -123,6 +125,8 @@ _LEFT_OUT_FIRST = ("B/change", "state", "step", "anchor", "age", "delta", "marks
 """Columns in the order in which a narrow terminal leaves them out."""
 _IF_ANY = ("parent", "marks")
 """Columns that are shown only if a version has something there."""
+_TEXTS = ("tensor", "server", "what")
+"""Columns that begin at the left."""
 _BETWEEN = " │ "
 
 
@@ -150,6 +154,61 @@ def print_log(header: StoreHeader, versions: Sequence[Version | Unreadable], num
     _print_columns(title, _COLUMNS, [_row(each, now) for each in versions], _LEFT_OUT_FIRST, part)
 
 
+def print_diff_json(found: "Diff") -> None:
+    """Print what differs between two versions, and then each tensor that does."""
+    print_json(
+        {
+            "before": found.before.version,
+            "after": found.after.version,
+            "tensors_changed": len(found.tensors),
+            "num_tensors": found.num_tensors,
+            "num_changed": found.num_changed,
+            "share_changed": found.share_changed,
+        }
+    )
+    for each in found.tensors:
+        # JSON has no infinite number.
+        largest = each.largest_change if isfinite(each.largest_change) else None
+        shown = {"tensor": each.name, "num_changed": each.num_changed, "num_elements": each.num_elements}
+        print_json({**shown, "share_changed": each.share_changed, "largest_change": largest})
+
+
+def print_diff(found: "Diff", limit: int) -> None:
+    """Print the tensors that differ most between two versions, by the share of their elements."""
+    title = (
+        f"versions {found.before.version} and {found.after.version} differ in {found.num_changed:,} elements "
+        f"({_percent(found.share_changed)}), in {len(found.tensors):,} of {found.num_tensors:,} tensors"
+    )
+    most = sorted(found.tensors, key=lambda each: each.share_changed, reverse=True)[:limit]
+    rows = [
+        {
+            "changed": f"{each.num_changed:,}",
+            "share": _percent(each.share_changed),
+            "largest change": f"{each.largest_change:.3g}",
+            "tensor": each.name,
+        }
+        for each in most
+    ]
+    num_all = len(found.tensors)
+    part = f"{len(rows):,} of {num_all:,} tensors; -n shows more" if len(rows) < num_all else None
+    if rows:
+        _print_columns(title, tuple(rows[0]), rows, part=part)
+    else:
+        print_line(title)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3f} %"
+
+
+def print_status(title: str, rows: Sequence[Mapping[str, str]]) -> None:
+    """Print what is known of a store, and of servers, one per line."""
+    if rows:
+        _print_columns(title, tuple(rows[0]), rows)
+    else:
+        print_line(title)
+
+
 def _print_columns(
     title: str,
     columns: Sequence[str],
@@ -170,8 +229,17 @@ def _print_columns(
         if name in shown:
             shown.remove(name)
             left_out.append(name)
-    lines = [_BETWEEN.join(name.rjust(widths[name]) for name in shown)]
-    lines += [_BETWEEN.join(row.get(name, "").rjust(widths[name]) for name in shown) for row in rows]
+
+    def line(cells: Mapping[str, str]) -> str:
+        aligned = (
+            cells.get(name, "").ljust(widths[name])
+            if name in _TEXTS
+            else cells.get(name, "").rjust(widths[name])
+            for name in shown
+        )
+        return _BETWEEN.join(aligned).rstrip()
+
+    lines = [line({name: name for name in shown}), *map(line, rows)]
     feet = [f"not shown in so few columns: {', '.join(left_out)}"] if left_out else []
     feet += [] if part is None else [part]
     width = out.width if _has_edge() else max(map(len, [title, *feet]))
@@ -191,7 +259,7 @@ def _row(listed: Version | Unreadable, now: datetime) -> dict[str, str]:
     if found.version > 0 and found.parent != found.version - 1:
         row["parent"] = "none" if found.parent is None else str(found.parent)
     if delta is not None:
-        row["changed"] = f"{100 * (listed.share_changed or 0):.3f} %"
+        row["changed"] = _percent(listed.share_changed or 0)
         row["delta"] = decimal(delta.num_bytes)
         row["B/change"] = f"{delta.num_bytes / delta.num_changed:.2f}" if delta.num_changed else "-"
     is_so = {"retired": listed.is_retired, "resumed": listed.is_resumed, "signed": listed.signed_by}
