@@ -338,7 +338,8 @@ def _bar(what: str, shown: bool, *columns: ProgressColumn) -> Iterator[tuple[Pro
         yield None
         return
     every = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
-    with Progress(*every, console=err, transient=True) as bars:
+    # What is printed meanwhile goes where it belongs, also if that is no terminal.
+    with Progress(*every, console=err, transient=True, redirect_stdout=out.is_terminal) as bars:
         yield bars, bars.add_task(what, total=None)
 
 
@@ -347,6 +348,13 @@ def progress(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None] |
     """Show a bar of bytes."""
     with _bar(what, shown, DownloadColumn(), TransferSpeedColumn()) as bar:
         yield bar and (lambda done, total: bar[0].update(bar[1], completed=done, total=total))
+
+
+@contextmanager
+def waiting(what: str, *, shown: bool) -> Iterator[None]:
+    """Show a bar that moves, of what is done in one go."""
+    with _bar(what, shown):
+        yield
 
 
 @contextmanager

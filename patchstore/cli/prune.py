@@ -92,8 +92,9 @@ def prune(
     policy = Retention(**rules) if has_rule else None  # type: ignore[arg-type]
     bucket = open_with(store, option)
     history.run_header(bucket)
-    retirement = None if policy is None else retire(bucket, policy, dry_run=not yes)
-    found = collect(bucket, dry_run=not yes)
+    with output.waiting("prune", shown=not as_json):
+        retirement = None if policy is None else retire(bucket, policy, dry_run=not yes)
+        found = collect(bucket, dry_run=not yes)
     if as_json:
         retired = {} if retirement is None else retirement.to_dict()
         output.print_json({**retired, **found.to_dict(), **({"keys": list(found.keys)} if keys else {})})

@@ -347,7 +347,7 @@ def doctor(
         num_bytes=size * 1_000_000,
     )
     # Closed also if the reader of the output went away, so that no test object is left behind.
-    with closing(examination) as findings:
+    with closing(examination) as findings, output.waiting("doctor", shown=not as_json):
         for finding in findings:
             found.append(finding)
             if as_json:

@@ -1,11 +1,14 @@
 """`patchstore log`, `diff` and `status`: what they show of a run and of servers."""
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from patchstore.bucket import history, kept
+from patchstore.cli import output
 from patchstore.signing import KeySigner
 from patchstore.stores.folder import FolderStore
 from tests.signing.signed_runs import sign
@@ -134,3 +137,36 @@ def test_status_of_a_run_without_versions_or_with_damage_is_a_sentence(
     (tmp_path / "bucket" / "versions" / "00000004.json").unlink()
     code, out, err = patchstore("status", run.store.url)
     assert (code, "no way leads to it" in out) == (3, True) or (code, "version-not-found" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("replay {store} {tmp}/out 5", "version 5"),
+        ("verify {store}", "version 5"),
+        ("verify {store} --all", "6 of 6 versions verified"),
+        ("verify {store} --sample 2", "2 of 2 versions verified"),
+        ("diff {store} 1 5", "versions 1 and 5 differ"),
+        ("compact {store} --anchor-every 2", "shortcuts were added"),
+        ("mirror {store} {tmp}/mirror", "version 5"),
+        ("replicate {store} {tmp}/replica", "6 versions copied"),
+        ("prune {store} --keep-last 1", "nothing was written"),
+        ("doctor {store} --read-only", "version"),
+    ],
+)
+def test_what_takes_long_shows_a_bar_on_a_terminal_and_its_output_goes_where_it_went(
+    run: Run, tmp_path: Path, patchstore: Cli, monkeypatch: pytest.MonkeyPatch, command: str, says: str
+) -> None:
+    words = command.format(store=run.store.url, tmp=tmp_path).split()
+    terminal = StringIO()
+    monkeypatch.setattr(output, "err", Console(file=terminal, force_terminal=True, width=80))
+    _, out, _ = patchstore(*words)
+    assert says in out
+    assert words[0].removeprefix("verify") in terminal.getvalue()
+    assert "━" in terminal.getvalue()
+    assert "━" not in out
+
+
+def test_no_bar_is_shown_where_standard_error_is_no_terminal(run: Run, patchstore: Cli) -> None:
+    code, out, err = patchstore("diff", run.store.url, 1, 5)
+    assert (code, err, "━" in out) == (0, "", False)
