@@ -1,6 +1,7 @@
 """`patchstore.open`: a run's versions as a list, their weights in memory, and what differs between two."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,19 @@ def run(tmp_path: Path) -> Run:
 
 def zeros(run: Run) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in run.history[0].items()}
+
+
+def test_the_code_of_the_page_runs_as_it_stands(run: Run, tmp_path: Path) -> None:
+    kept.tag(run.store, "best", 2)
+    run.open(resume="anchor")
+    run.publish_versions(6)
+    run.close()
+    page = (Path(__file__).parents[2] / "docs" / "history.md").read_text()
+    (code,) = re.findall(r"```python\n(import patchstore[^`]*)```", page)
+    names = {"model": zeros(run)}
+    exec(code.replace("s3://bucket/my-run", str(tmp_path / "bucket")), names)
+    assert_same_bits(names["model"], run.history[12])
+    assert_same_bits(names["tensors"], run.history[2])  # type: ignore[arg-type]
 
 
 # Versions.

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import tiny_adapter
 from asking import ask
-from server_process import MODEL_NAME, ServerProcess
+from server_process import MODEL_NAME, RUNNING, ServerProcess
 from trainer import Trainer
 
 from patchstore import Publisher, wait_until
@@ -39,7 +39,10 @@ class ServeCommand(ServerProcess):
         assert self._process is not None
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
         os.kill(int(children), signal.SIGTERM)
-        return self._process.wait(120)
+        code = self._process.wait(120)
+        self._process = None
+        RUNNING.remove(self)
+        return code
 
 
 @pytest.mark.timeout(1800)
