@@ -56,7 +56,7 @@ class Launch:
     @property
     def url(self) -> str:
         """Where this host reaches the server."""
-        host = "127.0.0.1" if self.host in {"0.0.0.0", "::", ""} else self.host  # noqa: S104 # nosec B104
+        host = "127.0.0.1" if self.host in {"0.0.0.0", "::", ""} else self.host  # noqa: S104
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def __str__(self) -> str:
