@@ -37,7 +37,7 @@ _SECRETS = {"--api-key", "--hf-token"}
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Which `--max-lora-rank` vLLM takes."""
 _LOOK_S = 0.5
-_END_S = 30.0
+END_S = 30.0
 """Time that vLLM has to end after SIGTERM."""
 _PR_SET_PDEATHSIG = 1
 
@@ -259,7 +259,7 @@ class VllmProcess:
             return
         self._process.terminate()
         try:
-            self._process.wait(_END_S)
+            self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -162,7 +162,7 @@ def test_a_server_that_ends_by_itself_says_how_and_stops_what_follows_it() -> No
 
 
 def test_a_server_is_ended_with_the_block_also_if_it_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_END_S", 0.2)
+    monkeypatch.setattr(launch, "END_S", 0.2)
     said, saying = os.pipe()
     deaf = (
         "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
