@@ -185,20 +185,12 @@ def test_a_server_ends_also_if_the_command_is_killed(tmp_path: Path) -> None:
     )
     killed = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE)
     assert killed.stdout is not None
-    pid = int(killed.stdout.readline())
+    assert killed.stdout.readline()
     killed.kill()
     killed.wait()
-    # The other end of the pipe is closed once both have ended.
+    # The server has the other end too, so this ends once it has ended.
     assert killed.stdout.read() == b""
     killed.stdout.close()
-    with pytest.raises(ProcessLookupError):
-        _check_alive(pid)
-
-
-def _check_alive(pid: int) -> None:
-    os.kill(pid, 0)
-    if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-        raise ProcessLookupError
 
 
 def _inheriting(popen: type, descriptor: int) -> object:
