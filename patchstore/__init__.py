@@ -6,6 +6,8 @@ Names are loaded when they are first used, so that reading a bucket's log does n
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from patchstore import errors
+
 if TYPE_CHECKING:
     from patchstore.apply.replica import Replica
     from patchstore.bucket.records import Manifest, Payload, Plan, Schema, TensorSpec
@@ -21,12 +23,16 @@ if TYPE_CHECKING:
         mapped,
         without_padding,
     )
+    from patchstore.read.diff import Diff, TensorDiff
     from patchstore.read.replay import replay, verify
+    from patchstore.read.run import Run, open  # noqa: A004 -- `patchstore.open`
+    from patchstore.read.versions import Version
     from patchstore.stores import Store, open_store
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Diff": "patchstore.read.diff",
     "LocalPart": "patchstore.publish.sources",
     "Replica": "patchstore.apply.replica",
     "Manifest": "patchstore.bucket.records",
@@ -36,13 +42,17 @@ _HOMES = {
     "Plan": "patchstore.bucket.records",
     "Publication": "patchstore.publish.publisher",
     "Publisher": "patchstore.publish.publisher",
+    "Run": "patchstore.read.run",
     "Schema": "patchstore.bucket.records",
     "Store": "patchstore.stores",
+    "TensorDiff": "patchstore.read.diff",
     "TensorSpec": "patchstore.bucket.records",
+    "Version": "patchstore.read.versions",
     "as_saved": "patchstore.publish.sources",
     "interleaved_qkv": "patchstore.publish.sources",
     "joined_gate_up": "patchstore.publish.sources",
     "mapped": "patchstore.publish.sources",
+    "open": "patchstore.read.run",
     "open_store": "patchstore.stores",
     "replay": "patchstore.read.replay",
     "verify": "patchstore.read.replay",
@@ -51,6 +61,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Diff",
     "Replica",
     "LocalPart",
     "Manifest",
@@ -60,13 +71,18 @@ __all__ = [
     "Plan",
     "Publication",
     "Publisher",
+    "Run",
     "Schema",
     "Store",
+    "TensorDiff",
     "TensorSpec",
+    "Version",
     "as_saved",
+    "errors",
     "interleaved_qkv",
     "joined_gate_up",
     "mapped",
+    "open",
     "open_store",
     "replay",
     "verify",

@@ -8,10 +8,9 @@ undoes it.
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from patchstore.bucket.state_sums import SumsArray, as_array, differing
 from patchstore.errors import HalfApplied, SchemaMismatch, StateMismatch, UsageError, VersionNotFound
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
+from patchstore.read.load import check_tensors, writing_to
 from patchstore.read.rebuild import patched
 from patchstore.read.run import LEFT, Run
 from patchstore.signing.required import Keys, RequiredKeys
@@ -32,7 +32,7 @@ from patchstore.stores import Store, opened
 from patchstore.support import host
 from patchstore.support.arguments import version_number
 from patchstore.tensors import state_digest
-from patchstore.tensors.bits import bits, spec_of
+from patchstore.tensors.bits import bits
 from patchstore.tensors.columns import Group, Scattered
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class TensorWeights:
         self._sums: SumsArray | None = None
         """Digest sums of every tensor of the held version; None while that is unknown."""
         if tensors:
-            self._check_tensors()
+            check_tensors(run.schema, tensors)
 
     def adopt(self, manifest: Manifest) -> None:
         """Take it that the tensors have a version, after comparing their digest with it."""
@@ -228,33 +228,6 @@ class TensorWeights:
 
     def release(self, staged: Staged) -> None:
         self._live.forget()
-
-    def _check_tensors(self) -> None:
-        found = {name: spec_of(name, tensor) for name, tensor in self.tensors.items()}
-        for alias, name in self._schema.tied.items():
-            # The further name of a tied tensor is no tensor of its own, as long as it really is the same.
-            if alias in found and self.tensors[alias].data_ptr() == self.tensors[name].data_ptr():
-                del found[alias]
-        for name in sorted(found.keys() | self._specs.keys()):
-            if found.get(name) != self._specs.get(name):
-                raise SchemaMismatch(
-                    f"tensor {name!r} is {found.get(name)}, but the run has {self._specs.get(name)}"
-                )
-            if not self.tensors[name].is_contiguous():
-                raise SchemaMismatch(f"tensor {name!r} is not contiguous, so it cannot be written in place")
-        places = sorted(
-            (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
-            for name, tensor in self.tensors.items()
-            if name in found and tensor.numel()
-        )
-        for (device, _, end, name), (other_device, start, _, other) in pairwise(places):
-            if device == other_device and start < end:
-                raise SchemaMismatch(f"tensors {name!r} and {other!r} share memory, but are two in this run")
-
-
-def writing_to(tensors: Mapping[str, torch.Tensor]) -> torch.inference_mode:
-    """Tensors that were made in inference mode can only be written to in it."""
-    return torch.inference_mode(any(tensor.is_inference() for tensor in tensors.values()))
 
 
 class Replica:

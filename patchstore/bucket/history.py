@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 from typing import TypeVar
 
 from patchstore.bucket import digests, manifest_json
@@ -77,7 +78,9 @@ def run_header(store: Store) -> StoreHeader:
     """Return the header of the run at this prefix. Raises VersionNotFound where there is no run."""
     header = read_header(store)
     if header is None:
-        raise VersionNotFound(f"{store.url} holds no run")
+        path = None if "://" in store.url else Path(store.url)
+        what = "is no folder" if path is not None and not path.is_dir() else "holds no run"
+        raise VersionNotFound(f"{store.url} {what}; check the URL, or publish a version there")
     return header
 
 

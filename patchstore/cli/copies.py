@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from patchstore.bucket import history
+
 # torch takes seconds to import: after the checks of what was asked for.
 from patchstore.cli import output
 from patchstore.cli.loops import (
@@ -29,7 +31,6 @@ from patchstore.cli.options import (
     StoreUrl,
     Version,
     check_out,
-    header,
     open_with,
     parsed,
     version_named,
@@ -52,7 +53,7 @@ def replay(
 
     required = RequiredKeys.of(require_signature or None)
     bucket = open_with(store, option)
-    header(bucket)
+    history.run_header(bucket)
     with output.progress("replay", shown=not as_json) as progress:
         wanted = version_named(bucket, version)
         found = replay.replay(bucket, wanted, out=out, progress=progress, required_keys=required)
@@ -111,10 +112,14 @@ def mirror(
 
     commands = [Command(each, timeout_s=timeout) for each in then or ()]
     if not follow:
-        header(bucket)
+        history.run_header(bucket)
     stop = loop.stop_on_signals() if follow else threading.Event()
     at = version_named(bucket, version)
-    with closing(Place(local_path("folder", folder))) as place:
+    is_shown = not (follow or as_json or log_format)
+    with (
+        closing(Place(local_path("folder", folder))) as place,
+        output.progress("mirror", shown=is_shown) as progress,
+    ):
         kept = Mirror(
             bucket,
             place,
@@ -125,6 +130,7 @@ def mirror(
             required=required,
             allow_rollback=allow_rollback,
             max_head_age_s=max_head_age,
+            progress=progress,
         )
         events = followed(kept, stop, settings) if follow else once(kept)
         num_events = sum(1 for _ in shown(events, log_format, as_json=as_json))
@@ -185,15 +191,17 @@ def replicate(
     set_up_log(log_format, loop.__name__)
     required = RequiredKeys.of(require_signature or None)
     theirs, ours = open_store(source, **parsed(source_option)), open_store(target, **parsed(target_option))
-    if follow:
-        events = service.follow(theirs, ours, loop.stop_on_signals(), settings, required=required)
-    else:
-        # Ctrl-C and SIGTERM end the command at once, as they end any other.
-        events = service.replicate(theirs, ours, threading.Event(), required=required)
     num_versions, num_bytes = 0, 0
-    for event in shown(events, log_format, as_json=as_json):
-        num_versions += event.outcome == "copied"
-        num_bytes += event.num_bytes or 0
+    with output.progress("replicate", shown=not (follow or as_json or log_format)) as progress:
+        if follow:
+            events = service.follow(theirs, ours, loop.stop_on_signals(), settings, required=required)
+        else:
+            # Ctrl-C and SIGTERM end the command at once, as they end any other.
+            stop = threading.Event()
+            events = service.replicate(theirs, ours, stop, required=required, progress=progress)
+        for event in shown(events, log_format, as_json=as_json):
+            num_versions += event.outcome == "copied"
+            num_bytes += event.num_bytes or 0
     if not follow and not as_json:
         output.print_line(
             f"{ours.url} is equal to {theirs.url}: {num_versions} versions copied, {num_bytes:,} bytes"
@@ -265,12 +273,16 @@ def compact(
     bucket = open_with(store, option)
     from patchstore.ops.compact import service
 
-    compactor = service.Compactor(bucket, anchor_every=anchor_every, encoding=encoding, scratch=scratch)
     set_up_log(log_format, loop.__name__)
-    if follow:
-        events = service.follow(compactor, loop.stop_on_signals(), settings)
-    else:
-        events = (done.event() for done in compactor.compact())
-    num_added = sum(len(event.more.get("added", ())) for event in shown(events, log_format, as_json=as_json))
+    with output.progress("compact", shown=not (follow or as_json or log_format)) as progress:
+        compactor = service.Compactor(
+            bucket, anchor_every=anchor_every, encoding=encoding, scratch=scratch, progress=progress
+        )
+        if follow:
+            events = service.follow(compactor, loop.stop_on_signals(), settings)
+        else:
+            events = (done.event() for done in compactor.compact())
+        more = (event.more for event in shown(events, log_format, as_json=as_json))
+        num_added = sum(len(each.get("added", ())) for each in more)
     if not follow and not as_json:
         output.print_line(f"{bucket.url}: {num_added} shortcuts were added")

@@ -1,23 +1,26 @@
-"""`patchstore log`: the versions of a store, or all about one."""
+"""`patchstore log` and `diff`: the versions of a store, all about one, and what differs between two."""
 
-from functools import partial
 from typing import Annotated
 
 import typer
 
-from patchstore.bucket import history, kept, notes, shortcuts
-from patchstore.bucket.records import Manifest, StoreHeader
+from patchstore.bucket import history
+from patchstore.bucket.records import StoreHeader
 from patchstore.cli import output
 from patchstore.cli.options import (
     Json,
+    RequireSignature,
     StorageOption,
     StoreUrl,
-    header,
     newest_slot,
+    number_or_tag,
     open_with,
     version_named,
 )
-from patchstore.errors import DataError, UsageError, VersionNotFound
+from patchstore.errors import DataError
+from patchstore.read.run import Run
+from patchstore.read.versions import Marks, Unreadable, Version, read_versions
+from patchstore.signing.required import RequiredKeys
 from patchstore.stores import Store
 
 
@@ -42,7 +45,7 @@ def log(
     if version is not None and limit is not None:
         raise typer.BadParameter("--limit is of use only without a VERSION")
     bucket = open_with(store, option)
-    run = header(bucket)
+    run = history.run_header(bucket)
     number = version_named(bucket, version)
     if number is None:
         _list(bucket, run, 20 if limit is None else limit, as_json=as_json)
@@ -59,46 +62,44 @@ def log(
         output.print_table(output.version_table(found, sums))
 
 
+def diff(
+    store: StoreUrl,
+    before: Annotated[str, typer.Argument(metavar="A", help="A version, a number or a tag.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="Another one, older or newer.")],
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, help="Number of tensors to show; --json shows all.")
+    ] = 20,
+    require_signature: RequireSignature = None,
+    option: StorageOption = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two versions bit by bit: which tensors differ, in how many elements, and by how much."""
+    wanted = number_or_tag(before), number_or_tag(after)
+    required = RequiredKeys.of(require_signature or None)
+    with Run.open(open_with(store, option), required) as run:
+        with output.progress("diff", shown=not as_json) as progress:
+            found = run.diff(*wanted, progress=progress)
+        if as_json:
+            output.print_diff_json(found)
+        else:
+            output.print_diff(found, limit)
+
+
 def _list(bucket: Store, run: StoreHeader, limit: int, *, as_json: bool) -> None:
     newest = newest_slot(bucket)
-    marks, wrong = _marks(bucket, newest)
-    versions = history.read_many(partial(_slot, bucket), range(newest, max(-1, newest - limit), -1))
+    marks, wrong = None, None
+    try:
+        marks = Marks.read(bucket, newest)
+    except DataError as exc:
+        wrong = exc
+    versions = read_versions(bucket, run, newest, last=limit, marks=marks)[::-1]
     if as_json:
         for found in versions:
-            is_read = not isinstance(found, output.Unreadable)
-            shown = output.summary(found) if isinstance(found, Manifest) else found.to_dict()
-            output.print_json({**shown, **(marks.of(found.version) if is_read and marks else {})})
+            output.print_json(output.listed(found) if isinstance(found, Version) else found.to_dict())
     else:
-        output.print_log(run, versions, marks)
-    unreadable = [found.error for found in versions if isinstance(found, output.Unreadable)]
+        output.print_log(run, versions, newest + 1)
+    unreadable = [found.error for found in versions if isinstance(found, Unreadable)]
     for error in [*unreadable, *([] if wrong is None else [wrong])]:
         output.print_error(error.kind, str(error))
     if unreadable or wrong is not None:
         raise typer.Exit(output.EXIT_CODES[DataError])
-
-
-def _marks(store: Store, newest: int) -> tuple[output.Marks | None, DataError | None]:
-    """Return what records beside the versions say of them, or why that is not known.
-
-    Neither where this user may not list the store.
-    """
-    try:
-        tagged = notes.read_tags(store)
-        gone = kept.retired_versions(store, newest)
-        added = {each.version for each in shortcuts.listed(store) if each.parent is None}
-    except UsageError:
-        return None, None
-    except DataError as exc:
-        return None, exc
-    names: dict[int, list[str]] = {}
-    for name, tag in tagged.items():
-        if tag.version is not None:
-            names.setdefault(tag.version, []).append(name)
-    return output.Marks(retired=gone, added=added, tags=names), None
-
-
-def _slot(store: Store, version: int) -> Manifest | output.Unreadable:
-    try:
-        return history.read_manifest(store, version)
-    except (DataError, VersionNotFound) as exc:
-        return output.Unreadable(version=version, error=exc)

@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from patchstore import __version__
-from patchstore.cli import copies, follow, log, prune, report, verify
+from patchstore.cli import copies, follow, log, prune, report, serve, status, verify
 from patchstore.cli.output import WRONG_CALL, exit_code, explain, explain_call
 from patchstore.errors import HostError, InternalError, PatchstoreError
 from patchstore.follow.logs import TextFormatter
@@ -26,17 +26,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Look and check": (log.log, report.report, verify.verify, verify.doctor),
+    "Look and check": (
+        log.log,
+        log.diff,
+        status.status,
+        report.report,
+        verify.verify,
+        verify.doctor,
+    ),
     "Get weights": (
         copies.replay,
         copies.mirror,
     ),
-    "Keep servers at a version": (follow.follow, follow.wait, follow.pin),
+    "Keep servers at a version": (serve.serve, follow.follow, follow.wait, follow.pin),
     "Look after a bucket": (prune.tag, prune.prune, copies.compact, copies.replicate, prune.sign),
 }
 for panel, commands in PANELS.items():
     for command in commands:
-        app.command(rich_help_panel=panel)(command)
+        # What `serve` does not know is an argument of vLLM.
+        passes_on = {"ignore_unknown_options": command is serve.serve}
+        app.command(rich_help_panel=panel, context_settings=passes_on)(command)
 
 
 def _version(wanted: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from patchstore.bucket import history, notes
-from patchstore.bucket.records import Manifest, StoreHeader
+from patchstore.bucket.records import Manifest
 from patchstore.errors import DataError, UsageError, VersionNotFound
 from patchstore.stores import Store, layout, open_store
 from patchstore.support.arguments import version_number
@@ -119,16 +119,6 @@ _MOST_DIGITS = 20
 def open_with(url: str, options: list[str] | None) -> Store:
     """Open a store with options as they are given on the command line."""
     return open_store(url, **parsed(options))
-
-
-def header(store: Store) -> StoreHeader:
-    """Read the header of the run in a store."""
-    found = history.read_header(store)
-    if found is None:
-        path = None if "://" in store.url else Path(store.url)
-        what = "is no folder" if path is not None and not path.is_dir() else "holds no run"
-        raise VersionNotFound(f"{store.url} {what}; check the URL, or publish a version there")
-    return found
 
 
 def head(store: Store) -> Manifest:

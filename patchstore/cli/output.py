@@ -8,10 +8,11 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import groupby
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -45,27 +46,17 @@ from patchstore.errors import (
     WaitTimeout,
     WrongParent,
 )
-from patchstore.support.printable import escaped, json_line
+from patchstore.read.versions import Unreadable, Version
+from patchstore.support.printable import duration, escaped, json_line
 
 if TYPE_CHECKING:
     from patchstore.bucket.state_sums import Sums
     from patchstore.ops.doctor import Finding
+    from patchstore.read.diff import Diff
     from patchstore.read.whole_run import Verdict
 
 out = Console()
 err = Console(stderr=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unreadable:
-    """A version whose manifest cannot be read."""
-
-    version: int
-    error: PatchstoreError
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        return {"version": self.version, "error": {"kind": self.error.kind, "message": str(self.error)}}
 
 
 def print_json(value: Any) -> None:
@@ -129,82 +120,151 @@ def full(found: Manifest, sums: "Mapping[str, Sums] | None") -> dict[str, Any]:
     return record
 
 
-_COLUMNS = ("version", "parent", "step", "changed", "delta", "B/change", "anchor", "state", "marks")
-_LEFT_OUT_FIRST = ("B/change", "state", "step", "anchor", "delta", "marks")
+_COLUMNS = ("version", "parent", "step", "age", "changed", "delta", "B/change", "anchor", "state", "marks")
+_LEFT_OUT_FIRST = ("B/change", "state", "step", "anchor", "age", "delta", "marks")
 """Columns in the order in which a narrow terminal leaves them out."""
 _IF_ANY = ("parent", "marks")
 """Columns that are shown only if a version has something there."""
+_TEXTS = ("tensor", "server", "what")
+"""Columns that begin at the left."""
 _BETWEEN = " │ "
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Marks:
-    """What records beside the versions say of them."""
-
-    retired: Set[int]
-    added: Set[int]
-    """Versions that have an anchor among the shortcuts."""
-    tags: Mapping[int, Sequence[str]]
-
-    def of(self, version: int) -> dict[str, Any]:
-        """Return what is said of a version, as JSON values."""
-        return {
-            "retired": version in self.retired,
-            "added_anchor": version in self.added,
-            "tags": [*self.tags.get(version, ())],
-        }
-
-    def row(self, version: int, shown: str) -> dict[str, str]:
-        """Return what is printed of it."""
-        words = [*self.tags.get(version, ()), *(["retired"] if version in self.retired else [])]
-        row = {"marks": ", ".join(words)} if words else {}
-        return {**row, "anchor": "added"} if shown == "-" and version in self.added else row
+def listed(found: Version) -> dict[str, Any]:
+    """A version in a few fields, and what records beside the versions say of it, if that is known."""
+    shown = {**summary(found.manifest), "share_changed": found.share_changed, "resumed": found.is_resumed}
+    if found.marks is None:
+        return shown
+    added = found.number in found.marks.added
+    marks = {"retired": found.is_retired, "added_anchor": added, "tags": found.tags}
+    return {**shown, **marks, "signed_by": found.signed_by}
 
 
-def print_log(
-    header: StoreHeader, versions: Sequence[Manifest | Unreadable], marks: Marks | None = None
-) -> None:
-    """Print versions, one per line, in the given order. A parent is shown if it is not the version before.
+def print_log(header: StoreHeader, versions: Sequence[Version | Unreadable], num_all: int) -> None:
+    """Print versions of so many, one per line, in the given order.
 
-    Not a table of rich, which takes 1.5 ms to lay out a line: a log may have thousands.
+    A parent is shown if it is not the version before.
     """
-    schema = header.schema
-    rows = [_row(each, schema.num_elements) for each in versions]
-    if marks is not None:
-        pairs = zip(rows, versions, strict=True)
-        rows = [row | marks.row(each.version, row.get("anchor", "")) for row, each in pairs]
-    widths = {name: max(len(name), *(len(row.get(name, "")) for row in rows)) for name in _COLUMNS}
-    shown = [name for name in _COLUMNS if name not in _IF_ANY or any(name in row for row in rows)]
-    left_out = []
-    for name in _LEFT_OUT_FIRST if _has_edge() else ():
-        if sum(widths[each] for each in shown) + len(_BETWEEN) * (len(shown) - 1) <= out.width:
-            break
-        shown.remove(name)
-        left_out.append(name)
+    schema, now = header.schema, datetime.now(UTC)
     title = (
         f"run {header.run_id}: {len(schema.tensors)} tensors, {schema.num_elements:,} elements, "
         f"{decimal(schema.num_bytes)}{'' if header.adapter is None else f'; {header.adapter}'}"
     )
-    lines = [_BETWEEN.join(name.rjust(widths[name]) for name in shown)]
-    lines += [_BETWEEN.join(row.get(name, "").rjust(widths[name]) for name in shown) for row in rows]
-    foot = f"not shown in so few columns: {', '.join(left_out)}" if left_out else ""
-    width = out.width if _has_edge() else len(title)
-    print("\n".join(map(escaped, [*textwrap.wrap(title, width), *lines, *textwrap.wrap(foot, width)])))
+    part = f"{len(versions):,} of {num_all:,} versions; -n shows more" if len(versions) < num_all else None
+    _print_columns(title, _COLUMNS, [_row(each, now) for each in versions], _LEFT_OUT_FIRST, part)
 
 
-def _row(found: Manifest | Unreadable, num_elements: int) -> dict[str, str]:
-    if isinstance(found, Unreadable):
-        return {"version": str(found.version), "changed": "unreadable"}
+def print_diff_json(found: "Diff") -> None:
+    """Print what differs between two versions, and then each tensor that does."""
+    print_json(
+        {
+            "before": found.before.version,
+            "after": found.after.version,
+            "tensors_changed": len(found.tensors),
+            "num_tensors": found.num_tensors,
+            "num_changed": found.num_changed,
+            "share_changed": found.share_changed,
+        }
+    )
+    for each in found.tensors:
+        # JSON has no infinite number.
+        largest = each.largest_change if isfinite(each.largest_change) else None
+        shown = {"tensor": each.name, "num_changed": each.num_changed, "num_elements": each.num_elements}
+        print_json({**shown, "share_changed": each.share_changed, "largest_change": largest})
+
+
+def print_diff(found: "Diff", limit: int) -> None:
+    """Print the tensors that differ most between two versions, by the share of their elements."""
+    title = (
+        f"versions {found.before.version} and {found.after.version} differ in {found.num_changed:,} elements "
+        f"({_percent(found.share_changed)}), in {len(found.tensors):,} of {found.num_tensors:,} tensors"
+    )
+    most = sorted(found.tensors, key=lambda each: each.share_changed, reverse=True)[:limit]
+    rows = [
+        {
+            "changed": f"{each.num_changed:,}",
+            "share": _percent(each.share_changed),
+            "largest change": f"{each.largest_change:.3g}",
+            "tensor": each.name,
+        }
+        for each in most
+    ]
+    num_all = len(found.tensors)
+    part = f"{len(rows):,} of {num_all:,} tensors; -n shows more" if len(rows) < num_all else None
+    if rows:
+        _print_columns(title, tuple(rows[0]), rows, part=part)
+    else:
+        print_line(title)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3f} %"
+
+
+def print_status(title: str, rows: Sequence[Mapping[str, str]]) -> None:
+    """Print what is known of a store, and of servers, one per line."""
+    if rows:
+        _print_columns(title, tuple(rows[0]), rows)
+    else:
+        print_line(title)
+
+
+def _print_columns(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Mapping[str, str]],
+    left_out_first: Sequence[str] = (),
+    part: str | None = None,
+) -> None:
+    """Print rows, one per line, and leave out columns where a terminal is narrow.
+
+    Not a table of rich, which takes 1.5 ms to lay out a line: a log may have thousands.
+    """
+    widths = {name: max(len(name), *(len(row.get(name, "")) for row in rows), 0) for name in columns}
+    shown = [name for name in columns if name not in _IF_ANY or any(name in row for row in rows)]
+    left_out = []
+    for name in left_out_first if _has_edge() else ():
+        if sum(widths[each] for each in shown) + len(_BETWEEN) * (len(shown) - 1) <= out.width:
+            break
+        if name in shown:
+            shown.remove(name)
+            left_out.append(name)
+
+    def line(cells: Mapping[str, str]) -> str:
+        aligned = (
+            cells.get(name, "").ljust(widths[name])
+            if name in _TEXTS
+            else cells.get(name, "").rjust(widths[name])
+            for name in shown
+        )
+        return _BETWEEN.join(aligned).rstrip()
+
+    lines = [line({name: name for name in shown}), *map(line, rows)]
+    feet = [f"not shown in so few columns: {', '.join(left_out)}"] if left_out else []
+    feet += [] if part is None else [part]
+    width = out.width if _has_edge() else max(map(len, [title, *feet]))
+    wrapped = [line for foot in feet for line in textwrap.wrap(foot, width)]
+    print("\n".join(map(escaped, [*textwrap.wrap(title, width), *lines, *wrapped])))
+
+
+def _row(listed: Version | Unreadable, now: datetime) -> dict[str, str]:
+    if isinstance(listed, Unreadable):
+        return {"version": str(listed.number), "changed": "unreadable"}
+    found = listed.manifest
     delta, anchor = found.delta, found.anchor
     row = {"version": str(found.version), "step": str(found.step), "state": short(found.state.total)}
     row |= {"changed": "-", "delta": "-", "B/change": "-"}
-    row["anchor"] = "-" if anchor is None else decimal(anchor.num_bytes)
+    row["age"] = duration((now - listed.time).total_seconds())
+    row["anchor"] = decimal(anchor.num_bytes) if anchor is not None else "added" if listed.has_anchor else "-"
     if found.version > 0 and found.parent != found.version - 1:
         row["parent"] = "none" if found.parent is None else str(found.parent)
     if delta is not None:
-        row["changed"] = f"{100 * delta.num_changed / max(1, num_elements):.3f} %"
+        row["changed"] = _percent(listed.share_changed or 0)
         row["delta"] = decimal(delta.num_bytes)
         row["B/change"] = f"{delta.num_bytes / delta.num_changed:.2f}" if delta.num_changed else "-"
+    is_so = {"retired": listed.is_retired, "resumed": listed.is_resumed, "signed": listed.signed_by}
+    if words := [*(listed.tags or ()), *(word for word, is_true in is_so.items() if is_true)]:
+        row["marks"] = ", ".join(words)
     return row
 
 
@@ -278,7 +338,8 @@ def _bar(what: str, shown: bool, *columns: ProgressColumn) -> Iterator[tuple[Pro
         yield None
         return
     every = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
-    with Progress(*every, console=err, transient=True) as bars:
+    # What is printed meanwhile goes where it belongs, also if that is no terminal.
+    with Progress(*every, console=err, transient=True, redirect_stdout=out.is_terminal) as bars:
         yield bars, bars.add_task(what, total=None)
 
 
@@ -287,6 +348,13 @@ def progress(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None] |
     """Show a bar of bytes."""
     with _bar(what, shown, DownloadColumn(), TransferSpeedColumn()) as bar:
         yield bar and (lambda done, total: bar[0].update(bar[1], completed=done, total=total))
+
+
+@contextmanager
+def waiting(what: str, *, shown: bool) -> Iterator[None]:
+    """Show a bar that moves, of what is done in one go."""
+    with _bar(what, shown):
+        yield
 
 
 @contextmanager

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patchstore.bucket import kept, notes
+from patchstore.bucket import history, kept, notes
 from patchstore.bucket.notes import Range
 from patchstore.cli import output
-from patchstore.cli.options import Json, StorageOption, StoreUrl, head, header, open_with, version_named
+from patchstore.cli.options import Json, StorageOption, StoreUrl, head, open_with, version_named
 from patchstore.signing import KeySigner, statement
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def tag(
     if delete and (name is None or version is not None):
         raise typer.BadParameter("give --delete a NAME, and no VERSION")
     bucket = open_with(store, option)
-    run = header(bucket)
+    run = history.run_header(bucket)
     if name is None:
         for each in notes.read_tags(bucket, run.run_id).values():
             _show(each, as_json=as_json)
@@ -91,9 +91,10 @@ def prune(
     has_rule = any(each is not None for each in rules.values())
     policy = Retention(**rules) if has_rule else None  # type: ignore[arg-type]
     bucket = open_with(store, option)
-    header(bucket)
-    retirement = None if policy is None else retire(bucket, policy, dry_run=not yes)
-    found = collect(bucket, dry_run=not yes)
+    history.run_header(bucket)
+    with output.waiting("prune", shown=not as_json):
+        retirement = None if policy is None else retire(bucket, policy, dry_run=not yes)
+        found = collect(bucket, dry_run=not yes)
     if as_json:
         retired = {} if retirement is None else retirement.to_dict()
         output.print_json({**retired, **found.to_dict(), **({"keys": list(found.keys)} if keys else {})})
@@ -170,7 +171,7 @@ def sign(
     """Sign versions that exist, without verifying their payloads: you vouch for their manifests."""
     signer = KeySigner(key, password=os.environ.get(PASSWORD))
     bucket = open_with(store, option)
-    run, newest = header(bucket), head(bucket).version
+    run, newest = history.run_header(bucket), head(bucket).version
     until = newest if last is None else last
     if until > newest or first > until:
         raise typer.BadParameter(f"versions are 0 to {newest}, so there is nothing from {first} to {until}")

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from patchstore.bucket import history
 from patchstore.cli import output
-from patchstore.cli.options import Json, StorageOptionWithoutO, StoreUrl, header, open_with
+from patchstore.cli.options import Json, StorageOptionWithoutO, StoreUrl, open_with
 from patchstore.errors import DataError, NotFound
 from patchstore.support import host
 
@@ -50,7 +51,7 @@ def report(
     from patchstore.ops.report.page import Report, one_page
 
     bucket = open_with(store, option)
-    header(bucket)
+    history.run_header(bucket)
     made = Report(bucket, learning_rate=learning_rate, events=follow_log)
     if out is None:
         _serve(made, listen or "0", as_json=as_json)

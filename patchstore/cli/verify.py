@@ -22,7 +22,6 @@ from patchstore.cli.options import (
     StoreUrl,
     Version,
     head,
-    header,
     newest_slot,
     open_with,
     parsed,
@@ -30,6 +29,7 @@ from patchstore.cli.options import (
     version_named,
 )
 from patchstore.errors import DataError, HostError, PatchstoreError, UsageError
+from patchstore.read.versions import Unreadable
 from patchstore.signing.required import RequiredKeys
 from patchstore.stores import Store, layout
 from patchstore.support.host import replace_text
@@ -88,7 +88,7 @@ def verify(
     if store is None:
         raise typer.BadParameter("name a store, or a server with --server")
     bucket = open_with(store, option)
-    header(bucket)
+    history.run_header(bucket)
     if every:
         _verify_all(bucket, resume=resume, required=required, as_json=as_json)
         history.check_newest(bucket, history.head(bucket))
@@ -172,7 +172,7 @@ def _verify_all(bucket: Store, *, resume: Path | None, required: RequiredKeys | 
     """Verify every version, also those after a damaged one, and print a report."""
     from patchstore.read.whole_run import WholeRun
 
-    found = header(bucket)
+    found = history.run_header(bucket)
     known = {} if resume is None else _read(resume, found.run_id)
     newest = newest_slot(bucket)
     gone = kept.retired_versions(bucket, newest)
@@ -233,7 +233,7 @@ def _report(
     wrong = [each for each in verdicts if each.error is not None]
     for each in verdicts if as_json else ():
         if each.error is not None:
-            damaged = output.Unreadable(version=each.version, error=each.error)
+            damaged = Unreadable(number=each.version, error=each.error)
             output.print_json({**damaged.to_dict(), "verified": False})
         elif each.manifest is not None:
             output.print_json({**output.summary(each.manifest), "verified": True})
@@ -262,7 +262,7 @@ def _report_shortcuts(found: "WholeRun", *, as_json: bool) -> int:
     for ends, error in sorted(found.wrong.items(), key=lambda each: (each[0].version, each[0].parent or -1)):
         key = layout.shortcut_key(ends.version, ends.parent)
         if as_json:
-            damaged = output.Unreadable(version=ends.version, error=error)
+            damaged = Unreadable(number=ends.version, error=error)
             output.print_json(
                 {"shortcut": key, "parent": ends.parent, **damaged.to_dict(), "verified": False}
             )
@@ -347,7 +347,7 @@ def doctor(
         num_bytes=size * 1_000_000,
     )
     # Closed also if the reader of the output went away, so that no test object is left behind.
-    with closing(examination) as findings:
+    with closing(examination) as findings, output.waiting("doctor", shown=not as_json):
         for finding in findings:
             found.append(finding)
             if as_json:

@@ -339,8 +339,10 @@ def _named(call: str, text: str) -> PatchstoreError:
 
 # What a server must serve, and how it must be started.
 
-_EXTENSION = "--worker-extension-cls vllm_plugin.DeltaWorkerExtension"
-_BACKEND = """--weight-transfer-config '{"backend": "delta"}'"""
+EXTENSION = "vllm_plugin.DeltaWorkerExtension"
+BACKEND = '{"backend": "delta"}'
+_EXTENSION = f"--worker-extension-cls {EXTENSION}"
+_BACKEND = f"--weight-transfer-config '{BACKEND}'"
 ADDRESS = "give vLLM's own address, such as http://127.0.0.1:8000, not a proxy's"
 
 _ROUTERS: Mapping[str, tuple[str, ...]] = {

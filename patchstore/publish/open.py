@@ -103,6 +103,8 @@ class Run(NamedTuple):
     """Whether the version to build on has the publisher's weights."""
     since_anchor: Since
     """What leads from the newest anchor to the version to build on."""
+    resumed: tuple[int, int] | None
+    """The version by which the run was resumed, and its step; None in a new run."""
 
 
 def agree(
@@ -312,9 +314,10 @@ def open_run(
             beside=(workers[0], workers[1]),
             signer=signer,
         )
-        since_anchor = Since()
+        since_anchor, resumed = Since(), None
         if found.parent is not None:
             claim = log.claim(is_signed=found.is_signed)
+            resumed = claim.version, claim.step
             if found.lease is not None:
                 # Its version is the newest now, so nothing that leads to it is deleted.
                 notes.release(store, found.lease)
@@ -324,6 +327,7 @@ def open_run(
             "run_id": found.header.run_id,
             "is_stored": found.sums is not None,
             "since_anchor": asdict(since_anchor),
+            "resumed": resumed,
         }
 
     told = channel.round("open a run", ready, conclude)
@@ -347,7 +351,8 @@ def open_run(
             of_adapter=header.adapter is not None,
         ),
     )
-    return Run(header, committer, told["is_stored"], Since(**told["since_anchor"]))
+    resumed = None if told["resumed"] is None else tuple(told["resumed"])
+    return Run(header, committer, told["is_stored"], Since(**told["since_anchor"]), resumed)
 
 
 class Found(NamedTuple):

@@ -208,7 +208,7 @@ class Pipeline:
         """The publication whose weights the snapshot has; None if it has parts of two."""
         self._in_store: int | None = 0 if is_stored else None
         """The publication whose weights the newest version has; None if it is none of this publisher's."""
-        self._newest: Manifest | None = None
+        self.newest: Manifest | None = None
         """Of the newest version that this publisher committed."""
         self._unchanged_calls = 0
         """Publications in a row in which no bit had changed."""
@@ -395,13 +395,11 @@ class Pipeline:
         publication.stages.end()
         publication.publish_s = publication.stages.so_far_s()
         if manifest is None:
-            assert self._newest is not None
+            assert self.newest is not None
             publication.is_unchanged = True
-            logger.info(
-                "step %d: no bit has changed since version %d", publication.step, self._newest.version
-            )
-            return self._newest
-        self._newest = manifest
+            logger.info("step %d: no bit has changed since version %d", publication.step, self.newest.version)
+            return self.newest
+        self.newest = manifest
         if self._report is not None:
             self._report.committed(publication, manifest)
         self._ask_whether_it_trains(manifest)

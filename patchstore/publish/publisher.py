@@ -329,6 +329,7 @@ class Publisher:
         self.run_id = run.header.run_id
         self.schema = run.header.schema
         """The tensors of the run."""
+        self._resumed = run.resumed
         self._pipeline = Pipeline(
             *(run.header.schema, agreed.table, self._snapshot),
             self._encoding,
@@ -414,6 +415,29 @@ class Publisher:
             # All ranks make the same calls, although one may hear of a failure before another.
             raise earlier
         return found
+
+    @property
+    def version(self) -> int | None:
+        """The newest version that this publisher committed, also the one by which it resumed the run.
+
+        None before the first. A call of `publish_patch` counts when its `result` is there.
+        """
+        newest = self._pipeline.newest
+        return newest.version if newest is not None else self._resumed and self._resumed[0]
+
+    @property
+    def step(self) -> int | None:
+        """The step of that version."""
+        newest = self._pipeline.newest
+        return newest.step if newest is not None else self._resumed and self._resumed[1]
+
+    def __repr__(self) -> str:
+        at = "no version yet" if self.version is None else f"version {self.version} (step {self.step})"
+        under_way = len(self._pipeline.under_way())
+        return (
+            f"<Publisher of run {self.run_id} in {self._store.url}: {at}"
+            f"{f', {under_way} under way' if under_way else ''}{', closed' if self._closed else ''}>"
+        )
 
     @property
     def compaction(self) -> Compaction | None:

@@ -18,7 +18,7 @@ from patchstore.read.download import flush, unfinished, write_file
 from patchstore.read.rebuild import Progress, prove, rebuild
 from patchstore.read.run import Around, Run
 from patchstore.signing.required import Keys, RequiredKeys
-from patchstore.stores import Store, opened
+from patchstore.stores import Store
 from patchstore.support import host
 from patchstore.support.arguments import local_path, version_number
 
@@ -61,8 +61,7 @@ def replay(
     required = RequiredKeys.of(required_keys)
     if os.path.lexists(target):
         raise UsageError(f"{target} exists; name a folder that does not")
-    with opened(store) as source:
-        run = Run.open(source, required)
+    with Run.open(store, required) as run:
         number = run.named(version)
         return run.reach(number, lambda route: write(run, route, target, progress))
 
@@ -109,8 +108,7 @@ def verify(
     """
     version = _checked(version)
     required = RequiredKeys.of(required_keys)
-    with opened(store) as source:
-        run = Run.open(source, required)
+    with Run.open(store, required) as run:
         number = run.named(version)
         return run.reach(number, lambda route: _prove(run, route, progress))
 

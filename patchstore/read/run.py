@@ -5,21 +5,31 @@ the version is signed by a required key and not given up, and the way leads roun
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Set
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from patchstore.bucket import history, kept, lineage, notes
 from patchstore.bucket.digests import PayloadMissing
 from patchstore.bucket.lineage import NOTHING, Without
 from patchstore.bucket.records import Ends, Manifest, Payload, Plan, Schema, StoreHeader
 from patchstore.errors import CorruptObject, DataError, StoreReplaced, VersionNotFound
-from patchstore.signing.required import RequiredKeys, checks
-from patchstore.stores import layout
+from patchstore.read.versions import Marks, Unreadable, Version, read_versions
+from patchstore.signing.required import Keys, RequiredKeys, checks
+from patchstore.stores import layout, opened
 from patchstore.stores.base import Store
+from patchstore.support.arguments import whole_number
 
 if TYPE_CHECKING:
+    import torch
+
     from patchstore.bucket.state_sums import SumsArray
+    from patchstore.read.diff import Diff
+    from patchstore.read.load import Into
+    from patchstore.read.rebuild import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +41,7 @@ LEFT = "The weights were left as they are; {} to follow what is there now"
 
 
 class Run:
-    """A run, as one reader follows it."""
+    """A run, as one reader follows it. `patchstore.open` opens one; close it, or use it in a `with`."""
 
     def __init__(
         self,
@@ -51,15 +61,133 @@ class Run:
         self.check_signed = checks(required, store, header)
         """Raises for a version that must not be used; None if no key is required."""
         self._then = then
+        self._closing = ExitStack()
 
     @classmethod
-    def open(cls, store: Store, required: RequiredKeys | None = None) -> "Run":
-        """Read the header. Raises VersionNotFound where there is no run."""
-        return cls(store, history.run_header(store), required)
+    def open(
+        cls,
+        store: Store | str | os.PathLike[str],
+        required_keys: RequiredKeys | Keys | Sequence[Keys] | None = None,
+    ) -> "Run":
+        """Open the run that a store holds, to look at its versions and to load their weights.
+
+        Args:
+            store: an open store, or the URL or path of one, which `close` closes.
+            required_keys: PEM files with public keys, one of which must have signed each version that is
+                loaded or compared. `versions` only lists signatures.
+
+        Raises:
+            VersionNotFound: there is no run.
+        """
+        required = RequiredKeys.of(required_keys)
+        with ExitStack() as closing:
+            source = closing.enter_context(opened(store))
+            run = cls(source, history.run_header(source), required)
+            run._closing = closing.pop_all()
+        return run
+
+    def close(self) -> None:
+        """Close the store, if `open` opened it."""
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        schema = self.schema
+        return (
+            f"<Run {self.header.run_id} in {self.store.url}: {len(schema.tensors):,} tensors, "
+            f"{schema.num_elements:,} elements, {schema.num_bytes:,} bytes>"
+        )
 
     @property
     def schema(self) -> Schema:
+        """The tensors of every version: names, dtypes and shapes."""
         return self.header.schema
+
+    # For people and scripts.
+
+    def versions(self, last: int | None = None) -> list[Version]:
+        """Return the versions of the run, oldest first: numbers, steps, times, bytes, tags and other marks.
+
+        Args:
+            last: only so many, the newest.
+
+        Raises:
+            CorruptObject, VersionNotFound: one of them cannot be read; `patchstore log STORE` shows the
+                others.
+        """
+        if last is not None:
+            last = whole_number("last", last, least=1)
+        newest = self.newest()
+        if newest is None:
+            return []
+        marks = Marks.read(self.store, newest.version)
+        found: list[Version] = []
+        for each in read_versions(self.store, self.header, newest.version, last=last, marks=marks):
+            if isinstance(each, Unreadable):
+                raise each.error
+            self.check(each.manifest)
+            found.append(each)
+        return found
+
+    @property
+    def latest(self) -> Version:
+        """The newest version; asks the store each time. Raises VersionNotFound before the first."""
+        if not (found := self.versions(last=1)):
+            raise self._empty()
+        return found[0]
+
+    def load(
+        self,
+        version: int | str | None = None,
+        *,
+        into: "Into | None" = None,
+        progress: "Progress | None" = None,
+    ) -> "dict[str, torch.Tensor]":
+        """Rebuild a version in memory, bit for bit, verified as a whole.
+
+        Args:
+            version: its number, or a tag; None for the newest.
+            into: a model, or a dict of tensors by checkpoint name, on any device, whose memory gets the
+                weights. All names, shapes and dtypes must be those of the run. They are compared before
+                anything is fetched, and written when everything is verified.
+            progress: called with the bytes done so far and the bytes in all.
+
+        Returns:
+            The tensors by checkpoint name: those of `into`, or new ones on the CPU. A tied tensor has one
+            name, and `schema.tied` the others. Memory: the whole version on the CPU, also with `into`.
+
+        Raises:
+            SchemaMismatch, UsageError: `into` has other tensors, or tensors that are sharded or computed.
+            VersionNotFound, VersionRetired: there is no such version or tag, or no longer.
+            CorruptObject, StateMismatch: the bucket's bytes are wrong.
+            Unsigned, WrongSignature: no required key has signed the version.
+            After each of these errors `into` is as it was.
+        """
+        from patchstore.read import load
+
+        return load.load(self, version, into, progress)
+
+    def diff(self, before: int | str, after: int | str, *, progress: "Progress | None" = None) -> "Diff":
+        """Compare two versions, tensor by tensor and bit by bit. Both are verified as a whole.
+
+        Reads both from their anchors on. Memory: a few tensors; if their anchors have them in another order,
+        at most one of the two versions.
+
+        Raises as `load`.
+        """
+        from patchstore.read import diff
+
+        return diff.diff(self, before, after, progress)
+
+    def _empty(self) -> VersionNotFound:
+        return VersionNotFound(f"{self.store.url} has no version yet")
 
     # Which versions there are.
 
@@ -73,7 +201,7 @@ class Run:
         """Return the newest version. Raises VersionNotFound before the first."""
         newest = self.newest(hint)
         if newest is None:
-            raise VersionNotFound(f"{self.store.url} has no version yet")
+            raise self._empty()
         return newest
 
     def named(self, version: int | str | None) -> int:
@@ -159,6 +287,9 @@ class Run:
 
         with kept.explained(self.store, version):
             return (around or Around(self.store)).tried(plan, use)
+
+
+open = Run.open  # noqa: A001 -- `patchstore.open`
 
 
 # The way round what is gone or damaged. A version's own objects lead to it without any shortcut, until a

@@ -31,3 +31,12 @@ def json_line(value: Any, **options: Any) -> str:
     """Spell a value as `json.dumps` does, on one line, with escapes of JSON for all that is not printable."""
     # There is none outside of strings, and each is one unit of UTF-16.
     return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, **options))
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its largest unit, such as `5 minutes`; 0 s where clocks make it negative."""
+    seconds = max(0.0, seconds)
+    for unit, length_s in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{seconds:.0f} s"

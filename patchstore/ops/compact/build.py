@@ -39,6 +39,7 @@ from patchstore.read import download
 from patchstore.read.anchors import stream_anchor
 from patchstore.read.deltas import Deltas, open_deltas
 from patchstore.read.download import write_file
+from patchstore.read.rebuild import Progress
 from patchstore.read.run import Run
 from patchstore.stores import layout
 from patchstore.tensors import columns, state_digest
@@ -164,12 +165,14 @@ class Builder:
         scratch: Path,
         damaged: Mapping[Ends, bytes],
         clock: Clock,
+        progress: Progress | None = None,
     ) -> None:
         """Prepare; nothing is read or written yet."""
         self.is_late = False
         """Whether something was made and not added, as it took more than a day: a collector may have deleted
         it. Another pass makes it anew."""
         self._damaged, self._clock = damaged, clock
+        self._progress, self._num_done = progress, 0
         self._run, self._store, self._segment = run, run.store, segment
         self._encoding, self._scratch = encoding, scratch
         self._table = PartTable.of_whole(run.schema)
@@ -260,7 +263,10 @@ class Builder:
             for place, deltas in enumerate(steps, 1):
                 deltas.apply(batch)
                 self._at(place, batch, before)
-            num_bytes += sum(spec.num_bytes for spec, _ in batch)
+            size = sum(spec.num_bytes for spec, _ in batch)
+            num_bytes, self._num_done = num_bytes + size, self._num_done + size
+            if self._progress is not None:
+                self._progress(self._num_done, self._run.schema.num_bytes)
             if num_bytes >= _GROUP_BYTES:
                 num_bytes = 0
                 for rollup in self._rollups:

@@ -26,7 +26,7 @@ from patchstore.errors import CorruptObject, DataError, NotFound, UsageError, Ve
 from patchstore.follow.loop import Event, Loop, LoopSettings
 from patchstore.ops.compact.build import Builder, Segment, segments
 from patchstore.read import download
-from patchstore.read.rebuild import check_anchor
+from patchstore.read.rebuild import Progress, check_anchor
 from patchstore.read.run import Run
 from patchstore.stores import layout
 from patchstore.stores.base import Store
@@ -74,10 +74,12 @@ class Compactor:
         encoding: str = "gap",
         scratch: Path | None = None,
         clock: Clock = utc_now,
+        progress: Progress | None = None,
     ) -> None:
         """Prepare; nothing is read or written yet.
 
         Args:
+            progress: told of the tensors of each segment.
             anchor_every: deltas between two anchors; `auto`: an anchor when the deltas since the last one
                 have its size.
             scratch: folder for temporary files: the deltas of a segment, and one file of an anchor. None for
@@ -90,7 +92,7 @@ class Compactor:
             raise UsageError(f"{scratch} is no folder; name one for temporary files")
         self._encoding = ENCODINGS[encoding]
         self._scratch = scratch or Path(gettempdir())
-        self._clock = clock
+        self._clock, self._progress = clock, progress
         self._run: Run | None = None
         self._tried: set[Ends] = set()
         """Rollups that were made, or were found to save too little."""
@@ -178,6 +180,7 @@ class Compactor:
                 self._scratch,
                 self._damaged,
                 self._clock,
+                self._progress,
             )
             if not builder.has_work:
                 break

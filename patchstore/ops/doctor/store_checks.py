@@ -38,6 +38,7 @@ from patchstore.stores.base import PART_BYTES
 from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
 from patchstore.stores.probe import check_create_only
+from patchstore.support.printable import duration
 
 _COMPACT = "run `patchstore compact`, which makes what is damaged anew; until then readers take another way"
 _NEW_ANCHOR = "publish an anchor, with Publisher(resume='anchor'), or restore the object from a backup"
@@ -383,11 +384,12 @@ def _read(bucket: Bucket) -> Iterator[Finding]:
         yield bucket.finding("no-run", "holds no version yet; the first publication makes the run")
         return
     header, head = bucket.header, bucket.head
+    age_s = bucket.now() - manifest_json.time_of(head.created_at).timestamp()
     yield bucket.finding(
         "run",
         f"run {header.run_id}, format {FORMAT_VERSION}, {len(header.schema.tensors):,} tensors of "
         f"{megabytes(header.schema.num_bytes)}; {head.version + 1} versions, the newest is {head.version} "
-        f"(step {head.step}), {_age(head.created_at, bucket.now())} old, by {head.writer.id} "
+        f"(step {head.step}), {duration(age_s)} old, by {head.writer.id} "
         f"(epoch {head.writer.epoch})",
     )
     yield bucket.finding("dtypes", f"serves {schema_text.of_schema(header.schema)}")
@@ -397,14 +399,6 @@ def _replica(mark: ReplicaMark) -> str:
     if mark.promoted_at is not None:
         return f"was a replica of {mark.source}, and was promoted at {mark.promoted_at}: publishers may write"
     return f"a replica of {mark.source}: servers may follow it, and publishers are refused"
-
-
-def _age(created_at: str, now: float) -> str:
-    seconds = max(0.0, now - manifest_json.time_of(created_at).timestamp())
-    for unit, length_s in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length_s:
-            return f"{seconds / length_s:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _lineage(bucket: Bucket) -> Iterator[Finding]:

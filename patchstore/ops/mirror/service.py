@@ -26,6 +26,7 @@ from patchstore.follow.loop import Event, Loop, LoopSettings
 from patchstore.ops.mirror import build
 from patchstore.ops.mirror.place import FLOOR, LINK, Place, Stat, stats, version_of
 from patchstore.read import replay
+from patchstore.read.rebuild import Progress
 from patchstore.read.run import Run
 from patchstore.signing.required import Floor, RequiredKeys
 from patchstore.stores.base import Store
@@ -134,10 +135,12 @@ class Mirror:
         required: RequiredKeys | None = None,
         allow_rollback: bool = False,
         max_head_age_s: float | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Prepare; nothing is read yet.
 
         Args:
+            progress: told of folders that are made from an anchor.
             keep: how many older folders to keep; None for one where there are no commands, which then has
                 until the next version to be read. The folder that commands accepted last is always kept.
         """
@@ -146,7 +149,7 @@ class Mirror:
         """What the link leads to, once it was verified."""
         self.store, self._place, self._commands = store, place, commands
         self._keep = keep if keep is not None else 0 if commands else 1
-        self._required = required
+        self._required, self._progress = required, progress
         self._desired = DesiredVersion(
             HeadWatcher(
                 store,
@@ -252,7 +255,7 @@ class Mirror:
                 build.patch(run, self._folder, self._held, way.deltas, out)
             else:
                 kept.check(self.store, version)
-                replay.write(run, way, out)
+                replay.write(run, way, out, self._progress)
                 build.protect(out)
             return way.num_bytes
 

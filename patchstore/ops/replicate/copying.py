@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from patchstore.bucket import digests, history, kept, notes, shortcuts
 from patchstore.bucket.digests import PayloadMissing, missing
@@ -22,6 +24,10 @@ from patchstore.errors import CorruptObject, DataError, NotFound, PatchstoreErro
 from patchstore.stores import layout, tries
 from patchstore.stores.base import Store
 from patchstore.support import host
+
+if TYPE_CHECKING:
+    # It imports torch, which a copy does not need.
+    from patchstore.read.rebuild import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -125,10 +131,12 @@ def until_stopped(stop: threading.Event, chunks: Iterator[bytes]) -> Iterator[by
 class Copies:
     """Copies of payloads, each begun once for all versions that name it."""
 
-    def __init__(self, source: Store, target: Store) -> None:
-        self._source, self._target = source, target
+    def __init__(self, source: Store, target: Store, progress: "Progress | None" = None) -> None:
+        self._source, self._target, self._progress = source, target, progress
+        self._num_done = self._num_all = 0
         self._begun: dict[Payload, Future[int]] = {}
-        self._lock = threading.Lock()
+        # A copy may have ended when it is begun.
+        self._lock = threading.RLock()
 
     def begin(
         self, wanted: Iterable[Payload], pool: ThreadPoolExecutor, stop: threading.Event
@@ -141,8 +149,16 @@ class Copies:
                     while len(self._begun) >= _NUM_REMEMBERED:
                         del self._begun[next(iter(self._begun))]
                     self._begun[each] = pool.submit(copy, self._source, self._target, each, stop)
+                    self._num_all += each.size
+                    self._begun[each].add_done_callback(partial(self._advance, each.size))
                 found.append((self._begun[each], is_new))
         return found
+
+    def _advance(self, size: int, _: Future[int]) -> None:
+        with self._lock:
+            self._num_done += size
+            if self._progress is not None:
+                self._progress(self._num_done, self._num_all)
 
     def forget_ended(self) -> None:
         """Forget copies that were ended, or failed."""

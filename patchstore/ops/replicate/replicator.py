@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Collection, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from patchstore.bucket import history, kept, manifest_json, notes
 from patchstore.bucket.digests import PayloadMissing
@@ -51,6 +52,10 @@ from patchstore.signing.required import RequiredKeys, checks
 from patchstore.stores import layout
 from patchstore.stores.base import Store
 from patchstore.stores.probe import check_create_only
+
+if TYPE_CHECKING:
+    # It imports torch, which a copy does not need.
+    from patchstore.read.rebuild import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +108,9 @@ class Replicator:
         *,
         stop: threading.Event | None = None,
         required: RequiredKeys | None = None,
+        progress: "Progress | None" = None,
     ) -> None:
-        """Prepare; nothing is read or written yet."""
+        """Prepare; nothing is read or written yet. `progress` is told of payloads, those begun being all."""
         if source.url == target.url:
             raise UsageError(f"{source.url} cannot be a replica of itself: name another place")
         self.source, self.target = source, target
@@ -123,7 +129,7 @@ class Replicator:
         self._run_id: str | None = None
         self._num_unhinted = 0
         """Versions that were created since `head.json` was written."""
-        self._copies = Copies(source, target)
+        self._copies = Copies(source, target, progress)
         self._shortcuts = Shortcuts(source, target, self._stop) if required is None else None
         """None where keys are required: no signature covers a shortcut."""
         self._gone: set[int] = set()

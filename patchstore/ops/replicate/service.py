@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from patchstore.bucket import history
 from patchstore.follow.loop import Event, Loop, LoopSettings
@@ -12,12 +13,21 @@ from patchstore.ops.replicate.replicator import Replicator
 from patchstore.signing.required import RequiredKeys
 from patchstore.stores.base import Store
 
+if TYPE_CHECKING:
+    # It imports torch, which a copy does not need.
+    from patchstore.read.rebuild import Progress
+
 RECHECK_S = 30.0
 """After this time without a new version the source is checked: an emptied one seems to have nothing new."""
 
 
 def replicate(
-    source: Store, target: Store, stop: threading.Event, *, required: RequiredKeys | None = None
+    source: Store,
+    target: Store,
+    stop: threading.Event,
+    *,
+    required: RequiredKeys | None = None,
+    progress: "Progress | None" = None,
 ) -> Generator[Event]:
     """Make the target equal to the source as it is now, and yield each version that is copied.
 
@@ -25,7 +35,7 @@ def replicate(
     any error, and after a kill, the target is a replica of the versions that it has, and calling again
     continues.
     """
-    replicator = Replicator(source, target, stop=stop, required=required)
+    replicator = Replicator(source, target, stop=stop, required=required, progress=progress)
     replicator.open()
     yield from _copied(replicator)
     if not stop.is_set():
