@@ -11,6 +11,7 @@ import pytest
 from asking import PROMPT, question
 from server_process import MODEL_NAME, connection
 
+SERVER_ARGUMENTS = ("--enable-server-load-tracking",)
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate")
 
 
@@ -39,26 +40,39 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def load(server) -> int:
+    """How many requests are not answered yet."""
+    return httpx.get(f"{server.url}/load").json()["server_load"]
+
+
+class Caught:
+    """An answer that is being streamed while the server is paused."""
+
+    def __init__(self, server, response: httpx.Response) -> None:
+        self._server, self.response = server, response
+        self._lines = response.raise_for_status().iter_lines()
+        self._begun = next(self._lines)
+        connection(server).post("/pause", {}, mode="keep", clear_cache="false")
+        self.is_over = not load(server)
+
+    def rest(self) -> list[dict[str, Any]]:
+        """Let the server go on, and return all events."""
+        self._server.resume()
+        return events("\n".join([self._begun, *self._lines]))
+
+
 @contextmanager
-def caught(server, num_tokens: int = 240, wanted: str | None = None, **options: Any) -> Iterator[Any]:
-    """Pause a server in the middle of a streamed answer; gives what reads the rest, after the server goes on."""
-    headers = {} if wanted is None else {"X-Patchstore-Version": wanted}
-    url, asked = f"{server.url}{ROUTES[0]}", body(ROUTES[0], num_tokens, stream=True, **options)
+def caught(server, wanted: str) -> Iterator[Caught]:
+    """Pause a server in the middle of a streamed answer."""
+    url, asked = f"{server.url}{ROUTES[0]}", body(ROUTES[0], 240, stream=True)
+    headers = {"X-Patchstore-Version": wanted}
     for _ in range(20):
         with httpx.stream("POST", url, json=asked, headers=headers, timeout=120) as response:
-            lines = response.raise_for_status().iter_lines()
-            begun = next(lines)
-            connection(server).post("/pause", {}, mode="keep", clear_cache="false")
-            is_caught = httpx.get(f"{server.url}/load").json()["server_load"] > 0
-
-            def rest() -> list[dict[str, Any]]:
-                server.resume()
-                return events("\n".join([begun, *lines]))
-
-            if is_caught:
-                yield response, rest
+            answer = Caught(server, response)
+            if not answer.is_over:
+                yield answer
                 return
-            rest()
+            answer.rest()
     pytest.fail("the answer was always over before the pause")
 
 
@@ -133,10 +147,10 @@ def test_several_choices_and_steps_of_a_beam_search_are_of_the_wanted_version(se
 def test_an_answer_that_goes_on_with_new_weights_says_both_versions(server, trainer, prefix_cache):
     trainer.step(density=0.5)
     server._prefix_cache = prefix_cache
-    with caught(server, wanted=">=0") as (response, rest):
+    with caught(server, ">=0") as answer:
         server.apply(1)
-        parts = rest()
-    assert response.headers["X-Patchstore-Begin"] == "0"
+        parts = answer.rest()
+    assert answer.response.headers["X-Patchstore-Begin"] == "0"
     assert parts[-1]["choices"][0]["finish_reason"] == "length"
     assert parts[-1]["patchstore"] == {"begin": 0, "end": 1, "mixed": True}
 
@@ -144,9 +158,9 @@ def test_an_answer_that_goes_on_with_new_weights_says_both_versions(server, trai
 @pytest.mark.parametrize("wanted", ["=0", "hold", ">=0, hold"])
 def test_an_update_ends_an_answer_that_was_to_be_of_one_version(server, trainer, wanted):
     trainer.step(density=0.5)
-    with caught(server, wanted=wanted) as (_, rest):
+    with caught(server, wanted) as answer:
         server.apply(1)
-        parts = rest()
+        parts = answer.rest()
     assert parts[-1]["error"]["code"] == 409
     assert parts[-1]["patchstore"] == {"serving": 1}
     assert not any(part["choices"][0]["finish_reason"] for part in parts[:-1])
@@ -157,9 +171,9 @@ def test_an_update_ends_an_answer_that_was_to_be_of_one_version(server, trainer,
 def test_a_version_that_a_request_accepts_until_the_server_goes_back_ends_its_answer(server, trainer):
     trainer.step()
     server.apply(1)
-    with caught(server, wanted=">=1") as (_, rest):
+    with caught(server, ">=1") as answer:
         server.apply(0)
-        assert rest()[-1]["error"]["code"] == 409
+        assert answer.rest()[-1]["error"]["code"] == 409
 
 
 def test_what_waits_during_an_update_is_answered_by_the_new_version_or_refused(server, trainer):
