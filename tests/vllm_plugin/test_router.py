@@ -75,9 +75,10 @@ def test_no_answer_is_of_a_version_that_its_request_excludes(model, new_trainer,
             found.append(answered(router, wanted, stream=chosen.random() < 0.5))
         return found
 
-    with ExitStack() as stack:
+    with ExitStack() as machines, ExitStack() as stack:
         for each in (steady, lagging):
-            stack.enter_context(each.serving(model))
+            machines.enter_context(each.serving(model))
+        machines.callback(booting.stop)
         urls = [argument for each in servers for argument in ("--server", each.url)]
         listens = ("--listen", follow.rpartition(":")[2], "--max-poll-interval", "0.5")
         stack.enter_context(program("patchstore", "follow", trainer.url, *urls, *listens))
@@ -91,7 +92,6 @@ def test_no_answer_is_of_a_version_that_its_request_excludes(model, new_trainer,
         stack.callback(is_over.set)
         asked = [pool.submit(ask_on, seed) for seed in range(NUM_CLIENTS)]
         boot = pool.submit(booting.start, model)
-        stack.callback(booting.stop)
         with VllmServer(lagging.url) as late:
             for version in range(1, NUM_VERSIONS):
                 call(late, "delta_fail_writes", 1)
@@ -103,6 +103,8 @@ def test_no_answer_is_of_a_version_that_its_request_excludes(model, new_trainer,
         time.sleep(3)
         is_over.set()
         found = [each for client in asked for each in client.result()]
+        # Nothing drives the servers any more.
+        stack.close()
         with VllmServer(booting.url) as quiet:
             right = {}
             for version in range(NUM_VERSIONS):
