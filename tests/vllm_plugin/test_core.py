@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.multimodal import utils as mm_utils
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.v1.core.sched import output
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from patchstore.errors import OtherServer, StaleCaches, UsageError
@@ -457,3 +458,43 @@ def test_a_server_with_another_backend_is_left_alone(core):
             {"update_info": {"version": 1, "prefix_cache": "version"}},
         )
         assert core.look_up(core.request()) == before
+
+
+def test_steps_that_were_under_way_at_a_write_keep_the_label_of_what_computed_them(core):
+    if not hasattr(EngineCore, "_attach_weight_version"):
+        pytest.skip("this vLLM does not label tokens")
+
+    def label() -> str | None:
+        outputs = {0: EngineCoreOutputs()}
+        core._attach_weight_version(outputs)
+        return outputs[0].weight_version
+
+    core.update()
+    core.batch_queue = [None, None]
+    core.update(version=2)
+    assert label() == "1"
+    core.batch_queue = [None, None]
+    core.update(version=3)
+    assert [label() for _ in range(3)] == ["1", "2", "3"]
+
+
+def test_weights_that_are_no_version_have_no_versions_label(core):
+    core.update()
+    core.collective_rpc("reload_weights")
+    assert core.get_weight_version() == "default"
+    core.serving = 1
+    core.collective_rpc(lambda worker: None)
+    assert core.get_weight_version() == "1"
+    # A client's own text stays.
+    core.set_weight_version("mine")
+    core.collective_rpc("reload_weights")
+    assert core.get_weight_version() == "mine"
+
+
+def test_a_write_that_fails_leaves_the_label_of_what_is_served(core):
+    core.update()
+    core.serving = 1
+    core.failing.add("finish_weight_update")
+    with pytest.raises(RuntimeError, match="a worker failed"):
+        core.update(version=2)
+    assert core.get_weight_version() == "1"

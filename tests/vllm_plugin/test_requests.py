@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import httpx
@@ -11,8 +12,19 @@ import pytest
 from asking import PROMPT, question
 from server_process import MODEL_NAME, connection
 
-SERVER_ARGUMENTS = ("--enable-server-load-tracking",)
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate")
+from patchstore.follow.settings import PrefixCache
+from patchstore.follow.vllm_server import VllmServer
+
+HAS_TOKEN_ROUTE = find_spec("vllm.entrypoints.scale_out") is not None
+"""Whether this vLLM takes and gives tokens at a route of its own, if it is started for that."""
+SERVER_ARGUMENTS = (
+    "--enable-server-load-tracking",
+    *("--chat-template", "{% for message in messages %}{{ message.content }}{% endfor %}"),
+    *(["--enable-scale-out"] if HAS_TOKEN_ROUTE else []),
+)
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+TOKENS = "/inference/v1/generate"
+ALL_ROUTES = (*ROUTES, *([TOKENS] if HAS_TOKEN_ROUTE else []))
 
 
 def body(route: str, num_tokens: int = 8, *, stream: bool = False, **options: Any) -> dict[str, Any]:
@@ -69,14 +81,17 @@ def caught(server, wanted: str) -> Iterator[Caught]:
     for _ in range(20):
         with httpx.stream("POST", url, json=asked, headers=headers, timeout=120) as response:
             answer = Caught(server, response)
-            if not answer.is_over:
-                yield answer
-                return
+            try:
+                if not answer.is_over:
+                    yield answer
+                    return
+            finally:
+                server.resume()
             answer.rest()
     pytest.fail("the answer was always over before the pause")
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", ALL_ROUTES)
 def test_an_answer_says_which_version_it_is_of(server, trainer, route):
     trainer.step(density=0.5)
     server.apply(1)
@@ -90,7 +105,7 @@ def test_an_answer_says_which_version_it_is_of(server, trainer, route):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", ALL_ROUTES)
 def test_a_request_for_another_version_is_refused_with_what_is_served(server, trainer, route, stream):
     for wanted in ("=1", ">=1, hold"):
         answer = post(server, body(route, stream=stream), wanted, route)
@@ -101,17 +116,21 @@ def test_a_request_for_another_version_is_refused_with_what_is_served(server, tr
 
 
 def test_extra_arguments_say_the_same_as_the_header(server, trainer):
-    for route in ROUTES[:3]:
+    for route in ROUTES:
         asked = body(route, vllm_xargs={"patchstore_version": ">=1"})
         assert post(server, asked, route=route).status_code == 409
         assert post(server, asked, ">=1", route).status_code == 409
         refused = post(server, asked, ">=0", route)
         assert (refused.status_code, "in its body" in refused.text) == (400, True)
-    asked = body(ROUTES[3])
+
+
+@pytest.mark.skipif(not HAS_TOKEN_ROUTE, reason="this vLLM has no such route")
+def test_a_request_in_tokens_has_extra_arguments_elsewhere(server, trainer):
+    asked = body(TOKENS)
     asked["sampling_params"]["extra_args"] = {"patchstore_version": "=1"}
-    assert post(server, asked, route=ROUTES[3]).status_code == 409
+    assert post(server, asked, route=TOKENS).status_code == 409
     asked["sampling_params"]["extra_args"] = {"patchstore_version": "=0"}
-    assert post(server, asked, route=ROUTES[3]).json()["patchstore"]["end"] == 0
+    assert post(server, asked, route=TOKENS).json()["patchstore"]["end"] == 0
 
 
 @pytest.mark.parametrize(
@@ -143,12 +162,12 @@ def test_several_choices_and_steps_of_a_beam_search_are_of_the_wanted_version(se
         assert post(server, body(ROUTES[0]) | options, "=1").status_code == 409
 
 
-@pytest.mark.parametrize("prefix_cache", ["reset", "version"])
+@pytest.mark.parametrize("prefix_cache", [PrefixCache.RESET, PrefixCache.VERSION])
 def test_an_answer_that_goes_on_with_new_weights_says_both_versions(server, trainer, prefix_cache):
     trainer.step(density=0.5)
-    server._prefix_cache = prefix_cache
-    with caught(server, ">=0") as answer:
-        server.apply(1)
+    driver = VllmServer(server.url, prefix_cache=prefix_cache)
+    with driver, caught(server, ">=0") as answer:
+        driver.apply(1)
         parts = answer.rest()
     assert answer.response.headers["X-Patchstore-Begin"] == "0"
     assert parts[-1]["choices"][0]["finish_reason"] == "length"
@@ -205,11 +224,10 @@ def test_without_a_version_only_what_asks_for_none_is_answered(server, trainer):
 
 def test_versions_are_not_promised_where_caches_keep_what_older_ones_computed(server, trainer):
     trainer.step()
-    server._prefix_cache = "keep"
-    server.apply(1)
+    with VllmServer(server.url, prefix_cache=PrefixCache.KEEP) as driver:
+        driver.apply(1)
     refused = post(server, body(ROUTES[0]), ">=1")
     assert (refused.status_code, "--prefix-cache keep" in refused.text) == (400, True)
     assert post(server, body(ROUTES[0])).json()["patchstore"]["begin"] == 1
-    server._prefix_cache = "reset"
     server.apply(0)
     assert post(server, body(ROUTES[0]), "=0").is_success
