@@ -7,12 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bare_core import Core, EngineCore, Request
+from bare_core import Core, EngineCore, EngineCoreOutputs, Request
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.multimodal import utils as mm_utils
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.v1.core.sched import output
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from patchstore.errors import OtherServer, StaleCaches, UsageError
@@ -461,21 +460,15 @@ def test_a_server_with_another_backend_is_left_alone(core):
 
 
 def test_steps_that_were_under_way_at_a_write_keep_the_label_of_what_computed_them(core):
-    if not hasattr(EngineCore, "_attach_weight_version"):
+    if "weight_version" not in EngineCoreOutputs.__struct_fields__:
         pytest.skip("this vLLM does not label tokens")
-
-    def label() -> str | None:
-        outputs = {0: EngineCoreOutputs()}
-        core._attach_weight_version(outputs)
-        return outputs[0].weight_version
-
     core.update()
     core.batch_queue = [None, None]
     core.update(version=2)
-    assert label() == "1"
+    assert core.end_step().weight_version == "1"
     core.batch_queue = [None, None]
     core.update(version=3)
-    assert [label() for _ in range(3)] == ["1", "2", "3"]
+    assert [core.end_step().weight_version for _ in range(3)] == ["1", "2", "3"]
 
 
 def test_weights_that_are_no_version_have_no_versions_label(core):
