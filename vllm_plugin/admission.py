@@ -27,11 +27,10 @@ class Admission:
     """Which requests one engine core answers with the version that it serves."""
 
     def __init__(self, core: Any, ask: Callable[[], int | None]) -> None:
-        """Ask the workers what they serve when the first request wants to know it."""
+        """Ask the workers what they serve when a request wants to know it, until they serve something."""
         self._core, self._ask = core, ask
         self._serving: int | None = None
-        """What the workers serve, whole; None if nothing."""
-        self._is_known = False
+        """What the workers serve, whole; None if nothing, or if they were not asked, or did not say."""
         self.is_stale = False
         """The last update left what older versions computed to later requests."""
         self._under_way: deque[str] = deque()
@@ -41,7 +40,7 @@ class Admission:
         """End a request that was added, if what is served may not answer it."""
         if (text := _wanted(request)) is None:
             return
-        if not self._is_known:
+        if self._serving is None:
             self.serves(self._ask())
         refusal = self._lacking(request, text)
         if refusal is not None:
@@ -62,9 +61,8 @@ class Admission:
 
     def serves(self, version: int | None) -> None:
         """Note what is served from here on, and end all requests that accept no other version."""
-        before, was_known = self._serving, self._is_known
-        self._serving, self._is_known = version, True
-        if was_known and version == before:
+        before, self._serving = self._serving, version
+        if version == before:
             return
         for request in list(self._requests().values()):
             if (text := _wanted(request)) is None:

@@ -340,7 +340,8 @@ class UpdateCore:
     def _served(self) -> int | None:
         """Return the version that the workers say they serve; None for none, where they differ or fail."""
         try:
-            ranks = self._core.collective_rpc("delta_status")
+            # A rank that hangs must not keep the error of a call from its client.
+            ranks = self._core.collective_rpc("delta_status", timeout=_MOST_S)
         except Exception:  # noqa: BLE001  (it must not end the engine core)
             return None
         versions = {rank.get("serving") for rank in ranks}
