@@ -5,6 +5,7 @@
 | `GET /metrics` | figures in Prometheus' format |
 | `GET /healthz` | 200, or 503 if there are problems; a JSON object with the state, and `problems` |
 | `GET /readyz` | 200 if all servers serve the desired version, or 503 with `reasons` |
+| `GET /readyz?version=>=12` | the same for a version that is asked for (`Wanted`) |
 | `GET /livez` | 200 while the process can answer at all |
 | `POST /pin` `{"version": 12}` | servers go to version 12, older or newer, and stay there |
 | `POST /pin` `{"version": 12, "allow_rollback": true}` | also to an older one, where keys are required |
