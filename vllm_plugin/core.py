@@ -19,6 +19,7 @@ from typing import Any
 
 from patchstore.errors import OtherServer, PatchstoreError, StaleCaches, UsageError
 from patchstore.follow.settings import PrefixCache
+from vllm_plugin.admission import Admission
 from vllm_plugin.caches import Caches
 from vllm_plugin.waiting import BELL_KEY, WAIT_KEY, when_rung
 
@@ -35,8 +36,12 @@ NOT_LOADED = (
     "(pip install patchstore), and if VLLM_PLUGINS is set, add patchstore to it"
 )
 
+_KEEPING = frozenset({"start_weight_update", "update_weights"})
+"""Methods of workers, beside those of the extension, after which they serve what they did."""
 _MOST_S = 60.0
 """So long a call waits at most."""
+_UNLABELLED = "default"
+"""vLLM's own label of tokens, before it was told another."""
 _STATE = "_patchstore"
 _WRAPPED = "_patchstore_wrapped"
 
@@ -48,13 +53,15 @@ def install() -> None:
     if is_wrapped(EngineCore.collective_rpc):
         return
     _in_core("collective_rpc", lambda core, call, *args, **kwargs: core.called(call, *args, **kwargs))
-    # It adds nothing, but makes the core's `Caches` before the first request is scheduled.
-    _in_core("add_request", lambda _core, add, *args, **kwargs: add(*args, **kwargs))
+    # It also makes the core's `Caches` before the first request is scheduled.
+    _in_core("add_request", lambda core, add, *args, **kwargs: core.added(add, *args, **kwargs))
     _in_core("resume_scheduler", lambda core, resume: core.resumed(resume))
     _in_core("wake_up", lambda core, wake_up, *args, **kwargs: core.woken(wake_up, *args, **kwargs))
     # 0.26 has no labels.
     if hasattr(EngineCore, "set_weight_version"):
         _in_core("set_weight_version", lambda core, put, label: core.labelled(put, label))
+    if hasattr(EngineCore, "_attach_weight_version"):
+        _in_core("_attach_weight_version", lambda core, attach, out: core.admission.attached(attach, out))
 
 
 def _in_core(name: str, instead: Callable[..., Any]) -> None:
@@ -141,6 +148,7 @@ class UpdateCore:
         """Another one after each start, so that a client notices which server answers."""
         self.caches = Caches(core)
         self.drivers = Drivers()
+        self.admission = Admission(core, self._served)
         self._mode = PrefixCache.RESET
         """What the update under way is to do to caches."""
         self._version: int | None = None
@@ -164,7 +172,8 @@ class UpdateCore:
     ) -> Any:
         """Answer a collective call, or pass it on to the workers."""
         if not isinstance(method, str):
-            return call(method, timeout, args, kwargs)
+            with self._changing():
+                return call(method, timeout, args, kwargs)
         given = dict(kwargs or {})
         self._check_meant(given.pop(ENGINE_KEY, None))
         driver = self.drivers.hear(given.pop(DRIVER_KEY)) if DRIVER_KEY in given else None
@@ -191,7 +200,7 @@ class UpdateCore:
         def ask(**more: Any) -> Any:
             began = time.monotonic()
             workers = functools.partial(call, method, timeout, args, given | more)
-            answer = self._write(workers) if method == "finish_weight_update" else workers()
+            answer = self._run(method, workers)
             self.drivers.extend(time.monotonic() - began)
             return self._noted(method, args, given, answer, driver)
 
@@ -199,6 +208,15 @@ class UpdateCore:
             # A bell of a client's would be any file of this host.
             return when_rung(_seconds(given.pop(WAIT_KEY, 0)), lambda bell: ask(**{BELL_KEY: bell}))
         return ask()
+
+    def _run(self, method: str, workers: Callable[[], Any]) -> Any:
+        """Call a method of the workers."""
+        if method == "finish_weight_update":
+            return self._write(workers)
+        if method.startswith("delta_") or method in _KEEPING:
+            return workers()
+        with self._changing():
+            return workers()
 
     def _check_meant(self, engine: object) -> None:
         if engine not in (None, self.id):
@@ -246,8 +264,10 @@ class UpdateCore:
                     self.caches.before_write(mode)
                 except Exception as exc:
                     raise _told(StaleCaches(f"version {version} was not applied: {exc}")) from exc
-        answer = workers()
-        self._label(version)
+        self.admission.written(getattr(self._core, "_weight_version", ""))
+        with self._changing(version):
+            answer = workers()
+        self.admission.is_stale = mode is PrefixCache.KEEP
         try:
             if mode is PrefixCache.RESET:
                 self.caches.reset()
@@ -274,10 +294,27 @@ class UpdateCore:
             )
         )
 
-    def _label(self, version: int | None) -> None:
-        if version is not None and hasattr(self._core, "set_weight_version"):
-            # In the same call as the write, so that no token has the label of other weights.
-            type(self._core).set_weight_version.__wrapped__(self._core, str(version))
+    @contextmanager
+    def _changing(self, version: int | None = None) -> Iterator[None]:
+        """Note what the workers serve after a call, and label tokens with it.
+
+        That is `version` if it is given and the call succeeds, and else what they say. It is done in the call
+        of the write, so that no token has the label of other weights, and before caches are emptied, because
+        a request that starts over does not look begun.
+        """
+        written = None
+        try:
+            yield
+            written = version
+        finally:
+            serving = self._served() if written is None else written
+            if hasattr(self._core, "set_weight_version"):
+                label = self._core.get_weight_version()
+                # Any other text is a client's.
+                if written is not None or label == _UNLABELLED or label.isdecimal():
+                    label = _UNLABELLED if serving is None else str(serving)
+                    type(self._core).set_weight_version.__wrapped__(self._core, label)
+            self.admission.serves(serving)
 
     def _noted(
         self, method: str, args: tuple[Any, ...], given: Mapping[str, Any], answer: Any, driver: str | None
@@ -290,8 +327,6 @@ class UpdateCore:
         elif method == "delta_switch" and not any(answer):
             # A rank that refused the mark has answered why.
             self._switch = args[0] if args else given.get("switch")
-        elif method == "init_weight_transfer_engine":
-            self._label(self._served())
         elif method in {"delta_status", "delta_prefetch"}:
             ours = {
                 "engine": self.id,
@@ -303,10 +338,19 @@ class UpdateCore:
         return answer
 
     def _served(self) -> int | None:
-        """Return the version that the workers say they serve; None for none, or where they differ."""
-        ranks = self._core.collective_rpc("delta_status")
+        """Return the version that the workers say they serve; None for none, where they differ or fail."""
+        try:
+            # A rank that hangs must not keep the error of a call from its client.
+            ranks = self._core.collective_rpc("delta_status", timeout=_MOST_S)
+        except Exception:  # noqa: BLE001  (it must not end the engine core)
+            return None
         versions = {rank.get("serving") for rank in ranks}
         return versions.pop() if len(versions) == 1 else None
+
+    def added(self, add: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> None:
+        """Take a request, and answer it if it accepts what is served."""
+        add(request, *args, **kwargs)
+        self.admission.check(request)
 
     # Calls that this core answers itself: see `DeltaWorkerExtension`.
 
@@ -356,7 +400,8 @@ class UpdateCore:
         """Wake up from sleep. Generation stays paused where `delta_pause` or a switch paused it."""
         has_paused = self._has_paused
         is_held = (has_paused or self._switch == "resume") and self._core.is_scheduler_paused()
-        answer = wake_up(*args, **kwargs)
+        with self._changing():
+            answer = wake_up(*args, **kwargs)
         if is_held and not self._core.is_scheduler_paused():
             # vLLM resumes its scheduler also if a client had paused it. No step was made since.
             self._core.pause_scheduler("keep", False)

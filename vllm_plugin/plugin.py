@@ -22,11 +22,11 @@ def load() -> None:
     """
     keep_in_step()
     core.install()
-    serve_adapters()
+    prepare_api_servers()
 
 
-def serve_adapters() -> None:
-    """Have an API server know adapters of runs, once it is made. Calling it again changes nothing.
+def prepare_api_servers() -> None:
+    """Have an API server know adapters, and versions of the base, once it is made. Again it changes nothing.
 
     It asks vLLM for resolvers of adapters when it makes its list of models. Nothing else does, so that other
     processes do not import what serves HTTP.
@@ -36,9 +36,10 @@ def serve_adapters() -> None:
     registry = type(LoRAResolverRegistry)
 
     def install(_: Any, ask: Callable[[], Any]) -> Any:
-        from vllm_plugin import adapters
+        from vllm_plugin import adapters, answers
 
         adapters.install()
+        answers.install()
         return ask()
 
     if not core.is_wrapped(registry.get_supported_resolvers):

@@ -5,6 +5,7 @@
 | `GET /metrics` | figures in Prometheus' format |
 | `GET /healthz` | 200, or 503 if there are problems; a JSON object with the state, and `problems` |
 | `GET /readyz` | 200 if all servers serve the desired version, or 503 with `reasons` |
+| `GET /readyz?version=>=12` | the same for a version that is asked for (`Wanted`) |
 | `GET /livez` | 200 while the process can answer at all |
 | `POST /pin` `{"version": 12}` | servers go to version 12, older or newer, and stay there |
 | `POST /pin` `{"version": 12, "allow_rollback": true}` | also to an older one, where keys are required |
@@ -37,6 +38,7 @@ from patchstore.errors import HostError, InternalError, NotFound, PatchstoreErro
 from patchstore.follow.desired import DesiredVersion
 from patchstore.follow.fleet import Fleet, FleetStatus, ServerView
 from patchstore.follow.metrics import Metrics
+from patchstore.follow.wanted import Wanted
 from patchstore.support.host import is_loopback
 
 if TYPE_CHECKING:
@@ -252,14 +254,19 @@ def _gate(query: str) -> dict[str, Any]:
         given = parse_qs(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as exc:
         raise UsageError(f"{query!r:.80} is no list of parameters: {exc}") from exc
-    if given.keys() - {"server", "max_lag"} or any(len(values) > 1 for values in given.values()):
-        raise UsageError(f"the parameters are server and max_lag, each at most once, not {query!r:.80}")
+    names = {"server", "max_lag", "version"}
+    if given.keys() - names or any(len(values) > 1 for values in given.values()):
+        raise UsageError(f"the parameters are server, max_lag, version, each at most once, not {query!r:.80}")
+    if {"max_lag", "version"} <= given.keys():
+        raise UsageError("max_lag is of the desired version: ask with version or with max_lag")
     found: dict[str, Any] = {name: values[0] for name, values in given.items()}
     if "max_lag" in found:
         text = found["max_lag"]
         if not (text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS):
             raise UsageError(f"max_lag is a number of versions from 0 on, not {text!r:.80}")
         found["max_lag"] = int(text)
+    if "version" in found:
+        found["wanted"] = Wanted.parse(found.pop("version"))
     return found
 
 
@@ -406,22 +413,27 @@ def _problems(fleet: FleetStatus, unhealthy_after_s: float) -> Iterator[dict[str
             yield {"problem": "behind", "of": view.url, "seconds": late_s}
 
 
-def readiness(fleet: FleetStatus, *, server: str | None = None, max_lag: int = 0) -> dict[str, Any]:
+def readiness(
+    fleet: FleetStatus, *, server: str | None = None, max_lag: int = 0, wanted: Wanted | None = None
+) -> dict[str, Any]:
     """Return as JSON values whether servers serve the desired version, as their last step found them.
 
     `reasons` has one sentence for each server, or for the store, that is not ready. While the store does not
     answer, the last desired version counts. A server may be `max_lag` versions behind. One that is ahead,
-    because an older version is desired, is not ready.
+    because an older version is desired, is not ready. With `wanted`, a server is ready that serves a version
+    which that allows, of the desired run, whatever is desired.
     """
     views = [view for view in fleet.servers if server is None or view.url == server.rstrip("/")]
     if server is not None and not views:
         raise NotFound(f"{server} is not followed here")
-    reasons = list(_unready(fleet, views, max_lag))
+    reasons = list(_unready(fleet, views, max_lag, wanted))
     target = None if fleet.target is None else fleet.target.version
     return {"ready": not reasons, "target": target, "reasons": reasons}
 
 
-def _unready(fleet: FleetStatus, views: list[ServerView], max_lag: int) -> Iterator[str]:
+def _unready(
+    fleet: FleetStatus, views: list[ServerView], max_lag: int, wanted: Wanted | None
+) -> Iterator[str]:
     if not fleet.is_alive:
         yield "the store is not polled any more; restart this process"
     if not views:
@@ -433,11 +445,11 @@ def _unready(fleet: FleetStatus, views: list[ServerView], max_lag: int) -> Itera
         yield f"the desired version is not known: {error or f'{fleet.store} has no version yet'}"
         return
     for view in views:
-        if reason := _lack(view, fleet.target, max_lag):
+        if reason := _lack(view, fleet.target, max_lag, wanted):
             yield f"{view.url} {reason}"
 
 
-def _lack(view: ServerView, target: Manifest, max_lag: int) -> str | None:
+def _lack(view: ServerView, target: Manifest, max_lag: int, wanted: Wanted | None) -> str | None:
     """What keeps a server from being ready."""
     if not view.is_alive:
         return "is not followed any more; restart this process"
@@ -451,6 +463,8 @@ def _lack(view: ServerView, target: Manifest, max_lag: int) -> str | None:
         return f"serves no version yet; version {target.version} is desired"
     if view.run_id != target.run_id:
         return f"serves version {view.serving} of run {view.run_id}; run {target.run_id} is desired"
-    if not 0 <= target.version - view.serving <= max_lag:
-        return f"serves version {view.serving}; version {target.version} is desired"
+    lag = target.version - view.serving
+    if not (0 <= lag <= max_lag if wanted is None else wanted.allows(view.serving)):
+        asked = f"version {target.version} is desired" if wanted is None else f"{wanted} is asked for"
+        return f"serves version {view.serving}; {asked}"
     return None

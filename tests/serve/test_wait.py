@@ -217,6 +217,23 @@ def test_a_server_is_ready_only_while_it_serves_the_desired_version(serve, store
         service.until_ready()
 
 
+def test_a_router_asks_whether_servers_have_a_version_whatever_is_desired(serve, store, stub):
+    with serve(stub.url) as service:
+        service.until_ready()
+        go_on = stub.block("delta_prove")
+        commit(store, 1)
+        try:
+            assert stub.entered["delta_prove"].wait(60)
+            assert [service.ready(f"?version={each}")[0] for each in ("=0", ">=0", "%3E%3D0")] == [200] * 3
+            status, gate = service.ready("?version=>=1")
+            assert (status, gate["target"]) == (503, 1)
+            assert gate["reasons"] == [f"{stub.url} serves version 0; version 1 or a later one is asked for"]
+        finally:
+            go_on.set()
+        service.until_ready("?version=>=1")
+        assert service.ready("?version==0")[0] == 503
+
+
 def test_a_server_ahead_of_its_pin_is_not_ready_whatever_the_lag(serve, store, stub):
     commit(store, 1)
     with serve(stub.url) as service:
@@ -286,7 +303,18 @@ def test_a_server_of_another_run_is_not_ready(serve, store, stub):
 
 @pytest.mark.parametrize(
     "query",
-    ["?max_lag=-1", "?max_lag=x", "?max_lag=", f"?max_lag={10**30}", "?max_lag=1&max_lag=2", "?lag=1", "?&"],
+    [
+        *(
+            "?max_lag=-1",
+            "?max_lag=x",
+            "?max_lag=",
+            f"?max_lag={10**30}",
+            "?max_lag=1&max_lag=2",
+            "?lag=1",
+            "?&",
+        ),
+        *("?version=1", "?version=", "?version=>=x", "?version==1&max_lag=1", "?version==1&version==2"),
+    ],
 )
 def test_parameters_that_are_wrong_are_refused(serve, stub, query):
     with serve(stub.url) as service:

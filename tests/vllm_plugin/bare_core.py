@@ -13,6 +13,7 @@ with warnings.catch_warnings():
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import Request
 
@@ -105,6 +106,12 @@ class Core(EngineCore):
         """The hashes with which the scheduler looks for a prefix, when the request is scheduled."""
         self.scheduler.kv_cache_manager.get_computed_blocks(request)
         return self.found[-1]
+
+    def end_step(self) -> EngineCoreOutputs:
+        """What vLLM reports when a step of the batch queue has ended."""
+        outputs = EngineCoreOutputs()
+        self._attach_weight_version({0: outputs})
+        return outputs
 
     def update(self, **info: Any) -> None:
         """What the routes of an update call."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bare_core import Core, EngineCore, Request
+from bare_core import Core, EngineCore, EngineCoreOutputs, Request
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.multimodal import utils as mm_utils
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
@@ -457,3 +457,37 @@ def test_a_server_with_another_backend_is_left_alone(core):
             {"update_info": {"version": 1, "prefix_cache": "version"}},
         )
         assert core.look_up(core.request()) == before
+
+
+def test_steps_that_were_under_way_at_a_write_keep_the_label_of_what_computed_them(core):
+    if "weight_version" not in EngineCoreOutputs.__struct_fields__:
+        pytest.skip("this vLLM does not label tokens")
+    core.update()
+    core.batch_queue = [None, None]
+    core.update(version=2)
+    assert core.end_step().weight_version == "1"
+    core.batch_queue = [None, None]
+    core.update(version=3)
+    assert [core.end_step().weight_version for _ in range(3)] == ["1", "2", "3"]
+
+
+def test_weights_that_are_no_version_have_no_versions_label(core):
+    core.update()
+    core.collective_rpc("reload_weights")
+    assert core.get_weight_version() == "default"
+    core.serving = 1
+    core.collective_rpc(lambda worker: None)
+    assert core.get_weight_version() == "1"
+    # A client's own text stays.
+    core.set_weight_version("mine")
+    core.collective_rpc("reload_weights")
+    assert core.get_weight_version() == "mine"
+
+
+def test_a_write_that_fails_leaves_the_label_of_what_is_served(core):
+    core.update()
+    core.serving = 1
+    core.failing.add("finish_weight_update")
+    with pytest.raises(RuntimeError, match="a worker failed"):
+        core.update(version=2)
+    assert core.get_weight_version() == "1"

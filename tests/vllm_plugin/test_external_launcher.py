@@ -105,6 +105,6 @@ def test_a_rank_that_ended_is_named_to_the_other_now_and_later(found):
     finished, state, applied, opened = found[0]["left"]
     assert finished.startswith("[half-applied] rank 0: what the other ranks wrote is unknown")
     assert "[rank-lost] rank 0: rank 1 of torch.distributed ended" in finished
-    assert (state["serving"], state["half_applied"], state["label"]) == (None, True, "2")
+    assert (state["serving"], state["half_applied"], state["label"]) == (None, True, "default")
     assert applied == opened
     assert applied.startswith("[rank-lost] rank 1 of torch.distributed ended, or did not answer")

@@ -2,8 +2,9 @@
 both are updated.
 """
 
+import httpx
 import pytest
-from asking import ask
+from asking import ask, question
 from server_process import call, connection
 
 from patchstore.errors import LoadFailed, StateMismatch
@@ -16,7 +17,7 @@ from tests.support.tiny_qwen import served
 pytestmark = pytest.mark.exhaustive
 
 SERVER_ARGUMENTS = (
-    *("--data-parallel-size", "2"),
+    *("--data-parallel-size", "2", "--api-server-count", "2"),
     *("--worker-extension-cls", "failing_extension.OneEngineExtension"),
 )
 
@@ -40,6 +41,23 @@ def test_both_engines_serve_each_version(server, trainer):
     assert verify_server(trainer.store, server, 1).num_engines == 2
     assert len(answers(server)) == 1
     assert answers(server) != first
+
+
+def test_every_engine_refuses_requests_for_another_version_through_every_api_server(server, trainer):
+    trainer.step(density=0.5)
+    server.apply(1)
+    for _ in range(8):
+        right, wrong = (
+            httpx.post(
+                f"{server.url}/v1/completions",
+                json=question([5, 6, 7, 8]),
+                headers={"X-Patchstore-Version": wanted},
+                timeout=120,
+            )
+            for wanted in ("=1", "=0")
+        )
+        assert right.json()["patchstore"] == {"begin": 1, "end": 1, "mixed": False}
+        assert (wrong.status_code, wrong.json()["patchstore"]) == (409, {"serving": 1})
 
 
 @pytest.mark.parametrize("failing", [0, 1])
