@@ -1,7 +1,8 @@
-"""FP8 checkpoints: which form a run and a server have, and where codes and scales are once they are served.
+"""Quantized checkpoints: which form a run and a server have, and where codes and scales are served.
 
 A server takes a run of its own form only: another would have to be calculated, and would not be what the
-trainer published.
+trainer published. Which forms it takes is no list: a trace proves that vLLM only moves what it loads, or the
+server is refused.
 
 vLLM loads a quantized layer into parameters of one layout, and then hands it to its quantization method,
 which may put others in their place: transposed, in another order, or calculated. Here both happen again, to
@@ -9,6 +10,7 @@ tensors without elements: vLLM keeps the shapes of the first parameters for its 
 that is copied to the parameters that are served, which a trace sees and does not execute.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -16,18 +18,22 @@ from typing import Any, NoReturn
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-from patchstore.bucket.records import Schema
+from patchstore.bucket.records import DTYPE_BYTES, Schema, TensorSpec
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.quantization import FORMS
+from patchstore.tensors.bits import spec_of
 from vllm_plugin.live.models import ADVICE
+from vllm_plugin.map.provenance import within
+from vllm_plugin.map.trace import trace
 
 PLAIN = "plain"
 """The form of weights that are not quantized; the others are those of `patchstore.quantization`."""
 
-_WORDS = {
+_WORDS: Mapping[str | None, str] = {
     PLAIN: "weights that are not quantized",
     "fp8-block": "FP8 with one scale a block (fp8-block)",
     "fp8-channel": "FP8 with one scale a row (fp8-channel)",
+    None: "codes in a form that Publisher(quantization=) does not have",
 }
 _GROUPS: Mapping[tuple[object, ...], str] = {
     ("float", 8, "block"): "fp8-block",
@@ -37,11 +43,11 @@ _GROUPS: Mapping[tuple[object, ...], str] = {
 
 
 def of_run(schema: Schema) -> str | None:
-    """Tell a run's form from its tensors; None if it has FP8 codes with scales of no form that is known."""
+    """Tell a run's form from its tensors; None if it has codes with scales of no form that is known."""
     specs = schema.by_name()
-    codes = [spec for spec in schema.tensors if spec.dtype == "F8_E4M3"]
-    if not codes:
+    if not any(_holds_codes(spec) for spec in schema.tensors):
         return PLAIN
+    codes = [spec for spec in schema.tensors if spec.dtype == "F8_E4M3"]
     found = {
         form.name
         for form in FORMS.values()
@@ -53,8 +59,14 @@ def of_run(schema: Schema) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
+def _holds_codes(spec: TensorSpec) -> bool:
+    """Whether a tensor may be a matrix of codes, alone or several in one number."""
+    is_narrow = DTYPE_BYTES[spec.dtype] == 1 and spec.dtype != "BOOL"
+    return (is_narrow or spec.dtype == "I32") and len(spec.shape) > 1
+
+
 def of_checkpoint(config: object) -> str | None:
-    """Tell a checkpoint's form from its `quantization_config`; None if it is one that cannot be followed."""
+    """Tell a checkpoint's form from its `quantization_config`; None if it is none that is known."""
     if config is None:
         return PLAIN
     known: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
@@ -72,7 +84,7 @@ def check_pair(schema: Schema, served: str | None, *, is_calculated: bool) -> No
     quantizes what it loads, and the error says so.
     """
     run = of_run(schema)
-    if run is None or served is None or run == served:
+    if served is None or run == served or (run is None and not is_calculated):
         return
     if run == PLAIN:
         advice = (
@@ -93,8 +105,6 @@ _ROUNDED = (
     "vLLM rounds scales {}to powers of two for DeepGEMM, so what it serves is not what was published: set "
     "VLLM_USE_DEEP_GEMM_E8M0=0, or VLLM_USE_DEEP_GEMM=0"
 )
-_PACKING = ("Marlin", "MARLIN", "Humming", "HUMMING", "CPUFp8", "CPUFP8", "CPU_W8A8")
-"""What the names of kernels and backends have that pack weights."""
 
 
 def methods(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module, QuantizeMethodBase]]:
@@ -121,22 +131,56 @@ def cache_scales(model: torch.nn.Module) -> set[str]:
     }
 
 
-def check_kernels(models: Sequence[torch.nn.Module]) -> None:
-    """Refuse what is known to calculate weights anew after loading."""
+def check_kept(models: Sequence[torch.nn.Module]) -> None:
+    """Refuse models in which vLLM makes something else of what it loads into a quantized layer.
+
+    Each layer is traced alone, as if a checkpoint had the parameters that it is constructed with. So a server
+    is refused when it starts, and not by the first run that it is to follow.
+    """
     from vllm.utils import deep_gemm
 
-    for name, module, method in methods(models):
-        kernels = _kernels(module, method)
+    for name, layer, method in methods(models):
+        kernels = _kernels(layer, method)
         backend = getattr(getattr(method, "fp8_backend", None), "name", "")
         rounds = any(getattr(each, "use_deep_gemm_e8m0", False) for each in kernels)
         if rounds or ("DEEPGEMM" in backend and deep_gemm.is_deep_gemm_e8m0_used()):
             raise UsageError(_ROUNDED.format(f"of {name!r} "))
-        for called in [backend] if backend else [type(each).__name__ for each in kernels]:
-            if any(each in called for each in _PACKING):
-                raise UsageError(
-                    f"vLLM packs the weights of {name!r} for {called}, so versions cannot be written to "
-                    f"them: {ADVICE}; or serve bf16 on this device"
-                )
+        first = _first(layer)
+        if not first:
+            continue
+        schema = Schema(tensors=tuple(spec_of(each, first[each]) for each in sorted(first)))
+        called = backend or ", ".join(type(each).__name__ for each in kernels) or type(method).__name__
+        where = f"of {name!r}, which {called} multiplies by,"
+        try:
+            found = trace([layer], schema, _load_parameters)
+        except (SchemaMismatch, UsageError) as exc:
+            reason = str(exc).removesuffix(f": {ADVICE}")
+            raise UsageError(f"vLLM makes something else {where} after loading ({reason}): {ADVICE}") from exc
+        if missing := sorted(n for n, each in first.items() if each.numel() and n not in found.regions):
+            raise UsageError(
+                f"vLLM makes something else {where} after loading, of {', '.join(missing)}, so versions "
+                f"cannot be written to it: {ADVICE}"
+            )
+
+
+def _load_parameters(layer: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Load a layer from tensors that are called as its parameters."""
+
+    def copy() -> None:
+        for name, tensor in weights:
+            getattr(layer, name).data.copy_(tensor)
+
+    load(layer, copy)
+
+
+def _first(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters that a layer was constructed with, without elements; none if vLLM lacks them."""
+    # Not with this module, as they import all of torch's compiler.
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+    found = layerwise.get_layerwise_info(layer).restore_metadata[0]
+    return {name: each for name, each in found.items() if name not in SKIP_TENSORS}
 
 
 def load(model: torch.nn.Module, loader: Callable[[], object]) -> None:
@@ -144,13 +188,7 @@ def load(model: torch.nn.Module, loader: Callable[[], object]) -> None:
 
     Runs inside of a trace: nothing is executed. All is as before when it returns.
     """
-    # Not with this module, as it imports all of torch's compiler.
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    layers = [
-        (name, layer, method, layerwise.get_layerwise_info(layer).restore_metadata[0])
-        for name, layer, method in methods([model])
-    ]
+    layers = [(name, layer, method, _first(layer)) for name, layer, method in methods([model])]
     layers = [each for each in layers if each[3]]
     served = {layer: dict(layer._parameters) for _, layer, _, _ in layers}
     objects = Objects(model)
@@ -161,6 +199,7 @@ def load(model: torch.nn.Module, loader: Callable[[], object]) -> None:
         with _layouts_alone():
             for name, layer, method, _ in layers:
                 method.process_weights_after_loading(layer)
+                _check_numbers(name, layer, method)
                 _copy(name, layer, served[layer])
     finally:
         for layer, parameters in served.items():
@@ -177,9 +216,22 @@ def _begin_anew(layer: torch.nn.Module, first: dict[str, torch.Tensor]) -> None:
     for name in layer._parameters.keys() - SKIP_TENSORS:
         del layer._parameters[name]
     for name, shape in first.items():
-        if name not in SKIP_TENSORS:
-            with torch.device("meta"):
-                layer.register_parameter(name, restore_layer_refs(materialize_meta_tensor(shape), layer))
+        with torch.device("meta"):
+            layer.register_parameter(name, restore_layer_refs(materialize_meta_tensor(shape), layer))
+
+
+def _check_numbers(path: str, layer: torch.nn.Module, method: object) -> None:
+    """Refuse what keeps a number that it read from weights, which no version would change.
+
+    Tensors that are kept beside parameters are found in the live model; see `derived`.
+    """
+    for holder in (layer, method, getattr(layer, "scheme", None), *_kernels(layer, method)):
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if isinstance(value, float) and math.isnan(value):
+                raise UsageError(
+                    f"vLLM keeps {name!r} of {path!r} as a number that it read from weights, which no "
+                    f"version changes: {ADVICE}"
+                )
 
 
 def _copy(path: str, layer: torch.nn.Module, served: dict[str, torch.nn.Parameter | None]) -> None:
@@ -191,8 +243,8 @@ def _copy(path: str, layer: torch.nn.Module, served: dict[str, torch.nn.Paramete
         if not isinstance(now, torch.Tensor) or (now.shape, now.dtype) != (held.shape, held.dtype):
             found = "gone" if now is None else f"{tuple(now.shape)} {now.dtype}"
             raise UsageError(
-                f"{path}.{name} is {tuple(held.shape)} {held.dtype}, and would be {found} if it were loaded "
-                f"again, so versions cannot be written to it: {ADVICE}"
+                f"{within(path, name)} is {tuple(held.shape)} {held.dtype}, and would be {found} if it were "
+                f"loaded again, so versions cannot be written to it: {ADVICE}"
             )
         held.data.copy_(now.data)
 
@@ -219,7 +271,7 @@ def _kernels(layer: torch.nn.Module, method: object) -> list[object]:
     One for small batches and one for large ones may share the weights: FlashInfer's and DeepGEMM's do.
     """
     holders = (method, getattr(layer, "scheme", None))
-    found = [getattr(each, "fp8_linear", None) for each in holders]
+    found = [getattr(each, name, None) for each in holders for name in ("fp8_linear", "kernel")]
     found += [getattr(each, part, None) for each in found for part in ("base", "fallback")]
     return [each for each in found if each is not None]
 

@@ -166,20 +166,14 @@ class Serving:
                 )
             return
         if self.is_loaded_quantized:
-            if self.form is None:
-                raise UsageError(
-                    "of quantized checkpoints the delta backend takes FP8 with one scale a block or a row, "
-                    f"and this one is another ({config.quantization}): publish with "
-                    'Publisher(..., quantization="fp8-block"), and serve a checkpoint of that run; or serve '
-                    "the bf16 checkpoint"
-                )
             cache = str(self._config.cache_config.cache_dtype)
             if self._config.load_config.load_format == "dummy" and cache.startswith("fp8"):
                 raise UsageError(
                     "with --load-format dummy vLLM makes up the scales of an FP8 cache, which no version "
                     "replaces: start it from a checkpoint, or without --kv-cache-dtype fp8"
                 )
-            quantized.check_kernels(models)
+            with self._surroundings():
+                quantized.check_kept(models)
         if getattr(current_platform, "is_zen_cpu", bool)():
             raise UsageError(
                 "the delta backend needs Linear weights as loaded, but this platform packs them for ZenDNN"

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from patchstore.bucket.records import (
     DTYPE_BYTES,
     FORMAT_VERSION,
+    PACKED,
     Adapter,
     Anchor,
     Base,
@@ -80,7 +81,7 @@ def is_name(name: str) -> bool:
 
 
 def tensor_spec(where: str, name: str, dtype: str, shape: object) -> TensorSpec:
-    """Build a spec from untrusted parts."""
+    """Build a spec from untrusted parts, with a shape as files state it."""
     if not is_name(name):
         raise CorruptObject(f"{where}: {name!r:.100} cannot name a tensor")
     if dtype not in DTYPE_BYTES:
@@ -90,6 +91,13 @@ def tensor_spec(where: str, name: str, dtype: str, shape: object) -> TensorSpec:
     # Without its zeros: strides are computed from all sizes, also where there is nothing to stride over.
     if prod(n for n in shape if n) > MAX_ELEMENTS:
         raise CorruptObject(f"{where}: tensor {name!r} of shape {shape!r:.100} has too many elements")
+    if num := PACKED.get(dtype):
+        if not shape or shape[-1] % num:
+            raise CorruptObject(
+                f"{where}: tensor {name!r} of dtype {dtype} has shape {shape!r:.100}, and its last size must "
+                f"be a multiple of {num}: that many codes are one byte"
+            )
+        shape = [*shape[:-1], shape[-1] // num]
     return TensorSpec(name=name, dtype=dtype, shape=tuple(shape))
 
 
@@ -223,7 +231,7 @@ def header_to_json(header: StoreHeader) -> bytes:
         "run_id": header.run_id,
         "created_at": header.created_at,
         "tensors": [
-            {"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in header.schema.tensors
+            {"name": t.name, "dtype": t.dtype, "shape": list(t.listed_shape)} for t in header.schema.tensors
         ],
         "tied": dict(sorted(header.schema.tied.items())),
     }

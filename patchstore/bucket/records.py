@@ -18,8 +18,12 @@ DTYPE_BYTES: Mapping[str, int] = {
     "BOOL": 1,
     "U8": 1,
     "I8": 1,
+    "F4": 1,
     "F8_E4M3": 1,
+    "F8_E4M3FNUZ": 1,
     "F8_E5M2": 1,
+    "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1,
     "I16": 2,
     "U16": 2,
     "F16": 2,
@@ -33,6 +37,10 @@ DTYPE_BYTES: Mapping[str, int] = {
 }
 """Bytes per element of each dtype, by its safetensors name."""
 
+PACKED: Mapping[str, int] = {"F4": 2}
+"""Codes per element, of dtypes of which an element is several, as in torch. The last size of a shape that a
+file states counts codes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
@@ -42,6 +50,7 @@ class TensorSpec:
     dtype: str
     """A key of `DTYPE_BYTES`."""
     shape: tuple[int, ...]
+    """As torch has it: it counts elements."""
 
     @property
     def num_elements(self) -> int:
@@ -52,9 +61,15 @@ class TensorSpec:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
     @property
+    def listed_shape(self) -> tuple[int, ...]:
+        """The shape as files state it; see `PACKED`."""
+        num = PACKED.get(self.dtype, 1)
+        return self.shape if num == 1 else (*self.shape[:-1], num * self.shape[-1])
+
+    @property
     def kind(self) -> str:
         """Dtype and shape, for people, such as `BF16 [256, 128]`."""
-        return f"{self.dtype} {list(self.shape)}"
+        return f"{self.dtype} {list(self.listed_shape)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +238,7 @@ class Part:
 
 
 def _sides(spec: TensorSpec) -> str:
-    return f"[{','.join(map(str, spec.shape))}]"
+    return f"[{','.join(map(str, spec.listed_shape))}]"
 
 
 # Without slots, so that what is asked once for each tensor or version is worked out once.
@@ -271,7 +286,7 @@ class Schema:
     @cached_property
     def line_beginnings(self) -> Sequence[str]:
         """What of each tensor's line in the state digest stays the same; see `digests.state_total`."""
-        return [f"{each.name}\t{each.dtype}\t{','.join(map(str, each.shape))}\t" for each in self.tensors]
+        return [f"{each.name}\t{each.dtype}\t{_sides(each)[1:-1]}\t" for each in self.tensors]
 
     @cached_property
     def listed(self) -> Sequence[tuple[str, str]]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from patchstore.bucket.manifest_json import json_object
-from patchstore.bucket.records import DTYPE_BYTES, FORMAT_VERSION, Manifest, Schema
+from patchstore.bucket.records import DTYPE_BYTES, FORMAT_VERSION, PACKED, Manifest, Schema
 from patchstore.codec import encoding, tensor_file
 from patchstore.codec.context import Coded, Context, unpack
 from patchstore.codec.index import Listed
@@ -98,9 +98,9 @@ def write(
 
     names = schema.listed
     for column in listing.columns:
-        width = column.data.element_size()
+        width, codes = column.data.element_size(), PACKED.get(column.dtype, 1)
         for number, num in zip(column.numbers.tolist(), column.counts.tolist(), strict=True):
-            entry(names[number][0] + column.suffix, column.dtype, num, num * width)
+            entry(names[number][0] + column.suffix, column.dtype, num * codes, num * width)
     for name, data in coded.items():
         entry(f'"{name}', "U8", data.numel(), data.numel())
     listed = _list_of_tensors(schema, listing.numbers, listing.firsts)
@@ -244,8 +244,8 @@ class _Stated:
             what = (
                 f"it has values of {spec.name!r} in {header.dtypes[val]}, expected {spec.dtype}"
                 if not is_typed[at]
-                else f"{spec.name!r} has positions of shape {tuple(header.shapes[idx])} and values of shape "
-                f"{tuple(header.shapes[val])}, expected one dimension of the same length"
+                else f"{spec.name!r} has positions of shape {header.shapes[idx]} and values of shape "
+                f"{header.shapes[val]}, expected one dimension of the same length"
                 if not is_flat[at]
                 else f"it lists {spec.name!r}, and states no element of it"
                 if not self.counts[at]

@@ -73,7 +73,8 @@ class FileHeader:
 
     names: Sequence[str]
     dtypes: Sequence[str]
-    shapes: Sequence[Sequence[int]]
+    shapes: Sequence[tuple[int, ...]]
+    """In elements, as `TensorSpec.shape`."""
     bounds: Array
     """int64 [T + 1], bytes from the beginning of the data to each tensor's, and to the end: there are no
     holes and no overlaps."""
@@ -87,7 +88,7 @@ class FileHeader:
         bounds = self.bounds.tolist()
         each = zip(self.names, self.dtypes, self.shapes, bounds, bounds[1:], strict=False)
         return tuple(
-            Entry(spec=TensorSpec(name=name, dtype=dtype, shape=tuple(shape)), start=start, end=end)
+            Entry(spec=TensorSpec(name=name, dtype=dtype, shape=shape), start=start, end=end)
             for name, dtype, shape, start, end in each
         )
 
@@ -98,7 +99,11 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
     offset = 0
     for spec in specs:
         end = offset + spec.num_bytes
-        record[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
+        record[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.listed_shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     return framed(json.dumps(record, separators=(",", ":"), ensure_ascii=False))
 
@@ -193,7 +198,7 @@ def read_header(where: str, file_size: int, beginning: Callable[[int], bytes | b
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CorruptObject(f"{where}: its metadata must map strings to strings")
     names, values = list(record), list(record.values())
-    num_bytes = _sizes(where, names, values)
+    num_bytes, shapes = _sizes(where, names, values)
     starts, ends = _offsets(where, names, values)
     for place in np.flatnonzero((starts < 0) | (ends - starts != num_bytes))[:1]:
         raise CorruptObject(
@@ -203,7 +208,9 @@ def read_header(where: str, file_size: int, beginning: Callable[[int], bytes | b
     order = np.lexsort((ends, starts))
     if (order[1:] < order[:-1]).any():
         starts, ends = starts[order], ends[order]
-        names, values = ([every[place] for place in order.tolist()] for every in (names, values))
+        names, values, shapes = (
+            [every[place] for place in order.tolist()] for every in (names, values, shapes)
+        )
     bounds = np.concatenate([np.zeros(1, dtype=np.int64), ends])
     for place in np.flatnonzero(starts != bounds[:-1])[:1]:
         raise CorruptObject(
@@ -218,27 +225,27 @@ def read_header(where: str, file_size: int, beginning: Callable[[int], bytes | b
     return FileHeader(
         names=names,
         dtypes=[value["dtype"] for value in values],
-        shapes=[value["shape"] for value in values],
+        shapes=shapes,
         bounds=bounds,
         metadata=metadata,
         data_start=8 + int(length),
     )
 
 
-def _sizes(where: str, names: Sequence[str], values: Sequence[Any]) -> Array:
-    """Return how many bytes tensors have, int64 [T]; refuse names, dtypes and shapes of none."""
+def _sizes(where: str, names: Sequence[str], values: Sequence[Any]) -> tuple[Array, list[tuple[int, ...]]]:
+    """Return how many bytes tensors have, int64 [T], and shapes; refuse names, dtypes and shapes of none."""
     # Few are of a dtype and shape that none before them had.
-    known: dict[str, int] = {}
+    known: dict[str, TensorSpec] = {}
     found = []
     for name, value in zip(names, values, strict=True):
         kind = f"{value.get('dtype')} {value.get('shape')!r}" if isinstance(value, dict) else ""
         if kind not in known:
-            known[kind] = listed_spec(where, name, value).num_bytes
+            known[kind] = listed_spec(where, name, value)
         found.append(known[kind])
     if names and not (all(names) and is_printable("".join(names))):
         wrong = next(name for name in names if not is_printable(name))
         raise CorruptObject(f"{where}: {wrong!r:.100} cannot name a tensor")
-    return np.array(found, dtype=np.int64)
+    return np.array([each.num_bytes for each in found], dtype=np.int64), [each.shape for each in found]
 
 
 def _offsets(where: str, names: Sequence[str], values: Sequence[Mapping[str, Any]]) -> tuple[Array, Array]:

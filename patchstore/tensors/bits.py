@@ -12,15 +12,19 @@ import numpy.typing as npt
 import torch
 
 from patchstore.bucket.manifest_json import is_name
-from patchstore.bucket.records import TensorSpec
+from patchstore.bucket.records import PACKED, TensorSpec
 from patchstore.errors import SchemaMismatch
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
+    "F4": torch.float4_e2m1fn_x2,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,
@@ -138,7 +142,13 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
             else "it has a control character, U+FEFF or half of a surrogate pair"
         )
         raise SchemaMismatch(f"{name!r} cannot name a tensor: {what}; rename it in a mapping of tensors")
-    return TensorSpec(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))
+    spec = TensorSpec(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))
+    if spec.dtype in PACKED and not spec.shape:
+        raise SchemaMismatch(
+            f"tensor {name!r} of {tensor.dtype} has no dimension, and a safetensors file states in codes how "
+            "large the last one is; give it the shape [1]"
+        )
+    return spec
 
 
 def index_dtype(num_elements: int) -> torch.dtype:

@@ -221,7 +221,7 @@ class Block:
 
     def at(self, group: Group) -> Array:
         """Return the bit patterns at a group's positions, in host memory."""
-        return unsigned(self.memory[self._flat(group)].cpu())
+        return unsigned(bits(self.memory)[self._flat(group)].cpu())
 
     def whole(self, numbers: Array) -> Array:
         """Return all bit patterns of tensors, in host memory."""

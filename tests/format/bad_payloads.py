@@ -161,6 +161,16 @@ for name, edit in {
 }.items():
     bad(f"a {name} is other than it was", in_file("delta", 1, edit), STATE)
 
+# `f4.weight` has 256 elements of two codes, of which 7 changed.
+CODES: dict[str, Any] = {"bucket": "v1-codes", "version": 1}
+for name, val in (
+    ("a value for each code", ("F4", [7], bytes(7))),
+    ("an odd number of codes", ("F4", [13], bytes(7))),
+    ("values of two dimensions", ("F4", [7, 2], bytes(7))),
+    ("bytes as values", ("U8", [7], bytes(7))),
+):
+    bad(f"F4 has {name}", in_file("delta", 1, entry("f4.weight.val", *val)), **CODES)
+
 # `u8.weight` has 6 elements, the last two of which changed.
 RAW: dict[str, Any] = {"bucket": "v1-raw", "version": 1}
 for name, dtype, data in (

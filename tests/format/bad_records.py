@@ -257,6 +257,8 @@ for name, edit in {
     "tensors do not ascend": lambda record: record["tensors"].reverse(),
     "a tensor is listed twice": lambda record: record["tensors"].insert(0, record["tensors"][0]),
     "a tensor has an unknown dtype": put("tensors.0.dtype", "F128"),
+    # It has 2 x 3 elements.
+    "a tensor has half a byte a row": put("tensors.0.dtype", "F4"),
     "a tensor has too many elements": put("tensors.0.shape", [2**30, 2**30]),
     "a tensor has a negative size": put("tensors.0.shape", [-1]),
     "a tensor has no name": put("tensors.0.name", ""),

@@ -21,7 +21,8 @@ Tensor = tuple[str, tuple[int, ...], bytes]
 """dtype, shape, bytes."""
 
 WIDTHS = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F4", "F8_E8M0"), 1),
+    **dict.fromkeys(("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ"), 1),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64"), 8),
@@ -211,7 +212,8 @@ def _apply(
         width, target = WIDTHS[dtype], state[name][2]
         idx_dtype, idx_shape, idx = tensors[f"{name}.idx"]
         val_dtype, val_shape, val = tensors[f"{name}.val"]
-        _need(val_dtype == dtype and idx_shape == val_shape and len(idx_shape) == 1, "idx and val do not fit")
+        codes = tuple(num * (2 if dtype == "F4" else 1) for num in idx_shape)
+        _need(val_dtype == dtype and val_shape == codes and len(idx_shape) == 1, "idx and val do not fit")
         where = positions(encoding, idx_dtype, idx, len(target) // width, spec.get("first", 0))
         _need(len(where) > 0, f"nothing of {name!r} is stated")
         _need(stated.setdefault(name, set()).isdisjoint(where), "an element is stated in two payloads")
@@ -246,6 +248,9 @@ def _num_bytes(dtype: str, shape: Any) -> int:
     for size in map(_count, shape):
         count, non_zero = count * size, non_zero * (size or 1)
     _need(non_zero <= 2**48, "too many elements")
+    if dtype == "F4":
+        _need(bool(shape) and shape[-1] % 2 == 0, "half a byte")
+        return count // 2
     return count * WIDTHS[dtype]
 
 

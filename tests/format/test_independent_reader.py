@@ -29,7 +29,7 @@ def as_read(state: State) -> dict[str, independent_reader.Tensor]:
     found = {}
     for name, tensor in state.items():
         spec = spec_of(name, tensor)
-        found[name] = (spec.dtype, spec.shape, bytes(raw_bytes(tensor)))
+        found[name] = (spec.dtype, spec.listed_shape, bytes(raw_bytes(tensor)))
     return found
 
 

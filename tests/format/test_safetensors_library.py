@@ -1,20 +1,26 @@
 """Our safetensors files against the safetensors library: each reads what the other writes."""
 
 import json
+import re
+from contextlib import suppress
+from math import prod
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.torch import load, load_file, save, save_file
 
+from patchstore import Publisher
+from patchstore.bucket.records import PACKED
 from patchstore.codec import tensor_file
-from patchstore.errors import CorruptObject
+from patchstore.errors import CorruptObject, SchemaMismatch
 from patchstore.read import replay
 from patchstore.stores.memory import MemoryStore
-from patchstore.tensors.bits import TORCH_DTYPES, spec_of
+from patchstore.tensors.bits import TORCH_DTYPES, bits, spec_of
 from tests.format import independent_reader, surgery
 from tests.format.runs import eventful, tensors_of_every_dtype
-from tests.support.weights import State, assert_same_bits, random_bits
+from tests.support.weights import State, assert_same_bits, random_bits, rebuilt
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -32,7 +38,6 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
     tensors = stored_tensors()
     (tmp_path / "ours").write_bytes(written(tensors, {"format": "pt", "naïve": "重み \n\0"}))
     assert_same_bits(load_file(tmp_path / "ours"), tensors)
-    assert_same_bits(load((tmp_path / "ours").read_bytes()), tensors)
     with safe_open(tmp_path / "ours", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "naïve": "重み \n\0"}
         assert_same_bits({name: file.get_tensor(name) for name in file.keys()}, tensors)  # noqa: SIM118 - no mapping
@@ -61,11 +66,80 @@ def test_a_file_without_tensors_goes_both_ways() -> None:
     assert tensors == {}
 
 
+def dtypes_of_the_library() -> list[str]:
+    """Every dtype that the installed release knows, as its own error lists them."""
+    with pytest.raises(SafetensorError) as caught:
+        deserialize(surgery.tensor_file({}, {"t": ("none", [1], b"\0")}))
+    return re.findall(r"`(\w+)`", str(caught.value).partition("expected one of")[2])
+
+
+@pytest.mark.parametrize("dtype", dtypes_of_the_library())
+def test_every_dtype_of_the_library_is_published_bit_for_bit_or_refused_by_name(
+    tmp_path: Path, dtype: str
+) -> None:
+    kinds, tensors = {}, {}
+    for shape in ([8], [3, 16], [1, 2], [], [0], [0, 3], [3, 0], [2, 3]):
+        # The library says which number of bytes is right, if any is.
+        for num_bytes in range(8 * prod(shape) + 1):
+            data = bytes(i * 37 % (2 if dtype == "BOOL" else 256) for i in range(num_bytes))
+            whole = surgery.tensor_file({}, {"t": (dtype, shape, data)})
+            (tmp_path / "theirs").write_bytes(whole)
+            with suppress(SafetensorError):
+                tensors[str(shape)] = load_file(tmp_path / "theirs")["t"].clone()
+                kinds[str(shape)] = shape
+                break
+        if dtype not in TORCH_DTYPES or str(shape) not in tensors:
+            with pytest.raises(CorruptObject, match=f"'t' .*{dtype}"):
+                tensor_file.open_buffer("theirs", bytearray(whole))
+        else:
+            tensor = tensors[str(shape)]
+            assert_same_bits(tensor_file.open_buffer("theirs", bytearray(whole))[1], {"t": tensor})
+            assert written({"t": tensor}, {}).endswith(data)
+    if dtype not in TORCH_DTYPES:
+        for name, tensor in tensors.items():
+            with pytest.raises(SchemaMismatch, match=f"has dtype {tensor.dtype}; storable are"):
+                spec_of(name, tensor)
+        return
+    assert len(tensors) == (5 if dtype in PACKED else 8)
+    store = MemoryStore()
+    with Publisher(store, tensors, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+        for name in ("[8]", "[3, 16]"):
+            bits(tensors[name])[1::2] ^= 1
+        publisher.publish_patch(1).result()
+    replay.verify(store, 1)
+    replay.replay(store, out=tmp_path / "out")
+    assert_same_bits(load_file(tmp_path / "out" / "model.safetensors"), tensors)
+    assert_same_bits(rebuilt(store), tensors)
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as opened:
+        assert {name: opened.get_slice(name).get_shape() for name in kinds} == kinds
+    assert {spec.name: list(spec.listed_shape) for spec in publisher.schema.tensors} == kinds
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of dtypes that nobody should use
+@pytest.mark.parametrize(
+    "dtype", {each for each in vars(torch).values() if isinstance(each, torch.dtype)}, ids=str
+)
+def test_every_dtype_of_torch_is_published_or_refused_by_name(dtype: torch.dtype) -> None:
+    tensor = torch.empty(2, dtype=dtype, device="meta")
+    if dtype in TORCH_DTYPES.values():
+        assert spec_of("t", tensor).num_bytes == 2 * dtype.itemsize
+    else:
+        with pytest.raises(SchemaMismatch, match=f"'t' has dtype {dtype}; storable are"):
+            spec_of("t", tensor)
+
+
+def test_codes_without_a_dimension_are_refused_with_what_to_do() -> None:
+    with pytest.raises(SchemaMismatch, match=r"'t' .* has no dimension.*shape \[1\]"):
+        spec_of("t", torch.empty((), dtype=torch.float4_e2m1fn_x2))
+
+
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
-def test_one_element_of_any_dtype_goes_both_ways(dtype: str) -> None:
-    for shape in ((1,), (), (0,)):
+def test_one_element_of_any_dtype_goes_both_ways(tmp_path: Path, dtype: str) -> None:
+    for shape in ((1,), (0,)) if dtype in PACKED else ((1,), (), (0,)):
         tensor = random_bits(TORCH_DTYPES[dtype], shape)
-        assert_same_bits(load(written({"t": tensor}, {})), {"t": tensor})
+        (tmp_path / "ours").write_bytes(written({"t": tensor}, {}))
+        assert_same_bits(load_file(tmp_path / "ours"), {"t": tensor})
         assert_same_bits(tensor_file.open_buffer("theirs", bytearray(save({"t": tensor})))[1], {"t": tensor})
 
 
@@ -99,6 +173,9 @@ def test_what_the_library_refuses_we_refuse() -> None:
         "a dtype of its own": ({}, {"t": ("F7", [1], b"\0")}),
         "too few bytes": ({}, {"t": ("F32", [2], bytes(4))}),
         "too many bytes": ({}, {"t": ("F32", [1], bytes(8))}),
+        "half a byte": ({}, {"t": ("F4", [3], bytes(2))}),
+        "half a byte a row": ({}, {"t": ("F4", [2, 3], bytes(3))}),
+        "a code without a dimension": ({}, {"t": ("F4", [], bytes(1))}),
     }.items():
         data = surgery.tensor_file(metadata, tensors)
         with pytest.raises(Exception):  # noqa: B017, PT011 - whatever the library raises

@@ -270,11 +270,13 @@ def test_positions_past_2_to_the_31(gaps: bool) -> None:
 
 
 def model() -> dict[str, torch.Tensor]:
-    """The small model, and tensors not contiguous, not aligned, of one byte, and with a long gap."""
+    """The small model, and tensors not contiguous, not aligned, of one byte or two codes, with a long gap."""
     tensors = small_model()
     tensors["turned"] = torch.randn(70, 50).to(torch.bfloat16).t()
     tensors["odd"] = torch.randn(3001).to(torch.bfloat16)[1:]
     tensors["eight"] = torch.randn(777).to(torch.float8_e4m3fn)
+    tensors["pairs"] = torch.arange(777).to(torch.uint8).view(torch.float4_e2m1fn_x2).view(7, 111)
+    tensors["scales"] = torch.arange(777).to(torch.uint8).view(torch.float8_e8m0fnu)
     tensors["long"] = torch.zeros(200_000, dtype=torch.bfloat16)
     embedding = tensors["embed.weight"].to(DEVICE)
     moved = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
@@ -287,7 +289,8 @@ def train(tensors: dict[str, torch.Tensor], step: int) -> None:
             tensor[step::7] *= 1.5
         if name in {"embed.weight", "layers.0.proj.weight"}:
             tensor[:, step::30] += 0.1
-    tensors["eight"].view(torch.uint8)[step * 100 : step * 100 + 3] ^= 1
+    for name in ("eight", "pairs", "scales"):
+        tensors[name].view(torch.uint8).view(-1)[step * 100 : step * 100 + 3] ^= 1
     tensors["long"][[150_000 - step, 199_999]] += 1
     tensors["position_ids"][step] += 2**40
 

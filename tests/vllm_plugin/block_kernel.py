@@ -14,9 +14,14 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 )
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
-from vllm.model_executor.layers.quantization import fp8
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+from vllm.model_executor.layers.quantization import fp8, mxfp4
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w8a8_fp8,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    compressed_tensors_w4a4_nvfp4,
+    compressed_tensors_w8a8_mxfp8,
 )
 from vllm.platforms import PlatformEnum
 
@@ -41,6 +46,20 @@ def register() -> None:
     kernels = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
     if WidenedBlocks not in kernels:
         kernels.insert(0, WidenedBlocks)
+
+
+def choose_emulation() -> None:
+    """Have vLLM use what it has for any device in MXFP8 and NVFP4, and load MXFP4 experts for it.
+
+    These experts need a package that is not there, so such models cannot answer.
+    """
+    compressed_tensors_w8a8_mxfp8.init_mxfp8_linear_kernel = lambda weight_shape: (
+        linear.EmulationMxfp8LinearKernel(linear.Mxfp8LinearLayerConfig(weight_shape))
+    )
+    compressed_tensors_w4a4_nvfp4.init_nvfp4_linear_kernel = lambda **_: linear.EmulationNvFp4LinearKernel(
+        linear.NvFp4LinearLayerConfig()
+    )
+    mxfp4.select_mxfp4_moe_backend = lambda *_: (Mxfp4MoeBackend.EMULATION, None)
 
 
 def choose_triton_for_experts() -> None:

@@ -5,6 +5,7 @@ vLLM in a way of its own, see `engines` of the conformance suite, which must be 
 """
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import block_kernel
+import tiny_codes
 import tiny_fp8
 from engines import Engine, EngineFailed, answers, open_run, refusal, update
 from failing_extension import FailingExtension
@@ -35,13 +37,17 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "dense"
     """Of model: see `tiny_fp8.build`. vLLM's CPU build cannot answer with experts in FP8."""
+    forms: Any = tiny_fp8
+    """Which module publishes it: rounded by the publisher, or by the trainer."""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def hold(self, folder: Path) -> dict[str, Any]:
         """Bring an engine to each version in turn, and let one update fail."""
         base = tiny_fp8.save(folder / "base", self.kind)
-        with tiny_fp8.published(folder / "store", base, self.run) as trainer:
+        os.environ |= self.environment
+        with self.forms.published(folder / "store", base, self.run) as trainer:
             for _ in range(4):
-                tiny_fp8.step(trainer)
+                self.forms.step(trainer)
             model = replayed(trainer.store, 0, folder / "first", base)
             newest = replayed(trainer.store, VERSIONS[-1], folder / "newest", base)
         if self.served != "":
@@ -100,6 +106,8 @@ def _experts_read(model: Any) -> list[bool]:
 DUMMY = {"load_format": "dummy"}
 TWO = {"tensor_parallel_size": 2}
 STARTS = {"": {}, "dummy-": DUMMY, "two-": TWO, "dummy-two-": DUMMY | TWO}
+WIDENED = {"VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD": "0"}
+"""So vLLM widens codes in each product of matrices, and not once for all when it starts."""
 KINDS = {"": "dense", "experts-": "experts", "latent-": "latent"}
 CASES = {
     **{
@@ -114,6 +122,7 @@ CASES = {
     "block-to-int8": Case(
         run="fp8-block", served=None, options={"quantization": "int8_per_channel_weight_only"}
     ),
+    "mxfp8": Case(run="mxfp8", forms=tiny_codes, environment=WIDENED),
     "made-up-cache": Case(run="fp8-block", options=DUMMY | {"kv_cache_dtype": "fp8"}),
 }
 
@@ -121,6 +130,7 @@ CASES = {
 def main(folder: Path, names: list[str]) -> None:
     block_kernel.register()
     block_kernel.choose_triton_for_experts()
+    block_kernel.choose_emulation()
     found = {}
     for name in names:
         (folder / name).mkdir()

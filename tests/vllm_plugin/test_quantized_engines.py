@@ -63,7 +63,7 @@ PAIRS = {
     "block-to-channel": r"\(fp8-block\), and this server serves FP8 .*\(fp8-channel\): start vllm from",
     "block-to-int8": "this server quantizes what it loads",
 }
-ALL = (*MORE, *PAIRS, "made-up-cache")
+ALL = (*MORE, "mxfp8", *PAIRS, "made-up-cache")
 
 
 @pytest.mark.exhaustive
@@ -76,6 +76,16 @@ def test_ranks_experts_and_servers_without_weights_of_their_own_follow_too(found
     layers = {"experts-fp8": 2, "latent-fp8": 1}.get(name.removeprefix("dummy-").rpartition("-")[0], 0)
     read = [case[number]["experts_read"] for number in "01234"]
     assert read == [None if "two-" in name else [[True] * layers]] * 5
+
+
+@pytest.mark.exhaustive
+def test_codes_and_scales_that_the_trainer_made_are_those_of_a_fresh_start(found):
+    case = found("mxfp8", ALL)
+    assert case["serving"] == [0]
+    assert_followed(case, [1, 2, 3, 0, 3])
+    failed = case["failed"]
+    assert "made to fail" in failed["refused"]
+    assert (failed["serving"], failed["fingerprints"]) == ([3], case["4"]["fingerprints"])
 
 
 @pytest.mark.exhaustive

@@ -217,7 +217,12 @@ def rounded(layer: torch.nn.Module) -> None:
     )
 
 
+def keeps_a_number(layer: torch.nn.Module) -> None:
+    layer.input_scale = layer.weight_scale_inv.flatten()[0].item()
+
+
 REFUSED = {
+    keeps_a_number: "keeps 'input_scale' of 'layer' as a number that it read from weights",
     halved: "calculates something else from",
     fused_maximum: "calculates something else from",
     decides: "decides by elements|looks at the elements",
@@ -242,29 +247,51 @@ def test_what_is_calculated_is_refused_and_the_model_left_alone(after):
         assert torch.equal(bits(each), before)
 
 
-class MarlinFP8ScaledMMLinearKernel:
-    """Called as vLLM's."""
-
-
 KERNELS = {
-    "marlin": ({"fp8_linear": MarlinFP8ScaledMMLinearKernel()}, "packs the weights of 'layer' for Marlin"),
-    "rounds": ({"fp8_linear": SimpleNamespace(use_deep_gemm_e8m0=True)}, "VLLM_USE_DEEP_GEMM_E8M0=0"),
-    "rounds-large-batches": (
-        {"fp8_linear": SimpleNamespace(fallback=SimpleNamespace(use_deep_gemm_e8m0=True))},
-        "VLLM_USE_DEEP_GEMM_E8M0=0",
-    ),
-    "experts": ({"fp8_backend": SimpleNamespace(name="CPU_W8A8")}, "for CPU_W8A8, .*--moe-backend triton"),
+    "rounds": {"fp8_linear": SimpleNamespace(use_deep_gemm_e8m0=True)},
+    "rounds-large-batches": {
+        "fp8_linear": SimpleNamespace(fallback=SimpleNamespace(use_deep_gemm_e8m0=True))
+    },
 }
 
 
 @pytest.mark.parametrize("kind", KERNELS)
-def test_kernels_that_are_known_to_calculate_are_refused_at_start(kind):
+def test_kernels_that_round_scales_are_refused_at_start(kind):
     model = started(left_alone, checkpoint(1))
-    quantized.check_kernels([model])
-    attributes, message = KERNELS[kind]
-    vars(model.layer.quant_method).update(attributes)
-    with pytest.raises(UsageError, match=message):
-        quantized.check_kernels([model])
+    vars(model.layer.quant_method).update(KERNELS[kind])
+    with pytest.raises(UsageError, match="VLLM_USE_DEEP_GEMM_E8M0=0"):
+        quantized.check_kept([model])
+
+
+@pytest.mark.parametrize("after", [left_alone, transposed, copied], ids=lambda each: each.__name__)
+def test_layers_in_which_weights_are_only_moved_are_accepted_at_start(after):
+    model = started(after, checkpoint(1))
+    kept = {name: (each, bits(each).clone()) for name, each in model.named_parameters()}
+    kernel = model.layer.quant_method.kernel
+    quantized.check_kept([model])
+    assert model.layer.quant_method.kernel is kernel
+    for name, (each, before) in kept.items():
+        assert dict(model.named_parameters())[name] is each
+        assert torch.equal(bits(each), before)
+
+
+def swizzled(layer: torch.nn.Module) -> None:
+    """As vLLM's Triton kernels for MXFP4 keep weights: in no parameter."""
+    layer.quant_method.kept = [layer.weight.data.t().contiguous()]
+    del layer.weight
+
+
+def test_a_layer_that_keeps_weights_in_no_parameter_is_refused_at_start():
+    with pytest.raises(UsageError, match=r"'layer', which .* multiplies by, after loading, of weight, so"):
+        quantized.check_kept([started(swizzled, checkpoint(1))])
+
+
+@pytest.mark.parametrize("after", REFUSED, ids=lambda each: each.__name__)
+def test_layers_in_which_weights_are_calculated_are_refused_at_start_by_name(after):
+    model = started(left_alone, checkpoint(1))
+    model.layer.quant_method.after = after
+    with pytest.raises(UsageError, match=r"'layer', which .* multiplies by, .*after loading.* or serve bf16"):
+        quantized.check_kept([model])
 
 
 def test_a_layer_that_comes_out_in_another_shape_is_refused_by_name():

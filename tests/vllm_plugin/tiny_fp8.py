@@ -90,12 +90,17 @@ def published(folder: Path, base: Path, form: str | None) -> Iterator[Trainer]:
         trainer.close()
 
 
-def step(trainer: Trainer, share: float = 0.02) -> None:
-    """Change some numbers by a tenth, and with them some codes and scales."""
-    random = torch.Generator().manual_seed(len(trainer.history))
-    for tensor in trainer.tensors.values():
+def change(tensors: Mapping[str, torch.Tensor], *, seed: int, share: float = 0.02) -> None:
+    """Change some numbers by a tenth."""
+    random = torch.Generator().manual_seed(seed)
+    for tensor in tensors.values():
         chosen = torch.rand(tensor.shape, generator=random) < share
         tensor[chosen] = (tensor[chosen].float() * 1.1).to(tensor.dtype)
+
+
+def step(trainer: Trainer) -> None:
+    """Change some numbers by a tenth, and with them some codes and scales."""
+    change(trainer.tensors, seed=len(trainer.history))
     trainer.publish()
 
 

@@ -15,8 +15,9 @@ from vllm_plugin.map.provenance import Runtime, Trace
 from vllm_plugin.map.trace import same_parameters, trace, untraced
 
 ADVICE = (
-    "choose kernels that use FP8 weights as they are loaded: set VLLM_USE_DEEP_GEMM=0, and for experts "
-    "--moe-backend triton"
+    "choose kernels that use weights as they are loaded (for FP8 set VLLM_USE_DEEP_GEMM=0, and for experts "
+    '--moe-backend triton), publish with Publisher(..., quantization="fp8-block") and serve a checkpoint of '
+    "that run, or serve bf16"
 )
 """What to do where vLLM makes something else of the weights."""
 
