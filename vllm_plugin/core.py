@@ -19,6 +19,7 @@ from typing import Any
 
 from patchstore.errors import OtherServer, PatchstoreError, StaleCaches, UsageError
 from patchstore.follow.settings import PrefixCache
+from vllm_plugin import boot
 from vllm_plugin.caches import Caches
 from vllm_plugin.waiting import BELL_KEY, WAIT_KEY, when_rung
 
@@ -55,6 +56,8 @@ def install() -> None:
     # 0.26 has no labels.
     if hasattr(EngineCore, "set_weight_version"):
         _in_core("set_weight_version", lambda core, put, label: core.labelled(put, label))
+        # As `add_request`: a server that starts at a version has its label from the beginning.
+        _in_core("get_weight_version", lambda _core, get: get())
 
 
 def _in_core(name: str, instead: Callable[..., Any]) -> None:
@@ -153,6 +156,7 @@ class UpdateCore:
         """Why a cache could not be emptied after a write. Nothing is generated until it is."""
         self._was_paused = False
         """Whether generation was paused before it was paused because of that."""
+        self._label(boot.version_of(core.vllm_config))
 
     def called(
         self,
