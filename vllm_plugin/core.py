@@ -19,6 +19,7 @@ from typing import Any
 
 from patchstore.errors import OtherServer, PatchstoreError, StaleCaches, UsageError
 from patchstore.follow.settings import PrefixCache
+from vllm_plugin import boot
 from vllm_plugin.admission import Admission
 from vllm_plugin.caches import Caches
 from vllm_plugin.waiting import BELL_KEY, WAIT_KEY, when_rung
@@ -60,6 +61,8 @@ def install() -> None:
     # 0.26 has no labels.
     if hasattr(EngineCore, "set_weight_version"):
         _in_core("set_weight_version", lambda core, put, label: core.labelled(put, label))
+        # As `add_request`: a server that starts at a version has its label from the beginning.
+        _in_core("get_weight_version", lambda _core, get: get())
     if hasattr(EngineCore, "_attach_weight_version"):
         _in_core("_attach_weight_version", lambda core, attach, out: core.admission.attached(attach, out))
 
@@ -161,6 +164,10 @@ class UpdateCore:
         """Why a cache could not be emptied after a write. Nothing is generated until it is."""
         self._was_paused = False
         """Whether generation was paused before it was paused because of that."""
+        booted = boot.version_of(core.vllm_config)
+        if booted is not None:
+            # Workers say so once a store is open.
+            self._serves(booted, is_written=True)
 
     def called(
         self,
@@ -307,14 +314,18 @@ class UpdateCore:
             yield
             written = version
         finally:
-            serving = self._served() if written is None else written
-            if hasattr(self._core, "set_weight_version"):
-                label = self._core.get_weight_version()
-                # Any other text is a client's.
-                if written is not None or label == _UNLABELLED or label.isdecimal():
-                    label = _UNLABELLED if serving is None else str(serving)
-                    type(self._core).set_weight_version.__wrapped__(self._core, label)
-            self.admission.serves(serving)
+            self._serves(self._served() if written is None else written, is_written=written is not None)
+
+    def _serves(self, serving: int | None, *, is_written: bool) -> None:
+        """Label tokens from here on, and let requests know."""
+        if hasattr(self._core, "set_weight_version"):
+            kind = type(self._core)
+            label = kind.get_weight_version.__wrapped__(self._core)
+            # Any other text is a client's.
+            if is_written or label == _UNLABELLED or label.isdecimal():
+                label = _UNLABELLED if serving is None else str(serving)
+                kind.set_weight_version.__wrapped__(self._core, label)
+        self.admission.serves(serving)
 
     def _noted(
         self, method: str, args: tuple[Any, ...], given: Mapping[str, Any], answer: Any, driver: str | None

@@ -40,6 +40,7 @@ from patchstore.kernels import are_usable
 from patchstore.signing.required import Floor
 from patchstore.stores import layout
 from patchstore.support.arguments import version_number, whole_number
+from vllm_plugin import boot
 from vllm_plugin.core import CACHES_KEY, ENGINE_KEY, NOT_LOADED
 from vllm_plugin.live.derived import Derived
 from vllm_plugin.live.models import ServedModels
@@ -48,7 +49,7 @@ from vllm_plugin.live.update import Updater
 from vllm_plugin.live.weights import LiveWeights
 from vllm_plugin.map.mapping import SliceSums, StagedSums
 from vllm_plugin.opening import Opening, checkpoint_folder
-from vllm_plugin.permission import required_keys
+from vllm_plugin.permission import keywords, required_keys
 from vllm_plugin.plugin import is_kept
 from vllm_plugin.ranks import Failure, Ranks, RanksFailed, RanksLost
 from vllm_plugin.serving import Serving, groups, is_read_in_order
@@ -126,7 +127,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """A store that `open_ahead` began to open."""
         self.is_open = False
         """Whether the updater's store can be used."""
-        self._checkpoint = checkpoint_folder(vllm_config)
+        self._checkpoint, self._booted = checkpoint_folder(vllm_config), boot.version_of(vllm_config)
         self._is_as_started = True
         """Whether nothing was loaded since the start, so that the folder still says what is served."""
         self._sleep_level: int | None = None
@@ -256,8 +257,9 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return opening.updater.adopt(opening.contents)
 
     def _begin(self, given: Mapping[str, Any]) -> Opening:
-        folder = self._checkpoint if self._is_as_started else None
-        return Opening(given, self._together, partial(self._models_live, given), folder, self.required)
+        folder, likely = (self._checkpoint, self._booted) if self._is_as_started else (None, None)
+        prepare = partial(self._models_live, given)
+        return Opening(given, self._together, prepare, folder, self.required, likely)
 
     def _models_live(self, given: Mapping[str, Any]) -> LiveWeights:
         """Check that a store can be opened here, as was asked, and return the weights that will follow it."""
@@ -556,22 +558,7 @@ def _spent(timings: Mapping[str, float]) -> str:
 
 
 def _keywords(what: str, given: object, types: Mapping[str, type], required: set[str]) -> Mapping[str, Any]:
-    """Return keyword arguments, after checking names and types. Errors leave out values, perhaps secrets."""
     # What the engine core would have taken, if it did its part.
     if isinstance(given, Mapping) and given.keys() & {CACHES_KEY, ENGINE_KEY}:
         raise UsageError(NOT_LOADED)
-    known = ", ".join(
-        f"{name!r} ({kind.__name__}{'' if name in required else ', optional'})"
-        for name, kind in types.items()
-    )
-    if not isinstance(given, Mapping):
-        raise UsageError(f"{what} must be an object with {known}, not a {type(given).__name__}")
-    if unknown := given.keys() - types.keys():
-        raise UsageError(f"{what} has unknown keys {sorted(unknown)}; known are {known}")
-    if missing := required - given.keys():
-        raise UsageError(f"{what} lacks {sorted(missing)}; known are {known}")
-    for name, value in given.items():
-        # To Python, True is a number too.
-        if not isinstance(value, types[name]) or isinstance(value, bool) is not (types[name] is bool):
-            raise UsageError(f"{what} has a {type(value).__name__} as {name!r}; known are {known}")
-    return given
+    return keywords(what, given, types, required)

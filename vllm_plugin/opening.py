@@ -16,8 +16,9 @@ from vllm.config import VllmConfig
 from patchstore.codec.checkpoint import weight_files
 from patchstore.errors import CorruptObject, SchemaMismatch, UsageError
 from patchstore.read.host_cache import MAX_BYTES, HostCache
+from patchstore.read.run import Run
 from patchstore.signing.required import RequiredKeys
-from patchstore.stores import open_store
+from patchstore.stores import Store, open_store
 from vllm_plugin.live.identify import Contents
 from vllm_plugin.live.rank_weights import RankWeights
 from vllm_plugin.live.update import Updater, use_device
@@ -47,9 +48,11 @@ class Opening:
         prepare: Callable[[], LiveWeights],
         folder: Path | None,
         required: RequiredKeys | None = None,
+        likely: int | None = None,
     ) -> None:
         """Begin with nothing. `prepare` checks the request, and that the server can be updated, and returns
-        its weights; they were loaded from the checkpoint in `folder`, if that is still known.
+        its weights; they were loaded from the checkpoint in `folder`, if that is still known, or are `likely`
+        a version, of which the weights themselves are the proof.
         """
         self.given = given
         self.failures: list[Failure] = []
@@ -59,7 +62,7 @@ class Opening:
         self._together = together
         self._prepare = prepare
         self._folder = folder
-        self._required = required
+        self._required, self._likely = required, likely
         self._traced: Trace
         self.contents: Contents | None = None
         """Of the version that is served, if that may be used; see `Updater.adopt`."""
@@ -114,7 +117,7 @@ class Opening:
         shares = self._together(self._share)
         slice_sums = yield lambda: self._survey(shares)
         assert slice_sums is not None
-        found = yield lambda: self._weights.find(slice_sums)
+        found = yield lambda: self._weights.find(slice_sums, self._likely)
         assert found is not None
         version = found[0]
         are_read = yield lambda: self._read(version)
@@ -136,13 +139,9 @@ class Opening:
 
     def _open(self) -> None:
         assert self.live is not None
-        url, folder = self.given["store"], self.given.get("scratch")
-        scratch = Path(folder) if folder else default_scratch()
-        check_scratch(scratch)
-        cache = HostCache(scratch, max_bytes=self.given.get("cache_bytes", MAX_BYTES))
-        store = open_store(url, **self.given.get("storage_options", {}))
+        store, cache = reached(self.given)
         try:
-            with unquoted(url):
+            with unquoted(self.given["store"]):
                 self.updater = Updater(
                     store,
                     self.live,
@@ -150,12 +149,7 @@ class Opening:
                     is_partial=self.given.get("partial", False),
                     required=self._required,
                 )
-            adapter = self.updater.run.header.adapter
-            if adapter is not None:
-                raise SchemaMismatch(
-                    f"{url} is a run of {adapter}, and these are whole weights: start vllm serve with "
-                    "--enable-lora, and patchstore follow with --adapter NAME"
-                )
+            check_whole(self.updater.run)
         except BaseException:
             store.close()
             raise
@@ -189,6 +183,29 @@ class Opening:
                 1, "patchstore-open", initializer=use_device, initargs=(self.live.device,)
             )
         return self._thread.submit(step)
+
+
+def scratch_folder(given: Mapping[str, Any]) -> Path:
+    """Return the folder of this host for downloads, as `init_info` has it, or its default."""
+    folder = given.get("scratch")
+    scratch = Path(folder) if folder else default_scratch()
+    check_scratch(scratch)
+    return scratch
+
+
+def reached(given: Mapping[str, Any]) -> tuple[Store, HostCache]:
+    """Open the store of an `init_info`, and this host's cache."""
+    cache = HostCache(scratch_folder(given), max_bytes=given.get("cache_bytes", MAX_BYTES))
+    return open_store(given["store"], **given.get("storage_options", {})), cache
+
+
+def check_whole(run: Run) -> None:
+    """Refuse a run of adapters."""
+    if run.header.adapter is not None:
+        raise SchemaMismatch(
+            f"{run.store.url} is a run of {run.header.adapter}, and these are whole weights: start vllm "
+            "serve with --enable-lora, and patchstore follow with --adapter NAME"
+        )
 
 
 def checkpoint_folder(config: VllmConfig) -> Path | None:

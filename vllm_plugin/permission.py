@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import UnionType
 from typing import Any
 from urllib.parse import unquote
 
@@ -130,3 +131,24 @@ def _has_credentials(protocol: str, options: Mapping[str, Any]) -> bool:
     if protocol == "hf":
         return isinstance(options.get("token"), str) and bool(options["token"])
     return options.get("anon") is True or (bool(options.get("key")) and bool(options.get("secret")))
+
+
+def keywords(
+    what: str, given: object, types: Mapping[str, type | UnionType], required: set[str]
+) -> Mapping[str, Any]:
+    """Return keyword arguments, after checking names and types. Errors leave out values, perhaps secrets."""
+    known = ", ".join(
+        f"{name!r} ({getattr(kind, '__name__', kind)}{'' if name in required else ', optional'})"
+        for name, kind in types.items()
+    )
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{what} must be an object with {known}, not a {type(given).__name__}")
+    if unknown := given.keys() - types.keys():
+        raise UsageError(f"{what} has unknown keys {sorted(unknown)}; known are {known}")
+    if missing := required - given.keys():
+        raise UsageError(f"{what} lacks {sorted(missing)}; known are {known}")
+    for name, value in given.items():
+        # To Python, True is a number too.
+        if not isinstance(value, types[name]) or isinstance(value, bool) is not (types[name] is bool):
+            raise UsageError(f"{what} has a {type(value).__name__} as {name!r}; known are {known}")
+    return given

@@ -1,12 +1,14 @@
 """What vLLM loads in each of its processes, through the entry point in the group `vllm.general_plugins`.
 
-It has engine cores do their part of updates (see `core`), and keeps vLLM's replies in step with its calls
-where several workers answer each call. vLLM broadcasts a call to its workers and then reads one reply from
-each worker's queue. It stops reading at the first worker that failed, and when the caller's timeout has
-passed. The replies that it did not read stay in the queues, so every later call would return an answer to
-an earlier one: `update_weights` could report success for a version that does not exist.
+It makes `--load-format patchstore` known, has engine cores do their part of updates (see `core`), and keeps
+vLLM's replies in step with its calls where several workers answer each call. vLLM broadcasts a call to its
+workers and then reads one reply from each worker's queue. It stops reading at the first worker that failed,
+and when the caller's timeout has passed. The replies that it did not read stay in the queues, so every later
+call would return an answer to an earlier one: `update_weights` could report success for a version that does
+not exist.
 """
 
+import sys
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +25,20 @@ def load() -> None:
     keep_in_step()
     core.install()
     prepare_api_servers()
+    load_versions()
+
+
+def load_versions() -> None:
+    """Have vLLM know `--load-format patchstore`, in whichever process. Calling it again changes nothing.
+
+    vLLM makes its configuration in the process that reads the command line.
+    """
+    from vllm_plugin import boot, loader
+
+    loader.register()
+    arguments = sys.modules.get("vllm.engine.arg_utils")
+    if arguments is not None and not core.is_wrapped(arguments.EngineArgs.create_engine_config):
+        core.replace(arguments.EngineArgs, "create_engine_config", boot.settle)
 
 
 def prepare_api_servers() -> None:

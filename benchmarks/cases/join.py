@@ -4,10 +4,15 @@ A server that was started from a checkpoint proves its map with that, while gene
 weights cannot, so vLLM's own loader writes the anchor while generation waits. Beside them, on the same files:
 a copy of the anchor, and a load of it by `safetensors`. `server_cpu_s` is the CPU time of the server's
 processes during the join.
+
+`boot` starts at the last version instead (`--load-format patchstore`), and `start` from a checkpoint of it.
+Of both, `start_s` is the time to the first answer, and `peak_mib` the most memory of any of the server's
+processes.
 """
 
 import argparse
 import dataclasses
+import json
 import os
 import shlex
 import shutil
@@ -29,7 +34,7 @@ from benchmarks.support.work_folder import work_folder
 from patchstore import open_store
 from patchstore.follow.verify import verify_server
 
-WAYS = ("cp", "safetensors", "dummy", "checkpoint")
+WAYS = ("cp", "safetensors", "dummy", "checkpoint", "start", "boot")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,12 +62,13 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             base = {name: tensor.roll(1, 0) for name, tensor in trainer.tensors.items()}
             for _ in range(args.deltas):
                 trainer.step(args.density)
+            newest = dict(trainer.tensors)
         anchor = folder / "bucket" / "anchors"
         num_bytes = sum(path.stat().st_size for path in anchor.rglob("*.safetensors"))
         about |= {"num_bytes": num_bytes, "deltas": args.deltas, "density": args.density}
         for _ in range(args.repeats):
             for way in args.ways:
-                yield {"way": way, **about, **_one(way, shape, args, folder, base, anchor)}
+                yield {"way": way, **about, **_one(way, shape, args, folder, base, newest, anchor)}
 
 
 def _one(
@@ -71,6 +77,7 @@ def _one(
     args: argparse.Namespace,
     folder: Path,
     base: dict[str, torch.Tensor],
+    newest: dict[str, torch.Tensor],
     anchor: Path,
 ) -> dict[str, float]:
     out = folder / "work"
@@ -79,15 +86,24 @@ def _one(
             return {"join_s": _timed(lambda: shutil.copytree(anchor, out))}
         if way == "safetensors":
             return {"join_s": _timed(lambda: _load(anchor))}
-        weights = base if way == "checkpoint" else None
+        weights = {"checkpoint": base, "start": newest}.get(way)
+        if way == "boot":
+            given = {"store": str(folder / "bucket"), "version": args.deltas, "scratch": str(out / "scratch")}
+            loads = ["--load-format", "patchstore", "--model-loader-extra-config", json.dumps(given)]
+            args = argparse.Namespace(**vars(args) | {"engine_args": [*args.engine_args, *loads]})
         with (
             serve(shape, args, out, 1, weights) as server,
             closing(open_store(folder / "bucket")) as store,
         ):
+            if way in {"start", "boot"}:
+                _ask(server.url, shape, args)
+                found = {"start_s": time.monotonic() - server.started, "peak_mib": _peak_mib()}
+                server.init_weight_transfer(store.url, scratch=str(out / "scratch"))
+                verify_server(store, server, args.deltas)
+                return found
             server.init_weight_transfer(store.url, scratch=str(out / "scratch"))
             # The first forward pass allocates and converts.
-            asked = question(shape, args, 0) | {"max_tokens": 1}
-            httpx.post(f"{server.url}/v1/completions", json=asked, timeout=300).raise_for_status()
+            _ask(server.url, shape, args)
             cpu_s = _cpu_s_of_children()
             join_s = _timed(lambda: server.apply(args.deltas))
             cpu_s = _cpu_s_of_children() - cpu_s
@@ -109,18 +125,37 @@ def _timed(work: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
+def _ask(url: str, shape: Shape, args: argparse.Namespace) -> None:
+    asked = question(shape, args, 0) | {"max_tokens": 1}
+    httpx.post(f"{url}/v1/completions", json=asked, timeout=300).raise_for_status()
+
+
 def _cpu_s_of_children() -> float:
     """The CPU time so far of all running processes that this one started, or these did."""
-    ours, ticks, rest = {os.getpid()}, 0, []
+    return sum(_ticks_of_children().values()) / os.sysconf("SC_CLK_TCK")
+
+
+def _peak_mib() -> float:
+    """The most resident memory that any of them had; mapped files count too."""
+    peaks = [0.0]
+    for process in _ticks_of_children():
+        with suppress(OSError, StopIteration):  # It has ended.
+            lines = Path(f"/proc/{process}/status").read_text().splitlines()
+            peaks.append(next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM")))
+    return max(peaks)
+
+
+def _ticks_of_children() -> dict[int, int]:
+    ours, ticks, rest = {os.getpid()}, dict[int, int](), list[tuple[int, int, int]]()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # It has ended.
             fields = path.read_text().rpartition(")")[2].split()
             rest.append((int(path.parent.name), int(fields[1]), int(fields[11]) + int(fields[12])))
     while found := [each for each in rest if each[1] in ours]:
         ours |= {process for process, _, _ in found}
-        ticks += sum(of_it for _, _, of_it in found)
+        ticks |= {process: of_it for process, _, of_it in found}
         rest = [each for each in rest if each not in found]
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return ticks
 
 
 def _load(anchor: Path) -> None:

@@ -46,6 +46,8 @@ class TimedServer(VllmServer):
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.spans: dict[str, tuple[float, float]] = {}
+        self.started = 0.0
+        """When its process was started, on the monotonic clock."""
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -131,12 +133,13 @@ def serve(
         **(environment or {}),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    log_file = args.log or folder / "vllm.log"
+    log_file, started = args.log or folder / "vllm.log", time.monotonic()
     with Program(command, log=log_file, environment=environment) as process:
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_healthy(process, url)
             with TimedServer(url) as server:
+                server.started = started
                 yield server
         except _SERVER_FAILURES:
             lines = log_file.read_text(errors="replace").splitlines()[-60:]

@@ -52,6 +52,7 @@ class Core(EngineCore):
         )
         self.vllm_config = SimpleNamespace(
             weight_transfer_config=SimpleNamespace(backend="delta"),
+            load_config=SimpleNamespace(load_format="auto"),
             model_config=SimpleNamespace(is_multimodal_model=False, is_encoder_decoder=False),
         )
         self._weight_version = "default"

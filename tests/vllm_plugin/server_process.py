@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -76,9 +76,11 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self.arguments = (*(["--enforce-eager"] if eager else []), *arguments)
         self._process: subprocess.Popen[bytes] | None = None
+        self.exit_code: int | None = None
+        """Of a server that ended before it was healthy."""
 
-    def start(self, model: Path) -> None:
-        """Serve a checkpoint folder; returns when the server is healthy."""
+    def start(self, model: Path | str) -> None:
+        """Serve a checkpoint folder, or a store; returns when the server is healthy."""
         command = [*("timeout", "--kill-after=10", str(_LIFE_S)), sys.executable, *self.program(model)]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -99,11 +101,12 @@ class ServerProcess:
                 except httpx.TransportError:
                     pass
                 time.sleep(0.25)
+        self.exit_code = self._process.poll()
         self.stop()
         raise RuntimeError(f"the server did not start:\n{self.log_tail()}")
 
     @contextmanager
-    def serving(self, model: Path) -> Iterator["ServerProcess"]:
+    def serving(self, model: Path | str) -> Iterator["ServerProcess"]:
         """Serve a checkpoint folder inside of the block."""
         self.start(model)
         try:
@@ -111,7 +114,7 @@ class ServerProcess:
         finally:
             self.stop()
 
-    def program(self, model: Path) -> list[str]:
+    def program(self, model: Path | str) -> list[str]:
         """What Python runs, with its arguments."""
         return [
             *("-m", self.command, "serve", str(model)),
@@ -127,7 +130,8 @@ class ServerProcess:
     def stop(self) -> None:
         """Kill the server and all processes it started. It has nothing to save."""
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # It has ended, with all of them.
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
             RUNNING.remove(self)

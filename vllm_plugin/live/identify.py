@@ -40,17 +40,20 @@ class Contents:
     """Some of its tensors, in full."""
 
 
-def find_version(run: Run, sums: Mapping[str, Sums], cache: HostCache) -> int | None:
+def find_version(
+    run: Run, sums: Mapping[str, Sums], cache: HostCache, likely: int | None = None
+) -> int | None:
     """Return the version whose tensors have these digest sums, or None. Without any sums nothing is found.
 
-    Looks from the head back for as long as the deltas from there cost no more than the nearest anchor, as
-    `lineage.plan` counts: knowing an older version would not make the next update cheaper.
+    Looks at the `likely` version, then from the head back for as long as the deltas from there cost no more
+    than the nearest anchor, as `lineage.plan` counts: knowing an older version would not make the next update
+    cheaper.
     """
     if not sums:
         return None
     is_all = len(sums) == len(run.schema.tensors)
     total = state_total(run.schema, sums) if is_all else None
-    with closing(_worth_knowing(run.store, run.schema.num_bytes)) as versions:
+    with closing(_worth_knowing(run.store, run.schema.num_bytes, likely)) as versions:
         for manifest in versions:
             if is_all:
                 found = manifest.state.total == total
@@ -86,8 +89,13 @@ def nearly_the_head(run: Run, sums: Mapping[str, Sums], cache: HostCache) -> str
     )
 
 
-def _worth_knowing(store: Store, anchor_bytes: int) -> Generator[Manifest, None, None]:
-    """Yield versions from the head back. There may be an anchor near the head, among the shortcuts."""
+def _worth_knowing(store: Store, anchor_bytes: int, likely: int | None) -> Generator[Manifest, None, None]:
+    """Yield the likely version, and then versions from the head back. There may be an anchor near the head,
+    among the shortcuts.
+    """
+    if likely is not None:
+        with suppress(VersionNotFound):
+            yield history.read_manifest(store, likely)
     head = history.head(store)
     if head is None:
         return

@@ -1,7 +1,7 @@
 """The models that one rank serves, and their own loaders: traced for a run, or called to load a version."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import torch
 
@@ -32,6 +32,39 @@ def copies(tensors: Mapping[str, torch.Tensor]) -> Generator[tuple[str, torch.Te
     """Hand tensors to a loader. Copies: some loaders write to what they are given."""
     for name, tensor in tensors.items():
         yield name, tensor.clone()
+
+
+@contextmanager
+def explained(
+    schema: Schema, handed: Generator[tuple[str, torch.Tensor], None, None]
+) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    """Yield tensors to hand to a loader, and raise what it fails with as what that says of a run.
+
+    Raises:
+        SchemaMismatch: the loader does not take tensors of this schema.
+        LoadFailed: it failed for another reason.
+        PatchstoreError: as `handed` raised it.
+    """
+    at = "before it read a tensor"
+
+    def told() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal at
+        for name, tensor in handed:
+            at = f"when it had read up to {name!r} {tuple(tensor.shape)} {tensor.dtype}"
+            yield name, tensor
+
+    try:
+        # Closed at once where a loader fails, and not when its error is forgotten.
+        with closing(handed):
+            yield told()
+    except PatchstoreError:
+        raise
+    except Exception as exc:
+        # What vLLM's loaders raise for names and shapes that their model does not have.
+        refused = isinstance(exc, KeyError | ValueError | AttributeError | AssertionError)
+        error = SchemaMismatch if refused else LoadFailed
+        reason = f"the model's loader failed {at}: {type(exc).__name__}: {schema_text.brief(str(exc))}"
+        raise error(schema_text.explain(schema, reason) if refused else reason) from exc
 
 
 class ServedModels:
@@ -130,27 +163,9 @@ class ServedModels:
     @torch.no_grad()
     def load(self, schema: Schema, tensors: Mapping[str, torch.Tensor], hand: Hand = copies) -> None:
         """Have the models' own loaders load tensors of the CPU. If this raises, some may be loaded."""
-        at = "before it read a tensor"
-
-        def told(handed: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal at
-            for name, tensor in handed:
-                at = f"when it had read up to {name!r} {tuple(tensor.shape)} {tensor.dtype}"
-                yield name, tensor
-
         for model in self._target_last():
-            try:
-                # Closed at once where a loader fails, and not when its error is forgotten.
-                with same_parameters(model), closing(hand(tensors)) as handed:
-                    left = self._load(model, told(handed))
-            except Exception as exc:
-                # What vLLM's loaders raise for names and shapes that their model does not have.
-                refused = isinstance(exc, KeyError | ValueError | AttributeError | AssertionError)
-                error = SchemaMismatch if refused else LoadFailed
-                reason = (
-                    f"the model's loader failed {at}: {type(exc).__name__}: {schema_text.brief(str(exc))}"
-                )
-                raise error(schema_text.explain(schema, reason) if refused else reason) from exc
+            with same_parameters(model), explained(schema, hand(tensors)) as handed:
+                left = self._load(model, handed)
             if isinstance(left, set) and left and tensors.keys() >= schema.by_name().keys():
                 reason = (
                     f"{len(left):,} weights of the model get nothing from this run's {len(tensors):,} "

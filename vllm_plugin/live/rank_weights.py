@@ -191,8 +191,8 @@ class RankWeights:
             "unverified": sorted(mapped.partial | mapped.absent),
         }
 
-    def find(self, slice_sums: Sequence[SliceSums]) -> int | None:
-        """Return the version that all ranks together serve, or None."""
+    def find(self, slice_sums: Sequence[SliceSums], likely: int | None = None) -> int | None:
+        """Return the version that all ranks together serve, or None; a `likely` one is tried first."""
         try:
             total, is_told = self.map.total(slice_sums)
         except StateMismatch as exc:
@@ -202,7 +202,7 @@ class RankWeights:
         sums = {spec.name: Sums(*each) for spec, each, is_one in every if is_one}
         # What is served for a name that has no tensor of its own is known too.
         sums |= {name: sums[other] for name, other in self.live.dropped.items() if other in sums}
-        found = find_version(self._run, sums, self.cache)
+        found = find_version(self._run, sums, self.cache, likely)
         if found is None and (told := nearly_the_head(self._run, sums, self.cache)):
             logger.warning(told)
         return found
