@@ -49,7 +49,7 @@ JOBS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lock-oldest demo grpo docs test test-quick test-exhaustive test-oldest conformance bench-gpu lint format types audit check clean
+.PHONY: help setup lock lock-oldest demo grpo docs test test-quick test-exhaustive test-oldest conformance bench-gpu lint format types dist audit check clean
 
 help: ## Show this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -122,6 +122,10 @@ format: $(INSTALLED) ## Fix style and formatting.
 
 types: $(INSTALLED) ## Check types.
 	$(BIN)/mypy
+
+dist: $(INSTALLED) ## Build the wheel and the source distribution into dist/; tests/test_distribution.py checks them.
+	rm -rf dist
+	$(BIN)/uv build --offline --no-build-isolation --python $(BIN)/python --out-dir dist
 
 audit: $(INSTALLED) ## Look for advisories about installed packages, and for insecure code.
 	$(BIN)/python -m bandit --quiet --configfile pyproject.toml --recursive patchstore vllm_plugin

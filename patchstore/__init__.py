@@ -94,7 +94,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'patchstore' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    try:
+        value = getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as exc:
+        if exc.name == "torch":
+            import_module("patchstore.tensors")  # raises, and says what to install
+        raise
     globals()[name] = value
     return value
 

@@ -21,7 +21,7 @@ from patchstore.stores import open_store, options
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = ("hub", "fast")
+EXTRAS = ("torch", "hub", "fast")
 """What users add; a bound of theirs is stricter than one of a plain install."""
 URLS = {
     "s3fs": "s3://bucket/run",

@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Annotated, NoReturn
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -78,7 +79,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         # The same name under `python -m patchstore`: completion is installed for a command of this name.
-        sys.exit(app(standalone_mode=False, prog_name="patchstore"))
+        sys.exit(_run())
     except SystemExit as exc:
         # typer and rich end the process themselves when the reader of the output went away.
         if isinstance(exc.__context__, BrokenPipeError):
@@ -99,6 +100,15 @@ def main() -> None:
         logging.getLogger(__name__).info("internal error", exc_info=True)
         explain(InternalError.kind, f"{type(exc).__name__}: {exc}", as_json=as_json)
         sys.exit(1)
+
+
+def _run() -> Any:
+    try:
+        return app(standalone_mode=False, prog_name="patchstore")
+    except ModuleNotFoundError as exc:
+        if exc.name == "torch":
+            import_module("patchstore.tensors")  # raises, and says what to install
+        raise
 
 
 def _end_unread() -> NoReturn:

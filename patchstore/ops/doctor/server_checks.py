@@ -65,6 +65,13 @@ def _packages(_: None) -> Iterator[Finding]:
             advice="install it, in a checkout with pip install -e .",
         )
     needed = [each for each in asked.values() if each.marker is None or each.marker.evaluate({"extra": ""})]
+    torch = (
+        ""
+        if _installed("torch")
+        else ", without torch, which publish, replay, verify, mirror and compact need"
+    )
+    if not torch and "torch" in asked:
+        needed.append(asked["torch"])
     good = [f"python {platform.python_version()}"]
     for requirement in needed:
         version = _installed(requirement.name)
@@ -85,7 +92,7 @@ def _packages(_: None) -> Iterator[Finding]:
         elif version is not None:
             good.append(f"{name} {version}")
     yield Finding(
-        kind="packages", about=ABOUT_PACKAGES, found=f"patchstore {__version__} with {', '.join(good)}"
+        kind="packages", about=ABOUT_PACKAGES, found=f"patchstore {__version__} with {', '.join(good)}{torch}"
     )
 
 
