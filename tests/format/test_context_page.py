@@ -81,7 +81,7 @@ SECTION = (Path(__file__).parent.parent.parent / "docs" / "format.md").read_text
 SECTION = SECTION.partition("### Examples of `context`")[2].partition("## 7. State digest")[0]
 EXAMPLES = {
     title: dict(line.split(maxsplit=1) for line in block.splitlines())
-    for title, block in re.findall(r"\*\*(.+?)\.\*\*.*?```\n(.*?)```", SECTION, re.DOTALL)
+    for title, block in re.findall(r"\*\*(.+?)\.\*\*.*?```text\n(.*?)```", SECTION, re.DOTALL)
 }
 
 

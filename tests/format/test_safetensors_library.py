@@ -118,7 +118,9 @@ def test_every_dtype_of_the_library_is_published_bit_for_bit_or_refused_by_name(
 
 @pytest.mark.filterwarnings("ignore")  # torch's, of dtypes that nobody should use
 @pytest.mark.parametrize(
-    "dtype", {each for each in vars(torch).values() if isinstance(each, torch.dtype)}, ids=str
+    "dtype",
+    sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str),
+    ids=str,
 )
 def test_every_dtype_of_torch_is_published_or_refused_by_name(dtype: torch.dtype) -> None:
     tensor = torch.empty(2, dtype=dtype, device="meta")
