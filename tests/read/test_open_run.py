@@ -1,7 +1,6 @@
 """`patchstore.open`: a run's versions as a list, their weights in memory, and what differs between two."""
 
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import FaultyStore
 from tests.signing.signed_runs import sign
 from tests.support.keys import key_pair
+from tests.support.pages import code_of
 from tests.support.small_models import causal, compiled, layers
 from tests.support.weights import Run, assert_same_bits, lie
 
@@ -49,8 +49,7 @@ def test_the_code_of_the_page_runs_as_it_stands(run: Run, tmp_path: Path) -> Non
     run.open(resume="anchor")
     run.publish_versions(6)
     run.close()
-    page = (Path(__file__).parents[2] / "docs" / "history.md").read_text()
-    (code,) = re.findall(r"```python\n(import patchstore[^`]*)```", page)
+    (code,) = code_of("docs/history.md", "Look")
     names = {"model": zeros(run)}
     exec(code.replace("s3://bucket/my-run", str(tmp_path / "bucket")), names)
     assert_same_bits(names["model"], run.history[12])
