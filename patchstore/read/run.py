@@ -167,8 +167,8 @@ class Run:
             SchemaMismatch, UsageError: `into` has other tensors, or tensors that are sharded or computed.
             VersionNotFound, VersionRetired: there is no such version or tag, or no longer.
             CorruptObject, StateMismatch: the bucket's bytes are wrong.
-            Unsigned, WrongSignature: no required key has signed the version.
-            After each of these errors `into` is as it was.
+            Unsigned, WrongSignature: no required key has signed the version. After each of these errors
+                `into` is as it was.
         """
         from patchstore.read import load
 
