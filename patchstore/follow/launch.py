@@ -22,7 +22,7 @@ from patchstore.bucket.records import StoreHeader
 from patchstore.errors import ServerUnavailable, UsageError
 from patchstore.follow.http_client import Http
 from patchstore.follow.vllm_protocol import BACKEND, EXTENSION
-from patchstore.support.host import is_loopback
+from patchstore.support.host import is_any_address, is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Launch:
     @property
     def url(self) -> str:
         """Where this host reaches the server."""
-        host = "127.0.0.1" if self.host in {"0.0.0.0", "::", ""} else self.host  # noqa: S104
+        host = "127.0.0.1" if is_any_address(self.host) else self.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def __str__(self) -> str:

@@ -143,8 +143,20 @@ def is_loopback(name: str) -> bool:
     """Whether a name, or an address, is this host's for itself: localhost, 127.0.0.0/8 or ::1."""
     if name.lower().rstrip(".") == "localhost":
         return True
+    address = _address(name)
+    return address is not None and address.is_loopback
+
+
+def is_any_address(name: str) -> bool:
+    """Whether a server that listens at a name listens at every address of its host: none, 0.0.0.0 or ::."""
+    address = _address(name)
+    return not name or (address is not None and address.is_unspecified)
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a name spells, with or without brackets; None if it is a name."""
     try:
         address = ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
     except ValueError:
-        return False
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
