@@ -18,6 +18,8 @@ def patchstore(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
     def call(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["patchstore", *map(str, args)])
+        # Some shells hand it on, and tables leave columns out then.
+        monkeypatch.delenv("COLUMNS", raising=False)
         monkeypatch.setattr("patchstore.cli.main.signal.signal", lambda *_: None)
         with pytest.raises(SystemExit) as ended:
             main.main()
