@@ -25,6 +25,7 @@ from benchmarks.cases import (
     publish,
     quantized,
     rank_bytes,
+    rates,
     replay,
     replicate,
     retention,
@@ -182,6 +183,13 @@ CASES = (
         gate="tests/publish/group/test_layouts.py",
         arguments=rank_bytes.arguments,
         run=rank_bytes.run,
+    ),
+    Case(
+        name="rates",
+        about="What a step of AdamW changes at each learning rate, and the bytes of its version.",
+        gate="tests/read/test_replay.py",
+        arguments=rates.arguments,
+        run=rates.run,
     ),
     Case(
         name="replay",

@@ -20,11 +20,11 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 TREES = ("patchstore", "vllm_plugin", "tests", "benchmarks", "examples", "requirements")
-PUBLISH, APPLY = (block.code for block in blocks("README.md", "python"))
+START, PUBLISH, APPLY = (block.code for block in blocks("README.md", "python"))
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 145
+    assert len(README.splitlines()) <= 205
 
 
 def test_the_trainer_of_the_readme_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +43,33 @@ def test_the_trainer_of_the_readme_runs_as_it_stands(tmp_path: Path, monkeypatch
     names: dict[str, Any] = {"model": model, "optimiser": None, "train": train, "num_steps": 3}
     exec(PUBLISH.replace("path/of/the/base/checkpoint", str(checkpoint)), names)
     assert verify(folder).version == 2
+
+
+def test_the_two_minutes_of_the_readme_run_and_print_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["patchstore", "log", "my-run"])
+    monkeypatch.delenv("COLUMNS", raising=False)
+    exec(START, {})
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert not ended.value.code
+    assert f"`{' '.join(sys.argv)}`" in README
+    shown = next(block.code for block in blocks("README.md", "text") if "B/change" in block.code)
+    printed = capsys.readouterr().out
+    # What chance decides: the run's name, ages, sizes of deltas and digests.
+    assert [_shape(line) for line in printed.splitlines()] == [_shape(line) for line in shown.splitlines()]
+
+
+def _shape(line: str) -> list[str]:
+    _, colon, about = line.partition(": ")
+    if colon:
+        return [about]
+    version, step, age, *sizes, anchor, state = (cell.strip() for cell in line.split("│"))
+    if version == "version":
+        return [version, step, age, *sizes, anchor, state]
+    return [version, step, *(re.sub(r"[\d.]+", "#", size) for size in sizes), anchor]
 
 
 def test_the_driver_of_the_readme_runs_as_it_stands() -> None:

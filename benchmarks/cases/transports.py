@@ -2,7 +2,8 @@
 
 A real `Publisher` is in one process. A real `Replica` is in another, and looks at the store as `patchstore
 follow` does. Both read the host's monotonic clock, so that the parts add up to the total. Servers are on the
-same machine, so a transfer costs only what clients and servers compute.
+same machine, so a transfer costs only what clients and servers compute. With `--round-trip-ms` there is a link
+of that length in between.
 """
 
 import argparse
@@ -70,6 +71,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--poll-s", type=float, default=2.0, help="longest wait between looks, as of `patchstore follow`"
     )
+    parser.add_argument(
+        "--round-trip-ms", type=float, default=0, help="an S3 server that is so far away; 0: on this machine"
+    )
+    parser.add_argument("--mbit-s", type=float, default=1000, help="of that link, in each direction")
     parser.add_argument("--folder", type=Path, help="to work in, on the disk that is to be measured")
 
 
@@ -79,7 +84,10 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         raise SystemExit("--repeats must be at least 1, and --share a share")
     for mb in args.mb:
         for kind in args.kinds:
-            with work_folder(args.folder, "transports") as folder, place(kind, folder / "place") as where:
+            with (
+                work_folder(args.folder, "transports") as folder,
+                place(kind, folder / "place", round_trip_ms=args.round_trip_ms, mbit_s=args.mbit_s) as where,
+            ):
                 yield measure(where, folder, mb, args)
 
 
@@ -132,6 +140,8 @@ def measure(where: Place, folder: Path, mb: int, args: argparse.Namespace) -> di
         "share": args.share,
         "encoding": args.encoding,
         "poll_s": args.poll_s,
+        "round_trip_ms": args.round_trip_ms,
+        "mbit_s": args.mbit_s if args.round_trip_ms else None,
         "has_feed": feed,
         "repeats": args.repeats,
         "state": state,

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,17 @@ class Place:
 
 
 @contextmanager
-def place(kind: str, folder: Path) -> Iterator[Place]:
+def place(kind: str, folder: Path, *, round_trip_ms: float = 0, mbit_s: float = 1000) -> Iterator[Place]:
     """Yield a new store of a kind; its files are in `folder`.
 
+    Args:
+        round_trip_ms: distance of the S3 server; 0: this machine, without a limit of `mbit_s`.
+
     Raises:
-        SystemExit: a program is missing, or did not start.
+        SystemExit: a program is missing, or did not start; a folder or the Hub shall be far away.
     """
+    if round_trip_ms and kind not in {"s3fs", "obstore"}:
+        raise SystemExit(f"--round-trip-ms is of S3 alone, not of {kind}")
     folder.mkdir(parents=True)
     if kind == "folder":
         yield Place(kind=kind, url=str(folder / "store"))
@@ -58,13 +63,18 @@ def place(kind: str, folder: Path) -> Iterator[Place]:
             yield found
     else:
         with ministack(folder) as (options, process):
-            yield Place(
+            at = Place(
                 kind=kind,
                 url="s3://bucket/run",
                 options={**options, "client": kind},
                 server="ministack",
                 process=process,
             )
+            if not round_trip_ms:
+                yield at
+                return
+            with _far(options["endpoint_url"], folder, round_trip_ms, mbit_s) as url:
+                yield replace(at, options={**at.options, "endpoint_url": url})
 
 
 def versions() -> dict[str, str]:
@@ -93,6 +103,18 @@ def ministack(folder: Path) -> Iterator[tuple[dict[str, Any], int]]:
         fs.call_s3("create_bucket", Bucket="bucket")
         fs.close_session(fs.loop, fs.s3)
         yield options, server.pid
+
+
+@contextmanager
+def _far(url: str, folder: Path, round_trip_ms: float, mbit_s: float) -> Iterator[str]:
+    """Yield a URL of the same server that is a slow link away."""
+    command = [sys.executable, "-m", "benchmarks.support.slow_link", url.removeprefix("http://")]
+    command += [str(round_trip_ms), str(mbit_s)]
+    log = folder / "slow_link.log"
+    with log.open("wb") as output:
+        link = _start(command, {}, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=ROOT)
+    with _ending(link):
+        yield _address(link, log)
 
 
 @contextmanager

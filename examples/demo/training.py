@@ -62,8 +62,12 @@ class Trainer:
     def specialise(self, tokens: torch.Tensor) -> None:
         """From here on learn this text, int64 [num_tokens], in small steps."""
         self._tokens = tokens
+        self.use_rate(PUBLISHED_RATE)
+
+    def use_rate(self, learning_rate: float) -> None:
+        """Take steps of this learning rate from here on."""
         for group in self._optimizer.param_groups:
-            group["lr"] = PUBLISHED_RATE
+            group["lr"] = learning_rate
 
     def step(self) -> float:
         """Take one optimiser step, and return its loss."""
