@@ -9,15 +9,16 @@ import argparse
 import copy
 from collections.abc import Iterator
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from examples.demo.corpus import encode, read_topics, train_tokenizer
-from examples.demo.training import Trainer
 from patchstore import Publisher, Replica
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits
+
+if TYPE_CHECKING:
+    from examples.demo.training import Trainer
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +29,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row per learning rate."""
+    # Here, as all cases are imported to run one: not every machine has transformers.
+    from examples.demo.corpus import encode, read_topics, train_tokenizer
+    from examples.demo.training import Trainer
+
     texts, topic = read_topics()
     tokenizer = train_tokenizer([*texts, topic])
     trainer = Trainer(encode(tokenizer, texts), len(tokenizer))
@@ -37,7 +42,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {"learning_rate": rate, "loss": last, **_publish(copy.deepcopy(trainer), rate, args.steps)}
 
 
-def _publish(trainer: Trainer, rate: float, num_steps: int) -> dict[str, Any]:
+def _publish(trainer: "Trainer", rate: float, num_steps: int) -> dict[str, Any]:
     trainer.use_rate(rate)
     store = MemoryStore()
     with Publisher(

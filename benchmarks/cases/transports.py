@@ -2,8 +2,8 @@
 
 A real `Publisher` is in one process. A real `Replica` is in another, and looks at the store as `patchstore
 follow` does. Both read the host's monotonic clock, so that the parts add up to the total. Servers are on the
-same machine, so a transfer costs only what clients and servers compute. With `--round-trip-ms` there is a link
-of that length in between.
+same machine, so a transfer costs only what clients and servers compute. With `--round-trip-ms` there is a
+link of that length in between.
 """
 
 import argparse
