@@ -85,4 +85,9 @@ def commands() -> str:
     """Return a page of all commands and options, as typer writes it."""
     typer = [sys.executable, "-m", "typer", "patchstore.cli.main", "utils", "docs", "--name", "patchstore"]
     done = subprocess.run(typer, cwd=ROOT, check=True, capture_output=True, text=True)
-    return done.stdout.replace("# `patchstore`\n", "# Commands\n", 1)
+    page = done.stdout.replace("# `patchstore`\n", "# Commands\n", 1)
+    # typer cuts what each command is for after 45 characters.
+    about = dict(re.findall(r"^## `patchstore (\w+)`\n\n(.+)$", page, re.MULTILINE))
+    return re.sub(
+        r"^\* `(\w+)`: .*\.\.\.$", lambda line: f"* `{line[1]}`: {about[line[1]]}", page, flags=re.MULTILINE
+    )

@@ -3,6 +3,7 @@
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 import tiny_adapter
 import torch
 from asking import Answer, ask
@@ -20,6 +21,7 @@ def answer(process: ServerProcess, model: str) -> Answer:
     return ask(process.url, model=model, logprobs=3)
 
 
+@pytest.mark.timeout(1800)
 def test_two_ranks_serve_each_version_as_a_fresh_start(model: Path, tmp_path: Path) -> None:
     tensors, store = tiny_adapter.tensors(), tmp_path / "run"
     random = torch.Generator().manual_seed(7)
