@@ -26,6 +26,8 @@ RUN_BY = {
     ("docs/follow.md", "Adapters"): "tests/serve/test_adapter_server.py",
     ("docs/follow.md", "Wait until servers serve a version"): "tests/serve/test_wait.py",
     ("docs/history.md", "Look"): "tests/read/test_open_run.py",
+    ("docs/in-process.md", "An app of your own"): "tests/vllm_plugin/own_app.py",
+    ("docs/in-process.md", "LLM in one process"): "tests/vllm_plugin/offline_job.py",
     ("docs/integrations.md", "Transformers"): "tests/integrations/test_integrations_page.py",
     ("docs/integrations.md", "TRL"): "tests/integrations/test_integrations_page.py",
     ("docs/integrations.md", "Asynchronous training"): "tests/integrations/test_integrations_page.py",
@@ -33,19 +35,21 @@ RUN_BY = {
     ("docs/integrations.md", "Other frameworks"): "tests/integrations/test_integrations_page.py",
     ("docs/scale.md", "Calculated"): "tests/test_scale_page.py",
     ("docs/trainers.md", ""): "tests/publish/group/test_trainers_page.py",
-    ("docs/vllm.md", "An app of your own"): "tests/vllm_plugin/own_app.py",
-    ("docs/vllm.md", "vLLM in the trainer's process"): "tests/vllm_plugin/offline_job.py",
 }
 """Blocks of Python that other tests run, since they need ranks or servers: the heading, or "" for all."""
 
 PARSED = {
+    (
+        "docs/in-process.md",
+        "Ranks that torchrun starts",
+    ): "tests/vllm_plugin/launched_ranks.py makes these calls",
+    ("docs/in-process.md", "Ray Serve"): "it needs a cluster of Ray Serve",
     (
         "docs/observability.md",
         "Charts of the trainer",
     ): "it needs an account",
     ("docs/observability.md", "One trace a version"): "the formula of the ids, which tests of traces compare",
     ("docs/vllm.md", "Drive updates yourself"): "the README's, which tests/test_docs.py runs",
-    ("docs/vllm.md", "Ranks that torchrun starts"): "tests/vllm_plugin/launched_ranks.py makes these calls",
 }
 """Blocks of Python that no test runs, and why."""
 

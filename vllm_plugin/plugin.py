@@ -1,11 +1,11 @@
 """What vLLM loads in each of its processes, through the entry point in the group `vllm.general_plugins`.
 
-It makes `--load-format patchstore` known, has engine cores do their part of updates (see `core`), and keeps
-vLLM's replies in step with its calls where several workers answer each call. vLLM broadcasts a call to its
-workers and then reads one reply from each worker's queue. It stops reading at the first worker that failed,
-and when the caller's timeout has passed. The replies that it did not read stay in the queues, so every later
-call would return an answer to an earlier one: `update_weights` could report success for a version that does
-not exist.
+It makes `--load-format patchstore` known, has the backend `delta` bring the worker extension, has engine
+cores do their part of updates (see `core`), and keeps vLLM's replies in step with its calls where several
+workers answer each call. vLLM broadcasts a call to its workers and then reads one reply from each worker's
+queue. It stops reading at the first worker that failed, and when the caller's timeout has passed. The replies
+that it did not read stay in the queues, so every later call would return an answer to an earlier one:
+`update_weights` could report success for a version that does not exist.
 """
 
 import sys
@@ -15,7 +15,8 @@ from typing import Any
 
 import cloudpickle
 
-from vllm_plugin import core
+from patchstore.follow.vllm_protocol import EXTENSION
+from vllm_plugin import boot, core
 
 
 def load() -> None:
@@ -33,12 +34,19 @@ def load_versions() -> None:
 
     vLLM makes its configuration in the process that reads the command line.
     """
-    from vllm_plugin import boot, loader
+    from vllm_plugin import loader
 
     loader.register()
     arguments = sys.modules.get("vllm.engine.arg_utils")
     if arguments is not None and not core.is_wrapped(arguments.EngineArgs.create_engine_config):
-        core.replace(arguments.EngineArgs, "create_engine_config", boot.settle)
+        core.replace(arguments.EngineArgs, "create_engine_config", settle)
+
+
+def settle(args: Any, create: Callable[..., Any], *more: Any, **options: Any) -> Any:
+    """Name the worker extension, if the backend is `delta` and none is named; go on as `boot.settle`."""
+    if core.has_delta(args):
+        args.worker_extension_cls = args.worker_extension_cls or EXTENSION
+    return boot.settle(args, create, *more, **options)
 
 
 def prepare_api_servers() -> None:

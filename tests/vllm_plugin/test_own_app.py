@@ -25,9 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 def included(app: FastAPI) -> FastAPI:
     """The app with the routers of the page."""
-    from own_app import snippet
+    from own_app import updates
 
-    exec(snippet(), {"app": app, "engine": None})
+    updates().include_updates(app, None)
     return app
 
 
@@ -62,8 +62,7 @@ def process(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[O
 
 
 def answer(server: VllmServer) -> list[int]:
-    asked = httpx.post(f"{server.url}/ask", json={"prompt": PROMPT}, timeout=60)
-    return asked.raise_for_status().json()["tokens"]
+    return httpx.post(f"{server.url}/ask", json=PROMPT, timeout=60).raise_for_status().json()
 
 
 @pytest.mark.exhaustive

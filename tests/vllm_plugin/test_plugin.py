@@ -34,6 +34,22 @@ def test_importing_registers_the_backend_and_registering_again_is_harmless():
 
 
 @pytest.mark.parametrize(
+    ("backend", "named", "taken"),
+    [
+        ("delta", "", "vllm_plugin.DeltaWorkerExtension"),
+        ("delta", "team.Extension", "team.Extension"),
+        ("nccl", "", ""),
+        (None, "", ""),
+    ],
+)
+def test_the_backend_brings_its_worker_extension_where_none_is_named(backend, named, taken):
+    transfer = None if backend is None else SimpleNamespace(backend=backend)
+    args = SimpleNamespace(weight_transfer_config=transfer, worker_extension_cls=named, load_format="auto")
+    assert plugin.settle(args, lambda headless: headless, headless=True) is True
+    assert args.worker_extension_cls == taken
+
+
+@pytest.mark.parametrize(
     ("found", "refusal"),
     [
         *(
