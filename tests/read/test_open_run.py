@@ -248,6 +248,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], type[Patchst
         SchemaMismatch,
         "meta device",
     ),
+    "number": (lambda into: into | {1: into["scale"]}, SchemaMismatch, "must be strings, but one is 1"),
     "shared": (
         lambda into: (
             into | {"layers.0.norm.weight": (memory := torch.zeros(40).bfloat16())[:33], "scale": memory[3]}
@@ -271,6 +272,16 @@ def test_what_is_not_as_the_run_is_refused_with_a_sentence_and_stays_as_it_was(r
     if isinstance(into, dict):
         left = [each for each in into.values() if isinstance(each, torch.Tensor) and not each.is_meta]
         assert not any(each.any() for each in left)
+
+
+def test_a_view_that_negates_is_refused() -> None:
+    store = MemoryStore()
+    with Publisher(store, {"weight": torch.ones(1)}, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+    view = torch.zeros(1, dtype=torch.complex64).conj().imag
+    assert view.is_neg() and view.is_contiguous()
+    with pytest.raises(SchemaMismatch, match="negated"):
+        patchstore.open(store).load(into={"weight": view})
 
 
 def test_a_model_whose_tensors_are_computed_is_refused(run: Run) -> None:

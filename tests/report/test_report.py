@@ -415,7 +415,7 @@ def test_while_a_store_does_not_answer_the_page_is_what_it_was(monkeypatch: pyte
     commit_many(memory, 3)
     now = 0.0
     monkeypatch.setattr("patchstore.ops.report.page.time.monotonic", lambda: now)
-    monkeypatch.setattr("patchstore.ops.report.page._RENEW_S", 0.2)
+    monkeypatch.setattr("patchstore.ops.report.page.RENEW_S", 0.2)
     report = Report(FaultyStore(memory, before=hang), has_layers=False)
     hangs = True
     with ThreadPoolExecutor(1) as pool:

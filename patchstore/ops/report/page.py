@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PATHS = ("/", "/report.json")
 """Of a page that is served."""
 _MOST_ERRORS = 20
-_RENEW_S = 10
+RENEW_S = 10
 """How often a page that is served asks for what is new, and how long an answer counts."""
 
 
@@ -95,9 +95,9 @@ class Report:
         script()
         # A store may not answer for minutes. Requests that all waited for it would leave no connection for
         # the health of the process.
-        if self._reading.acquire(timeout=_RENEW_S / 2 if self._renewed is None else 0):
+        if self._reading.acquire(timeout=RENEW_S / 2 if self._renewed is None else 0):
             try:
-                if self._renewed is None or time.monotonic() - self._renewed[0] > _RENEW_S / 2:
+                if self._renewed is None or time.monotonic() - self._renewed[0] > RENEW_S / 2:
                     content = contents(*self.read())
                     self._renewed = time.monotonic(), content
             finally:
@@ -154,9 +154,9 @@ def page(content: Mapping[str, Any], *, is_live: bool = False) -> str:
     charts = content["charts"]
     drawn = {each["id"]: {"figure": each["figure"], "height": each["height"]} for each in charts}
     # No text ends the element that it is in, or begins another.
-    data = json_line(
-        {"charts": drawn, "id": content["id"], "renew_s": _RENEW_S if is_live else None}
-    ).replace("<", "\\u003c")
+    data = json_line({"charts": drawn, "id": content["id"], "renew_s": RENEW_S if is_live else None}).replace(
+        "<", "\\u003c"
+    )
     sections = "".join(f'<section id="{each["id"]}">{each["html"]}</section>' for each in charts)
     links = "".join(f'<a href="#{each["id"]}">{each["id"]}</a>' for each in charts)
     return f"""<!doctype html>
@@ -236,7 +236,7 @@ def _summary(run: Recorded) -> str:
         tags = [f"{name} = {number}" for number, names in sorted(run.marks.tags.items()) for name in names]
         facts += [("tags", ", ".join(tags))] if tags else []
     else:
-        facts.append(("versions", "none yet"))
+        facts.append(("versions", "none that can be read" if run.errors else "none yet"))
     rows = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in facts)
     wrong = [f"<li>{_text(str(each)[:500])}</li>" for each in run.errors[:_MOST_ERRORS]]
     more = f"<li>and {len(run.errors) - _MOST_ERRORS:,} more</li>" if len(run.errors) > _MOST_ERRORS else ""
