@@ -151,7 +151,7 @@ def test_tests_stand_on_public_ground() -> None:
 def reached() -> list[str]:
     """Where tests use `other._name`, import it or one from `other._name`, or set or ask for it by name.
 
-    Whoever defines the name: this package, Python's own, or another one.
+    Of whichever package defines the name: this package, Python's own, or another one.
     """
     found = []
     for path, tree in trees("tests").items():

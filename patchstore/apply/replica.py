@@ -21,7 +21,7 @@ from patchstore.apply.update import ReadGate, Update
 from patchstore.bucket import history, kept, notes
 from patchstore.bucket.records import Manifest, Plan
 from patchstore.bucket.state_sums import SumsArray, as_array, differing
-from patchstore.errors import HalfApplied, SchemaMismatch, StateMismatch, UsageError, VersionNotFound
+from patchstore.errors import HalfApplied, SchemaMismatch, StateMismatch, UsageError
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
 from patchstore.read.load import check_tensors, writing_to
@@ -337,7 +337,7 @@ class Replica:
         if version is None:
             newest = self._update.head()
             if newest is None:
-                raise VersionNotFound(f"{self.store.url} has no version yet")
+                raise history.no_version(self.store)
             version = newest.version
         elif version == self.held:
             # Also where there is nothing to do, what is held must be what the store means by that number.

@@ -200,6 +200,23 @@ def head(store: Store, hint: int | None = None) -> Manifest | None:
     return found
 
 
+def no_version(store: Store) -> VersionNotFound:
+    """Return the error about a run before its first version."""
+    return VersionNotFound(f"{store.url} holds a run that has no version yet; publish one")
+
+
+def newest_slot(store: Store, hint: int | None = None) -> int | None:
+    """Return the number of the newest version, also where its manifest is damaged; None before the first."""
+    try:
+        found = head(store, hint)
+    except DataError:
+        # Perhaps the newest manifest itself is damaged. The keys of manifests also tell their versions.
+        if not (there := listed(store)):
+            raise
+        return max(there)
+    return None if found is None else found.version
+
+
 def listed(store: Store) -> list[int]:
     """Return the versions whose manifests a listing shows, in ascending order of their keys."""
     with host.reading(layout.VERSIONS):

@@ -8,8 +8,8 @@ import typer
 
 from patchstore.bucket import history, notes
 from patchstore.bucket.records import Manifest
-from patchstore.errors import DataError, UsageError, VersionNotFound
-from patchstore.stores import Store, layout, open_store
+from patchstore.errors import UsageError
+from patchstore.stores import Store, open_store
 from patchstore.support.arguments import version_number
 
 StoreUrl = Annotated[
@@ -125,7 +125,7 @@ def head(store: Store) -> Manifest:
     """Read the newest version."""
     newest = history.head(store)
     if newest is None:
-        raise VersionNotFound(f"{store.url} holds a run without a version yet; publish one")
+        raise history.no_version(store)
     return newest
 
 
@@ -147,12 +147,7 @@ def version_named(store: Store, version: str | None) -> int | None:
 
 def newest_slot(store: Store) -> int:
     """Return the number of the newest version, also where its manifest cannot be read."""
-    try:
-        return head(store).version
-    except DataError:
-        # Perhaps the newest manifest itself is damaged. The keys of manifests also tell their versions.
-        listed = (layout.manifest_version(key) for key in store.list(layout.VERSIONS))
-        newest = max((version for version in listed if version is not None), default=None)
-        if newest is None:
-            raise
-        return newest
+    newest = history.newest_slot(store)
+    if newest is None:
+        raise history.no_version(store)
+    return newest

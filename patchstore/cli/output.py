@@ -135,7 +135,7 @@ def listed(found: Version) -> dict[str, Any]:
     shown = {**summary(found.manifest), "share_changed": found.share_changed, "resumed": found.is_resumed}
     if found.marks is None:
         return shown
-    added = found.number in found.marks.added
+    added = found.marks.has_added_anchor(found.number)
     marks = {"retired": found.is_retired, "added_anchor": added, "tags": found.tags}
     return {**shown, **marks, "signed_by": found.signed_by}
 
@@ -262,9 +262,8 @@ def _row(listed: Version | Unreadable, now: datetime) -> dict[str, str]:
         row["changed"] = _percent(listed.share_changed or 0)
         row["delta"] = decimal(delta.num_bytes)
         row["B/change"] = f"{delta.num_bytes / delta.num_changed:.2f}" if delta.num_changed else "-"
-    is_so = {"retired": listed.is_retired, "resumed": listed.is_resumed, "signed": listed.signed_by}
-    if words := [*(listed.tags or ()), *(word for word, is_true in is_so.items() if is_true)]:
-        row["marks"] = ", ".join(words)
+    if listed.words:
+        row["marks"] = ", ".join(listed.words)
     return row
 
 

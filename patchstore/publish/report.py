@@ -88,10 +88,11 @@ def metrics_of(given: Any) -> Metrics | None:
     if callable(add):
         return partial(_each, add)
     if callable(log_metrics):
-        return partial(_together, log_metrics, _run_of(getattr(given, "active_run", None)))
-    if callable(log) and "commit" in inspect.signature(log).parameters:
+        run = _run_of(getattr(given, "active_run", None))
+        return lambda step, values: log_metrics(values, step=step, **run())
+    if callable(log) and _takes_commit(log):
         # A row of a step that the trainer has left is dropped, so it goes into the row that is not sent yet.
-        return partial(_beside, log)
+        return lambda step, values: log(values | {"weight_sync/step": step}, commit=False)
     raise UsageError(
         "metrics must be a function of a step and of numbers by name, TensorBoard's SummaryWriter, a run of "
         f"W&B, or mlflow, not a {type(given).__name__}"
@@ -103,14 +104,12 @@ def _each(add: Callable[..., object], step: int, values: dict[str, float]) -> No
         add(name, value, step)
 
 
-def _together(
-    log: Callable[..., object], run: Callable[[], dict[str, Any]], step: int, values: dict[str, float]
-) -> None:
-    log(values, step=step, **run())
-
-
-def _beside(log: Callable[..., object], step: int, values: dict[str, float]) -> None:
-    log(values | {"weight_sync/step": step}, commit=False)
+def _takes_commit(log: Callable[..., object]) -> bool:
+    try:
+        return "commit" in inspect.signature(log).parameters
+    except ValueError:
+        # Of a function in C, such as `math.log`.
+        return False
 
 
 def _run_of(active: Callable[[], Any] | None) -> Callable[[], dict[str, Any]]:

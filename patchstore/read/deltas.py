@@ -25,6 +25,7 @@ from patchstore.codec import IndexEncoding, delta_file, encoding, tensor_file
 from patchstore.codec.context import Chosen, Coded, Context, Cuts, Tiles, Tiling, decode_all, unpack
 from patchstore.codec.delta_file import Content
 from patchstore.codec.index import Gap
+from patchstore.codec.tensor_file import FileHeader
 from patchstore.errors import CorruptObject, NotFound
 from patchstore.read.download import OwnMemory, fill, in_memory, room_for
 from patchstore.stores.base import Store
@@ -164,23 +165,14 @@ def read_ranges(store: Store, wanted: Payload, manifest: Manifest, schema: Schem
         As `delta_file.read_delta`; streams of other tiles are zeros. Memory: what was read.
     """
     try:
-        view = memoryview(_room(store, wanted))[: wanted.size]
-        done = 0
-
-        def beginning(num_bytes: int) -> bytes:
-            nonlocal done
-            done = _fill(store, wanted, view, done, max(num_bytes, FIRST_BYTES))
-            return bytes(view[:done])
-
-        header = tensor_file.read_header(wanted.key, wanted.size, beginning)
-        bounds = (header.data_start + header.bounds).tolist()
-        entries = {name: place for place, name in enumerate(header.names)}
-        table, tiles = entries.get("table"), entries.get("tiles")
-        end = wanted.size if tiles is None else bounds[tiles]
+        view, done, header = _begun(store, wanted)
+        entries = _entries(header)
+        tiles, table = entries.get("tiles"), entries.get("table")
+        end = wanted.size if tiles is None else tiles[0]
         _fill(store, wanted, view, done, end)
         if tiles is not None and table is not None:
-            listed = np.frombuffer(view[bounds[table] : bounds[table + 1]], dtype=np.uint8)
-            for first, last in _needed(wanted.key, listed, bounds[tiles + 1] - end, schema, needs):
+            listed = np.frombuffer(view[slice(*table)], dtype=np.uint8)
+            for first, last in _needed(wanted.key, listed, tiles[1] - end, schema, needs):
                 _fill(store, wanted, view, max(end + first, done), end + last)
     except NotFound as exc:
         raise missing(store, wanted) from exc
@@ -197,33 +189,45 @@ def stated_sizes(store: Store, manifest: Manifest, schema: Schema) -> tuple[Arra
     listed, coded = np.zeros((2, len(schema.tensors)), dtype=np.int64)
     num_read = 0
     for wanted in () if manifest.delta is None else manifest.delta.payloads:
-
-        def part(start: int, end: int, wanted: Payload = wanted) -> bytes:
-            nonlocal num_read
-            with host.reading(wanted.key):
-                found = store.get(wanted.key, start, end)
-            num_read += len(found)
-            if (lost := min(end, wanted.size) - start - len(found)) > 0:
-                raise CorruptObject(f"{wanted.key} ends {lost:,} bytes early")
-            return found
-
-        def beginning(num_bytes: int, part: Callable[[int, int], bytes] = part) -> bytes:
-            return part(0, max(num_bytes, FIRST_BYTES))
-
         try:
-            header = tensor_file.read_header(wanted.key, wanted.size, beginning)
-            at, bounds = {name: place for place, name in enumerate(header.names)}, header.bounds.tolist()
+            view, done, header = _begun(store, wanted)
+            num_read += done
             for name, shape in zip(header.names, header.shapes, strict=True):
                 if name.endswith(".val") and (place := schema.places.get(name[:-4])) is not None:
                     listed[place] += prod(shape)
-            if (table := at.get("table")) is not None and (tiles := at.get("tiles")) is not None:
-                start, end = (header.data_start + bounds[place] for place in (table, table + 1))
-                data = np.frombuffer(part(start, end), dtype=np.uint8)
-                found = unpack(wanted.key, data, _no_bytes(bounds[tiles + 1] - bounds[tiles]), schema)
+            entries = _entries(header)
+            if (table := entries.get("table")) is not None and (tiles := entries.get("tiles")) is not None:
+                num_read += _fill(store, wanted, view, max(table[0], done), table[1]) - max(table[0], done)
+                data = np.frombuffer(view[slice(*table)], dtype=np.uint8)
+                found = unpack(wanted.key, data, _no_bytes(tiles[1] - tiles[0]), schema)
                 np.add.at(coded, found.numbers, np.diff(found.bytes_at))
         except NotFound as exc:
             raise missing(store, wanted) from exc
     return listed, coded, num_read
+
+
+def _begun(store: Store, wanted: Payload) -> tuple[memoryview, int, FileHeader]:
+    """Read the beginning of a payload.
+
+    Returns:
+        Memory for all of the payload, how many bytes of it were read, and its header.
+    """
+    view = memoryview(_room(store, wanted))[: wanted.size]
+    done = 0
+
+    def beginning(num_bytes: int) -> bytes:
+        nonlocal done
+        done = _fill(store, wanted, view, done, max(num_bytes, FIRST_BYTES))
+        return bytes(view[:done])
+
+    header = tensor_file.read_header(wanted.key, wanted.size, beginning)
+    return view, done, header
+
+
+def _entries(header: FileHeader) -> dict[str, tuple[int, int]]:
+    """Return where in its file each entry begins and ends."""
+    bounds = (header.data_start + header.bounds).tolist()
+    return dict(zip(header.names, pairwise(bounds), strict=True))
 
 
 def _no_bytes(num: int) -> npt.NDArray[np.uint8]:

@@ -1,12 +1,13 @@
 """What differs between two versions, tensor by tensor."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from patchstore.bucket.records import Manifest, Plan, TensorSpec
-from patchstore.read.rebuild import File, Progress, rebuild
+from patchstore.errors import DataError
+from patchstore.read.rebuild import Progress, rebuild
 from patchstore.read.run import Run
 from patchstore.support import host
 from patchstore.tensors.bits import bits
@@ -56,7 +57,27 @@ class Diff:
 def diff(run: Run, before: int | str, after: int | str, progress: Progress | None) -> Diff:
     """As `Run.diff`."""
     first, second = run.named(before), run.named(after)
-    return run.reach(first, lambda old: run.reach(second, lambda new: _compared(run, old, new, progress)))
+
+    def compared(old: Plan) -> Diff:
+        try:
+            return run.reach(second, lambda new: _compared(run, old, new, progress))
+        except _OfOther as exc:
+            raise exc.error from exc.error.__cause__
+        except DataError as exc:
+            raise _OfOther(exc) from exc
+
+    try:
+        return run.reach(first, compared)
+    except _OfOther as exc:
+        raise exc.error from exc.error.__cause__
+
+
+class _OfOther(Exception):
+    """What is wrong with one of the two versions, on its way past `Run.reach` of the other one."""
+
+    def __init__(self, error: DataError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 def _compared(run: Run, old: Plan, new: Plan, progress: Progress | None) -> Diff:
@@ -64,7 +85,7 @@ def _compared(run: Run, old: Plan, new: Plan, progress: Progress | None) -> Diff
     waiting: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
     done = 0
     # Both iterators are taken to their ends, where they verify what they yielded.
-    for pair in zip(_tensors(rebuild(run, old)), _tensors(rebuild(run, new)), strict=True):
+    for pair in zip(_of_old(run, old), _tensors(run, new), strict=True):
         for (spec, tensor), its in zip(pair, waiting, strict=True):
             its[spec.name] = tensor
         for spec in dict.fromkeys(spec for spec, _ in pair):
@@ -83,9 +104,16 @@ def _compared(run: Run, old: Plan, new: Plan, progress: Progress | None) -> Diff
     )
 
 
-def _tensors(files: Iterable[File]) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    for _, specs, tensors in files:
+def _tensors(run: Run, route: Plan) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    for _, specs, tensors in rebuild(run, route):
         yield from zip(specs, tensors, strict=True)
+
+
+def _of_old(run: Run, route: Plan) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    try:
+        yield from _tensors(run, route)
+    except DataError as exc:
+        raise _OfOther(exc) from exc
 
 
 def _of_tensor(spec: TensorSpec, before: torch.Tensor, after: torch.Tensor) -> TensorDiff | None:
@@ -95,11 +123,23 @@ def _of_tensor(spec: TensorSpec, before: torch.Tensor, after: torch.Tensor) -> T
     if not num_changed:
         return None
     # Chosen as integers: not every dtype can be indexed.
-    old, new = (each[changed].view(before.dtype).to(torch.float64) for each in (old, new))
-    change = (new - old).abs()
+    change = (_numbers(new[changed], after.dtype) - _numbers(old[changed], before.dtype)).abs()
     return TensorDiff(
         name=spec.name,
         num_changed=num_changed,
         num_elements=spec.num_elements,
         largest_change=float(change.max()) if bool(change.isfinite().all()) else float("inf"),
     )
+
+
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64, device="cpu")
+"""The numbers that the codes of F4 stand for, without the sign."""
+
+
+def _numbers(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what bit patterns stand for, in float64; of F4 two numbers for each element."""
+    if dtype != torch.float4_e2m1fn_x2:
+        return found.view(dtype).to(torch.float64)
+    # Torch itself does not convert these.
+    codes = torch.cat([found, found >> 4]).to(torch.int64) & 15
+    return _E2M1[codes & 7] * (1 - (codes >> 3) * 2)

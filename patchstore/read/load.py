@@ -96,6 +96,9 @@ def _of_model(run: Run, model: torch.nn.Module) -> Tensors:
 
 def check_tensors(schema: Schema, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises SchemaMismatch unless tensors are those of a run, and each can be written in place."""
+    for name in tensors:
+        if not isinstance(name, str):
+            raise SchemaMismatch(f"names of tensors must be strings, but one is {name!r:.100}")
     found = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
     for alias, name in schema.tied.items():
         # The further name of a tied tensor is no tensor of its own, as long as it really is the same.
@@ -108,8 +111,11 @@ def check_tensors(schema: Schema, tensors: Mapping[str, torch.Tensor]) -> None:
                 "missing" if each is None else each.kind for each in (found.get(name), wanted.get(name))
             )
             raise SchemaMismatch(f"tensor {name!r} is {here}, but in the run it is {there}")
-        if tensors[name].is_meta or not tensors[name].is_contiguous():
-            what = "on the meta device" if tensors[name].is_meta else "not contiguous"
+        tensor = tensors[name]
+        if tensor.is_meta or tensor.is_neg() or not tensor.is_contiguous():
+            what = (
+                "on the meta device" if tensor.is_meta else "negated" if tensor.is_neg() else "not contiguous"
+            )
             raise SchemaMismatch(f"tensor {name!r} is {what}, so it cannot be written in place")
     places = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)

@@ -132,7 +132,6 @@ class Run:
         for each in read_versions(self.store, self.header, newest.version, last=last, marks=marks):
             if isinstance(each, Unreadable):
                 raise each.error
-            self.check(each.manifest)
             found.append(each)
         return found
 
@@ -140,7 +139,7 @@ class Run:
     def latest(self) -> Version:
         """The newest version; asks the store each time. Raises VersionNotFound before the first."""
         if not (found := self.versions(last=1)):
-            raise self._empty()
+            raise history.no_version(self.store)
         return found[0]
 
     def load(
@@ -186,9 +185,6 @@ class Run:
 
         return diff.diff(self, before, after, progress)
 
-    def _empty(self) -> VersionNotFound:
-        return VersionNotFound(f"{self.store.url} has no version yet")
-
     # Which versions there are.
 
     def newest(self, hint: int | None = None) -> Manifest | None:
@@ -201,7 +197,7 @@ class Run:
         """Return the newest version. Raises VersionNotFound before the first."""
         newest = self.newest(hint)
         if newest is None:
-            raise self._empty()
+            raise history.no_version(self.store)
         return newest
 
     def named(self, version: int | str | None) -> int:

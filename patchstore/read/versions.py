@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from patchstore.bucket import digests, history, kept, manifest_json, notes, shortcuts
-from patchstore.bucket.records import Manifest, StoreHeader
+from patchstore.bucket.records import Ends, Manifest, StoreHeader
 from patchstore.errors import DataError, PatchstoreError, UsageError, VersionNotFound
 from patchstore.stores import layout
 from patchstore.stores.base import Store
@@ -59,7 +59,13 @@ class Version:
         """Whether it can be read in full, without the versions before it."""
         if self.manifest.anchor is not None:
             return True
-        return None if self.marks is None else self.number in self.marks.added
+        return None if self.marks is None else self.marks.has_added_anchor(self.number)
+
+    @property
+    def words(self) -> list[str]:
+        """What is said of it, in words: its tags first."""
+        is_so = {"retired": self.is_retired, "resumed": self.is_resumed, "signed": self.signed_by}
+        return [*(self.tags or ()), *(word for word, is_true in is_so.items() if is_true)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +84,11 @@ class Unreadable:
 class Marks:
     """What records beside the versions say of them."""
 
-    retired: frozenset[int]
-    added: frozenset[int]
-    """Versions that have an anchor among the shortcuts."""
-    tags: Mapping[int, Sequence[str]]
-    signatures: Mapping[int, Sequence[str]]
+    retired: frozenset[int] = frozenset()
+    shortcuts: frozenset[Ends] = frozenset()
+    tags: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """Names, by version."""
+    signatures: Mapping[int, Sequence[str]] = field(default_factory=dict)
     """Keys of signatures, by version; those of attempts that were not committed too."""
 
     @classmethod
@@ -102,12 +108,16 @@ class Marks:
                     signatures.setdefault(version, []).append(key)
             return cls(
                 retired=frozenset(kept.retired_versions(store, newest)),
-                added=frozenset(each.version for each in shortcuts.listed(store) if each.parent is None),
+                shortcuts=shortcuts.listed(store),
                 tags=tags,
                 signatures=signatures,
             )
         except UsageError:
             return None
+
+    def has_added_anchor(self, version: int) -> bool:
+        """Whether an anchor of a version was added after it was committed."""
+        return Ends(version, None) in self.shortcuts
 
     def signers(self, version: int, digest: str) -> tuple[str, ...]:
         """Return the names of the keys under which the store has a signature of a manifest."""
@@ -117,23 +127,35 @@ class Marks:
 
 
 def read_versions(
-    store: Store, header: StoreHeader, newest: int, *, last: int | None = None, marks: Marks | None
+    store: Store,
+    header: StoreHeader,
+    newest: int,
+    *,
+    last: int | None = None,
+    marks: Marks | None,
+    known: Mapping[int, Version] | None = None,
 ) -> list[Version | Unreadable]:
-    """Read versions up to the newest, oldest first: all, or so many. What cannot be read is among them."""
+    """Read versions up to the newest, oldest first: all, or so many. What cannot be read is among them.
+
+    `known` are those that were read before: a manifest never changes.
+    """
     first = 0 if last is None else max(0, newest + 1 - last)
     # One more: a publisher that resumed shows beside the version before.
-    slots = history.read_many(partial(_slot, store), range(max(0, first - 1), newest + 1))
-    if first == 0:
-        slots.insert(0, None)
-    return [*_listed(header, slots, first, marks)]
+    wanted = range(max(0, first - 1), newest + 1)
+    slots: dict[int, _Slot] = {number: (each.manifest, each.digest) for number, each in (known or {}).items()}
+    new = [number for number in wanted if number not in slots]
+    slots |= zip(new, history.read_many(partial(_slot, store, header.run_id), new), strict=True)
+    ordered = [*([None] if first == 0 else []), *(slots[number] for number in wanted)]
+    return [*_listed(header, ordered, first, marks)]
 
 
 _Slot = tuple[Manifest, str] | PatchstoreError | None
 
 
-def _slot(store: Store, version: int) -> _Slot:
+def _slot(store: Store, run_id: str, version: int) -> _Slot:
     try:
         found, data = history.read_stored(store, version)
+        history.check_same_run(store, found, run_id)
     except (DataError, VersionNotFound) as exc:
         return exc
     return found, digests.digest(data)

@@ -1,7 +1,7 @@
 """When each stage of a piece of work began and ended, and OpenTelemetry's spans of that.
 
 Each version has one trace. The trace's id, and that of its root span, follow from the run and the version's
-number. So a trainer, a follower and whoever they call meet there, though the store tells them nothing of it.
+number. So a trainer, a follower and the servers that it calls meet there, though the store has no word of it.
 
 Nothing is recorded unless the process has a `TracerProvider` of OpenTelemetry's SDK.
 """

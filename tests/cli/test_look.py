@@ -1,6 +1,7 @@
 """`patchstore log`, `diff` and `status`: what they show of a run and of servers."""
 
 import json
+import re
 from io import StringIO
 from pathlib import Path
 
@@ -109,9 +110,11 @@ def test_status_says_what_each_server_serves_and_how_far_behind_it_is(run: Run, 
     assert (code, "server-unavailable" in err) == (4, True)
     assert "version 5, step 5, " in title
     assert "reads anchor 4 and 1 deltas" in title
-    assert [[cell.strip() for cell in row.split("│")][1:] for row in rows] == [
+    # How long ago version 3 was replaced depends on the machine.
+    cells = [[cell.strip() for cell in re.sub(r"\(.*?\)", "()", row).split("│")][1:] for row in rows]
+    assert cells == [
         ["5", "0", ""],
-        ["3", "2 (0 s)", ""],
+        ["3", "2 ()", ""],
         ["-", "-", ""],
         ["2", "-", "of run another"],
         ["-", "-", "server-unavailable"],

@@ -116,7 +116,7 @@ def test_every_dtype_of_the_library_is_published_bit_for_bit_or_refused_by_name(
     assert {spec.name: list(spec.listed_shape) for spec in publisher.schema.tensors} == kinds
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, of dtypes that nobody should use
+@pytest.mark.filterwarnings("ignore")  # torch's, of dtypes that no one should use
 @pytest.mark.parametrize(
     "dtype",
     sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -106,14 +107,7 @@ def test_an_interrupt_between_pieces_loses_no_change(
     publisher: Publisher, store: MemoryStore, tensors: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tensors)
-    compare, calls = comparison.compare, []
-
-    def interrupted(*given: Any) -> None:
-        calls.append(given)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        compare(*given)
-
+    interrupted = Mock(wraps=comparison.compare, side_effect=[*[DEFAULT] * 3, KeyboardInterrupt])
     with monkeypatch.context() as patched:
         patched.setattr(comparison, "compare", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -127,10 +121,7 @@ def test_where_a_piece_cannot_be_encoded_the_next_version_is_whole(
     publisher: Publisher, store: MemoryStore, tensors: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tensors)
-
-    def broken(*given: Any) -> None:
-        raise torch.OutOfMemoryError("no memory for rows")
-
+    broken = Mock(side_effect=torch.OutOfMemoryError("no memory for rows"))
     with monkeypatch.context() as patched:
         patched.setattr(encoder.Encoder, "order", broken)
         with pytest.raises(PublishFailed, match="no memory for rows"):
@@ -144,14 +135,7 @@ def test_without_memory_for_copies_the_comparison_goes_over_the_bus(
     publisher: Publisher, store: MemoryStore, tensors: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tensors)
-    rooms_for, calls = device.rooms_for, []
-
-    def short(*given: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("no memory for rooms")
-        return rooms_for(*given)
-
+    short = Mock(wraps=device.rooms_for, side_effect=[torch.OutOfMemoryError("no memory for rooms"), DEFAULT])
     monkeypatch.setattr(device, "rooms_for", short)
     assert check(publisher, store, tensors, 1).kind == "delta"
-    assert len(calls) == 2
+    assert short.call_count == 2

@@ -80,7 +80,7 @@ def test_a_mirror_follows_the_run_bit_for_bit_through_deltas_and_anchors(run: Ru
         assert step(mirror) == [("mirrored", version)]
         assert_is(folder, run, version)
         assert step(mirror) == []
-        # Nobody writes to it by mistake.
+        # No one writes to it by mistake.
         modes = {stat.S_IMODE(each.stat().st_mode) for each in (folder / "current").iterdir()}
         assert modes == {0o444}
         # The present one, and the one before for those who read it still.

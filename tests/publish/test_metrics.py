@@ -1,6 +1,7 @@
 """What a publisher reports of each version that it commits: figures, in the order of versions."""
 
 import logging
+import math
 from pathlib import Path
 from threading import Event, current_thread
 
@@ -99,7 +100,7 @@ def test_no_publication_waits_for_a_function_that_hangs(run: Run) -> None:
     assert names == ["patchstore-report"] * 4
 
 
-@pytest.mark.parametrize("given", [3, "tensorboard", {}, object(), logging.getLogger("charts")])
+@pytest.mark.parametrize("given", [3, "tensorboard", {}, object(), logging.getLogger("charts"), math])
 def test_what_takes_no_figures_is_refused_before_a_run_is_begun(store: Store, given: object) -> None:
     with pytest.raises(UsageError, match="metrics must be a function"):
         Publisher(store, {"weight": torch.ones(4)}, metrics=given)

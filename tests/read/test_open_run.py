@@ -9,7 +9,8 @@ import torch
 
 import patchstore
 from patchstore import Publisher, Version
-from patchstore.bucket import kept
+from patchstore.bucket import kept, shortcuts
+from patchstore.bucket.records import Ends
 from patchstore.errors import (
     CorruptObject,
     PatchstoreError,
@@ -155,7 +156,7 @@ def test_a_place_without_a_run_and_a_run_without_versions_are_sentences(tmp_path
         empty = patchstore.open(store)
         assert empty.versions() == []
         for what in (lambda: empty.latest, empty.load):
-            with pytest.raises(VersionNotFound, match="no version yet"):
+            with pytest.raises(VersionNotFound, match="no version yet; publish one"):
                 what()
 
 
@@ -247,6 +248,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], type[Patchst
         SchemaMismatch,
         "meta device",
     ),
+    "number": (lambda into: into | {1: into["scale"]}, SchemaMismatch, "must be strings, but one is 1"),
     "shared": (
         lambda into: (
             into | {"layers.0.norm.weight": (memory := torch.zeros(40).bfloat16())[:33], "scale": memory[3]}
@@ -270,6 +272,16 @@ def test_what_is_not_as_the_run_is_refused_with_a_sentence_and_stays_as_it_was(r
     if isinstance(into, dict):
         left = [each for each in into.values() if isinstance(each, torch.Tensor) and not each.is_meta]
         assert not any(each.any() for each in left)
+
+
+def test_a_view_that_negates_is_refused() -> None:
+    store = MemoryStore()
+    with Publisher(store, {"weight": torch.ones(1)}, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+    view = torch.zeros(1, dtype=torch.complex64).conj().imag
+    assert view.is_neg() and view.is_contiguous()
+    with pytest.raises(SchemaMismatch, match="negated"):
+        patchstore.open(store).load(into={"weight": view})
 
 
 def test_a_model_whose_tensors_are_computed_is_refused(run: Run) -> None:
@@ -360,6 +372,45 @@ def test_numbers_that_are_none_count_as_an_infinite_change_and_signs_of_zero_as_
         for each in patchstore.open(store).diff(0, 1).tensors
     }
     assert found == {"nan": (1, math.inf), "sign": (1, 0.0), "code": (1, 3.0), "wide": (1, 65535.0)}
+
+
+def test_both_codes_of_a_byte_of_f4_are_compared() -> None:
+    store = MemoryStore()
+    codes = torch.arange(16, dtype=torch.uint8) * 17
+    model = {"codes": codes.view(torch.float4_e2m1fn_x2)}
+    with Publisher(store, model, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+        # -6 becomes 6, and 1 becomes 1.5.
+        codes[15], codes[2] = 0xF7, 0x23
+        publisher.publish_patch(1).result()
+    run = patchstore.open(store)
+    (found,) = run.diff(0, 1).tensors
+    assert (found.num_changed, found.num_elements, found.largest_change) == (2, 16, 12.0)
+    into = {"codes": torch.zeros_like(codes).view(torch.float4_e2m1fn_x2)}
+    run.load(1, into=into)
+    assert_same_bits(into, model)
+
+
+def damage(run: Run, version: int) -> None:
+    """Damage the anchor that was added to a version."""
+    key = shortcuts.read(run.store, Ends(version, None)).payloads[0].key
+    run.store.put(key, run.store.get(key)[:-1] + b"\xff")
+
+
+def test_a_damaged_anchor_of_one_version_changes_nothing_of_the_way_to_the_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Run(MemoryStore())
+    run.publish_and_close(20, anchor_every=None)
+    assert [*Compactor(run.store, anchor_every=8).compact()]
+    found = patchstore.open(run.store)
+    expected = found.diff(9, 19)
+    damage(run, 8)
+    assert (found.diff(9, 19).tensors, len(caplog.messages)) == (expected.tensors, 1)
+    assert found.diff(19, 9).num_changed == expected.num_changed
+    assert len(caplog.messages) == 2
+    for said in caplog.messages:
+        assert "version 9 is reached in another way" in said and "00000008-anchor.json" in said
 
 
 def test_versions_whose_anchors_have_tensors_in_another_order_are_compared(tmp_path: Path) -> None:

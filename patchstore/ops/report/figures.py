@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from patchstore.bucket import notes
-from patchstore.bucket.records import Manifest
 from patchstore.ops.report.logs import Happened
 from patchstore.ops.report.recorded import Recorded
+from patchstore.read.versions import Version
 from patchstore.support.printable import escaped
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def shown(text: str) -> str:
     return html.escape(escaped(text[:500]), quote=False)
 
 
-def share(found: Manifest, num_elements: int) -> float | None:
+def percent(found: Version) -> float | None:
     """Return how many percent of all elements a version changed; None if it has no delta."""
-    return None if found.delta is None else 100 * found.delta.num_changed / max(num_elements, 1)
+    return None if found.share_changed is None else 100 * found.share_changed
 
 
 def in_bytes(num: float) -> str:
@@ -103,17 +103,17 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def _at(found: Manifest) -> str:
+def _at(found: Version) -> str:
     """Return when a version was created, as plotly.js reads times: all are UTC."""
-    return found.created_at.removesuffix("Z")
+    return found.manifest.created_at.removesuffix("Z")
 
 
 def _shares(run: Recorded, rates: Mapping[int, float]) -> Chart:
     steps = [each.step for each in run.versions]
-    shares = [_rounded(share(each, run.header.schema.num_elements)) for each in run.versions]
+    shares = [_rounded(percent(each)) for each in run.versions]
     known = sorted(each for each in shares if each is not None)
     hover = "version %{x}, step %{customdata}: %{y} %<extra></extra>"
-    numbers = [each.version for each in run.versions]
+    numbers = [each.number for each in run.versions]
     # A version alone, between two without a delta, would be no line.
     mode = "lines+markers" if len(known) < 200 else "lines"
     found = [_trace("changed", numbers, shares, _BLUE, customdata=steps, hovertemplate=hover, mode=mode)]
@@ -125,7 +125,7 @@ def _shares(run: Recorded, rates: Mapping[int, float]) -> Chart:
             f"{statistics.median(known):.3g} %."
         )
     if rates:
-        at = [(each.version, rates[each.step]) for each in run.versions if each.step in rates]
+        at = [(each.number, rates[each.step]) for each in run.versions if each.step in rates]
         says += f" The learning rate of {len(at):,} of {len(steps):,} versions is known by their step."
         x, y = [version for version, _ in at], [rate for _, rate in at]
         found.append(_trace("learning rate", x, y, _ORANGE, yaxis="y2", line={"dash": "dot"}))
@@ -150,21 +150,23 @@ def _shares(run: Recorded, rates: Mapping[int, float]) -> Chart:
 
 
 def _sizes(run: Recorded) -> Chart:
-    deltas = [each for each in run.versions if each.delta is not None]
-    anchors = [each for each in run.versions if each.anchor is not None]
+    deltas = [(each.number, each.manifest.delta) for each in run.versions if each.manifest.delta is not None]
+    anchors = [
+        (each.number, each.manifest.anchor) for each in run.versions if each.manifest.anchor is not None
+    ]
     full = run.header.schema.num_bytes
-    added = sorted(ends.version for ends in run.marks.shortcuts if ends.parent is None)
-    first, last = run.versions[0].version, run.versions[-1].version
+    first, last = run.versions[0].number, run.versions[-1].number
+    added = [each.number for each in run.versions if run.marks.has_added_anchor(each.number)]
     hover = "version %{x}: %{y:,d} bytes<extra></extra>"
     # A delta without changes has no bytes, and a logarithm none either.
-    sizes = [each.delta.num_bytes or None for each in deltas if each.delta is not None]
+    sizes = [delta.num_bytes or None for _, delta in deltas]
     mode = "lines+markers" if len(deltas) < 200 else "lines"
     found = [
-        _trace("delta", [each.version for each in deltas], sizes, _BLUE, hovertemplate=hover, mode=mode),
+        _trace("delta", [number for number, _ in deltas], sizes, _BLUE, hovertemplate=hover, mode=mode),
         _points(
             "anchor",
-            [each.version for each in anchors],
-            [each.anchor.num_bytes for each in anchors if each.anchor is not None],
+            [number for number, _ in anchors],
+            [anchor.num_bytes for _, anchor in anchors],
             _GREEN,
             symbol="diamond",
             hovertemplate=hover,
@@ -173,7 +175,7 @@ def _sizes(run: Recorded) -> Chart:
             "full checkpoint", [first, last], [full, full], _GREY, line={"dash": "dash"}, hovertemplate=hover
         ),
     ]
-    if added := [version for version in added if first <= version <= last]:
+    if added:
         at = [full] * len(added)
         found.append(_points("added anchor", added, at, _PURPLE, symbol="diamond-open", hoverinfo="x+name"))
     return Chart(
@@ -205,23 +207,24 @@ def _commits(run: Recorded) -> Chart:
         _trace(
             "commit",
             [_at(each) for each in versions],
-            [each.version for each in versions],
+            [each.number for each in versions],
             _BLUE,
             line={"shape": "hv"},
             hovertemplate=hover,
         )
     ]
     if run.resumed:
-        texts = [f"publisher {shown(each.writer.id)}, epoch {each.writer.epoch}" for each in run.resumed]
-        x, y = [_at(each) for each in run.resumed], [each.version for each in run.resumed]
+        writers = [each.manifest.writer for each in run.resumed]
+        texts = [f"publisher {shown(each.id)}, epoch {each.epoch}" for each in writers]
+        x, y = [_at(each) for each in run.resumed], [each.number for each in run.resumed]
         more = {"symbol": "triangle-up", "text": texts, "hovertemplate": "resumed with version %{y}: %{text}"}
         found.append(_points("resumed", x, y, _GREEN, **more))
     if run.branched:
-        created = {each.version: _at(each) for each in versions}
+        created = {each.number: _at(each) for each in versions}
         went: list[tuple[str | None, int | None]] = []
         for each in run.branched:
-            if each.parent in created:
-                went += [(created[each.parent], each.parent), (_at(each), each.version), (None, None)]
+            if (parent := each.manifest.parent) in created:
+                went += [(created[parent], parent), (_at(each), each.number), (None, None)]
         hover = "version %{y}: the trainer went back to a parent that is not the version before"
         look: Figure = {"mode": "lines+markers", "line": {"dash": "dot"}}
         text = f"{hover}<extra></extra>"
@@ -244,18 +247,20 @@ def _num(num: int, what: str, many: str | None = None) -> str:
 
 
 def _records(run: Recorded) -> Chart:
-    marks, first = run.marks, run.versions[0].version
-    resumed, branched = ([each.version for each in some] for some in (run.resumed, run.branched))
-    anchors = [each.version for each in run.versions if each.anchor is not None]
-    added = [each.version for each in marks.shortcuts if each.parent is None and each.version >= first]
+    first = run.versions[0].number
+    resumed, branched = ([each.number for each in some] for some in (run.resumed, run.branched))
+    retired = [each.number for each in run.versions if each.is_retired]
+    signed = [each.number for each in run.versions if each.signed_by]
+    anchors = [each.number for each in run.versions if each.manifest.anchor is not None]
+    added = [each.number for each in run.versions if run.marks.has_added_anchor(each.number)]
     found = [
-        *_spans("retired", marks.retired, first, _GREY),
-        *_spans("signed", marks.signed, first, _GREEN),
+        *_spans("retired", retired, _GREY),
+        *_spans("signed", signed, _GREEN),
         *([_points("went back", branched, ["went back"] * len(branched), _RED)] if branched else []),
         *([_points("resumed", resumed, ["resumed"] * len(resumed), _GREEN)] if resumed else []),
     ]
     rollups: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for ends in marks.shortcuts:
+    for ends in run.marks.shortcuts:
         if ends.parent is not None and ends.version >= first:
             rollups[(ends.version - ends.parent - 1).bit_length()].append((ends.parent, ends.version))
     for power, ways in sorted(rollups.items(), reverse=True):
@@ -265,9 +270,7 @@ def _records(run: Recorded) -> Chart:
         ]
     found += [_points("added anchor", added, ["added anchor"] * len(added), _PURPLE)] if added else []
     found += [_points("anchor", anchors, ["anchor"] * len(anchors), _BLUE)] if anchors else []
-    tags = [
-        (version, name) for version in sorted(marks.tags) for name in marks.tags[version] if version >= first
-    ]
+    tags = [(each.number, name) for each in run.versions for name in each.tags or ()]
     if tags:
         x, texts = [version for version, _ in tags], [shown(name) for _, name in tags]
         more = {"text": texts, "hovertemplate": "%{text}: version %{x}<extra></extra>", "symbol": "star"}
@@ -279,8 +282,7 @@ def _records(run: Recorded) -> Chart:
         title="Tags, anchors, rollups, signatures and retired versions",
         says=f"{_num(len(tags), 'tag')}, {_num(len(anchors), 'anchor')} of publishers, "
         f"{_num(len(added), 'added anchor')}, {_num(sum(map(len, rollups.values())), 'rollup')}, "
-        f"{_num(sum(each >= first for each in marks.signed), 'signed version')}, "
-        f"{_num(sum(each >= first for each in marks.retired), 'retired version')}. "
+        f"{_num(len(signed), 'signed version')}, {_num(len(retired), 'retired version')}. "
         "Signatures were not verified here.",
         figure={
             "data": found,
@@ -290,9 +292,9 @@ def _records(run: Recorded) -> Chart:
     )
 
 
-def _spans(name: str, versions: Iterable[int], first: int, colour: str) -> list[Figure]:
+def _spans(name: str, versions: Iterable[int], colour: str) -> list[Figure]:
     """Return versions that follow each other as lines: there may be thousands."""
-    found = notes.ranges(version for version in versions if version >= first)
+    found = notes.ranges(versions)
     return [_segments(name, found, colour)] if found else []
 
 
@@ -363,7 +365,7 @@ def of_log(run: Recorded, events: Sequence[Happened]) -> list[Chart]:
     begin, end = min(each.at for each in events), max(each.at for each in events)
     heads = [*[each for each in run.versions if _at(each) <= begin][-1:]]
     heads += [each for each in run.versions if begin < _at(each) <= end]
-    x, y = [max(_at(each), begin) for each in heads], [each.version for each in heads]
+    x, y = [max(_at(each), begin) for each in heads], [each.number for each in heads]
     line: Figure = {"shape": "hv", "width": 3}
     staircase = [_trace("newest", [*x, end], [*y, *y[-1:]], _GREY, line=line)]
     failures: list[tuple[Happened, int]] = []
@@ -373,7 +375,7 @@ def of_log(run: Recorded, events: Sequence[Happened]) -> list[Chart]:
         for each in by_server[server]:
             if each.outcome == "failed":
                 # Where the server was, if it is not known where it was to go.
-                failures.append((each, each.version or serving or 0))
+                failures.append((each, (serving or 0) if each.version is None else each.version))
             elif each.version is not None:
                 serving = each.version
                 points.append((each.at, serving))

@@ -55,19 +55,23 @@ class Sampler:
             return None
         names, rows = _rows(schema)
         sizes = np.bincount(rows, weights=np.array(schema.sizes, dtype=np.float64), minlength=len(names))
-        # The first one tells how many bytes the others take.
-        self._column(schema, changed[-1], rows)
+        if not self._known:
+            # It tells how many bytes the others take.
+            self._column(schema, changed[-1], rows)
         most = max(8, min(MOST_COLUMNS, MOST_BYTES // self._most_read))
         # By powers of two, so that a column stays one while the run grows.
         stride = 1
         while len(some := [each for each in changed if each.version % stride == 0]) > most:
             stride *= 2
-        found = [self._column(schema, each, rows) for each in some or changed[-1:]]
+        shown = some or changed[-1:]
+        # Others are forgotten: there are always more of them.
+        self._known = {(each.run_id, each.version): self._column(schema, each, rows) for each in shown}
+        found = [*self._known.values()]
         nothing = np.full(len(names), np.nan)
         columns = [nothing if each is None else each[0] / np.maximum(sizes, 1) for each in found]
         return Layers(
             names=names,
-            versions=[each.version for each in some or changed[-1:]],
+            versions=[each.version for each in shown],
             shares=np.stack(columns, axis=1),
             num_deltas=len(changed),
             is_estimated=any(each is not None and each[1] for each in found),

@@ -15,13 +15,14 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patchstore.bucket.records import Manifest
-from patchstore.errors import UsageError, VersionNotFound
+from patchstore.bucket import history
+from patchstore.errors import StoreUnavailable, UsageError
 from patchstore.follow.logs import utc
 from patchstore.ops.report import figures
 from patchstore.ops.report.figures import Chart
 from patchstore.ops.report.logs import Happened, follow_log, learning_rates
 from patchstore.ops.report.recorded import Reader, Recorded
+from patchstore.read.versions import Version
 from patchstore.stores.base import Store
 from patchstore.support.printable import escaped, json_line
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 PATHS = ("/", "/report.json")
 """Of a page that is served."""
 _MOST_ERRORS = 20
-_RENEW_S = 10
+RENEW_S = 10
 """How often a page that is served asks for what is new, and how long an answer counts."""
 
 
@@ -54,10 +55,10 @@ class Report:
             events: what `patchstore follow` did, or a file with its log.
             has_layers: whether headers of deltas are read too, which imports torch.
         """
-        self._reader = Reader(store)
+        self.store, self._reader = store, Reader(store)
         self._learning_rate, self._events, self._has_layers = learning_rate, events, has_layers
         self._sampler: Sampler | None = None
-        self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._renewed: tuple[float, dict[str, Any]] | None = None
 
     def read(self) -> tuple[Recorded, list[Chart]]:
@@ -73,8 +74,8 @@ class Report:
         if self._has_layers and run.versions:
             from patchstore.ops.report.layers import Sampler
 
-            self._sampler = self._sampler or Sampler(self._reader.store)
-            layers = self._sampler.read(run.header.schema, run.versions)
+            self._sampler = self._sampler or Sampler(self.store)
+            layers = self._sampler.read(run.header.schema, [each.manifest for each in run.versions])
             charts += [] if layers is None else [figures.of_layers(layers)]
         if self._events is None:
             return run, charts
@@ -85,14 +86,25 @@ class Report:
         """Answer a browser that asks for one of `PATHS`.
 
         `/report.json` is what is new on the page that it has: without pictures, if `query` says that it has
-        these. Raises as `read`.
+        these. While another thread reads, the answer is what was read before.
+
+        Raises:
+            StoreUnavailable: another thread reads for the first time, and has not ended within seconds.
+            PatchstoreError: as `read`.
         """
         script()
-        with self._lock:
-            now = time.monotonic()
-            if self._renewed is None or now - self._renewed[0] > _RENEW_S / 2:
-                self._renewed = now, contents(*self.read())
-            content = self._renewed[1]
+        # A store may not answer for minutes. Requests that all waited for it would leave no connection for
+        # the health of the process.
+        if self._reading.acquire(timeout=RENEW_S / 2 if self._renewed is None else 0):
+            try:
+                if self._renewed is None or time.monotonic() - self._renewed[0] > RENEW_S / 2:
+                    content = contents(*self.read())
+                    self._renewed = time.monotonic(), content
+            finally:
+                self._reading.release()
+        if self._renewed is None:
+            raise StoreUnavailable(f"{self.store.url} is being read for the first time; ask again")
+        content = self._renewed[1]
         if path == PATHS[0]:
             return HTTPStatus.OK, page(content, is_live=True).encode(), "text/html; charset=utf-8"
         new = content if query != content["id"] else {name: content[name] for name in ("id", "summary")}
@@ -142,9 +154,9 @@ def page(content: Mapping[str, Any], *, is_live: bool = False) -> str:
     charts = content["charts"]
     drawn = {each["id"]: {"figure": each["figure"], "height": each["height"]} for each in charts}
     # No text ends the element that it is in, or begins another.
-    data = json_line(
-        {"charts": drawn, "id": content["id"], "renew_s": _RENEW_S if is_live else None}
-    ).replace("<", "\\u003c")
+    data = json_line({"charts": drawn, "id": content["id"], "renew_s": RENEW_S if is_live else None}).replace(
+        "<", "\\u003c"
+    )
     sections = "".join(f'<section id="{each["id"]}">{each["html"]}</section>' for each in charts)
     links = "".join(f'<a href="#{each["id"]}">{each["id"]}</a>' for each in charts)
     return f"""<!doctype html>
@@ -199,7 +211,7 @@ def _section(chart: Chart) -> str:
 
 
 def _summary(run: Recorded) -> str:
-    header, versions, marks = run.header, run.versions, run.marks
+    header, versions = run.header, run.versions
     schema = header.schema
     facts: list[tuple[str, str]] = [("store", run.url)]
     if header.adapter is not None:
@@ -209,15 +221,11 @@ def _summary(run: Recorded) -> str:
     if versions:
         newest = versions[-1]
         left_out = f"; {run.num_left_out:,} older ones are not shown" if run.num_left_out else ""
-        shares = [figures.share(each, schema.num_elements) for each in versions]
-        known = [each for each in shares if each is not None]
+        known = [share for each in versions if (share := figures.percent(each)) is not None]
         facts += [
             ("versions", f"{len(versions):,}{left_out}"),
-            ("newest", f"version {newest.version}, step {newest.step}, {newest.created_at}"),
-            (
-                "first shown",
-                f"version {versions[0].version}, step {versions[0].step}, {versions[0].created_at}",
-            ),
+            ("newest", _named(newest)),
+            ("first shown", _named(versions[0])),
             (
                 "median change",
                 f"{statistics.median(known):.3g} % of elements" if known else "no version has a delta",
@@ -225,10 +233,10 @@ def _summary(run: Recorded) -> str:
             ("uploaded", figures.saved(run)),
             ("resumed", f"{len(run.resumed):,}; went back {len(run.branched):,}"),
         ]
-        tags = [f"{name} = {version}" for version in sorted(marks.tags) for name in marks.tags[version]]
+        tags = [f"{name} = {number}" for number, names in sorted(run.marks.tags.items()) for name in names]
         facts += [("tags", ", ".join(tags))] if tags else []
     else:
-        facts.append(("versions", "none yet"))
+        facts.append(("versions", "none that can be read" if run.errors else "none yet"))
     rows = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in facts)
     wrong = [f"<li>{_text(str(each)[:500])}</li>" for each in run.errors[:_MOST_ERRORS]]
     more = f"<li>and {len(run.errors) - _MOST_ERRORS:,} more</li>" if len(run.errors) > _MOST_ERRORS else ""
@@ -239,6 +247,10 @@ def _summary(run: Recorded) -> str:
     )
     now = utc(time.time())
     return f"<h1>Run {_text(header.run_id[:80])}</h1><p>As of {now}.</p><dl>{rows}</dl>{errors}"
+
+
+def _named(found: Version) -> str:
+    return f"version {found.number}, step {found.step}, {found.manifest.created_at}"
 
 
 _COLUMNS = (
@@ -258,18 +270,16 @@ _COLUMNS = (
 
 def _table(run: Recorded) -> str:
     """Return all versions, newest first: numbers as they are recorded, sizes in bytes."""
-    resumed = {each.version for each in run.resumed}
-    rows = (_row(run, each, is_resumed=each.version in resumed) for each in reversed(run.versions))
+    rows = (_row(each) for each in reversed(run.versions))
     head = "".join(f'<th scope="col">{name}</th>' for name in _COLUMNS)
     return (
         f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
     )
 
 
-def _row(run: Recorded, found: Manifest, *, is_resumed: bool) -> str:
+def _row(version: Version) -> str:
+    found, share = version.manifest, figures.percent(version)
     delta, anchor = found.delta, found.anchor
-    share = figures.share(found, run.header.schema.num_elements)
-    marks = [*run.marks.of(found.version), *(["resumed"] if is_resumed else [])]
     cells: Iterable[object] = (
         found.version,
         found.parent,
@@ -277,11 +287,11 @@ def _row(run: Recorded, found: Manifest, *, is_resumed: bool) -> str:
         delta and delta.num_changed,
         None if share is None else f"{share:.3g}",
         delta and delta.num_bytes,
-        anchor and anchor.num_bytes,
+        anchor.num_bytes if anchor is not None else "added" if version.has_anchor else None,
         delta and delta.encoding,
         found.writer.epoch,
         found.created_at,
-        ", ".join(marks),
+        ", ".join(version.words),
     )
     # End tags of cells and rows may be left out, which is a fifth of a long table.
     return f"<tr>{''.join('<td>' if each is None else f'<td>{_text(each)}' for each in cells)}\n"
@@ -296,5 +306,5 @@ def one_page(report: Report) -> tuple[str, Recorded]:
     script()
     run, charts = report.read()
     if not run.versions and not run.errors:
-        raise VersionNotFound(f"{run.url} holds a run without a version yet; publish one")
+        raise history.no_version(report.store)
     return page(contents(run, charts)), run
