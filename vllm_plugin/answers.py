@@ -75,6 +75,8 @@ class Answer:
         self._num_asked = 0
         """How often the engine was asked to generate; each may be for several choices."""
         self._num_ended = 0
+        self._has_begun = False
+        """The engine has generated something; not every vLLM labels it."""
         self._starts: dict[int, list[tuple[str, int]]] = {}
         """By its identity, a list of each choice, which vLLM extends: labels, and from which token on."""
         self.refusal: dict[str, Any] | None = None
@@ -114,6 +116,7 @@ class Answer:
     async def _read(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         async with aclosing(outputs):
             async for output in outputs:
+                self._has_begun = True
                 for choice in output.outputs:
                     self._note(choice)
                 self._num_ended += output.finished
@@ -139,7 +142,7 @@ class Answer:
     @property
     def is_awaited(self) -> bool:
         """Whether the first token, or a refusal, may be still to come."""
-        return self.is_checked and not self._starts and not self.is_generated
+        return self.is_checked and not self._has_begun
 
     @property
     def is_generated(self) -> bool:
@@ -196,6 +199,8 @@ async def _check_model(_: Any, check: Callable[[Any], Awaitable[Any]], request: 
     if (answer := _ANSWER.get()) is not None:
         answer.is_checked = True
         answer.ask_in(getattr(request, "vllm_xargs", None))
+        if answer.wanted is not None and getattr(request, "background", False):
+            raise answer.refuse(400, "an answer that is made in the background can be asked for no version")
     return await check(request)
 
 
