@@ -47,17 +47,17 @@ def install() -> None:
     """Have this process's API server read what requests accept, and say what answers are of."""
     if is_wrapped(AsyncLLM.encode):
         return
-    respond = FastAPI.__call__
+    call = FastAPI.__call__
 
     # Not a middleware of the app: the app may have been made before vLLM loaded this.
-    @functools.wraps(respond)
+    @functools.wraps(call)
     async def responding(app: FastAPI, scope: Any, receive: Any, send: Send) -> None:
-        await _respond(app, functools.partial(respond, app), scope, receive, send)
+        await respond(app, functools.partial(call, app), scope, receive, send)
 
     # mypy: a method is assigned.
     setattr(FastAPI, "__call__", responding)  # noqa: B010
-    replace(BaseServing, "_check_model", _check_model)
-    replace(AsyncLLM, "generate", _generate)
+    replace(BaseServing, "_check_model", check_model)
+    replace(AsyncLLM, "generate", generate)
     replace(AsyncLLM, "encode", _encode)
     if hasattr(RequestState, "track_weight_version"):
         replace(RequestState, "_new_completion_output", _new_output)
@@ -168,13 +168,13 @@ _ANSWER: ContextVar[Answer | None] = ContextVar("patchstore_answer", default=Non
 # What vLLM calls.
 
 
-async def _respond(
-    app: FastAPI, respond: Callable[..., Awaitable[None]], scope: Any, receive: Any, send: Send
+async def respond(
+    app: FastAPI, call: Callable[..., Awaitable[None]], scope: Any, receive: Any, send: Send
 ) -> None:
     """Answer a request to an app."""
     engine = getattr(app.state, "engine_client", None)
     if scope["type"] == "lifespan" or engine is None or not has_delta(engine.vllm_config):
-        return await respond(scope, receive, send)
+        return await call(scope, receive, send)
     answer = Answer()
     sender = _Sender(answer, send) if scope["type"] == "http" else None
     if texts := [value.decode("latin-1") for name, value in scope["headers"] if name == _VERSION]:
@@ -189,12 +189,12 @@ async def _respond(
             return await sender.end()
     token = _ANSWER.set(answer if sender else None)
     try:
-        await respond(scope, receive, sender or send)
+        await call(scope, receive, sender or send)
     finally:
         _ANSWER.reset(token)
 
 
-async def _check_model(_: Any, check: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+async def check_model(_: Any, check: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
     """Read what the extra arguments of a request say: not all of what it asks of the engine has them."""
     if (answer := _ANSWER.get()) is not None:
         answer.is_checked = True
@@ -204,9 +204,9 @@ async def _check_model(_: Any, check: Callable[[Any], Awaitable[Any]], request: 
     return await check(request)
 
 
-def _generate(
+def generate(
     _: Any,
-    generate: Callable[..., AsyncGenerator[Any, None]],
+    call: Callable[..., AsyncGenerator[Any, None]],
     prompt: Any,
     sampling_params: Any,
     request_id: str,
@@ -218,7 +218,7 @@ def _generate(
         answer.ask_in(sampling_params.extra_args)
         if answer.text is not None:
             sampling_params.extra_args = {**(sampling_params.extra_args or {}), VERSION_KEY: answer.text}
-    outputs = generate(prompt, sampling_params, request_id, **options)
+    outputs = call(prompt, sampling_params, request_id, **options)
     return outputs if answer is None else answer.read(outputs)
 
 

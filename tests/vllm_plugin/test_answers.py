@@ -2,7 +2,7 @@
 
 import asyncio
 import warnings
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,63 +13,65 @@ with warnings.catch_warnings():
     # What vLLM's servers import warns of itself.
     warnings.simplefilter("ignore")
     from vllm_plugin import answers
-    from vllm_plugin.answers import Answer
 
 
-def output(tokens: str, *, finished: bool = False) -> Any:
+APP = SimpleNamespace(
+    state=SimpleNamespace(
+        engine_client=SimpleNamespace(
+            vllm_config=SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="delta"))
+        )
+    )
+)
+END = b"data: [DONE]\n\n"
+
+
+async def tokens(*_: Any, **__: Any) -> AsyncGenerator[Any, None]:
     """What a vLLM generates that does not label tokens."""
-    choice = SimpleNamespace(text=tokens, finish_reason="length" if finished else None, stop_reason=None)
-    return SimpleNamespace(outputs=[choice], finished=finished)
+    for number in range(3):
+        reason = "length" if number == 2 else None
+        choice = SimpleNamespace(text=str(number), finish_reason=reason, stop_reason=None)
+        yield SimpleNamespace(outputs=[choice], finished=reason is not None)
 
 
-def test_a_stream_without_labels_is_sent_as_it_is_generated() -> None:
+def streamed(
+    wanted: str | None, *, background: bool = False, after: Callable[[bytes], object] = bytes
+) -> bytes:
+    """Ask for a stream, as vLLM makes one, and return what the client gets; call `after` with it
+    after each token.
+    """
     sent: list[bytes] = []
-    sent_at: list[int] = []
 
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))
 
-    async def generate() -> AsyncGenerator[Any, None]:
-        for number in range(3):
-            yield output(str(number), finished=number == 2)
+    async def check(_: Any) -> None:
+        pass
 
-    async def serve() -> None:
-        answer = Answer()
-        answer.is_checked = True
-        sender = answers._Sender(answer, send)
+    async def answer(_scope: Any, _receive: Any, send: Any) -> None:
+        asked = SimpleNamespace(vllm_xargs=None, background=background)
+        await answers.check_model(None, check, asked)
         headers = [(b"content-type", b"text/event-stream")]
-        await sender({"type": "http.response.start", "status": 200, "headers": headers})
-        async for each in answer.read(generate()):
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for each in answers.generate(None, tokens, "a", SimpleNamespace(extra_args=None), "id"):
             event = f'data: {{"text":"{each.outputs[0].text}"}}\n\n'.encode()
-            await sender({"type": "http.response.body", "body": event, "more_body": True})
-            sent_at.append(len(sent))
-        await sender({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            after(b"".join(sent))
+        await send({"type": "http.response.body", "body": END, "more_body": False})
 
-    asyncio.run(serve())
-    # The first one with the status before it.
-    assert sent_at == [2, 3, 4]
-    assert b"".join(sent) == b"".join(b'data: {"text":"%d"}\n\n' % each for each in range(3)) + (
-        b"data: [DONE]\n\n"
-    )
+    headers = [] if wanted is None else [(b"x-patchstore-version", wanted.encode())]
+    asyncio.run(answers.respond(APP, answer, {"type": "http", "headers": headers}, None, send))
+    return b"".join(sent)
+
+
+def test_a_stream_without_labels_is_sent_as_it_is_generated() -> None:
+    parts: list[bytes] = []
+    assert streamed(None, after=parts.append) == parts[-1] + END
+    assert parts[-1].startswith(parts[1]) and parts[1].startswith(parts[0])
+    assert [each.count(b"text") for each in parts] == [1, 2, 3]
 
 
 def test_an_answer_in_the_background_is_asked_for_no_version() -> None:
-    checked: list[Any] = []
-
-    async def check(request: Any) -> None:
-        checked.append(request)
-
-    async def ask(wanted: str | None, *, background: bool) -> Answer:
-        answer = Answer()
-        answers._ANSWER.set(answer)
-        if wanted is not None:
-            answer.ask(wanted)
-        await answers._check_model(None, check, SimpleNamespace(background=background, vllm_xargs=None))
-        return answer
-
     for wanted, background in ((None, True), ("=1", False)):
-        assert asyncio.run(ask(wanted, background=background)).refusal is None
-    assert len(checked) == 2
+        assert streamed(wanted, background=background).endswith(END)
     with pytest.raises(HTTPException, match="in the background"):
-        asyncio.run(ask("=1", background=True))
-    assert len(checked) == 2
+        streamed("=1", background=True)
