@@ -10,6 +10,7 @@ import pytest
 from patchstore import replay
 from patchstore.bucket import digests, history
 from patchstore.errors import CorruptObject, StoreUnavailable, VersionNotFound
+from patchstore.ops.compact.service import Compactor
 from patchstore.read.run import Run
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
@@ -80,6 +81,12 @@ def test_a_later_version_is_made_from_the_folder_of_an_earlier_one(folders, run,
 def test_an_older_version_than_all_that_are_there_comes_from_its_anchor(folders, run, trained) -> None:
     folders.lend(run, 7)
     assert_is(folders.lend(run, 5).path, trained, 5)
+
+
+def test_a_version_whose_anchor_was_added_later_is_that_anchor(folders, run, trained) -> None:
+    list(Compactor(trained.store, anchor_every=2).compact())
+    assert not run.plan(6).deltas
+    assert_is(folders.lend(run, 6).path, trained, 6)
 
 
 def test_many_ask_at_once_and_one_makes_it(run, trained, tmp_path) -> None:
