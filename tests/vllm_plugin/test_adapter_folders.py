@@ -117,7 +117,7 @@ def test_what_is_lent_stays_and_of_the_rest_the_last_used_ones(folders, run, tra
     assert [name[:8] for name in names(tmp_path)] == ["00000004", "00000005", "00000006"]
 
 
-def test_a_folder_that_nobody_held_is_verified_and_made_again_where_it_is_wrong(
+def test_a_folder_that_no_one_held_is_verified_and_made_again_where_it_is_wrong(
     folders, run, trained
 ) -> None:
     lent = folders.lend(run, 5)

@@ -86,7 +86,7 @@ def test_an_update_is_begun_and_proved_and_its_end_chosen_in_one_call(core, is_p
     assert core.resets == ["write"]
 
 
-def test_an_update_that_is_not_proved_is_closed_and_paused_by_nobody(core):
+def test_an_update_that_is_not_proved_is_closed_and_paused_by_no_one(core):
     with pytest.raises(UsageError, match="prefix_cache is one of"):
         prove(core, prefix_cache="no")
     assert core.num_dropped == 1
@@ -350,7 +350,7 @@ def salted(core: Core) -> Core:
 def test_an_update_without_the_option_leaves_vllm_as_it_is(core):
     look_up, hasher = core.scheduler.kv_cache_manager.get_computed_blocks, core.request_block_hasher
     before = core.look_up(core.request())
-    # Also where an update was begun with it that nobody finished.
+    # Also where an update was begun with it that no one finished.
     core.collective_rpc("update_weights", kwargs={"update_info": {"version": 1, "prefix_cache": "version"}})
     assert core.request_block_hasher is hasher
     core.update()
