@@ -10,22 +10,34 @@ HTTP 409, is left out, and the next one is asked. If none may answer, the client
 import argparse
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 import uvicorn
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 LOOK_S = 0.25
 """So often `follow` is asked. What it said last holds while it does not answer."""
 NEXT = {409, 502, 503}
 """Statuses after which another server may answer."""
 OF_A_HOP = {"host", "connection", "content-length", "transfer-encoding", "keep-alive", "upgrade"}
+
+
+class Relayed(StreamingResponse):
+    """What a server answers, passed on as it comes. Whichever way that ends, the server's part is ended."""
+
+    def __init__(self, answer: httpx.Response, headers: Mapping[str, str], ending: AsyncExitStack) -> None:
+        super().__init__(answer.aiter_raw(), answer.status_code, headers)
+        self._ending = ending
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._ending:
+            await super().__call__(scope, receive, send)
 
 
 class Router:
@@ -49,7 +61,7 @@ class Router:
                 # Also where it answers 503, which says that some server has a problem.
                 found = (await self._client.get(f"{self._follow}/healthz", timeout=5)).json()["servers"]
                 self._serving = {url: each["serving"] if each["up"] else None for url, each in found.items()}
-            except (httpx.HTTPError, ValueError, KeyError) as exc:
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as exc:
                 print(f"{self._follow} does not say what servers serve: {exc!r}", flush=True)
             await asyncio.sleep(LOOK_S)
 
@@ -65,34 +77,22 @@ class Router:
         refused: Response | None = None
         for url in self._newest_first():
             asked = self._client.build_request(request.method, url + path, headers=headers, content=body)
-            self._load[url] += 1
-            try:
-                answer = await self._client.send(asked, stream=True)
-            except httpx.TransportError:
-                self._load[url] -= 1
-                continue
-            except BaseException:
-                self._load[url] -= 1
-                raise
-            kept = {key: value for key, value in answer.headers.items() if key not in OF_A_HOP}
-            if answer.status_code not in NEXT:
-                done = BackgroundTask(self._end, url, answer)
-                return StreamingResponse(self._parts(answer), answer.status_code, kept, background=done)
-            try:
-                refused = Response(await answer.aread(), answer.status_code, kept)
-            finally:
-                await self._end(url, answer)
+            async with AsyncExitStack() as ending:
+                self._load[url] += 1
+                ending.callback(self._load.subtract, [url])
+                try:
+                    answer = await self._client.send(asked, stream=True)
+                    ending.push_async_callback(answer.aclose)
+                    kept = {key: value for key, value in answer.headers.items() if key not in OF_A_HOP}
+                    if answer.status_code not in NEXT:
+                        return Relayed(answer, kept, ending.pop_all())
+                    said = b"".join([part async for part in answer.aiter_raw()])
+                    refused = Response(said, answer.status_code, kept)
+                except httpx.TransportError:
+                    continue
         return refused or JSONResponse(
             {"error": {"message": "no server answers", "code": 503}}, 503, {"Retry-After": "1"}
         )
-
-    async def _parts(self, answer: httpx.Response) -> AsyncIterator[bytes]:
-        async for part in answer.aiter_raw():
-            yield part
-
-    async def _end(self, url: str, answer: httpx.Response) -> None:
-        self._load[url] -= 1
-        await answer.aclose()
 
 
 def main() -> None:

@@ -105,7 +105,8 @@ class AdapterFolders:
                     replay.write(run, way, path)
                     build.protect(path)
                 else:
-                    _copy(run, manifest, path)
+                    # It may be an anchor that was added later, of which the manifest does not know.
+                    _copy(run, way.anchor, path)
 
         with self._earlier(run, path) as source:
             if source is not None:

@@ -38,6 +38,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from patchstore.bucket.records import Adapter, Base, Schema
 from patchstore.errors import LoadFailed, NotFound, PatchstoreError, SchemaMismatch, UsageError
+from patchstore.follow.vllm_protocol import FUSED_EXPERTS
 from patchstore.read.run import Run
 from patchstore.stores import Store, open_store
 from vllm_plugin.adapter_folders import AdapterFolders, Lent
@@ -57,8 +58,6 @@ IDLE_S = 60.0
 """A version that nothing asked for so long may be unloaded to make room."""
 _NUM_THREADS = 8
 _MAX_SENTENCE = 600
-_FUSED = re.compile(r"\.experts\.(base_layer\.)?lora_[AB]\.")
-"""Names that PEFT gives where all experts of a layer are one parameter."""
 
 T = TypeVar("T")
 
@@ -324,7 +323,9 @@ class Adapters:
             lora_name=full, lora_int_id=self.models.lora_id_counter.inc(1), lora_path=str(lent.path)
         )
         # Older releases of vLLM do not ask.
-        if any(_FUSED.search(spec.name) for spec in schema.tensors) and hasattr(request, "is_3d_lora_weight"):
+        if any(FUSED_EXPERTS.search(spec.name) for spec in schema.tensors) and hasattr(
+            request, "is_3d_lora_weight"
+        ):
             request.is_3d_lora_weight = True
         weakref.finalize(request, lent.close)
         try:

@@ -38,18 +38,17 @@ class Admission:
 
     def check(self, request: Any) -> None:
         """End a request that was added, if what is served may not answer it."""
-        if (text := _wanted(request)) is None:
+        if _wanted(request) is None:
             return
         if self._serving is None:
             self.serves(self._ask())
-        refusal = self._lacking(request, text)
-        if refusal is not None:
+        if (refusal := self._lacking(request)) is not None:
             self._refuse(request, *refusal)
 
-    def _lacking(self, request: Any, text: Any) -> tuple[int, str] | None:
-        """Why a request that says this is not answered: a status and a sentence."""
+    def _lacking(self, request: Any) -> tuple[int, str] | None:
+        """Why what is served may not answer a request: a status and a sentence."""
         try:
-            wanted = Wanted.parse(text)
+            wanted = Wanted.parse(_wanted(request))
         except UsageError as exc:
             return 400, str(exc)
         if (getattr(request, "kv_transfer_params", None) or {}).get("do_remote_prefill"):
@@ -57,30 +56,25 @@ class Admission:
         if self.is_stale:
             what = "this server was updated with --prefix-cache keep, so answers use what older versions"
             return 400, f"{what} computed: ask for no version, or update it with another mode"
-        return None if wanted.allows(self._serving) else (409, self._excluded(wanted))
+        if not wanted.allows(self._serving):
+            return 409, f"the request accepts {wanted}, and the server serves {_named(self._serving)}"
+        return None
 
     def serves(self, version: int | None) -> None:
         """Note what is served from here on, and end all requests that accept no other version."""
         before, self._serving = self._serving, version
         if version == before:
             return
-        for request in list(self._requests().values()):
-            if (text := _wanted(request)) is None:
+        for request in list(self._core.scheduler.requests.values()):
+            if _wanted(request) is None:
                 continue
-            wanted = Wanted.parse(text)
+            refusal = self._lacking(request)
             has_begun = request.num_computed_tokens > 0 or request.num_output_tokens > 0
-            if not wanted.allows(version):
-                self._refuse(request, 409, self._excluded(wanted))
-            elif wanted.is_one and has_begun:
+            if refusal is None and has_begun and Wanted.parse(_wanted(request)).is_one:
                 what = f"the answer began with {_named(before)}, and the server serves {_named(version)} now"
-                self._refuse(request, 409, f"{what}: the request accepts answers of one version only")
-
-    def _requests(self) -> dict[str, Any]:
-        requests: dict[str, Any] = getattr(self._core.scheduler, "requests", {})
-        return requests
-
-    def _excluded(self, wanted: Wanted) -> str:
-        return f"the request accepts {wanted}, and the server serves {_named(self._serving)}"
+                refusal = 409, f"{what}: the request accepts answers of one version only"
+            if refusal is not None:
+                self._refuse(request, *refusal)
 
     def _refuse(self, request: Any, status: int, why: str) -> None:
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -88,15 +82,29 @@ class Admission:
 
         name = request.request_id
         self._core.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
-        if not hasattr(self._core, "output_queue"):
-            # `LLM` with its core in the same process, which has no client to tell.
-            raise UsageError(why)
         reason = REFUSED + json.dumps({"status": status, "message": why, "serving": self._serving})
         # Without what reads it, in the API server, vLLM answers a request that ended so with HTTP 500.
         told = EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
-        self._core.output_queue.put_nowait(
-            (request.client_index, EngineCoreOutputs(outputs=[told], finished_requests={name}))
-        )
+        outputs = EngineCoreOutputs(outputs=[told], finished_requests={name})
+        if hasattr(self._core, "output_queue"):
+            self._core.output_queue.put_nowait((request.client_index, outputs))
+        else:
+            self._tell_with_next_step(told)
+
+    def _tell_with_next_step(self, told: Any) -> None:
+        """Let the client hear that a request ended, where the core has no queue: in the client's process."""
+        step = self._core.step_fn
+
+        def step_once() -> tuple[dict[int, Any], bool]:
+            from vllm.v1.engine import EngineCoreOutputs
+
+            self._core.step_fn = step
+            outputs, is_executed = step()
+            outputs = outputs or {}
+            outputs.setdefault(0, EngineCoreOutputs()).outputs.append(told)
+            return outputs, is_executed
+
+        self._core.step_fn = step_once
 
     # Labels.
 

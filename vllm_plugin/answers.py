@@ -47,17 +47,17 @@ def install() -> None:
     """Have this process's API server read what requests accept, and say what answers are of."""
     if is_wrapped(AsyncLLM.encode):
         return
-    respond = FastAPI.__call__
+    call = FastAPI.__call__
 
     # Not a middleware of the app: the app may have been made before vLLM loaded this.
-    @functools.wraps(respond)
+    @functools.wraps(call)
     async def responding(app: FastAPI, scope: Any, receive: Any, send: Send) -> None:
-        await _respond(app, functools.partial(respond, app), scope, receive, send)
+        await respond(app, functools.partial(call, app), scope, receive, send)
 
     # mypy: a method is assigned.
     setattr(FastAPI, "__call__", responding)  # noqa: B010
-    replace(BaseServing, "_check_model", _check_model)
-    replace(AsyncLLM, "generate", _generate)
+    replace(BaseServing, "_check_model", check_model)
+    replace(AsyncLLM, "generate", generate)
     replace(AsyncLLM, "encode", _encode)
     if hasattr(RequestState, "track_weight_version"):
         replace(RequestState, "_new_completion_output", _new_output)
@@ -75,6 +75,8 @@ class Answer:
         self._num_asked = 0
         """How often the engine was asked to generate; each may be for several choices."""
         self._num_ended = 0
+        self._has_begun = False
+        """The engine has generated something; not every vLLM labels it."""
         self._starts: dict[int, list[tuple[str, int]]] = {}
         """By its identity, a list of each choice, which vLLM extends: labels, and from which token on."""
         self.refusal: dict[str, Any] | None = None
@@ -114,6 +116,7 @@ class Answer:
     async def _read(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         async with aclosing(outputs):
             async for output in outputs:
+                self._has_begun = True
                 for choice in output.outputs:
                     self._note(choice)
                 self._num_ended += output.finished
@@ -139,7 +142,7 @@ class Answer:
     @property
     def is_awaited(self) -> bool:
         """Whether the first token, or a refusal, may be still to come."""
-        return self.is_checked and not self._starts and not self.is_generated
+        return self.is_checked and not self._has_begun
 
     @property
     def is_generated(self) -> bool:
@@ -165,13 +168,13 @@ _ANSWER: ContextVar[Answer | None] = ContextVar("patchstore_answer", default=Non
 # What vLLM calls.
 
 
-async def _respond(
-    app: FastAPI, respond: Callable[..., Awaitable[None]], scope: Any, receive: Any, send: Send
+async def respond(
+    app: FastAPI, call: Callable[..., Awaitable[None]], scope: Any, receive: Any, send: Send
 ) -> None:
     """Answer a request to an app."""
     engine = getattr(app.state, "engine_client", None)
     if scope["type"] == "lifespan" or engine is None or not has_delta(engine.vllm_config):
-        return await respond(scope, receive, send)
+        return await call(scope, receive, send)
     answer = Answer()
     sender = _Sender(answer, send) if scope["type"] == "http" else None
     if texts := [value.decode("latin-1") for name, value in scope["headers"] if name == _VERSION]:
@@ -186,22 +189,24 @@ async def _respond(
             return await sender.end()
     token = _ANSWER.set(answer if sender else None)
     try:
-        await respond(scope, receive, sender or send)
+        await call(scope, receive, sender or send)
     finally:
         _ANSWER.reset(token)
 
 
-async def _check_model(_: Any, check: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+async def check_model(_: Any, check: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
     """Read what the extra arguments of a request say: not all of what it asks of the engine has them."""
     if (answer := _ANSWER.get()) is not None:
         answer.is_checked = True
         answer.ask_in(getattr(request, "vllm_xargs", None))
+        if answer.wanted is not None and getattr(request, "background", False):
+            raise answer.refuse(400, "an answer that is made in the background can be asked for no version")
     return await check(request)
 
 
-def _generate(
+def generate(
     _: Any,
-    generate: Callable[..., AsyncGenerator[Any, None]],
+    call: Callable[..., AsyncGenerator[Any, None]],
     prompt: Any,
     sampling_params: Any,
     request_id: str,
@@ -213,7 +218,7 @@ def _generate(
         answer.ask_in(sampling_params.extra_args)
         if answer.text is not None:
             sampling_params.extra_args = {**(sampling_params.extra_args or {}), VERSION_KEY: answer.text}
-    outputs = generate(prompt, sampling_params, request_id, **options)
+    outputs = call(prompt, sampling_params, request_id, **options)
     return outputs if answer is None else answer.read(outputs)
 
 

@@ -274,7 +274,7 @@ class UpdateCore:
         self.admission.written(getattr(self._core, "_weight_version", ""))
         with self._changing(version):
             answer = workers()
-        self.admission.is_stale = mode is PrefixCache.KEEP
+            self.admission.is_stale = mode is PrefixCache.KEEP
         try:
             if mode is PrefixCache.RESET:
                 self.caches.reset()

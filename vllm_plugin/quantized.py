@@ -225,8 +225,8 @@ def _check_numbers(path: str, layer: torch.nn.Module, method: object) -> None:
 
     Tensors that are kept beside parameters are found in the live model; see `derived`.
     """
-    for holder in (layer, method, getattr(layer, "scheme", None), *_kernels(layer, method)):
-        for name, value in getattr(holder, "__dict__", {}).items():
+    for holder in _holders(layer, method):
+        for name, value in vars(holder).items():
             if isinstance(value, float) and math.isnan(value):
                 raise UsageError(
                     f"vLLM keeps {name!r} of {path!r} as a number that it read from weights, which no "
@@ -255,14 +255,18 @@ class Objects:
     def __init__(self, model: torch.nn.Module) -> None:
         self._held: list[tuple[Any, dict[str, Any]]] = []
         for _, layer, method in methods([model]):
-            for each in (layer, method, getattr(layer, "scheme", None), *_kernels(layer, method)):
-                if hasattr(each, "__dict__"):
-                    self._held.append((each, dict(vars(each))))
+            self._held += [(each, dict(vars(each))) for each in _holders(layer, method)]
 
     def restore(self) -> None:
         for each, values in self._held:
             vars(each).clear()
             vars(each).update(values)
+
+
+def _holders(layer: torch.nn.Module, method: object) -> list[object]:
+    """What may keep something for a layer beside its parameters."""
+    found = (layer, method, getattr(layer, "scheme", None), *_kernels(layer, method))
+    return [each for each in found if hasattr(each, "__dict__")]
 
 
 def _kernels(layer: torch.nn.Module, method: object) -> list[object]:

@@ -12,6 +12,7 @@ from patchstore.cli.loops import set_up_log, shown
 from patchstore.cli.options import Json, open_with, parsed
 from patchstore.errors import ServerUnavailable
 from patchstore.follow.settings import Settings
+from patchstore.support import tracing
 
 
 def serve(
@@ -47,6 +48,8 @@ def serve(
     stop = loop.stop_on_signals()
     settings = Settings(servers=[started.url], storage_options=parsed(option), adapter=adapter)
     with launch.VllmProcess(started, stop) as process:
+        # Here, as what it says of this process is not for vLLM.
+        tracing.export()
         # A server that ended in the middle of an update is what `process.code` reports.
         if process.wait_until_healthy():
             with suppress(ServerUnavailable):

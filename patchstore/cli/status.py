@@ -9,7 +9,7 @@ from patchstore.bucket import history, manifest_json
 from patchstore.cli import output
 from patchstore.cli.follow import Adapter
 from patchstore.cli.options import Json, ServerHeader, StorageOption, StoreUrl, open_with, server_headers
-from patchstore.errors import DataError, PatchstoreError, WrongParent
+from patchstore.errors import DataError, NotFound, PatchstoreError, WrongParent
 from patchstore.read.run import Run
 from patchstore.read.versions import Version
 from patchstore.support.printable import duration
@@ -61,7 +61,7 @@ def _of_store(run: Run, newest: Version | None, errors: list[PatchstoreError]) -
     begin += f", version {newest.number}, step {newest.step}, {duration(age_s)} old"
     try:
         plan = run.plan(newest.number)
-    except (DataError, WrongParent) as exc:
+    except (DataError, NotFound, WrongParent) as exc:
         errors.append(exc)
         return record, f"{begin}; no way leads to it"
     assert plan.anchor is not None

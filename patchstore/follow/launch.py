@@ -21,7 +21,7 @@ from typing import Self
 from patchstore.bucket.records import StoreHeader
 from patchstore.errors import ServerUnavailable, UsageError
 from patchstore.follow.http_client import Http
-from patchstore.follow.vllm_protocol import BACKEND, EXTENSION
+from patchstore.follow.vllm_protocol import BACKEND, EXTENSION, FUSED_EXPERTS
 from patchstore.support.host import is_any_address, is_loopback
 
 logger = logging.getLogger(__name__)
@@ -64,14 +64,11 @@ class Launch:
         words, is_secret = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()], False
         for word in self.command:
             name, equals, _ = word.partition("=")
-            is_secret = _spelled(name) in _SECRETS if word.startswith("-") else is_secret
-            words.append(
-                f"{name}{equals}{'...' * bool(equals)}"
-                if is_secret and word.startswith("-")
-                else "..."
-                if is_secret
-                else shlex.quote(word)
-            )
+            if word.startswith("-"):
+                is_secret = any(_names(name, each) for each in _SECRETS)
+                words.append(f"{name}{equals}{'...' * bool(equals)}" if is_secret else shlex.quote(word))
+            else:
+                words.append("..." if is_secret else shlex.quote(word))
         return " ".join(words)
 
 
@@ -128,9 +125,11 @@ def launch_of(
     )
 
 
-def _spelled(name: str) -> str:
-    """Spell the name of an option as vLLM does, which takes underscores too."""
-    return name.replace("_", "-")
+def _names(word: str, option: str) -> bool:
+    """Whether a word names an option, or a key of its value, to vLLM: it takes underscores, and beginnings of
+    names that are of no other option.
+    """
+    return len(word) > len("--") and option.startswith(word.partition(".")[0].replace("_", "-"))
 
 
 def _values(given: Sequence[str], option: str) -> list[str]:
@@ -138,7 +137,7 @@ def _values(given: Sequence[str], option: str) -> list[str]:
     found = []
     for word, following in pairwise([*given, ""]):
         name, equals, value = word.partition("=")
-        if _spelled(name) == option:
+        if _names(name, option):
             found.append(value if equals else following)
     return found
 
@@ -152,11 +151,9 @@ def _for_weights(given: Sequence[str]) -> list[str]:
             f"--worker-extension-cls {extensions[-1]}: updates need {EXTENSION}, and vLLM takes one class; "
             f"leave it out, or derive a class from both, and {_BY_HAND}"
         )
-    nested = [word for word in given if _spelled(word).startswith("--weight-transfer-config.")]
-    if nested or any(not _is_delta(each) for each in backends):
+    if any(not _is_delta(each) for each in backends):
         raise UsageError(
-            f"--weight-transfer-config {[*nested, *backends][0]}: versions are applied by the backend delta; "
-            "leave it out"
+            f"--weight-transfer-config {backends[0]}: versions are applied by the backend delta; leave it out"
         )
     added = [] if extensions else ["--worker-extension-cls", EXTENSION]
     return added if backends else [*added, "--weight-transfer-config", BACKEND]
@@ -190,7 +187,9 @@ def _for_adapters(given: Sequence[str], header: StoreHeader | None) -> list[str]
     found = [
         spec.shape[0]
         for spec in (() if header is None else header.schema.tensors)
-        if {"lora_A", "lora_embedding_A"} & {*spec.name.split(".")} and spec.shape
+        if {"lora_A", "lora_embedding_A"} & {*spec.name.split(".")}
+        and spec.shape
+        and not FUSED_EXPERTS.search(spec.name)
     ]
     if found and not _values(given, "--max-lora-rank"):
         rank = max(found)

@@ -341,6 +341,8 @@ def _named(call: str, text: str) -> PatchstoreError:
 
 EXTENSION = "vllm_plugin.DeltaWorkerExtension"
 BACKEND = '{"backend": "delta"}'
+FUSED_EXPERTS = re.compile(r"\.experts\.(base_layer\.)?lora_[AB]\.")
+"""Names that PEFT gives where all experts of a layer are one parameter, with their ranks side by side."""
 _EXTENSION = f"--worker-extension-cls {EXTENSION}"
 _BACKEND = f"--weight-transfer-config '{BACKEND}'"
 ADDRESS = "give vLLM's own address, such as http://127.0.0.1:8000, not a proxy's"

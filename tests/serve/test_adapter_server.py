@@ -157,7 +157,7 @@ def test_what_a_request_pulled_is_not_loaded_again(follow, store, stub):
 
 
 def test_a_server_that_answers_by_the_newest_is_told_to_stay_there(follow, store, stub):
-    # As after a restart: nobody chose, and a request pulled what it would be brought to.
+    # As after a restart: no one chose, and a request pulled what it would be brought to.
     stub.pull("policy@0")
     assert did(follow, 2) == ["nothing", "nothing"]
     assert stub.history == [0]

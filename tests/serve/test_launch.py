@@ -61,6 +61,7 @@ def test_what_the_user_gives_is_not_given_twice() -> None:
         (("--host", "0.0.0.0", "--port", "81"), "http://127.0.0.1:81"),
         (("--host=10.0.0.1", "--port=81", "--port=82"), "http://10.0.0.1:82"),
         (("--host", "::1"), "http://[::1]:8000"),
+        (("--hos", "10.0.0.1", "--por=81"), "http://10.0.0.1:81"),
     ],
 )
 def test_the_server_is_followed_where_it_listens(arguments: tuple[str, ...], url: str) -> None:
@@ -70,7 +71,8 @@ def test_the_server_is_followed_where_it_listens(arguments: tuple[str, ...], url
 def test_an_address_that_others_reach_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     given("--host", "localhost")
     assert not caplog.records
-    given("--host", "0.0.0.0")
+    # vLLM takes beginnings of names too.
+    assert given("--hos", "0.0.0.0")[:2] == EXTENSION
     assert "no authentication" in caplog.text
 
 
@@ -81,6 +83,7 @@ def test_an_address_that_others_reach_is_warned_of(caplog: pytest.LogCaptureFixt
         (["-tp", "2", "tiny"], "name the MODEL first"),
         (["tiny", "--worker-extension-cls", "mine.Extension"], r"mine\.Extension: updates need vllm_plugin"),
         (["tiny", "--worker_extension_cls=mine.Extension"], r"mine\.Extension: updates need"),
+        (["tiny", "--worker-ext", "mine.Extension"], r"mine\.Extension: updates need"),
         (["tiny", "--weight-transfer-config", '{"backend": "nccl"}'], "nccl.*applied by the backend delta"),
         (["tiny", "--weight-transfer-config={"], "applied by the backend delta"),
         (["tiny", "--weight-transfer-config.backend", "nccl"], "applied by the backend delta"),
@@ -113,6 +116,9 @@ def test_a_run_of_adapters_is_configured_and_no_backend(
     names = [f"base_model.model.layers.{n}.lora_{part}.weight" for n in range(2) for part in "AB"]
     tensors = {name: torch.zeros((12, 40) if "lora_A" in name else (40, 12)) for name in names}
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 12}')
+    # Where all experts of a layer are one parameter, PEFT has their ranks side by side.
+    experts = "base_model.model.layers.0.mlp.experts.lora_{}.weight"
+    tensors |= {experts.format("A"): torch.zeros(48, 40), experts.format("B"): torch.zeros(40, 48)}
     with Publisher(store, tensors, adapter="default", files=tmp_path):
         header = history.run_header(store)
     found = launch_of(["tiny"], "s3://bucket/run", "policy", header)
@@ -134,11 +140,12 @@ def test_a_run_of_adapters_is_configured_and_no_backend(
 
 
 def test_what_is_printed_is_a_command_without_secrets() -> None:
-    found = launch_of(["a model", "--api-key", "one", "two", "--hf_token=three", "--seed", "1"], "s3://b/r")
+    secrets = ("--api-key", "one", "two", "--hf_tok=three", "--api", "four", "--hf", "five")
+    found = launch_of(["a model", *secrets, "--seed", "1"], "s3://b/r")
     assert str(found).startswith(
         f"VLLM_SERVER_DEV_MODE=1 {sys.executable} -m vllm.entrypoints.cli.main serve 'a model'"
     )
-    assert str(found).endswith("--api-key ... ... --hf_token=... --seed 1")
+    assert str(found).endswith("--api-key ... ... --hf_tok=... --api ... --hf ... --seed 1")
 
 
 # The process.

@@ -1,5 +1,6 @@
 """An engine core with a scheduler and without a model: vLLM's own methods, and workers that take notes."""
 
+import json
 import warnings
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request
 
 from vllm_plugin import plugin
+from vllm_plugin.admission import REFUSED, VERSION_KEY
 
 BLOCK = 4
 
@@ -45,6 +47,9 @@ class Core(EngineCore):
         self.scheduler.kv_cache_manager = SimpleNamespace(get_computed_blocks=self._look_up)
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
         self.scheduler.reset_prefix_cache = self._reset_prefixes
+        self.scheduler.requests = {}
+        self.scheduler.finish_requests = self._finish
+        self.step_fn = lambda: ({}, False)
         for name in ("connector", "ec_connector", "aux_output_connector"):
             setattr(self.scheduler, name, scheduler.get(name))
         self.model_executor = SimpleNamespace(
@@ -60,6 +65,10 @@ class Core(EngineCore):
         self.request_block_hasher = get_request_block_hasher(BLOCK, sha256)
         self.pausing: Future[None] | None = None
         """What a pause answers that has to wait."""
+
+    def _finish(self, names: list[str], _status: Any) -> None:
+        for name in names:
+            self.scheduler.requests.pop(name, None)
 
     def _look_up(self, request: Request) -> None:
         self.found.append(list(request.block_hashes))
@@ -102,6 +111,22 @@ class Core(EngineCore):
             cache_salt=salt,
             block_hasher=self.request_block_hasher,
         )
+
+    def asking(self, wanted: str, name: str = "r", num_computed: int = 0) -> Request:
+        """Receive one that accepts versions, of which so many tokens were computed."""
+        request = self.request()
+        request.request_id, request.num_computed_tokens = name, num_computed
+        request.sampling_params.extra_args = {VERSION_KEY: wanted}
+        self.scheduler.requests[name] = request
+        self.scheduler.add_request = lambda _: None
+        self.add_request(request)
+        return request
+
+    def told(self) -> dict[str, str]:
+        """Why requests were ended, as the client in the same process hears it: one more step."""
+        outputs, _ = self.step_fn()
+        found = [each for part in outputs.values() for each in part.outputs]
+        return {each.request_id: json.loads(each.stop_reason.removeprefix(REFUSED)) for each in found}
 
     def look_up(self, request: Request) -> list[bytes]:
         """The hashes with which the scheduler looks for a prefix, when the request is scheduled."""

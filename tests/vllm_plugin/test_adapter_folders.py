@@ -10,6 +10,7 @@ import pytest
 from patchstore import replay
 from patchstore.bucket import digests, history
 from patchstore.errors import CorruptObject, StoreUnavailable, VersionNotFound
+from patchstore.ops.compact.service import Compactor
 from patchstore.read.run import Run
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
@@ -82,6 +83,12 @@ def test_an_older_version_than_all_that_are_there_comes_from_its_anchor(folders,
     assert_is(folders.lend(run, 5).path, trained, 5)
 
 
+def test_a_version_whose_anchor_was_added_later_is_that_anchor(folders, run, trained) -> None:
+    list(Compactor(trained.store, anchor_every=2).compact())
+    assert not run.plan(6).deltas
+    assert_is(folders.lend(run, 6).path, trained, 6)
+
+
 def test_many_ask_at_once_and_one_makes_it(run, trained, tmp_path) -> None:
     counting = FaultyStore(trained.store)
     counted = Run.open(counting)
@@ -110,7 +117,7 @@ def test_what_is_lent_stays_and_of_the_rest_the_last_used_ones(folders, run, tra
     assert [name[:8] for name in names(tmp_path)] == ["00000004", "00000005", "00000006"]
 
 
-def test_a_folder_that_nobody_held_is_verified_and_made_again_where_it_is_wrong(
+def test_a_folder_that_no_one_held_is_verified_and_made_again_where_it_is_wrong(
     folders, run, trained
 ) -> None:
     lent = folders.lend(run, 5)

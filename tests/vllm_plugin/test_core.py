@@ -86,7 +86,7 @@ def test_an_update_is_begun_and_proved_and_its_end_chosen_in_one_call(core, is_p
     assert core.resets == ["write"]
 
 
-def test_an_update_that_is_not_proved_is_closed_and_paused_by_nobody(core):
+def test_an_update_that_is_not_proved_is_closed_and_paused_by_no_one(core):
     with pytest.raises(UsageError, match="prefix_cache is one of"):
         prove(core, prefix_cache="no")
     assert core.num_dropped == 1
@@ -350,7 +350,7 @@ def salted(core: Core) -> Core:
 def test_an_update_without_the_option_leaves_vllm_as_it_is(core):
     look_up, hasher = core.scheduler.kv_cache_manager.get_computed_blocks, core.request_block_hasher
     before = core.look_up(core.request())
-    # Also where an update was begun with it that nobody finished.
+    # Also where an update was begun with it that no one finished.
     core.collective_rpc("update_weights", kwargs={"update_info": {"version": 1, "prefix_cache": "version"}})
     assert core.request_block_hasher is hasher
     core.update()
@@ -491,3 +491,48 @@ def test_a_write_that_fails_leaves_the_label_of_what_is_served(core):
     with pytest.raises(RuntimeError, match="a worker failed"):
         core.update(version=2)
     assert core.get_weight_version() == "1"
+
+
+# Which requests the served version may answer.
+
+
+def test_requests_that_an_update_ends_do_not_keep_its_caches_from_being_emptied(core):
+    core.update()
+    for name, wanted in (("exactly", "=1"), ("held", "hold"), ("later", ">=1")):
+        core.asking(wanted, name, num_computed=4)
+    assert core.told() == {}
+    core.resets.clear()
+    core.update(version=2)
+    assert core.resets == ["write", "prefixes"]
+    assert core.scheduler.requests.keys() == {"later"}
+    told = core.told()
+    assert {name: each["status"] for name, each in told.items()} == {"exactly": 409, "held": 409}
+    assert told["held"]["serving"] == 2
+    assert core.told() == {}
+
+
+def test_a_request_that_is_refused_ends_and_leaves_the_core_as_it_was(core):
+    core.serving = 3
+    core.asking("=2", "no")
+    core.asking("=3", "yes")
+    assert core.scheduler.requests.keys() == {"yes"}
+    assert core.told()["no"] == {
+        "status": 409,
+        "message": "the request accepts version 2, and the server serves version 3",
+        "serving": 3,
+    }
+
+
+def test_what_waits_is_not_answered_from_a_cache_that_an_update_keeps(core):
+    core.update()
+    for name, wanted in (("waiting", ">=1"), ("held", "hold")):
+        core.asking(wanted, name)
+    core.serving = 1
+    core.failing.add("finish_weight_update")
+    with pytest.raises(RuntimeError, match="a worker failed"):
+        core.update(version=2, prefix_cache="keep")
+    core.failing.clear()
+    assert core.scheduler.requests.keys() == {"waiting", "held"}
+    core.update(version=2, prefix_cache="keep")
+    assert {each["status"] for each in core.told().values()} == {400}
+    assert core.scheduler.requests.keys() == set()

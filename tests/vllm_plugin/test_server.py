@@ -281,7 +281,7 @@ def test_generation_goes_on_while_a_version_is_staged_and_the_update_waits_for_i
         (told,) = waiting.result()
 
     assert (answers, held, is_staging) == ([old] * 3, 0, True)
-    # Not after 60 s, when nobody had rung.
+    # Not after 60 s, when no one had rung.
     assert told["is_done"]
     assert server.status().serving == 1
     assert live(server) == served(trainer.history[1])
