@@ -340,9 +340,20 @@ class AsyncSync(_Served):
 
         Args:
             iterator: is passed through, because other ranks may gather in it. TRL's own weights are not used.
+
+        Raises:
+            UsageError: the rollouts of such a trainer ask for the base, and not for the adapter.
         """
         for _ in iterator:
             pass
+        if self._serve_as is not None:
+            raise UsageError(
+                "of TRL's asynchronous trainers only AsyncGRPOTrainer has requests that name a version of an "
+                "adapter: leave adapter= out to publish merged weights"
+            )
+        self._bring_newest()
+
+    def _bring_newest(self) -> None:
         assert self._last is not None
         if self._is_first or self._waits:
             self._bring(self._last)
@@ -375,11 +386,12 @@ def _leave_weights() -> None:
             # A callback behind this one may have changed the weights when training began.
             sync._publish(self.state.global_step)
         if self.accelerator.is_main_process:
-            sync.send_weights(iter(()))
+            sync._bring_newest()
             if sync._serve_as is None:
                 self.model_version += 1
             else:
                 # Requests name it.
+                assert sync._last is not None
                 self.model_version = sync._last.result().version
                 _name_versions(self.rollout_worker, sync._serve_as)
             if self.rollout_worker:

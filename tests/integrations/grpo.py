@@ -163,9 +163,11 @@ def async_config_of(out: Path, url: str, **options: Any) -> Any:
 
 def async_trainer_of(base: Path, out: Path, url: str, sync: Any, *callbacks: Any, **options: Any) -> Any:
     """Return TRL's asynchronous trainer with a stub of its kernel, which a CPU lacks, and by default of its
-    rollouts. TRL's own are made with `has_rollouts=True`.
+    rollouts. TRL's own are made with `has_rollouts=True`, only a few ahead of the trainer.
     """
     peft_config, has_rollouts = options.pop("peft_config", None), options.pop("has_rollouts", False)
+    if has_rollouts:
+        options |= {"num_generations": 2, "max_inflight_tasks": 4, "queue_maxsize": 4}
     arguments = async_config_of(out, url, **options)
     from trl.chat_template_utils import qwen3_chat_template
     from trl.experimental.async_grpo import AsyncGRPOTrainer
