@@ -165,21 +165,6 @@ def test_each_sync_is_a_version_of_the_adapter_which_the_server_has_when_it_coun
         assert_same_bits(load_file(tmp_path / f"replay-{version}" / "adapter_model.safetensors"), expected)
 
 
-@pytest.mark.exhaustive  # TRL's process for rollouts imports TRL again.
-def test_rollouts_of_trl_ask_for_versions_that_the_server_has(
-    grpo: Any, base: Path, adapters: Completing, tmp_path: Path
-) -> None:
-    sync = grpo.AsyncSync(tmp_path / "bucket", via="apply", adapter="default", serve_as="actor")
-    trainer = grpo.async_trainer_of(
-        base, tmp_path, adapters.url, sync, sync, peft_config=lora(), has_rollouts=True
-    )
-    trainer.train()
-    names = dict.fromkeys(name for name, _ in adapters.asked)
-    assert len(names) > 1
-    assert list(names) == [f"actor@{version}" for version in range(len(names))]
-    assert all(is_held for _, is_held in adapters.asked)
-
-
 def test_a_server_that_loads_no_adapters_is_refused_with_how_to_start_it(
     grpo: Any, base: Path, adapters: Completing, tmp_path: Path
 ) -> None:

@@ -97,25 +97,6 @@ def test_an_adapter_is_asked_for_by_its_version(grpo: Any, base: Path, tmp_path:
         assert_same_bits(load_file(tmp_path / f"replay-{version}" / "adapter_model.safetensors"), expected)
 
 
-def test_rollouts_of_an_asynchronous_trainer_ask_for_versions_that_a_follow_loads(
-    grpo: Any, base: Path, tmp_path: Path
-) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    bucket, log = str(tmp_path / "bucket"), tmp_path / "follow.log"
-    with Vllm(base, tmp_path / "vllm.log", adapter="policy") as server:
-        server.wait_until_healthy()
-        sync = grpo.AsyncSync(bucket, adapter="default")
-        trainer = grpo.async_trainer_of(
-            base, tmp_path, server.url, sync, sync, peft_config=config, has_rollouts=True
-        )
-        with FollowCommand(bucket, {}, server.url, log, adapter="policy"):
-            trainer.train()
-        assert server.status().serving == 3
-    assert trainer.model_version == 3
-    assert [step for step, _ in versions(bucket)] == [0, 1, 2, 3]
-
-
 def test_a_follow_brings_the_server_and_the_trainer_waits(
     grpo: Any, base: Path, server: Vllm, tmp_path: Path
 ) -> None:
