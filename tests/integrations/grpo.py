@@ -162,12 +162,8 @@ def async_config_of(out: Path, url: str, **options: Any) -> Any:
 
 
 def async_trainer_of(base: Path, out: Path, url: str, sync: Any, *callbacks: Any, **options: Any) -> Any:
-    """Return TRL's asynchronous trainer with a stub of its kernel, which a CPU lacks, and by default of its
-    rollouts. TRL's own are made with `has_rollouts=True`, only a few ahead of the trainer.
-    """
-    peft_config, has_rollouts = options.pop("peft_config", None), options.pop("has_rollouts", False)
-    if has_rollouts:
-        options |= {"num_generations": 2, "max_inflight_tasks": 4, "queue_maxsize": 4}
+    """Return TRL's asynchronous trainer with a stub of its kernel, which a CPU lacks, and of its rollouts."""
+    peft_config = options.pop("peft_config", None)
     arguments = async_config_of(out, url, **options)
     from trl.chat_template_utils import qwen3_chat_template
     from trl.experimental.async_grpo import AsyncGRPOTrainer
@@ -182,7 +178,7 @@ def async_trainer_of(base: Path, out: Path, url: str, sync: Any, *callbacks: Any
         processing_class=tokenizer,
         callbacks=list(callbacks),
         peft_config=peft_config,
-        rollout_worker=None if has_rollouts else Rollouts(4 * (arguments.max_steps + 3)),
+        rollout_worker=Rollouts(4 * (arguments.max_steps + 3)),
         weight_transfer=sync,
     )
 
