@@ -30,6 +30,7 @@ RUN_BY = {
     ("docs/in-process.md", "LLM in one process"): "tests/vllm_plugin/offline_job.py",
     ("docs/integrations.md", "Transformers"): "tests/integrations/test_integrations_page.py",
     ("docs/integrations.md", "TRL"): "tests/integrations/test_integrations_page.py",
+    ("docs/integrations.md", "Adapters with TRL"): "tests/integrations/test_integrations_page.py",
     ("docs/integrations.md", "Asynchronous training"): "tests/integrations/test_integrations_page.py",
     ("docs/integrations.md", "vLLM's trainer engines"): "tests/integrations/test_integrations_page.py",
     ("docs/integrations.md", "Other frameworks"): "tests/integrations/test_integrations_page.py",

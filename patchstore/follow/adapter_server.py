@@ -418,13 +418,16 @@ def _refusal(call: str, response: httpx.Response) -> PatchstoreError:
         return found
     said = f"HTTP {response.status_code}: {one_line(response.text):.300}"
     if isinstance(found, NoSuchRoute) and "error" not in (json_object(response) or {}):
-        said = (
-            "there is no such route: start vllm serve with --enable-lora, and with "
+        return NoSuchRoute(
+            f"{call}: there is no such route: start vllm serve with --enable-lora, and with "
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
         )
-    elif "LoRA is not enabled" in response.text:
-        said = "the server serves no adapters: start vllm serve with --enable-lora"
-    elif f"No adapter found for {_SOURCE}" in response.text:
+    if "LoRA is not enabled" in response.text:
+        return NoSuchRoute(f"{call}: the server serves no adapters: start vllm serve with --enable-lora")
+    if f"No adapter found for {_SOURCE}" in response.text:
         # vLLM itself took it for a folder.
-        said = f"install patchstore, with its plugin for vLLM, beside the server, and start it again ({said})"
+        return NoSuchRoute(
+            f"{call}: install patchstore, with its plugin for vLLM, beside the server, and start it again "
+            f"({said})"
+        )
     return ServerUnavailable(f"{call}: {said}")

@@ -308,7 +308,7 @@ class Connection:
 
 
 class NoSuchRoute(ServerUnavailable):
-    """vLLM does not serve this path."""
+    """vLLM does not serve this path, or was started without what it needs."""
 
 
 def refusal(call: str, response: httpx.Response) -> PatchstoreError:

@@ -20,6 +20,7 @@ from patchstore.follow.adapter_server import AdapterServer
 from patchstore.follow.http_client import checked_headers
 from patchstore.follow.reconcile import Reconciler
 from patchstore.follow.settings import Settings
+from patchstore.follow.vllm_protocol import NoSuchRoute
 from patchstore.follow.vllm_server import VllmServer
 from patchstore.follow.wait import wait_until
 from patchstore.integrations.transformers import PublishCallback
@@ -86,6 +87,8 @@ class _Served(PublishCallback):
         self._server: VllmServer | AdapterServer | None = None
         self._reconciler: Reconciler | None = None
         self._desired: Manifest | None = None
+        self._is_adapted = False
+        """Whether the model has adapters of PEFT."""
 
     def _connect(self, url: str) -> None:
         """Take the server of the trainer, on the process that generates."""
@@ -97,7 +100,15 @@ class _Served(PublishCallback):
             return
         self._server = VllmServer(url, timeout_s=self._timeout_s, headers=self._headers)
         if self._via in {"apply", "follow"}:
-            self._server.check_backend()
+            try:
+                self._server.check_backend()
+            except ServerUnavailable as exc:
+                if not self._is_adapted:
+                    raise
+                raise ServerUnavailable(
+                    f"{exc}; or, to have a server with --enable-lora load the adapter of this model alone, "
+                    f'give {type(self).__name__} adapter="default"'
+                ) from exc
 
     def _disconnect(self) -> None:
         if self._server is not None:
@@ -149,7 +160,7 @@ class _Served(PublishCallback):
             if done.outcome != "failed" and done.version == manifest.version:
                 return
             error = done.error if done.outcome == "failed" else None
-            if error is not None and not isinstance(error, _MAY_PASS):
+            if error is not None and (isinstance(error, NoSuchRoute) or not isinstance(error, _MAY_PASS)):
                 num_failed += 1
                 if num_failed == _NUM_TRIES:
                     raise error
@@ -190,7 +201,7 @@ class ServerSync(_Served):
                 f"use_vllm={use_vllm}, vllm_mode={mode!r}. PublishCallback publishes the weights of any "
                 "trainer, and AsyncSync is for AsyncGRPOTrainer"
             )
-        self._state = state
+        self._state, self._is_adapted = state, hasattr(model, "peft_config")
         _ask_first()
         _EXPECTED[model] = self
 
@@ -289,20 +300,15 @@ class AsyncSync(_Served):
             wait: whether the trainer waits for every version until it is served, so that TRL's count of
                 versions, by which it drops stale samples, never runs ahead of the server.
             options: as `ServerSync` takes them. With `via="apply"` the trainer waits for every version,
-                because it applies it.
+                because it applies it, and with `adapter=`, because requests name the version.
 
         Raises:
             UsageError: an argument is impossible.
         """
         super().__init__(store, **options)
-        if self._serve_as is not None:
-            raise UsageError(
-                "AsyncGRPOTrainer names its adapters itself, by its own count of versions: publish merged "
-                "weights, without adapter=, or use GRPOTrainer with ServerSync"
-            )
-        self._waits = wait or self._via == "apply"
+        self._waits = wait or self._via == "apply" or self._serve_as is not None
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Take the trainer's settings."""
         if not hasattr(args, "weight_sync_steps") or not hasattr(args, "vllm_server_base_url"):
             raise UsageError(
@@ -310,6 +316,7 @@ class AsyncSync(_Served):
                 "ServerSync is for GRPOTrainer, and PublishCallback for any"
             )
         self.every, self._url = args.weight_sync_steps, args.vllm_server_base_url
+        self._is_adapted = hasattr(model, "peft_config")
         _leave_weights()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -333,9 +340,20 @@ class AsyncSync(_Served):
 
         Args:
             iterator: is passed through, because other ranks may gather in it. TRL's own weights are not used.
+
+        Raises:
+            UsageError: the rollouts of such a trainer ask for the base, and not for the adapter.
         """
         for _ in iterator:
             pass
+        if self._serve_as is not None:
+            raise UsageError(
+                "of TRL's asynchronous trainers only AsyncGRPOTrainer has requests that name a version of an "
+                "adapter: leave adapter= out to publish merged weights"
+            )
+        self._bring_newest()
+
+    def _bring_newest(self) -> None:
         assert self._last is not None
         if self._is_first or self._waits:
             self._bring(self._last)
@@ -368,11 +386,44 @@ def _leave_weights() -> None:
             # A callback behind this one may have changed the weights when training began.
             sync._publish(self.state.global_step)
         if self.accelerator.is_main_process:
-            sync.send_weights(iter(()))
-            self.model_version += 1
+            sync._bring_newest()
+            if sync._serve_as is None:
+                self.model_version += 1
+            else:
+                # Requests name it.
+                assert sync._last is not None
+                self.model_version = sync._last.result().version
+                _name_versions(self.rollout_worker, sync._serve_as)
             if self.rollout_worker:
                 self.rollout_worker.update_model_version(self.model_version)
         sync._is_first = False
         return t0, t0, time.time()
 
     AsyncGRPOTrainer._sync_weight_merged = sync_weight_merged
+
+
+def _name_versions(worker: Any, adapter: str) -> None:
+    """Have TRL's worker ask for an adapter's versions by their names. Another worker does that itself."""
+    from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
+
+    if not isinstance(worker, AsyncRolloutWorker) or isinstance(worker._loop_cls, partial):
+        return
+    if not hasattr(worker._loop_cls, "_request_model"):
+        raise UsageError(
+            "this release of TRL names the model of a request in another way; 1.16 is known to work"
+        )
+    worker._loop_cls = partial(_rollouts, worker._loop_cls)
+    worker._loop_kwargs["lora_name"] = adapter
+
+
+def _rollouts(kind: Any, **options: Any) -> Any:
+    """Make TRL's loop of rollouts. It runs in a process of its own, which imports this function."""
+
+    class Rollouts(kind):  # type: ignore[misc]
+        """Asks for the version that the trainer said last, such as `policy@12`."""
+
+        @property
+        def _request_model(self) -> str:
+            return f"{self.lora_name}@{self.model_version}"
+
+    return Rollouts(**options)

@@ -9,12 +9,16 @@ Set `actor_rollout_ref.rollout.checkpoint_engine` to
 Importing this module puts the engine in the place of verl's own `delta_sharded`: under that name alone verl
 hands over its training engine, which has the shards. What rollout workers read is handed on in verl's own
 format, so verl's receivers inside of vLLM and SGLang write it.
+
+With `publisher: {adapter: default}` a version is PEFT's adapter. Rollout workers hand it to the servers as
+verl itself does where trainer and server share a process: so one method of verl's rollout workers asks here.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import wraps
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,19 +26,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry, CheckpointEngineWorker
 from verl.checkpoint_engine.delta_sync.encode import DeltaParam, checksum
 
 from patchstore.apply.replica import Replica, Staged
-from patchstore.bucket.records import Manifest, Schema
+from patchstore.bucket.records import Manifest, Plan, Schema
 from patchstore.errors import PublishFailed, SchemaMismatch, UsageError
 from patchstore.publish.options import seconds
 from patchstore.publish.publisher import Publisher
 from patchstore.publish.sources import LocalPart
 from patchstore.publish.sources.pieces import local_shape
+from patchstore.read.download import chunks
 from patchstore.read.host_cache import HostCache
-from patchstore.stores import open_store
+from patchstore.read.run import Run
+from patchstore.stores import layout, open_store
 from patchstore.tensors.bits import TensorPatch
 from patchstore.tensors.columns import patches
 
@@ -43,6 +50,9 @@ _ENGINES = "verl.workers.engine."
 _DIRECT = {"fsdp", "torchtitan"}
 """verl's engines whose shards are parts of a checkpoint's tensors, unless they say how to convert them.
 Megatron's have names and shapes of their own, and do not say so."""
+
+_MERGE = "actor_rollout_ref.model.lora.merge"
+_OPTION = f"actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.{BACKEND}.publisher.adapter"
 
 _MAX_ENTRY = 64 << 20
 """Elements of one entry of a flush: verl's receivers take 8 bytes for each, and more, while they decode."""
@@ -77,7 +87,8 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             store: URL of the store, which all trainer ranks and rollout workers reach.
             is_master: whether this is trainer rank 0; None in rollout workers. verl passes these two.
             storage_options: how it is opened: see `patchstore.open_store`.
-            publisher: arguments of `Publisher`, such as `anchor_every`; `resume` is "auto" if not given.
+            publisher: arguments of `Publisher`, such as `anchor_every`; `resume` is "auto" if not given. With
+                `adapter` rollout workers have their servers load the adapter.
             scratch: a folder of this user alone on a local disk, in which the rollout workers of a host share
                 what they download; None if each downloads alone.
             timeout_s: how long rollout workers wait for a version.
@@ -92,6 +103,8 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             )
         self._url, self._options = store, dict(storage_options or {})
         self._arguments = {"resume": "auto", **dict(publisher or {})}
+        self.is_adapter = self._arguments.get("adapter") is not None
+        """Whether versions are those of an adapter."""
         self._bucket_bytes, self._is_master = bucket_size, bool(is_master)
         self._scratch, self._timeout_s = scratch, seconds("timeout_s", timeout_s)
         self._board: TCPStore | None = None
@@ -186,14 +199,15 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     f"checkpoint_engine.backend to it, not to another name of this class (got {engine!r:.80})"
                 )
             self._engine = engine
-            self._is_gathered = self._needs_gather()
+            source = _with_adapter(engine) if self.is_adapter else self._items
+            self._is_gathered = not self.is_adapter and self._needs_gather()
             is_one_of_several = dist.is_initialized() and dist.get_world_size() > 1
             with ExitStack() as begun:
                 store = open_store(self._url, **self._options)
                 begun.callback(store.close)
                 self._publisher = Publisher(
                     store,
-                    self._items,
+                    source,
                     group=dist.group.WORLD if is_one_of_several else None,
                     **self._arguments,
                 )
@@ -227,7 +241,10 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return
         exported, adapter = self._engine.get_per_tensor_param()
         if adapter is not None:
-            raise UsageError("adapters are published merged: set actor_rollout_ref.model.lora.merge=True")
+            raise UsageError(
+                f"verl keeps the adapter beside the base: set {_OPTION}=default to publish the adapter, or "
+                f"{_MERGE}=True to publish merged weights"
+            )
         yield from exported
 
     def _figures(self, manifest: Manifest) -> dict[str, float]:
@@ -254,7 +271,11 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Raises:
             PublishFailed: the trainer could not publish, or named no version in time.
             PatchstoreError: see `Replica.stage`. Nothing was yielded.
+            UsageError: the run is one of an adapter, for which `receive_adapter` is there.
         """
+        if self.is_adapter:
+            # A server would take it for weights of its base.
+            raise UsageError("this release of verl updates servers in another way; 0.9.1 is known to work")
         version = self._told()
         replica = self._replica
         if replica is None:
@@ -281,6 +302,33 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         finally:
             if self._replica is None:
                 replica.store.close()
+
+    def receive_adapter(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return the version of an adapter that the trainer published: tensors on the CPU, and its config.
+
+        The tensors are those of this engine, which the next call writes into.
+
+        Raises:
+            PublishFailed: the trainer could not publish, or named no version in time.
+            PatchstoreError: see `Replica.update`.
+        """
+        version = self._told()
+        replica, self._replica = self._replica or self._open(), None
+        try:
+            replica.update(version)
+            run = Run(replica.store, replica.header)
+
+            def config(way: Plan) -> Any:
+                assert way.anchor is not None and way.anchor.anchor is not None
+                files = {each.key.rpartition("/")[2]: each for each in way.anchor.anchor.files}
+                return json.loads(b"".join(chunks(run.store, files[layout.ADAPTER_CONFIG])))
+
+            found = dict(replica.tensors), run.reach(version, config)
+            self._replica = replica
+        finally:
+            if self._replica is None:
+                replica.store.close()
+        return found
 
     def _told(self) -> int:
         """Wait until trainer rank 0 names a version."""
@@ -313,6 +361,49 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             with suppress(Exception):
                 store.close()
             raise
+
+
+_update_weights = CheckpointEngineWorker.update_weights
+
+
+@wraps(_update_weights)
+async def _update(worker: Any, global_steps: int | None = None) -> None:
+    """Have a rollout worker's server load the version of an adapter; all else is verl's."""
+    engine = worker.checkpoint_engine
+    if not isinstance(engine, PatchstoreCheckpointEngine) or not engine.is_adapter:
+        await _update_weights(worker, global_steps=global_steps)
+        return
+    if "dummy" in worker.rollout_config.load_format:
+        raise UsageError(
+            "the servers began with random weights, and an adapter does not bring the base: set "
+            "actor_rollout_ref.rollout.load_format=auto"
+        )
+    tensors, config = engine.receive_adapter()
+    await worker.server_adapter.update_weights(
+        iter(tensors.items()), global_steps=global_steps, peft_config=config, base_sync_done=True
+    )
+
+
+CheckpointEngineWorker.update_weights = _update
+
+
+def _with_adapter(engine: Any) -> torch.nn.Module:
+    """Return the model of verl's engine whose adapter is published."""
+    model = getattr(engine, "module", None)
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"{type(engine).__name__} of verl has no PEFT model, as its engine for FSDP has: publish merged "
+            f"weights ({_MERGE}=True), without {_OPTION}"
+        )
+    if isinstance(model, FullyShardedDataParallel):
+        raise UsageError(
+            "adapters are published of models that FSDP2 shards: set actor_rollout_ref.actor.strategy=fsdp2"
+        )
+    if engine.model_config.lora.get("merge", False):
+        raise UsageError(
+            f"with {_MERGE}=True verl starts servers that load no adapters: leave it out, or {_OPTION}"
+        )
+    return model
 
 
 def _own_address() -> str:

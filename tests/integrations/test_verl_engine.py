@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from patchstore.errors import PublishFailed, UsageError
 from tests.support.ranks import RanksOf
 
 pytest.importorskip("verl.checkpoint_engine.base", reason="needs verl 0.9")
@@ -104,17 +105,23 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 class Sync:
     """What verl's manager does in each sync, and its workers on one rank. Rank 0 has a rollout worker too."""
 
-    def __init__(self, rank: int, url: str, engine: Any) -> None:
+    def __init__(self, rank: int, url: str, engine: Any, **publisher: Any) -> None:
         from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
         import patchstore.integrations.verl  # noqa: F401
 
         def new(**kwargs: Any) -> Any:
+            options = {"rank_timeout_s": 60, **publisher}
             return CheckpointEngineRegistry.new(
-                "delta_sharded", bucket_size=BUCKET_BYTES, store=url, timeout_s=30.0, **kwargs
+                "delta_sharded",
+                bucket_size=BUCKET_BYTES,
+                store=url,
+                timeout_s=30.0,
+                publisher=options,
+                **kwargs,
             )
 
-        self.engine, self.actor = engine, new(is_master=rank == 0, publisher={"rank_timeout_s": 60})
+        self.engine, self.actor = engine, new(is_master=rank == 0)
         self.rollout = new()
         self.server = Server()
         self.is_first = rank == 0
@@ -214,8 +221,6 @@ def test_a_server_has_each_version_of_shards(ranks_of: RanksOf, tmp_path: Path, 
 
 
 def troubles(rank: int, url: str) -> None:
-    from patchstore.errors import PublishFailed
-
     model = fully_shard(Layers())
     engine = engine_of(model)
     sync = Sync(rank, url, engine)
@@ -332,7 +337,6 @@ def test_places_that_verl_states_itself(ranks_of: RanksOf, tmp_path: Path) -> No
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
-    from patchstore.errors import PublishFailed, UsageError
     from patchstore.integrations.verl import PatchstoreCheckpointEngine as Ours
 
     with pytest.raises(UsageError, match=r"engine_kwargs\.delta_sharded\.store"):
@@ -350,20 +354,121 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         next(rollout.receive_weights())
 
 
-def test_adapters_must_be_merged(tmp_path: Path) -> None:
-    from patchstore.errors import UsageError
-    from patchstore.integrations.verl import PatchstoreCheckpointEngine
+class Servers:
+    """What verl's clients of vLLM and SGLang are given."""
 
-    spec = SimpleNamespace(full_shape=(2,), to_hf_chunk=None, hf_slots=None, place=None, mesh=None)
-    engine = SimpleNamespace(
-        get_per_tensor_param_shard=lambda: (iter([("q.base_layer.weight", torch.ones(2), spec)]), None),
-        get_per_tensor_param=lambda: (iter([("q.weight", torch.ones(2))]), {"r": 8}),
-    )
-    actor = PatchstoreCheckpointEngine(1, store=str(tmp_path / "store"), is_master=True)
-    actor.init_process_group(actor.prepare())
-    with pytest.raises(UsageError, match=r"lora.merge=True"):
+    def __init__(self) -> None:
+        self.adapter: dict[str, torch.Tensor] = {}
+        self.told: dict[str, Any] = {}
+
+    async def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], **told: Any) -> None:
+        self.adapter, self.told = {name: each.clone() for name, each in weights}, told
+
+
+def rollout_worker(engine: Any, load_format: str = "auto") -> Any:
+    """Return verl's own worker, without Ray and the process group that it starts."""
+    from verl.checkpoint_engine.base import CheckpointEngineWorker
+
+    worker = CheckpointEngineWorker.__new__(CheckpointEngineWorker)
+    worker.checkpoint_engine, worker.server_adapter = engine, Servers()
+    worker.rollout_config = SimpleNamespace(load_format=load_format)
+    return worker
+
+
+def adapted(*, merge: bool = False, shard: Any = lambda model: model) -> tuple[Any, Any]:
+    """Return a model with an adapter, and verl's engine around it."""
+    import peft
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=3, lora_alpha=12, target_modules=["up"], init_lora_weights=False)
+    model = shard(peft.get_peft_model(Layers(), config))
+    engine = engine_of(model)
+    engine.model_config = SimpleNamespace(lora={"merge": merge})
+    return model, engine
+
+
+def adapters(rank: int, url: str) -> None:
+    import peft
+
+    model, engine = adapted(shard=fully_shard)
+    sync = Sync(rank, url, engine, adapter="default")
+    worker = rollout_worker(sync.rollout)
+    for step in range(3):
+        figures = sync.send(10 + step)
+        state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+        expected = {name: each.full_tensor() for name, each in state.items()}
+        if sync.is_first:
+            asyncio.run(worker.update_weights(global_steps=10 + step))
+            assert figures["checkpoint_engine/version"] == step
+            assert_same(worker.server_adapter.adapter, expected)
+            told = worker.server_adapter.told
+            assert (told["global_steps"], told["base_sync_done"]) == (10 + step, True)
+            config = told["peft_config"]
+            assert (config["r"], config["lora_alpha"], config["target_modules"]) == (3, 12, ["up"])
+        for name, each in model.named_parameters():
+            if "lora_" in name:
+                each.data.to_local().view(-1)[step::3] *= -1.5
+    with pytest.raises(UsageError, match="in another way"):
+        next(sync.rollout.receive_weights())
+    if sync.is_first:
+        worker = rollout_worker(sync.rollout, "dummy")
+        with pytest.raises(UsageError, match=r"load_format=auto"):
+            asyncio.run(worker.update_weights())
+        assert worker.server_adapter.told == {}
+    sync.close()
+
+
+def test_servers_load_each_version_of_an_adapter(ranks_of: RanksOf, tmp_path: Path) -> None:
+    ranks_of(2).run(adapters, str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize(
+    ("options", "merge", "says"),
+    [
+        ({}, False, r"publisher\.adapter=default .*lora\.merge=True"),
+        ({"adapter": "default"}, True, r"lora\.merge=True verl starts servers that load no adapters"),
+        ({"adapter": "other"}, False, "no adapter 'other'; it has 'default'"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    tmp_path: Path, options: dict[str, str], merge: bool, says: str
+) -> None:
+    from patchstore.integrations.verl import PatchstoreCheckpointEngine as Ours
+
+    _, engine = adapted(merge=merge)
+    engine.get_per_tensor_param = lambda: (iter([("up.weight", torch.ones(2))]), {"r": 3})
+    given: dict[str, Any] = {"store": str(tmp_path / "store"), "publisher": options}
+    actor, rollout = Ours(1, is_master=True, **given), Ours(1, **given)
+    found, told = Ours.build_topology(1, 1, [actor.prepare(), {}])
+    actor.init_process_group(found["meeting"][0])
+    rollout.init_process_group(told["meeting"][0])
+    with pytest.raises(UsageError, match=says):
         asyncio.run(actor.send_weights(engine))
+    with pytest.raises(PublishFailed, match=says):
+        asyncio.run(rollout_worker(rollout).update_weights()) if options else next(rollout.receive_weights())
     assert not list(tmp_path.glob("store/versions/*"))
+
+
+def test_an_engine_without_a_peft_model_is_refused(tmp_path: Path) -> None:
+    from patchstore.integrations.verl import PatchstoreCheckpointEngine as Ours
+
+    actor = Ours(1, store=str(tmp_path / "store"), is_master=True, publisher={"adapter": "default"})
+    actor.init_process_group(actor.prepare())
+    with pytest.raises(UsageError, match="OfMegatron of verl has no PEFT model"):
+        asyncio.run(actor.send_weights(OfMegatron(nn.Module())))
+    engine = engine_of(Layers())
+    engine.model_config = SimpleNamespace(lora={})
+    with pytest.raises(UsageError, match="Layers has no adapters of PEFT"):
+        asyncio.run(actor.send_weights(engine))
+
+    class First(FullyShardedDataParallel):
+        """FSDP1's own constructor needs a GPU."""
+
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+    with pytest.raises(UsageError, match=r"actor\.strategy=fsdp2"):
+        asyncio.run(actor.send_weights(engine_of(First())))
 
 
 def test_the_configuration_of_the_page_makes_an_engine(tmp_path: Path) -> None:
