@@ -4,9 +4,9 @@
 are the first of its manifest's digest, so its path names its content: vLLM keys its prefix cache by it.
 
 A folder is made once, by the process that asks first: from an earlier version's folder and deltas where that
-is less to read. It has its name when it is proved and on the disk, and nothing is written to it after that. A
-process that serves it holds a shared lock on it. What no process holds stays for a while, and is verified
-before it is used again.
+is less to read. It has its name when it is proved, and nothing is written to it after that. A process that
+serves it holds a shared lock on it. What no process holds stays for a while, and is verified before it is
+used again, also after a power cut: so nothing waits for the disk.
 """
 
 import logging
@@ -15,11 +15,10 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-import torch
 
 from patchstore.bucket import digests, history, kept
 from patchstore.bucket.records import Manifest, Payload, Plan
@@ -30,7 +29,6 @@ from patchstore.read.host_cache import alone, own_folder
 from patchstore.read.run import Run
 from patchstore.stores import layout
 from patchstore.support import host, locks
-from patchstore.support.threads import Threads
 from patchstore.tensors import state_digest
 
 logger = logging.getLogger(__name__)
@@ -39,6 +37,10 @@ KEPT = 8
 """Folders that stay on a host when no process holds them."""
 
 _NAME = re.compile(r"(\d{8,})-[0-9a-f]{16}")
+
+
+class _Lost(Exception):
+    """The folder of an earlier version is gone, or wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,52 +97,51 @@ class AdapterFolders:
         return _held(path)
 
     def _make(self, run: Run, manifest: Manifest, path: Path) -> None:
-        def make(way: Plan) -> None:
+        def make(way: Plan, source: tuple[Path, Manifest] | None = None) -> None:
             if way.anchor is None:
                 assert source is not None
-                build.patch(run, source[0].path, source[1], way.deltas, path)
+                self._patch(run, *source, way, path)
+                return
+            kept.check(run.store, manifest.version)
+            if way.deltas:
+                replay.write(run, way, path, is_durable=False)
+                build.protect(path)
             else:
-                kept.check(run.store, manifest.version)
-                if way.deltas:
-                    replay.write(run, way, path)
-                    build.protect(path)
-                else:
-                    # It may be an anchor that was added later, of which the manifest does not know.
-                    _copy(run, way.anchor, path)
+                # It may be an anchor that was added later, of which the manifest does not know.
+                _copy(run, way.anchor, path)
 
-        with self._earlier(run, path) as source:
-            if source is not None:
-                try:
-                    run.reach(manifest.version, make, held=source[1])
-                except (DataError, StoreReplaced) as exc:
-                    logger.warning("%s is made from its anchor: %s", path, exc)
-                else:
-                    return
-            run.reach(manifest.version, make)
+        for source in self._earlier(run, path):
+            try:
+                run.reach(manifest.version, partial(make, source=source), held=source[1])
+            except _Lost:
+                continue
+            except (DataError, StoreReplaced) as exc:
+                logger.warning("%s is made from its anchor: %s", path, exc)
+                break
+            else:
+                return
+        run.reach(manifest.version, make)
 
-    @contextmanager
-    def _earlier(self, run: Run, path: Path) -> Iterator[tuple[Lent, Manifest] | None]:
-        """Lend the nearest older version of the run that is there."""
+    def _earlier(self, run: Run, path: Path) -> Iterator[tuple[Path, Manifest]]:
+        """Yield older versions of the run that are there, the nearest first; they are not proved."""
         siblings = [each for each in self._folders() if each.parent == path.parent]
         older = [each for each in siblings if _version(each) < _version(path)]
-        source = None
         for each in sorted(older, key=_version, reverse=True):
             with suppress(DataError, NotFound):
                 # Signed or not: the digests of the version that is made of it prove both.
                 manifest, data = history.read_stored(run.store, _version(each))
-                if _name(manifest.version, data) != each.name:
-                    continue
-                # Only ever for older ones than the own, so no two processes wait for each other.
-                with alone(each):
-                    lent = self._found(run, manifest, each)
-                if lent is not None:
-                    source = lent, manifest
-                    break
-        try:
-            yield source
-        finally:
-            if source is not None:
-                source[0].close()
+                if _name(manifest.version, data) == each.name:
+                    yield each, manifest
+
+    def _patch(self, run: Run, source: Path, held: Manifest, way: Plan, path: Path) -> None:
+        """Make a folder from that of an earlier version. Raises _Lost where that is gone or wrong."""
+        # Only ever an older one than the own, so no two processes wait for each other.
+        with alone(source):
+            lent = self._found(run, held, source)
+        if lent is None:
+            raise _Lost
+        with closing(lent):
+            build.patch(run, source, held, way.deltas, path, is_durable=False)
 
     def _folders(self) -> list[Path]:
         return [each for each in self._folder.glob("*/*") if _NAME.fullmatch(each.name)]
@@ -163,26 +164,23 @@ class AdapterFolders:
 def _copy(run: Run, manifest: Manifest, path: Path) -> None:
     """Make the folder of a version that is stored in full: its own files, which are read once.
 
-    An adapter is small enough for memory, and streaming it tensor by tensor takes three times as long.
+    They are digested as they are written, and then their tensors, in the page cache: streaming tensor by
+    tensor takes three times as long.
     """
-    assert manifest.anchor is not None
-    payloads = manifest.anchor.payloads
-    memory = download.OwnMemory(payloads, lambda size: torch.empty(size, dtype=torch.uint8, device="cpu"))
-    buffers = [memory.read(run.store, wanted) for wanted in payloads]
-    tensors = anchors.in_buffers(manifest, run.schema.by_name(), buffers)
-    with (
-        Threads(1, thread_name_prefix="patchstore-adapter") as beside,
-        download.unfinished(path, is_folder=True) as partial,
-    ):
-        sums = beside.submit(rebuild.sums_of, run.schema, tensors)
-        for wanted, buffer in zip(payloads, buffers, strict=True):
-            download.write_file(partial / _file_name(wanted), (buffer,))
-        for wanted in manifest.anchor.files:
-            download.download(run.store, wanted, partial / _file_name(wanted))
-        state_digest.check_state(run.store, run.schema, sums.result(), manifest)
-        build.protect(partial)
-        for each in (*partial.iterdir(), partial):
-            download.flush(each)
+    anchor = manifest.anchor
+    assert anchor is not None
+    with download.unfinished(path, is_folder=True, is_durable=False) as draft:
+        for wanted in (*anchor.payloads, *anchor.files):
+            download.download(run.store, wanted, draft / _file_name(wanted))
+        buffers = [_mapped(draft / _file_name(wanted)) for wanted in anchor.payloads]
+        tensors = anchors.in_buffers(manifest, run.schema.by_name(), buffers)
+        state_digest.check_state(run.store, run.schema, rebuild.sums_of(run.schema, tensors), manifest)
+        build.protect(draft)
+
+
+def _mapped(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        return download.in_memory(file)
 
 
 def _file_name(payload: Payload) -> str:

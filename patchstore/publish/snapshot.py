@@ -91,6 +91,15 @@ class Stream(NamedTuple):
     """Another way to a pass, of what can be rounded while it is compared."""
 
 
+class InPlace(dict[str, torch.Tensor]):
+    """Tensors by key, and what says whether they are where others were."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], where: object) -> None:
+        """Take tensors whose addresses, strides and dtypes are those of all with the same `where`, if any."""
+        super().__init__(tensors)
+        self.where = where
+
+
 Tensors = Mapping[str, torch.Tensor] | Stream
 """A model's tensors."""
 

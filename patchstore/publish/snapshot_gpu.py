@@ -28,6 +28,7 @@ from patchstore.publish.encode_gpu import BlockLayout, ChangeBlock, Coder, Paren
 from patchstore.publish.rounder_gpu import Rounder
 from patchstore.publish.snapshot import (
     Ahead,
+    InPlace,
     Place,
     Ranges,
     Stream,
@@ -107,6 +108,19 @@ class _Piece(NamedTuple):
         return range(self.first_tensor, self.first_tensor + len(self.tiles.widths))
 
 
+class _Located(NamedTuple):
+    """Where tensors of a piece are that a trainer has."""
+
+    where: object
+    """See `InPlace`."""
+    addresses: list[int]
+    """0 of those that are not there, or are converted."""
+    runs: list[tuple[int, int]]
+    """Those that are there: the first of each run in the piece, and one more than its last."""
+    converted: list[int]
+    """Places in the piece of those that are compared in another dtype, or in other memory."""
+
+
 class DeviceSnapshot:
     """A snapshot that kernels compare, all tensors at once; see `kernels.compare`.
 
@@ -173,6 +187,8 @@ class DeviceSnapshot:
         self._pieces = [self._piece(each) for each in self._cut(kinds, groups, most)]
         self._pointers: dict[tuple[int, int], tuple[list[int], torch.Tensor, list[int], torch.Tensor]] = {}
         """Of each piece, by its place: addresses of the trainer's tensors, and tiles that are not aligned."""
+        self._places: dict[tuple[int, int], _Located] = {}
+        """The same, as the trainer's tensors were given last."""
         # An anchor is read on another thread, which must not queue behind the caller's work.
         self.side, self._reader, self._copier = (new_stream(device) for _ in range(3))
         self.replace(current)
@@ -498,43 +514,65 @@ class DeviceSnapshot:
 
         Returns as `_find`.
         """
-        addresses = [0] * len(piece.tensors)
-        pending: list[int] = []
+        given = self._located(current, piece)
+        # Converted ones have addresses of their own each time.
+        addresses = given.addresses.copy() if given.converted else given.addresses
         held: list[torch.Tensor] = []
         narrowed: dict[int, torch.Tensor] = {}
-        num_bytes = 0
-
-        def find() -> None:
-            nonlocal num_bytes
-            for first, end in _runs(pending):
-                self._find_among(addresses, range(first, end), piece, parent)
-            # Freed in the order of the stream, so that the next ones may take their memory.
-            num_bytes = 0
-            pending.clear()
-            held.clear()
-
-        for place, i in enumerate(piece.tensors):
+        first = num_bytes = 0
+        for place in given.converted:
+            i = piece.first_tensor + place
             spec = self._specs[i]
-            if (tensor := current.get(spec.name)) is None:
-                continue
-            as_is = (
-                tensor.device == self.device
-                and tensor.dtype == TORCH_DTYPES[spec.dtype]
-                and tensor.is_contiguous()
-            )
-            if not as_is:
-                if is_narrowed(tensor.dtype, TORCH_DTYPES[spec.dtype]):
-                    narrowed[i] = tensor
-                held.append(tensor := served(tensor, spec, self.device))
-                num_bytes += spec.num_bytes
+            tensor = current[spec.name]
+            if is_narrowed(tensor.dtype, TORCH_DTYPES[spec.dtype]):
+                narrowed[i] = tensor
+            held.append(tensor := served(tensor, spec, self.device))
             addresses[place] = tensor.data_ptr()
-            assert addresses[place] or not as_is or not tensor.numel(), f"{spec.name} has no memory"
-            pending.append(place)
+            num_bytes += spec.num_bytes
             if num_bytes >= CONVERTED_BYTES:
-                find()
-        find()
+                self._find_runs(addresses, given.runs, range(first, place + 1), piece, parent)
+                # Freed in the order of the stream, so that the next ones may take their memory.
+                held.clear()
+                first, num_bytes = place + 1, 0
+        self._find_runs(addresses, given.runs, range(first, len(addresses)), piece, parent)
         self._watch(narrowed)
         return narrowed
+
+    def _located(self, current: Mapping[str, torch.Tensor], piece: _Piece) -> _Located:
+        """Return where the tensors of a piece are; of tensors that did not move, that is known."""
+        where = current.where if isinstance(current, InPlace) else None
+        known = self._places.get(key := (piece.begin, piece.num_bytes))
+        if known is not None and where is not None and known.where is where:
+            return known
+        addresses, there, converted = [0] * len(piece.tensors), list[int](), list[int]()
+        for place, spec in enumerate(self._specs[piece.first_tensor : piece.tensors.stop]):
+            if (tensor := current.get(spec.name)) is None:
+                continue
+            there.append(place)
+            if (
+                tensor.dtype == TORCH_DTYPES[spec.dtype]
+                and tensor.is_contiguous()
+                and tensor.device == self.device
+            ):
+                addresses[place] = tensor.data_ptr()
+                assert addresses[place] or not tensor.numel(), f"{spec.name} has no memory"
+            else:
+                converted.append(place)
+        found = self._places[key] = _Located(where, addresses, _runs(there), converted)
+        return found
+
+    def _find_runs(
+        self,
+        addresses: list[int],
+        runs: Sequence[tuple[int, int]],
+        some: range,
+        piece: _Piece,
+        parent: Parent,
+    ) -> None:
+        """Compare those of some tensors of a piece that are there."""
+        for first, end in runs:
+            if mine := range(max(first, some.start), min(end, some.stop)):
+                self._find_among(addresses, mine, piece, parent)
 
     def _find_among(self, addresses: list[int], some: range, piece: _Piece, parent: Parent) -> None:
         """Compare some tensors of a piece, by their places in it, as `addresses` are."""

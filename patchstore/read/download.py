@@ -154,8 +154,11 @@ _NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNO
 
 
 @contextmanager
-def unfinished(target: Path, *, is_folder: bool) -> Iterator[Path]:
+def unfinished(target: Path, *, is_folder: bool, is_durable: bool = True) -> Iterator[Path]:
     """Create an empty file or folder beside `target`; it is renamed to `target` when the block ends.
+
+    A durable folder is on the disk with all its files before it has its name. One that is proved before it is
+    used again need not be: to wait for the disk can take longer than to write.
 
     After an error nothing is left. The folder of `target` is made if need be, and what killed processes left
     in it is removed; not on network file systems, where a lock may be known to one host alone.
@@ -174,9 +177,14 @@ def unfinished(target: Path, *, is_folder: bool) -> Iterator[Path]:
                 raise UsageError(f"{target} cannot be made: {exc}; name another place") from exc
         with closing(handle):
             yield draft
+            if is_folder and is_durable:
+                with host.asked(f"writing {draft}"):
+                    for path in (*draft.iterdir(), draft):
+                        flush(path)
             with host.asked(f"naming {target}"):
                 draft.rename(target)
-                flush(target.parent)
+                if is_durable:
+                    flush(target.parent)
     except BaseException:
         _remove(draft)
         raise

@@ -14,7 +14,7 @@ from patchstore.bucket.records import Manifest, Plan
 from patchstore.codec import tensor_file
 from patchstore.errors import UsageError
 from patchstore.read import download
-from patchstore.read.download import flush, unfinished, write_file
+from patchstore.read.download import unfinished, write_file
 from patchstore.read.rebuild import Progress, prove, rebuild
 from patchstore.read.run import Around, Run
 from patchstore.signing.required import Keys, RequiredKeys
@@ -74,17 +74,20 @@ def _checked(version: int | str | None) -> int | str | None:
 
 
 @host.asked("rebuilding a version", kinds=host.SHORT_OF_MEMORY)
-def write(run: Run, route: Plan, target: Path, progress: Progress | None = None) -> Manifest:
-    """Write the version that a plan leads to, which begins at an anchor, as a folder that does not exist."""
+def write(
+    run: Run, route: Plan, target: Path, progress: Progress | None = None, *, is_durable: bool = True
+) -> Manifest:
+    """Write the version that a plan leads to, which begins at an anchor, as a folder that does not exist.
+
+    `is_durable` as of `download.unfinished`.
+    """
     assert route.anchor is not None and route.anchor.anchor is not None
-    with unfinished(target, is_folder=True) as partial:
+    with unfinished(target, is_folder=True, is_durable=is_durable) as partial:
         metadata = tensor_file.anchor_metadata(route.target.version, route.target.step, run.header.run_id)
         for name, specs, tensors in rebuild(run, route, partial, progress):
             write_file(partial / name, tensor_file.write(specs, tensors, metadata))
         for wanted in route.anchor.anchor.files:
             download.download(run.store, wanted, partial / wanted.key.rsplit("/", 1)[1])
-        for path in (*partial.iterdir(), partial):
-            flush(path)
     return route.target
 
 

@@ -27,6 +27,7 @@ from patchstore.follow.loop import Loop, LoopSettings
 from patchstore.ops.mirror import build, service
 from patchstore.ops.mirror.place import Place
 from patchstore.ops.mirror.service import Command, Mirror
+from patchstore.read import download
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
 from tests.support.weights import Run, assert_same_bits, loaded
@@ -181,7 +182,7 @@ def test_killed_at_any_point_or_without_room_it_goes_on_and_readers_see_one_vers
         "begin": (build, "unfinished", die),
         "write": (build, "write_at", die),
         "full": (build, "write_at", full),
-        "flush": (build, "flush", die),
+        "flush": (download, "flush", die),
         "rename": (Path, "rename", lambda path, to: (die if "partial" in path.name else rename)(path, to)),
         "switch": (Place, "switch", die),
         "after switch": (Place, "switch", lambda place, to: (switch(place, to), die())),

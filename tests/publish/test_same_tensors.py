@@ -11,8 +11,10 @@ from torch import nn
 
 from patchstore import Publisher
 from patchstore.errors import SchemaMismatch
+from patchstore.publish import snapshot
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits
+from tests.support.interpreted import DEVICE, kernels
 from tests.support.weights import newest
 
 State = dict[str, torch.Tensor]
@@ -25,9 +27,16 @@ def weights() -> State:
     return state | {"tied": state["a"]}
 
 
-@pytest.fixture
-def published() -> Iterator[tuple[State, Callable[[], State]]]:
-    """A source, and what publishes it and returns what a reader then has."""
+@pytest.fixture(params=[False, True], ids=["plain", "kernels"])
+def published(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[State, Callable[[], State]]]:
+    """A source, and what publishes it and returns what a reader then has; without and with kernels."""
+    if request.param:
+        kernels("patchstore.publish.snapshot_gpu")
+        if DEVICE.type == "cuda":
+            pytest.skip("kernels are not interpreted here, and these tensors are on the CPU")
+        monkeypatch.setattr(snapshot, "have_kernels", lambda devices: True)
     state, store = weights(), MemoryStore()
     with Publisher(store, state) as publisher:
         steps = iter(range(10**6))

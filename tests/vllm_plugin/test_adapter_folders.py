@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
-from patchstore import replay
+from patchstore import Publisher, replay
 from patchstore.bucket import digests, history
 from patchstore.errors import CorruptObject, StoreUnavailable, VersionNotFound
 from patchstore.ops.compact.service import Compactor
@@ -117,17 +118,74 @@ def test_what_is_lent_stays_and_of_the_rest_the_last_used_ones(folders, run, tra
     assert [name[:8] for name in names(tmp_path)] == ["00000004", "00000005", "00000006"]
 
 
+def damage(folder: Path, suffix: str, data: bytes) -> None:
+    (path,) = folder.glob(f"*{suffix}")
+    path.chmod(0o600)
+    path.write_bytes(data)
+
+
+def flipped(folder: Path) -> None:
+    (path,) = folder.glob("*.safetensors")
+    data = path.read_bytes()
+    damage(folder, path.name, data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def holed(folder: Path) -> None:
+    (path,) = folder.glob("*.safetensors")
+    damage(folder, path.name, bytes(path.stat().st_size))
+
+
+WRONG = {
+    "a bit": flipped,
+    # What a power cut may leave.
+    "zeros": holed,
+    "no weights": lambda folder: damage(folder, ".safetensors", b""),
+    "no config": lambda folder: damage(folder, "config.json", b""),
+}
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
 def test_a_folder_that_no_one_held_is_verified_and_made_again_where_it_is_wrong(
-    folders, run, trained
+    folders, run, trained, change
 ) -> None:
     lent = folders.lend(run, 5)
     lent.close()
-    (path,) = lent.path.glob("*.safetensors")
-    data = path.read_bytes()
-    path.chmod(0o600)
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    change(lent.path)
     assert folders.lend(run, 5).path == lent.path
     assert_is(lent.path, trained, 5)
+
+
+def test_a_version_is_made_from_an_older_folder_where_the_nearest_is_wrong(
+    folders, run, trained, tmp_path
+) -> None:
+    folders.lend(run, 1)
+    nearest = folders.lend(run, 2)
+    (payload,) = history.read_manifest(run.store, 0).anchor.payloads
+    anchor = run.store.get(payload.key)
+    run.store.delete(payload.key)
+    nearest.close()
+    flipped(nearest.path)
+    lent = folders.lend(run, 3)
+    run.store.put(payload.key, anchor)
+    assert_is(lent.path, trained, 3)
+    assert [name[:8] for name in names(tmp_path)] == ["00000001", "00000003"]
+
+
+def test_earlier_folders_are_not_read_for_a_version_that_is_stored_in_full(tmp_path) -> None:
+    store, folders = MemoryStore(), AdapterFolders(tmp_path / "host")
+    tensors = {name: torch.randn(500) for name in "ab"}
+    with Publisher(store, tensors, dtype=None, anchor_every=1) as publisher:
+        publisher.publish_patch(0).result()
+        run = Run.open(store)
+        earlier = folders.lend(run, 0)
+        earlier.close()
+        flipped(earlier.path)
+        for tensor in tensors.values():
+            tensor.normal_()
+        publisher.publish_patch(1).result()
+    assert_same_bits(loaded(folders.lend(run, 1).path), tensors)
+    # Whoever reads it finds that it is wrong, and removes it.
+    assert earlier.path.is_dir()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from patchstore.codec.tensor_file import Entry, FileHeader
 from patchstore.errors import CorruptObject
 from patchstore.read import download
 from patchstore.read.deltas import Deltas, open_deltas
-from patchstore.read.download import flush, unfinished
+from patchstore.read.download import unfinished
 from patchstore.read.run import Run
 from patchstore.stores.base import Store
 from patchstore.support import host
@@ -82,15 +82,18 @@ def _name(payload: Payload) -> str:
     return payload.key.rpartition("/")[2]
 
 
-def patch(run: Run, source: Path, held: Manifest, deltas: Sequence[Manifest], out: Path) -> None:
+def patch(
+    run: Run, source: Path, held: Manifest, deltas: Sequence[Manifest], out: Path, *, is_durable: bool = True
+) -> None:
     """Write the folder of a version that deltas lead to from the folder of `held`.
 
     Args:
-        out: does not exist yet. It appears when all digests have been checked and all bytes are on the disk.
+        out: does not exist yet. It appears when all digests have been checked.
+        is_durable: as of `download.unfinished`.
     """
     target = deltas[-1]
     sums = by_name(run.schema, run.sums(held))
-    with unfinished(out, is_folder=True) as partial:
+    with unfinished(out, is_folder=True, is_durable=is_durable) as partial:
         with open_deltas(run.store, tuple(deltas), run.schema, partial) as opened:
             seen: set[str] = set()
             for path in _weight_files(source):
@@ -99,9 +102,6 @@ def patch(run: Run, source: Path, held: Manifest, deltas: Sequence[Manifest], ou
         state_digest.check_state(run.store, run.schema, sums, target)
         _other_files(run.store, source, deltas, partial)
         protect(partial)
-        with host.asked(f"writing {partial}"):
-            for path in (*partial.iterdir(), partial):
-                flush(path)
 
 
 def protect(folder: Path) -> None:

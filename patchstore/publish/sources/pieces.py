@@ -308,8 +308,8 @@ class Given(NamedTuple):
     """A further name of a tensor -> the one that it is under."""
     devices: dict[str, torch.device]
     """Where the elements of a stream are."""
-    is_unmoved: bool = False
-    """Whether names, shapes, dtypes, places and ties are those of the call before."""
+    where: object = None
+    """The same one at each call that finds names, layouts, dtypes, addresses and ties as they were."""
 
     def whole(self, key: str) -> tuple[str, tuple[int, ...]]:
         """Return the name and the shape of the whole tensor of which a key is all or a piece."""

@@ -11,7 +11,7 @@ import torch
 from patchstore.bucket.records import Part, TensorSpec
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.publish import ownership
-from patchstore.publish.snapshot import Roundable, Stream, Tensors
+from patchstore.publish.snapshot import InPlace, Roundable, Stream, Tensors
 from patchstore.publish.sources.adapter import AdapterSource
 from patchstore.publish.sources.computed import Merged, check_decodable, is_computed
 from patchstore.publish.sources.dtypes import OWN, SOURCE, Choice, Held, Served, check_scales, is_weight
@@ -111,7 +111,7 @@ class Weights:
         if self._last is not None and (again := self._same.again(items)) is not None:
             return self._last._replace(tensors=again)
         given = self._worked_out(items)
-        self._last = given._replace(tensors={}, is_unmoved=True)
+        self._last = given._replace(tensors={}, where=object())
         if not self._rules:
             keys: dict[str, str | None] = {}
             for name in items:
@@ -473,7 +473,7 @@ class ServedSource:
 
     def _tensors(self, given: Given) -> Tensors:
         if not self._whole:
-            return {own: given.tensors[key] for key, own in self._keys.items()}
+            return InPlace({own: given.tensors[key] for key, own in self._keys.items()}, given.where)
         return Stream(self._devices_of_keys(), lambda: self._joined(given.tensors.items()))
 
     def _stream(self) -> Stream | None:
@@ -502,7 +502,7 @@ class ServedSource:
     def _read(self) -> Given:
         """Read tensors that exist at the same time, and check them."""
         given = self._weights.read()
-        if given.is_unmoved:
+        if given.where is not None:
             return given
         try:
             if given.tied != self._tied_at_first:
