@@ -43,7 +43,7 @@ endif
 # `make lock` empties the first of these, to resolve anew.
 CONSTRAINTS ?= --constraint requirements/constraints.txt
 PINS := --override requirements/overrides.txt $(CONSTRAINTS)
-# Everything but vLLM, in the oldest releases that pyproject.toml allows.
+# Everything but vLLM and the extra `servers`, in the oldest releases that pyproject.toml allows.
 EXTRAS := test,fast,hub
 comma := ,
 # What depends on those packages: clients of stores, the command line, metrics, digests. The rest depends on torch alone.
