@@ -14,9 +14,13 @@ from pathlib import Path
 
 MAIN = Path(".venv")
 LOCK = Path(__file__).parent / "constraints.txt"
-_FIGURES = "# Measured by `make lock`: "
-_IMPORTED = "examples.demo.__main__, vllm.entrypoints.openai.api_server, vllm.v1.engine.core"
-"""What is compiled here: 5,479 files of 30,851. Python compiles others when they are first imported."""
+_FIGURES = {True: "# Measured by `make lock`: ", False: "# Measured by `make lock`, without vLLM: "}
+"""What the lock file says before the figures of an environment, with and without vLLM."""
+_IMPORTED = {
+    True: "examples.demo.__main__, vllm.entrypoints.openai.api_server, vllm.v1.engine.core",
+    False: "examples.demo.training, patchstore.cli.main",
+}
+"""What is compiled here: with vLLM 5,479 files of 30,851. Python compiles others when it imports them."""
 HEARTBEAT_S = 5.0
 
 
@@ -27,12 +31,13 @@ def main() -> int:
         return 2
     environment, arguments = Path(sys.argv[1]), sys.argv[2:]
     if arguments == ["--figures"]:
-        print(f"{_FIGURES}{figures(environment)}")
+        vllm = "vllm" in sizes(environment)
+        print(f"{_FIGURES[vllm]}{figures(environment)}")
         return 0
     began = time.monotonic()
     try:
         if environment == MAIN:
-            announce()
+            announce(vllm=any("vllm" in each for each in arguments))
         create(environment, arguments)
     except subprocess.CalledProcessError as exc:
         command = " ".join(map(str, exc.cmd))
@@ -46,14 +51,16 @@ def main() -> int:
     return 0
 
 
-def announce() -> None:
+def announce(*, vllm: bool) -> None:
     """Say what comes, before the first of it."""
-    (measured,) = (line for line in LOCK.read_text().splitlines() if line.startswith(_FIGURES))
+    label = _FIGURES[vllm]
+    (measured,) = (line for line in LOCK.read_text().splitlines() if line.startswith(label))
     (size_mb,) = re.findall(r"([\d,]+) MB", measured)
     # Wheels are compressed: 1,340 MB for 3,998 MB.
     download_mb = int(size_mb.replace(",", "")) // 3
-    say(f"creates {MAIN} with all that runs, tests and checks patchstore, vLLM and torch for CPUs included")
-    say(measured.removeprefix(_FIGURES))
+    included = "vLLM and torch for CPUs included" if vllm else "with torch for CPUs, without vLLM"
+    say(f"creates {MAIN} with all that runs, tests and checks patchstore, {included}")
+    say(measured.removeprefix(label))
     say(
         f"of it uv downloads what its cache lacks, at most some {download_mb:,} MB: "
         f"{download_mb * 8 / 100 / 60:.0f} minutes at 100 Mbit/s. All else takes a minute or two on two cores"
@@ -80,8 +87,9 @@ def create(environment: Path, arguments: list[str]) -> None:
     if environment == MAIN:
         # Python keeps compiled what it imports. Containers often set PYTHONDONTWRITEBYTECODE: then each of
         # hundreds of processes would compile all of torch and vLLM, 13 s instead of 6 for one import of vLLM.
-        code = f"import sys; sys.dont_write_bytecode = False; import {_IMPORTED}"
-        run("compiling what the demo and vLLM import", python, "-c", code, quiet=True)
+        imported = _IMPORTED["vllm" in sizes(environment)]
+        code = f"import sys; sys.dont_write_bytecode = False; import {imported}"
+        run(f"compiling what is imported first: {imported}", python, "-c", code, quiet=True)
 
 
 def run(doing: str, *command: str | Path, quiet: bool = False) -> None:
@@ -118,15 +126,20 @@ def written(process: int) -> str:
 
 
 def figures(environment: Path) -> str:
-    """Count what is installed, by the sizes that packages record: without what Python compiled since."""
+    """Count what is installed, and name the largest."""
+    found = sizes(environment)
+    largest = sorted(found, key=found.__getitem__, reverse=True)[:4]
+    named = ", ".join(f"{name} {found[name] / 1e6:,.0f}" for name in largest)
+    return f"{len(found)} packages, {sum(found.values()) / 1e6:,.0f} MB on disk (of it {named})"
+
+
+def sizes(environment: Path) -> dict[str, int]:
+    """Return the bytes of each installed package, as it records them: without what Python compiled since."""
     (site,) = environment.glob("lib/python*/site-packages")
-    sizes = {
+    return {
         found.name: sum(file.size or 0 for file in found.files or ())
         for found in metadata.distributions(path=[str(site)])
     }
-    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:4]
-    named = ", ".join(f"{name} {sizes[name] / 1e6:,.0f}" for name in largest)
-    return f"{len(sizes)} packages, {sum(sizes.values()) / 1e6:,.0f} MB on disk (of it {named})"
 
 
 def say(what: str) -> None:

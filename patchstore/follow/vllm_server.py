@@ -375,7 +375,7 @@ class VllmServer:
 
     def verify(self, store: Store) -> int:
         """Compare the live weights with the version that is served; see `verify_server`."""
-        # Imports torch, which takes seconds and memory.
+        # It imports this module.
         from patchstore.follow.verify import verify_server
 
         return verify_server(store, self).manifest.version
