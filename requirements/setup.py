@@ -117,7 +117,7 @@ def run(doing: str, *command: str | Path, quiet: bool = False) -> None:
 
 
 def written(process: int) -> str:
-    """Say how many bytes a program wrote, as uv unpacks into its cache; nothing if the system does not tell."""
+    """Say how many bytes a program wrote, as uv unpacks into its cache; nothing where that is not known."""
     try:
         counts = dict(line.split(": ") for line in Path(f"/proc/{process}/io").read_text().splitlines())
     except OSError:
