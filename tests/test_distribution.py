@@ -188,7 +188,7 @@ def test_the_wheel_runs_without_the_checkout(installed: Path, tmp_path: Path) ->
         ("tag RUN good 1", 0, "good: version 1"),
         ("prune RUN", 0, "nothing was written"),
         ("replicate RUN COPY", 0, "7 versions copied"),
-        ("sign RUN --key none.pem", 2, "patchstore[sign]"),
+        ("sign RUN --key none.pem", 2, "pip install cryptography"),
         ("pin 1 --follow http://127.0.0.1:9", 4, "127.0.0.1:9"),
         ("wait 1 --server http://127.0.0.1:9 --timeout 1", 6, "does not answer"),
         ("verify RUN --server http://127.0.0.1:9", 4, "server_info"),

@@ -384,6 +384,8 @@ def check_tag_name(name: Any) -> str:
         raise UsageError(f"a tag is a name, not {name!r:.100} ({type(name).__name__})")
     if name.lower() == "head":
         raise UsageError(f"a tag cannot be called {name!r}, which stands for the newest version")
+    if name.isdecimal():
+        raise UsageError(f"{name!r:.120} cannot name a tag, and a version is an integer, not a text")
     if not layout.is_tag_name(name):
         raise UsageError(
             f"{name!r:.120} cannot name a tag: begin with a letter, and go on with letters, digits, '.', '_' "
@@ -474,7 +476,10 @@ def version_of(store: Store, version: Any) -> int:
     header = history.read_header(store)
     found = read_tag(store, version, None if header is None else header.run_id)
     if found is None or found.version is None:
-        raise VersionNotFound(f"{store.url} has no tag {version!r}; `patchstore tag STORE` lists the tags")
+        raise VersionNotFound(
+            f"{store.url} has no tag {version!r}; `patchstore tag STORE` lists the tags, and the newest "
+            "version needs no name"
+        )
     return found.version
 
 

@@ -406,7 +406,8 @@ def explain_call(exc: Any, *, as_json: bool) -> None:
     if exc.ctx is not None:
         # On one line, also if typer wrapped it for a narrow terminal.
         usage = " ".join(exc.ctx.get_usage().split())
-        message = f"{message.rstrip('.')}. {usage}; --help says more"
+        message = message if message.endswith("?") else f"{message.rstrip('.')}."
+        message = f"{message} {usage}; --help says more"
     explain(UsageError.kind, message, as_json=as_json)
 
 

@@ -107,6 +107,7 @@ def _of_server(
         }
         what += [words for words, is_true in is_so.items() if is_true]
         what += [found.last_error] if found.last_error is not None else []
+        what += ["follows no store yet"] if found.run_id is None and not what else []
         row["what"], record["half_applied"] = "; ".join(what), found.half_applied
     except PatchstoreError as exc:
         record["error"] = {"kind": exc.kind, "message": str(exc)}

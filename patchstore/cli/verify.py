@@ -132,7 +132,7 @@ def _verify_server(
     with VllmServer(server, headers=headers) as inference:
         url = store or inference.status().store
         if url is None:
-            raise UsageError(f"{server} follows no store; name one")
+            raise UsageError(f"{server} follows no store; name it: patchstore verify STORE --server {server}")
         bucket = open_with(url, option)
         found = verify_server(bucket, inference, version_named(bucket, version))
     rest = {"computed": len(found.computed), "unverified": len(found.unverified)}

@@ -91,8 +91,8 @@ def launch_of(
         raise UsageError("name the MODEL first, and arguments of vllm serve behind it")
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(
-            "vLLM is not installed beside this patchstore: pip install 'patchstore[vllm]', or install "
-            "patchstore in vLLM's environment and run the command there"
+            "vLLM is not installed beside this patchstore: pip install vllm, or install patchstore in vLLM's "
+            "environment and run the command there"
         )
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "patchstore" not in plugins.split(","):

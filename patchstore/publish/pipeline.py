@@ -55,6 +55,16 @@ class Publication:
         """Whether no bit had changed, so that nothing was committed; known once it is done."""
         self._task: Task[Manifest] | None = None
 
+    def __repr__(self) -> str:
+        if not self.done():
+            return f"<Publication of step {self.step}: under way>"
+        assert self._task is not None
+        if self._task.error is not None:
+            return f"<Publication of step {self.step}: failed: {self._task.error}>"
+        found = self._task.result()
+        unchanged = ", which nothing had changed" * self.is_unchanged
+        return f"<Publication of step {self.step}: version {found.version}{unchanged}>"
+
     def done(self) -> bool:
         """Whether the publication is committed or has failed."""
         return self._task is not None and self._task.is_done

@@ -188,9 +188,11 @@ def _beyond(name: str, given: torch.Tensor, served: torch.Tensor) -> SchemaMisma
     lost = numbers.isfinite() & ~served.isfinite().view(-1).to(numbers.device)
     if not bool(lost.any()):
         return None
+    num = int(lost.sum())
+    noun = "number" if num == 1 else "numbers"
     wider = "with " if served.dtype == torch.bfloat16 else "as torch.bfloat16, or with "
     return SchemaMismatch(
-        f"{name_of(name)!r} has {int(lost.sum())} numbers beyond the range of {served.dtype}, "
+        f"{name_of(name)!r} has {num} {noun} beyond the range of {served.dtype}, "
         f"such as {float(numbers[lost][0])}; nothing was published, and once they are smaller the next call "
         f"goes on. Publish {wider}dtype=None, in its own dtype"
     )

@@ -42,6 +42,13 @@ class Diff:
     """Of the run."""
     num_elements: int
 
+    def __repr__(self) -> str:
+        versions = f"{self.before.version} and {self.after.version}"
+        return (
+            f"<Diff of versions {versions}: {self.num_changed:,} elements ({100 * self.share_changed:.3g} %) "
+            f"in {len(self.tensors):,} of {self.num_tensors:,} tensors>"
+        )
+
     @property
     def num_changed(self) -> int:
         """Elements whose bits differ."""

@@ -583,7 +583,7 @@ class WholeRun:
 
 
 def _derived(error: PatchstoreError, version: int) -> PatchstoreError:
-    return type(error)(f"builds on version {version}, which is wrong: {error}")
+    return type(error)(f"builds on version {version}, which is wrong")
 
 
 def caught(what: Callable[[], None]) -> PatchstoreError | None:

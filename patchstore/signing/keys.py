@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
 _MAX_PEM_BYTES = 100_000
-_NO_PACKAGE = 'signatures need the package cryptography: pip install "patchstore[sign]"'
+_NO_PACKAGE = "signatures need the package cryptography: pip install cryptography"
 
 
 class PublicKey:

@@ -317,7 +317,8 @@ def _reason(exc: Exception) -> str:
     """What failed, and what to do about it."""
     if isinstance(exc, NoCredentialsError):
         return (
-            "none are in the environment, a profile or elsewhere that botocore looks; give key= and secret="
+            "none are in the environment, a profile or elsewhere that botocore looks; set AWS_ACCESS_KEY_ID "
+            "and AWS_SECRET_ACCESS_KEY, name a profile, or give the options key and secret"
         )
     if isinstance(exc, CredentialRetrievalError):
         said = str(exc.kwargs.get("error_msg")).strip().partition("\n")[0]

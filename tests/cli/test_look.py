@@ -115,7 +115,7 @@ def test_status_says_what_each_server_serves_and_how_far_behind_it_is(run: Run, 
     assert cells == [
         ["5", "0", ""],
         ["3", "2 ()", ""],
-        ["-", "-", ""],
+        ["-", "-", "follows no store yet"],
         ["2", "-", "of run another"],
         ["-", "-", "server-unavailable"],
     ]

@@ -490,7 +490,7 @@ def test_kernels_refuse_a_number_beyond_the_range_also_in_the_place_of_an_infini
     with Publisher(store, trainer, dtype="float16", snapshot=place, encoding=QUICK) as publisher:
 
         def refused(name: str, number: str) -> None:
-            said = rf"'{name}' has 1 numbers beyond the range of torch\.float16, such as {number}"
+            said = rf"'{name}' has 1 number beyond the range of torch\.float16, such as {number}"
             with pytest.raises(SchemaMismatch, match=said):
                 publisher.publish_patch(2)
 

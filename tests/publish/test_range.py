@@ -57,9 +57,7 @@ def test_a_number_that_grows_beyond_the_range_is_refused_and_the_next_call_goes_
         kept = float(tensors["up.weight"][7, 3])
         tensors["norm.weight"] *= 1.5
         tensors["up.weight"][7, 3] = number
-        with pytest.raises(
-            SchemaMismatch, match=r"'up.weight' has 1 numbers beyond the range of .*, such as"
-        ):
+        with pytest.raises(SchemaMismatch, match=r"'up.weight' has 1 number beyond the range of .*, such as"):
             publisher.publish_patch(1)
         head = history.head(store)
         assert head is not None and head.version == 0
@@ -75,7 +73,7 @@ def test_a_number_beyond_the_range_is_refused_before_a_run_is_created(
     store: MemoryStore, source: str
 ) -> None:
     tensors = {"ok": torch.tensor([float("inf"), 1.0]), "w": torch.tensor([1.0, 70_000.0])}
-    says = r"'w' has 1 numbers beyond the range of torch\.float16, such as 70000"
+    says = r"'w' has 1 number beyond the range of torch\.float16, such as 70000"
     assert_refused(store, source_of(tensors, source), says, dtype="float16")
     del tensors["w"]
     Publisher(store, source_of(tensors, source), dtype="fp16").close()
@@ -94,7 +92,7 @@ def test_a_number_that_takes_the_place_of_an_infinity_is_refused(
         weight[0, 0] = 70_000
         weight[1] += 1
         for step in (1, 2):
-            with pytest.raises(SchemaMismatch, match=r"'up.weight' has 1 numbers .*, such as 70000.0"):
+            with pytest.raises(SchemaMismatch, match=r"'up.weight' has 1 number .*, such as 70000.0"):
                 publisher.publish_patch(step)
         weight[0, 0] = 1
         publisher.publish_patch(3).result()
@@ -104,12 +102,12 @@ def test_a_number_that_takes_the_place_of_an_infinity_is_refused(
         publisher.publish_patch(4).result()
         tensors["norm.weight"][3] = 1
         weight[2, 5] = -70_000
-        with pytest.raises(SchemaMismatch, match=r"'up.weight' has 1 numbers .*, such as -70000.0"):
+        with pytest.raises(SchemaMismatch, match=r"'up.weight' has 1 number .*, such as -70000.0"):
             publisher.publish_patch(5)
         # What this call found of the other tensor was not published.
         weight[2, 5] = 1
         tensors["norm.weight"][3] = -80_000
-        with pytest.raises(SchemaMismatch, match=r"'norm.weight' has 1 numbers .*, such as -80000.0"):
+        with pytest.raises(SchemaMismatch, match=r"'norm.weight' has 1 number .*, such as -80000.0"):
             publisher.publish_patch(6)
         tensors["norm.weight"][3] = float("-inf")
         publisher.publish_patch(7).result()
@@ -128,7 +126,7 @@ def test_a_number_is_refused_after_an_infinity_that_the_trainer_had_in_half_prec
         publisher.publish_patch(1).result()
         tensors["up.weight"] = tensors["up.weight"].float()
         tensors["up.weight"][0, 0] = 70_000
-        with pytest.raises(SchemaMismatch, match=r"'up.weight' has 1 numbers .*, such as 70000.0"):
+        with pytest.raises(SchemaMismatch, match=r"'up.weight' has 1 number .*, such as 70000.0"):
             publisher.publish_patch(2)
 
 
@@ -145,7 +143,7 @@ def test_a_stream_with_a_number_beyond_the_range_is_read_to_its_end(store: Memor
         publisher.publish_patch(0).result()
         tensors["norm.weight"][0] = 1e5
         last.clear()
-        with pytest.raises(SchemaMismatch, match=r"'norm.weight' has 1 numbers"):
+        with pytest.raises(SchemaMismatch, match=r"'norm.weight' has 1 number"):
             publisher.publish_patch(1)
     assert last == ["norm.weight", "up.weight"]
 
@@ -168,7 +166,7 @@ def test_an_anchor_after_a_failure_has_no_number_beyond_the_range(store: MemoryS
         with pytest.raises(PublishFailed):
             publisher.publish_patch(1).result()
         tensors["norm.weight"][2] = 1e5
-        with pytest.raises(SchemaMismatch, match=r"'norm.weight' has 1 numbers"):
+        with pytest.raises(SchemaMismatch, match=r"'norm.weight' has 1 number"):
             publisher.publish_patch(2)
         tensors["norm.weight"][2] = 1
         assert publisher.publish_patch(3).result().kind == "anchor"
@@ -185,7 +183,7 @@ def test_what_stays_as_it_is_in_a_run_in_fp8_keeps_its_range(store: MemoryStore,
     with Publisher(store, source_of(tensors, source), dtype="float16", quantization="fp8-block") as publisher:
         publisher.publish_patch(0).result()
         norm[5] = 1e5
-        with pytest.raises(SchemaMismatch, match=r"'model.layers.0.input_layernorm.weight' has 1 numbers"):
+        with pytest.raises(SchemaMismatch, match=r"'model.layers.0.input_layernorm.weight' has 1 number"):
             publisher.publish_patch(1)
         norm[5] = 2
         publisher.publish_patch(2).result()

@@ -164,6 +164,22 @@ def test_a_run_says_what_it_is(run: Run, tmp_path: Path) -> None:
     found = patchstore.open(run.store)
     assert repr(found).startswith(f"<Run {found.header.run_id} in {tmp_path}/bucket: 6 tensors, ")
     assert "manifest" not in repr(found.latest)
+    assert repr(found.diff(1, 3)).startswith("<Diff of versions 1 and 3: ")
+    assert len(repr(found.diff(1, 3))) < 100
+
+
+@pytest.mark.parametrize(
+    ("version", "error", "says"),
+    [
+        ("3", UsageError, "a version is an integer, not a text"),
+        ("latest", VersionNotFound, "the newest version needs no name"),
+    ],
+)
+def test_a_version_by_a_wrong_name_is_a_sentence(
+    run: Run, version: str, error: type[PatchstoreError], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        patchstore.open(run.store).load(version)
 
 
 # Weights.
@@ -441,6 +457,9 @@ def test_a_publisher_says_where_it_is(tmp_path: Path) -> None:
     assert repr(publisher).endswith("/bucket: no version yet>")
     run.publish(7)
     assert (publisher.version, publisher.step) == (0, 7)
+    publication = publisher.publish_patch(7, if_changed=True)
+    publication.result()
+    assert repr(publication) == "<Publication of step 7: version 0, which nothing had changed>"
     assert "version 0 (step 7)>" in repr(publisher)
     run.close()
     assert repr(publisher).endswith("version 0 (step 7), closed>")

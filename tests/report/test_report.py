@@ -136,6 +136,10 @@ def test_figures_are_those_that_plotly_knows(tmp_path: Path) -> None:
     events = [event("2026-01-01T00:00:00Z", "a", 1), event("2026-01-01T00:00:09Z", "a", None, kind="usage")]
     for chart in Report(run.store, events=lambda: events).read()[1]:
         plotly.graph_objects.Figure(chart.figure)
+        # Halves between few versions would be shown as one of them.
+        of_versions = [axis for axis in chart.figure["layout"].values() if ",d" in str(axis)]
+        assert all(axis["dtick"] == 1 for axis in of_versions)
+        assert of_versions or chart.id == "updates"
 
 
 def test_resumes_branches_tags_retired_signed_and_added_are_shown(tmp_path: Path) -> None:
@@ -289,7 +293,7 @@ def test_without_plotly_a_sentence_says_what_to_install(monkeypatch: pytest.Monk
     from patchstore.ops.report.page import script
 
     script.cache_clear()
-    with pytest.raises(UsageError, match=r"pip install \"patchstore\[report\]\""):
+    with pytest.raises(UsageError, match="pip install plotly"):
         script()
 
 
@@ -490,14 +494,20 @@ def test_a_browser_draws_every_picture_without_an_error(tmp_path: Path) -> None:
     text, _ = one_page(Report(store, events=lambda: events))
     (tmp_path / "run.html").write_text(text, encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=390,6000", "--dump-dom"]
-    options += [
-        "--enable-logging=stderr",
-        "--virtual-time-budget=5000",
-        f"--user-data-dir={tmp_path / 'profile'}",
-    ]
-    command = [CHROMIUM, *options, f"file://{tmp_path / 'run.html'}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
-    assert "CONSOLE" not in done.stderr, done.stderr
+    options += ["--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}"]
     num_charts = len(Page(text).charts)
     assert num_charts == 7
-    assert done.stdout.count('<div class="modebar-container"') == num_charts
+    num_drawn = 0
+    # The browser's own time, which passes faster than a busy machine draws.
+    for budget_ms in (5_000, 50_000, 500_000):
+        command = [
+            CHROMIUM,
+            *options,
+            f"--virtual-time-budget={budget_ms}",
+            f"file://{tmp_path / 'run.html'}",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
+        assert "CONSOLE" not in done.stderr, done.stderr
+        if (num_drawn := done.stdout.count('<div class="modebar-container"')) == num_charts:
+            break
+    assert num_drawn == num_charts

@@ -6,7 +6,7 @@ Texts from a bucket or a log are escaped here for plotly.js, which reads some HT
 import html
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,14 +89,17 @@ def _points(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, **more: 
 
 
 def _layout(x: str, y: str, **more: Any) -> Figure:
-    # Of one version alone plotly.js would show fractions of versions.
-    whole = {"tickformat": ",d"} if x == "version" else {}
-    xaxis = {"title": {"text": x}, "automargin": True, **whole, **more.pop("xaxis", {})}
     return {
-        "xaxis": xaxis,
+        "xaxis": {"title": {"text": x}, "automargin": True, **more.pop("xaxis", {})},
         "yaxis": {"title": {"text": y}, "automargin": True, **more.pop("yaxis", {})},
         **more,
     }
+
+
+def _versions(numbers: Collection[int]) -> Figure:
+    """Return an axis of versions. Of few of them plotly.js would show halves."""
+    is_few = max(numbers, default=0) - min(numbers, default=0) < 10
+    return {"tickformat": ",d", **({"tick0": 0, "dtick": 1} if is_few else {})}
 
 
 def _rounded(value: float | None) -> float | None:
@@ -144,7 +147,9 @@ def _shares(run: Recorded, rates: Mapping[int, float]) -> Chart:
         says=says,
         figure={
             "data": found,
-            "layout": _layout("version", "% of elements", yaxis={"rangemode": "tozero"}, **more),
+            "layout": _layout(
+                "version", "% of elements", xaxis=_versions(numbers), yaxis={"rangemode": "tozero"}, **more
+            ),
         },
     )
 
@@ -184,7 +189,12 @@ def _sizes(run: Recorded) -> Chart:
         says=f"{saved(run)} The dashed line is a full checkpoint: {full:,} bytes of weights.",
         figure={
             "data": found,
-            "layout": _layout("version", "bytes", yaxis={"type": "log", "exponentformat": "SI", "dtick": 1}),
+            "layout": _layout(
+                "version",
+                "bytes",
+                xaxis=_versions([each.number for each in run.versions]),
+                yaxis={"type": "log", "exponentformat": "SI", "dtick": 1},
+            ),
         },
     )
 
@@ -230,16 +240,14 @@ def _commits(run: Recorded) -> Chart:
         text = f"{hover}<extra></extra>"
         at, numbers = [at for at, _ in went], [version for _, version in went]
         found.append(_trace("went back", at, numbers, _RED, hovertemplate=text, **look))
+    axis = _versions([each.number for each in versions])
     return Chart(
         id="commits",
         title="Commits over time",
         says=f"{_num(len(run.resumed), 'resume')} and {_num(len(run.branched), 'branch', 'branches')}. "
         "Times are UTC, by the trainer's clock.",
-        figure={"data": found, "layout": _layout("", "version", xaxis={"type": "date"}, yaxis=_WHOLE)},
+        figure={"data": found, "layout": _layout("", "version", xaxis={"type": "date"}, yaxis=axis)},
     )
-
-
-_WHOLE = {"tickformat": ",d"}
 
 
 def _num(num: int, what: str, many: str | None = None) -> str:
@@ -286,7 +294,13 @@ def _records(run: Recorded) -> Chart:
         "Signatures were not verified here.",
         figure={
             "data": found,
-            "layout": _layout("version", "", yaxis={"type": "category"}, showlegend=False),
+            "layout": _layout(
+                "version",
+                "",
+                xaxis=_versions([each.number for each in run.versions]),
+                yaxis={"type": "category"},
+                showlegend=False,
+            ),
         },
         height=140 + 30 * len(rows),
     )
@@ -341,6 +355,7 @@ def of_layers(layers: "Layers") -> Chart:
             "layout": _layout(
                 "version",
                 "",
+                xaxis=_versions(layers.versions),
                 yaxis={"tickvals": [*range(len(labels))], "ticktext": labels, "autorange": "reversed"},
             ),
         },
@@ -391,6 +406,7 @@ def of_log(run: Recorded, events: Sequence[Happened]) -> list[Chart]:
         texts = [f"{shown(each.server or '')}: {shown(each.kind or 'failed')}" for each, _ in failures]
         more = {"text": texts, "hovertemplate": "%{text}<extra></extra>", "symbol": "x"}
         staircase.append(_points("failed", x, y, _RED, **more))
+    seen = [version for line in staircase for version in line["y"]]
     others = len(by_server) - len(servers)
     more_servers = f", and {others:,} more that are not shown" if others else ""
     charts = [
@@ -401,7 +417,7 @@ def of_log(run: Recorded, events: Sequence[Happened]) -> list[Chart]:
             "line below the grey one is a server behind the newest version.",
             figure={
                 "data": staircase,
-                "layout": _layout("", "version", xaxis={"type": "date"}, yaxis=_WHOLE),
+                "layout": _layout("", "version", xaxis={"type": "date"}, yaxis=_versions(seen)),
             },
         )
     ]

@@ -121,9 +121,7 @@ def script() -> str:
     try:
         package = importlib.resources.files("plotly")
     except ModuleNotFoundError as exc:
-        raise UsageError(
-            'a page of a run needs the package plotly: pip install "patchstore[report]"'
-        ) from exc
+        raise UsageError("a page of a run needs the package plotly: pip install plotly") from exc
     return package.joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")
 
 

@@ -40,7 +40,7 @@ def check_repaired(url: str, found: list[tuple[str, int, Bits]]) -> None:
                 2,
                 failing,
                 "number",
-                "'weight' has 1 numbers beyond the range of torch.float16, such as 100000.0",
+                "'weight' has 1 number beyond the range of torch.float16, such as 100000.0",
             )
             for failing in range(2)
         ),
