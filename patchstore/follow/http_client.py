@@ -181,7 +181,10 @@ class FollowClient:
     def _call(self, method: str, path: str, key: str, **request: Any) -> dict[str, Any]:
         """Return an answer that has a key, or raise the error that it reports."""
         what = f"{method} {self.url}{path}"
-        response = self._http.request(method, path, **request)
+        try:
+            response = self._http.request(method, path, **request)
+        except ServerUnavailable as exc:
+            raise ServerUnavailable(f"{exc}; is patchstore follow --listen running there?") from exc
         answer = json_object(response) or {}
         if key in answer:
             return answer
