@@ -107,7 +107,8 @@ def _of_server(
         }
         what += [words for words, is_true in is_so.items() if is_true]
         what += [found.last_error] if found.last_error is not None else []
-        what += ["follows no store yet"] if found.run_id is None and not what else []
+        if found.serving is None and found.run_id is None and not what:
+            what.append("follows no store yet")
         row["what"], record["half_applied"] = "; ".join(what), found.half_applied
     except PatchstoreError as exc:
         record["error"] = {"kind": exc.kind, "message": str(exc)}
