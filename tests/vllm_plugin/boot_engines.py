@@ -4,7 +4,6 @@ Run as a program, with the folder to work in and the cases to run: engines are f
 vLLM in a way of its own, see `engines` of the conformance suite, which must be on the path.
 """
 
-import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +14,8 @@ from typing import Any
 import tiny_draft
 import tiny_fp8
 import zoo
-from engines import Engine, EngineFailed, answers, open_run, refusal, update
+from engines import Engine, answers, open_run, refusal, update
+from programs import note
 from trainer import replayed
 from vllm import LLM
 
@@ -95,15 +95,7 @@ CASES = {
 
 
 def main(folder: Path, names: list[str]) -> None:
-    found = {}
-    for name in names:
-        (folder / name).mkdir()
-        try:
-            found[name] = CASES[name].hold(folder / name)
-        except EngineFailed as exc:
-            # The other cases are not this one's fault.
-            found[name] = {"failed": str(exc)}
-    (folder / "found.json").write_text(json.dumps(found))
+    note(folder, {name: CASES[name].hold for name in names})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Run as a program: engines are forks of a process that imports vLLM in a way of i
 conformance suite, which must be on the path.
 """
 
-import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -14,7 +13,8 @@ from typing import Any
 
 import torch
 import zoo
-from engines import Engine, EngineFailed, answers, open_run, refusal, update
+from engines import Engine, answers, open_run, refusal, update
+from programs import note
 from safetensors.torch import load_file, save_file
 from trainer import Trainer, replayed
 from transformers import PretrainedConfig
@@ -43,7 +43,6 @@ class Case:
 
     def run(self, folder: Path) -> dict[str, Any]:
         """Bring an engine to each version in turn."""
-        folder.mkdir()
         tensors = load_file(self.base / "model.safetensors")
         with closing(Trainer(folder / "store", tensors, dtype=None)) as trainer:
             trainer.publish()
@@ -152,14 +151,7 @@ def main(folder: Path) -> None:
         "lora-experts": Case(base=experts, options=LORA),
         "lora-beside-experts": Case(base=experts, options=beside_experts),
     }
-    found = {}
-    for name, case in cases.items():
-        try:
-            found[name] = case.run(folder / f"run-{name}")
-        except EngineFailed as exc:
-            # The other cases are not this one's fault.
-            found[name] = {"failed": str(exc)}
-    (folder / "found.json").write_text(json.dumps(found))
+    note(folder, {name: case.run for name, case in cases.items()})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +27,19 @@ def found_by(
     assert done.returncode == 0, done.stderr[-5000:]
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
+
+
+def note(folder: Path, cases: Mapping[str, Callable[[Path], Any]]) -> None:
+    """In such a program: run each case in a folder of its own, and write what it returned, or its failure."""
+    # In a program alone: it forks engines from this process.
+    from engines import EngineFailed
+
+    found = {}
+    for name, run in cases.items():
+        (own := folder / "cases" / name).mkdir(parents=True)
+        try:
+            found[name] = run(own)
+        except EngineFailed as exc:
+            # The other cases are not this one's fault.
+            found[name] = {"failed": str(exc)}
+    (folder / "found.json").write_text(json.dumps(found))

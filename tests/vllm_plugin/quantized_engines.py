@@ -4,7 +4,6 @@ Run as a program, with the folder to work in and the cases to run: engines are f
 vLLM in a way of its own, see `engines` of the conformance suite, which must be on the path.
 """
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -15,8 +14,9 @@ from typing import Any
 import block_kernel
 import tiny_codes
 import tiny_fp8
-from engines import Engine, EngineFailed, answers, open_run, refusal, update
+from engines import Engine, answers, open_run, refusal, update
 from failing_extension import FailingExtension
+from programs import note
 from trainer import replayed
 from vllm import LLM
 
@@ -131,15 +131,7 @@ def main(folder: Path, names: list[str]) -> None:
     block_kernel.register()
     block_kernel.choose_triton_for_experts()
     block_kernel.choose_emulation()
-    found = {}
-    for name in names:
-        (folder / name).mkdir()
-        try:
-            found[name] = CASES[name].hold(folder / name)
-        except EngineFailed as exc:
-            # The other cases are not this one's fault.
-            found[name] = {"failed": str(exc)}
-    (folder / "found.json").write_text(json.dumps(found))
+    note(folder, {name: CASES[name].hold for name in names})
 
 
 if __name__ == "__main__":
