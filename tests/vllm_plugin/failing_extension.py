@@ -27,6 +27,10 @@ class FailingExtension(DeltaWorkerExtension):
         if rank == self.rank:
             raise LoadFailed("made to fail by the test")
 
+    def delta_answer_late(self, seconds: float) -> None:
+        """Answer after this time, so that a caller's own time is over before."""
+        time.sleep(seconds)
+
     def delta_spoil_adapter(self, lora_int_id: int) -> None:
         """Change one number of an adapter where this worker computes with it."""
         held = self.get_model().lora_manager

@@ -151,7 +151,7 @@ def refused(server, path: str, body: dict) -> str:
         ("/collective_rpc", {"method": "no_such_method"}),
         # Each worker answers with something that cannot be unpickled.
         ("/collective_rpc", {"method": "__class__", "args": [0, 10]}),
-        ("/collective_rpc", {"method": "delta_fingerprint", "timeout": 0.0}),
+        ("/collective_rpc", {"method": "delta_answer_late", "args": [2.0], "timeout": 0.0}),
         ("/collective_rpc", {"method": "delta_fail", "args": [0]}),
         ("/collective_rpc", {"method": "delta_fail", "args": [1]}),
         ("/start_draft_weight_update", {}),
