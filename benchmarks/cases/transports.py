@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.support import child_process
 from benchmarks.support.child_process import Child
-from benchmarks.support.store_kinds import KINDS, Place, place, versions
+from benchmarks.support.store_kinds import KINDS, S3_SERVERS, Place, place, versions
 from benchmarks.support.work_folder import work_folder
 from patchstore import Publisher, Replica, Store, open_store
 from patchstore.bucket import history
@@ -72,6 +72,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--poll-s", type=float, default=2.0, help="longest wait between looks, as of `patchstore follow`"
     )
     parser.add_argument(
+        "--s3-server", choices=S3_SERVERS, default=S3_SERVERS[0], help="behind s3fs and obstore"
+    )
+    parser.add_argument(
         "--round-trip-ms", type=float, default=0, help="an S3 server that is so far away; 0: on this machine"
     )
     parser.add_argument("--mbit-s", type=float, default=1000, help="of that link, in each direction")
@@ -86,7 +89,13 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for kind in args.kinds:
             with (
                 work_folder(args.folder, "transports") as folder,
-                place(kind, folder / "place", round_trip_ms=args.round_trip_ms, mbit_s=args.mbit_s) as where,
+                place(
+                    kind,
+                    folder / "place",
+                    s3_server=args.s3_server,
+                    round_trip_ms=args.round_trip_ms,
+                    mbit_s=args.mbit_s,
+                ) as where,
             ):
                 yield measure(where, folder, mb, args)
 

