@@ -54,6 +54,19 @@ def test_the_table_of_updates():
         assert line in README
 
 
+def test_a_version_through_a_network_with_delay():
+    far = row("far-cpu", round_trip_ms=40.0, mbit_s=1000)
+    updates = rows("prefixes-h200", row="path", density=0.01)
+
+    assert {round(update["payload_bytes"] / 1e6) for update in updates} == {far["mb"]} == {93}
+    assert f"Such a version is {far['mb']} MB. Through S3 that is 40 ms away at 1 Gbit/s" in README
+    assert (
+        f"its upload takes {far['upload_s']:.1f} s, the commit {ms(far['commit_s'])} and the download "
+        f"{far['fetch_s']:.1f} s"
+    ) in README
+    assert f"up to {far['poll_s']:.0f} s pass" in README
+
+
 def test_beside_the_broadcast_of_vllm():
     ours, theirs, ours_30b, theirs_30b = (
         row("native-h100", row="way", shape=shape, way=way)
