@@ -96,12 +96,24 @@ class Serving:
     def _reload(self, model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
         """Load layers in full, have vLLM quantize them, and copy the result to where it was."""
         # Not with this module, as it imports all of torch's compiler.
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
         from vllm.model_executor.model_loader.reload import layerwise
 
+        plain = [
+            layerwise.get_layerwise_info(layer)
+            for layer in model.modules()
+            if layer._parameters and not isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase)
+        ]
         before, objects = Attributes(model), Objects(model)
         places = {name: each.data_ptr() for name, each in model.named_parameters(remove_duplicate=False)}
         try:
+            # vLLM collects what loaders of parameters are given. A model may write past these, as gpt-oss
+            # does its sinks. Nothing is made of the weights of such layers: have vLLM leave them in place.
+            for info in plain:
+                info.load_numel_total = 0
             layerwise.initialize_layerwise_reload(model)
+            for info in plain:
+                info.reset()
             caches = quantized.cache_scales(model)
             wanted = {n for n, each in model.named_parameters() if each.dim() > 0 and n not in caches}
             loaded = set(model.load_weights(weights) or ())  # type: ignore[operator]

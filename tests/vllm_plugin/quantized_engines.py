@@ -91,15 +91,16 @@ class Case:
 
 
 def _experts_read(model: Any) -> list[bool]:
-    """Of each layer of experts, whether its kernel reads the scales that are served."""
+    """Of each layer of experts, whether its kernel, if vLLM made one, reads the scales that are served."""
     found = []
     for layer in model.modules():
         config = getattr(getattr(layer, "quant_method", None), "moe_quant_config", None)
         if config is not None and hasattr(layer, "w13_weight"):
-            kernel = layer.quant_method.moe_kernel.fused_experts.quant_config
+            kernel = layer.quant_method.moe_kernel
+            configs = [config] if kernel is None else [config, kernel.fused_experts.quant_config]
             scales = getattr(layer, "w13_weight_scale_inv", None)
             scales = layer.w13_weight_scale if scales is None else scales
-            found.append({each.w1_scale.data_ptr() for each in (config, kernel)} == {scales.data_ptr()})
+            found.append({each.w1_scale.data_ptr() for each in configs} == {scales.data_ptr()})
     return found
 
 
@@ -123,6 +124,10 @@ CASES = {
         run="fp8-block", served=None, options={"quantization": "int8_per_channel_weight_only"}
     ),
     "mxfp8": Case(run="mxfp8", forms=tiny_codes, environment=WIDENED),
+    **{
+        f"{start}gpt-oss": Case(run="gpt-oss", options=options, kind="gpt-oss", forms=tiny_codes)
+        for start, options in STARTS.items()
+    },
     "made-up-cache": Case(run="fp8-block", options=DUMMY | {"kv_cache_dtype": "fp8"}),
 }
 

@@ -63,7 +63,8 @@ PAIRS = {
     "block-to-channel": r"\(fp8-block\), and this server serves FP8 .*\(fp8-channel\): start vllm from",
     "block-to-int8": "this server quantizes what it loads",
 }
-ALL = (*MORE, "mxfp8", *PAIRS, "made-up-cache")
+MADE = ("mxfp8", *(f"{start}gpt-oss" for start in ("", *STARTS)))
+ALL = (*MORE, *MADE, *PAIRS, "made-up-cache")
 
 
 @pytest.mark.exhaustive
@@ -79,10 +80,14 @@ def test_ranks_experts_and_servers_without_weights_of_their_own_follow_too(found
 
 
 @pytest.mark.exhaustive
-def test_codes_and_scales_that_the_trainer_made_are_those_of_a_fresh_start(found):
-    case = found("mxfp8", ALL)
-    assert case["serving"] == [0]
+@pytest.mark.parametrize("name", MADE)
+def test_codes_and_scales_that_the_trainer_made_are_those_of_a_fresh_start(found, name):
+    case = found(name, ALL)
+    assert set(case["serving"]) == ({None} if "dummy" in name else {0})
     assert_followed(case, [1, 2, 3, 0, 3])
+    if "two-" in name:
+        return
+    assert case["4"]["experts_read"] == [[True] * (2 if "gpt-oss" in name else 0)]
     failed = case["failed"]
     assert "made to fail" in failed["refused"]
     assert (failed["serving"], failed["fingerprints"]) == ([3], case["4"]["fingerprints"])

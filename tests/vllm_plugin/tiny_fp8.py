@@ -11,6 +11,8 @@ from trainer import Trainer
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -59,12 +61,20 @@ LATENT = {
 
 
 def build(kind: str = "dense") -> PreTrainedModel:
-    """Return the same random bf16 model each time: `dense`, with `experts`, or `latent` with both."""
+    """Return the same random bf16 model each time: `dense`, `experts`, `latent` with both, or `gpt-oss`."""
     torch.manual_seed(7)
     few = {"moe_intermediate_size": 256, "num_experts_per_tok": 2}
     model: PreTrainedModel
     if kind == "latent":
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES | few | LATENT, intermediate_size=512))
+    elif kind == "gpt-oss":
+        model = GptOssForCausalLM(
+            GptOssConfig(**SIZES, intermediate_size=256, num_local_experts=4, num_experts_per_tok=2)
+        )
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                # Nought in a new model, and not in one that was trained.
+                parameter.data.normal_(0, SIZES["initializer_range"])
     elif kind == "experts":
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **few, num_experts=4))
     else:
