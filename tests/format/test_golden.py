@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 
 from patchstore.apply.replica import Replica
-from patchstore.bucket.records import Schema, TensorSpec
+from patchstore.bucket import history
+from patchstore.bucket.records import Adapter, Base, Schema, TensorSpec
 from patchstore.codec import ENCODINGS, context
 from patchstore.read import replay
 from patchstore.stores.folder import FolderStore
@@ -30,7 +31,7 @@ def test_every_golden_bucket_has_expectations() -> None:
     assert {
         path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name.startswith("v")
     } == EXPECTED.keys()
-    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 420_000
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 440_000
 
 
 @pytest.mark.parametrize(("bucket", "version"), VERSIONS)
@@ -67,6 +68,18 @@ def test_the_independent_reader_reads_a_golden_bucket(bucket: str) -> None:
         independent_reader.verify(GOLDEN / bucket, int(version))
         found = {name: (dtype, [*shape], sha256(data)) for name, (dtype, shape, data) in tensors.items()}
         assert found == {n: (t["dtype"], t["shape"], t["sha256"]) for n, t in expected["tensors"].items()}
+
+
+def test_a_golden_adapter_says_its_base() -> None:
+    base = Base(
+        name="golden/base",
+        revision="main",
+        state="blake3:e63e428e2493011fb8421d80962ed5c6704e19cd095b2aa1b31753748e7a038a",
+    )
+    header = history.run_header(FolderStore(GOLDEN / "v1-adapter"))
+    assert header.adapter == Adapter(base=base, base_may_change=True)
+    kinds = [history.read_manifest(FolderStore(GOLDEN / "v1-adapter"), version).kind for version in range(4)]
+    assert kinds == ["anchor", "anchor", "delta", "delta"]
 
 
 def test_a_golden_head_is_found(tmp_path: Path) -> None:

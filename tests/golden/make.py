@@ -26,6 +26,7 @@ from patchstore.codec.context import pack
 from patchstore.errors import PublishFailed
 from patchstore.publish import commit
 from patchstore.publish.publisher import Publisher
+from patchstore.publish.sources.adapter import PeftAdapter
 from patchstore.read import replay
 from patchstore.stores import tries
 from patchstore.stores.folder import FolderStore
@@ -305,6 +306,35 @@ def v1_parts(folder: Path) -> None:
     mixed[2] += [Part(pairs, (1, 0, 0, 2), (1, 1, 6, 3))]
     step(mixed, "context", 300)
     step(ranks({"": 0, "bf16.matrix": 1}), "gap", 400)
+
+
+@bucket
+def v1_adapter(folder: Path) -> None:
+    """An adapter of a base that is version 0 of a run: all of it changes, a little of it, nothing."""
+    module = "base_model.model.layers.0"
+    tensors = {
+        f"{module}.q_proj.lora_A.weight": weights(torch.float32, 4, 48),
+        f"{module}.q_proj.lora_B.weight": torch.zeros(48, 4),
+        f"{module}.embed.lora_embedding_A": weights(torch.bfloat16, 4, 31),
+        "base_model.model.lm_head.weight": weights(torch.bfloat16, 31, 16, salt=1),
+    }
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"]}
+    config |= {"base_model_name_or_path": "golden/base", "revision": "main"}
+    bits(tensors[f"{module}.q_proj.lora_B.weight"])[:3] = torch.tensor([-0x80000000, 0x7F800001, 0x7FC00001])
+
+    def change(salt: int, share: float) -> None:
+        for number, tensor in enumerate(tensors.values()):
+            move(tensor, salt + 10 * number, share, (1, 2, 5000))
+
+    with TemporaryDirectory() as place:
+        base, files = Path(place) / "base", Path(place) / "files"
+        publish(FolderStore(base), {"weight": weights(torch.bfloat16, 5)}, [nothing])
+        files.mkdir()
+        (files / "adapter_config.json").write_text(json.dumps(config))
+        (files / "config.json").write_text("{}")  # of the base, which is left out
+        adapter = PeftAdapter(base=f"{base}@0", base_may_change=True)
+        changes = [nothing, lambda: change(100, 1.0), lambda: change(200, 0.02), nothing]
+        publish(FolderStore(folder), tensors, changes, encoding="auto", adapter=adapter, files=files)
 
 
 def expected(folder: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+import patchstore
 from patchstore.errors import PublishFailed, UsageError
 from tests.support.ranks import RanksOf
 
@@ -401,6 +402,7 @@ def adapters(rank: int, url: str) -> None:
             asyncio.run(worker.update_weights(global_steps=10 + step))
             assert figures["checkpoint_engine/version"] == step
             assert_same(worker.server_adapter.adapter, expected)
+            assert_same(dict(patchstore.open(url).load(step)), expected)
             told = worker.server_adapter.told
             assert (told["global_steps"], told["base_sync_done"]) == (10 + step, True)
             config = told["peft_config"]
