@@ -16,13 +16,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from patchstore.bucket import history, kept, lineage, notes
-from patchstore.bucket.digests import digest
+from patchstore.bucket.digests import digest, verified
 from patchstore.bucket.lineage import Since
 from patchstore.bucket.records import Adapter, Manifest, Part, Schema, StoreHeader, TensorSpec
 from patchstore.bucket.state_sums import SumsArray, state_total
 from patchstore.codec.delta import NO_SUMS
 from patchstore.codec.part_table import PartTable
 from patchstore.errors import (
+    DataError,
     NotFound,
     PatchstoreError,
     ResumeMismatch,
@@ -41,6 +42,7 @@ from patchstore.publish.options import Resume, largest_delta
 from patchstore.publish.ownership import Plan, Share, told_sums, total_sums
 from patchstore.publish.ranks import AnyChannel, Channel, Message
 from patchstore.publish.snapshot import Snapshot
+from patchstore.publish.sources.adapter import differing, parsed
 from patchstore.publish.sources.dtypes import Asked, Held, Known, Served
 from patchstore.publish.sources.weights import ServedSource
 from patchstore.signing import RequiredKeys, Signer
@@ -304,6 +306,8 @@ def open_run(
         check_create_only(store)
         totals = total_sums(agreed.schema, (report["sums"] for report in reports))
         found = find(store, begun, agreed.schema, totals, settings.resume, signer, agreed.adapter)
+        if found.sums is not None and agreed.adapter is not None:
+            found = _with_config(store, found, agreed.files[layout.ADAPTER_CONFIG])
         log = Log(
             store,
             found.header,
@@ -430,6 +434,29 @@ def find(
         f"digest is {total}; {advice}"
         'load one of them first, or use resume="anchor" to publish these weights whole'
     )
+
+
+def _with_config(store: Store, found: Found, config: bytes) -> Found:
+    """Return what an adapter builds on: a version with another config has the same tensors, and not the same
+    meaning. A delta would keep that config, so the next publication is a full one.
+    """
+    assert found.parent is not None
+    try:
+        anchor = lineage.read(store, found.parent.version).plan().anchor
+        assert anchor is not None and anchor.anchor is not None
+        (file,) = (each for each in anchor.anchor.files if each.key.endswith(f"/{layout.ADAPTER_CONFIG}"))
+        theirs = parsed(b"".join(verified(store.read(file.key, end=file.size + 1), file)))
+        changes = differing(parsed(config), theirs)
+    except (DataError, NotFound) as exc:
+        changes = str(exc)
+    if not changes:
+        return found
+    logger.warning(
+        "version %d in %s has these tensors, and the config of the adapter is another one (%s), so the next "
+        "publication will be a full one",
+        *(found.parent.version, store.url, changes),
+    )
+    return found._replace(sums=None)
 
 
 def _check_same_tensors(ours: Schema, theirs: Schema) -> None:

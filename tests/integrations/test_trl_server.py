@@ -1,6 +1,7 @@
 """GRPOTrainer itself over a real vLLM server: what it generates with, and what is in the store."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def test_adapters_are_served_merged_and_stay_as_they_are(
         assert name not in before or torch.equal(each, before[name])
 
 
-def test_an_adapter_is_asked_for_by_its_version(grpo: Any, base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("via", ["apply", "follow"])
+def test_an_adapter_is_asked_for_by_its_version(grpo: Any, base: Path, tmp_path: Path, via: str) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     asked, saved = [], []
@@ -89,9 +91,11 @@ def test_an_adapter_is_asked_for_by_its_version(grpo: Any, base: Path, tmp_path:
 
     with Vllm(base, tmp_path / "vllm.log", adapter="policy") as server:
         server.wait_until_healthy()
-        sync = grpo.ServerSync(tmp_path / "bucket", adapter="default")
+        sync = grpo.ServerSync(tmp_path / "bucket", adapter="default", via=via)
         trainer = grpo.trainer_of(base, tmp_path, server.url, sync, Watch(), peft_config=config)
-        trainer.train()
+        bucket, log = str(tmp_path / "bucket"), tmp_path / "follow.log"
+        with FollowCommand(bucket, {}, server.url, log, "policy") if via == "follow" else nullcontext():
+            trainer.train()
     assert asked == ["policy@0", "policy@1", "policy@2"]
     for version, expected in enumerate(saved):
         replay(str(tmp_path / "bucket"), version, out=tmp_path / f"replay-{version}")

@@ -187,6 +187,58 @@ def test_a_run_goes_on_and_keeps_its_base(tmp_path: Path) -> None:
         Publisher(url, model, resume="auto")
 
 
+@pytest.mark.parametrize("resume", [True, "auto", 0])
+def test_another_config_is_published_in_full(tmp_path: Path, resume: Any) -> None:
+    model, store = qwen(tmp_path), MemoryStore()
+    # In bf16 a step is a delta, which has the config of the version before.
+    options: dict[str, Any] = {"adapter": "default", "dtype": torch.bfloat16}
+    with Publisher(store, model, **options) as publisher:
+        publisher.publish_patch(0)
+    config = model.peft_config["default"]
+    config.target_modules = sorted(config.target_modules, reverse=True)
+    with Publisher(store, model, **options, resume=resume) as publisher:
+        assert publisher.publish_patch(1).result().kind == "delta"
+        config.lora_alpha, alpha = 64, config.lora_alpha
+        with pytest.raises(SchemaMismatch, match=f"lora_alpha=64, and was {alpha}"):
+            publisher.publish_patch(2)
+    with Publisher(store, model, **options, resume=resume) as publisher:
+        assert publisher.publish_patch(2).result().kind == "anchor"
+        assert publisher.publish_patch(3).result().kind == "delta"
+    assert replayed(store, tmp_path / "now")[1]["lora_alpha"] == 64
+    replay(store, 0, out=tmp_path / "before")
+    assert json.loads((tmp_path / "before" / "adapter_config.json").read_bytes())["lora_alpha"] == alpha
+
+
+def merged(model: Any) -> None:
+    model.merge_and_unload()
+
+
+def renamed(model: Any) -> None:
+    model.add_adapter("policy", peft.LoraConfig(target_modules=["q_proj"]))
+    model.set_adapter("policy")
+    model.delete_adapter("default")
+
+
+@pytest.mark.parametrize(("change", "says"), [(merged, "as after unload"), (renamed, "deleted or renamed")])
+def test_an_adapter_that_is_gone_is_said_to_be(tmp_path: Path, change: Any, says: str) -> None:
+    model, store = qwen(tmp_path), MemoryStore()
+    with Publisher(store, model, adapter="default") as publisher:
+        publisher.publish_patch(0).result()
+        change(model)
+        with pytest.raises(SchemaMismatch, match=says):
+            publisher.publish_patch(1)
+    assert history.listed(store) == [0]
+
+
+def test_what_peft_notes_when_it_saves_is_no_change(tmp_path: Path) -> None:
+    model, store = qwen(tmp_path), MemoryStore()
+    model.peft_config["default"].base_model_name_or_path = None
+    with Publisher(store, model, adapter="default") as publisher:
+        publisher.publish_patch(0)
+        saved(model, tmp_path / "saved")
+        publisher.publish_patch(1).result()
+
+
 def test_the_base_may_be_a_version_of_a_run(tmp_path: Path) -> None:
     model = qwen(tmp_path)
     with Publisher(tmp_path / "whole", model.get_base_model()) as publisher:
@@ -220,6 +272,14 @@ def test_a_config_may_say_null_for_what_it_does_not_train(tmp_path: Path) -> Non
         assert publisher.publish_patch(0).result().version == 0
 
 
+def pissa() -> Any:
+    return peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa")
+
+
+def activated() -> Any:
+    return peft.LoraConfig(r=2, target_modules=["q_proj"], alora_invocation_tokens=[5], task_type="CAUSAL_LM")
+
+
 def refusals() -> dict[str, tuple[Callable[[Any, Path], Any], str]]:
     return {
         "another name": (
@@ -230,6 +290,14 @@ def refusals() -> dict[str, tuple[Callable[[Any, Path], Any], str]]:
         "no adapter": (lambda model, _: (causal("Qwen2"), {}), "has no adapters of PEFT"),
         "another kind": (lambda *_: (adapted("ia3"), {}), "of the type LORA, and this one is IA3"),
         "dora": (lambda *_: (adapted("dora"), {}), "has use_dora; publish merged weights instead"),
+        "a base that PiSSA changed": (
+            lambda *_: (peft.get_peft_model(causal("Qwen2", torch.float32), pissa()), {}),
+            "init_lora_weights='pissa' may have changed the base",
+        ),
+        "aLoRA": (
+            lambda *_: (peft.get_peft_model(causal("Qwen2", torch.float32), activated()), {}),
+            r"plain LoRA, and this adapter has alora_invocation_tokens=\[5\]",
+        ),
         "tokens": (lambda *_: (adapted("tokens"), {}), "no single tokens"),
         "biases": (lambda *_: (adapted("rank-stabilised, with bias"), {}), "has lora_bias=True"),
         "in FP8": (lambda model, _: (model, {"quantization": "fp8-block"}), "leave quantization= out"),

@@ -15,7 +15,7 @@ import torch
 
 from patchstore.bucket import history
 from patchstore.bucket.records import Adapter, Base
-from patchstore.errors import UsageError
+from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.publish.sources.names import look_into, without_engine
 from patchstore.publish.sources.pieces import class_of
 from patchstore.stores import layout, opened
@@ -23,6 +23,8 @@ from patchstore.support.arguments import version_number
 
 CONFIG = layout.ADAPTER_CONFIG
 
+_LEAVE_BASE = {"eva", "gaussian", "mica", "orthogonal", "true", "false"}
+"""Values of `init_lora_weights` that set the adapter alone. Others, such as PiSSA, also change the base."""
 _MERGED = "publish merged weights instead: leave adapter= out"
 
 
@@ -72,6 +74,7 @@ class AdapterSource:
                 f"the model has no adapter {wanted.name!r}; it has {', '.join(map(repr, known))}"
             )
         check_config(self._config())
+        self._begun = self._computed()
 
     def __call__(self) -> Any:
         """Return the adapter's tensors by the names under which PEFT saves them."""
@@ -79,6 +82,7 @@ class AdapterSource:
             return self._source() if callable(self._source) else self._source
         from peft import get_peft_model_state_dict
 
+        self._check_unchanged()
         # Parameters themselves: DeepSpeed has attributes on them.
         found = get_peft_model_state_dict(
             self._model,
@@ -87,8 +91,36 @@ class AdapterSource:
             # Otherwise PEFT asks the Hub whether the vocabulary has grown, in each call.
             save_embedding_layers=False,
         )
+        if not found:
+            raise SchemaMismatch(
+                f"PEFT has no tensors of the adapter {self._wanted.name!r} any more, as after unload() and "
+                "merge_and_unload(); merge a copy of the model, copy.deepcopy(model)"
+            )
         prefix = "" if _is_whole(self._model) else "base_model.model."
         return {prefix + name: tensor for name, tensor in found.items()}
+
+    def _computed(self) -> dict[str, Any]:
+        """Return the live config, without what PEFT writes into it when it saves a checkpoint."""
+        assert self._model is not None
+        config = copy.deepcopy(self._model.peft_config[self._wanted.name].to_dict())
+        return {key: config[key] for key in config.keys() - {"base_model_name_or_path", "inference_mode"}}
+
+    def _check_unchanged(self) -> None:
+        """Raises SchemaMismatch where the adapter is gone, or has another config than when this began, which is
+        that of each full version.
+        """
+        name = self._wanted.name
+        assert self._model is not None
+        if name not in self._model.peft_config:
+            raise SchemaMismatch(
+                f"the model has no adapter {name!r} any more: it was deleted or renamed; close the publisher, "
+                "and open another one with the name that it has now"
+            )
+        if changes := differing(self._computed(), self._begun):
+            raise SchemaMismatch(
+                f"the config of the adapter {name!r} changed while a publisher was open ({changes}): close it, "
+                'and open another one with resume="auto", or for another store if shapes changed'
+            )
 
     def files(self, beside: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return the files of each full version: those of a folder, and the adapter's config.
@@ -104,12 +136,12 @@ class AdapterSource:
                 f"an adapter needs its {CONFIG}, which a mapping does not have: pass the PEFT model, or "
                 "files= with a folder that has it, as model.peft_config[name].save_pretrained(folder) writes"
             )
-        check_config(_parsed(files[CONFIG]))
+        check_config(parsed(files[CONFIG]))
         return files
 
     def described(self, files: Mapping[str, bytes]) -> Adapter:
         """Return what the run says of the adapter. Reads the base's store, if one is named."""
-        config = _parsed(files[CONFIG])
+        config = parsed(files[CONFIG])
         name, revision = (config.get(key) or None for key in ("base_model_name_or_path", "revision"))
         base = Base(name=name, revision=revision, state=_state_of(self._wanted.base))
         return Adapter(base=base, base_may_change=self._wanted.base_may_change)
@@ -128,7 +160,7 @@ class AdapterSource:
             mapping = {"base_model_class": type(inner).__name__, "parent_library": type(inner).__module__}
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder, auto_mapping_dict=mapping)
-            return _parsed((Path(folder) / CONFIG).read_bytes())
+            return parsed((Path(folder) / CONFIG).read_bytes())
 
 
 def _with_adapters(model: torch.nn.Module) -> Any:
@@ -150,6 +182,20 @@ def _is_whole(model: Any) -> bool:
     return hasattr(model, "get_base_model")
 
 
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Return in which settings two configs of an adapter differ; an empty text for none."""
+    return ", ".join(
+        f"{key}={ours.get(key)!r}, and was {theirs.get(key)!r}"
+        for key in sorted(ours.keys() | theirs.keys())
+        if _unordered(ours.get(key)) != _unordered(theirs.get(key))
+    )
+
+
+def _unordered(value: Any) -> Any:
+    """Return names of modules in one order: PEFT has them in sets, and writes these in any order."""
+    return sorted(value, key=str) if isinstance(value, list | tuple | set) else value
+
+
 def check_config(config: Mapping[str, Any]) -> None:
     """Refuse an adapter that no server of ours loads. Raises UsageError."""
     kind = config.get("peft_type")
@@ -162,11 +208,20 @@ def check_config(config: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"servers load LoRA without biases, and this adapter has {name}={config[name]!r}; {_MERGED}"
             )
+    for name in ("alora_invocation_tokens", "layer_replication", "use_bdlora", "use_qalora"):
+        if config.get(name):
+            raise UsageError(f"servers load plain LoRA, and this adapter has {name}={config[name]!r:.100}")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower() not in _LEAVE_BASE:
+        raise UsageError(
+            f"init_lora_weights={init!r} may have changed the base under the adapter, and servers have it "
+            f"unchanged; {_MERGED}"
+        )
     if config.get("trainable_token_indices"):
         raise UsageError(f"servers load no single tokens (trainable_token_indices); {_MERGED}")
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
+def parsed(data: bytes) -> dict[str, Any]:
     try:
         config = json.loads(data)
     except ValueError as exc:
