@@ -70,6 +70,7 @@ SAME: Callable[[Any], Any] = lambda model: model  # noqa: E731
         ("linear", "default", SAME),
         ("linear", "default", wrapped),
         ("linear", "default", compiled),
+        ("linear", "default", lambda model: wrapped(compiled(model))),
         ("several", "other0", SAME),
         ("embedding", "default", SAME),
         ("convolution", "default", SAME),

@@ -106,20 +106,18 @@ class AdapterSource:
         return {key: config[key] for key in config.keys() - {"base_model_name_or_path", "inference_mode"}}
 
     def _check_unchanged(self) -> None:
-        """Raises SchemaMismatch where the adapter is gone, or has another config than when this began, which is
-        that of each full version.
-        """
+        """Raises SchemaMismatch where the adapter is gone, or has another config than full versions get."""
         name = self._wanted.name
         assert self._model is not None
         if name not in self._model.peft_config:
             raise SchemaMismatch(
-                f"the model has no adapter {name!r} any more: it was deleted or renamed; close the publisher, "
-                "and open another one with the name that it has now"
+                f"the model has no adapter {name!r} any more: it was deleted or renamed; close the "
+                "publisher, and open another one with the name that it has now"
             )
         if changes := differing(self._computed(), self._begun):
             raise SchemaMismatch(
-                f"the config of the adapter {name!r} changed while a publisher was open ({changes}): close it, "
-                'and open another one with resume="auto", or for another store if shapes changed'
+                f"the config of the adapter {name!r} changed while a publisher was open ({changes}): close "
+                'it, and open another one with resume="auto", or for another store if shapes changed'
             )
 
     def files(self, beside: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -167,7 +165,9 @@ def _with_adapters(model: torch.nn.Module) -> Any:
     """Return the model in wrappers that has adapters: PEFT's own, or one of transformers."""
     inner: Any = without_engine(model)
     while not isinstance(getattr(inner, "peft_config", None), Mapping):
-        inside = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
+        inside = getattr(inner, "module", None)
+        if inside is None:
+            inside = getattr(inner, "_orig_mod", None)
         if not isinstance(inside, torch.nn.Module):
             raise UsageError(
                 f"{class_of(model)} has no adapters of PEFT: pass what peft.get_peft_model returned, or a "
