@@ -76,7 +76,8 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         Args:
             store: an open store, or the URL or path of one.
             every: steps from one publication to the next. The first and the last weights of each `train()`
-                are published in any case.
+                are published in any case. A run that is resumed has the first ones in the version by which it
+                is: that changes nothing, and keeps older publishers out.
             files: a checkpoint folder whose config and tokenizer go into every full checkpoint; None for the
                 trainer's own.
             resume: as `Publisher` takes it. By default a run begins, or goes on: from the version that has
@@ -111,7 +112,7 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         return None if self._publisher is None else self._publisher.run_id
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the run, and publish the weights with which training begins."""
+        """Open the run, and publish the weights with which training begins, unless resumed with them."""
         self._abandon()
         self._open(kwargs["model"], kwargs.get("processing_class"))
         self._publish(state.global_step)
@@ -162,10 +163,10 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
             self._closing = opening.pop_all()
 
     def _publish(self, step: int) -> Publication:
-        """Publish a step; of one that has a version already, only what has changed since."""
+        """Publish a step; the first one, or one that has a version already, only if weights have changed."""
         assert self._publisher is not None, "opened when training begins"
-        has_version = self._last is not None and self._last.step == step
-        self._last = self._publisher.publish_patch(step, if_changed=has_version)
+        may_have_version = self._last is None or self._last.step == step
+        self._last = self._publisher.publish_patch(step, if_changed=may_have_version)
         self._measured.add(self._last)
         return self._last
 

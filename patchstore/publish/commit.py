@@ -84,11 +84,9 @@ class Wanted(NamedTuple):
     """Whether it is stored if there is anything to store."""
     if_changed: bool = False
     """As `Publisher.publish_patch` takes it."""
-    has_version: bool = True
-    """Whether this publisher has committed a version, which can stand for one in which nothing changed."""
 
     def is_needed(self, delta: EncodedDelta | None) -> bool:
-        may_be_nothing = self.if_changed and self.has_version and not self.is_anchor
+        may_be_nothing = self.if_changed and not self.is_anchor
         return not may_be_nothing or delta is None or delta.num_changed > 0
 
 
@@ -533,10 +531,10 @@ class Committer:
         def conclude(reports: list[Message]) -> Message:
             assert self._log is not None and beside is not None and sums is not None
             stages.begin("commit")
-            return _told(self._log.finish(begun, sums, beside, _joined(reports), None))
+            return as_told(self._log.finish(begun, sums, beside, _joined(reports), None))
 
         try:
-            manifest = _heard(self._channel.round("store a delta", store, conclude))
+            manifest = as_heard(self._channel.round("store a delta", store, conclude))
         finally:
             for task in beside or ():
                 task.wait()
@@ -567,7 +565,7 @@ class Committer:
                 )
             beside = self._log.start(begun.attempt, sums, is_anchor=True)
             delta = None if after is None else _joined(reports)
-            return _told(self._log.finish(begun, sums, beside, delta, anchor))
+            return as_told(self._log.finish(begun, sums, beside, delta, anchor))
 
         with self._anchors.gathered(*place, snapshot) as gathered:
 
@@ -578,7 +576,7 @@ class Committer:
                 stored.update({} if begun.delta is None else self._stored(begun))
                 return stored
 
-            manifest = _heard(self._channel.round("store an anchor", write, conclude))
+            manifest = as_heard(self._channel.round("store an anchor", write, conclude))
             _check_named(manifest, [*stored["files"], *stored.get("payloads", ())])
         self._sums = own
         return manifest
@@ -633,10 +631,10 @@ def _check_named(manifest: Manifest, stored: Sequence[Message]) -> None:
         )
 
 
-def _told(manifest: Manifest) -> Message:
+def as_told(manifest: Manifest) -> Message:
     return {"manifest": manifest_json.to_json(manifest).decode(), "version": manifest.version}
 
 
-def _heard(answer: Message) -> Manifest:
+def as_heard(answer: Message) -> Manifest:
     key = layout.manifest_key(answer["version"])
     return manifest_json.from_json(key, answer["manifest"].encode())

@@ -37,7 +37,7 @@ from patchstore.errors import (
 )
 from patchstore.publish import ownership
 from patchstore.publish.base_checkpoint import BaseCheckpoint
-from patchstore.publish.commit import Committer, Log, now
+from patchstore.publish.commit import Committer, Log, as_heard, as_told, now
 from patchstore.publish.options import Resume, largest_delta
 from patchstore.publish.ownership import Plan, Share, told_sums, total_sums
 from patchstore.publish.ranks import AnyChannel, Channel, Message
@@ -105,8 +105,8 @@ class Run(NamedTuple):
     """Whether the version to build on has the publisher's weights."""
     since_anchor: Since
     """What leads from the newest anchor to the version to build on."""
-    resumed: tuple[int, int] | None
-    """The version by which the run was resumed, and its step; None in a new run."""
+    claimed: Manifest | None
+    """The version by which the run was resumed; None in a new run."""
 
 
 def agree(
@@ -318,10 +318,10 @@ def open_run(
             beside=(workers[0], workers[1]),
             signer=signer,
         )
-        since_anchor, resumed = Since(), None
+        since_anchor = Since()
+        claim: Manifest | None = None
         if found.parent is not None:
             claim = log.claim(is_signed=found.is_signed)
-            resumed = claim.version, claim.step
             if found.lease is not None:
                 # Its version is the newest now, so nothing that leads to it is deleted.
                 notes.release(store, found.lease)
@@ -331,7 +331,7 @@ def open_run(
             "run_id": found.header.run_id,
             "is_stored": found.sums is not None,
             "since_anchor": asdict(since_anchor),
-            "resumed": resumed,
+            "claimed": claim and as_told(claim),
         }
 
     told = channel.round("open a run", ready, conclude)
@@ -355,8 +355,8 @@ def open_run(
             of_adapter=header.adapter is not None,
         ),
     )
-    resumed = None if told["resumed"] is None else tuple(told["resumed"])
-    return Run(header, committer, told["is_stored"], Since(**told["since_anchor"]), resumed)
+    claimed = told["claimed"] and as_heard(told["claimed"])
+    return Run(header, committer, told["is_stored"], Since(**told["since_anchor"]), claimed)
 
 
 class Found(NamedTuple):

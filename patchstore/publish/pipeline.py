@@ -198,12 +198,14 @@ class Pipeline:
         anchor_every: Every,
         since_anchor: Since,
         max_pending: int,
+        claimed: Manifest | None,
         report: Report | None,
     ) -> None:
         """Take over threads that do nothing yet: one encodes, one uploads and commits.
 
         `is_stored`: whether the version to build on has the snapshot's weights. `since_anchor`: what leads
-        from the newest anchor to it. `report` is for the process that commits.
+        from the newest anchor to it. `claimed`: the version by which the run was resumed. `report` is
+        for the process that commits.
         """
         self._schema, self._table = schema, table
         self._snapshot, self._encoding, self._committer = snapshot, encoding, committer
@@ -218,7 +220,7 @@ class Pipeline:
         """The publication whose weights the snapshot has; None if it has parts of two."""
         self._in_store: int | None = 0 if is_stored else None
         """The publication whose weights the newest version has; None if it is none of this publisher's."""
-        self.newest: Manifest | None = None
+        self.newest = claimed
         """Of the newest version that this publisher committed."""
         self._unchanged_calls = 0
         """Publications in a row in which no bit had changed."""
@@ -371,8 +373,6 @@ class Pipeline:
 
     def _settle(self, job: _Job) -> None:
         """Say whether a publication is an anchor, unless ranks are to agree on it when they begin it."""
-        # A parent without a number is not of this publisher.
-        job.wanted = job.wanted._replace(has_version=bool(job.parent))
         kind = self._committer.foreseen(job.wanted, job.delta)
         self._anchors.foreseen[job.number] = kind
         if kind is not None:

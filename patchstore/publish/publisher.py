@@ -329,7 +329,6 @@ class Publisher:
         self.run_id = run.header.run_id
         self.schema = run.header.schema
         """The tensors of the run."""
-        self._resumed = run.resumed
         self._pipeline = Pipeline(
             *(run.header.schema, agreed.table, self._snapshot),
             self._encoding,
@@ -338,6 +337,7 @@ class Publisher:
             is_stored=run.is_stored,
             anchor_every=self._anchor_every,
             since_anchor=run.since_anchor,
+            claimed=run.claimed,
             max_pending=self._max_pending,
             report=Report(self._metrics, run.header.schema, workers[4]) if self._channel.leads else None,
         )
@@ -368,8 +368,9 @@ class Publisher:
         Args:
             step: the trainer's count, from -(2**53 - 1) to 2**53 - 1, because JSON keeps these exactly.
             if_changed: commit nothing where no bit differs, on any rank, from the version that this publisher
-                committed last. `result` of the returned publication has that version's manifest then. A
-                periodic anchor that is due waits for a change, too. All ranks give the same.
+                committed last, or by which it resumed the run. `result` of the returned publication has that
+                version's manifest then. A periodic anchor that is due waits for a change, too. All ranks give
+                the same.
 
         Raises:
             PublishFailed: an earlier publication was not stored, and that was not raised yet. If this process
@@ -423,13 +424,13 @@ class Publisher:
         None before the first. A call of `publish_patch` counts when its `result` is there.
         """
         newest = self._pipeline.newest
-        return newest.version if newest is not None else self._resumed and self._resumed[0]
+        return None if newest is None else newest.version
 
     @property
     def step(self) -> int | None:
         """The step of that version."""
         newest = self._pipeline.newest
-        return newest.step if newest is not None else self._resumed and self._resumed[1]
+        return None if newest is None else newest.step
 
     def __repr__(self) -> str:
         at = "no version yet" if self.version is None else f"version {self.version} (step {self.step})"

@@ -1,6 +1,7 @@
 """What a publisher puts into a store, and when."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,21 @@ def test_what_is_published_only_if_it_changed_adds_no_version_where_it_did_not(
     run.train()
     assert publisher.publish_patch(2, if_changed=True).result().version == 1
     assert publisher.publish_patch(3).result().version == 2
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+@pytest.mark.parametrize("resume", [True, "anchor"])
+def test_the_version_by_which_a_run_is_resumed_stands_for_weights_that_it_has(run: Run, resume: Any) -> None:
+    run.open()
+    run.publish(3)
+    run.close()
+    resumed = run.open(resume=resume)
+    found = resumed.publish_patch(4, if_changed=True)
+    # With "anchor" nobody has looked which weights the version has.
+    assert (found.result().version, found.is_unchanged) == ((1, True) if resume is True else (2, False))
+    assert (resumed.version, resumed.step) == ((1, 3) if resume is True else (2, 4))
+    run.train()
+    assert resumed.publish_patch(5, if_changed=True).result().step == 5
     assert_same_bits(newest(run.store), served(run.model))
 
 
