@@ -126,7 +126,7 @@ def test_a_run_of_5000_versions_is_one_page(tmp_path: Path) -> None:
     heat = page.charts["layers"]["figure"]["data"][0]
     assert len(heat["x"]) <= layers.MOST_COLUMNS
     assert {cell for row in heat["z"] for cell in row} == {None}
-    assert f"in {len(heat['x'])} of 4,999 versions" in page.text
+    assert f"in {len(heat['x'])} of 5,000 versions" in page.text
 
 
 def test_figures_are_those_that_plotly_knows(tmp_path: Path) -> None:
@@ -186,7 +186,8 @@ def test_changes_by_layer_are_those_of_the_deltas(encoding: str) -> None:
     run.close()
     heat = Report(run.store).read()[1][-1]
     data = heat.figure["data"][0]
-    column = [row[0] for row in data["z"]]
+    assert data["x"] == [0, 1]
+    column = [row[1] for row in data["z"]]
     expected = [100 * 100 * layer / (2 * 64 * 128) for layer in range(12)]
     assert [text[0] for text in data["text"]] == [f"model.layers.{layer}" for layer in range(12)]
     if encoding == "context":
@@ -211,8 +212,22 @@ def test_a_delta_that_was_cut_off_or_is_no_delta_is_an_empty_column() -> None:
         )
     found = Report(run.store).read()[1][-1].figure["data"][0]
     columns = dict(zip(found["x"], zip(*found["z"], strict=True), strict=True))
-    assert {version for version, column in columns.items() if {*column} == {None}} == {3, 4, 5, 6}
-    assert {*columns} == {1, 2, 3, 4, 5, 6, 7}
+    assert {version for version, column in columns.items() if {*column} == {None}} == {0, 3, 4, 5, 6}
+    assert {*columns} == {*range(8)}
+
+
+def test_the_map_of_layers_has_a_column_of_zeros_for_a_version_without_changes() -> None:
+    run = Run(MemoryStore("memory://unchanged"))
+    run.publish_and_close(2, anchor_every=None)
+    run.go_back(1)
+    run.open(resume=True, anchor_every=None)
+    run.train_versions(1)
+    run.publish()
+    run.close()
+    found = Report(run.store).read()[1][-1].figure["data"][0]
+    columns = dict(zip(found["x"], zip(*found["z"], strict=True), strict=True))
+    # Version 2 resumed the run, and nothing changed before version 4.
+    assert [{*columns[version]} == {0} for version in range(5)] == [False, False, True, False, True]
 
 
 def test_without_the_right_to_list_the_versions_are_shown_all_the_same() -> None:

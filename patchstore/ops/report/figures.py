@@ -336,8 +336,9 @@ def of_layers(layers: "Layers") -> Chart:
     return Chart(
         id="layers",
         title="Changes by layer",
-        says=f"Changed elements of each layer in {len(layers.versions):,} of {layers.num_deltas:,} versions, "
-        f"from the headers of their deltas. {how} An empty column is of a delta that is not stored any more.",
+        says=f"Changed elements of each layer in {len(layers.versions):,} of {layers.num_versions:,} "
+        f"versions, from the headers of their deltas. {how} An empty column is of a version that has no "
+        "delta, or whose delta is not stored any more.",
         figure={
             "data": [
                 {

@@ -29,9 +29,9 @@ class Layers:
     versions: Sequence[int]
     """Of the columns, evenly spaced."""
     shares: Array
-    """[rows, columns], changed elements by all elements; NaN where a delta is not stored any more."""
-    num_deltas: int
-    """Versions with a delta, of which these are some."""
+    """[rows, columns], changed elements by all elements; NaN where no delta is stored, or none any more."""
+    num_versions: int
+    """Of which these are some."""
     is_estimated: bool
     """Whether a delta of these is in `context`, whose headers have bytes and no numbers of changes."""
 
@@ -61,7 +61,7 @@ class Sampler:
         most = max(8, min(MOST_COLUMNS, MOST_BYTES // self._most_read))
         # By powers of two, so that a column stays one while the run grows.
         stride = 1
-        while len(some := [each for each in changed if each.version % stride == 0]) > most:
+        while len(some := [each for each in versions if each.version % stride == 0]) > most:
             stride *= 2
         shown = some or changed[-1:]
         # Others are forgotten: there are always more of them.
@@ -73,13 +73,15 @@ class Sampler:
             names=names,
             versions=[each.version for each in shown],
             shares=np.stack(columns, axis=1),
-            num_deltas=len(changed),
+            num_versions=len(versions),
             is_estimated=any(each is not None and each[1] for each in found),
         )
 
     def _column(
         self, schema: Schema, found: Manifest, rows: npt.NDArray[np.int64]
     ) -> tuple[Array, bool] | None:
+        if found.delta is None:
+            return None
         key = (found.run_id, found.version)
         if key not in self._known:
             try:

@@ -71,7 +71,7 @@ class Reader:
             errors.append(exc)
         versions = list[Version]()
         for each in read_versions(
-            self.store, header, newest, last=MOST_VERSIONS, marks=marks, known=self._known
+            self.store, header, newest, last=MOST_VERSIONS, marks=lambda: marks, known=self._known
         ):
             if isinstance(each, Version):
                 versions.append(each)
