@@ -1,5 +1,6 @@
 """`patchstore follow`, `wait` and `pin`: keep servers at a version, wait for them, steer them."""
 
+import logging
 import time
 from pathlib import Path
 from typing import Annotated
@@ -163,7 +164,7 @@ def wait(
     as_json: Json = False,
 ) -> None:
     """Wait until all servers serve a version, or a later one; exit code 6 if they do not in time."""
-    from patchstore.follow.wait import wait_until
+    from patchstore.follow import wait as waiting
 
     if server and follow:
         raise typer.BadParameter("name servers, or a follow, and not both")
@@ -176,7 +177,9 @@ def wait(
         wanted = notes.version_of(open_with(store, option), wanted)
     asked = None if server else follow or _LISTENER
     began = time.monotonic()
-    served = wait_until(
+    # Somebody looks on.
+    waiting.logger.setLevel(logging.INFO)
+    served = waiting.wait_until(
         wanted,
         servers=server or (),
         follow=asked,

@@ -314,14 +314,17 @@ def findings_table(findings: Iterable["Finding"]) -> Table:
 
 
 def wrong_table(verdicts: "Iterable[Verdict]") -> Table:
-    """Versions that are wrong, and why, one per row."""
+    """Versions that are wrong, and why; neighbours of which the same is said share a row."""
     table = Table(title="what is wrong")
     for name in ("version", "kind"):
         table.add_column(name, no_wrap=True)
     table.add_column("what", overflow="fold")
-    for each in verdicts:
-        assert each.error is not None
-        table.add_row(str(each.version), _cell(each.error.kind, "bold red"), _cell(str(each.error)))
+    alike = groupby(enumerate(verdicts), lambda each: (each[1].version - each[0], str(each[1].error)))
+    for _, group in alike:
+        (_, first), *rest = group
+        assert first.error is not None
+        versions = f"{first.version} to {rest[-1][1].version}" if rest else str(first.version)
+        table.add_row(versions, _cell(first.error.kind, "bold red"), _cell(str(first.error)))
     return table
 
 

@@ -1,5 +1,6 @@
 """Wait until servers serve a version: of their own answers, or of a `patchstore follow`'s."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +16,14 @@ from patchstore.follow.server import Server
 from patchstore.follow.vllm_server import VllmServer
 from patchstore.support.arguments import version_number
 
+logger = logging.getLogger(__name__)
+
 _CALL_S = 30.0
 """Limit for one call, which waits for the server's current step."""
 _NUM_AT_ONCE = 16
 _POLL_S = 0.2
+_SAY_AFTER_S, _SAY_EVERY_S = 2.0, 60.0
+"""When the log says what is waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,8 @@ def wait_until(
     headers: Mapping[str, str] | None = None,
 ) -> dict[str, int]:
     """Wait until all servers serve a version, or a later one, at the same moment.
+
+    What is waited for is in the log, at level INFO, after two seconds and then each minute.
 
     Args:
         servers: URLs of vLLM servers with the delta backend, which are asked themselves. This process must
@@ -123,16 +130,20 @@ class _Wait:
         """Server -> since when it is gone, or serves another run."""
 
     def until_done(self, look: Callable[[], _Round], timeout_s: float) -> dict[str, int]:
-        began = time.monotonic()
+        began, say_after_s = time.monotonic(), _SAY_AFTER_S
         while True:
             found = look()
             served = {url: seen.serving for url, seen in found.servers.items() if self._is_there(seen, found)}
             if found.servers and len(served) == len(found.servers):
                 return {url: version for url, version in served.items() if version is not None}
             self._lose_patience(found)
-            if time.monotonic() - began >= timeout_s:
-                raise WaitTimeout(self._told(found, timeout_s))
-            left_s = began + timeout_s - time.monotonic()
+            so_far_s = time.monotonic() - began
+            if so_far_s >= timeout_s:
+                raise WaitTimeout(f"after {timeout_s:g} s {self._told(found)}")
+            left_s = timeout_s - so_far_s
+            if so_far_s >= say_after_s:
+                say_after_s += _SAY_EVERY_S
+                logger.info("waiting for up to %.0f s more, as %s", left_s, self._told(found))
             time.sleep(max(0.0, min(_POLL_S, left_s)))
 
     def _is_there(self, seen: _Seen, found: _Round) -> bool:
@@ -169,11 +180,11 @@ class _Wait:
             )
         self._amiss = since
 
-    def _told(self, found: _Round, timeout_s: float) -> str:
+    def _told(self, found: _Round) -> str:
         lacking = [f"{url} {seen}" for url, seen in found.servers.items() if not self._is_there(seen, found)]
         what = f"version {self._version}" if self._is_exact else f"version {self._version} or a later one"
         states = "; ".join(lacking) or "no server is followed"
-        return f"after {timeout_s:g} s not all servers serve {what}: {states}{found.note}"
+        return f"not all servers serve {what}: {states}{found.note}"
 
 
 def _client(url: str, adapter: str | None, headers: Mapping[str, str] | None) -> Server:

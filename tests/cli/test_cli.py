@@ -101,6 +101,8 @@ def test_verify_all_says_of_each_version_whether_it_is_right(bucket, patchstore:
     assert "version 1" in err
     _, out, _ = patchstore("verify", bucket[0], "--all")
     assert out.splitlines()[-1] == "2 of 6 versions verified"
+    # Of neighbours that build on the damaged one the same is said, once.
+    assert ("2 to 4" in out, out.count("builds on version 1")) == (True, 1)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
