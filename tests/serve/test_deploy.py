@@ -1,6 +1,7 @@
 """What `examples/deploy/` shows: files that parse, and command lines that the programs accept."""
 
 import configparser
+import json
 import re
 import shlex
 import tomllib
@@ -12,6 +13,11 @@ import typer
 import yaml
 
 from patchstore.cli import main
+from patchstore.errors import HostError
+from patchstore.follow.desired import HeadWatcher
+from patchstore.follow.metrics import Metrics
+from patchstore.follow.reconcile import StepResult
+from patchstore.stores.memory import MemoryStore
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "examples" / "deploy"
@@ -123,6 +129,26 @@ def test_the_job_of_each_day_takes_its_options_and_alone_may_write(pod, manifest
     assert found["prune"]["yes"] and found["prune"]["keep_last"] > 1
     secrets = [each["secretRef"]["name"] for each in pod["containers"] for each in each.get("envFrom", ())]
     assert secrets == ["store-credentials"] * 2
+
+
+def test_a_first_failure_which_begins_its_series_at_1_is_seen():
+    store, rules = MemoryStore("memory://"), yaml.safe_load((DEPLOY / "prometheus-rules.yaml").read_text())
+    metrics = Metrics(HeadWatcher(store))
+    metrics.observe("s", StepResult(outcome="failed", error=HostError("no disk")))
+    metrics.observe(None, StepResult(outcome="failed", error=HostError("no disk")))
+    begun = re.findall(r"^(\w*failures_total)\{.*\} 1\.0$", metrics.expose()[0].decode(), re.MULTILINE)
+    assert begun == ["patchstore_failures_total", "patchstore_store_failures_total"]
+    board = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+    (panel,) = (each for each in board["panels"] if each["title"] == "Failures")
+    shown = [each["expr"] for each in panel["targets"]]
+    # A failure that lasts is one of many.
+    alerts = [rule for rule in rules["groups"][0]["rules"] if "for" not in rule]
+    shown += [each["expr"] for each in alerts if "increase(" in each["expr"]]
+    assert len(shown) == 4
+    for expr in shown:
+        name, during = re.findall(r"increase\((.*?)\[(.*?)\]\) > 0", expr)[0]
+        assert f"or ({name} unless {name} offset {during})" in expr
+        assert name.partition("{")[0] in begun
 
 
 def test_kubernetes_takes_every_object():
