@@ -163,7 +163,7 @@ def publish_steps(
                 table,
                 manifest,
                 loss=loss,
-                share=manifest.delta.num_changed / trainer.num_parameters,
+                share=manifest.delta.share_changed(schema),
                 publish_s=publication.publish_s,
                 timings=status.ranks[0]["timings"],
                 equal=state_total(schema, sums) == status.state_digest,

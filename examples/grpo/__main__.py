@@ -104,7 +104,7 @@ class Run:
             policy.adapt(str(checkpoint))
             publisher = Publisher(store, policy.model, adapter="default")
         self._running.enter_context(publisher)
-        self._num_published = publisher.schema.num_elements
+        self._schema = publisher.schema
         first = publisher.publish_patch(0).result()
         with report.stage("starting two vLLM servers (their first start ever takes a minute longer)"):
             for name in ("a", "b"):
@@ -230,14 +230,14 @@ class Run:
             # A version in full: all of it may have changed.
             row.density = 1.0
             if manifest.delta is not None:
-                row.density = manifest.delta.num_changed / self._num_published
+                row.density = manifest.delta.share_changed(self._schema)
             row.num_bytes = manifest.num_bytes if manifest.delta is None else manifest.delta.num_bytes
         lines = [json.dumps(asdict(row)) for row in self._rows]
         (self._folder / "steps.jsonl").write_text("\n".join(lines) + "\n")
         picture = self._folder / "grpo.png"
         what = "of a LoRA adapter" if self._adapter else "of a model"
         title = (
-            f"{self._num_published / 1e6:.1f} M parameters {what} learn to sort; two vLLM servers; "
+            f"{self._schema.num_elements / 1e6:.1f} M parameters {what} learn to sort; two vLLM servers; "
             f"weights through a bucket ({self._store})"
         )
         with report.stage("drawing the picture"):

@@ -373,6 +373,10 @@ class Delta:
     def num_bytes(self) -> int:
         return sum(payload.size for payload in self.payloads)
 
+    def share_changed(self, schema: Schema) -> float:
+        """Return the changed elements by all of the run's, from 0 to 1."""
+        return self.num_changed / max(1, schema.num_elements)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchor:

@@ -92,7 +92,7 @@ def _list(bucket: Store, run: StoreHeader, limit: int, *, as_json: bool) -> None
         marks = Marks.read(bucket, newest)
     except DataError as exc:
         wrong = exc
-    versions = read_versions(bucket, run, newest, last=limit, marks=marks)[::-1]
+    versions = read_versions(bucket, run, newest, last=limit, marks=lambda: marks)[::-1]
     if as_json:
         for found in versions:
             output.print_json(output.listed(found) if isinstance(found, Version) else found.to_dict())

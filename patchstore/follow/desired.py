@@ -18,7 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from patchstore.bucket import history, kept, manifest_json, notes
-from patchstore.bucket.records import Manifest, StoreHeader
+from patchstore.bucket.records import Manifest, Schema, StoreHeader
 from patchstore.errors import StoreReplaced, Unsigned, UsageError, VersionNotFound, WrongSignature
 from patchstore.signing.required import Floor, RequiredKeys, Trust
 from patchstore.stores.base import Store
@@ -195,7 +195,7 @@ class DesiredVersion:
         self._check_run = check_run
         self._checked: str | None = None
         """The run that was checked."""
-        self._num_elements = 0
+        self._schema = Schema(tensors=(), tied={})
         """Of its tensors."""
         self._pin_file = pin_file
         self._lock = threading.Lock()
@@ -237,7 +237,7 @@ class DesiredVersion:
         head = self.head
         if head is None or head.delta is None or head.run_id != self._checked:
             return None
-        return head.delta.num_changed / max(1, self._num_elements)
+        return head.delta.share_changed(self._schema)
 
     @property
     def pinned(self) -> Pin | None:
@@ -257,7 +257,7 @@ class DesiredVersion:
         if head is not None and head.run_id != self._checked and self._check_run is not None:
             header = history.run_header(self.watcher.store)
             self._check_run(header)
-            self._checked, self._num_elements = head.run_id, header.schema.num_elements
+            self._checked, self._schema = head.run_id, header.schema
         with self._lock:
             pin = self._pin
         if pin is None or head is None or self._trust is None:

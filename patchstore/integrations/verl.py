@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import wraps
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,7 +112,6 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._meeting: Mapping[str, Any] = {}
         self._engine: Any = None
         self._is_gathered = False
-        self._num_elements = 0
         self._publisher: Publisher | None = None
         self._publishing = ExitStack()
         """Ends the publisher, and its store."""
@@ -226,7 +224,6 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             found = [(name, spec) for name, _, spec in exported]
         except NotImplementedError:
             return True
-        self._num_elements = sum(prod(spec.full_shape) for _, spec in found)
         return any(
             spec.to_hf_chunk is not None or spec.hf_slots is not None or _is_adapted(name)
             for name, spec in found
@@ -254,8 +251,8 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         found["checkpoint_engine/payload_mbytes"] = sum(each.size for each in payloads) / 2**20
         if manifest.delta is not None:
             found["checkpoint_engine/changed_elems"] = float(manifest.delta.num_changed)
-            if self._num_elements:
-                found["checkpoint_engine/changed_ratio"] = manifest.delta.num_changed / self._num_elements
+            assert self._publisher is not None, "it has published this version"
+            found["checkpoint_engine/changed_ratio"] = manifest.delta.share_changed(self._publisher.schema)
         return found
 
     def receive_weights(self, global_steps: int | None = None) -> Iterator[tuple[Flush, bool]]:

@@ -32,7 +32,7 @@ def figures(publication: "Publication", manifest: Manifest, schema: Schema) -> d
         "perf/weight_sync/blocked_s": publication.waited_s,
     }
     if manifest.delta is not None:
-        found["weight_sync/share_changed"] = manifest.delta.num_changed / max(1, schema.num_elements)
+        found["weight_sync/share_changed"] = manifest.delta.share_changed(schema)
     stages = publication.stages.seconds()
     return found | {f"perf/weight_sync/{stage}_s": seconds for stage, seconds in stages.items()}
 

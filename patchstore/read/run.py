@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -128,6 +129,11 @@ class Run:
         if newest is None:
             return []
         marks = Marks.read(self.store, newest.version)
+        return self._versions(newest, last, lambda: marks)
+
+    def _versions(
+        self, newest: Manifest, last: int | None, marks: Callable[[], Marks | None]
+    ) -> list[Version]:
         found: list[Version] = []
         for each in read_versions(self.store, self.header, newest.version, last=last, marks=marks):
             if isinstance(each, Unreadable):
@@ -137,10 +143,12 @@ class Run:
 
     @property
     def latest(self) -> Version:
-        """The newest version; asks the store each time. Raises VersionNotFound before the first."""
-        if not (found := self.versions(last=1)):
-            raise history.no_version(self.store)
-        return found[0]
+        """The newest version; asks the store each time. Raises VersionNotFound before the first.
+
+        Costs five reads. Its tags and other marks are listed when one of them is first asked for.
+        """
+        newest = self.head()
+        return self._versions(newest, 1, cache(partial(Marks.read, self.store, newest.version)))[0]
 
     def load(
         self,

@@ -3,7 +3,7 @@
 Without torch, so that `patchstore log` starts at once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -33,11 +33,16 @@ class Version:
     is_resumed: bool
     """Whether a publisher began with it that continues the run of another one, or went back to an older
     version."""
-    marks: "Marks | None" = field(repr=False)
-    """What is said of all versions; None where this user may not list the store."""
+    read_marks: "Callable[[], Marks | None]" = field(repr=False, compare=False)
+    """Reads, or has read, what `marks` are."""
     manifest: Manifest = field(repr=False)
     digest: str = field(repr=False)
     """Of the manifest, byte for byte."""
+
+    @property
+    def marks(self) -> "Marks | None":
+        """What is said of all versions; None where this user may not list the store."""
+        return self.read_marks()
 
     @property
     def tags(self) -> tuple[str, ...] | None:
@@ -132,7 +137,7 @@ def read_versions(
     newest: int,
     *,
     last: int | None = None,
-    marks: Marks | None,
+    marks: Callable[[], Marks | None],
     known: Mapping[int, Version] | None = None,
 ) -> list[Version | Unreadable]:
     """Read versions up to the newest, oldest first: all, or so many. What cannot be read is among them.
@@ -162,7 +167,7 @@ def _slot(store: Store, run_id: str, version: int) -> _Slot:
 
 
 def _listed(
-    header: StoreHeader, slots: Sequence[_Slot], first: int, marks: Marks | None
+    header: StoreHeader, slots: Sequence[_Slot], first: int, marks: Callable[[], Marks | None]
 ) -> Iterator[Version | Unreadable]:
     for number, (before, slot) in enumerate(pairwise(slots), first):
         if not isinstance(slot, tuple):
@@ -175,12 +180,10 @@ def _listed(
             number=number,
             step=found.step,
             time=manifest_json.time_of(found.created_at),
-            share_changed=None
-            if found.delta is None
-            else found.delta.num_changed / max(1, header.schema.num_elements),
+            share_changed=None if found.delta is None else found.delta.share_changed(header.schema),
             num_bytes=found.num_bytes,
             is_resumed=is_other or (number > 0 and found.parent != number - 1),
-            marks=marks,
+            read_marks=marks,
             manifest=found,
             digest=digest,
         )

@@ -135,6 +135,22 @@ def test_who_may_not_list_the_store_sees_the_versions_without_their_marks(run: R
     assert_same_bits(found.load(3), run.history[3])
 
 
+def test_the_newest_version_costs_five_reads_and_its_marks_are_listed_when_asked_for(
+    run: Run,
+) -> None:
+    watched = FaultyStore(run.store)
+    found = patchstore.open(watched)
+    watched.calls.clear()
+    newest = found.latest
+    assert (newest.number, newest.share_changed) == (5, found.versions(last=1)[0].share_changed)
+    del watched.calls[5:]
+    head, *slots = (f"versions/{version:08}.json" for version in (5, 6, 4, 5))
+    assert sorted(watched.calls) == sorted(("get", key) for key in ("head.json", head, *slots))
+    watched.calls.clear()
+    assert newest.tags == newest.tags == ()
+    assert sum(verb == "list" for verb, _ in watched.calls) == 4
+
+
 def test_a_version_that_cannot_be_read_is_an_error_with_its_name(run: Run, tmp_path: Path) -> None:
     (tmp_path / "bucket" / "versions" / "00000002.json").write_text("{")
     found = patchstore.open(run.store)
