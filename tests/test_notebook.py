@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,11 @@ NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 CELLS: list[dict[str, Any]] = [
     cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
 ]
+
+
+def columns(text: str) -> list[str]:
+    """Return the names of the columns that `patchstore log` printed."""
+    return re.findall(r"^version │.*$", re.sub(" +", " ", text), re.MULTILINE)
 
 
 def test_its_cells_run_one_after_the_other(tmp_path: Path) -> None:
@@ -27,6 +33,8 @@ def test_its_cells_run_one_after_the_other(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "version 7 is what the trainer had after step 7; version 11 is whole too" in done.stdout
+    stored = "".join(line for cell in CELLS for each in cell["outputs"] for line in each.get("text", ()))
+    assert columns(stored) == columns(done.stdout) != []
 
 
 def test_it_is_stored_as_it_was_run_and_is_small() -> None:
