@@ -59,7 +59,8 @@ def unreachable() -> str | None:
     if any(each.get("vulns") for each in found):
         return None
     reasons = [each["skip_reason"] for each in found if "skip_reason" in each]
-    return reasons[0] if reasons else f"it names no advisory about {KNOWN}"
+    why = reasons[0] if reasons else "it names none"
+    return f"asked about {KNOWN}, an old release with known advisories that is not installed: {why}"
 
 
 def audit(*options: str) -> tuple[int, list[dict[str, Any]] | None, str]:

