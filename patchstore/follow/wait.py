@@ -22,7 +22,7 @@ _CALL_S = 30.0
 """Limit for one call, which waits for the server's current step."""
 _NUM_AT_ONCE = 16
 _POLL_S = 0.2
-_SAY_AFTER_S, _SAY_EVERY_S = 2.0, 60.0
+SAY_AFTER_S, SAY_EVERY_S = 2.0, 60.0
 """When the log says what is waited for."""
 
 
@@ -130,7 +130,7 @@ class _Wait:
         """Server -> since when it is gone, or serves another run."""
 
     def until_done(self, look: Callable[[], _Round], timeout_s: float) -> dict[str, int]:
-        began, say_after_s = time.monotonic(), _SAY_AFTER_S
+        began, say_after_s = time.monotonic(), SAY_AFTER_S
         while True:
             found = look()
             served = {url: seen.serving for url, seen in found.servers.items() if self._is_there(seen, found)}
@@ -142,7 +142,7 @@ class _Wait:
                 raise WaitTimeout(f"after {timeout_s:g} s {self._told(found)}")
             left_s = timeout_s - so_far_s
             if so_far_s >= say_after_s:
-                say_after_s += _SAY_EVERY_S
+                say_after_s += SAY_EVERY_S
                 logger.info("waiting for up to %.0f s more, as %s", left_s, self._told(found))
             time.sleep(max(0.0, min(_POLL_S, left_s)))
 

@@ -362,7 +362,7 @@ def test_commands_that_fail_say_why(stub, told, call, code, kind):
 
 
 def test_the_command_says_soon_what_it_waits_for_and_then_seldom(told, caplog, monkeypatch):
-    monkeypatch.setattr(waiting, "_SAY_AFTER_S", 0.0)
+    monkeypatch.setattr(waiting, "SAY_AFTER_S", 0.0)
     assert told("wait", 7, "--follow", UNREACHABLE, "--timeout", 1)[0] == 6
     (said,) = (each for each in caplog.messages if each.startswith("waiting"))
     assert f"not all servers serve version 7 or a later one: {UNREACHABLE} does not answer" in said
