@@ -46,6 +46,8 @@ def report(
         raise typer.BadParameter("name the page to write with -o FILE, or give --live, and not both")
     if out is not None and (not out.name or out.is_dir()):
         raise typer.BadParameter(f"{out} is a folder: name the page to write, such as run.html")
+    if out is not None and not out.parent.is_dir():
+        raise typer.BadParameter(f"{out} cannot be made: {out.parent} is no folder")
     if listen is not None and not live:
         raise typer.BadParameter("--listen is of use only with --live")
     from patchstore.ops.report.page import Report, one_page

@@ -291,7 +291,7 @@ def test_wrong_calls_are_sentences(tmp_path: Path, patchstore: Cli) -> None:
         (["-o", out, "--follow-log", tmp_path / "none"], 2, "cannot be read"),
         (["-o", out, "--follow-log", tmp_path / "text"], 2, "no event"),
         (["-o", out, "--learning-rate", tmp_path / "text"], 2, "no learning rate"),
-        (["-o", tmp_path / "no" / "run.html"], 1, "No such file"),
+        (["-o", tmp_path / "no" / "run.html"], 2, "no is no folder"),
         (["-o", tmp_path], 2, "is a folder"),
         (["-o", ""], 2, "is a folder"),
     ):
