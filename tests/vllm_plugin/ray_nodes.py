@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ from server_process import HERE, ROOT
 from examples.processes import free_port
 
 _START_S = 300.0
-_ATTEMPTS = 3
+_ATTEMPTS = 6
 _PORT = 6397
 # Ray replaces 127.0.0.1 by an address that other machines reach; these it keeps, and none reaches them.
 _HEAD, _OTHERS = "127.0.0.2", ("127.0.0.3", "127.0.0.4")
@@ -42,6 +43,9 @@ class Nodes:
         # Ray puts sockets there, whose paths have a limit of some 100 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
         (self._folder / "ray_cpu_platform.py").write_text(_PLATFORM)
+        # Where this can be imported, a node's agent serves HTTP, and imports more for it than a busy machine
+        # does in the 15 s that Ray gives it.
+        (self._folder / "aiohttp_cors.py").write_text("raise ImportError\n")
         about = self._folder / "ray_cpu_platform-1.dist-info"
         about.mkdir()
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: ray-cpu-platform\nVersion: 1\n")
@@ -102,7 +106,7 @@ class Nodes:
             )
         deadline = time.monotonic() + _START_S
         while "Ray runtime started" not in self._log(address):
-            if self._running[address].poll() is not None or time.monotonic() > deadline:
+            if _has_failed(self._running[address]) or time.monotonic() > deadline:
                 _kill(self._running.pop(address))
                 return False
             time.sleep(0.5)
@@ -132,6 +136,16 @@ class Nodes:
 
 def _tree(process: psutil.Popen) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
+
+
+def _has_failed(process: psutil.Popen) -> bool:
+    """Whether a node ended, or its raylet did, which Ray itself notices only after `_START_S`."""
+    if process.poll() is not None:
+        return True
+    with suppress(psutil.NoSuchProcess):
+        ended = [each.name() for each in process.children() if each.status() == psutil.STATUS_ZOMBIE]
+        return "raylet" in ended
+    return False
 
 
 def _kill(process: psutil.Popen) -> None:
