@@ -28,6 +28,8 @@ RUN_BY = {
     ("docs/history.md", "Look"): "tests/read/test_open_run.py",
     ("docs/in-process.md", "An app of your own"): "tests/vllm_plugin/own_app.py",
     ("docs/in-process.md", "LLM in one process"): "tests/vllm_plugin/offline_job.py",
+    ("docs/in-process.md", "Ranks that torchrun starts"): "tests/vllm_plugin/launched_ranks.py",
+    ("docs/in-process.md", "Ray Serve"): "tests/vllm_plugin/test_ray_serve.py",
     ("docs/integrations.md", "Transformers"): "tests/integrations/test_integrations_page.py",
     ("docs/integrations.md", "TRL"): "tests/integrations/test_integrations_page.py",
     ("docs/integrations.md", "Adapters with TRL"): "tests/integrations/test_integrations_page.py",
@@ -40,11 +42,6 @@ RUN_BY = {
 """Blocks of Python that other tests run, since they need ranks or servers: the heading, or "" for all."""
 
 PARSED = {
-    (
-        "docs/in-process.md",
-        "Ranks that torchrun starts",
-    ): "tests/vllm_plugin/launched_ranks.py makes these calls",
-    ("docs/in-process.md", "Ray Serve"): "it needs a cluster of Ray Serve",
     (
         "docs/observability.md",
         "Charts of the trainer",

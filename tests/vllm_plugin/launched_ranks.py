@@ -6,14 +6,16 @@ Writes what this rank was answered to `found-RANK.json`.
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
 from tests.support import tiny_qwen
+from tests.support.pages import code_of
 
 RANK = int(os.environ["RANK"])
 LAST = int(os.environ["WORLD_SIZE"]) - 1
@@ -64,7 +66,7 @@ class Rank:
         found = {key: status[key] for key in ("rank", "serving", "half_applied", "update_open")}
         found |= {"label": self.llm.get_weight_version(), "fingerprint": self.call("delta_fingerprint")}
         if answers:
-            greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            greedy = SamplingParams(temperature=0)
             (said,) = self.llm.generate([{"prompt_token_ids": PROMPT}], greedy, use_tqdm=False)
             found["answer"] = list(said.outputs[0].token_ids)
         return found
@@ -108,10 +110,35 @@ def follow(rank: Rank, store: str, *, answers: bool) -> dict[str, Any]:
     return found
 
 
+def example(model: str, store: str) -> dict[str, Any]:
+    """Run the code of `docs/in-process.md`; return each version's answer, and what is served last."""
+    (code,) = code_of("docs/in-process.md", "Ranks that torchrun starts")
+    answers: list[list[int]] = []
+
+    def train(module: torch.nn.Module, outputs: Sequence[Any]) -> None:
+        answers.append(list(outputs[0].outputs[0].token_ids))
+        tokens = torch.tensor([PROMPT + answers[-1]]).roll(RANK)
+        optimiser = torch.optim.AdamW(module.parameters(), lr=0.1)
+        module(input_ids=tokens, labels=tokens).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+    names: dict[str, Any] = {"train": train, "prompts": [{"prompt_token_ids": PROMPT}]}
+    code = code.replace('"MODEL",\n', f'"{model}",\n    enforce_eager=True,\n').replace("MODEL", model)
+    exec(code.replace("s3://bucket/my-run", store), names)
+    answers.append(list(names["answers"][0].outputs[0].token_ids))
+    (status,), (fingerprint,) = map(names["llm"].collective_rpc, ("delta_status", "delta_fingerprint"))
+    return {"answers": answers, "serving": status["serving"], "fingerprint": fingerprint}
+
+
 def main(folder: Path, model: str, store: str, options: dict[str, Any]) -> None:
     answers = options.get("pipeline_parallel_size", 1) == 1
-    rank = Rank(model, options)
-    found = follow(rank, store, answers=answers) if store else rank.state(answers=answers)
+    if not options:
+        found = example(model, store)
+    elif store:
+        found = follow(Rank(model, options), store, answers=answers)
+    else:
+        found = Rank(model, options).state(answers=answers)
     (folder / f"found-{RANK}.json").write_text(json.dumps(found))
     # At once, without a word to the other ranks.
     os._exit(0)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from server_process import ENVIRONMENT, HERE
 from trainer import Trainer, replayed
 
+from patchstore import replay
 from patchstore.stores import open_store
 
 pytestmark = pytest.mark.exhaustive
@@ -19,15 +21,17 @@ pytestmark = pytest.mark.exhaustive
 NUM_RANKS = 2
 
 
-def launch(folder: Path, model: Path, store: str = "") -> list[dict[str, Any]]:
-    """Start an engine of two ranks, and return what each of them was answered."""
+def launch(folder: Path, model: Path, store: str = "", *, example: bool = False) -> list[dict[str, Any]]:
+    """Start an engine of two ranks, that of the page as an example; return what each of them was answered."""
     folder.mkdir()
-    options = {"tensor_parallel_size": NUM_RANKS}
+    options = {} if example else {"tensor_parallel_size": NUM_RANKS}
     job = [str(HERE / "launched_ranks.py"), str(folder), str(model), store, json.dumps(options)]
     at = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(NUM_RANKS)]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *at, *job],
-        env=os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "GLOO_SOCKET_IFNAME": "lo"},
+        env=os.environ
+        | ENVIRONMENT
+        | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_KVCACHE_SPACE": "1"},
         capture_output=True,
         text=True,
         timeout=900,
@@ -108,3 +112,16 @@ def test_a_rank_that_ended_is_named_to_the_other_now_and_later(found):
     assert (state["serving"], state["half_applied"], state["label"]) == (None, True, "default")
     assert applied == opened
     assert applied.startswith("[rank-lost] rank 1 of torch.distributed ended, or did not answer")
+
+
+def test_ranks_that_also_train_serve_what_they_publish_as_a_fresh_start_does(folder, model):
+    ranks = launch(folder / "example", model, str(folder / "run"), example=True)
+    answers = ranks[0]["answers"]
+    assert [rank["answers"] for rank in ranks] == [answers] * NUM_RANKS
+    assert [rank["serving"] for rank in ranks] == [3] * NUM_RANKS
+    assert len(answers) == 4
+    assert all(before != after for before, after in pairwise(answers))
+    replay(str(folder / "run"), 3, out=folder / "replayed")
+    fresh = launch(folder / "fresh", folder / "replayed")
+    assert [rank["answer"] for rank in fresh] == [answers[3]] * NUM_RANKS
+    assert [rank["fingerprint"] for rank in fresh] == [rank["fingerprint"] for rank in ranks]
