@@ -50,6 +50,10 @@ class Lent:
     path: Path
     _lock: locks.Handle
 
+    def is_whole(self) -> bool:
+        """Whether what vLLM reads is still there: who cleans folders for temporary files knows no lock."""
+        return self._lock.is_at(self.path) and _is_whole(self.path)
+
     def close(self) -> None:
         self._lock.close()
 
@@ -61,6 +65,13 @@ class AdapterFolders:
         """Keep them in `adapters` of a folder, which is made when it is needed."""
         self._folder, self._keep = scratch.absolute() / "adapters", keep
 
+    def path(self, run: Run, version: int) -> Path:
+        """Return which folder a version has, whether it is there or not. Raises as `lend`."""
+        return self._path(run, *run.stored(version))
+
+    def _path(self, run: Run, manifest: Manifest, data: bytes) -> Path:
+        return self._folder / layout.check_file_name(run.header.run_id) / _name(manifest.version, data)
+
     def lend(self, run: Run, version: int) -> Lent:
         """Return a version's folder; make it if there is none. After an error nothing of it is left.
 
@@ -70,7 +81,7 @@ class AdapterFolders:
             HostError: there is no space for it, or the system refuses something else.
         """
         manifest, data = run.stored(version)
-        path = self._folder / layout.check_file_name(run.header.run_id) / _name(version, data)
+        path = self._path(run, manifest, data)
         with host.asked(f"keeping {path}", kinds=(OSError,)):
             # Folders for temporary files are cleaned, this one with them.
             for folder in (self._folder.parent, self._folder, path.parent):
@@ -94,6 +105,9 @@ class AdapterFolders:
                 logger.warning("%s is made again: %s", path, exc)
                 _remove(path)
                 return None
+        elif run.header.adapter is not None and not _is_whole(path):
+            _remove(path)
+            return None
         return _held(path)
 
     def _make(self, run: Run, manifest: Manifest, path: Path) -> None:
@@ -208,6 +222,11 @@ def _held(path: Path) -> Lent:
         lock.close()
         raise
     return Lent(path, lock)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a folder of adapters has both files that vLLM reads."""
+    return all((path / name).is_file() for name in (layout.ADAPTER_CONFIG, layout.ADAPTER_WEIGHTS))
 
 
 def _is_unused(path: Path) -> bool:

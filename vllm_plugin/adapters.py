@@ -23,7 +23,9 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -37,7 +39,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from patchstore.bucket.records import Adapter, Base, Schema
-from patchstore.errors import LoadFailed, NotFound, PatchstoreError, SchemaMismatch, UsageError
+from patchstore.errors import LoadFailed, NotFound, PatchstoreError, SchemaMismatch, StoreReplaced, UsageError
 from patchstore.follow.vllm_protocol import FUSED_EXPERTS
 from patchstore.read.run import Run
 from patchstore.stores import Store, open_store
@@ -126,9 +128,19 @@ class _Source:
         with unquoted(self.url):
             return Run.open(self._store, required_keys())
 
-    def number(self, wanted: int | str | None) -> int:
-        """Return the number of a version."""
-        return wanted if isinstance(wanted, int) else self.run().named(wanted)
+    def found(self, wanted: int | str | None) -> tuple[int, Path]:
+        """Return the number of a version, and the folder that it has on this host."""
+        run = self.run()
+        version = wanted if isinstance(wanted, int) else run.named(wanted)
+        return version, _folders().path(run, version)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A version that vLLM has."""
+
+    source: _Source
+    lent: Lent
 
 
 class _Name:
@@ -140,8 +152,7 @@ class _Name:
         """Configured, or a version was loaded; before that, a first load is under way, or has failed."""
         self.chosen: int | None = None
         """The version that the name alone means."""
-        self.held: dict[int, _Source] = {}
-        """Versions that vLLM has, and where each is from."""
+        self.held: dict[int, _Held] = {}
         self.asked: dict[int, float] = {}
         """When something asked for each of these last."""
 
@@ -168,6 +179,8 @@ class Adapters:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "patchstore-adapters")
         self._fixed: dict[str, Adapter] = {}
         """Versions that are held or fetched under whose run the base may not change, by full name."""
+        self._asking: weakref.WeakKeyDictionary[asyncio.Task[Any], str] = weakref.WeakKeyDictionary()
+        """Which version each request means, that it may have no answer from yet."""
 
     # What vLLM calls.
 
@@ -205,14 +218,19 @@ class Adapters:
         if known is None or self.models.is_base_model(model) or not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
             return model
         with _answered():
-            version = _version(wanted) if at else known.meant()
-            if not isinstance(version, int):
-                asked = version if at else known.wanted
-                version = await self._once(model, lambda: self._in_thread(known.source.number, asked))
+            meant, source, folder = _version(wanted) if at else known.meant(), known.source, None
+            if isinstance(meant, int):
+                version = meant
+                source = known.held[version].source if version in known.held else source
+            else:
+                asked = meant if at else known.wanted
+                version, folder = await self._once(model, lambda: self._in_thread(source.found, asked))
                 if not at and known.wanted is not None:
                     # What was configured holds until another version is chosen.
                     known.chosen = known.chosen if known.chosen is not None else version
-            await self._hold(known, version, known.held.get(version, known.source))
+            await self._hold(known, version, source, folder)
+            if (task := asyncio.current_task()) is not None:
+                self._asking[task] = known.full(version)
             return known.full(version)
 
     async def load(
@@ -241,8 +259,8 @@ class Adapters:
             source = known.source if known.source.url == url else _Source(url)
             if not known.is_known:
                 known.source = source
-            version = await self._in_thread(
-                source.number, _version(number) if at and wanted is None else wanted
+            version, folder = await self._in_thread(
+                source.found, _version(number) if at and wanted is None else wanted
             )
             if at and version != _version(number):
                 raise UsageError(f"{full} cannot be version {version} of {url}")
@@ -251,7 +269,7 @@ class Adapters:
                     f"{name} is version {known.chosen} now: load {known.full(version)}, or switch to it with "
                     '"load_inplace": true'
                 )
-            await self._hold(known, version, source)
+            await self._hold(known, version, source, folder)
             known.is_known = True
             if not at:
                 known.chosen, known.source = version, source
@@ -292,30 +310,51 @@ class Adapters:
 
     # What is held.
 
-    async def _hold(self, known: _Name, version: int, source: _Source) -> None:
-        """Have vLLM hold a version. Of several that ask at once, one loads it."""
+    async def _hold(self, known: _Name, version: int, source: _Source, folder: Path | None) -> None:
+        """Have vLLM hold a version. Of several that ask at once, one loads it.
+
+        Args:
+            folder: what the store has now is to have this one; None if the store was not asked.
+        """
         full = known.full(version)
-        while version not in known.held:
+        while (held := known.held.get(version)) is None or not held.lent.is_whole():
             await self._once(full, lambda: self._load(known, version, source))
-        if known.held[version].url != source.url:
-            raise UsageError(
-                f"{full} is of {known.held[version].url}, and not of {source.url}: unload it first"
-            )
+        if held.source.url != source.url:
+            raise UsageError(f"{full} is of {held.source.url}, and not of {source.url}: unload it first")
+        if folder not in {None, held.lent.path}:
+            raise _replaced(full, source)
         known.asked[version] = time.monotonic()
 
     async def _load(self, known: _Name, version: int, source: _Source) -> None:
         full = known.full(version)
-        if full in self.models.lora_requests:
-            raise UsageError(f"{full} is an adapter that is of no run: unload it first")
-        state = await self._base_state()
+        if (held := known.held.get(version)) is not None:
+            await self._restore(known, version, held)
+            return
+        if full in self.models.lora_requests or self.models.is_base_model(full):
+            raise UsageError(f"{full} is a model of this server that is of no run: unload it first")
         try:
-            lent, schema = await self._in_thread(self._fetch, full, source, version, state)
-            await self._add(full, lent, schema)
+            run, adapter = await self._in_thread(self._opened, full, source)
+            state = None if adapter.base_may_change else await self._base_state()
+            lent = await self._in_thread(self._fetch, full, run, adapter, version, state)
+            await self._add(full, lent, run.schema)
         except BaseException:
             self._fixed.pop(full, None)
             raise
-        known.held[version], known.asked[version] = source, time.monotonic()
+        known.held[version], known.asked[version] = _Held(source, lent), time.monotonic()
         await self._make_room(full)
+
+    async def _restore(self, known: _Name, version: int, held: _Held) -> None:
+        """Make a folder again that was removed: vLLM may load it again at any step, and ends if it cannot."""
+        lent = await self._in_thread(lambda: _folders().lend(held.source.run(), version))
+        full = known.full(version)
+        if known.held.get(version) is not held:
+            lent.close()
+        elif lent.path != held.lent.path:
+            lent.close()
+            raise _replaced(full, held.source)
+        else:
+            weakref.finalize(self.models.lora_requests[full], lent.close)
+            known.held[version] = _Held(held.source, lent)
 
     async def _add(self, full: str, lent: Lent, schema: Schema) -> None:
         """Have vLLM load a folder."""
@@ -357,18 +396,25 @@ class Adapters:
         self._fixed.pop(known.full(version), None)
 
     def _in_use(self) -> set[str | None]:
-        """The adapters of all requests that run or wait."""
-        return {each.lora_name for each in self._engine.output_processor.request_states.values()}
+        """The adapters of all requests, from when they name one."""
+        running = {each.lora_name for each in self._engine.output_processor.request_states.values()}
+        return running | {full for task, full in self._asking.items() if not task.done()}
 
     # On threads.
 
-    def _fetch(self, full: str, source: _Source, version: int, state: str | None) -> tuple[Lent, Schema]:
-        """Return the folder of a version that this server can load, and what is in it."""
+    def _opened(self, full: str, source: _Source) -> tuple[Run, Adapter]:
+        """Open the run of a version, and from here on refuse updates of the base that it excludes."""
         run = source.run()
-        adapter = self._check_base(run, state)
+        if (adapter := run.header.adapter) is None:
+            raise UsageError(f"{source.url} holds whole models, and no adapters")
         if not adapter.base_may_change:
             self._fixed[full] = adapter
-        lent = AdapterFolders(default_scratch()).lend(run, version)
+        return run, adapter
+
+    def _fetch(self, full: str, run: Run, adapter: Adapter, version: int, state: str | None) -> Lent:
+        """Return the folder of a version that this server can load."""
+        self._check_base(run, adapter, state)
+        lent = _folders().lend(run, version)
         try:
             self._check_modules(run.schema)
             PEFTHelper.from_local_dir(str(lent.path), None).validate_legal(self._config.lora_config)
@@ -378,22 +424,18 @@ class Adapters:
         except BaseException:
             lent.close()
             raise
-        return lent, run.schema
+        return lent
 
-    def _check_base(self, run: Run, state: str | None) -> Adapter:
-        """Return what a run says of its adapters, which are for what this server serves."""
-        if (adapter := run.header.adapter) is None:
-            raise UsageError(f"{run.store.url} holds whole models, and no adapters")
+    def _check_base(self, run: Run, adapter: Adapter, state: str | None) -> None:
+        """Refuse adapters that are not for what this server serves."""
         model = self._config.model_config
         names = [model.model, *(path.name for path in self.models.base_model_paths)]
-        state = None if adapter.base_may_change else state
         ours = [Base(name=name, revision=model.revision, state=state) for name in names]
         if all(adapter.base.differs(each) for each in ours):
             raise SchemaMismatch(
                 f"{run.store.url} has {adapter}, but this server serves {ours[0]}"
                 f"{f', called {names[-1]}' if names[-1] != names[0] else ''}"
             )
-        return adapter
 
     def _check_modules(self, schema: Schema) -> None:
         """Refuse what vLLM would leave out without a word."""
@@ -429,12 +471,14 @@ class Adapters:
             raise UsageError(f"{name} is another model of this server: give the run's adapter another name")
 
     async def _base_state(self) -> str | None:
-        """Return the state digest of the version that this server serves of its base, if it is one."""
+        """Return the state digest of the version that this server serves of its base, if it follows a run."""
         if not has_delta(self._config):
             return None
         ranks = await self._engine.collective_rpc("delta_status")
+        if any(rank.get("update_open") for rank in ranks):
+            raise HTTPException(503, "the base is being updated, and this adapter excludes that: try again")
         states = {rank.get("state_digest") for rank in ranks}
-        return states.pop() if len(states) == 1 else None
+        return (states.pop() if len(states) == 1 else None) or "of no known version"
 
     async def _once(self, what: str, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do something once for all that ask for it meanwhile. It goes on if one of them gives up."""
@@ -461,6 +505,16 @@ def _configured() -> Iterator[_Name]:
         known = _Name(name, _Source(url), wanted)
         known.is_known = True
         yield known
+
+
+def _folders() -> AdapterFolders:
+    return AdapterFolders(default_scratch())
+
+
+def _replaced(full: str, source: _Source) -> StoreReplaced:
+    return StoreReplaced(
+        f"{full} is not what {source.url} has now, whose objects were replaced: unload it first"
+    )
 
 
 def _split(place: str) -> tuple[str, int | str | None]:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Coroutine
@@ -15,7 +16,7 @@ import tiny_adapter
 from fastapi import HTTPException
 
 from patchstore import PeftAdapter, Publisher
-from patchstore.bucket import history
+from patchstore.bucket import history, kept
 from patchstore.errors import UsageError
 from patchstore.read.run import Run
 from patchstore.signing import KeySigner, statement
@@ -44,6 +45,7 @@ class Engine:
         self.refusal: Exception | None = None
         self.errored = False
         self.state: str | None = None
+        self.update_open = False
         self.output_processor = SimpleNamespace(request_states={})
         lora = SimpleNamespace(max_cpu_loras=2, max_lora_rank=8, target_modules=None)
         model = SimpleNamespace(model="/models/tiny", revision=None)
@@ -64,7 +66,7 @@ class Engine:
 
     async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
         assert method == "delta_status"
-        return [{"state_digest": self.state}] * 2
+        return [{"state_digest": self.state, "update_open": self.update_open}] * 2
 
 
 class Models:
@@ -212,6 +214,81 @@ def test_a_folder_stays_for_as_long_as_a_request_has_it(new, store):
     assert Path(found.models.lora_requests["policy@2"].lora_path).is_dir()
 
 
+@pytest.mark.parametrize("gone", ["", "adapter_model.safetensors", "adapter_config.json"])
+def test_a_folder_that_others_removed_is_made_again_before_vllm_may_load_it(new, store, gone):
+    found = new()
+    engine = found.models.engine_client
+    run(found.resolve("policy@1"))
+    before = found.models.lora_requests["policy@1"]
+    path = Path(before.lora_path)
+    path.chmod(0o700)
+    files = {each.name: each.read_bytes() for each in path.iterdir()}
+    shutil.rmtree(path) if not gone else (path / gone).unlink()
+    run(found.resolve("policy@1"))
+    assert {each.name: each.read_bytes() for each in path.iterdir()} == files
+    assert found.models.lora_requests["policy@1"] is before
+    assert engine.num_loads == 1
+    # It is held again.
+    AdapterFolders(default_scratch(), keep=0).lend(Run.open(open_store(store)), 3).close()
+    assert path.is_dir()
+
+
+def test_a_version_that_a_request_has_named_is_in_use_until_its_answer_is_sent(new, store):
+    found = new()
+
+    async def ask() -> None:
+        answered = asyncio.Event()
+
+        async def handle() -> None:
+            await found.resolve("policy@1")
+            # As where vLLM makes tokens of its prompt.
+            await answered.wait()
+
+        asked = asyncio.create_task(handle())
+        while "policy@1" not in found.models.lora_requests:
+            await asyncio.sleep(0.001)
+        with pytest.raises(HTTPException) as caught:
+            await found.unload(nothing, request("policy@1"))
+        assert caught.value.status_code == 409
+        answered.set()
+        await asked
+        await found.unload(nothing, request("policy@1"))
+
+    run(ask())
+    assert found.models.lora_requests == {}
+
+
+def test_what_a_run_held_before_its_objects_were_replaced_is_not_called_what_is_there_now(
+    new, store, tmp_path
+):
+    found = new()
+    kept.tag(open_store(store), "best", 2)
+    for version in (0, 1, 2):
+        run(found.resolve(f"policy@{version}"))
+    shutil.rmtree(store)
+    publish(tmp_path / "new", 3)
+    (tmp_path / "new").rename(store)
+    kept.tag(open_store(store), "best", 2)
+    for ask in (
+        found.load(nothing, request("policy@1", f"{store}@1")),
+        found.load(nothing, request("policy", f"{store}@1", inplace=True)),
+        found.resolve("policy@best"),
+    ):
+        with pytest.raises(HTTPException, match=r"\[store-replaced\] policy@[12] .* unload it first"):
+            run(ask)
+    run(found.unload(nothing, request("policy@1")))
+    run(found.load(nothing, request("policy", f"{store}@1", inplace=True)))
+    folder = Path(found.models.lora_requests["policy@1"].lora_path)
+    assert folder.parent.name == history.run_header(open_store(store)).run_id
+
+
+def test_a_version_that_a_served_name_stands_for_is_not_loaded(new, store):
+    found = new("")
+    found.models.is_base_model = lambda name: name in {"served", "policy@1"}
+    with pytest.raises(HTTPException, match="policy@1 is a model of this server"):
+        run(found.load(nothing, request("policy@1", f"{store}@1")))
+
+
 def test_what_vllm_refuses_is_said_and_not_held(new):
     found = new()
     engine = found.models.engine_client
@@ -263,12 +340,37 @@ def test_an_adapter_of_another_version_of_the_base_is_refused(new, tmp_path, may
     engine = found.models.engine_client
     engine.state = history.read_manifest(open_store(tmp_path / "base"), 0).state.total
     assert run(found.resolve("policy@0")) == "policy@0"
-    engine.state = "blake3:" + 64 * "0"
-    if may_change:
-        assert run(found.resolve("policy@1")) == "policy@1"
-    else:
-        with pytest.raises(HTTPException, match="schema-mismatch"):
-            run(found.resolve("policy@1"))
+    for state in ("blake3:" + 64 * "0", None):
+        engine.state = state
+        if may_change:
+            assert run(found.resolve("policy@1")) == "policy@1"
+        else:
+            with pytest.raises(HTTPException, match="schema-mismatch"):
+                run(found.resolve("policy@1"))
+
+
+def test_an_adapter_is_not_loaded_while_an_update_of_the_base_is_open_or_may_begin(
+    new, adapters, store, monkeypatch
+):
+    found = new()
+    engine = found.models.engine_client
+    engine.update_open = True
+    with pytest.raises(HTTPException) as caught:
+        run(found.resolve("policy@1"))
+    assert (caught.value.status_code, engine.num_loads) == (503, 0)
+    engine.update_open = False
+    refused = []
+
+    async def status(_: str) -> list[dict[str, Any]]:
+        # From before the server is asked what it serves, until the adapter is unloaded.
+        with pytest.raises(HTTPException, match="unload it before the base is updated") as caught:
+            await adapters.update_base(engine, nothing, "delta_prove")
+        refused.append(caught.value.status_code)
+        return [{"state_digest": None, "update_open": False}]
+
+    monkeypatch.setattr(engine, "collective_rpc", status)
+    run(found.resolve("policy@1"))
+    assert refused == [400]
 
 
 @pytest.mark.parametrize("may_change", [False, True])
