@@ -25,6 +25,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
+from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestState
@@ -56,7 +57,9 @@ def install() -> None:
 
     # mypy: a method is assigned.
     setattr(FastAPI, "__call__", responding)  # noqa: B010
-    replace(BaseServing, "_check_model", check_model)
+    # Pooling has a check of its own.
+    for kind in (BaseServing, PoolingBaseServing):
+        replace(kind, "_check_model", check_model)
     replace(AsyncLLM, "generate", generate)
     replace(AsyncLLM, "encode", _encode)
     if hasattr(RequestState, "track_weight_version"):

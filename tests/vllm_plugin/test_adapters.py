@@ -244,7 +244,7 @@ def test_patchstore_follow_keeps_a_server_at_versions_of_a_run_and_then_of_anoth
     ("name", "place", "status", "sentence"),
     [
         ("policy@2", "{policy}@1", 400, "cannot be version 1"),
-        ("policy@1", "{whole}@1", 400, "policy@1 is of"),
+        ("policy@1", "{whole}@1", 404, "version-not-found"),
         ("policy@0", "{whole}@0", 400, "whole models"),
         ("policy@best", "{policy}@1", 400, "NAME@VERSION"),
         ("tiny", "{policy}@1", 400, "another model"),
