@@ -43,9 +43,6 @@ class Nodes:
         # Ray puts sockets there, whose paths have a limit of some 100 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
         (self._folder / "ray_cpu_platform.py").write_text(_PLATFORM)
-        # Where this can be imported, a node's agent serves HTTP, and imports more for it than a busy machine
-        # does in the 15 s that Ray gives it.
-        (self._folder / "aiohttp_cors.py").write_text("raise ImportError\n")
         about = self._folder / "ray_cpu_platform-1.dist-info"
         about.mkdir()
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: ray-cpu-platform\nVersion: 1\n")
