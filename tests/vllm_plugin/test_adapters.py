@@ -50,7 +50,6 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept.tag(open_store(root / "policy"), "best", 2)
     publish(root / "rank-16", 1, rank=16)
     publish(root / "odd", 1, modules=("q_proj", "o_proj"), renamed=("o_proj", "odd_proj"))
-    publish(root / "pissa", 1, init_lora_weights="pissa")
     publish(root / "other-base", 1, base_model_name_or_path="somebody/else")
     with Publisher(root / "whole", small_model()) as publisher:
         publisher.publish_patch(0).result()
@@ -70,7 +69,7 @@ def process(
 ) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("server")
     (folder / "tmp").mkdir()
-    names = {name: stores / name for name in ("rank-16", "pissa", "other-base", "whole", "none")}
+    names = {name: stores / name for name in ("rank-16", "other-base", "whole", "none")}
     names |= {"policy": stores / "policy", "newest": stores / "policy", "odd": stores / "odd"}
     names |= {"judge": f"{stores / 'policy'}@best", "lost": "s3://bucket/lost"}
     environment = {
@@ -167,7 +166,6 @@ def test_a_name_or_a_tag_means_a_version_and_the_answer_says_which(process, stor
         ("policy@???", 400, r"\[usage\]"),
         ("none", 404, r"\[version-not-found\]"),
         ("rank-16", 400, r"\[load-failed\] .*LoRA rank 16 is greater than max_lora_rank 8"),
-        ("pissa", 400, r"\[load-failed\] .*'pissa'"),
         ("odd", 400, r"\[load-failed\] odd@0 was not loaded: vLLM does not adapt odd_proj"),
         ("other-base", 400, r"\[schema-mismatch\] .*base somebody/else.* called tiny"),
         ("whole", 400, r"\[usage\] .*whole models"),
