@@ -8,7 +8,7 @@ A process that publishes alone has all tensors, and so no pieces; it writes seve
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -21,7 +21,7 @@ import torch
 from patchstore.bucket.records import Anchor, Part, Payload, StoreHeader, TensorSpec
 from patchstore.bucket.state_sums import Sums, SumsArray, differing
 from patchstore.codec import tensor_file
-from patchstore.codec.part_table import PartTable
+from patchstore.codec.part_table import PartSums, PartTable
 from patchstore.errors import CorruptObject, PatchstoreError, PublishFailed
 from patchstore.publish.base_checkpoint import BaseCheckpoint
 from patchstore.publish.ownership import Plan, Share, told_sums, total_sums
@@ -53,8 +53,8 @@ class Gathered(NamedTuple):
 
     sources: Mapping[str, Sequence[Source]]
     """By tensor, where its parts are; tensors that are read from the base checkpoint have none."""
-    sums: Mapping[str, Sums]
-    """Of the rank's parts that it does not write, by key."""
+    sums: Future[PartSums]
+    """Of all of the rank's parts; they are digested beside the upload."""
 
 
 class AnchorWriter:
@@ -79,12 +79,11 @@ class AnchorWriter:
     @contextmanager
     def gathered(self, version: int, write_id: str, snapshot: Snapshot) -> Iterator[Gathered]:
         """Make sure that each rank finds the tensors that it writes, until this is left."""
-        place, sums = self._channel.index, dict[str, Sums]()
+        place, sent = self._channel.index, list[Part]()
         key = layout.piece_key(version, write_id, place)
-        # Later anchors are of weights that were trained.
-        known, in_base = self._in_base(snapshot) if version == 0 else ({}, set())
 
         def store() -> Message:
+            nonlocal sent
             sent = [
                 part
                 for part in self._share.parts
@@ -92,12 +91,16 @@ class AnchorWriter:
                 and part.spec.name not in in_base
                 and part.num_elements
             ]
-            return {"key": key, "offsets": self._store_pieces(key, sent, snapshot, sums) if sent else {}}
+            return {"key": key, "offsets": self._store_pieces(key, sent, snapshot) if sent else {}}
 
         def say_where(reports: list[Message]) -> list[Message]:
             return self._sources(reports, in_base)
 
+        beside = ThreadPoolExecutor(1, thread_name_prefix="patchstore-digest")
         try:
+            sums = beside.submit(snapshot.sums, self._table)
+            # Later anchors are of weights that were trained.
+            in_base = self._in_base(sums, snapshot) if version == 0 else set()
             told = self._channel.round("store what others write of an anchor", store, say_where)
             specs = self._header.schema.by_name()
             sources = {
@@ -107,17 +110,18 @@ class AnchorWriter:
                 ]
                 for name, its in told["sources"].items()
             }
-            yield Gathered(sources, {**known, **sums})
+            yield Gathered(sources, sums)
         finally:
-            if sums:
+            beside.shutdown()
+            if sent:
                 # A publisher need not have the right to delete; readers never look at pieces.
                 with suppress(PatchstoreError):
                     self._store.delete(key)
 
-    def _in_base(self, snapshot: Snapshot) -> tuple[dict[str, Sums], set[str]]:
-        """Find tensors that are in the base checkpoint as they are published, so that no rank sends them.
+    def _in_base(self, sums: Future[PartSums], snapshot: Snapshot) -> set[str]:
+        """Name tensors that are in the base checkpoint as they are published, so that no rank sends them.
 
-        Returns the digest sums of this rank's parts of them, by key, and their names.
+        `sums` are of this rank's parts.
         """
         parts = self._share.parts
         whole = {part.spec.name for part in parts if part.is_whole}
@@ -130,8 +134,7 @@ class AnchorWriter:
         there = self._channel.round("look into the base checkpoint", lambda: {"equal": asked}, _united)
         named = set(there["equal"])
         if not named:
-            return {}, set()
-        sums = {part.key: snapshot.read(part)[1] for part in parts if part.spec.name in named}
+            return set()
         writers = {} if self._plan is None else self._plan.writers
 
         def conclude(reports: list[Message]) -> list[Message]:
@@ -144,7 +147,7 @@ class AnchorWriter:
 
         told = self._channel.round(
             "digest what they have",
-            lambda: {"sums": told_sums(self._table, self._table.listed(sums))},
+            lambda: {"sums": told_sums(self._table, sums.result())},
             conclude,
         )
 
@@ -157,13 +160,10 @@ class AnchorWriter:
                         equal.append(spec.name)
             return {"equal": equal}
 
-        equal = set(self._channel.round("compare with the base checkpoint", compare, _united)["equal"])
-        return {part.key: sums[part.key] for part in parts if part.spec.name in equal}, equal
+        return set(self._channel.round("compare with the base checkpoint", compare, _united)["equal"])
 
-    def _store_pieces(
-        self, key: str, parts: Sequence[Part], snapshot: Snapshot, sums: dict[str, Sums]
-    ) -> dict[str, int]:
-        """Upload what this rank has of tensors that others write, and add its digest sums.
+    def _store_pieces(self, key: str, parts: Sequence[Part], snapshot: Snapshot) -> dict[str, int]:
+        """Upload what this rank has of tensors that others write.
 
         Returns by key of the part at which byte of the object it begins.
         """
@@ -174,10 +174,7 @@ class AnchorWriter:
         metadata = {"format": "patchstore", "kind": "pieces"}
 
         def tensors() -> Iterator[torch.Tensor]:
-            for spec in specs:
-                part = named[spec.name]
-                tensor, sums[part.key] = snapshot.read(part)
-                yield tensor
+            return (snapshot.read(named[spec.name]) for spec in specs)
 
         upload(self._store, key, lambda: tensor_file.write(specs, tensors(), metadata))
         starts = accumulate(
@@ -219,8 +216,7 @@ class AnchorWriter:
             partial(upload, self._store, prefix + name, partial(chunks, specs)) for name, specs in self._files
         ]
         payloads = _all_of(jobs, FILES_AT_ONCE if self._channel.is_alone else 1)
-        empty = {part.key: Sums() for part in self._share.parts if not part.num_elements}
-        own = self._table.listed({**empty, **gathered.sums, **reader.own})
+        own = gathered.sums.result()
         report = {
             "files": [asdict(payload) for payload in payloads],
             "written": {name: each.hex() for name, each in reader.sums.items()},
@@ -269,9 +265,7 @@ class _Reader:
         self._store, self._base, self._sources, self._snapshot = store, base, sources, snapshot
         self._reading = Lock()
         self.sums: dict[str, Sums] = {}
-        """Of the tensors that were read, by name."""
-        self.own: dict[str, Sums] = {}
-        """Of the parts in them that are the rank's own, by key."""
+        """Of the tensors that were put together, or read from the base checkpoint, by name."""
 
     def read(self, spec: TensorSpec) -> torch.Tensor:
         if spec.name not in self._sources:
@@ -281,9 +275,7 @@ class _Reader:
             return self._digested(spec, found)
         filled = [source for source in self._sources[spec.name] if source.part.num_elements]
         if len(filled) == 1 and filled[0].part.is_whole and not filled[0].key:
-            tensor = self._own(filled[0].part)
-            self.sums[spec.name] = self.own[spec.name]
-            return tensor
+            return self._own(filled[0].part)
         whole = from_bytes(spec, bytearray(spec.num_bytes))
         for part, key, offset in filled:
             of_whole(part, whole).copy_(self._piece(part, key, offset) if key else self._own(part))
@@ -291,8 +283,7 @@ class _Reader:
 
     def _own(self, part: Part) -> torch.Tensor:
         with self._reading:
-            tensor, self.own[part.key] = self._snapshot.read(part)
-        return tensor
+            return self._snapshot.read(part)
 
     def _digested(self, spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
         with self._reading:

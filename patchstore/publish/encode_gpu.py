@@ -533,6 +533,13 @@ class _Digesting:
         )
 
 
+def digested(table: PartTable, held: Parent, device: torch.device) -> PartSums:
+    """Return the digest sums of all parts of a table."""
+    digesting = _Digesting(table, device)
+    digesting.begin(np.arange(len(table.parts)), held)
+    return digesting.sums()
+
+
 def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy from host memory to the device, without waiting for what that does already."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -297,7 +297,7 @@ def open_run(
         nonlocal sums
         snapshot = prepare()
         if agreed.needs_sums:
-            sums = agreed.table.listed(snapshot.sums(agreed.share.parts))
+            sums = snapshot.sums(agreed.table)
         return {"sums": told_sums(agreed.table, sums)}
 
     def conclude(reports: list[Message]) -> Message:

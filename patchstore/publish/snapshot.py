@@ -11,7 +11,7 @@ import torch
 from patchstore.bucket.records import Part, Schema, TensorSpec
 from patchstore.codec import Encoding, delta
 from patchstore.codec.delta import EncodedDelta
-from patchstore.codec.part_table import PartTable
+from patchstore.codec.part_table import PartSums, PartTable
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.kernels import are_usable
 from patchstore.quantization import Form
@@ -249,10 +249,12 @@ class Snapshot(Protocol):
         """Compile what `encode` runs, while no change waits for it; the snapshot stays as it is."""
         ...
 
-    def sums(self, parts: Sequence[Part]) -> dict[str, Sums]: ...
+    def sums(self, table: PartTable) -> PartSums:
+        """Return the digest sums of all parts; `table` as of `encode`. Another thread may `read` then."""
+        ...
 
-    def read(self, part: Part) -> tuple[torch.Tensor, Sums]:
-        """Return a part in host memory, and its digest sums; one thread at a time."""
+    def read(self, part: Part) -> torch.Tensor:
+        """Return a part in host memory; one thread at a time."""
         ...
 
     def digest(self, tensor: torch.Tensor) -> Sums:
@@ -438,16 +440,17 @@ class PlainSnapshot:
     def warm_up(self, table: PartTable, encoding: Encoding) -> None:
         pass
 
-    def sums(self, parts: Sequence[Part]) -> dict[str, Sums]:
-        whole = [part for part in parts if part.is_whole]
+    def sums(self, table: PartTable) -> PartSums:
+        whole = [part for part in table.parts if part.is_whole]
         schema = Schema(tensors=tuple(part.spec for part in whole), tied={})
         found = state_digest.of_tensors(schema, ((part.key, self.tensors[part.key]) for part in whole))
-        cut = (part for part in parts if not part.is_whole)
-        return found | {part.key: part_sums.digest(part, self.tensors[part.key]) for part in cut}
+        cut = (part for part in table.parts if not part.is_whole)
+        return table.listed(
+            found | {part.key: part_sums.digest(part, self.tensors[part.key]) for part in cut}
+        )
 
-    def read(self, part: Part) -> tuple[torch.Tensor, Sums]:
-        tensor = self.tensors[part.key].cpu()
-        return tensor, part_sums.digest(part, tensor)
+    def read(self, part: Part) -> torch.Tensor:
+        return self.tensors[part.key].cpu()
 
     def digest(self, tensor: torch.Tensor) -> Sums:
         return state_digest.of_tensor(tensor)

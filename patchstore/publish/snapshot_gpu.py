@@ -20,7 +20,7 @@ from patchstore.codec import Encoding
 from patchstore.codec.context import Context
 from patchstore.codec.delta import EncodedDelta
 from patchstore.codec.index import Gap, Raw
-from patchstore.codec.part_table import PartTable, Together
+from patchstore.codec.part_table import PartSums, PartTable, Together
 from patchstore.kernels import compare, index_encode, new_stream, on
 from patchstore.kernels.compare import Found
 from patchstore.publish import encode_gpu
@@ -39,7 +39,6 @@ from patchstore.publish.snapshot import (
     served,
 )
 from patchstore.support.threads import Task, Worker
-from patchstore.tensors import parts as part_sums
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, bits
 from patchstore.tensors.columns import Changes, Group
@@ -392,29 +391,23 @@ class DeviceSnapshot:
             if self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
 
-    def read(self, part: Part) -> tuple[torch.Tensor, Sums]:
+    def read(self, part: Part) -> torch.Tensor:
         tensor = self.tensors[part.key]
-        if self._reader is None:
-            return tensor, part_sums.digest(part, tensor)
+        if self._reader is None or tensor.device.type == "cpu":
+            return tensor
         with torch.cuda.stream(self._reader):
-            host = tensor
-            if tensor.device.type == "cuda":
-                # Not one buffer for all: an upload may still hold views of the tensor before.
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-                host.copy_(tensor, non_blocking=True)
-            try:
-                sums = self._digested(part, tensor)
-            except torch.OutOfMemoryError:
-                sums = None
+            # Not one buffer for all: an upload may still hold views of the tensor before.
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
             self._reader.synchronize()
-            return host, part_sums.digest(part, host) if sums is None else sums
+            return host
 
     def digest(self, tensor: torch.Tensor) -> Sums:
         if self._reader is None:
             return state_digest.of_tensor(tensor)
         with torch.cuda.stream(self._reader):
             try:
-                return self._digested_run(0, tensor)
+                return self._digested(tensor)
             except torch.OutOfMemoryError:
                 return state_digest.of_tensor(tensor)
 
@@ -423,15 +416,10 @@ class DeviceSnapshot:
             with self.here(), on(self.side):
                 encode_gpu.warm_up(table, self._parent, self.device)
 
-    def sums(self, parts: Sequence[Part]) -> dict[str, Sums]:
-        found = {}
-        for part in parts:
-            tensor = self.tensors[part.key]
-            try:
-                found[part.key] = self._digested(part, tensor)
-            except torch.OutOfMemoryError:
-                found[part.key] = part_sums.digest(part, tensor)
-        return found
+    def sums(self, table: PartTable) -> PartSums:
+        # Over the bus where it is in host memory.
+        with self.here(), on(self._reader):
+            return encode_gpu.digested(table, self._parent, self.device)
 
     def encode(self, schema: Schema, table: PartTable, changes: Changes, encoding: Encoding) -> EncodedDelta:
         assert isinstance(changes, DeviceChanges)
@@ -461,21 +449,13 @@ class DeviceSnapshot:
             return self._copied(pieces, rooms_for(pieces, self.device), lambda _: None)
         return ((piece, self._parent) for piece in pieces)
 
-    def _digested(self, part: Part, tensor: torch.Tensor) -> Sums:
-        """Digest a part on the device, in pieces where it is not there."""
-        if tensor.device.type == "cuda":
-            return part_sums.digest(part, tensor)
-        if (first := part.run) is not None:
-            return self._digested_run(first, tensor)
-        return part_sums.digest(part, tensor)
-
-    def _digested_run(self, first: int, tensor: torch.Tensor) -> Sums:
-        """Digest elements that follow each other from position `first` on, on the device."""
+    def _digested(self, tensor: torch.Tensor) -> Sums:
+        """Digest a tensor of the host on the device, in pieces."""
         sums, flat = Sums(), tensor.view(-1)
         step = DIGEST_BYTES // tensor.element_size()
         for start in range(0, flat.numel(), step):
             some = flat[start : start + step].to(self.device)
-            sums = sums.plus(state_digest.of_run(first + start, some))
+            sums = sums.plus(state_digest.of_run(start, some))
         return sums
 
     def here(self) -> AbstractContextManager[object]:

@@ -22,9 +22,12 @@ M = 0xFF51AFD7ED558CCD
 
 LOW = 0xFFFFFFFF
 CHUNK = 1 << 15
-"""Elements mixed at a time: int64 temporaries stay in the cache (300 M/s a core), and torch does not
+"""Elements mixed at a time by torch: int64 temporaries stay in the cache (300 M/s a core), and torch does not
 split an operation of this size over threads, whose waiting for each other took ten times as long as the
 work on a busy host."""
+NUMPY_CHUNK = 1 << 17
+"""The same by numpy. Several threads do that beside each other, and each waits for Python's lock after every
+operation: with smaller chunks that took longer than the work."""
 DEVICE_CHUNK = 1 << 23
 """The same on a device, where launching an operation costs more than its temporaries."""
 COMPARE_CHUNK = 1 << 22  # elements; bounds the temporaries of a comparison to a few tens of MB
@@ -87,9 +90,9 @@ def sum_each(bits: Array, counts: Array, indices: Array | None = None) -> tuple[
     some = np.flatnonzero(counts)  # reduceat would take an empty part for one element
     ends = counts[some].cumsum()
     before = (ends - counts[some]).astype(np.uint64) * np.uint64(A)
-    ramp = np.arange(1, min(CHUNK, len(bits)) + 1, dtype=np.uint64) * np.uint64(A)
-    for start in range(0, len(bits), CHUNK):
-        end = min(start + CHUNK, len(bits))
+    ramp = np.arange(1, min(NUMPY_CHUNK, len(bits)) + 1, dtype=np.uint64) * np.uint64(A)
+    for start in range(0, len(bits), NUMPY_CHUNK):
+        end = min(start + NUMPY_CHUNK, len(bits))
         first, last = np.searchsorted(ends, (start, end - 1), side="right")
         cuts = np.concatenate([[0], ends[first:last] - start])
         u = bits[start:end].astype(np.uint64)
