@@ -13,10 +13,12 @@ def work_folder(where: Path | None, name: str) -> Iterator[Path]:
     """Yield a folder for all files of a benchmark, which is removed afterwards, also at SIGTERM.
 
     Args:
-        where: the folder's parent; None for the system's folder of temporary files.
+        where: the folder's parent, which is made if need be; None for the system's folder of temporary files.
     """
     # Without a handler, SIGTERM would leave child processes and the folder behind.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    if where is not None:
+        where.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"patchstore-{name}-", dir=where) as folder:
         yield Path(folder)
 

@@ -10,13 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import boto3
 import pytest
 import tiny_adapter
 import torch
 import vllm
 from asking import Answer, ask
-from moto.server import ThreadedMotoServer
 from server_process import ForkingServer, ServerProcess
 from trainer import Trainer, replayed
 
@@ -124,6 +122,10 @@ def test_an_old_version_is_known_without_a_search_and_its_anchor_is_not_read_aga
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A URL on a server of S3 that this process, and what it starts, reaches."""
+    # Not above: the other tests run on hosts that have no moto.
+    import boto3
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     url = "http://{}:{}".format(*server.get_host_and_port())

@@ -249,7 +249,10 @@ def executor():
 
     executor = object.__new__(MultiprocExecutor)
     delta = SimpleNamespace(backend="delta")
-    executor.vllm_config = SimpleNamespace(weight_transfer_config=delta, lora_config=None)
+    parallel = SimpleNamespace(enable_fault_tolerance=False)
+    executor.vllm_config = SimpleNamespace(
+        weight_transfer_config=delta, lora_config=None, parallel_config=parallel
+    )
     executor.is_failed, executor.futures_queue = False, deque()
     executor.rpc_broadcast_mq = SimpleNamespace(enqueue=broadcast)
     executor.response_mqs = [Replies(), Replies()]
@@ -268,7 +271,7 @@ def test_a_call_after_one_that_failed_has_its_own_answer_whatever_the_workers_ha
 
 @pytest.mark.parametrize(("lora", "second"), [(object(), "two"), (None, "unread")])
 def test_a_server_with_adapters_is_kept_in_step_and_others_are_left_alone(executor, lora, second):
-    executor.vllm_config = SimpleNamespace(weight_transfer_config=None, lora_config=lora)
+    executor.vllm_config.weight_transfer_config, executor.vllm_config.lora_config = None, lora
     executor.response_mqs[0].waiting.append(("FAILURE", "made to fail"))
     executor.rpc_broadcast_mq.enqueue((None, ("unread",)))
     with pytest.raises(RuntimeError, match="made to fail"):
