@@ -27,7 +27,7 @@ split an operation of this size over threads, whose waiting for each other took 
 work on a busy host."""
 NUMPY_CHUNK = 1 << 17
 """The same by numpy. Several threads do that beside each other, and each waits for Python's lock after every
-operation: with smaller chunks that took longer than the work."""
+operation, which takes long with small chunks."""
 DEVICE_CHUNK = 1 << 23
 """The same on a device, where launching an operation costs more than its temporaries."""
 COMPARE_CHUNK = 1 << 22  # elements; bounds the temporaries of a comparison to a few tens of MB
@@ -90,22 +90,30 @@ def sum_each(bits: Array, counts: Array, indices: Array | None = None) -> tuple[
     some = np.flatnonzero(counts)  # reduceat would take an empty part for one element
     ends = counts[some].cumsum()
     before = (ends - counts[some]).astype(np.uint64) * np.uint64(A)
-    ramp = np.arange(1, min(NUMPY_CHUNK, len(bits)) + 1, dtype=np.uint64) * np.uint64(A)
+    # One piece of memory for all: that of a temporary array is mapped and unmapped each time, which takes
+    # longer than the work where threads of the process do it beside each other.
+    ramp, room, rest = np.empty((3, min(NUMPY_CHUNK, len(bits))), dtype=np.uint64)
+    np.multiply(np.arange(1, len(ramp) + 1, dtype=np.uint64), np.uint64(A), out=ramp)
     for start in range(0, len(bits), NUMPY_CHUNK):
         end = min(start + NUMPY_CHUNK, len(bits))
+        u, high = room[: end - start], rest[: end - start]
         first, last = np.searchsorted(ends, (start, end - 1), side="right")
         cuts = np.concatenate([[0], ends[first:last] - start])
-        u = bits[start:end].astype(np.uint64)
+        np.copyto(u, bits[start:end])
         u *= np.uint64(B)
         if indices is not None:
-            u += (indices[start:end].astype(np.uint64) + np.uint64(1)) * np.uint64(A)
+            np.copyto(high, indices[start:end], casting="unsafe")
+            high += np.uint64(1)
+            high *= np.uint64(A)
+            u += high
         else:
             u += ramp[: end - start]
             behind = np.uint64(start * A % 2**64) - before[first : last + 1]
             u += behind if first == last else np.repeat(behind, np.diff(cuts, append=end - start))
-        u ^= u >> np.uint64(32)
+        np.right_shift(u, np.uint64(32), out=high)
+        u ^= high
         u *= np.uint64(M)
-        high = u >> np.uint64(32)
+        np.right_shift(u, np.uint64(32), out=high)
         u ^= high
         parts = some[first : last + 1]
         firsts[parts] += np.add.reduceat(u, cuts)

@@ -108,9 +108,9 @@ def change(tensors: Mapping[str, torch.Tensor], *, seed: int, share: float = 0.0
         tensor[chosen] = (tensor[chosen].float() * 1.1).to(tensor.dtype)
 
 
-def step(trainer: Trainer) -> None:
-    """Change some numbers by a tenth, and with them some codes and scales."""
-    change(trainer.tensors, seed=len(trainer.history))
+def step(trainer: Trainer, *, share: float = 0.02) -> None:
+    """Change a share of the numbers by a tenth, and with them some codes and scales."""
+    change(trainer.tensors, seed=len(trainer.history), share=share)
     trainer.publish()
 
 
