@@ -305,9 +305,9 @@ def _figure(height: float) -> Any:
 
 
 def _panels(figure: Any, count: int, heights: Sequence[float] | None = None, *, share: bool = False) -> Any:
-    """Return axes below each other, without their top and right frames."""
+    """Return axes below each other, without their top and right frames. `share`: they have one scale."""
     grid = figure.subplots(
-        count, 1, squeeze=False, sharex=share, sharey=share, gridspec_kw={"height_ratios": heights}
+        *(count, 1), squeeze=False, sharex=share, sharey=share and not heights, height_ratios=heights
     )
     for axes in grid[:, 0]:
         axes.spines[["top", "right"]].set_visible(False)

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         shape = dataclasses.replace(shape, name=f"{shape.name}-{args.layers}-layers", layers=args.layers)
     args.prompt_tokens, args.max_tokens, args.log = 16, 16, None
     on = torch.device("cuda:0") if torch.cuda.is_available() else device
-    about: dict[str, Any] = {"shape": shape.name, **software(on)}
+    about: dict[str, Any] = {"shape": shape.name, "engine_args": shlex.join(args.engine_args), **software(on)}
     with work_folder(args.folder, "join") as folder:
         with Trainer(shape, device, folder / "bucket") as trainer:
             base = {name: tensor.roll(1, 0) for name, tensor in trainer.tensors.items()}
