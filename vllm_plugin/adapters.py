@@ -43,6 +43,7 @@ from patchstore.errors import LoadFailed, NotFound, PatchstoreError, SchemaMisma
 from patchstore.follow.vllm_protocol import FUSED_EXPERTS
 from patchstore.read.run import Run
 from patchstore.stores import Store, open_store
+from patchstore.tensors import elements
 from vllm_plugin.adapter_folders import AdapterFolders, Lent
 from vllm_plugin.core import has_delta, is_wrapped, replace
 from vllm_plugin.permission import check_store, default_scratch, required_keys, unquoted
@@ -174,6 +175,8 @@ class Adapters:
         self.models, self._engine = models, models.engine_client
         setattr(self._engine, _STATE, self)
         self._config = self._engine.vllm_config
+        if self._config.lora_config is not None:
+            elements.compile_ahead()
         self._names = {each.name: each for each in _configured()}
         self._under_way: dict[str, asyncio.Task[Any]] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "patchstore-adapters")

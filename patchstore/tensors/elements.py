@@ -4,11 +4,18 @@ Integers here are 64-bit and wrap around; torch has no unsigned shift, so a shif
 followed by a mask.
 """
 
+import importlib
+import logging
+from collections.abc import Callable
+from functools import cache
+from threading import Thread
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
@@ -78,6 +85,54 @@ def sum_of(bits: torch.Tensor, at: torch.Tensor | int = 0) -> tuple[int, int]:
     return first % 2**64, second % 2**64
 
 
+_compiled: list[Callable[..., object]] = []
+"""What `compile_ahead` made, once it is done."""
+_WHOLE = (np.uint8, np.uint16, np.uint32)
+"""Elements for which it is compiled."""
+
+
+@cache
+def compile_ahead() -> Thread:
+    """Compile, on a thread, what digests whole tensors on the CPU; again it changes nothing.
+
+    Takes three seconds of a core. Then `sum_each` is about five times as fast as by numpy, and does without
+    Python's lock. For servers, before there are requests; a process that digests once has no use for it.
+    Without numba, which is there where vLLM is, nothing changes.
+    """
+    # Not a daemon: what compiles must not be cut off as the process ends.
+    compiling = Thread(target=_compile, name="patchstore-compile")
+    compiling.start()
+    return compiling
+
+
+def _compile() -> None:
+    try:
+        numba = importlib.import_module("numba")
+        array, out = numba.types.Array, numba.uint64[::1]
+        given = [array(numba.from_dtype(np.dtype(each)), 1, "C", readonly=True) for each in _WHOLE]
+        kinds = [numba.void(bits, array(numba.int64, 1, "C", readonly=True), out, out) for bits in given]
+        _compiled.append(numba.njit(kinds, nogil=True)(_sum_whole))
+    except Exception as exc:  # noqa: BLE001  (numpy computes the same)
+        logger.info("numpy goes on to digest, as numba does not compile here: %s", exc)
+
+
+def _sum_whole(bits: Array, counts: Array, firsts: Array, seconds: Array) -> None:
+    """Compute what `sum_each` returns, of all elements of each tensor. It is compiled, and called as that."""
+    at = 0
+    for tensor in range(len(counts)):
+        placed = first = second = np.uint64(0)
+        for element in bits[at : at + counts[tensor]]:
+            placed += np.uint64(A)
+            u = placed + np.uint64(B) * np.uint64(element)
+            z = (u ^ (u >> np.uint64(32))) * np.uint64(M)
+            high = z >> np.uint64(32)
+            y = z ^ high
+            first += y
+            second += (y & np.uint64(LOW)) * high
+        firsts[tensor], seconds[tensor] = first, second
+        at += counts[tensor]
+
+
 def sum_each(bits: Array, counts: Array, indices: Array | None = None) -> tuple[Array, Array]:
     """Return the two digest sums of each of some tensors on the CPU: `sum_of` many at once; uint64 [T] each.
 
@@ -87,6 +142,9 @@ def sum_each(bits: Array, counts: Array, indices: Array | None = None) -> tuple[
         indices: integers, their positions in the flattened tensors; None where these are all elements.
     """
     firsts, seconds = np.zeros((2, len(counts)), dtype=np.uint64)
+    if _compiled and indices is None and bits.dtype in _WHOLE:
+        _compiled[0](np.ascontiguousarray(bits), counts.astype(np.int64, copy=False), firsts, seconds)
+        return firsts, seconds
     some = np.flatnonzero(counts)  # reduceat would take an empty part for one element
     ends = counts[some].cumsum()
     before = (ends - counts[some]).astype(np.uint64) * np.uint64(A)

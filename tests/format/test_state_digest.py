@@ -1,6 +1,8 @@
 """The state digest against plain integers, and against the changes that it must not miss."""
 
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -34,8 +36,9 @@ EXTREMES = (0x00, 0x01, 0x7F, 0x80, 0xFF)
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
-def test_every_dtype_has_the_sums_of_plain_integers(dtype: str) -> None:
+def test_every_dtype_has_the_sums_of_plain_integers(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each tensor alone, of many at once, and of all elements of one, in chunks or not."""
+    monkeypatch.setattr(elements, "NUMPY_CHUNK", CHUNK)
     kind, width = TORCH_DTYPES[dtype], DTYPE_BYTES[dtype]
     tensors = {f"{size} elements": random_bits(kind, (size,), size) for size in SIZES}
     for byte in EXTREMES[:2] if dtype == "BOOL" else EXTREMES:
@@ -51,6 +54,29 @@ def test_every_dtype_has_the_sums_of_plain_integers(dtype: str) -> None:
     assert together["no rows"].hex() == "0" * 32
     # Shape does not enter the sums.
     assert state_digest.of_tensor(tensors["a scalar"].reshape(1, 1)) == together["a scalar"]
+
+
+COMPILED = """
+import numpy as np
+from patchstore.tensors import elements
+counts = np.array([0, 5, 40_000, 0, 700_001])
+given = {kind: np.arange(counts.sum(), dtype=kind) * kind(40503) for kind in (np.uint16, np.uint32)}
+given[np.uint8] = given[np.uint16].astype(np.uint8)
+by_numpy = {kind: elements.sum_each(bits, counts) for kind, bits in given.items()}
+elements.compile_ahead().join()
+# With which numpy would digest nothing.
+elements.NUMPY_CHUNK = 0
+for kind, bits in given.items():
+    bits.flags.writeable = False
+    for one, other in zip(by_numpy[kind], elements.sum_each(bits, counts), strict=True):
+        assert one.any() and (one == other).all(), kind
+"""
+
+
+def test_what_is_compiled_ahead_has_the_sums_of_numpy() -> None:
+    pytest.importorskip("numba")
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("dtype", ONE_PER_WIDTH)
