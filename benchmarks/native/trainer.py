@@ -118,7 +118,11 @@ class _Run:
                     **self._row("patchstore", density, times),
                     "num_changed": found["num_changed"],
                     "num_bytes": found["payload_bytes"],
-                    "parts": {name: found[name] for name in update.parts()},
+                    "parts": {
+                        name: each
+                        for name, each in found.items()
+                        if name in update.parts() or name.startswith("engine_")
+                    },
                     **_judged({"at the end": (self._compare(server), "equal")}),
                 }
 
