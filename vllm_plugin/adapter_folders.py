@@ -81,6 +81,7 @@ class AdapterFolders:
             HostError: there is no space for it, or the system refuses something else.
         """
         manifest, data = run.stored(version)
+        kept.check(run.store, version)
         path = self._path(run, manifest, data)
         with host.asked(f"keeping {path}", kinds=(OSError,)):
             # Folders for temporary files are cleaned, this one with them.
@@ -116,7 +117,6 @@ class AdapterFolders:
                 assert source is not None
                 self._patch(run, *source, way, path)
                 return
-            kept.check(run.store, manifest.version)
             if way.deltas:
                 replay.write(run, way, path, is_durable=False)
                 build.protect(path)

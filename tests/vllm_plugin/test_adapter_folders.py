@@ -10,8 +10,9 @@ import torch
 
 from patchstore import Publisher, replay
 from patchstore.bucket import digests, history
-from patchstore.errors import CorruptObject, StoreUnavailable, VersionNotFound
+from patchstore.errors import CorruptObject, StoreUnavailable, VersionNotFound, VersionRetired
 from patchstore.ops.compact.service import Compactor
+from patchstore.ops.retention import Retention, retire
 from patchstore.read.run import Run
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
@@ -103,6 +104,16 @@ def test_many_ask_at_once_and_one_makes_it(run, trained, tmp_path) -> None:
     (payload,) = history.read_manifest(trained.store, 5).delta.payloads
     assert [key for verb, key in counting.calls if verb == "get"].count(payload.key) == 1
     assert_is(paths.pop(), trained, 5)
+
+
+def test_a_version_that_is_retired_is_not_lent_also_where_its_folder_is_there(folders, run, trained) -> None:
+    folders.lend(run, 5).close()
+    held = folders.lend(run, 6)
+    retire(trained.store, Retention(keep_last=1), dry_run=False)
+    for version in (5, 6, 7):
+        with pytest.raises(VersionRetired):
+            folders.lend(run, version)
+    assert held.path.is_dir()
 
 
 def test_what_is_lent_stays_and_of_the_rest_the_last_used_ones(folders, run, trained, tmp_path) -> None:
