@@ -114,7 +114,7 @@ class DeltaTrainerWeightTransferEngine(TrainerWeightTransferEngine[DeltaTrainerI
                 call brings them to the version of its own.
         """
         step = self._next_step if step is None else step
-        self.last = self._publisher.publish_patch(step)
+        self.last = self._publisher.publish_once(step)
         self._next_step = step + 1
         if self.client is None:
             return

@@ -163,10 +163,9 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
             self._closing = opening.pop_all()
 
     def _publish(self, step: int) -> Publication:
-        """Publish a step; the first one, or one that has a version already, only if weights have changed."""
+        """Publish a step, unless a version has its weights already."""
         assert self._publisher is not None, "opened when training begins"
-        may_have_version = self._last is None or self._last.step == step
-        self._last = self._publisher.publish_patch(step, if_changed=may_have_version)
+        self._last = self._publisher.publish_once(step)
         self._measured.add(self._last)
         return self._last
 

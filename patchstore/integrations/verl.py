@@ -211,7 +211,7 @@ class PatchstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 )
                 begun.callback(self._publisher.close)
                 self._publishing = begun.pop_all()
-        return self._publisher.publish_patch(step).result()
+        return self._publisher.publish_once(step).result()
 
     def _needs_gather(self) -> bool:
         """Whether the engine's shards are no boxes of a checkpoint's tensors; the same on all ranks."""

@@ -223,6 +223,8 @@ class Publisher:
         at_exit.check_still_running()
         self._process = os.getpid()
         self._closed = False
+        self._once: int | None = None
+        """The step of the last call of `publish_once`."""
         self._compactor: CompactorProcess | None = None
         self._amax: ranks.BlockAmax | None = None
         """What ranks share to round weights to FP8, if they do."""
@@ -416,6 +418,17 @@ class Publisher:
             # All ranks make the same calls, although one may hear of a failure before another.
             raise earlier
         return found
+
+    def publish_once(self, step: int) -> Publication:
+        """Publish a step as `publish_patch` does, unless its weights have a version already.
+
+        That is so where no bit differs from the version by which this publisher resumed the run, at its first
+        call, or from the one of the same step. It is for trainers that publish at moments which others
+        choose. Raises as `publish_patch`.
+        """
+        may_have_version = self._once in {None, step}
+        self._once = step
+        return self.publish_patch(step, if_changed=may_have_version)
 
     @property
     def version(self) -> int | None:

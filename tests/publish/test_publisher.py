@@ -96,6 +96,26 @@ def test_the_version_by_which_a_run_is_resumed_stands_for_weights_that_it_has(ru
     assert_same_bits(newest(run.store), served(run.model))
 
 
+def test_a_step_is_published_once(run: Run) -> None:
+    def once(publisher: Publisher, step: int) -> tuple[int, bool]:
+        found = publisher.publish_once(step)
+        return found.result().version, found.is_unchanged
+
+    publisher = run.open()
+    assert [once(publisher, step) for step in (0, 0, 1)] == [(0, False), (0, True), (1, False)]
+    run.train()
+    assert [once(publisher, 1) for _ in range(2)] == [(2, False), (2, True)]
+    run.close()
+    # By version 3 it is resumed.
+    resumed = run.open(resume="auto")
+    assert [once(resumed, step) for step in (1, 2)] == [(3, True), (4, False)]
+    run.close()
+    resumed = run.open(resume="auto")
+    run.train()
+    assert once(resumed, 3) == (6, False)
+    assert_same_bits(newest(run.store), served(run.model))
+
+
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("waits", [False, True])
 def test_every_third_version_is_an_anchor_also_if_only_changes_are_published(
