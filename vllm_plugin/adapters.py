@@ -43,6 +43,7 @@ from patchstore.errors import LoadFailed, NotFound, PatchstoreError, SchemaMisma
 from patchstore.follow.vllm_protocol import FUSED_EXPERTS
 from patchstore.read.run import Run
 from patchstore.stores import Store, open_store
+from patchstore.support.arguments import number_in, version_number
 from patchstore.tensors import elements
 from vllm_plugin.adapter_folders import AdapterFolders, Lent
 from vllm_plugin.core import has_delta, is_wrapped, replace
@@ -231,9 +232,9 @@ class Adapters:
                 if not at and known.wanted is not None:
                     # What was configured holds until another version is chosen.
                     known.chosen = known.chosen if known.chosen is not None else version
-            await self._hold(known, version, source, folder)
             if (task := asyncio.current_task()) is not None:
                 self._asking[task] = known.full(version)
+            await self._hold(known, version, source, folder)
             return known.full(version)
 
     async def load(
@@ -530,7 +531,8 @@ def _split(place: str) -> tuple[str, int | str | None]:
 
 def _version(text: str) -> int | str:
     """Return the number of a version, or a tag."""
-    return int(text) if text.isascii() and text.isdecimal() else text
+    number = number_in(text)
+    return text if number is None else version_number(number)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from patchstore.bucket import history, notes
 from patchstore.bucket.records import Manifest
 from patchstore.errors import UsageError
 from patchstore.stores import Store, open_store
-from patchstore.support.arguments import version_number
+from patchstore.support.arguments import number_in, version_number
 
 StoreUrl = Annotated[
     str, typer.Argument(metavar="STORE", help="A folder, s3://bucket/prefix or another URL.")
@@ -113,8 +113,6 @@ def check_out(out: str) -> None:
 
 # Open stores, and read the run and the newest version.
 
-_MOST_DIGITS = 20
-
 
 def open_with(url: str, options: list[str] | None) -> Store:
     """Open a store with options as they are given on the command line."""
@@ -131,9 +129,8 @@ def head(store: Store) -> Manifest:
 
 def number_or_tag(version: str) -> int | str:
     """Return what a VERSION of the command line is: a number, or the name of a tag."""
-    if version.isascii() and version.isdecimal():
-        # The first digits of a long number are too large already, and Python reads no number of thousands.
-        return version_number(int(version.lstrip("0")[:_MOST_DIGITS] or "0"))
+    if (number := number_in(version)) is not None:
+        return version_number(number)
     if not version[:1].isalpha():
         raise UsageError(f"{version!r:.100} is no version: give a number from 0 on, or a tag")
     return notes.check_tag_name(version)

@@ -21,6 +21,7 @@ from patchstore.follow.http_api import Answer, Listener, usual_answer
 from patchstore.follow.logs import utc
 from patchstore.follow.metrics import registry
 from patchstore.stores.base import Store
+from patchstore.support.arguments import number_in
 
 logger = logging.getLogger(__name__)
 
@@ -242,9 +243,10 @@ def _wait(stop: threading.Event, wake: threading.Event, seconds: float) -> None:
 def address_of(listen: str) -> tuple[str, int]:
     """Return the host and port of `[HOST:]PORT`; the host is 127.0.0.1 by default."""
     host, _, port = listen.rpartition(":")
-    if not port.isascii() or not port.isdigit() or int(port) > 65_535:
-        raise UsageError(f"{listen!r} is no place to listen at: give PORT, or HOST:PORT")
-    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+    number = number_in(port)
+    if number is None or number > 65_535:
+        raise UsageError(f"{listen!r:.100} is no place to listen at: give PORT, or HOST:PORT")
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", number
 
 
 def stop_on_signals() -> threading.Event:

@@ -9,6 +9,7 @@ from typing import Any
 from patchstore.errors import UsageError
 
 _MOST_BITS = 128
+_MOST_DIGITS = 20
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 
@@ -37,6 +38,16 @@ def version_number(version: Any) -> int:
     if isinstance(version, int) and version < 0:
         raise UsageError(f"versions count from 0: {_shown(version)} is none, and not the newest")
     return whole_number("version", version, least=0)
+
+
+def number_in(text: str) -> int | None:
+    """Return the number that a text has in digits; None if it is none.
+
+    Of one that is too large for anything here only the first digits count: Python reads no thousands of them.
+    """
+    if not (text.isascii() and text.isdecimal()):
+        return None
+    return int(text.lstrip("0")[:_MOST_DIGITS] or "0")
 
 
 def local_path(name: str, value: Any) -> Path:

@@ -282,6 +282,19 @@ def test_what_a_run_held_before_its_objects_were_replaced_is_not_called_what_is_
     assert folder.parent.name == history.run_header(open_store(store)).run_id
 
 
+@pytest.mark.parametrize("digits", [20, 5000])
+def test_a_number_too_large_for_a_version_is_refused_in_a_sentence(new, store, digits):
+    found, full = new(), f"policy@{'9' * digits}"
+    for call in (
+        found.resolve(full),
+        found.load(nothing, request(full, str(store))),
+        found.load(nothing, request("policy@1", f"{store}@{'9' * digits}")),
+        found.unload(nothing, request(full)),
+    ):
+        with pytest.raises(HTTPException, match="version must be from 0 to"):
+            run(call)
+
+
 def test_a_version_that_a_served_name_stands_for_is_not_loaded(new, store):
     found = new("")
     found.models.is_base_model = lambda name: name in {"served", "policy@1"}
