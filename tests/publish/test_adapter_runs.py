@@ -211,6 +211,40 @@ def test_another_config_is_published_in_full(tmp_path: Path, resume: Any) -> Non
     assert json.loads((tmp_path / "before" / "adapter_config.json").read_bytes())["lora_alpha"] == alpha
 
 
+@pytest.mark.parametrize("is_stabilized", [False, True])
+def test_a_scale_that_no_config_says_is_refused(tmp_path: Path, is_stabilized: bool) -> None:
+    from peft.tuners.lora import LoraLayer
+
+    model, store = qwen(tmp_path), MemoryStore()
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=["q_proj", "v_proj"],
+        use_rslora=is_stabilized,
+        alpha_pattern={"v_proj": 3},
+    )
+    model.add_adapter("policy", config)
+    model.set_adapter("policy")
+    layers = [each for each in model.modules() if isinstance(each, LoraLayer) and "policy" in each.scaling]
+    with Publisher(store, model, adapter="policy") as publisher:
+        publisher.publish_patch(0).result()
+        for change in (lambda: layers[1].scale_layer(0.3), lambda: layers[0].set_scale("policy", 0)):
+            change()
+            with pytest.raises(
+                SchemaMismatch, match=r"_proj multiplies the adapter 'policy' by \S+ now, as after"
+            ):
+                publisher.publish_patch(1)
+            for each in layers:
+                each.set_scale("policy", 1)
+        # Another adapter's is no matter of this one.
+        layers[0].set_scale("default", 5)
+        for each in layers:
+            each.scale_layer(0.3)
+            each.unscale_layer(0.3)
+        publisher.publish_patch(1).result()
+    assert history.listed(store) == [0, 1]
+
+
 def merged(model: Any) -> None:
     model.merge_and_unload()
 

@@ -5,6 +5,7 @@ What a run says of its adapter (`records.Adapter`) is worked out here too: to wh
 
 import copy
 import json
+import math
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.publish.sources.names import look_into, without_engine
 from patchstore.publish.sources.pieces import class_of
 from patchstore.stores import layout, opened
-from patchstore.support.arguments import version_number
+from patchstore.support.arguments import number_in, version_number
 
 CONFIG = layout.ADAPTER_CONFIG
 
@@ -119,6 +120,25 @@ class AdapterSource:
                 f"the config of the adapter {name!r} changed while a publisher was open ({changes}): close "
                 'it, and open another one with resume="auto", or for another store if shapes changed'
             )
+        self._check_scaling()
+
+    def _check_scaling(self) -> None:
+        """Raises SchemaMismatch where a layer multiplies by another factor than the config says."""
+        from peft.tuners.lora import LoraLayer
+
+        assert self._model is not None
+        name, is_stabilized = self._wanted.name, self._model.peft_config[self._wanted.name].use_rslora
+        for path, layer in self._model.named_modules():
+            if not isinstance(layer, LoraLayer) or name not in layer.scaling:
+                continue
+            rank = layer.r[name]
+            said = layer.lora_alpha[name] / (math.sqrt(rank) if is_stabilized else rank)
+            if not math.isclose(layer.scaling[name], said, rel_tol=1e-6):
+                raise SchemaMismatch(
+                    f"{path} multiplies the adapter {name!r} by {layer.scaling[name]:g} now, as after "
+                    f"set_scale() or scale_layer(), and servers by {said:g}, as its config says: undo that "
+                    "with set_scale(name, 1), or multiply its weights lora_B instead"
+                )
 
     def files(self, beside: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return the files of each full version: those of a folder, and the adapter's config.
@@ -235,8 +255,9 @@ def _state_of(named: str | None) -> str | None:
     """Return the state digest of the version that a base has, given as URL@NUMBER."""
     if named is None:
         return None
-    url, _, number = named.rpartition("@")
-    if not url or not number.isdecimal():
-        raise UsageError(f"base must be the URL of a store, @ and a version's number, not {named!r}")
+    url, _, text = named.rpartition("@")
+    number = number_in(text)
+    if not url or number is None:
+        raise UsageError(f"base must be the URL of a store, @ and a version's number, not {named!r:.200}")
     with opened(url) as store:
-        return history.read_manifest(store, version_number(int(number))).state.total
+        return history.read_manifest(store, version_number(number)).state.total
