@@ -46,7 +46,9 @@ def serve(
         output.print_line(str(started))
     set_up_log(None, service.__name__)
     stop = loop.stop_on_signals()
-    settings = Settings(servers=[started.url], storage_options=parsed(option), adapter=adapter)
+    settings = Settings(
+        servers=[started.url], headers=started.headers, storage_options=parsed(option), adapter=adapter
+    )
     with launch.VllmProcess(started, stop) as process:
         # Here, as what it says of this process is not for vLLM.
         tracing.export()

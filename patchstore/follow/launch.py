@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
 from typing import Self
@@ -22,6 +22,7 @@ from patchstore.bucket.records import StoreHeader
 from patchstore.errors import ServerUnavailable, UsageError
 from patchstore.follow.http_client import Http
 from patchstore.follow.vllm_protocol import BACKEND, EXTENSION, FUSED_EXPERTS
+from patchstore.support.arguments import number_in
 from patchstore.support.host import is_any_address, is_loopback
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class Launch:
     """In addition to that of this process."""
     host: str
     port: int
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """What the server wants to be sent: its first key, if it is started with `--api-key`."""
 
     @property
     def url(self) -> str:
@@ -101,9 +104,10 @@ def launch_of(
         if _values(given, option):
             raise UsageError(f"{option}: {why}; {_BY_HAND}")
     host = (_values(given, "--host") or ["127.0.0.1"])[-1]
-    port = (_values(given, "--port") or ["8000"])[-1]
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65_536):
-        raise UsageError(f"--port {port!r:.40}: name the port at which the server is to be followed")
+    said = (_values(given, "--port") or ["8000"])[-1]
+    port = number_in(said)
+    if port is None or not 0 < port < 65_536:
+        raise UsageError(f"--port {said!r:.40}: name the port at which the server is to be followed")
     added = [] if _values(given, "--host") else ["--host", host]
     if adapter is None:
         environment = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -121,7 +125,8 @@ def launch_of(
         command=(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *added, *given),
         environment=environment,
         host=host,
-        port=int(port),
+        port=port,
+        headers=_headers(given),
     )
 
 
@@ -140,6 +145,12 @@ def _values(given: Sequence[str], option: str) -> list[str]:
         if _names(name, option):
             found.append(value if equals else following)
     return found
+
+
+def _headers(given: Sequence[str]) -> dict[str, str]:
+    """Return the header with which vLLM's routes of adapters are called."""
+    key = (_values(given, "--api-key") or [os.environ.get("VLLM_API_KEY", "")])[-1]
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _for_weights(given: Sequence[str]) -> list[str]:

@@ -148,6 +148,17 @@ def test_what_is_printed_is_a_command_without_secrets() -> None:
     assert str(found).endswith("--api-key ... ... --hf_tok=... --api ... --hf ... --seed 1")
 
 
+def test_a_server_with_keys_is_followed_with_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch_of(["tiny"], "s3://b/r").headers == {}
+    monkeypatch.setenv("VLLM_API_KEY", "a")
+    assert launch_of(["tiny"], "s3://b/r").headers == {"Authorization": "Bearer a"}
+    # As of argparse, the last of them counts.
+    for given in (["--api-key", "b", "c"], ["--api_key=b"], ["--api", "a", "--api-key", "b"]):
+        found = launch_of(["tiny", *given], "s3://b/r")
+        assert found.headers == {"Authorization": "Bearer b"}
+        assert "Bearer" not in repr(found)
+
+
 # The process.
 
 

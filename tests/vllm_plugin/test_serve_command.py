@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 import tiny_adapter
-from asking import ask
+from asking import ask, question
 from server_process import MODEL_NAME, RUNNING, ServerProcess
 from trainer import Trainer
 
@@ -76,12 +76,15 @@ def test_a_run_of_adapters_is_served_under_its_name(model: Path, tmp_path: Path)
     scratch.mkdir()
     with Publisher(store, tensors, adapter="default", files=files, dtype=None) as publisher:
         publisher.publish_patch(0).result()
-        arguments = ("--store", store.url, "--adapter", "policy")
+        arguments = ("--store", store.url, "--adapter", "policy", "--api-key", "a-key")
+        key = {"Authorization": "Bearer a-key"}
         command = ServeCommand(tmp_path / "serve.log", *arguments, environment={"TMPDIR": str(scratch)})
         with command.serving(model):
             for version in range(2):
-                wait_until(version, servers=command.url, adapter="policy", exactly=True)
-                ask(command.url, model=f"policy@{version}")
+                wait_until(version, servers=command.url, adapter="policy", exactly=True, headers=key)
+                asked = question(model=f"policy@{version}", max_tokens=1)
+                url = f"{command.url}/v1/completions"
+                httpx.post(url, json=asked, headers=key, timeout=120).raise_for_status()
                 for tensor in tensors.values():
                     tensor.mul_(-1.5)
                 publisher.publish_patch(version + 1).result()
