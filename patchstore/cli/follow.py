@@ -224,4 +224,5 @@ def pin(
     elif number is None:
         output.print_line("servers follow the newest version")
     else:
-        output.print_line(f"servers go to version {number}: patchstore wait {number} --exactly")
+        where = "" if follow == _LISTENER else f" --follow {follow}"
+        output.print_line(f"servers go to version {number}: patchstore wait {number} --exactly{where}")

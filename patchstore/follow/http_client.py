@@ -5,6 +5,7 @@ wants, and why there was no answer. All clients of servers are made here, that o
 import json
 import os
 import re
+import socket
 import ssl
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
@@ -13,6 +14,7 @@ import httpx
 
 from patchstore.errors import PatchstoreError, ServerUnavailable, UsageError, of_kind
 from patchstore.support import tracing, web
+from patchstore.support.causes import causes_of
 
 TOKEN = "PATCHSTORE_SERVER_TOKEN"  # noqa: S105 # nosec B105 # the name of a variable
 """The environment variable whose value is sent to servers as `Authorization: Bearer ...`."""
@@ -106,7 +108,7 @@ class Http:
             )
         elif fault == "no-tls":
             found += "; does the server speak TLS? If not, its URL begins with http://"
-        return found + self._by_proxy()
+        return found + (self._by_proxy() or _of_silence(exc))
 
     def _refusal(self, response: httpx.Response) -> str | None:
         """Why an answer is not that of the server to the request."""
@@ -205,6 +207,20 @@ class FollowClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _of_silence(exc: Exception) -> str:
+    """Why nobody answered, and what to do; empty if the error says it."""
+    causes = [*causes_of(exc)]
+    if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
+        return "; nothing listens there: start it, wait until it is up, or correct the URL"
+    if any(isinstance(cause, socket.gaierror) for cause in causes):
+        return "; this host finds no address of that name: correct the URL, or ask again if it is new"
+    if isinstance(exc, httpx.ConnectTimeout):
+        return "; nobody took the connection: is it the right address, and does a firewall let it through?"
+    if isinstance(exc, httpx.ReadTimeout):
+        return "; it took the request, and did not answer in time: is it busy, or does it hang? Read its log"
+    return ""
 
 
 def client(url: str, *, timeout_s: float) -> httpx.Client:

@@ -396,6 +396,28 @@ def test_a_port_that_there_is_not_is_refused(url):
         assert SECRET not in str(refused.value)
 
 
+def silent_at(url: str) -> str:
+    with VllmServer(url, timeout_s=0.2) as server, pytest.raises(ServerUnavailable) as refused:
+        server.is_paused()
+    return str(refused.value)
+
+
+def test_a_server_that_is_away_is_said_to_be_with_what_to_do(bucket, said):
+    url = f"http://127.0.0.1:{dead()}"
+    for words in (
+        ("status", bucket, "--server", url),
+        ("verify", "--server", url),
+        ("wait", 0, "--server", url, "--patience", 0),
+        ("pin", 0, "--follow", url),
+    ):
+        code, text = said(*words)
+        assert code != 0
+        assert "Connection refused; nothing listens there: start it, wait until it is up, or correct" in text
+    assert "finds no address of that name" in silent_at("http://nobody.invalid")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        assert "did not answer in time" in silent_at(f"http://127.0.0.1:{listening.getsockname()[1]}")
+
+
 def test_a_name_that_the_system_does_not_take_is_an_error_of_ours():
     with VllmServer(f"http://{'a' * 70}.example") as server, pytest.raises(ServerUnavailable, match="idna"):
         server.is_paused()
