@@ -57,7 +57,7 @@ class Admission:
             what = "this server was updated with --prefix-cache keep, so answers use what older versions"
             return 400, f"{what} computed: ask for no version, or update it with another mode"
         if not wanted.allows(self._serving):
-            return 409, f"the request accepts {wanted}, and the server serves {_named(self._serving)}"
+            return 409, f"the request accepts {wanted}, and the server serves {named(self._serving)}"
         return None
 
     def serves(self, version: int | None) -> None:
@@ -71,7 +71,7 @@ class Admission:
             refusal = self._lacking(request)
             has_begun = request.num_computed_tokens > 0 or request.num_output_tokens > 0
             if refusal is None and has_begun and Wanted.parse(_wanted(request)).is_one:
-                what = f"the answer began with {_named(before)}, and the server serves {_named(version)} now"
+                what = f"the answer began with {named(before)}, and the server serves {named(version)} now"
                 refusal = 409, f"{what}: the request accepts answers of one version only"
             if refusal is not None:
                 self._refuse(request, *refusal)
@@ -128,5 +128,6 @@ def _wanted(request: Any) -> Any:
     return None if params is None else (params.extra_args or {}).get(VERSION_KEY)
 
 
-def _named(version: int | None) -> str:
+def named(version: int | None) -> str:
+    """Say which version is served, in a sentence."""
     return "no version" if version is None else f"version {version}"

@@ -20,7 +20,7 @@ from typing import Any
 from patchstore.errors import OtherServer, PatchstoreError, StaleCaches, UsageError
 from patchstore.follow.settings import PrefixCache
 from vllm_plugin import boot
-from vllm_plugin.admission import Admission
+from vllm_plugin.admission import Admission, named
 from vllm_plugin.caches import Caches
 from vllm_plugin.waiting import BELL_KEY, WAIT_KEY, when_rung
 
@@ -420,9 +420,8 @@ class UpdateCore:
         return answer
 
     def labelled(self, put: Callable[[str], None], label: str) -> None:
-        serving = self._served()
-        if serving is not None and label.isdecimal() and label != str(serving):
-            raise _told(UsageError(f"version {serving} is served, so answers are not labelled {label}"))
+        if label.isdecimal() and label != str(serving := self._served()):
+            raise _told(UsageError(f"{named(serving)} is served, so answers are not labelled {label:.40}"))
         put(label)
 
 

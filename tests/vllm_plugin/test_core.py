@@ -484,6 +484,14 @@ def test_weights_that_are_no_version_have_no_versions_label(core):
     assert core.get_weight_version() == "mine"
 
 
+def test_nothing_is_labelled_with_a_number_while_no_version_is_served(core):
+    for label in ("1", "9" * 5000):
+        with pytest.raises(UsageError, match="no version is served, so answers are not labelled"):
+            core.set_weight_version(label)
+    core.set_weight_version("mine")
+    assert core.get_weight_version() == "mine"
+
+
 def test_a_write_that_fails_leaves_the_label_of_what_is_served(core):
     core.update()
     core.serving = 1
