@@ -221,6 +221,32 @@ def test_a_server_has_each_version_of_shards(ranks_of: RanksOf, tmp_path: Path, 
     ranks_of(num).run(syncs, str(tmp_path / "store"))
 
 
+def resumes(rank: int, url: str) -> None:
+    model = fully_shard(Layers())
+    sync = Sync(rank, url, engine_of(model))
+    sync.send(1)
+    sync.receive()
+    sync.close()
+    # By version 1 the run is resumed; the step then has one version.
+    versions = []
+    received = []
+    for _ in range(2):
+        versions.append(sync.send(2).get("checkpoint_engine/version"))
+        received.append(set(sync.receive()))
+    assert received == ([{"dense"}, set()] if sync.is_first else [set(), set()])
+    assert versions == ([1, 1] if sync.is_first else [None, None])
+    weights = served(model)
+    if sync.is_first:
+        assert_same(sync.server.weights, weights)
+    sync.close()
+
+
+def test_a_job_that_is_resumed_goes_on_with_the_version_of_its_weights(
+    ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    ranks_of(2).run(resumes, str(tmp_path / "store"))
+
+
 def troubles(rank: int, url: str) -> None:
     model = fully_shard(Layers())
     engine = engine_of(model)

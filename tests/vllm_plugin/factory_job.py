@@ -33,16 +33,22 @@ def module_of(checkpoint: str) -> nn.Module:
 
 
 def begin(
-    rank: int, checkpoint: str, store: str, server: str | None, kind: str = "", encoding: str = "auto"
+    rank: int,
+    checkpoint: str | None,
+    store: str,
+    server: str | None,
+    kind: str = "",
+    encoding: str = "auto",
 ) -> None:
-    """Open the engine, as a user of vLLM does."""
+    """Open the engine, as a user of vLLM does; without a checkpoint, for the model that there is."""
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
     from vllm_plugin.trainer import DeltaTrainerInitInfo
 
-    Held.model = fully_shard(module_of(checkpoint))
+    if checkpoint is not None:
+        Held.model = fully_shard(module_of(checkpoint))
     client: Any = None
     options = {"rank_timeout_s": 60, "resume": "auto", "encoding": encoding, "anchor_every": 100}
     if server is not None:

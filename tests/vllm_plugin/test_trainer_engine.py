@@ -56,6 +56,10 @@ def test_without_a_client_versions_are_stored(ranks: Ranks, checkpoint: str, tmp
     ranks.run(factory_job.begin, checkpoint, url, None)
     assert ranks.run(factory_job.step, 7) == [3] * 3
     ranks.run(factory_job.end)
+    # Version 4 has these weights, as no shard has an element of so large a number.
+    ranks.run(factory_job.begin, None, url, None)
+    assert [ranks.run(factory_job.step, number) for number in (10**9, 8)] == [[4] * 3, [5] * 3]
+    ranks.run(factory_job.end)
 
 
 def test_a_server_that_refuses_leaves_the_version_stored(server, ranks, checkpoint, tmp_path):
