@@ -109,7 +109,8 @@ class TensorWeights:
         """What the last update replaced."""
         self._store, self._schema, self._specs = run.store, run.schema, run.schema.by_name()
         self._scratch, self._cache = scratch, cache
-        self._live = Scattered(lambda number: tensors[self._schema.tensors[number].name])
+        names = [spec.name for spec in run.schema.tensors]
+        self._live = Scattered(lambda number: tensors[names[number]])
         self._sums: SumsArray | None = None
         """Digest sums of every tensor of the held version; None while that is unknown."""
         if tensors:
@@ -221,13 +222,12 @@ class TensorWeights:
                     bits(self.tensors[name]).copy_(bits(old))
         replaced.old.clear()
         self._sums = replaced.sums
-        self._live.forget()
 
     def accept(self, staged: Staged) -> None:
         self._sums = staged.sums
 
     def release(self, staged: Staged) -> None:
-        self._live.forget()
+        """What is staged is in memory of its own."""
 
 
 class Replica:

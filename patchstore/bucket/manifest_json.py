@@ -50,7 +50,7 @@ def json_object(what: str, text: str | bytes | bytearray) -> dict[str, Any]:
         # Given bytes, `json` would also guess UTF-16 and UTF-32; given text, it may be what UTF-8 cannot say.
         data = text.encode() if isinstance(text, str) else text
         with collector.paused():
-            value = json.loads(data.decode(), object_pairs_hook=_without_repeats, parse_constant=_no_number)
+            value = DECODER.decode(data.decode())
     except (ValueError, RecursionError) as exc:
         raise CorruptObject(f"{what} is not JSON: {exc}") from exc
     if not isinstance(value, dict):
@@ -68,6 +68,10 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _no_number(word: str) -> NoReturn:
     """Refuse `NaN` and `Infinity`, which Python reads and JSON does not have."""
     raise ValueError(f"{word} is no JSON")
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_number)
+"""Parses untrusted JSON; raises ValueError or RecursionError where it is none."""
 
 
 def is_printable(text: str) -> bool:

@@ -134,7 +134,7 @@ def read_delta(where: str, buffer: bytearray | memoryview, manifest: Manifest, s
         manifest.version, manifest.parent, manifest.step, manifest.run_id, manifest.delta.encoding
     )
     check_metadata(where, header, expected)
-    entries = {name: place for place, name in enumerate(header.names)}
+    entries = dict(zip(header.names, range(len(header.names)), strict=True))
     coded = Coded.none()
     if isinstance(encoding(manifest.delta.encoding), Context):
         given = [entries.pop(name, None) for name in ("table", "tiles")]
@@ -151,7 +151,8 @@ def read_delta(where: str, buffer: bytearray | memoryview, manifest: Manifest, s
 
 def _bytes_of(where: str, view: memoryview, header: FileHeader, place: int | None) -> Array:
     """Return the entry `table` or `tiles`."""
-    if place is None or header.dtypes[place] != "U8" or len(header.shapes[place]) != 1:
+    kind = ("", ()) if place is None else header.kinds[header.kind[place]]
+    if place is None or kind[0] != "U8" or len(kind[1]) != 1:
         raise CorruptObject(f"{where}: its entries 'table' and 'tiles' are not two lists of bytes")
     start, end = (header.data_start + header.bounds[place : place + 2]).tolist()
     return np.frombuffer(view[start:end], dtype=np.uint8)
@@ -162,22 +163,21 @@ def _listed(
 ) -> list[Listed]:
     """Take what is listed out of the places of a file's entries, by name."""
     firsts = _read_list(where, header, schema)
-    numbers, idx_at, val_at = sorted(firsts), list[int](), list[int]()
-    for number in numbers:
-        name = schema.tensors[number].name
-        idx, val = entries.pop(f"{name}.idx", None), entries.pop(f"{name}.val", None)
-        if idx is None or val is None:
-            raise CorruptObject(f"{where}: {name!r} lacks its positions or values")
-        idx_at.append(idx)
-        val_at.append(val)
+    numbers = sorted(firsts)
     if not numbers:
         return []
+    names = [schema.tensors[number].name for number in numbers]
+    idx_at = [entries.pop(f"{name}.idx", None) for name in names]
+    val_at = [entries.pop(f"{name}.val", None) for name in names]
+    for name, idx, val in zip(names, idx_at, val_at, strict=True) if None in idx_at + val_at else ():
+        if idx is None or val is None:
+            raise CorruptObject(f"{where}: {name!r} lacks its positions or values")
     each = _Stated(where, schema, header, np.array(numbers), np.array(idx_at), np.array(val_at))
     each.check([firsts[number] for number in numbers])
     begins = np.array([firsts[number] for number in numbers], dtype=np.int64)
-    kinds = {dtype: code for code, dtype in enumerate(sorted(set(header.dtypes)))}
-    of_place = np.array([kinds[dtype] for dtype in header.dtypes])
-    kind = of_place[each.val] * len(kinds) + of_place[each.idx]
+    dtypes = [dtype for dtype, _ in header.kinds]
+    of_place = np.unique(dtypes, return_inverse=True)[1][header.kind]
+    kind = of_place[each.val] * len(dtypes) + of_place[each.idx]
     found: list[Listed] = []
     for mine in (np.flatnonzero(kind == one) for one in np.unique(kind)):
         its, counts, values = each.numbers[mine], each.counts[mine], _flat(view, header, each.val[mine])
@@ -216,7 +216,7 @@ class _Stated:
     ) -> None:
         self.numbers, self.idx, self.val = numbers, idx, val
         """int64 [T] each, the tensors, and the places of their entries."""
-        widths = np.array([DTYPE_BYTES[dtype] for dtype in header.dtypes])
+        widths = np.array([DTYPE_BYTES[dtype] for dtype, _ in header.kinds])[header.kind]
         self._nums = np.diff(header.bounds) // widths
         self.counts = self._nums[self.val]
         """int64 [T], elements that are listed of each."""
@@ -224,28 +224,31 @@ class _Stated:
 
     def check(self, firsts: Sequence[Any]) -> None:
         """Refuse what no index encoding stores of a tensor."""
-        header, tensors, numbers = self._header, self._schema.tensors, self.numbers.tolist()
-        sizes = np.array(self._schema.sizes)[self.numbers]
-        dims = np.array([len(shape) for shape in header.shapes])
-        is_flat = (dims[self.idx] == 1) & (dims[self.val] == 1) & (self._nums[self.idx] == self.counts)
-        is_typed = [
-            header.dtypes[val] == tensors[number].dtype
-            for number, val in zip(numbers, self.val.tolist(), strict=True)
-        ]
+        schema, kind_of_tensor = self._schema, np.array(self._schema.kinds[1])[self.numbers]
+        kinds, idx_kind, val_kind = (
+            self._header.kinds,
+            self._header.kind[self.idx],
+            self._header.kind[self.val],
+        )
+        sizes = np.array(schema.sizes)[self.numbers]
+        dims = np.array([len(shape) for _, shape in kinds])
+        is_flat = (dims[idx_kind] == 1) & (dims[val_kind] == 1) & (self._nums[self.idx] == self.counts)
+        # A file and a run have few dtypes and shapes.
+        alike = [[dtype == other for other, _ in kinds] for dtype, _ in schema.kinds[0]]
+        is_typed = np.array(alike)[kind_of_tensor, val_kind]
         begins = [
             type(first) is int and 0 <= first < size
             for first, size in zip(firsts, sizes.tolist(), strict=True)
         ]
-        is_right = (
-            is_flat & np.array(is_typed) & np.array(begins) & (self.counts > 0) & (self.counts <= sizes)
-        )
+        is_right = is_flat & is_typed & np.array(begins) & (self.counts > 0) & (self.counts <= sizes)
         for at in np.flatnonzero(~is_right)[:1].tolist():
-            spec, idx, val = tensors[numbers[at]], self.idx[at], self.val[at]
+            spec = schema.tensors[self.numbers[at]]
+            (_, idx_shape), (dtype, val_shape) = kinds[idx_kind[at]], kinds[val_kind[at]]
             what = (
-                f"it has values of {spec.name!r} in {header.dtypes[val]}, expected {spec.dtype}"
+                f"it has values of {spec.name!r} in {dtype}, expected {spec.dtype}"
                 if not is_typed[at]
-                else f"{spec.name!r} has positions of shape {header.shapes[idx]} and values of shape "
-                f"{header.shapes[val]}, expected one dimension of the same length"
+                else f"{spec.name!r} has positions of shape {idx_shape} and values of shape "
+                f"{val_shape}, expected one dimension of the same length"
                 if not is_flat[at]
                 else f"it lists {spec.name!r}, and states no element of it"
                 if not self.counts[at]
@@ -264,7 +267,7 @@ def _flat(view: memoryview, header: FileHeader, places: Array) -> torch.Tensor:
         header.bounds[some].tolist()
         for some in (places[np.r_[0, cuts]], places[np.r_[cuts - 1, len(places) - 1]] + 1)
     )
-    dtype = TORCH_DTYPES[header.dtypes[places[0]]]
+    dtype = TORCH_DTYPES[header.kinds[header.kind[places[0]]][0]]
     found = [
         torch.frombuffer(
             view, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=header.data_start + begin

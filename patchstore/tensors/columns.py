@@ -9,6 +9,7 @@ because replay promises the trainer's bytes, not its numbers.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -252,53 +253,51 @@ class Scattered:
     def __init__(self, tensors: Callable[[int], torch.Tensor]) -> None:
         """Take a function that returns a tensor by its number; it is asked each time."""
         self.tensor = tensors
-        self._known: dict[int, tuple[torch.Tensor, int, Flat]] = {}
+        self._known: dict[int, tuple[ref[torch.Tensor], int, Flat]] = {}
+        """By number the tensor, where it was, and its bits; none is kept that nobody else has."""
 
     def at(self, group: Group) -> Array:
         """Return the bit patterns at a group's positions, in host memory."""
-        found = np.empty_like(group.values)
-        elsewhere: dict[torch.device, list[tuple[slice, torch.Tensor]]] = {}
-        sent = _Sent(group)
-        for flat, mine in self._each(group):
-            if isinstance(flat, np.ndarray):
-                found[mine] = flat[group.positions[mine]]
-            else:
-                elsewhere.setdefault(flat.device, []).append((mine, flat[sent.positions(flat.device)[mine]]))
-        for some in elsewhere.values():
-            at, joined = 0, unsigned(torch.cat([each for _, each in some]).cpu())
-            for mine, each in some:
-                found[mine] = joined[at : (at := at + len(each))]
-        return found
+        positions = _Sent(group.positions)
+        flats = self._flats(group.numbers)[1]
+        found: list[Any] = [
+            flat[positions.of(flat)[mine]] for flat, mine in zip(flats, _cuts(group), strict=True)
+        ]
+        elsewhere: dict[torch.device, list[int]] = {}
+        for place, each in enumerate(found):
+            if isinstance(each, torch.Tensor):
+                elsewhere.setdefault(each.device, []).append(place)
+        for places in elsewhere.values():
+            ends = group.counts[places].cumsum()[:-1]
+            joined = unsigned(torch.cat([found[place] for place in places]).cpu())
+            for place, its in zip(places, np.split(joined, ends), strict=True):
+                found[place] = its
+        return np.concatenate([group.values[:0], *found])
 
     def write(self, group: Group) -> None:
         """Write a group's values. If this raises, some of them may be written."""
-        here, sent = list[torch.Tensor](), _Sent(group)
-        for number, (flat, mine) in zip(group.numbers.tolist(), self._each(group), strict=True):
-            if isinstance(flat, np.ndarray):
-                flat[group.positions[mine]] = group.values[mine]
-                here.append(self.tensor(number))
-            else:
-                flat[sent.positions(flat.device)[mine]] = sent.values(flat.device)[mine]
+        positions, values = _Sent(group.positions), _Sent(group.values)
+        tensors, flats = self._flats(group.numbers)
+        for flat, mine in zip(flats, _cuts(group), strict=True):
+            flat[positions.of(flat)[mine]] = values.of(flat)[mine]
         # numpy does not tell autograd, which refuses to go back through what was overwritten.
-        torch.autograd.graph.increment_version(here)
+        torch.autograd.graph.increment_version([each for each in tensors if each.device.type == "cpu"])
 
-    def forget(self) -> None:
-        """Keep none alive: the function may never return it again."""
-        self._known.clear()
+    def _flats(self, numbers: Array) -> tuple[list[torch.Tensor], list["Flat"]]:
+        """Return tensors, and the bits of each in its memory."""
+        tensors, flats = [self.tensor(number) for number in numbers.tolist()], list[Flat]()
+        for number, tensor in zip(numbers.tolist(), tensors, strict=True):
+            known = self._known.get(number)
+            is_known = known is not None and known[0]() is tensor and known[1] == tensor.data_ptr()
+            flats.append(known[2] if known is not None and is_known else self._learn(number, tensor))
+        return tensors, flats
 
-    def _each(self, group: Group) -> Iterator[tuple["Flat", slice]]:
-        ends = group.counts.cumsum().tolist()
-        for number, start, end in zip(group.numbers.tolist(), [0, *ends], ends, strict=False):
-            yield self._flat(number), slice(start, end)
-
-    def _flat(self, number: int) -> "Flat":
+    def _learn(self, number: int, tensor: torch.Tensor) -> "Flat":
         """Return the bits of a tensor, in its memory: to make them takes longer than a few changes do."""
-        tensor = self.tensor(number)
-        known = self._known.get(number)
-        if known is not None and known[0] is tensor and known[1] == tensor.data_ptr():
-            return known[2]
         flat: Flat = unsigned(tensor) if tensor.device.type == "cpu" else bits(tensor)
-        self._known[number] = tensor, tensor.data_ptr(), flat
+        known = self._known
+        # The function may never return it again, so with the tensor its memory is free.
+        known[number] = ref(tensor, lambda _: known.pop(number, None)), tensor.data_ptr(), flat
         return flat
 
 
@@ -306,20 +305,25 @@ Flat = Array | torch.Tensor
 """The bit patterns of a tensor: unsigned integers on the CPU, and a tensor of integers elsewhere."""
 
 
+def _cuts(group: Group) -> Iterator[slice]:
+    """Yield which changes are of each tensor of a group."""
+    ends = group.counts.cumsum().tolist()
+    return map(slice, [0, *ends[:-1]], ends)
+
+
 class _Sent:
-    """What a group says, on each device where it is asked for."""
+    """A column of a group, on each device where it is asked for."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._positions: dict[torch.device, torch.Tensor] = {}
-        self._values: dict[torch.device, torch.Tensor] = {}
+    def __init__(self, column: Array) -> None:
+        # numpy indexes by 64 bits: of each of thousands of tensors, to convert a few took longer.
+        self._here = column.astype(np.int64) if column.dtype == np.int32 else column
+        self._column = column
+        self._sent: dict[torch.device, torch.Tensor] = {}
 
-    def positions(self, device: torch.device) -> torch.Tensor:
-        if device not in self._positions:
-            self._positions[device] = torch.from_numpy(self._group.positions).to(device)
-        return self._positions[device]
-
-    def values(self, device: torch.device) -> torch.Tensor:
-        if device not in self._values:
-            self._values[device] = signed_of(self._group.values).to(device)
-        return self._values[device]
+    def of(self, flat: "Flat") -> Any:
+        """Return it where a tensor is."""
+        if isinstance(flat, np.ndarray):
+            return self._here
+        if flat.device not in self._sent:
+            self._sent[flat.device] = signed_of(self._column).to(flat.device)
+        return self._sent[flat.device]
