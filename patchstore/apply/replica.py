@@ -20,7 +20,7 @@ import torch
 from patchstore.apply.update import ReadGate, Update
 from patchstore.bucket import history, kept, notes
 from patchstore.bucket.records import Manifest, Plan
-from patchstore.bucket.state_sums import SumsArray, as_array, differing
+from patchstore.bucket.state_sums import SumsArray, as_array
 from patchstore.errors import HalfApplied, SchemaMismatch, StateMismatch, UsageError
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
@@ -148,7 +148,7 @@ class TensorWeights:
                     full |= zip((spec.name for spec in specs), tensors, strict=True)
             else:
                 with reading():
-                    self._check_parents(deltas.relative(), plan)
+                    self._check_parents(deltas.relative, plan)
                     # The mapped files are closed with this block; what is staged must outlive it.
                     changes = [
                         Group(*(each if each.flags.owndata else each.copy() for each in group))
@@ -168,13 +168,14 @@ class TensorWeights:
         }
         return Staged(plan=plan, changes=changes, full=full, sums=sums, timings=timings)
 
-    def _check_parents(self, names: Sequence[str], plan: Plan) -> None:
-        """Check the tensors that deltas are decoded against."""
+    def _check_parents(self, numbers: SumsArray, plan: Plan) -> None:
+        """Check the tensors that deltas are decoded against, by place in the schema."""
         assert self._sums is not None
-        found = state_digest.of_named({name: self.tensors[name] for name in names})
-        if wrong := differing(self._schema, found, self._sums):
+        found = state_digest.of_each([self._live.tensor(number) for number in numbers.tolist()])
+        for number in numbers[(found != self._sums[numbers]).any(axis=1)][:1]:
             raise StateMismatch(
-                f"{wrong[0]!r} is no longer that of version {plan.held}: something else wrote to it"
+                f"{self._schema.tensors[number].name!r} is no longer that of version {plan.held}: something "
+                "else wrote to it"
             )
 
     def verify(self, staged: Staged, reports: Sequence[Any] = ()) -> None:

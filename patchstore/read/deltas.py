@@ -32,7 +32,7 @@ from patchstore.stores.base import Store
 from patchstore.support import host
 from patchstore.support.threads import Threads
 from patchstore.tensors.bits import TOGETHER, TORCH_DTYPES, TensorPatch, unsigned
-from patchstore.tensors.columns import Group, Scattered, in_order, last_of, patches, runs
+from patchstore.tensors.columns import Group, Scattered, flattened, in_order, last_of, patches, runs
 from patchstore.tensors.state_digest import of_group
 
 if TYPE_CHECKING:
@@ -192,9 +192,9 @@ def stated_sizes(store: Store, manifest: Manifest, schema: Schema) -> tuple[Arra
         try:
             view, done, header = _begun(store, wanted)
             num_read += done
-            for name, shape in zip(header.names, header.shapes, strict=True):
+            for name, kind in zip(header.names, header.kind.tolist(), strict=True):
                 if name.endswith(".val") and (place := schema.places.get(name[:-4])) is not None:
-                    listed[place] += prod(shape)
+                    listed[place] += prod(header.kinds[kind][1])
             entries = _entries(header)
             if (table := entries.get("table")) is not None and (tiles := entries.get("tiles")) is not None:
                 num_read += _fill(store, wanted, view, max(table[0], done), table[1]) - max(table[0], done)
@@ -316,13 +316,9 @@ class Deltas:
         self.numbers: Array = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *every]))
         """int64 [T], places in the schema of tensors that any of the deltas states; ascending."""
         self.names = {schema.tensors[number].name for number in self.numbers.tolist()}
-        self._relative = {number for _, content in versions for number in content.coded.numbers.tolist()}
-
-    def relative(self) -> list[str]:
-        """Return the names of which any of them is relative: it can be decoded only beside the tensor that it
-        changes.
-        """
-        return [self._schema.tensors[number].name for number in sorted(self._relative)]
+        coded = [content.coded.numbers for _, content in versions]
+        self.relative: Array = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *coded]))
+        """Those of which any of them is relative: to decode it takes the tensor that it changes."""
 
     def apply(self, tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> None:
         """Write the changes of all deltas into tensors that have the version before the first delta."""
@@ -449,8 +445,9 @@ class Deltas:
                 if (group := self._stated(0, some, held, cut)) is not None:
                     yield group
                 continue
-            copies = {number: held(number).clone() for number in some.tolist() if number in self._relative}
-            relative, before = np.array(list(copies), dtype=np.int64), Scattered(copies.__getitem__)
+            relative = some[np.isin(some, self.relative)]
+            copies = {number: held(number).clone() for number in relative.tolist()}
+            before = Scattered(copies.__getitem__)
             found = []
             for version in range(len(self._versions)):
                 if (group := self._stated(version, some, copies.__getitem__, cut)) is not None:
@@ -474,11 +471,14 @@ def _decoded(coded: Coded, schema: Schema, held: Held, cut: CutOf | None) -> Ite
     if not len(order):
         return
     parts = coded.at(order)
-    olds = [
-        tiling.of_whole(unsigned(held(number).cpu()))
-        for number, tiling in zip(parts.numbers.tolist(), parts.cuts, strict=True)
-    ]
-    old = olds[0] if len(olds) == 1 else np.concatenate(olds)
+    tensors = [held(number).cpu() for number in parts.numbers.tolist()]
+    if parts.cuts.each(
+        lambda kind: kind.num_elements == prod((kind.whole_levels, kind.rows, kind.cols))
+    ).all():
+        old = unsigned(flattened(tensors))
+    else:
+        olds = [cut.of_whole(unsigned(tensor)) for cut, tensor in zip(parts.cuts, tensors, strict=True)]
+        old = olds[0] if len(olds) == 1 else np.concatenate(olds)
     counts, positions, new = decode_all(schema.tensors, parts, old, tiles)
     some_change = counts > 0
     if len(positions) and positions.max() < 2**31:

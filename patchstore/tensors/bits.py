@@ -3,11 +3,10 @@
 Bits are compared and copied, never numbers: -0.0 and 0.0 differ, and a NaN equals itself.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -70,15 +69,6 @@ def unsigned(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """Return the bit patterns of a tensor on the CPU, flat, as unsigned integers, in the same memory."""
     flat = bits(tensor)
     return flat.numpy().view(f"u{flat.element_size()}")
-
-
-def joined(tensors: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
-    """Return the bit patterns of tensors on the CPU of one element size, one after the other.
-
-    A tensor alone is in the same memory.
-    """
-    parts = [unsigned(tensor) for tensor in tensors]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def grouped(

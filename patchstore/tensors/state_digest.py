@@ -5,7 +5,7 @@ elements alone, do not depend on order, and add up over parts. They protect agai
 data; the cryptographic digests of the payloads protect against forgery.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from patchstore.bucket.state_sums import AllSums, Sums, SumsArray, as_array, rea
 from patchstore.errors import SchemaMismatch, StateMismatch
 from patchstore.stores.base import Store
 from patchstore.tensors import elements
-from patchstore.tensors.bits import TOGETHER, bits, grouped, joined, spec_of
-from patchstore.tensors.columns import Group
+from patchstore.tensors.bits import TOGETHER, bits, grouped, spec_of, unsigned
+from patchstore.tensors.columns import Group, flattened
 
 Array = npt.NDArray[Any]
 
@@ -42,18 +42,25 @@ def of_elements(indices: torch.Tensor, values: torch.Tensor) -> Sums:
 
 
 def of_named(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sums]:
-    """Sum over all elements of named tensors; reads each once, small ones many at a time."""
-    found: dict[str, Sums] = {}
-    here: list[str] = []
-    for name, tensor in tensors.items():
+    """Sum over all elements of named tensors; see `of_each`."""
+    return {
+        name: Sums(*sums) for name, sums in zip(tensors, of_each([*tensors.values()]).tolist(), strict=True)
+    }
+
+
+def of_each(tensors: Sequence[torch.Tensor]) -> SumsArray:
+    """Sum over all elements of each tensor; reads each once, small ones many at a time."""
+    found = np.empty((len(tensors), 2), dtype=np.uint64)
+    here: list[int] = []
+    for number, tensor in enumerate(tensors):
         if tensor.device.type == "cpu":
-            here.append(name)
+            here.append(number)
         else:
-            found[name] = of_tensor(tensor)
-    for group in grouped(here, lambda name: tensors[name].element_size(), lambda name: tensors[name].numel()):
-        counts = np.array([tensors[name].numel() for name in group])
-        each = elements.sum_each(joined([tensors[name] for name in group]), counts)
-        found |= zip(group, map(Sums, *(sums.tolist() for sums in each)), strict=True)
+            found[number] = of_tensor(tensor)
+    for group in grouped(here, lambda number: tensors[number].dtype, lambda number: tensors[number].numel()):
+        its = [tensors[number] for number in group]
+        counts = np.array([tensor.numel() for tensor in its])
+        found[group] = np.stack(elements.sum_each(unsigned(flattened(its)), counts), axis=1)
     return found
 
 

@@ -4,6 +4,7 @@ The streams of many tiles are read side by side (`Lanes`): each step reads one c
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -251,30 +252,38 @@ def decode_all(
 
     dtype = specs[coded.numbers[0]].dtype
     layout = Layout.of(coded.cuts)
-    sizes = layout.sizes()
-    owner = np.repeat(np.arange(len(coded)), coded.cuts.num_tiles)
-    rows, lengths, data = coded.sets.rows[coded.row_sets], coded.lengths, coded.data
+    # Of tiny tensors most tiles are as they were: no step takes those.
+    told = np.flatnonzero(coded.lengths)
+    owner, sizes = np.searchsorted(coded.tiles_at, told, side="right") - 1, layout.sizes(told)
+    rows, lengths, data = coded.sets.rows[coded.row_sets], coded.lengths[told], coded.data
     too_long = owner[lengths > _MOST_BYTES * sizes]
     if len(too_long):
         raise refused(too_long[0], "is longer than its elements can be")
-    is_chosen = lengths > 0
-    for number, wanted in enumerate(tiles or ()):
-        if wanted is not None:
-            mine = is_chosen[coded.tiles_at[number] : coded.tiles_at[number + 1]]
-            mine[np.delete(np.arange(len(mine)), wanted)] = False
-    starts = bounds_of(lengths)
+    starts = bounds_of(lengths)[:-1]
+    if tiles is not None:
+        firsts = coded.tiles_at.tolist()
+        wanted = [
+            np.arange(first, end) if some is None else some + first
+            for some, (first, end) in zip(tiles, pairwise(firsts), strict=True)
+        ]
+        is_wanted = np.isin(told, np.concatenate(wanted), assume_unique=True)
+        told, owner, sizes, lengths, starts = (
+            each[is_wanted] for each in (told, owner, sizes, lengths, starts)
+        )
     lo, last = coded.lo.astype(np.uint8), (coded.num_classes - 1).astype(np.uint8)
     # The classes that may have changes.
     classes = np.flatnonzero((rows[:, :, 0] != SILENT).any(axis=0))
     is_changed = np.zeros(len(old), dtype=np.bool_)
     target = np.empty_like(old)
-    for chosen in split(layout, np.flatnonzero(is_chosen), READ_TOGETHER):
+    end = 0
+    for chosen in split(layout, told, READ_TOGETHER):
+        mine = slice(end, end := end + len(chosen))
         bits = layout.gather(old, chosen)
-        group = TileSet(owner[chosen], sizes[chosen])
-        its_lengths = lengths[chosen]
-        streams = data[starts[chosen[0]] : starts[chosen[-1] + 1]]
+        group = TileSet(owner[mine], sizes[mine])
+        its_lengths, its_starts = lengths[mine], starts[mine]
+        streams = data[its_starts[0] : its_starts[-1] + its_lengths[-1]]
         if len(streams) > its_lengths.sum():  # others lie between them
-            streams = data[ramps(its_lengths, starts[chosen])]
+            streams = data[ramps(its_lengths, its_starts)]
         lanes = Lanes(streams, its_lengths, 8 * WIDTHS[dtype])
         of_class = class_words(bits, dtype, group.of_elements(lo), group.of_elements(last), classes)
         at, by = _read(lanes, of_class, of_each(rows, group.owner), group.ends)

@@ -76,15 +76,19 @@ def encode_all(
     chosen = row_sets.choose(_totals(dtype, old, ends, owner, replaced, by))
     sets = row_sets.sets
     its = sets.at(chosen)
-    sizes = layout.sizes()
-    tile_owner = np.repeat(np.arange(len(cuts)), cuts.num_tiles)
-    parts = []
-    for tiles in split(layout, np.arange(len(sizes)), WRITTEN_TOGETHER):
-        found = TileSet(tile_owner[tiles], sizes[tiles])
+    is_changed = np.zeros(layout.num_tiles, dtype=np.bool_)
+    is_changed[layout.tiles_of(at)] = True
+    if 2 * np.count_nonzero(is_changed) > len(is_changed):
+        # Tiles that lie together are gathered fastest.
+        is_changed[:] = True
+    lengths, data, tiles_at = np.zeros(len(is_changed), dtype=np.int64), [], bounds_of(cuts.num_tiles)
+    for tiles in split(layout, np.flatnonzero(is_changed), WRITTEN_TOGETHER):
+        tile_owner = np.searchsorted(tiles_at, tiles, side="right") - 1
         its_old, its_moves = layout.gather(old, tiles), layout.gather(moves, tiles)
-        parts.append(_streams(its_old, its_moves, found, dtype, its.lo, its.nums, its.rows))
-    lengths, data = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return Coded(numbers, cuts, sets, chosen, lengths, data)
+        found = TileSet(tile_owner, layout.sizes(tiles))
+        lengths[tiles], streams = _streams(its_old, its_moves, found, dtype, its.lo, its.nums, its.rows)
+        data.append(streams)
+    return Coded(numbers, cuts, sets, chosen, lengths, np.concatenate(data))
 
 
 def _totals(dtype: str, old: Array, ends: Array, owner: Array, replaced: Array, by: Array) -> Totals:

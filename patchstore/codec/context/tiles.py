@@ -12,6 +12,7 @@ one part an array of one value, with which numpy is as fast as with a number.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,8 @@ class Side:
     def slices(self) -> int:
         return self.length // self.of_slice
 
-    def tile_of(self, at: int) -> int:
-        """Return which tile of the whole side has a row (or column)."""
+    def tile_of(self, at: Any) -> Any:
+        """Return which tile of the whole side has a row (or column), or each of an array of them."""
         number, within = divmod(at, self.of_slice)
         return number * -(-self.of_slice // self.of_tile) + within // self.of_tile
 
@@ -167,12 +168,23 @@ class Tiling:
         col, num_cols = self.across.ranges(col_tile)
         return self.level + level, row, col, num_rows, num_cols
 
-    def sizes(self) -> npt.NDArray[np.int64]:
-        """Return the number of elements of each tile, int64 [num_tiles]."""
-        num_rows = self.down.ranges(np.arange(self.row_tiles))[1]
-        num_cols = self.across.ranges(np.arange(self.col_tiles))[1]
-        sizes: npt.NDArray[np.int64] = np.tile(np.outer(num_rows, num_cols).reshape(-1), self.levels)
+    def sizes(self, tiles: Array) -> npt.NDArray[np.int64]:
+        """Return the number of elements of each of `tiles`, int64."""
+        if self.even is not None:
+            return np.full(len(tiles), self.even[0] * self.even[1])
+        *_, num_rows, num_cols = self.places(tiles)
+        sizes: npt.NDArray[np.int64] = num_rows * num_cols
         return sizes
+
+    def tiles_of(self, local: Array) -> npt.NDArray[np.int64]:
+        """Return which tiles have elements of the flattened part, int64."""
+        box = self.box
+        line, col = np.divmod(local, box.cols)
+        level, row = np.divmod(line, box.rows)
+        row_tile = self.down.tile_of(box.row + row) - self.down.first_tile
+        col_tile = self.across.tile_of(box.col + col) - self.across.first_tile
+        found: npt.NDArray[np.int64] = (level * self.row_tiles + row_tile) * self.col_tiles + col_tile
+        return found
 
     @cached_property
     def first(self) -> int | None:
@@ -363,31 +375,49 @@ class Layout:
             found.append(Tiling(levels=num, level=0, whole_levels=num, down=cut.down, across=cut.across))
         return cls(tuple(found))
 
-    def sizes(self) -> npt.NDArray[np.int64]:
-        """Return the number of elements of each tile."""
-        return np.concatenate([run.sizes() for run in self.runs])
+    @property
+    def num_tiles(self) -> int:
+        return sum(run.num_tiles for run in self.runs)
+
+    def sizes(self, tiles: Array) -> npt.NDArray[np.int64]:
+        """Return the number of elements of each of `tiles` (ascending)."""
+        bounds = np.searchsorted(tiles, bounds_of(np.array([run.num_tiles for run in self.runs])))
+        found, first = [np.zeros(0, dtype=np.int64)], 0
+        for run, (begin, end) in zip(self.runs, pairwise(bounds.tolist()), strict=True):
+            found.append(run.sizes(tiles[begin:end] - first))
+            first += run.num_tiles
+        return np.concatenate(found)
+
+    def tiles_of(self, at: Array) -> npt.NDArray[np.int64]:
+        """Return which tiles have elements (ascending) of the array."""
+        bounds = bounds_of(np.array([run.num_elements for run in self.runs])).tolist()
+        found, first = [np.zeros(0, dtype=np.int64)], 0
+        for run, (begin, end) in zip(self.runs, pairwise(bounds), strict=True):
+            inside = slice(*np.searchsorted(at, (begin, end)))
+            found.append(run.tiles_of(at[inside] - begin) + first)
+            first += run.num_tiles
+        return np.concatenate(found)
 
     def gather(self, flat: Array, tiles: Array) -> Array:
         """Return the elements of `tiles` (ascending), tile after tile; may share memory with `flat`."""
-        parts = [run.gather(part, mine) for run, part, mine, _ in self._parts(flat, tiles)]
+        parts = [run.gather(part, mine) for run, part, mine in self._parts(flat, tiles)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def scatter(self, elements: Array, flat: Array, tiles: Array) -> None:
         """Put elements, in the order of `gather`, where they belong."""
-        sizes = [run.sizes() for run in self.runs]
         start = 0
-        for run, part, mine, number in self._parts(flat, tiles):
-            end = start + int(sizes[number][mine].sum())
+        for run, part, mine in self._parts(flat, tiles):
+            end = start + int(run.sizes(mine).sum())
             run.scatter(elements[start:end], part, mine)
             start = end
 
-    def _parts(self, flat: Array, tiles: Array) -> Iterator[tuple[Tiling, Array, Array, int]]:
+    def _parts(self, flat: Array, tiles: Array) -> Iterator[tuple[Tiling, Array, Array]]:
         first, start = 0, 0
-        for number, run in enumerate(self.runs):
+        for run in self.runs:
             last, end = first + run.num_tiles, start + run.num_elements
             among = np.searchsorted(tiles, (first, last))
             if among[1] > among[0]:
-                yield run, flat[start:end], tiles[among[0] : among[1]] - first, number
+                yield run, flat[start:end], tiles[among[0] : among[1]] - first
             first, start = last, end
 
 
@@ -485,7 +515,7 @@ class TileSet:
 def split(layout: Layout, tiles: Array, num_elements: int) -> Iterator[Array]:
     """Cut ascending tiles into groups of about so many elements."""
     if len(layout.runs) > 1:
-        ends = layout.sizes()[tiles].cumsum()
+        ends = layout.sizes(tiles).cumsum()
         yield from np.split(tiles, np.flatnonzero(np.diff(ends // num_elements)) + 1) if len(tiles) else ()
         return
     cut = layout.runs[0]
