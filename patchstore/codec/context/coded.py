@@ -35,7 +35,7 @@ class Coded:
         self.row_sets = row_sets
         """int64 [P], which of `sets` says how each part is coded."""
         self.lengths = lengths
-        """int64 [tiles], bytes of each tile's stream."""
+        """int32 or int64 [tiles], bytes of each tile's stream."""
         self.data = data
         """All streams, one after the other. Without bytes where they are elsewhere."""
         self.keys = keys
@@ -90,7 +90,7 @@ class Coded:
     @cached_property
     def bytes_at(self) -> npt.NDArray[np.int64]:
         """int64 [P + 1], where the streams of each part begin in `data`, and the end."""
-        num_bytes = np.add.reduceat(self.lengths, self.tiles_at[:-1]) if len(self) else self.lengths
+        num_bytes = np.add.reduceat(self.lengths, self.tiles_at[:-1], dtype=np.int64) if len(self) else self.lengths
         return bounds_of(num_bytes)
 
     def key(self, part: int) -> str:

@@ -81,7 +81,7 @@ def encode_all(
     if 2 * np.count_nonzero(is_changed) > len(is_changed):
         # Tiles that lie together are gathered fastest.
         is_changed[:] = True
-    lengths, data, tiles_at = np.zeros(len(is_changed), dtype=np.int64), [], bounds_of(cuts.num_tiles)
+    lengths, data, tiles_at = np.zeros(len(is_changed), dtype=np.int32), [], bounds_of(cuts.num_tiles)
     for tiles in split(layout, np.flatnonzero(is_changed), WRITTEN_TOGETHER):
         tile_owner = np.searchsorted(tiles_at, tiles, side="right") - 1
         its_old, its_moves = layout.gather(old, tiles), layout.gather(moves, tiles)

@@ -8,7 +8,7 @@ they save more than they cost; otherwise it takes those of another part.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,11 +110,15 @@ def runs_bits(runs: Array, num: Array, among: Array) -> npt.NDArray[np.float64]:
     return np.where(num > 0, _bits_of_event(stay, runs) * num, among / runs)
 
 
-def rice_bits(changes: Array, width: int, less: int) -> npt.NDArray[np.float64]:
-    """Return the bits of the Rice codes of |d| - `less`, 0 or 2, float64 [.., k], of changes by bin."""
+def rice_bits(
+    changes: Array, width: int, less: int, some: Sequence[int] = range(MAX_RICE + 1)
+) -> npt.NDArray[np.float64]:
+    """Return the bits of the Rice codes of |d| - `less`, 0 or 2, with some k, float64 [.., k], of changes by
+    bin.
+    """
     # Counts times whole numbers of bits: exact in float64, in whatever order they are summed. Not a product
     # of matrices, for which NumPy starts a thread on every core: that took two seconds of CPU time.
-    table = _RICE_BITS[8 * width, less][: changes.shape[-1]]
+    table = _RICE_BITS[8 * width, less][: changes.shape[-1], some]
     found: npt.NDArray[np.float64] = np.einsum("...b,br->...r", changes.astype(np.float64), table)
     return found
 
@@ -279,7 +283,8 @@ class Sets:
         return self.at(first[order]), ranks[inverse]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Without slots, so that what is asked several times is worked out once.
+@dataclass(frozen=True, kw_only=True)
 class Totals:
     """What of the elements of T parts of one dtype decides on their rows."""
 
@@ -293,8 +298,15 @@ class Totals:
     width: int
     """Bytes of an element."""
 
+    @cached_property
+    def base(self) -> npt.NDArray[np.int64]:
+        """[T], `first_exponent` of each part."""
+        return first_exponent(self.changed)
+
     def of(self, some: Array) -> "Totals":
-        """Return those of some parts, by number."""
+        """Return those of some parts, by number, ascending."""
+        if len(some) == len(self.changed):
+            return self
         return Totals(
             changed=self.changed[some],
             num_elements=self.num_elements[some],
@@ -379,8 +391,9 @@ class RowSets:
         last, first = self.last()
         by_size = small[np.argsort(-num_changed[small], kind="stable")]
         candidates, _ = own.at(by_size[:_CANDIDATES]).distinct()
-        fresh = Sets.joined([_joint(totals, small), candidates]) if len(small) > 1 else candidates
-        bits = Costs(totals.of(small)).of(Sets.joined([last, fresh]))
+        its = totals.of(small)
+        fresh = Sets.joined([_joint(its), candidates]) if len(small) > 1 else candidates
+        bits = Costs(its).of(Sets.joined([last, fresh]))
         num_old = len(last)
         best = bits[:, :num_old].min(axis=1) if num_old else np.full(len(small), np.inf)
         taken = bits[:, :num_old].argmin(axis=1) if num_old else np.zeros(len(small), dtype=np.int64)
@@ -431,7 +444,7 @@ class RowSets:
 def best_rows(totals: Totals) -> BestRows:
     """Return the best rows of each part; the same for a part in whatever company it is looked at."""
     lo, nums = choose_classes(totals.changed)
-    at = _classes(first_exponent(totals.changed), lo, nums)
+    at = _classes(totals.base, lo, nums)
     # Classes ascend with exponents, so each has those from its first one on.
     begins = np.sum(at[:, None, :] < np.arange(MAX_CLASSES + 1)[:, None], axis=2)
     num_elements = np.diff(np.take_along_axis(_before(totals.num_elements), begins, axis=1), axis=1)
@@ -440,15 +453,14 @@ def best_rows(totals: Totals) -> BestRows:
     return BestRows(Sets(lo, kept, rows), costs)
 
 
-def _joint(totals: Totals, some: Array) -> Sets:
+def _joint(totals: Totals) -> Sets:
     """Return the best rows of several parts together."""
-    base = first_exponent(totals.changed[some])
-    changed = totals.changed[some].sum(axis=0, keepdims=True)
-    at = _classes(base, first_exponent(changed).repeat(len(some)), np.full(len(some), MAX_CLASSES))
+    num, changed = len(totals.changed), totals.changed.sum(axis=0, keepdims=True)
+    at = _classes(totals.base, first_exponent(changed).repeat(num), np.full(num, MAX_CLASSES))
     changes = np.zeros_like(totals.changes[:1])
     num_elements = np.zeros_like(totals.num_elements[:1])
-    np.add.at(changes[0], at, totals.changes[some])
-    np.add.at(num_elements[0], at, totals.num_elements[some])
+    np.add.at(changes[0], at, totals.changes)
+    np.add.at(num_elements[0], at, totals.num_elements)
     found, _ = best_rows(
         Totals(changed=changed, num_elements=num_elements, changes=changes, width=totals.width)
     )
@@ -467,16 +479,15 @@ class Costs:
 
     def __init__(self, totals: Totals) -> None:
         self._totals = totals
-        self._base = first_exponent(totals.changed)
+        self._base = totals.base
         self._lowest = np.argmax(totals.changed > 0, axis=1)
         num = totals.changes.sum(axis=2)
         # Behind the sums of classes from the first on: that of no class.
         self._elements = _before(totals.num_elements)
         self._changes = _before(num)
         self._ones = _before(totals.changes[:, :, 0])
-        self._sparse, self._dense = (
-            _before(rice_bits(totals.changes, totals.width, less)) for less in (2, 0)
-        )
+        self._rice: dict[tuple[int, int], Array] = {}
+        """The same of Rice codes, which few sets have, by `less` and k."""
 
     def of(self, sets: Sets) -> npt.NDArray[np.float64]:
         """Return float64 [T, sets]; infinite where a set cannot say what changes."""
@@ -531,7 +542,7 @@ class Costs:
         is_swap = rice[dense] == SWAP
         code = np.where(is_swap, 0, rice[dense])
         same = n[dense] - num[dense]
-        its = of_class(self._dense, dense, code) + same * (code + 1.0) + num[dense]
+        its = of_class(self._rice_sums(0, code), dense, code) + same * (code + 1.0) + num[dense]
         first[dense] = np.where(is_swap, its + same - (num[dense] - more[dense]), its)
 
         sparse = np.flatnonzero((runs != SILENT) & (runs != DENSE))
@@ -540,8 +551,22 @@ class Costs:
         second[lone] = np.where(more[lone] > 0, np.inf, 0.0)
         larger = sparse[steps[sparse, 0] > 0]
         second[larger] = runs_bits(RUNS[steps[larger] - 1], more[larger], num[larger])
-        second[larger] += of_class(self._sparse, larger, rice[larger])
+        second[larger] += of_class(self._rice_sums(2, rice[larger]), larger, rice[larger])
         return first, second
+
+    def _rice_sums(self, less: int, codes: Array) -> Array:
+        """Return the sums of Rice codes before each class, float64 [T, 17, k], up to the largest of some k;
+        those of others are not worked out.
+        """
+        used = np.unique(codes)
+        missing = [k for k in used.tolist() if (less, k) not in self._rice]
+        if missing:
+            found = _before(rice_bits(self._totals.changes, self._totals.width, less, missing))
+            self._rice |= {(less, k): found[:, :, at] for at, k in enumerate(missing)}
+        sums = np.empty((len(self._base), MAX_CLASSES + 1, int(used.max(initial=-1)) + 1))
+        for k in used.tolist():
+            sums[:, :, k] = self._rice[less, k]
+        return sums
 
 
 class CostsAhead:

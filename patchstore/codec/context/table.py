@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from patchstore.bucket.records import Box, Schema, view_of
-from patchstore.codec.context.bits import Array, put, windows
+from patchstore.codec.context.bits import Array, bounds_of, put, windows
 from patchstore.codec.context.classes import MAX_CLASSES, is_coded
 from patchstore.codec.context.coded import Coded, ascend
 from patchstore.codec.context.rows import Sets, valid_rows
@@ -66,10 +66,14 @@ def pack(coded: Coded) -> bytes:
     squeezed = zlib.compress(head, _LEVEL)
     front = np.array([len(coded), len(sets), len(squeezed)], dtype="<u4").tobytes()
     packed = []
-    for its, fields in _together(num_tiles, bits):
+    for fields in _together(num_tiles, bits):
         words = np.zeros(fields.num_bytes // 8 + 2, dtype=np.uint64)
-        more = lengths[fields.tiles] - np.repeat(least[its], num_tiles[its])
-        put(words, fields.at, more.astype(np.uint64))
+        # Where the least is zero, so are most lengths of tiny tensors, and the words have that already.
+        tile = np.flatnonzero(lengths[fields.tiles])
+        part = np.searchsorted(fields.tiles_at, tile, side="right") - 1
+        more = lengths[fields.tiles][tile] - least[fields.parts][part]
+        at = fields.begins[part] + (tile - fields.tiles_at[part]) * bits[fields.parts][part]
+        put(words, at, more.astype(np.uint64))
         packed.append(words.view(np.uint8)[: fields.num_bytes].tobytes())
     return b"".join([front, squeezed, *packed])
 
@@ -113,12 +117,17 @@ def unpack(where: str, table: npt.NDArray[np.uint8], tiles: npt.NDArray[np.uint8
         raise CorruptObject(f"{where}: the padding of lengths is not zero")
     lengths, begin = np.empty(int(num_tiles.sum()), dtype=np.int64), 0
     padded = np.concatenate([packed, np.zeros(9, dtype=np.uint8)])
-    for its, fields in _together(num_tiles, bits):
-        every = windows(padded[begin : begin + fields.num_bytes + 9])
+    for fields in _together(num_tiles, bits):
+        its = padded[begin : begin + fields.num_bytes + 9]
         begin += fields.num_bytes
-        field = every[fields.at >> 3] >> (fields.at & 7).view(np.uint64)
-        field &= (np.uint64(1) << fields.bits.view(np.uint64)) - np.uint64(1)
-        lengths[fields.tiles] = field.view(np.int64) + np.repeat(columns["least"][its], num_tiles[its])
+        part, nth = fields.within(np.flatnonzero(its[: fields.num_bytes]), bits[fields.parts])
+        its_bits = bits[fields.parts][part]
+        at = fields.begins[part] + nth * its_bits
+        field = windows(its)[at >> 3] >> (at & 7).view(np.uint64)
+        field &= (np.uint64(1) << its_bits.view(np.uint64)) - np.uint64(1)
+        mine = lengths[fields.tiles]
+        mine[:] = np.repeat(columns["least"][fields.parts], num_tiles[fields.parts])
+        mine[fields.tiles_at[part] + nth] += field.view(np.int64)
     if (num := int(lengths.sum())) != len(tiles):
         raise CorruptObject(f"{where}: streams of {num} bytes, but {len(tiles)} bytes of tiles")
     return Coded(indices, cuts, sets, row_sets, lengths, tiles, [where])
@@ -235,27 +244,41 @@ def _take(where: str, data: Array, num: int) -> tuple[Array, Array]:
 class _Fields(NamedTuple):
     """How the lengths of the tiles of some parts, which follow each other, are written."""
 
+    parts: slice
+    """Which of all parts these are."""
     tiles: slice
-    """Which of all tiles these are."""
-    at: Array
-    """int64, at which bit of theirs each length begins."""
-    bits: Array
-    """int64, how many bits it has."""
+    """Which of all tiles."""
+    tiles_at: Array
+    """int64, at which of these tiles those of each part begin, and the end."""
+    begins: Array
+    """int64, at which bit of theirs the lengths of each part begin."""
     num_bytes: int
     """Of all together."""
 
+    def within(self, at: Array, bits: Array) -> tuple[Array, Array]:
+        """Return the lengths that have bits in some bytes, ascending: the part of each, and the place in it.
 
-def _together(num_tiles: Array, bits: Array) -> Iterator[tuple[slice, _Fields]]:
-    """Yield ranges of parts, and how their lengths are written: so many that columns stay in the cache."""
+        `bits` has how many a length of each part takes.
+        """
+        part = np.searchsorted(self.begins >> 3, at, side="right") - 1
+        bit, its_bits = 8 * at - self.begins[part], bits[part]
+        first, last = bit // its_bits, np.minimum((bit + 7) // its_bits, np.diff(self.tiles_at)[part] - 1)
+        # Once, also where it has bits in two bytes.
+        first[1:] += (first[1:] == last[:-1]) & (part[1:] == part[:-1])
+        counts = last + 1 - first
+        return np.repeat(part, counts), ramps(counts, first)
+
+
+def _together(num_tiles: Array, bits: Array) -> Iterator[_Fields]:
+    """Yield how the lengths of parts are written: of so many that columns stay in the cache."""
     ends = num_tiles.cumsum()
     firsts = np.flatnonzero(np.diff((ends - num_tiles) // _TOGETHER, prepend=-1)).tolist()
     for first, end in zip(firsts, [*firsts[1:], len(num_tiles)], strict=True):
-        its, width = num_tiles[first:end], bits[first:end]
-        num_bytes = -(-its * width // 8)
-        of_each = np.repeat(width, its)
-        at = ramps(its) * of_each + np.repeat((num_bytes.cumsum() - num_bytes) * 8, its)
+        its = num_tiles[first:end]
+        num_bytes = -(-its * bits[first:end] // 8)
         tiles = slice(int(ends[first] - its[0]), int(ends[end - 1]))
-        yield slice(first, end), _Fields(tiles, at, of_each, int(num_bytes.sum()))
+        begins = (num_bytes.cumsum() - num_bytes) * 8
+        yield _Fields(slice(first, end), tiles, bounds_of(its), begins, int(num_bytes.sum()))
 
 
 def pays(num_changed: Array, num_tiles: Array) -> Array:

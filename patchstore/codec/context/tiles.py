@@ -58,11 +58,11 @@ class Side:
 
     @property
     def first_tile(self) -> int:
-        return self.tile_of(self.first)
+        return int(self.tile_of(self.first))
 
     @property
     def num_tiles(self) -> int:
-        return self.tile_of(self.first + self.size - 1) - self.first_tile + 1
+        return int(self.tile_of(self.first + self.size - 1)) - self.first_tile + 1
 
     def ranges(self, tile: Array) -> tuple[Array, Array]:
         """Return the first row (or column) of tiles of the part, in the tensor, and how many they have."""
