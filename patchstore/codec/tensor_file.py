@@ -197,7 +197,7 @@ def read_header(where: str, file_size: int, beginning: Callable[[int], bytes | b
     if len(first) < 8 + length:
         first = beginning(8 + length)
         assert len(first) >= 8 + length
-    told = _as_written(first[8 : 8 + length]) or _parsed(where, first[8 : 8 + length])
+    told = as_written(first[8 : 8 + length]) or _parsed(where, first[8 : 8 + length])
     names, metadata = told.names, told.metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CorruptObject(f"{where}: its metadata must map strings to strings")
@@ -256,7 +256,7 @@ _BETWEEN = len(',"":{,"data_offsets":[]}')
 
 
 @collector.paused()
-def _as_written(data: bytes | bytearray) -> _Told | None:
+def as_written(data: bytes | bytearray) -> _Told | None:
     """Read a header that is spelled as this release and the safetensors library do; None for any other.
 
     A fifth of the time of `_parsed`, which makes an object for each tensor.

@@ -88,8 +88,9 @@ def changed(new: torch.Tensor, old: torch.Tensor, sizes: Array, numbers: Array) 
     """
     new, old = bits(new), bits(old)
     at = elements.differing(new, old)
-    values = unsigned(new[at].cpu())
     found = at.cpu().numpy()
+    # numpy picks elements faster than torch does in host memory; so it is below.
+    values = unsigned(new)[found] if new.device.type == "cpu" else unsigned(new[at].cpu())
     ends = sizes.cumsum()
     counts = np.diff(np.searchsorted(found, ends), prepend=0)
     some = np.flatnonzero(counts)
@@ -222,19 +223,27 @@ class Block:
 
     def at(self, group: Group) -> Array:
         """Return the bit patterns at a group's positions, in host memory."""
-        return unsigned(bits(self.memory)[self._flat(group)].cpu())
+        at = self._flat(group)
+        if self.memory.device.type == "cpu":
+            found: Array = unsigned(self.memory)[at]
+            return found
+        return unsigned(bits(self.memory)[torch.from_numpy(at).to(self.memory.device)].cpu())
 
     def whole(self, numbers: Array) -> Array:
         """Return all bit patterns of tensors, in host memory."""
         return unsigned(self.held(numbers).cpu())
 
     def write(self, group: Group) -> None:
-        held = bits(self.memory)
-        held[self._flat(group)] = signed_of(group.values).to(held.device)
+        at, held = self._flat(group), bits(self.memory)
+        if held.device.type == "cpu":
+            unsigned(self.memory)[at] = group.values
+        else:
+            held[torch.from_numpy(at).to(held.device)] = signed_of(group.values).to(held.device)
 
-    def _flat(self, group: Group) -> torch.Tensor:
+    def _flat(self, group: Group) -> Array:
         starts = self._starts[self.places(group.numbers)]
-        return torch.from_numpy(np.repeat(starts, group.counts) + group.positions).to(self.memory.device)
+        found: Array = np.repeat(starts, group.counts) + group.positions
+        return found
 
 
 def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -183,6 +183,19 @@ def sum_each(bits: Array, counts: Array, indices: Array | None = None) -> tuple[
 
 def differing(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """Return the positions at which two flat integer tensors differ: int64 [num_changed], ascending."""
+    if new.device.type == "cpu":
+        # In the cache: a third of the time of torch, whose bools go through memory and are listed one by one.
+        news, olds, every = new.numpy(), old.numpy(), range(0, new.numel(), 2 * CHUNK)
+        found = [
+            np.flatnonzero(news[start : start + 2 * CHUNK] != olds[start : start + 2 * CHUNK]) + start
+            for start in every
+        ]
+        # Torch gives an empty array of numpy a stride of 0, which is no view of bytes.
+        return (
+            torch.from_numpy(np.concatenate(found))
+            if any(map(len, found))
+            else torch.empty(0, dtype=torch.int64)
+        )
     parts = [
         (new[start : start + COMPARE_CHUNK] != old[start : start + COMPARE_CHUNK]).nonzero().view(-1) + start
         for start in range(0, new.numel(), COMPARE_CHUNK)

@@ -77,20 +77,25 @@ def test_rolling_back_a_first_anchor_leaves_no_tensors(run: Run) -> None:
 
 
 def test_a_tensor_that_took_anothers_place_is_written_and_the_other_is_free(run: Run) -> None:
-    run.publish_versions(4)
+    run.publish_versions(5)
     tensors = copies(run.history[0])
     replica = Replica(run.store, tensors, held=0)
     replica.update(1)
-    other = weakref.ref(tensors["embed.weight"])
+    memory = np.empty(tensors["embed.weight"].shape, dtype=np.int16)
+    other = weakref.ref(memory)
+    tensors["embed.weight"] = torch.from_numpy(memory).view(torch.bfloat16).copy_(tensors["embed.weight"])
+    replica.update(2)
+    del memory
+    assert other() is not None
     tensors["embed.weight"] = tensors["embed.weight"].clone()
     assert other() is None
-    replica.update(2)
-    assert_same_bits(tensors, run.history[2])
-    staged = replica.stage(3)
+    replica.update(3)
+    assert_same_bits(tensors, run.history[3])
+    staged = replica.stage(4)
     # The same tensor, elsewhere.
     tensors["embed.weight"].data = tensors["embed.weight"].clone()
     replica.apply(staged)
-    assert_same_bits(tensors, run.history[3])
+    assert_same_bits(tensors, run.history[4])
 
 
 def test_autograd_does_not_go_back_through_what_an_update_overwrote(run: Run) -> None:

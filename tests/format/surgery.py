@@ -98,7 +98,11 @@ def take_apart(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def put_together(header: Any, data: bytes) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    if isinstance(header, bytes):
+        text = header
+    else:
+        # As it is written, which is read in another way than other JSON.
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
     return struct.pack("<Q", len(text)) + text + data
 
 

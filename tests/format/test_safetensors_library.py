@@ -5,6 +5,7 @@ import re
 from contextlib import suppress
 from math import prod
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -57,6 +58,45 @@ def test_we_read_what_the_library_writes(tmp_path: Path, metadata: dict[str, str
         _, *items = tensor_file.read_stream("theirs", len(data), pieces)
         assert_same_bits({spec.name: tensor for spec, tensor in items}, tensors)  # type: ignore[misc]
     assert independent_reader.parse_safetensors(data)[1].keys() == tensors.keys()
+
+
+def test_a_header_that_is_spelled_as_we_write_it_means_what_its_json_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random = Random(0)
+    data = written(stored_tensors(), {"format": "pt", "q": '"},{\\'})
+    header, rest = surgery.take_apart(data)
+    plain = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
+    without = plain.replace(json.dumps(header["__metadata__"], separators=(",", ":")), "{}")
+    pieces = [*'{}[]",:0129-. \\', '"a"', '"__metadata__":{},', "[1]", '"dtype":"U8",', ",,", "٣", "\n"]
+
+    def read(text: str) -> object:
+        data = surgery.put_together(text.encode(), rest)
+        try:
+            found = tensor_file.read_header("file", len(data), lambda num_bytes: data[:num_bytes])
+        except CorruptObject:
+            return "refused"
+        return found.entries, found.metadata
+
+    texts = [
+        plain,
+        without,
+        without.replace('"__metadata__":{},', ""),
+        f"{plain}  ",
+        f" {plain}",
+        f"{plain}}}",
+    ]
+    for _ in range(3000):
+        at = random.randrange(len(plain))
+        texts.append(plain[:at] + random.choice(pieces) + plain[at + random.randrange(4) :])
+    name = [*header][-1]
+    entry = f'"{name}":{json.dumps(header[name], separators=(",", ":"))}'
+    texts += [plain.replace(entry, f"{entry}{between}{entry}") for between in (",", "}", "", ", ")]
+    assert all(tensor_file.as_written(text.encode()) for text in texts[:4])
+    found = [read(text) for text in texts]
+    monkeypatch.setattr(tensor_file, "as_written", lambda data: None)
+    assert found == [read(text) for text in texts]
+    assert 10 < found.count("refused") < len(texts) - 10
 
 
 def test_a_file_without_tensors_goes_both_ways() -> None:

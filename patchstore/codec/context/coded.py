@@ -90,8 +90,8 @@ class Coded:
     @cached_property
     def bytes_at(self) -> npt.NDArray[np.int64]:
         """int64 [P + 1], where the streams of each part begin in `data`, and the end."""
-        num_bytes = np.add.reduceat(self.lengths, self.tiles_at[:-1], dtype=np.int64) if len(self) else self.lengths
-        return bounds_of(num_bytes)
+        starts = self.tiles_at[:-1]
+        return bounds_of(np.add.reduceat(self.lengths, starts, dtype=np.int64) if len(self) else starts)
 
     def key(self, part: int) -> str:
         return self.keys[int(self.payloads[part])]

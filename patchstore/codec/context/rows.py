@@ -304,8 +304,8 @@ class Totals:
         return first_exponent(self.changed)
 
     def of(self, some: Array) -> "Totals":
-        """Return those of some parts, by number, ascending."""
-        if len(some) == len(self.changed):
+        """Return those of some parts, by number."""
+        if len(some) == len(self.changed) and (some[1:] > some[:-1]).all():
             return self
         return Totals(
             changed=self.changed[some],
