@@ -16,6 +16,7 @@ What waits for the store, or for the disk, runs on threads. What is refused is a
 """
 
 import asyncio
+import json
 import os
 import re
 import time
@@ -23,13 +24,14 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
 from fastapi import HTTPException
+from vllm import __version__ as vllm_version
 from vllm import envs
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
@@ -42,7 +44,7 @@ from patchstore.bucket.records import Adapter, Base, Schema
 from patchstore.errors import LoadFailed, NotFound, PatchstoreError, SchemaMismatch, StoreReplaced, UsageError
 from patchstore.follow.vllm_protocol import FUSED_EXPERTS
 from patchstore.read.run import Run
-from patchstore.stores import Store, open_store
+from patchstore.stores import Store, layout, open_store
 from patchstore.support.arguments import number_in, version_number
 from patchstore.tensors import elements
 from vllm_plugin.adapter_folders import AdapterFolders, Lent
@@ -421,6 +423,7 @@ class Adapters:
         lent = _folders().lend(run, version)
         try:
             self._check_modules(run.schema)
+            _check_known(lent.path / layout.ADAPTER_CONFIG)
             PEFTHelper.from_local_dir(str(lent.path), None).validate_legal(self._config.lora_config)
         except (ValueError, TypeError) as exc:
             lent.close()
@@ -509,6 +512,18 @@ def _configured() -> Iterator[_Name]:
         known = _Name(name, _Source(url), wanted)
         known.is_known = True
         yield known
+
+
+def _check_known(config: Path) -> None:
+    """Refuse what an older vLLM would compute otherwise without a word."""
+    said, known = json.loads(config.read_text()), {field.name for field in fields(PEFTHelper)}
+    if ignored := [
+        each for each in ("rank_pattern", "alpha_pattern") if said.get(each) and each not in known
+    ]:
+        raise ValueError(
+            f"vLLM {vllm_version} leaves out its {' and '.join(ignored)}, and would scale some modules "
+            "otherwise: serve it with a newer one, such as 0.32"
+        )
 
 
 def _folders() -> AdapterFolders:

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -91,10 +92,14 @@ def store(tmp_path: Path) -> Path:
 
 
 def publish(
-    store: Path, versions: int, adapter: str | PeftAdapter = "default", renamed: tuple[str, str] = ("", "")
+    store: Path,
+    versions: int,
+    adapter: str | PeftAdapter = "default",
+    renamed: tuple[str, str] = ("", ""),
+    **others: Any,
 ) -> None:
     tensors = {name.replace(*renamed): each for name, each in tiny_adapter.tensors().items()}
-    folder = tiny_adapter.config(store.with_name(f"{store.name}-config"))
+    folder = tiny_adapter.config(store.with_name(f"{store.name}-config"), **others)
     with Publisher(store, tensors, adapter=adapter, files=folder, dtype=None) as publisher:
         for step in range(versions):
             publisher.publish_patch(step).result()
@@ -322,6 +327,30 @@ def test_what_vllm_refuses_is_said_and_not_held(new):
     engine.refusal, engine.errored = RuntimeError("dead"), True
     with pytest.raises(RuntimeError, match="dead"):
         run(found.resolve("policy@2"))
+
+
+@dataclass
+class OlderHelper:
+    """Of a vLLM that reads less of a config, as 0.27 does."""
+
+    r: int
+    lora_alpha: int
+    target_modules: list[str]
+
+    @classmethod
+    def from_local_dir(cls, *_: Any) -> Any:
+        return SimpleNamespace(validate_legal=lambda _: None)
+
+
+def test_scales_of_single_modules_that_an_older_vllm_leaves_out_are_refused(
+    new, adapters, tmp_path, monkeypatch
+):
+    publish(tmp_path / "scaled", 1, alpha_pattern={"q_proj": 64}, rank_pattern={})
+    found = new(f"policy={tmp_path / 'scaled'}")
+    assert run(found.resolve("policy@0")) == "policy@0"
+    monkeypatch.setattr(adapters, "PEFTHelper", OlderHelper)
+    with pytest.raises(HTTPException, match=r"policy@0 was not loaded: vLLM \S+ leaves out its alpha_patt"):
+        run(new(f"policy={tmp_path / 'scaled'}").resolve("policy@0"))
 
 
 @pytest.mark.parametrize(
