@@ -32,7 +32,7 @@ CHUNK = 1 << 15
 """Elements mixed at a time by torch: int64 temporaries stay in the cache (300 M/s a core), and torch does not
 split an operation of this size over threads, whose waiting for each other took ten times as long as the
 work on a busy host."""
-NUMPY_CHUNK = 1 << 17
+NUMPY_CHUNK = 1 << 16
 """The same by numpy. Several threads do that beside each other, and each waits for Python's lock after every
 operation, which takes long with small chunks."""
 DEVICE_CHUNK = 1 << 23
@@ -191,13 +191,11 @@ def differing(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
             for start in every
         ]
         # Torch gives an empty array of numpy a stride of 0, which is no view of bytes.
-        return (
-            torch.from_numpy(np.concatenate(found))
-            if any(map(len, found))
-            else torch.empty(0, dtype=torch.int64)
-        )
-    parts = [
-        (new[start : start + COMPARE_CHUNK] != old[start : start + COMPARE_CHUNK]).nonzero().view(-1) + start
-        for start in range(0, new.numel(), COMPARE_CHUNK)
-    ]
+        parts = [torch.from_numpy(np.concatenate(found))] if any(map(len, found)) else []
+    else:
+        parts = [
+            (new[start : start + COMPARE_CHUNK] != old[start : start + COMPARE_CHUNK]).nonzero().view(-1)
+            + start
+            for start in range(0, new.numel(), COMPARE_CHUNK)
+        ]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=new.device)
