@@ -75,32 +75,7 @@ def fill(file: BinaryIO, store: Store, wanted: Payload) -> None:
         check_size(store, wanted)
     if wanted.size:
         reserve(file.fileno(), wanted.size)
-    file.writelines(_whole(store, wanted))
-
-
-def _whole(store: Store, wanted: Payload) -> Iterator[Chunk]:
-    """`chunks`, each of which must be used before the next is taken."""
-    if wanted.size <= PART_BYTES or not store.is_on_this_host(wanted.key):
-        return chunks(store, wanted)
-    return digests.verified(_in_one_buffer(store, wanted), wanted)
-
-
-def _in_one_buffer(store: Store, wanted: Payload) -> Iterator[memoryview]:
-    """Read an object of this host, and one byte more than there should be.
-
-    Memory of its own for each part would be mapped and unmapped again. All threads of the process wait for
-    that, and many files are read at once.
-    """
-    buffer = memoryview(bytearray(PART_BYTES))
-    for start in range(0, wanted.size + 1, PART_BYTES):
-        with host.reading(wanted.key):
-            try:
-                num_bytes = store.read_into(wanted.key, buffer[: wanted.size + 1 - start], start)
-            except NotFound as exc:
-                raise missing(store, wanted) from exc
-        yield buffer[:num_bytes]
-        if num_bytes < PART_BYTES:
-            break
+    file.writelines(chunks(store, wanted))
 
 
 class OwnMemory:

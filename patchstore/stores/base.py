@@ -128,8 +128,8 @@ class Store(ABC):
         """
         return False
 
-    def read_into(self, key: str, memory: memoryview, start: int = 0) -> int:
-        """Copy bytes of an object from `start` on, as many as there is room for, and return their number.
+    def read_into(self, key: str, memory: memoryview) -> int:
+        """Copy an object, or as many of its first bytes as there is room for, and return their number.
 
         Args:
             memory: writable, of bytes.
@@ -138,7 +138,7 @@ class Store(ABC):
             NotFound: no such object.
         """
         at = 0
-        for part in self.read(key, start=start, end=start + len(memory)):
+        for part in self.read(key, end=len(memory)):
             memory[at : at + len(part)] = part
             at += len(part)
         return at

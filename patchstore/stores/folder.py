@@ -90,17 +90,17 @@ class FolderStore(Store):
             return host.file_system_number(file.fileno()) in host.LOCAL
         return False
 
-    def read_into(self, key: str, memory: memoryview, start: int = 0) -> int:
+    def read_into(self, key: str, memory: memoryview) -> int:
         with self._translate_errors("read", key):
             file = self._open("read", key)
         with file, self._translate_errors("read", key):
-            num = max(0, min(os.fstat(file.fileno()).st_size - start, len(memory)))
+            num = min(os.fstat(file.fileno()).st_size, len(memory))
 
-            def fill(first: int) -> int:
-                at, end = first, min(first + PART_BYTES, num)
-                while at < end and (some := os.preadv(file.fileno(), [memory[at:end]], start + at)):
+            def fill(start: int) -> int:
+                at, end = start, min(start + PART_BYTES, num)
+                while at < end and (some := os.preadv(file.fileno(), [memory[at:end]], at)):
                     at += some
-                return at - first
+                return at - start
 
             starts = range(0, num, PART_BYTES)
             if len(starts) < 2:
