@@ -210,14 +210,16 @@ class FollowClient:
 
 
 def _of_silence(exc: Exception) -> str:
-    """Why nobody answered, and what to do; empty if the error says it."""
+    """Why there was no answer, and what to do; empty if the error says it."""
     causes = [*causes_of(exc)]
     if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
         return "; nothing listens there: start it, wait until it is up, or correct the URL"
     if any(isinstance(cause, socket.gaierror) for cause in causes):
         return "; this host finds no address of that name: correct the URL, or ask again if it is new"
     if isinstance(exc, httpx.ConnectTimeout):
-        return "; nobody took the connection: is it the right address, and does a firewall let it through?"
+        return (
+            "; the connection was not accepted: is it the right address, and does a firewall let it through?"
+        )
     if isinstance(exc, httpx.ReadTimeout):
         return "; it took the request, and did not answer in time: is it busy, or does it hang? Read its log"
     return ""

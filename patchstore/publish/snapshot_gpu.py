@@ -39,6 +39,7 @@ from patchstore.publish.snapshot import (
     served,
 )
 from patchstore.support.threads import Task, Worker
+from patchstore.tensors import parts as part_sums
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, bits
 from patchstore.tensors.columns import Changes, Group
@@ -417,9 +418,15 @@ class DeviceSnapshot:
                 encode_gpu.warm_up(table, self._parent, self.device)
 
     def sums(self, table: PartTable) -> PartSums:
-        # Over the bus where it is in host memory.
-        with self.here(), on(self._reader):
-            return encode_gpu.digested(table, self._parent, self.device)
+        try:
+            # Over the bus where it is in host memory.
+            with self.here(), on(self._reader):
+                return encode_gpu.digested(table, self._parent, self.device)
+        except torch.OutOfMemoryError:
+            # The trainer has left the device nothing.
+            return table.listed(
+                {part.key: part_sums.digest(part, self.tensors[part.key].cpu()) for part in table.parts}
+            )
 
     def encode(self, schema: Schema, table: PartTable, changes: Changes, encoding: Encoding) -> EncodedDelta:
         assert isinstance(changes, DeviceChanges)

@@ -263,7 +263,7 @@ class Scattered:
         """Take a function that returns a tensor by its number; it is asked each time."""
         self.tensor = tensors
         self._known: dict[int, tuple[ref[torch.Tensor], int, Flat]] = {}
-        """By number the tensor, where it was, and its bits; none is kept that nobody else has."""
+        """By number the tensor, where it was, and its bits; a tensor is kept only while other code has it."""
 
     def at(self, group: Group) -> Array:
         """Return the bit patterns at a group's positions, in host memory."""

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from patchstore import Manifest, Publisher
+from patchstore import Manifest, Publisher, verify
 from patchstore.codec import encoding
 from patchstore.codec.tensor_file import open_buffer
 from patchstore.errors import SchemaMismatch
@@ -366,6 +367,25 @@ def test_a_run_goes_on_from_any_snapshot(place: snapshot.Place) -> None:
         tensors["w"][77] += 1
         manifest = publisher.publish_patch(1).result()
     assert manifest.delta is not None and manifest.delta.num_changed == 1
+    assert_same_bits(
+        newest(store), {name: tensor.to(torch.bfloat16).cpu() for name, tensor in tensors.items()}
+    )
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_an_anchor_is_digested_on_the_cpu_where_the_device_has_no_memory(
+    monkeypatch: pytest.MonkeyPatch, place: snapshot.Place
+) -> None:
+    full = Mock(side_effect=torch.OutOfMemoryError("no memory for tables"))
+    monkeypatch.setattr("patchstore.publish.encode_gpu.digested", full)
+    store, tensors = (
+        MemoryStore(),
+        {"w": torch.randn(50, 9, device=DEVICE), "b": torch.ones(7, device=DEVICE)},
+    )
+    with Publisher(store, tensors, snapshot=place, encoding=QUICK) as publisher:
+        publisher.publish_patch(0).result()
+    assert full.called
+    verify(store)
     assert_same_bits(
         newest(store), {name: tensor.to(torch.bfloat16).cpu() for name, tensor in tensors.items()}
     )
