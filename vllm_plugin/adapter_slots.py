@@ -36,7 +36,11 @@ def compare(worker: Any, lora_int_id: int, path: str) -> dict[str, Any]:
         return {"is_held": False, "num_bytes": 0, "differing": []}
     held.activate_adapter(lora_int_id)
     slot = held.lora_index_to_id.index(lora_int_id)
-    fresh = manager._load_adapter(LoRARequest("check", lora_int_id, path))
+    request = LoRARequest("check", lora_int_id, path)
+    if getattr(held.get_adapter(lora_int_id), "is_3d_lora_weight", False):
+        # Of releases of vLLM that have it.
+        request.is_3d_lora_weight = True
+    fresh = manager._load_adapter(request)
     held._create_merged_loras_inplace(fresh)
     num_bytes, differing = 0, []
     for name, module in held.modules.items():

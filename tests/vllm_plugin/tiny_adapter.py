@@ -1,7 +1,7 @@
 """A LoRA adapter of the tiny Qwen3, with random weights, as PEFT saves one."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,24 @@ _MODULES = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 def tensors(rank: int = _RANK, modules: Sequence[str] = _MODULES) -> dict[str, torch.Tensor]:
     """Return the same adapter each time; large enough to change every answer."""
+    weights = tiny_qwen.build().state_dict()
+    shapes = {name.removesuffix(".weight"): tuple(weight.shape) for name, weight in weights.items()}
+    return of_shapes(
+        {name: shape for name, shape in shapes.items() if name.endswith(tuple(modules))}, rank=rank
+    )
+
+
+def of_shapes(
+    shapes: Mapping[str, tuple[int, ...]], num: int = 1, rank: int = _RANK
+) -> dict[str, torch.Tensor]:
+    """Return matrices for modules of these shapes; `num` experts of a module lie beside each other."""
     random = torch.Generator().manual_seed(5)
     found = {}
-    for name, weight in tiny_qwen.build().state_dict().items():
-        if name.rpartition(".")[0].endswith(tuple(modules)):
-            module = f"base_model.model.{name.removesuffix('.weight')}"
-            down = torch.randn(rank, weight.shape[1], generator=random)
-            up = torch.randn(weight.shape[0], rank, generator=random)
-            found |= {f"{module}.lora_A.weight": 0.2 * down, f"{module}.lora_B.weight": 0.2 * up}
+    for name, (num_out, num_in) in shapes.items():
+        down = torch.randn(num * rank, num_in, generator=random)
+        up = torch.randn(num_out, num * rank, generator=random)
+        module = f"base_model.model.{name}"
+        found |= {f"{module}.lora_A.weight": 0.2 * down, f"{module}.lora_B.weight": 0.2 * up}
     return {name: each.bfloat16() for name, each in found.items()}
 
 
