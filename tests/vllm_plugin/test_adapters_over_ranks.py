@@ -30,8 +30,8 @@ def answer(process: ServerProcess, model: str) -> Answer:
 def of_experts(model: Path, is_fused: bool) -> dict[str, torch.Tensor]:
     """Return an adapter of the experts of a model: of each by itself, or of those of a layer at once."""
     with safe_open(model / "model.safetensors", "pt") as file:
-        shapes = {name.removesuffix(".weight"): file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    each = {name: (out, into) for name, (out, into) in shapes.items() if ".experts." in name}
+        names = [name for name in file.keys() if ".experts." in name]  # noqa: SIM118
+        each = {name.removesuffix(".weight"): tuple(file.get_slice(name).get_shape()) for name in names}
     if not is_fused:
         return tiny_adapter.of_shapes(each)
     layers = {name.partition(".experts.")[0] for name in each}
