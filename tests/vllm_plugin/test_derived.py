@@ -9,6 +9,7 @@ import torch
 
 from patchstore.errors import LoadFailed, UsageError
 from patchstore.tensors.bits import bits
+from vllm_plugin.live import derived as derived_module
 from vllm_plugin.live.derived import Derived, constructed, loaded, slots, watch_loading
 
 
@@ -29,6 +30,20 @@ class Attention(torch.nn.Module):
         if self.fails:
             raise RuntimeError("made to fail")
         self.made = torch.nn.Parameter((weight[3:] * 2).to(dtype), requires_grad=False)
+        self.scale = torch.ones(2)
+
+
+class Uncounted(Attention):
+    """Writes as vLLM 0.33 does, through `data`: into the same memory, or over to other memory."""
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        if self.num_calls == 0:
+            super().process_weights_after_loading(dtype)
+            return
+        self.num_calls += 1
+        weight = self.projection.weight.detach()
+        self.plain.data.copy_(weight[:3])
+        self.made.data = (weight[3:] * 2).to(dtype)
         self.scale = torch.ones(2)
 
 
@@ -89,7 +104,7 @@ def test_they_are_known_by_name(model):
     assert Derived([model, other], refresh).names == names
 
 
-@pytest.mark.parametrize("kind", [Attention, Views])
+@pytest.mark.parametrize("kind", [Attention, Uncounted, Views])
 def test_they_follow_their_weights_without_moving(kind):
     model = Model(kind)
     derived = follow(model)
@@ -263,6 +278,27 @@ def test_what_comes_out_otherwise_from_the_same_weights_is_refused_and_stays(mod
     with pytest.raises(UsageError, match=r"'layers\.2\.made'"):
         follow(model)
     assert all(torch.equal(bits(now), bits(then)) for now, then in zip(tensors(model), expected, strict=True))
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_what_no_hook_writes_is_no_weight_and_stays(is_seen):
+    model = Model(Uncounted)
+    for each in model.attentions:
+        each.constant = torch.tensor([0.5, -0.0, float("nan")])
+    kept = [bits(each.constant).clone() for each in model.attentions]
+    vars(derived_module)["_loadings"].pop(model)
+    if is_seen:
+        constructed(model)
+        for each in model.attentions:
+            each.constant = each.constant.clone()
+        loaded(model)
+        with pytest.raises(UsageError, match=r"keeps 2 tensors .* 'layers\.0\.constant'"):
+            follow(model)
+    else:
+        assert not {"layers.0.constant"} & {name for name, _ in follow(model).storages()}
+    assert all(
+        torch.equal(bits(each.constant), was) for each, was in zip(model.attentions, kept, strict=True)
+    )
 
 
 def test_constants_and_buffers_that_are_loaded_are_not_made_of_weights():

@@ -301,10 +301,11 @@ class Derived:
             with self._anew(module, left):
                 touched = [slot for slot in old if _state(slot) != before[slot]]
                 wrong = [slot for slot in touched if not _equal(slot.get(), old[slot])]
+            for slot, is_equal in self._uncounted(module, old, left, {*touched}):
+                touched.append(slot)
+                wrong += [] if is_equal else [slot]
             for slot in wrong:
-                now = slot.get()
-                assert now is not None, "it was put back"
-                _write(now, old[slot])
+                _write(slot.get(), old[slot])
             found += wrong
             if module not in self._unknown:
                 found += [slot for slot in old if slot not in touched]
@@ -317,6 +318,39 @@ class Derived:
                 "the layer (--attention-backend, --moe-backend)"
             )
         self.notice()
+
+    def _uncounted(
+        self,
+        module: torch.nn.Module,
+        old: dict[Slot, torch.Tensor],
+        made: Sequence[Slot],
+        counted: Collection[Slot],
+    ) -> list[tuple[Slot, bool]]:
+        """Return what else a module's hook makes, and whether that is `old` again.
+
+        torch counts no write through `data`, and none in inference mode. So a bit of each element is turned
+        before the hook is called: what has other bits afterwards was written. All else is as before.
+        """
+        turned = {
+            slot: _turned(tensor)
+            for slot, tensor in old.items()
+            if slot not in counted and 0 not in tensor.stride()
+        }
+        if not turned:
+            return []
+        for slot, tensor in turned.items():
+            _write(slot.get(), tensor)
+        with self._anew(module, made):
+            found = [
+                (slot, _equal(slot.get(), old[slot]))
+                for slot, tensor in turned.items()
+                if not _equal(slot.get(), tensor)
+            ]
+        for slot in turned:
+            _write(slot.get(), old[slot])
+        # Once more, for what the hook made of what was turned.
+        with self._anew(module, made):
+            return found
 
     def notice(self) -> None:
         """Find copies that forward passes put in the place of weights; called before weights change."""
@@ -348,17 +382,20 @@ class Derived:
     @contextmanager
     def _anew(self, module: torch.nn.Module, made: Sequence[Slot]) -> Iterator[None]:
         """Call a module's hook. Inside of the block what it made is in its places, after it in old memory."""
-        before = {slot: tensor for slot in made if (tensor := slot.get()) is not None}
+        # The hook may give a tensor other memory, by its `data`.
+        before = {slot: (tensor, tensor.detach()) for slot in made if (tensor := slot.get()) is not None}
         try:
             with _scales_kept(module):
                 self._refresh(module)
-            after = {slot: slot.get() for slot in before}
+            after = {slot: None if (now := slot.get()) is None else now.detach() for slot in before}
             yield
         finally:
             # Also after a failure, so that it is the old memory that is put right when that is undone.
-            for slot, old in before.items():
+            for slot, (old, memory) in before.items():
+                if old.data_ptr() != memory.data_ptr() or old.shape != memory.shape:
+                    old.data = memory
                 slot.put(old)
-        for slot, old in before.items():
+        for slot, (old, _) in before.items():
             new = after[slot]
             if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
                 raise LoadFailed(f"{slot.path} was {_shape(old)} and is {_shape(new)}")
@@ -396,8 +433,14 @@ def _scales_kept(module: torch.nn.Module) -> Iterator[None]:
                 now.copy_(then)
 
 
-def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def _turned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the lowest bit of each element turned: other numbers, and none far off."""
+    return (bits(tensor) ^ 1).view(tensor.dtype).view(tensor.shape)
+
+
+def _write(tensor: torch.Tensor | None, value: torch.Tensor) -> None:
     """Copy to a tensor that a forward pass may have made, and that only such may write to otherwise."""
+    assert tensor is not None
     with torch.inference_mode(tensor.is_inference()):
         tensor.copy_(value)
 
