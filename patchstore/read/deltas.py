@@ -292,7 +292,7 @@ def joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 _AT_A_TIME = 8
 """Payloads of which ranges are read at the same time."""
-OWN_BYTES = 256 << 20
+OWN_BYTES = 1 << 30
 """The most that is read into a process's own memory, of all deltas of a plan."""
 
 

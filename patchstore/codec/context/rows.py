@@ -322,7 +322,7 @@ class BestRows(NamedTuple):
     bits: npt.NDArray[np.float64]
     """[T], that its streams are expected to take, without the rows."""
 
-    def of(self, some: Array) -> "BestRows":
+    def of(self, some: Array | slice) -> "BestRows":
         """Return those of some parts, by number."""
         return BestRows(self.sets.at(some), self.bits[some])
 
@@ -425,20 +425,36 @@ class RowSets:
             chosen[small[is_new]] = self.add(joined.at(distinct[order])) + ranks[inverse]
         return chosen
 
-    def choose_alone(self, own: BestRows, ahead: "CostsAhead", part: int, key: int) -> int:
-        """`choose` for a part that is alone in its call, of at most `SHARING` changes; its number in `ahead`,
-        and its key.
+    def choose_each(
+        self, own: BestRows, ahead: "CostsAhead", parts: Array, keys: Array
+    ) -> npt.NDArray[np.int64]:
+        """`choose` for parts that are alone in their calls, of at most `SHARING` changes each, one after the
+        other; their numbers in `ahead`, where they follow each other, and their keys.
         """
-        last, first = self.last()
-        if not len(last):
-            return self.add(own.sets, [key])
-        bits = ahead.of(part, last, self.keys[first:], first)
-        taken, alone = int(bits.argmin()), float(own.bits[0]) + int(own.sets.bits[0])
-        if abs(bits[taken] - alone) <= _TIE * alone:
-            # `choose` sums the bits of its own rows in another order than `best_rows`, which may decide.
-            (chosen,) = self.choose(ahead.totals.of(np.array([part])), own)
-            return int(chosen)
-        return first + taken if bits[taken] < alone else self.add(own.sets, [key])
+        chosen = np.zeros(len(parts), dtype=np.int64)
+        alone = own.bits + own.sets.bits
+        at = 0
+        while at < len(parts):
+            last, first = self.last()
+            if len(last):
+                bits = ahead.of(parts[at], last, self.keys[first:], first)[: len(parts) - at]
+                taken = bits.argmin(axis=1)
+                saved = alone[at : at + len(bits)] - bits[np.arange(len(bits)), taken]
+                # `choose` sums the bits of its own rows in another order than `best_rows`, which may decide.
+                is_tie = np.abs(saved) <= _TIE * alone[at : at + len(bits)]
+                num = int(np.argmin(np.append((saved > 0) & ~is_tie, [False])))
+                chosen[at : at + num] = first + taken[:num]
+                at += num
+                if num == len(bits):
+                    continue
+                if is_tie[num]:
+                    of_part = ahead.totals.of(parts[at : at + 1])
+                    chosen[at : at + 1] = self.choose(of_part, own.of(slice(at, at + 1)))
+                    at += 1
+                    continue
+            chosen[at] = self.add(own.sets.at(slice(at, at + 1)), [int(keys[at])])
+            at += 1
+        return chosen
 
 
 def best_rows(totals: Totals) -> BestRows:
@@ -595,7 +611,9 @@ class CostsAhead:
         """float64 [parts, sets], of those."""
 
     def of(self, part: int, sets: Sets, keys: Sequence[int], first: int) -> npt.NDArray[np.float64]:
-        """Return the bits of a part with each of these sets, which were made from the `first` on."""
+        """Return the bits of a part, and of some that are asked for next, with each of these sets, which were
+        made from the `first` on: [parts, sets].
+        """
         place = self._places[part]
         if self._costs is None or not self._begin <= place < self._end:
             self._begin, self._end = place, min(place + PARTS_AHEAD, len(self._order))
@@ -607,7 +625,7 @@ class CostsAhead:
             self._work_out(sets, keys)
             self._table = np.stack([self._columns[key] for key in keys], axis=1)
             self._asked = first, len(sets)
-        its: npt.NDArray[np.float64] = self._table[place - self._begin]
+        its: npt.NDArray[np.float64] = self._table[place - self._begin :]
         return its
 
     def _work_out(self, sets: Sets, keys: Sequence[int]) -> None:
@@ -669,16 +687,16 @@ def choose_by_group(
         its = alone[widths[firsts[alone]] == width]
         sets, before = own.sets.at(firsts[sure]), np.searchsorted(its, sure)
         ahead[width] = CostsAhead(every[width], place[firsts[its]], sets, first + firsts[sure], before)
-    # Those that follow each other and are sure are added at once.
-    begins = np.flatnonzero(~is_sure | ~np.concatenate([[False], is_sure[:-1]])).tolist()
+    # Those that follow each other and are sure are added at once, and those that are alone are looked at so.
+    kind = np.where(is_sure, -1, np.where(is_single, widths[firsts], 0))
+    begins = np.flatnonzero((kind == 0) | (kind != np.concatenate([[0], kind[:-1]]))).tolist()
     for group, end in zip(begins, [*begins[1:], len(is_sure)], strict=True):
         some = order[bounds[group] : bounds[end]]
         width = int(widths[some[0]])
         if is_sure[group]:
             numbers[some] = row_sets.add(own.sets.at(some), (first + some).tolist()) + np.arange(len(some))
         elif is_single[group]:
-            part = int(some[0])
-            numbers[part] = row_sets.choose_alone(own.of(some), ahead[width], int(place[part]), first + part)
+            numbers[some] = row_sets.choose_each(own.of(some), ahead[width], place[some], first + some)
         else:
             numbers[some] = row_sets.choose(every[width].of(place[some]), own.of(some))
     return numbers
