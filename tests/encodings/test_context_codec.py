@@ -10,6 +10,7 @@ import pytest
 
 from patchstore.bucket.records import Schema, TensorSpec
 from patchstore.codec.context import Cuts, RowSets, decode_all, encode_all, pack, tiling, unpack
+from patchstore.codec.context.bits import field_dtype, fields_of, joined_fields
 from patchstore.codec.context.classes import WIDTHS
 from patchstore.codec.context.rows import BINS, DENSE, bin_of, choose_classes, choose_rows
 from patchstore.errors import CorruptObject
@@ -290,6 +291,18 @@ def make_table() -> tuple[list[TensorSpec], list[CodedPart]]:
     empty = TensorSpec(name="y", dtype="BF16", shape=(0, 4))
     specs = [cases[0][0], other, cases[1][0], empty, cases[2][0]]
     return specs, [encode(*case, 2 * number) for number, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("width", range(1, 33))
+def test_fields_of_any_width_are_joined_from_the_lowest_bit_on(width: int) -> None:
+    random = np.random.default_rng(width)
+    fields = random.integers(0, 1 << width, 80).astype(field_dtype(width))
+    fields[:2] = (1 << width) - 1, 0
+    number = sum(field << (width * nth) for nth, field in enumerate(fields.tolist()))
+    joined = joined_fields(fields, width)
+    assert joined.tobytes() == number.to_bytes(10 * width, "little")
+    assert np.array_equal(fields_of(joined, width), fields)
+    assert not len(joined_fields(fields[:0], width)) and not len(fields_of(joined[:0], width))
 
 
 def test_a_table_comes_back() -> None:

@@ -14,7 +14,6 @@ import torch
 from patchstore.bucket import records
 from patchstore.bucket.records import Schema
 from patchstore.codec.context import Coded, is_coded, tiling
-from patchstore.codec.context.bits import bounds_of
 from patchstore.codec.index import Gap, Listed, check_gaps
 from patchstore.errors import CorruptObject
 from patchstore.kernels import context_decode, context_tables, gap_decode
@@ -238,9 +237,9 @@ def decode(coded: Coded, places: Places, schema: Schema, device: torch.device) -
         places.largest_tile,
     )
     rows = sets.listed.astype(np.int32)
-    starts, codes = tables_on(
-        device, bounds_of(held.lengths), rows[:, 0] | rows[:, 1] << 8 | rows[:, 2] << 16
-    )
+    lengths, codes = tables_on(device, held.lengths, rows[:, 0] | rows[:, 1] << 8 | rows[:, 2] << 16)
+    starts = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=device)
+    torch.cumsum(lengths, 0, dtype=torch.int64, out=starts[1:])
     found = context_decode.decode(tensors, segments, codes, starts, streams)
     if found.first_wrong is not None:
         wrong = int(owners[found.first_wrong])

@@ -7,14 +7,13 @@ the streams in `tiles`.
 
 import zlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from patchstore.bucket.records import Box, Schema, view_of
-from patchstore.codec.context.bits import Array, bounds_of, put, windows
+from patchstore.codec.context.bits import Array, field_dtype, fields_of, joined_fields
 from patchstore.codec.context.classes import MAX_CLASSES, is_coded
 from patchstore.codec.context.coded import Coded, ascend
 from patchstore.codec.context.rows import Sets, valid_rows
@@ -38,7 +37,7 @@ _PART_BYTES = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS)
 _MOST_SET_BYTES = 2 + 3 * MAX_CLASSES
 _MAX_BITS = 32
 _LEVEL = 9
-_TOGETHER = 1 << 16
+_TOGETHER = 1 << 18
 """Tiles."""
 MANY_CHANGES = 4096
 FEW_TILES = 8
@@ -65,17 +64,15 @@ def pack(coded: Coded) -> bytes:
     head += sets.listed.T.tobytes()
     squeezed = zlib.compress(head, _LEVEL)
     front = np.array([len(coded), len(sets), len(squeezed)], dtype="<u4").tobytes()
-    packed = []
-    for fields in _together(num_tiles, bits):
-        words = np.zeros(fields.num_bytes // 8 + 2, dtype=np.uint64)
-        # Where the least is zero, so are most lengths of tiny tensors, and the words have that already.
-        tile = np.flatnonzero(lengths[fields.tiles])
-        part = np.searchsorted(fields.tiles_at, tile, side="right") - 1
-        more = lengths[fields.tiles][tile] - least[fields.parts][part]
-        at = fields.begins[part] + (tile - fields.tiles_at[part]) * bits[fields.parts][part]
-        put(words, at, more.astype(np.uint64))
-        packed.append(words.view(np.uint8)[: fields.num_bytes].tobytes())
-    return b"".join([front, squeezed, *packed])
+    num_bytes = -(-num_tiles * bits // 8)
+    packed, begins = np.empty(int(num_bytes.sum()), dtype=np.uint8), num_bytes.cumsum() - num_bytes
+    for width, parts in _alike(num_tiles, bits):
+        of_fields, of_bytes, num_octets = _octets(num_tiles[parts], num_bytes[parts], width)
+        more = lengths[ramps(num_tiles[parts], starts[parts])] - np.repeat(least[parts], num_tiles[parts])
+        fields = np.zeros(8 * num_octets, dtype=field_dtype(width))
+        fields[of_fields] = more
+        packed[ramps(num_bytes[parts], begins[parts])] = joined_fields(fields, width)[of_bytes]
+    return b"".join([front, squeezed, packed.tobytes()])
 
 
 def unpack(where: str, table: npt.NDArray[np.uint8], tiles: npt.NDArray[np.uint8], schema: Schema) -> Coded:
@@ -115,19 +112,16 @@ def unpack(where: str, table: npt.NDArray[np.uint8], tiles: npt.NDArray[np.uint8
     last = num_bytes.cumsum()[used > 0] - 1
     if (packed[last] >> used[used > 0].astype(np.uint8)).any():
         raise CorruptObject(f"{where}: the padding of lengths is not zero")
-    lengths, begin = np.empty(int(num_tiles.sum()), dtype=np.int64), 0
-    padded = np.concatenate([packed, np.zeros(9, dtype=np.uint8)])
-    for fields in _together(num_tiles, bits):
-        its = padded[begin : begin + fields.num_bytes + 9]
-        begin += fields.num_bytes
-        part, nth = fields.within(np.flatnonzero(its[: fields.num_bytes]), bits[fields.parts])
-        its_bits = bits[fields.parts][part]
-        at = fields.begins[part] + nth * its_bits
-        field = windows(its)[at >> 3] >> (at & 7).view(np.uint64)
-        field &= (np.uint64(1) << its_bits.view(np.uint64)) - np.uint64(1)
-        mine = lengths[fields.tiles]
-        mine[:] = np.repeat(columns["least"][fields.parts], num_tiles[fields.parts])
-        mine[fields.tiles_at[part] + nth] += field.view(np.int64)
+    least = columns["least"]
+    longest = int(least.max()) + (1 << int(bits.max()))
+    lengths = np.repeat(least.astype(np.int32 if longest < 2**31 else np.int64), num_tiles)
+    begins, starts = num_bytes.cumsum() - num_bytes, num_tiles.cumsum() - num_tiles
+    for width, parts in _alike(num_tiles, bits):
+        of_fields, of_bytes, num_octets = _octets(num_tiles[parts], num_bytes[parts], width)
+        octets = np.zeros(num_octets * width, dtype=np.uint8)
+        octets[of_bytes] = packed[ramps(num_bytes[parts], begins[parts])]
+        fields = fields_of(octets, width)[of_fields]
+        lengths[ramps(num_tiles[parts], starts[parts])] += fields.astype(lengths.dtype)
     if (num := int(lengths.sum())) != len(tiles):
         raise CorruptObject(f"{where}: streams of {num} bytes, but {len(tiles)} bytes of tiles")
     return Coded(indices, cuts, sets, row_sets, lengths, tiles, [where])
@@ -241,44 +235,24 @@ def _take(where: str, data: Array, num: int) -> tuple[Array, Array]:
     return data[:num], data[num:]
 
 
-class _Fields(NamedTuple):
-    """How the lengths of the tiles of some parts, which follow each other, are written."""
-
-    parts: slice
-    """Which of all parts these are."""
-    tiles: slice
-    """Which of all tiles."""
-    tiles_at: Array
-    """int64, at which of these tiles those of each part begin, and the end."""
-    begins: Array
-    """int64, at which bit of theirs the lengths of each part begin."""
-    num_bytes: int
-    """Of all together."""
-
-    def within(self, at: Array, bits: Array) -> tuple[Array, Array]:
-        """Return the lengths that have bits in some bytes, ascending: the part of each, and the place in it.
-
-        `bits` has how many a length of each part takes.
-        """
-        part = np.searchsorted(self.begins >> 3, at, side="right") - 1
-        bit, its_bits = 8 * at - self.begins[part], bits[part]
-        first, last = bit // its_bits, np.minimum((bit + 7) // its_bits, np.diff(self.tiles_at)[part] - 1)
-        # Once, also where it has bits in two bytes.
-        first[1:] += (first[1:] == last[:-1]) & (part[1:] == part[:-1])
-        counts = last + 1 - first
-        return np.repeat(part, counts), ramps(counts, first)
+def _alike(num_tiles: Array, bits: Array) -> Iterator[tuple[int, Array]]:
+    """Yield parts whose lengths have as many bits, and how many: of so many tiles that columns stay in the
+    cache. Those whose lengths have none are left out.
+    """
+    keys = num_tiles.cumsum() // _TOGETHER * (_MAX_BITS + 1) + bits
+    some = np.flatnonzero(bits)
+    some = some[keys[some].argsort(kind="stable")]
+    for parts in np.split(some, np.flatnonzero(np.diff(keys[some])) + 1) if len(some) else ():
+        yield int(bits[parts[0]]), parts
 
 
-def _together(num_tiles: Array, bits: Array) -> Iterator[_Fields]:
-    """Yield how the lengths of parts are written: of so many that columns stay in the cache."""
-    ends = num_tiles.cumsum()
-    firsts = np.flatnonzero(np.diff((ends - num_tiles) // _TOGETHER, prepend=-1)).tolist()
-    for first, end in zip(firsts, [*firsts[1:], len(num_tiles)], strict=True):
-        its = num_tiles[first:end]
-        num_bytes = -(-its * bits[first:end] // 8)
-        tiles = slice(int(ends[first] - its[0]), int(ends[end - 1]))
-        begins = (num_bytes.cumsum() - num_bytes) * 8
-        yield _Fields(slice(first, end), tiles, bounds_of(its), begins, int(num_bytes.sum()))
+def _octets(num_tiles: Array, num_bytes: Array, width: int) -> tuple[Array, Array, int]:
+    """Return where the lengths of parts are, where their bytes are, and how many octets of lengths there are:
+    each part has octets of its own.
+    """
+    octets = -(-num_tiles // 8)
+    firsts = octets.cumsum() - octets
+    return ramps(num_tiles, 8 * firsts), ramps(num_bytes, width * firsts), int(octets.sum())
 
 
 def pays(num_changed: Array, num_tiles: Array) -> Array:
