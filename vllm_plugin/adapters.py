@@ -8,6 +8,7 @@ when a request arrives, before vLLM looks for the model that it names.
     |------------------------------|-------------------------------------------------------------------------|
     | `NAME@12`                    | this version                                                            |
     | `NAME@TAG`                   | the version that the tag names now                                      |
+    | `NAME@head`                  | the store's newest                                                      |
     | `NAME`                       | the chosen version; without one the newest that is held; without any,   |
     |                              | the store's newest                                                      |
 

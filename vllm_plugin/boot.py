@@ -71,8 +71,7 @@ def opened(given: object) -> Iterator[tuple[Run, HostCache]]:
 
 def number_of(run: Run, given: Mapping[str, Any]) -> int:
     """Return the number of the version that the settings name: a number, a tag, or `head`, the default."""
-    version = given.get("version", "head")
-    return run.named(None if version == "head" else version)
+    return run.named(given.get("version"))
 
 
 def version_of(config: Any) -> int | None:

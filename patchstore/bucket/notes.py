@@ -378,11 +378,20 @@ def retire(store: Store, run_id: str, versions: Iterable[int], now: datetime) ->
 # Tags.
 
 
+_HEAD = "head"
+"""Names the newest version, wherever a tag may name one."""
+
+
+def check_version_name(name: str) -> str:
+    """Return a tag's name, or `head`, and refuse what cannot be one: raises UsageError."""
+    return name if name == _HEAD else check_tag_name(name)
+
+
 def check_tag_name(name: Any) -> str:
     """Return a name, or refuse what cannot name a tag: raises UsageError."""
     if not isinstance(name, str):
         raise UsageError(f"a tag is a name, not {name!r:.100} ({type(name).__name__})")
-    if name.lower() == "head":
+    if name.lower() == _HEAD:
         raise UsageError(f"a tag cannot be called {name!r}, which stands for the newest version")
     if name.isdecimal():
         raise UsageError(f"{name!r:.120} cannot name a tag, and a version is an integer, not a text")
@@ -466,12 +475,17 @@ def withdraw_tag(store: Store, key: str, tag: Tag) -> None:
 
 
 def version_of(store: Store, version: Any) -> int:
-    """Return the number of a version that is named by its number or by a tag.
+    """Return the number of a version that is named by its number, by a tag, or as `head`: the newest.
 
     Costs nothing for a number, and for a tag a listing and two reads.
     """
     if not isinstance(version, str):
         return version_number(version)
+    if version == _HEAD:
+        newest = history.head(store)
+        if newest is None:
+            raise history.no_version(store)
+        return newest.version
     check_tag_name(version)
     header = history.read_header(store)
     found = read_tag(store, version, None if header is None else header.run_id)

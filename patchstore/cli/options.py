@@ -133,7 +133,7 @@ def number_or_tag(version: str) -> int | str:
         return version_number(number)
     if not version[:1].isalpha():
         raise UsageError(f"{version!r:.100} is no version: give a number from 0 on, or a tag")
-    return notes.check_tag_name(version)
+    return notes.check_version_name(version)
 
 
 def version_named(store: Store, version: str | None) -> int | None:

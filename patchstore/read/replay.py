@@ -69,7 +69,7 @@ def replay(
 def _checked(version: int | str | None) -> int | str | None:
     """Return a version's number, or a tag as it is. Raises UsageError before a store is opened."""
     if isinstance(version, str):
-        return notes.check_tag_name(version)
+        return notes.check_version_name(version)
     return None if version is None else version_number(version)
 
 

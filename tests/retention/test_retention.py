@@ -165,6 +165,16 @@ def test_a_follower_of_the_head_asks_for_no_more_than_before() -> None:
     assert {key for verb, key in watched.calls if verb == "list"} <= {"shortcuts/"}
 
 
+def test_head_names_the_newest_version_and_is_no_tag(tmp_path: Path) -> None:
+    run = new_run(MemoryStore(), 3)
+    assert notes.version_of(run.store, "head") == 2
+    assert_same_bits(rebuilt(run.store, "head", tmp_path), run.history[2])
+    with pytest.raises(UsageError, match="'head', which stands for the newest"):
+        tag(run.store, "head", 1)
+    with pytest.raises(VersionNotFound, match=r"no version"):
+        notes.version_of(MemoryStore(), "head")
+
+
 def test_a_tag_stands_for_its_version_and_moves(tmp_path: Path) -> None:
     run = new_run(MemoryStore(), 3)
     tag(run.store, "best", 1)

@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from fastapi import HTTPException
 from patchstore import PeftAdapter, Publisher
 from patchstore.bucket import history, kept
 from patchstore.errors import UsageError
+from patchstore.ops.retention import Retention, collect, retire
 from patchstore.read.run import Run
 from patchstore.signing import KeySigner, statement
 from patchstore.stores import open_store
@@ -148,6 +150,30 @@ def test_many_requests_at_once_load_a_version_once_and_one_that_gives_up_ends_no
     assert others == ["policy@2"] * 4
     assert found.models.engine_client.num_loads == 1
     assert [*found.models.lora_requests] == ["policy@2"]
+
+
+def test_head_is_the_newest_version_also_where_another_is_chosen(new, store):
+    found = new(f"policy={store}@best")
+    kept.tag(open_store(store), "best", 1)
+    assert [run(found.resolve(name)) for name in ("policy", "policy@head")] == ["policy@1", "policy@4"]
+
+
+def test_a_version_whose_payloads_were_deleted_is_not_found(new, store):
+    folder, tomorrow = tiny_adapter.config(store / "config"), datetime.now(UTC) + timedelta(hours=25)
+    with Publisher(
+        store / "full", tiny_adapter.tensors(), adapter="default", files=folder, anchor_every=1
+    ) as its:
+        for step in range(3):
+            its.publish_patch(step).result()
+    store = store / "full"
+    found = new(f"policy={store}")
+    assert retire(str(store), Retention(keep_last=1), dry_run=False).num_retired == 2
+    assert collect(str(store), dry_run=False, clock=lambda: tomorrow).num_objects
+    for version in (0, 1):
+        with pytest.raises(HTTPException, match=f"version {version} .*retired") as refused:
+            run(found.resolve(f"policy@{version}"))
+        assert refused.value.status_code == 404
+    assert found.models.engine_client.num_loads == 0
 
 
 def test_other_models_are_left_to_vllm(new):
