@@ -14,7 +14,7 @@ from patchstore.bucket.records import Payload
 from patchstore.errors import CorruptObject
 from patchstore.stores import layout
 from patchstore.stores.base import Chunk, Store
-from patchstore.support.threads import Threads
+from patchstore.support.threads import beside
 
 
 class PayloadMissing(CorruptObject):
@@ -75,17 +75,7 @@ class Hasher:
 
         A large chunk is digested while the consumer uses it; both end before the next chunk is requested.
         """
-        with Threads(1, thread_name_prefix="patchstore-digest") as beside:
-            for chunk in chunks:
-                if len(chunk) < _LARGE_BYTES:
-                    self.update(chunk)
-                    yield chunk
-                else:
-                    done = beside.submit(self.update, chunk)
-                    try:
-                        yield chunk
-                    finally:
-                        done.result()
+        return beside(self.update, chunks)
 
     def digest(self) -> str:
         return digest(self._few) if self._hash is None else f"blake3:{self._hash.hexdigest()}"

@@ -9,7 +9,7 @@ not, and a flag says whether the task is done. The lock beside the flag only sav
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Sized
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -17,7 +17,11 @@ from types import TracebackType
 from typing import Generic, TypeVar
 
 _Result = TypeVar("_Result")
+_Chunk = TypeVar("_Chunk", bound=Sized)
 
+_BESIDE_BYTES = 1 << 19
+"""To hand a smaller chunk to a thread takes as long as it saves: to write and digest 256 KiB takes 0.18 ms
+in the place of 0.19, and 512 KiB 0.31 in the place of 0.36 (two cores)."""
 _LOOK_AGAIN_S = 0.5
 """A waiter that was interrupted may have kept the lock, so the others also look at the flag this often."""
 
@@ -34,6 +38,24 @@ class Threads(ThreadPoolExecutor):
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown(wait=kind is not GeneratorExit, cancel_futures=True)
+
+
+def beside(work: Callable[[_Chunk], object], chunks: Iterable[_Chunk]) -> Generator[_Chunk, None, None]:
+    """Pass chunks on, and do some work with each, on a thread, while the consumer uses it.
+
+    Both are done with a chunk before the next one is asked for. What the work raises passes through.
+    """
+    with Threads(1, thread_name_prefix="patchstore-beside") as pool:
+        for chunk in chunks:
+            if len(chunk) < _BESIDE_BYTES:
+                work(chunk)
+                yield chunk
+            else:
+                done = pool.submit(work, chunk)
+                try:
+                    yield chunk
+                finally:
+                    done.result()
 
 
 class Task(Generic[_Result]):

@@ -12,7 +12,7 @@ import pytest
 
 from patchstore.bucket.digests import Hasher
 from patchstore.stores.base import PART_BYTES, in_parts
-from patchstore.support.threads import Threads
+from patchstore.support.threads import Threads, beside
 
 
 def parts() -> Iterator[bytes]:
@@ -88,3 +88,32 @@ def test_work_that_has_not_begun_at_the_end_is_dropped(ends: type[Exception] | N
             jobs()
     # What was under way is waited for.
     assert done == [0]
+
+
+@pytest.mark.parametrize("ends", ["closed", "read on"])
+def test_work_beside_a_chunk_is_done_when_the_next_is_asked_for_or_the_reading_ends(ends: str) -> None:
+    go, done = threading.Event(), list[int]()
+
+    def work(chunk: bytes) -> None:
+        go.wait(60)
+        done.append(len(chunk))
+
+    chunks = beside(work, parts())
+    next(chunks)
+    assert not done
+    threading.Timer(0.1, go.set).start()
+    if ends == "closed":
+        chunks.close()
+    else:
+        next(chunks)
+    assert done[0] == PART_BYTES
+    chunks.close()
+
+
+def test_what_work_beside_a_chunk_raises_is_raised_where_the_next_is_asked_for() -> None:
+    def work(chunk: bytes) -> None:
+        raise OSError(len(chunk))
+
+    for size in (1, PART_BYTES):
+        with pytest.raises(OSError, match=str(size)):
+            list(beside(work, [bytes(size)]))
