@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 
 from patchstore.bucket import digests, history, kept
-from patchstore.bucket.records import Manifest, Payload, Plan
+from patchstore.bucket.records import Manifest, Plan
 from patchstore.errors import DataError, NotFound, StoreReplaced, WrongParent
 from patchstore.ops.mirror import build
-from patchstore.read import anchors, download, rebuild, replay
+from patchstore.read import anchors, download, replay
 from patchstore.read.host_cache import alone, own_folder
 from patchstore.read.run import Run
 from patchstore.stores import layout
@@ -176,29 +176,15 @@ class AdapterFolders:
 
 
 def _copy(run: Run, manifest: Manifest, path: Path) -> None:
-    """Make the folder of a version that is stored in full: its own files, which are read once.
-
-    They are digested as they are written, and then their tensors, in the page cache: streaming tensor by
-    tensor takes three times as long.
-    """
+    """Make the folder of a version that is stored in full: its own files, which are read once."""
     anchor = manifest.anchor
     assert anchor is not None
     with download.unfinished(path, is_folder=True, is_durable=False) as draft:
-        for wanted in (*anchor.payloads, *anchor.files):
-            download.download(run.store, wanted, draft / _file_name(wanted))
-        buffers = [_mapped(draft / _file_name(wanted)) for wanted in anchor.payloads]
-        tensors = anchors.in_buffers(manifest, run.schema.by_name(), buffers)
-        state_digest.check_state(run.store, run.schema, rebuild.sums_of(run.schema, tensors), manifest)
+        sums = anchors.copy_anchor(run.store, manifest, run.schema, draft)
+        state_digest.check_state(run.store, run.schema, sums, manifest)
+        for wanted in anchor.files:
+            download.download(run.store, wanted, draft / wanted.key.rpartition("/")[2])
         build.protect(draft)
-
-
-def _mapped(path: Path) -> memoryview:
-    with path.open("rb") as file:
-        return download.in_memory(file)
-
-
-def _file_name(payload: Payload) -> str:
-    return payload.key.rpartition("/")[2]
 
 
 def _name(version: int, data: bytes) -> str:

@@ -348,6 +348,40 @@ def read_stream(
     source.finish()
 
 
+def read_runs(
+    where: str, file_size: int, chunks: Iterable[bytes]
+) -> tuple[FileHeader, Iterator[tuple[slice, Array]]]:
+    """Read a file's header, and then its tensors' bits from a stream, as `read_stream`; many tensors at once.
+
+    Returns:
+        The header, and an iterator over neighbours of one dtype, as many as have arrived whole: their places
+        in the header, and unsigned integers, tensor after tensor, which must not be written to. A tensor is
+        copied only if it lies in several chunks.
+    """
+    source = _Source(where, iter(chunks))
+    header = _stream_header(where, file_size, source)
+
+    def runs() -> Iterator[tuple[slice, Array]]:
+        dtypes = [dtype for dtype, _ in header.kinds]
+        which = np.array([dtypes.index(dtype) for dtype in dtypes], dtype=np.int64)[header.kind]
+        first, bounds = 0, header.bounds
+        while first < len(which):
+            arrived = int(np.searchsorted(bounds, bounds[first] + source.num_arrived, side="right")) - 1
+            end = max(first + 1, arrived)
+            end -= int(np.count_nonzero(np.logical_or.accumulate(which[first:end] != which[first])))
+            dtype = dtypes[which[first]]
+            data = source.lend(int(bounds[end] - bounds[first]))
+            values = np.frombuffer(data, dtype=f"u{DTYPE_BYTES[dtype]}")
+            if dtype == "BOOL" and (values > 1).any():
+                place = np.searchsorted(bounds, bounds[first] + np.argmax(values > 1), side="right") - 1
+                raise _no_bool(where, header.names[place])
+            yield slice(first, end), values
+            first = end
+        source.finish()
+
+    return header, runs()
+
+
 def _stream_header(where: str, file_size: int, source: "_Source") -> FileHeader:
     first = bytearray()
 
@@ -380,6 +414,18 @@ class _Source:
             part = self._rest[: size - len(piece)]
             piece += part
             self._rest = self._rest[len(part) :]
+        return piece
+
+    @property
+    def num_arrived(self) -> int:
+        """Bytes that can be had before another chunk is."""
+        return len(self._rest)
+
+    def lend(self, size: int) -> bytearray | memoryview:
+        """Return the same as `take`, without a copy if it has arrived."""
+        if size > len(self._rest):
+            return self.take(size)
+        piece, self._rest = self._rest[:size], self._rest[size:]
         return piece
 
     def finish(self) -> None:
@@ -415,7 +461,11 @@ def tensor_of(where: str, spec: TensorSpec, data: bytearray | memoryview) -> tor
 def check_bools(where: str, name: str, dtype: str, tensor: torch.Tensor) -> None:
     """Refuse a BOOL tensor with other bytes than 0 and 1: some of torch's copies change them to 1."""
     if dtype == "BOOL" and bool((bits(tensor) > 1).any()):
-        raise CorruptObject(f"{where}: {name!r} is of dtype BOOL, and has a byte other than 0 and 1")
+        raise _no_bool(where, name)
+
+
+def _no_bool(where: str, name: str) -> CorruptObject:
+    return CorruptObject(f"{where}: {name!r} is of dtype BOOL, and has a byte other than 0 and 1")
 
 
 def check_metadata(where: str, header: FileHeader, expected: Mapping[str, str]) -> None:

@@ -3,15 +3,19 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+import numpy as np
 import torch
 
-from patchstore.bucket.records import Manifest, Payload, TensorSpec
+from patchstore.bucket.records import Manifest, Payload, Schema, TensorSpec
+from patchstore.bucket.state_sums import SumsArray
 from patchstore.codec import tensor_file
 from patchstore.errors import CorruptObject
-from patchstore.read.download import chunks, in_memory, parts_of
+from patchstore.read.download import chunks, downloading, in_memory, parts_of
 from patchstore.stores.base import Store
+from patchstore.tensors import elements
 
 if TYPE_CHECKING:
     from patchstore.read.host_cache import HostCache
@@ -77,6 +81,30 @@ def in_buffers(
         tensors |= found
     _check_complete(manifest, schema, seen)
     return tensors
+
+
+def copy_anchor(store: Store, manifest: Manifest, schema: Schema, folder: Path) -> SumsArray:
+    """Copy the files with an anchor's tensors into a folder, and sum up the tensors as their bytes pass.
+
+    A file is digested, written and summed up at the same time, while its bytes are in the processor's cache.
+
+    Returns:
+        The digest sums of all tensors. The files are verified, but for that these are the version's.
+    """
+    assert manifest.anchor is not None
+    seen: set[str] = set()
+    sums = np.zeros((len(schema.tensors), 2), dtype=np.uint64)
+    sizes = np.array(schema.sizes, dtype=np.int64)
+    for wanted in manifest.anchor.payloads:
+        with downloading(store, wanted, folder / wanted.key.rpartition("/")[2]) as passing:
+            header, runs = tensor_file.read_runs(wanted.key, wanted.size, passing)
+            _admitted(wanted.key, header, manifest, schema.by_name(), seen)
+            places = np.array([schema.places[name] for name in header.names], dtype=np.int64)
+            for some, values in runs:
+                its = places[some]
+                sums[its] = np.stack(elements.sum_each(values, sizes[its]), axis=1)
+    _check_complete(manifest, schema.by_name(), seen)
+    return sums
 
 
 def _mapped(

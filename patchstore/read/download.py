@@ -24,6 +24,7 @@ from patchstore.bucket.records import Payload
 from patchstore.errors import CorruptObject, HostError, NotFound, UsageError
 from patchstore.stores.base import PART_BYTES, Chunk, Store
 from patchstore.support import host, locks
+from patchstore.support.threads import beside
 
 logger = logging.getLogger(__name__)
 
@@ -68,14 +69,27 @@ def download(store: Store, wanted: Payload, path: Path) -> None:
         fill(file, store, wanted)
 
 
+@contextmanager
+def downloading(store: Store, wanted: Payload, path: Path) -> Iterator[Iterator[bytes]]:
+    """`download`, while the block reads the payload's bytes, which it must do to the end."""
+    with room_for(store, wanted, path.parent), path.open("xb") as file:
+        _make_room(file, store, wanted)
+        with closing(beside(file.write, chunks(store, wanted))) as passing:
+            yield passing
+
+
 def fill(file: BinaryIO, store: Store, wanted: Payload) -> None:
     """Write a payload to a new file; callers translate its errors with `room_for`."""
+    _make_room(file, store, wanted)
+    file.writelines(chunks(store, wanted))
+
+
+def _make_room(file: BinaryIO, store: Store, wanted: Payload) -> None:
     if wanted.size > _UNASKED_BYTES:
         # The space is reserved at once, and a false size could reserve all space of this host.
         check_size(store, wanted)
     if wanted.size:
         reserve(file.fileno(), wanted.size)
-    file.writelines(chunks(store, wanted))
 
 
 class OwnMemory:

@@ -6,7 +6,7 @@ yielded must not be trusted before the digests are checked at the end.
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -89,19 +89,6 @@ def patched(
 
     for name, specs, tensors in stream_anchor(store, anchor, schema.by_name(), cache):
         yield name, specs, written(specs, tensors)
-
-
-def sums_of(schema: Schema, tensors: Mapping[str, torch.Tensor]) -> SumsArray:
-    """Digest all tensors of a schema, which are in memory, on several threads."""
-    sums = np.zeros((len(schema.tensors), 2), dtype=np.uint64)
-
-    def work(batch: Batch) -> dict[str, Sums]:
-        return state_digest.of_named({spec.name: tensor for spec, tensor in batch})
-
-    in_order = (tensors[spec.name] for spec in schema.tensors)
-    for found in _beside(work, batches(schema.tensors, in_order)):
-        sums[[schema.places[name] for name in found]] = list(found.values())
-    return sums
 
 
 def prove(run: Run, route: Plan, progress: Progress | None = None) -> None:

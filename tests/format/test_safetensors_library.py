@@ -13,12 +13,12 @@ from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.torch import load, load_file, save, save_file
 
 from patchstore import Publisher
-from patchstore.bucket.records import PACKED
+from patchstore.bucket.records import DTYPE_BYTES, PACKED
 from patchstore.codec import tensor_file
 from patchstore.errors import CorruptObject, SchemaMismatch
 from patchstore.read import replay
 from patchstore.stores.memory import MemoryStore
-from patchstore.tensors.bits import TORCH_DTYPES, bits, spec_of
+from patchstore.tensors.bits import TORCH_DTYPES, bits, from_bytes, spec_of
 from tests.format import independent_reader, surgery
 from tests.format.runs import eventful, tensors_of_every_dtype
 from tests.support.weights import State, assert_same_bits, random_bits, rebuilt
@@ -44,6 +44,20 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
         assert_same_bits({name: file.get_tensor(name) for name in file.keys()}, tensors)  # noqa: SIM118 - no mapping
 
 
+def of_runs(data: bytes, pieces: list[bytes]) -> State:
+    """The tensors of a file, as it comes in pieces, from runs that are of one dtype each."""
+    header, runs = tensor_file.read_runs("theirs", len(data), pieces)
+    found: State = {}
+    for some, values in runs:
+        rest = values.tobytes()
+        for entry in header.entries[some]:
+            assert DTYPE_BYTES[entry.spec.dtype] == values.itemsize
+            found[entry.spec.name] = from_bytes(entry.spec, bytearray(rest[: entry.spec.num_bytes]))
+            rest = rest[entry.spec.num_bytes :]
+        assert not rest
+    return found
+
+
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt", "q": '"'}])
 def test_we_read_what_the_library_writes(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     tensors = stored_tensors()
@@ -57,7 +71,23 @@ def test_we_read_what_the_library_writes(tmp_path: Path, metadata: dict[str, str
         assert b"".join(pieces) == data
         _, *items = tensor_file.read_stream("theirs", len(data), pieces)
         assert_same_bits({spec.name: tensor for spec, tensor in items}, tensors)  # type: ignore[misc]
+        assert_same_bits(of_runs(data, pieces), tensors)
     assert independent_reader.parse_safetensors(data)[1].keys() == tensors.keys()
+
+
+def test_as_many_tensors_as_have_arrived_are_read_at_once_and_refused_by_name() -> None:
+    tensors = {f"{number:03d}": torch.randint(0, 2, (10,)).bool() for number in range(100)}
+    data = written(tensors, {})
+    start = len(data) - 1000
+    _, runs = tensor_file.read_runs("file", len(data), [data[: start + 15], data[start + 15 :]])
+    # The second lies in both pieces.
+    assert [(some.start, some.stop) for some, _ in runs] == [(0, 1), (1, 2), (2, 100)]
+    wrong = data[: start + 429] + b"\2" + data[start + 430 :]
+    with pytest.raises(CorruptObject, match="'042' is of dtype BOOL, and has a byte other than 0 and 1"):
+        of_runs(wrong, [wrong])
+    for pieces in ([data[:-1]], [data, b"\0"]):
+        with pytest.raises(CorruptObject, match=r"ends 1 bytes early|goes on after its last tensor"):
+            of_runs(data, pieces)
 
 
 def test_a_header_that_is_spelled_as_we_write_it_means_what_its_json_does(

@@ -1,21 +1,37 @@
 """Versions of adapters as folders of a host."""
 
+import resource
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from patchstore import Publisher, replay
-from patchstore.bucket import digests, history
-from patchstore.errors import CorruptObject, StoreUnavailable, VersionNotFound, VersionRetired
+from patchstore.bucket import digests, history, manifest_json
+from patchstore.errors import (
+    CorruptObject,
+    HostError,
+    PatchstoreError,
+    StateMismatch,
+    StoreUnavailable,
+    VersionNotFound,
+    VersionRetired,
+)
 from patchstore.ops.compact.service import Compactor
 from patchstore.ops.retention import Retention, retire
+from patchstore.read import download
 from patchstore.read.run import Run
+from patchstore.stores import layout
+from patchstore.stores.base import PART_BYTES
+from patchstore.stores.folder import FolderStore
 from patchstore.stores.memory import MemoryStore
 from patchstore.testing.faults import Fault, FaultyStore
+from tests.format import bad_payloads
+from tests.format.golden_buckets import GOLDEN, PatientStore, spoiled
 from tests.support.weights import Run as Trained
 from tests.support.weights import assert_same_bits, loaded
 from vllm_plugin.adapter_folders import AdapterFolders
@@ -89,6 +105,55 @@ def test_a_version_whose_anchor_was_added_later_is_that_anchor(folders, run, tra
     list(Compactor(trained.store, anchor_every=2).compact())
     assert not run.plan(6).deltas
     assert_is(folders.lend(run, 6).path, trained, 6)
+
+
+@pytest.mark.parametrize("bucket", ["v1-raw", "v1-sharded", "v1-adapter"])
+def test_a_version_that_is_stored_in_full_has_its_own_files(folders, bucket) -> None:
+    store = FolderStore(GOLDEN / bucket)
+    anchor = history.read_manifest(store, 0).anchor
+    folder = folders.lend(Run.open(store), 0).path
+    stored = {each.key.rpartition("/")[2]: store.get(each.key) for each in (*anchor.payloads, *anchor.files)}
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == stored
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in bad_payloads.CASES if case.version == 0],
+    ids=lambda case: case.name.encode("unicode_escape").decode(),
+)
+def test_a_bad_file_of_a_version_in_full_is_refused_and_nothing_is_left(folders, tmp_path, case) -> None:
+    with pytest.raises(PatchstoreError) as caught:
+        folders.lend(Run.open(PatientStore(spoiled(case))), 0)
+    assert caught.value.kind in case.kinds
+    assert names(tmp_path) == []
+
+
+def test_a_version_whose_tensors_are_not_those_of_its_digest_is_refused(folders, run, tmp_path) -> None:
+    manifest = history.read_manifest(run.store, 0)
+    (payload,) = manifest.anchor.payloads
+    data = bytearray(run.store.get(payload.key))
+    data[-1] ^= 1
+    run.store.put(payload.key, bytes(data))
+    anchor = replace(manifest.anchor, payloads=(replace(payload, digest=digests.digest(data)),))
+    run.store.put(layout.manifest_key(0), manifest_json.to_json(replace(manifest, anchor=anchor)))
+    with pytest.raises(StateMismatch, match="1 tensors differ"):
+        folders.lend(run, 0)
+    assert names(tmp_path) == []
+
+
+def test_a_disk_that_is_full_while_a_version_is_written_is_said_so(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(download, "reserve", lambda *_: None)
+    store, folders = MemoryStore(), AdapterFolders(tmp_path / "host")
+    with Publisher(store, {"a": torch.randn(PART_BYTES)}) as publisher:
+        publisher.publish_patch(0)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PART_BYTES, limit[1]))
+    try:
+        with pytest.raises(HostError, match=r"holding .* bytes of anchors/.*File too large"):
+            folders.lend(Run.open(store), 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert names(tmp_path) == []
 
 
 def test_many_ask_at_once_and_one_makes_it(run, trained, tmp_path) -> None:
