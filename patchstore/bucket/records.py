@@ -129,15 +129,15 @@ class Part:
     def whole(cls, spec: TensorSpec) -> "Part":
         return cls(spec, (0,) * len(spec.shape), spec.shape)
 
-    @cached_property
+    @property
     def is_whole(self) -> bool:
         return self.size == self.spec.shape
 
-    @cached_property
+    @property
     def num_elements(self) -> int:
         return prod(self.size)
 
-    @cached_property
+    @property
     def key(self) -> str:
         """A text for this part alone: the tensor's name where it is whole.
 

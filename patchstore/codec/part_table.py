@@ -66,38 +66,43 @@ class PartTable:
         self.parts = tuple(given)
         self.owners = np.array(owners, dtype=np.int64)
         """int64 [P], never descending."""
-        self.sizes = np.array([part.num_elements for part in given], dtype=np.int64)
-        """int64 [P], elements of each."""
-        self.whole_sizes = np.array([part.spec.num_elements for part in given], dtype=np.int64)
-        """int64 [P], elements of each one's tensor."""
         self.dtypes = sorted({part.spec.dtype for part in given})
         codes = {dtype: code for code, dtype in enumerate(self.dtypes)}
         self.dtype = np.array([codes[part.spec.dtype] for part in given], dtype=np.int64)
         """int64 [P], which of `dtypes` each has."""
-        self.widths = np.array([DTYPE_BYTES[part.spec.dtype] for part in given], dtype=np.int64)
+        self.widths = np.array([DTYPE_BYTES[dtype] for dtype in self.dtypes], dtype=np.int64)[self.dtype]
         """int64 [P], bytes of an element."""
-        self.is_whole = np.array([part.is_whole for part in given], dtype=np.bool_)
         self.numbers = {part.key: number for number, part in enumerate(given)}
         """By key."""
         keys = [(part.spec.shape, part.start, part.size) for part in given]
-        ranks = {key: rank for rank, key in enumerate(sorted(set(keys)))}
+        ways = dict(zip(keys, given, strict=True))
+        ranks = {key: rank for rank, key in enumerate(sorted(ways))}
         self.alike = np.array([ranks[key] for key in keys], dtype=np.int64)
         """int64 [P], a number for each way to be cut: parts that are cut alike are coded together."""
+        # Thousands of parts are cut alike, so all that follows from that is worked out once for each way.
+        cut = [ways[key] for key in ranks]
+        self.sizes = self._each([part.num_elements for part in cut])
+        """int64 [P], elements of each."""
+        self.whole_sizes = self._each([part.spec.num_elements for part in cut])
+        """int64 [P], elements of each one's tensor."""
+        self.is_whole = self._each([part.is_whole for part in cut]).astype(np.bool_)
         self.together = Together.of(self.dtype, self.sizes)
-        self.lines = np.array([part.lines or (-1, 1, 0) for part in given], dtype=np.int64).reshape(-1, 3)
+        self.lines = self._each([part.lines or (-1, 1, 0) for part in cut]).reshape(-1, 3)
         """int64 [P, 3], `Part.lines` of each; from -1 on where it has none."""
-        starts = [
-            (owner, *((0, 0, 0) if part.box is None else part.box_start))
-            for owner, part in zip(owners, given, strict=True)
-        ]
-        self.ranks = np.lexsort(np.array(starts, dtype=np.int64).reshape(-1, 4).T[::-1]).argsort()
+        starts = self._each([(0, 0, 0) if part.box is None else part.box_start for part in cut])
+        level, row, col = starts.reshape(-1, 3).T
+        self.ranks = np.lexsort((col, row, level, self.owners)).argsort()
         """int64 [P], the place of each in the order of a file's coded parts."""
-        self.runs = np.array([-1 if part.run is None else part.run for part in given], dtype=np.int64)
+        self.runs = self._each([-1 if part.run is None else part.run for part in cut])
         """int64 [P], where each begins in its flattened tensor; -1 where its elements do not follow each
         other."""
-        self._is_coded = np.array([is_coded(part.spec.dtype) and part.box is not None for part in given])
-        firsts = {rank: number for number, rank in enumerate(self.alike.tolist())}
-        self._ways = _Ways([given[firsts[rank]] for rank in range(len(ranks))])
+        are_coded = np.array([is_coded(dtype) for dtype in self.dtypes], dtype=np.bool_)
+        self._is_coded = are_coded[self.dtype] & (self._each([part.box is not None for part in cut]) > 0)
+        self._ways = _Ways(cut)
+
+    def _each(self, of_ways: Sequence[object]) -> Array:
+        """Return what each part has, int64 [P, ...], given what each way to be cut has."""
+        return np.array(of_ways, dtype=np.int64)[self.alike]
 
     @classmethod
     def of_whole(cls, schema: Schema) -> Self:

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from patchstore.bucket.records import Box, Part, TensorSpec, view_of
+from patchstore.bucket.records import Box, Part, Schema, TensorSpec, view_of
+from patchstore.codec.part_table import PartTable
 from patchstore.tensors import parts
+from tests.support.sharded import table_of
 
 
 def spec(*shape: int) -> TensorSpec:
@@ -70,3 +72,42 @@ def test_boxes_that_share_an_element_overlap() -> None:
     for other in (Box(3, 1, 3, 4, 5, 6), Box(1, 2, 7, 4, 5, 6), Box(1, 2, 3, 4, 0, 5)):
         assert not box.overlaps(other)
         assert not other.overlaps(box)
+
+
+def test_columns_of_a_table_are_what_each_of_its_parts_says() -> None:
+    shapes = {"a": (4, 6), "b": (4, 6), "c": (), "d": (2, 2, 1, 3), "e": (3, 0), "f": (2, 3, 4, 5)}
+    cuts = {
+        "b": [((0, 0), (3, 6)), ((3, 0), (1, 2)), ((3, 2), (1, 4)), ((4, 6), (0, 0))],
+        "f": [((0, 0, 0, 0), (2, 2, 4, 5)), ((0, 2, 0, 0), (1, 1, 2, 5)), ((0, 2, 2, 0), (2, 1, 2, 5))],
+    }
+    schema = Schema(
+        tensors=tuple(
+            TensorSpec(name=name, dtype="I64" if name == "d" else "BF16", shape=shape)
+            for name, shape in shapes.items()
+        )
+    )
+    held = [Part.whole(each) for each in schema.tensors if each.name not in cuts]
+    held += [Part(schema.by_name()[name], *cut) for name, its in cuts.items() for cut in its]
+    table = table_of(schema, held)
+    assert sorted(part.key for part in table.parts) == sorted(part.key for part in held)
+    boxes = [part.box for part in table.parts]
+    assert table.sizes.tolist() == [part.num_elements for part in table.parts]
+    assert table.whole_sizes.tolist() == [part.spec.num_elements for part in table.parts]
+    assert table.widths.tolist() == [8 if part.spec.dtype == "I64" else 2 for part in table.parts]
+    assert table.is_whole.tolist() == [part.is_whole for part in table.parts]
+    assert table.lines.tolist() == [list(part.lines or (-1, 1, 0)) for part in table.parts]
+    assert table.runs.tolist() == [-1 if part.run is None else part.run for part in table.parts]
+    starts = [(0, 0, 0) if box is None else (box.level, box.row, box.col) for box in boxes]
+    keys = [(owner, *start) for owner, start in zip(table.owners.tolist(), starts, strict=True)]
+    assert [keys[number] for number in table.ranks.argsort()] == sorted(keys)
+    ways = [(part.spec.shape, part.start, part.size) for part in table.parts]
+    assert [ways[one] == ways[other] for one in range(len(ways)) for other in range(len(ways))] == [
+        one == other for one in table.alike for other in table.alike
+    ]
+
+
+def test_a_table_without_parts() -> None:
+    table = PartTable([], [])
+    columns = (table.sizes, table.alike, table.runs, table.ranks, table.is_whole, table.is_scattered)
+    assert [column.shape for column in columns] == [(0,)] * len(columns)
+    assert (table.lines.shape, table.is_whole.dtype) == ((0, 3), np.bool_)
