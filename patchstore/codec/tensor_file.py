@@ -97,6 +97,7 @@ class FileHeader:
         )
 
 
+@collector.paused()
 def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     """Return the length field and header of a file that holds these tensors in this order."""
     record: dict[str, object] = {_METADATA: dict(metadata)}

@@ -103,13 +103,16 @@ class AnchorWriter:
             in_base = self._in_base(sums, snapshot) if version == 0 else set()
             told = self._channel.round("store what others write of an anchor", store, say_where)
             specs = self._header.schema.by_name()
-            sources = {
+            sources: dict[str, list[Source]] = {
                 name: [
                     Source(Part(specs[name], tuple(start), tuple(size)), key, offset)
                     for start, size, key, offset in its
                 ]
                 for name, its in told["sources"].items()
             }
+            for part in self._share.parts:
+                if self._share.writers[part.spec.name] == place and part.spec.name not in in_base:
+                    sources.setdefault(part.spec.name, []).append(Source(part, "", 0))
             yield Gathered(sources, sums)
         finally:
             beside.shutdown()
@@ -183,17 +186,17 @@ class AnchorWriter:
         return {named[spec.name].key: start for spec, start in zip(specs, starts, strict=False)}
 
     def _sources(self, pieces: Sequence[Message], in_base: Collection[str]) -> list[Message]:
-        """Say to each rank where the parts are of the tensors that it writes, on the leader."""
+        """Say to each rank where others' parts are of the tensors that it writes, on the leader."""
         assert self._plan is not None
         writers = self._plan.writers
         found: list[dict[str, list[Any]]] = [defaultdict(list) for _ in pieces]
         for place, parts in enumerate(self._plan.owned):
             for part in parts:
-                if part.spec.name in in_base:
-                    continue
                 writer = writers[part.spec.name]
+                if writer == place or part.spec.name in in_base:
+                    continue
                 key, at = "", 0
-                if writer != place and part.num_elements:
+                if part.num_elements:
                     key, at = pieces[place]["key"], pieces[place]["offsets"][part.key]
                 found[writer][part.spec.name].append((part.start, part.size, key, at))
         return [{"sources": each} for each in found]

@@ -130,7 +130,8 @@ def copy_each(current: Tensors, specs: Mapping[str, TensorSpec], held: Mapping[s
     ranges = Ranges(np.zeros(len(specs), dtype=np.bool_))
     for name, given in in_turn(current):
         tensor = served(given, specs[name])
-        ranges.look([(numbers[name], name, given, tensor)])
+        if is_narrowed(given.dtype, tensor.dtype):
+            ranges.look([(numbers[name], name, given, tensor)])
         held[name].copy_(tensor)
     ranges.end()
     return ranges.finite
@@ -441,13 +442,13 @@ class PlainSnapshot:
         pass
 
     def sums(self, table: PartTable) -> PartSums:
-        whole = [part for part in table.parts if part.is_whole]
-        schema = Schema(tensors=tuple(part.spec for part in whole), tied={})
-        found = state_digest.of_tensors(schema, ((part.key, self.tensors[part.key]) for part in whole))
-        cut = (part for part in table.parts if not part.is_whole)
-        return table.listed(
-            found | {part.key: part_sums.digest(part, self.tensors[part.key]) for part in cut}
-        )
+        sums = np.empty((len(table.parts), 2), dtype=np.uint64)
+        tensors = [self.tensors[part.key] for part in table.parts]
+        whole = np.flatnonzero(table.is_whole)
+        sums[whole] = state_digest.of_each([tensors[number] for number in whole])
+        for number in np.flatnonzero(~table.is_whole):
+            sums[number] = part_sums.digest(table.parts[number], tensors[number])
+        return PartSums(np.arange(len(tensors)), sums)
 
     def read(self, part: Part) -> torch.Tensor:
         return self.tensors[part.key].cpu()
