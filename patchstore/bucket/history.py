@@ -32,7 +32,7 @@ from patchstore.errors import (
 )
 from patchstore.stores import layout
 from patchstore.stores.base import Store
-from patchstore.support import host
+from patchstore.support import collector, host
 from patchstore.support.arguments import version_number
 from patchstore.support.threads import Threads
 
@@ -52,20 +52,21 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def create_header(store: Store, header: StoreHeader) -> None:
-    """Create a run."""
+def create_header(store: Store, header: StoreHeader) -> str:
+    """Create a run, and return the digest of its header as it is stored."""
     try:
         data = _spelled(header, manifest_json.header_to_json, manifest_json.header_from_json)
     except UsageError as exc:
         raise SchemaMismatch(
             f"a run of these tensors cannot be created, as no reader would open it: {exc}"
         ) from exc
-    found = manifest_json.header_from_json(create(store, layout.HEADER, data))
-    if found.run_id != header.run_id:
+    there = create(store, layout.HEADER, data)
+    if there != data and (found := manifest_json.header_from_json(there)).run_id != header.run_id:
         raise RunExists(
             f"{store.url} already holds run {found.run_id}, created {found.created_at}; "
             "use another prefix, or open the publisher with resume=... to go on with that run"
         )
+    return digests.digest(there)
 
 
 def read_header(store: Store) -> StoreHeader | None:
@@ -422,6 +423,7 @@ def _author(key: str, data: bytes) -> str:
     return f"{writer.id} (epoch {writer.epoch})"
 
 
+@collector.paused()
 def _spelled(value: _Value, spell: Callable[[_Value], bytes], read: Callable[[bytes], _Value]) -> bytes:
     """Return the JSON of an object to create, and check that readers will read the same."""
     try:

@@ -248,6 +248,7 @@ def header_to_json(header: StoreHeader) -> bytes:
     return dump(fields)
 
 
+@collector.paused()
 def header_from_json(data: bytes) -> StoreHeader:
     record = Record.parse(layout.HEADER, data)
     specs = tuple(

@@ -236,12 +236,12 @@ def _check_tensors(schema: Schema, base: BaseCheckpoint) -> None:
     they are of different models, or in different layouts.
     """
     specs = schema.by_name()
-    called = {name: {name} for name in specs}
-    for alias, name in schema.tied.items():
-        called[name].add(alias)
     theirs = base.named_as([*specs, *schema.tied])
     if not theirs:
         return
+    called = {name: {name} for name in specs}
+    for alias, name in schema.tied.items():
+        called[name].add(alias)
     for name, our in sorted(specs.items()):
         for their in (theirs[each] for each in sorted(called[name] & theirs.keys())):
             # Codes in FP8 are of the same shape, and of weights that the folder may have as they were.

@@ -128,6 +128,7 @@ class Log:
         parent: Manifest | None,
         parent_digest: str | None,
         sums: SumsArray | None,
+        header_digest: str | None,
         beside: tuple[Worker, Worker],
         signer: Signer | None = None,
     ) -> None:
@@ -141,6 +142,8 @@ class Log:
         self.store, self.header = store, header
         self.parent = parent
         self._parent_digest, self._sums = parent_digest, sums
+        self._header_digest = header_digest
+        """Of the run's header as it was stored when it was last found to be this run's."""
         self._beside, self._signer = beside, signer
         self._next = 0 if head is None else head.version + 1
         self._epoch = 1 if head is None else head.writer.epoch + 1
@@ -243,12 +246,17 @@ class Log:
             raise
 
     def _is_ours(self, data: bytes) -> bool:
+        found = digests.digest(data)
         if self.parent is not None:
-            return digests.digest(data) == self._parent_digest
-        try:
-            return manifest_json.header_from_json(data).run_id == self.header.run_id
-        except DataError:
-            return False
+            return found == self._parent_digest
+        if found != self._header_digest:
+            try:
+                if manifest_json.header_from_json(data).run_id != self.header.run_id:
+                    return False
+            except DataError:
+                return False
+            self._header_digest = found
+        return True
 
     def _lost(self, why: str) -> RunLost:
         return RunLost(

@@ -4,12 +4,9 @@ A process that publishes alone is a group of one. Nothing is ever deleted or ove
 fit.
 """
 
-import base64
-import json
 import logging
 import secrets
 import uuid
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
@@ -50,6 +47,7 @@ from patchstore.signing.required import checks
 from patchstore.stores import layout
 from patchstore.stores.base import Store
 from patchstore.stores.probe import check_create_only
+from patchstore.support import collector
 from patchstore.support.threads import Worker
 
 logger = logging.getLogger(__name__)
@@ -136,16 +134,21 @@ def agree(
 
     def say() -> Message:
         source.serve(Served(asked, known, source.given), joined=channel.is_alone)
+        # No other process reads what a process tells that publishes alone.
         listed = [
-            (part.spec.name, part.spec.dtype, part.spec.shape, part.start, part.size) for part in source.parts
+            (part.spec.name, part.spec.dtype, part.spec.shape, part.start, part.size)
+            for part in (() if channel.is_alone else source.parts)
         ]
         return {"parts": listed, "tied": dict(source.tied), "settings": settings.told()}
 
+    @collector.paused()
     def conclude(reports: list[Message]) -> list[Message]:
         nonlocal plan, schema, files, adapter
         _check_equal(channel, [report["settings"] for report in reports])
         all_tied = _united(channel, [report["tied"] for report in reports])
         offers = [[_part(*each) for each in report["parts"]] for report in reports]
+        if channel.is_alone:
+            offers = [[*source.parts]]
         # A rank whose parts of two tied tensors are empty does not see that they are tied.
         given = [
             [(number, part) for number, part in enumerate(its) if part.spec.name not in all_tied]
@@ -191,22 +194,13 @@ def _known(
     def say() -> Message:
         if failure is not None:
             raise failure
-        return {"held": _packed(source.held())}
+        return {"held": channel.packed(source.held())}
 
     def conclude(reports: list[Message]) -> Message:
-        known = Known.of(base, [Held(*_unpacked(each["held"])) for each in reports])
-        return {"known": _packed(asdict(known))}
+        known = Known.of(base, [Held(*channel.unpacked(each["held"])) for each in reports])
+        return {"known": channel.packed(asdict(known))}
 
-    return Known(**_unpacked(channel.round("say what they have", say, conclude)["known"]))
-
-
-def _packed(value: Any) -> str:
-    """Return JSON in few bytes: there are tens of thousands of names, and hundreds of ranks."""
-    return base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
-
-
-def _unpacked(text: str) -> Any:
-    return json.loads(zlib.decompress(base64.b64decode(text)))
+    return Known(**channel.unpacked(channel.round("say what they have", say, conclude)["known"]))
 
 
 def _part(name: str, dtype: str, *sides: Sequence[int]) -> Part:
@@ -315,6 +309,7 @@ def open_run(
             parent=found.parent,
             parent_digest=found.parent_digest,
             sums=found.sums,
+            header_digest=found.header_digest,
             beside=(workers[0], workers[1]),
             signer=signer,
         )
@@ -374,6 +369,8 @@ class Found(NamedTuple):
     """Without a signer, or if the publisher's has signed the version to build on."""
     lease: str | None = None
     """The record that keeps the version to build on until the next one exists; the newest needs none."""
+    header_digest: str | None = None
+    """Of the header as it is stored, where this publisher has created the run."""
 
 
 def find(
@@ -390,8 +387,7 @@ def find(
         if not resume.may_begin:
             raise ResumeMismatch(f"{store.url} holds no run to resume; open it without resume")
         header = StoreHeader(run_id=uuid.uuid4().hex, created_at=now(), schema=schema, adapter=adapter)
-        history.create_header(store, header)
-        return Found(header)
+        return Found(header, header_digest=history.create_header(store, header))
     if resume.how == "new":
         raise RunExists(
             f"{store.url} already holds run {header.run_id}, created {header.created_at}; "

@@ -81,7 +81,7 @@ def own(offers: Sequence[Sequence[Part]]) -> list[list[int]]:
     Parts that several ranks offer go to those with the fewest bytes so far, the largest first.
     """
     specs: dict[str, tuple[int, TensorSpec]] = {}
-    offered: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
+    offered: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for rank, parts in enumerate(offers):
         for number, part in enumerate(parts):
             first, spec = specs.setdefault(part.spec.name, (rank, part.spec))
@@ -90,27 +90,28 @@ def own(offers: Sequence[Sequence[Part]]) -> list[list[int]]:
                     f"ranks differ in tensor {spec.name!r}: {spec} on the {_nth(first)} rank of the group, "
                     f"{part.spec} on the {_nth(rank)}"
                 )
-            offered[spec.name, part.start, part.size].append((rank, number))
+            offered[part.key].append((rank, number))
     by_name: dict[str, list[Part]] = defaultdict(list)
     owned: list[list[int]] = [[] for _ in offers]
     num_bytes = [0] * len(offers)
     shared: list[tuple[int, str, list[tuple[int, int]]]] = []
-    for (name, _, _), takers in offered.items():
+    for takers in offered.values():
         rank, number = takers[0]
         part = offers[rank][number]
-        by_name[name].append(part)
+        by_name[part.spec.name].append(part)
         size = part.num_elements * DTYPE_BYTES[part.spec.dtype]
         if len(takers) == 1:
             owned[rank].append(number)
             num_bytes[rank] += size
         else:
-            shared.append((size, name, takers))
+            shared.append((size, part.spec.name, takers))
     for size, _, takers in sorted(shared, key=lambda each: (-each[0], each[1], each[2])):
         rank, number = min(takers, key=lambda taker: (num_bytes[taker[0]], taker[0]))
         owned[rank].append(number)
         num_bytes[rank] += size
     for name, parts in by_name.items():
-        _check_cover(specs[name][1], parts)
+        if len(parts) > 1 or not parts[0].is_whole:
+            _check_cover(specs[name][1], parts)
     return [sorted(numbers) for numbers in owned]
 
 
@@ -157,10 +158,10 @@ def plan(
     places = tuple(tuple(parts) for parts in owned)
     if single is not None:
         return Plan(places, dict.fromkeys(schema.by_name(), 0), ((single, schema.tensors),))
-    owners: dict[str, set[int]] = defaultdict(set)
+    owner: dict[str, int | None] = {}
     for place, parts in enumerate(owned):
         for part in parts:
-            owners[part.spec.name].add(place)
+            owner[part.spec.name] = place if owner.get(part.spec.name, place) == place else None
     num_writers = min(len(owned), max(1, -(-schema.num_bytes // WRITER_BYTES)))
     writers: dict[str, int] = {}
     num_bytes = [0] * num_writers
@@ -171,8 +172,8 @@ def plan(
 
     rest = []
     for spec in schema.tensors:
-        (first, *others) = sorted(owners[spec.name])
-        if not others and first < num_writers:
+        first = owner[spec.name]
+        if first is not None and first < num_writers:
             write(spec, first)
         else:
             rest.append(spec)

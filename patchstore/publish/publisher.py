@@ -349,6 +349,8 @@ class Publisher:
 
     def _say_dtypes(self, schema: Schema) -> None:
         """Log in which dtypes tensors are served, and who says so of those that have not the usual one."""
+        if not logger.isEnabledFor(logging.INFO):
+            return
         reasons: dict[str, list[str]] = {}
         for name, choice in self._source.choices.items():
             if choice.why:

@@ -117,11 +117,12 @@ def batches(
         yield batch
 
 
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Describe a tensor."""
-    if tensor.dtype not in _NAMES:
+def spec_of(name: str, tensor: torch.Tensor, served: torch.dtype | None = None) -> TensorSpec:
+    """Describe a tensor, as it is `served` if that is another dtype than its own."""
+    dtype = tensor.dtype if served is None else served
+    if dtype not in _NAMES:
         raise SchemaMismatch(
-            f"tensor {name!r} has dtype {tensor.dtype}; storable are {', '.join(sorted(TORCH_DTYPES))}"
+            f"tensor {name!r} has dtype {dtype}; storable are {', '.join(sorted(TORCH_DTYPES))}"
         )
     if not is_name(name):
         what = (
@@ -132,10 +133,10 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
             else "it has a control character, U+FEFF or half of a surrogate pair"
         )
         raise SchemaMismatch(f"{name!r} cannot name a tensor: {what}; rename it in a mapping of tensors")
-    spec = TensorSpec(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))
+    spec = TensorSpec(name=name, dtype=_NAMES[dtype], shape=tuple(tensor.shape))
     if spec.dtype in PACKED and not spec.shape:
         raise SchemaMismatch(
-            f"tensor {name!r} of {tensor.dtype} has no dimension, and a safetensors file states in codes how "
+            f"tensor {name!r} of {dtype} has no dimension, and a safetensors file states in codes how "
             "large the last one is; give it the shape [1]"
         )
     return spec

@@ -156,6 +156,28 @@ def test_a_bucket_that_another_run_took_over_stops_its_first_publisher_and_is_le
     other.close()
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_header_that_another_release_wrote_anew_is_still_that_of_the_run(
+    run: Run, is_resumed: bool
+) -> None:
+    run.open()
+    if is_resumed:
+        run.close()
+    # Readers ignore fields that they do not know.
+    data = run.store.get(layout.HEADER)
+    run.store.put(layout.HEADER, data.replace(b"{", b'{"of_a_later_release":1,', 1))
+    if is_resumed:
+        run.open(resume="auto")
+    assert run.publish().version == 0
+    assert_same_bits(newest(run.store), served(run.model))
+
+
+def test_a_header_that_was_damaged_stops_the_publisher_before_its_first_version(run: Run) -> None:
+    run.open()
+    run.store.put(layout.HEADER, run.store.get(layout.HEADER)[:-9])
+    assert_stopped(run.publisher)
+
+
 def test_a_manifest_that_was_exchanged_stops_the_publisher_that_builds_on_it(run: Run) -> None:
     run.publish_versions(2)
     key = layout.manifest_key(1)

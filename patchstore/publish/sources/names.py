@@ -49,22 +49,25 @@ class Names:
         for prefix, kept in self._wrappers:
             if name.startswith(prefix):
                 name = kept + name.removeprefix(prefix)
-        *parts, last = name.split(".")
+        parts = name.split(".")
+        last = parts[-1]
         if last == EXTRA_STATE:
             raise SchemaMismatch(f"{given!r} is what a module keeps beside its weights; leave it out")
         if last in {"_flat_param", "flat_param"}:
             raise SchemaMismatch(f"{given!r} is a flat parameter of FSDP; {DISTRIBUTED}")
         # PEFT has an embedding for each adapter there; models of images have a module of that name too.
-        is_prompt = parts[:1] == ["prompt_encoder"] and parts[2:] == ["embedding"]
-        if ("base_layer" in parts or is_prompt) and not self._of_adapter:
+        is_prompt = parts[:1] == ["prompt_encoder"] and parts[2:-1] == ["embedding"]
+        if ("base_layer" in parts[:-1] or is_prompt) and not self._of_adapter:
             raise SchemaMismatch(f"{given!r} is no name that servers know: {_PEFT}")
-        if not _FAKE_QUANTIZED.isdisjoint(name.split(".")):
+        if not _FAKE_QUANTIZED.isdisjoint(parts):
             raise SchemaMismatch(
                 f"{given!r} is of quantization-aware training, and servers do not know it; pass the weights "
                 "alone, in a mapping by name"
             )
-        self._known[given] = ".".join([*(part for part in parts if part not in _WRAPPERS), last])
-        return self._known[given]
+        if not _WRAPPERS.isdisjoint(parts):
+            name = ".".join([*(part for part in parts[:-1] if part not in _WRAPPERS), last])
+        self._known[given] = name
+        return name
 
 
 _OF_LORA = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})

@@ -311,6 +311,11 @@ class Given(NamedTuple):
     where: object = None
     """The same one at each call that finds names, layouts, dtypes, addresses and ties as they were."""
 
+    def name(self, key: str) -> str:
+        """Return the name of the tensor of which a key is all or a piece; it may be one that is refused."""
+        place = self.places.get(key)
+        return key if place is None else place.name
+
     def whole(self, key: str) -> tuple[str, tuple[int, ...]]:
         """Return the name and the shape of the whole tensor of which a key is all or a piece."""
         place = self.places.get(key)

@@ -49,6 +49,7 @@ from patchstore.publish.sources.pieces import (
 )
 from patchstore.publish.sources.quantized import Exchange, Rounding
 from patchstore.quantization import Quantization
+from patchstore.support import collector
 from patchstore.tensors.bits import TORCH_DTYPES, spec_of
 from patchstore.tensors.parts import name_of
 
@@ -116,9 +117,12 @@ class Weights:
             keys: dict[str, str | None] = {}
             for name in items:
                 own = self._names.of(name)
-                key = next((key for key in (own, f"{own}\t0") if key in given.tensors), None)
-                if (key is not None and f"{own}\t1" not in given.tensors) or own in given.tied:
-                    keys[name] = key
+                if own in given.tensors:
+                    keys[name] = own
+                elif own in given.tied:
+                    keys[name] = None
+                elif f"{own}\t0" in given.tensors and f"{own}\t1" not in given.tensors:
+                    keys[name] = f"{own}\t0"
             self._same.remember(items, keys)
         return given
 
@@ -136,6 +140,7 @@ class Weights:
         """Have the next `read` work out again what tensors are: those of the last one were refused."""
         self._last = None
 
+    @collector.paused()
     def _worked_out(self, items: Mapping[str, Any]) -> Given:
         found: dict[str, list[Piece]] = {}
         for name, pieces in self._pieces(items.items()):
@@ -396,6 +401,7 @@ class ServedSource:
                 weights[name] = str(tensor.dtype), prod(shape)
         return Held(weights, dict(self._given.tied))
 
+    @collector.paused()
     def serve(self, served: Served, *, joined: bool) -> None:
         """Choose in which dtypes tensors are served, and so what this process has to publish.
 
@@ -405,19 +411,20 @@ class ServedSource:
         assert given is not None
         computed: dict[str, torch.dtype] = {}
         for key, tensor in given.tensors.items():
-            name, _ = given.whole(key)
+            name = given.name(key)
             origin = weights.origins.get(name, name)
             self.choices[name] = self._choices[key] = choice = served.of(name, origin, tensor.dtype)
             # Of a tensor that is cut into several, what is computed is computed once.
             dtype = choice.of(tensor.dtype)
-            computed[origin] = max(computed.get(origin, dtype), dtype, key=lambda each: each.itemsize)
+            if origin not in computed or computed[origin].itemsize < dtype.itemsize:
+                computed[origin] = dtype
         weights.compute_in(computed)
         self.untied = sorted(filter(weights.is_tied_head, self.choices.keys() - set(given.tied.values())))
         """Output layers that checkpoints of such a model lack if they are tied, which these are not."""
         # Scales of weights that are quantized already always have more bits, so that says nothing.
         asked = {k: Choice(self._dtype) if c.why == SOURCE else c for k, c in self._choices.items()}
         check_scales(given.tensors, {k: each.of(given.tensors[k].dtype) for k, each in asked.items()})
-        self._at_first = {k: self._spec(given.whole(k)[0], k, each) for k, each in given.tensors.items()}
+        self._at_first = {k: self._spec(given.name(k), k, each) for k, each in given.tensors.items()}
         self._tied_at_first = dict(given.tied)
         published, specs = given, self._at_first
         if self._quantization is not None:
@@ -425,26 +432,24 @@ class ServedSource:
                 self._quantization, given, specs, self.given, is_stream=weights.is_stream
             )
             published = self._rounding.given
-            specs = {key: spec_of(published.whole(key)[0], each) for key, each in published.tensors.items()}
+            specs = {key: spec_of(published.name(key), each) for key, each in published.tensors.items()}
         self.tied = published.tied
         self._devices = published.devices or {key: each.device for key, each in given.tensors.items()}
         self._parts = {key: _part(published, key, spec) for key, spec in specs.items()}
         """By key of the source, or of what is rounded."""
-        seen = set[Part]()
+        seen = set[str]()
         for part in self._parts.values():
-            if part in seen and part.num_elements:
+            if part.key in seen and part.num_elements:
                 raise SchemaMismatch(f"the source has {part.size} from {part.start} on of {part.spec} twice")
-            seen.add(part)
+            seen.add(part.key)
         pieces = [part for part in self._parts.values() if not part.is_whole]
         if joined and pieces:
             ownership.own([pieces])
             self._whole = {part.spec.name: Part.whole(part.spec) for part in pieces}
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
         found = {key: part for key, part in self._parts.items() if part.spec.name not in self._whole}
         found |= self._whole
-        return tuple(found[key] for key in sorted(found))
+        self.parts = tuple(found[key] for key in sorted(found))
+        """What this process has to publish."""
 
     def share(self, exchange: Exchange) -> None:
         """Have ranks compare, in each pass from now on, what they must to round parts of blocks."""
@@ -453,11 +458,11 @@ class ServedSource:
 
     def choose(self, owned: Sequence[Part]) -> None:
         """Say what of the parts this publisher publishes; the other ones are left out from now on."""
-        chosen = set(owned)
+        chosen = {part.key for part in owned}
         for key, part in self._parts.items():
-            joined = self._whole.get(part.spec.name, part)
-            if joined in chosen:
-                self._keys[key] = joined.key
+            own = self._whole.get(part.spec.name, part).key
+            if own in chosen:
+                self._keys[key] = own
         if self._rounding is not None:
             self._rounding.only(self._keys)
 
@@ -540,8 +545,7 @@ class ServedSource:
 
     def _spec(self, name: str, key: str, tensor: torch.Tensor) -> TensorSpec:
         """Describe what this process has under a key of the source, as it is served without quantization."""
-        dtype = self._served_dtype(key, tensor)
-        return spec_of(name, torch.empty(tensor.shape, dtype=dtype, device="meta"))
+        return spec_of(name, tensor, self._served_dtype(key, tensor))
 
     def _served_dtype(self, key: str, tensor: torch.Tensor) -> torch.dtype:
         return self._choices.get(key, OWN).of(tensor.dtype)
@@ -579,7 +583,7 @@ def _part(given: Given, key: str, spec: TensorSpec) -> Part:
     return Part(replace(spec, name=place.name, shape=place.shape), place.start, spec.shape)
 
 
-_Seen = tuple[Any, ...]
+_Seen = tuple[torch.Tensor, tuple[Any, ...]]
 
 
 class SameTensors:
@@ -590,8 +594,9 @@ class SameTensors:
     """
 
     def __init__(self) -> None:
-        self._known: list[tuple[str, _Seen, str | None]] | None = None
+        self._known: list[tuple[str, tuple[Any, ...], str | None]] | None = None
 
+    @collector.paused()
     def remember(self, items: Mapping[str, Any], keys: Mapping[str, str | None]) -> None:
         """Take note of tensors that were just read, and under which key each is published as one piece.
 
@@ -604,7 +609,7 @@ class SameTensors:
                 # Of another kind, or in several pieces.
                 self._known = None
                 return
-            self._known.append((name, seen[1:], keys[name]))
+            self._known.append((name, seen[1], keys[name]))
 
     def again(self, items: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
         """Return the tensors of this process by key, if all is as it was; otherwise None.
@@ -616,7 +621,7 @@ class SameTensors:
         found = {}
         for (name, value), (known, before, key) in zip(items.items(), self._known, strict=True):
             seen = _seen(value)
-            if seen is None or name != known or seen[1:] != before:
+            if seen is None or name != known or seen[1] != before:
                 return None
             if key is not None:
                 found[key] = seen[0]
@@ -625,7 +630,8 @@ class SameTensors:
 
 def _seen(value: Any) -> _Seen | None:
     """Return the elements that this process has, and all that tells whether they are the same tomorrow."""
-    kind, placed = type(value), None
+    kind = type(value)
+    placed: tuple[Any, ...] = ()
     if kind is torch.Tensor or (kind is torch.nn.Parameter and not vars(value)):
         local = value
     elif is_sharded(value):
@@ -640,8 +646,9 @@ def _seen(value: Any) -> _Seen | None:
     except RuntimeError:
         # It has no memory, or not one of its own.
         return None
-    memory = address, local.shape, local.stride(), local.dtype, local.device, local.is_neg()
-    return local.detach() if local.requires_grad else local, kind, memory, placed
+    # Flat: the garbage collector walks each tuple that is kept.
+    memory = kind, address, local.shape, local.stride(), local.dtype, local.device, local.is_neg(), *placed
+    return local.detach() if local.requires_grad else local, memory
 
 
 def as_saved(model: torch.nn.Module) -> Mapped | torch.nn.Module:
