@@ -384,7 +384,7 @@ _HEAD = "head"
 
 def check_version_name(name: str) -> str:
     """Return a tag's name, or `head`, and refuse what cannot be one: raises UsageError."""
-    return name if name == _HEAD else check_tag_name(name)
+    return name if name.lower() == _HEAD else check_tag_name(name)
 
 
 def check_tag_name(name: Any) -> str:
@@ -481,7 +481,7 @@ def version_of(store: Store, version: Any) -> int:
     """
     if not isinstance(version, str):
         return version_number(version)
-    if version == _HEAD:
+    if version.lower() == _HEAD:
         newest = history.head(store)
         if newest is None:
             raise history.no_version(store)

@@ -78,6 +78,9 @@ def test_log_of_a_version_tells_all_about_it(bucket, lines, patchstore) -> None:
     code, out, _ = patchstore("log", bucket[0], 5)
     assert code == 0
     assert "parent_digest" in out
+    newest = len(bucket[1].history) - 1
+    for name in ("head", "Head"):
+        assert [each["version"] for each in lines("log", bucket[0], name)] == [newest]
     code, out, _ = patchstore("log", bucket[0], 5, "--tensors")
     assert code == 0
     assert "layers.0.proj.weight" in out
@@ -226,7 +229,6 @@ def test_replay_writes_a_version(bucket, lines, tmp_path: Path, version: list[in
         (("log", "{bucket}", "--tensors"), 2, "usage"),
         (("log", "{bucket}", "1", "--limit", "3"), 2, "usage"),
         (("log", "{bucket}", "newest"), 2, "version-not-found"),
-        (("log", "{bucket}", "head"), 2, "usage"),
         (("log", "{bucket}", "1_000"), 2, "usage"),
         (("verify", "{bucket}", "77"), 2, "version-not-found"),
         (("verify", "{bucket}", "1", "--all"), 2, "usage"),

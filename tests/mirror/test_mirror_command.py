@@ -89,7 +89,6 @@ def test_a_command_that_fails_is_the_failure_of_the_mirror(bucket, tmp_path, mir
         ),
         (("{bucket}", "{new}", "--version", "1" * 5000), 2, "version must be from 0 to"),
         (("{bucket}", "{new}", "--version", "latest"), 2, "has no tag 'latest'"),
-        (("{bucket}", "{new}", "--version", "head"), 2, "head"),
         (("{bucket}", "{new}", "--then", "x {flder}"), 2, "{flder} is not known"),
         (("{bucket}", "{new}", "--then", "x 'y"), 2, "cannot be split"),
         (("{bucket}", "{new}", "--then", " "), 2, "is empty"),

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import os
 from dataclasses import replace
-from threading import Lock
+from threading import Lock, RLock
 from types import ModuleType
 from typing import Any
 
@@ -59,6 +59,15 @@ def _hasten() -> None:
             launch(self, *args, **kwargs)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = prepare_once, launch_anew
+    # Before 3.11.8 Python fails where two threads make syntax trees at a time: SystemError, "AST constructor
+    # recursion depth mismatch".
+    rewrite, one_tree_at_a_time = interpreter.FunctionRewriter.rewrite_ast, RLock()
+
+    def rewrite_alone(self: Any) -> Any:
+        with one_tree_at_a_time:
+            return rewrite(self)
+
+    interpreter.FunctionRewriter.rewrite_ast = rewrite_alone
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
 
