@@ -64,23 +64,16 @@ def open_anchor(
     are. Tensors may outlive the block, which then keep their file's disk space.
     """
     assert manifest.anchor is not None
-    with cache.lease() as lend:
-        yield in_buffers(manifest, schema, _mapped(lend, store, manifest.anchor.payloads))
-
-
-def in_buffers(
-    manifest: Manifest, schema: Mapping[str, TensorSpec], buffers: Sequence[memoryview]
-) -> dict[str, torch.Tensor]:
-    """Return an anchor's tensors by name, which share the memory of its files, verified and in order."""
-    assert manifest.anchor is not None
     seen: set[str] = set()
     tensors: dict[str, torch.Tensor] = {}
-    for wanted, buffer in zip(manifest.anchor.payloads, buffers, strict=True):
-        header, found = tensor_file.open_buffer(wanted.key, buffer)
-        _admitted(wanted.key, header, manifest, schema, seen)
-        tensors |= found
-    _check_complete(manifest, schema, seen)
-    return tensors
+    with cache.lease() as lend:
+        buffers = _mapped(lend, store, manifest.anchor.payloads)
+        for wanted, buffer in zip(manifest.anchor.payloads, buffers, strict=True):
+            header, found = tensor_file.open_buffer(wanted.key, buffer)
+            _admitted(wanted.key, header, manifest, schema, seen)
+            tensors |= found
+        _check_complete(manifest, schema, seen)
+        yield tensors
 
 
 def copy_anchor(store: Store, manifest: Manifest, schema: Schema, folder: Path) -> SumsArray:
