@@ -45,6 +45,8 @@ _LAST_SETS = 32
 PARTS_AHEAD = 256
 _TIE = 1e-9
 """Of two sums of the same bits in different orders."""
+_ON_ONE_THREAD = 1 << 18
+"""Products of a matrix for which OpenBLAS starts no other threads, which would take seconds of CPU time."""
 _TERMS_TOGETHER = 1 << 19
 """Classes of parts and sets whose bits are worked out at a time."""
 
@@ -116,11 +118,15 @@ def rice_bits(
     """Return the bits of the Rice codes of |d| - `less`, 0 or 2, with some k, float64 [.., k], of changes by
     bin.
     """
-    # Counts times whole numbers of bits: exact in float64, in whatever order they are summed. Not a product
-    # of matrices, for which NumPy starts a thread on every core: that took two seconds of CPU time.
-    table = _RICE_BITS[8 * width, less][: changes.shape[-1], some]
-    found: npt.NDArray[np.float64] = np.einsum("...b,br->...r", changes.astype(np.float64), table)
-    return found
+    # Counts times whole numbers of bits: exact in float64, in whatever order they are summed.
+    num_bins = changes.shape[-1]
+    table = np.ascontiguousarray(_RICE_BITS[8 * width, less][:num_bins, some])
+    flat = changes.reshape(-1, num_bins).astype(np.float64)
+    found = np.empty((len(flat), table.shape[1]))
+    step = _ON_ONE_THREAD // table.size
+    for first in range(0, len(flat), step):
+        np.matmul(flat[first : first + step], table, out=found[first : first + step])
+    return found.reshape(*changes.shape[:-1], -1)
 
 
 def valid_rows(rows: Array) -> npt.NDArray[np.bool_]:
@@ -464,7 +470,13 @@ def best_rows(totals: Totals) -> BestRows:
     # Classes ascend with exponents, so each has those from its first one on.
     begins = np.sum(at[:, None, :] < np.arange(MAX_CLASSES + 1)[:, None], axis=2)
     num_elements = np.diff(np.take_along_axis(_before(totals.num_elements), begins, axis=1), axis=1)
-    changes = np.diff(np.take_along_axis(_before(totals.changes), begins[:, :, None], axis=1), axis=1)
+    changes, num_first = np.zeros_like(totals.changes), begins[:, 1]
+    for num in np.unique(num_first).tolist():
+        # Each class behind the first has one exponent, but for the last, where nothing changes.
+        its = np.flatnonzero(num_first == num)
+        some = totals.changes[its]
+        changes[its, 0] = some[:, :num].sum(axis=1)
+        changes[its, 1 : MAX_CLASSES + 1 - num] = some[:, num:]
     kept, rows, costs = choose_rows(num_elements, changes, nums, totals.width)
     return BestRows(Sets(lo, kept, rows), costs)
 

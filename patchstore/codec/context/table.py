@@ -37,6 +37,8 @@ _PART_BYTES = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS)
 _MOST_SET_BYTES = 2 + 3 * MAX_CLASSES
 _MAX_BITS = 32
 _LEVEL = 9
+_LONG, _LONG_LEVEL = 1 << 18, 6
+"""From how many bytes of a head on, and how, it is compressed in an eighth of the time, and is 3 % longer."""
 _TOGETHER = 1 << 18
 """Tiles."""
 MANY_CHANGES = 4096
@@ -62,7 +64,7 @@ def pack(coded: Coded) -> bytes:
     head = b"".join(_planes(columns[name].astype(kind)) for name, kind in _COLUMNS)
     head += sets.lo.astype(np.uint8).tobytes() + sets.nums.astype(np.uint8).tobytes()
     head += sets.listed.T.tobytes()
-    squeezed = zlib.compress(head, _LEVEL)
+    squeezed = zlib.compress(head, _LEVEL if len(head) <= _LONG else _LONG_LEVEL)
     front = np.array([len(coded), len(sets), len(squeezed)], dtype="<u4").tobytes()
     num_bytes = -(-num_tiles * bits // 8)
     packed, begins = np.empty(int(num_bytes.sum()), dtype=np.uint8), num_bytes.cumsum() - num_bytes
