@@ -361,6 +361,8 @@ class DeviceWeights(LiveWeights):
             change.add(self._exchanges(patches, gaps.starts, keep_old=keep_old))
             del decoded
             numbers = np.setdiff1d(numbers, patches.numbers)
+        if not len(numbers):
+            return change
         # Only what is written is kept of a part, and not what says so.
         merger = Merger(schema, self._served, base, self.gathered, self._transfers, self.device)
         for patches, _memory in merger.merged(versions, numbers, self._room()):
