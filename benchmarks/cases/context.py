@@ -11,6 +11,7 @@ import argparse
 import gc
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -165,11 +166,12 @@ def _version(weights: Weights, density: float) -> Iterator[Row]:
 
     def encode() -> "tuple[Encoded, Sets]":
         every, row_sets = np.arange(len(specs) + 1), RowSets()
-        encoder = context_encode.Encoder(
-            geometry, formats, weights.addresses, *given, (every[:-1], every), row_sets
-        )
-        encoder.order()
-        return encoder.finish(), row_sets.sets
+        with ThreadPoolExecutor(1) as choosing:
+            encoder = context_encode.Encoder(
+                geometry, formats, weights.addresses, *given, (every[:-1], every), row_sets, choosing
+            )
+            encoder.order()
+            return encoder.finish(), row_sets.sets
 
     encoding = _observe(bench, encode)
     encoded, every_set = encoding.result

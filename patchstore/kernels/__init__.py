@@ -1,9 +1,12 @@
 """What is done with every element, by kernels for GPUs; `tensors.elements` does the same in plain torch."""
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,29 @@ def new_stream(device: torch.device) -> torch.cuda.Stream | None:
     if device.type != "cuda":
         return None
     return torch.cuda.Stream(device)
+
+
+def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return host memory, uint8, which a GPU copies from without a buffer in between.
+
+    Torch keeps it for the next time. Where no more can be pinned it is other memory.
+    """
+    if device.type == "cuda":
+        with suppress(RuntimeError):
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+
+def sent(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Bring an array of the host to a device, without waiting for what that does already.
+
+    On the CPU the tensor shares the array's memory.
+    """
+    given = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return given
+    memory = pinned(array.nbytes, device).view(given.dtype).view(given.shape)
+    return memory.copy_(given).to(device, non_blocking=True)
 
 
 def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:

@@ -7,6 +7,7 @@ Then one thread walks the changes of a tile as a reader would: first to measure 
 write it (`write`). Streams start as ones, so that runs of unchanged elements are only passed.
 """
 
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import triton.language as tl
 
 from patchstore.codec.context.rows import BINS, RowSets, choose_by_group, first_exponent
 from patchstore.kernels import context_tables as columns
+from patchstore.kernels import sent
 from patchstore.kernels.context_classes import (
     DENSE,
     UNARY,
@@ -455,10 +457,11 @@ class Encoder:
         bounds: Array,
         groups: tuple[Array, Array],
         row_sets: RowSets,
+        choosing: Executor,
         *,
         largest: int = 1,
     ) -> None:
-        """Find the tiles of changes, and begin to count what rows are chosen by.
+        """Find the tiles of changes, and begin to count what rows are chosen by, and to choose them.
 
         Args:
             geometry: int64 [num_tensors, 16], of `context_tables.geometry`.
@@ -471,6 +474,7 @@ class Encoder:
             groups: the parts for which row sets are chosen together, of one dtype: `order` and `bounds` of
                 `choose_by_group`.
             row_sets: those of the payload so far, which grow by what these parts need.
+            choosing: a thread, which chooses rows beside the caller.
             largest: elements of the largest tile for which kernels are compiled, if these parts have smaller
                 ones alone.
         """
@@ -482,7 +486,7 @@ class Encoder:
         self._held = held = whole(cut, addresses, largest)
         num_chunks = -(-np.diff(bounds) // CHUNK)
         firsts = np.cumsum(num_chunks) - num_chunks
-        tables = torch.from_numpy(np.concatenate([addresses, bounds, firsts, num_chunks])).to(device)
+        tables = sent(np.concatenate([addresses, bounds, firsts, num_chunks]), device)
         where, limits = tables[:num_tensors], tables[num_tensors : 2 * num_tensors + 1]
         chunks, repeats = tables[2 * num_tensors + 1 :].view(2, num_tensors).unbind()
         owners = torch.repeat_interleave(
@@ -515,25 +519,24 @@ class Encoder:
         sizes = torch.zeros((num_tensors, 16, _HIST_BINS), dtype=torch.int32, device=device)
         _measure[grid](cut.table, *of_chunks, packed, sizes, CHUNK=CHUNK, num_warps=8)
         found = torch.cat([totals.view(-1, 16, 1), sizes[:, :, :BINS].to(torch.int64)], dim=2)
-        self._found, self._is_found = _on_its_way(found)
+        self._chosen = choosing.submit(self._choose, *_on_its_way(found))
+
+    def _choose(self, found: torch.Tensor, is_found: torch.cuda.Event | None) -> Array:
+        if is_found is not None:
+            is_found.synchronize()
+        widths = self._formats[:, 0]
+        return choose_by_group(self._row_sets, self._changed, found.numpy(), widths, *self._groups)
 
     def order(self) -> None:
-        """Choose rows, and begin to put changes in the order of the streams, and to measure those."""
+        """Begin to put changes in the order of the streams, as rows have it, and to measure those."""
         held, base, device = self._held, self._base, self._device
-        if self._is_found is not None:
-            self._is_found.synchronize()
-        widths = self._formats[:, 0]
-        self._numbers = choose_by_group(
-            self._row_sets, self._changed, self._found.numpy(), widths, *self._groups
-        )
+        self._numbers = self._chosen.result()
         sets, of_each = self._row_sets.sets.at(self._numbers).distinct()
         lo, classes = sets.lo[of_each], sets.nums[of_each]
         first_rows = (sets.nums.cumsum() - sets.nums)[of_each]
         cut = tensors(self._geometry, self._formats, lo, classes, device, first_rows=first_rows)
         rows = sets.listed
-        codes = torch.from_numpy(rows.astype(np.int32) @ np.array([1, 1 << 8, 1 << 16], dtype=np.int32)).to(
-            device
-        )
+        codes = sent(rows.astype(np.int32) @ np.array([1, 1 << 8, 1 << 16], dtype=np.int32), device)
         if (((lo >= base) | (base == 0)) & (lo + classes <= base + 16)).all():
             shifted = np.clip(base[:, None] + np.arange(16) - lo[:, None], 0, classes[:, None] - 1)
             _reclass(self._counts, held, shifted)
@@ -590,5 +593,5 @@ def _reclass(counts: torch.Tensor, held: Segments, classes: Array) -> None:
         classes: int64 [num_tensors, 16], the class of each that was counted.
     """
     by_tile = counts.view(-1, 16)
-    to = torch.from_numpy(classes).to(counts.device)[held.owners.long()]
+    to = sent(classes, counts.device)[held.owners.long()]
     by_tile.copy_(torch.zeros_like(by_tile).scatter_add_(1, to, by_tile))

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from patchstore.codec.context import classes as context_classes
 from patchstore.codec.context.tiles import Cuts, Tiling
+from patchstore.kernels import sent
 
 Array = npt.NDArray[Any]
 
@@ -155,7 +156,7 @@ def tensors(
     tiles = geometry[:, [0, 13, 15]]
     count = tiles.prod(axis=1)
     host[:, FIRST_TILE] = np.cumsum(count) - count
-    return Tensors(table=torch.from_numpy(host).to(device), host=host, num_tiles=count, tiles=tiles)
+    return Tensors(table=sent(host, device), host=host, num_tiles=count, tiles=tiles)
 
 
 def segments(
@@ -200,7 +201,7 @@ def segments(
     of_kinds = [np.stack([host[each, FIRST_JOB], jobs[each]]) for each in mine]
     arrays = [each.reshape(-1) for each in (host, jobs, columns, *of_kinds)]
     # In one copy.
-    moved = torch.from_numpy(np.concatenate(arrays)).to(device)
+    moved = sent(np.concatenate(arrays), device)
     table, counts, rest, *firsts = moved.split([len(each) for each in arrays])
     numbers = torch.arange(len(owners), dtype=torch.int32, device=device)
     of = torch.repeat_interleave(numbers, counts, output_size=num_jobs)

@@ -5,6 +5,7 @@ Imports Triton, so only what runs kernels may import it.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -22,7 +23,7 @@ from patchstore.codec.delta import NO_SUMS, EncodedDelta, joined_kinds, joined_s
 from patchstore.codec.index import Raw
 from patchstore.codec.listing import Column, Listing, Stated, listing
 from patchstore.codec.part_table import PartSums, PartTable
-from patchstore.kernels import context_encode, context_tables, digest
+from patchstore.kernels import context_encode, context_tables, digest, sent
 from patchstore.kernels.segments import Kind
 from patchstore.tensors.bits import INTEGERS, index_dtype, unsigned
 from patchstore.tensors.columns import Group, ramps
@@ -266,7 +267,7 @@ class Coder:
         """Return where elements of parts are in their tensors, where that differs; see `index_encode`."""
         if self._are_whole:
             return None
-        return torch.from_numpy(self._table.lines[layout.numbers]).to(self._device)
+        return sent(self._table.lines[layout.numbers], self._device)
 
     def add(self, block: ChangeBlock, parent: Parent) -> None:
         """Begin to encode changes, with a parent that still has the parts as they were.
@@ -287,7 +288,7 @@ class Coder:
         if not is_cut.all():
             self._stated += _stated(table, block, spans.at(~is_cut), parent, self._encoding.index)
         self._growth.append(_growth(block, spans, table, parent))
-        # The host chooses rows for what came before, while the device counts in this.
+        # While the device counts in this.
         self._coding.advance(but=num_begun)
         # Until what was begun is ordered.
         self._parent, self._is_broken = parent, False
@@ -380,6 +381,7 @@ class _Coding:
         self._coded = defaultdict[int, list[Coded]](list)
         self._streams = defaultdict[int, list[torch.Tensor]](list)
         """By kind, on the device."""
+        self._choosing = ThreadPoolExecutor(1, thread_name_prefix="patchstore-rows")
 
     def begin(self, changes: "Stating", spans: Spans, cuts: Cuts, parent: Parent) -> int:
         """Begin to code what changed of some parts, whole groups of them; see `Coder.add`.
@@ -410,12 +412,13 @@ class _Coding:
             np.concatenate([np.zeros(1, dtype=np.int64), spans.nums.cumsum()]),
             (order, np.append(firsts, len(order))),
             self._row_sets[kind],
+            self._choosing,
             largest=table.largest_tile,
         )
         self._steps[0].append(_Begun(table.owners[numbers], cuts, kind, encoder))
 
     def advance(self, *, but: int = 0) -> None:
-        """Choose rows for what was begun, but for so many of the last; write what had rows before."""
+        """Order what was begun, but for so many of the last; write what was ordered before."""
         begun, ordered = self._steps
         self._write(len(ordered))
         for each in begun[: len(begun) - but]:
@@ -434,7 +437,8 @@ class _Coding:
         del ordered[:num]
 
     def entries(self) -> dict[str, torch.Tensor]:
-        """Return the file's entries for coded parts; waits for the device."""
+        """Return the file's entries for coded parts; waits for the device. Nothing can be begun then."""
+        self._choosing.shutdown()
         self._write(len(self._steps[1]))
         if not self._coded:
             return {}
@@ -518,10 +522,8 @@ class _Digesting:
                 is_narrow=bool((table.whole_sizes[same] < 2**31).all()),
                 is_aligned=runs and bool((rows[:, 4] % 16 == 0).all()),
             )
-            jobs = torch.from_numpy(np.stack([owners, ramps(counts)], axis=1).astype(np.int32))
-            self._begun.append(
-                (same, digest.digest(kind, _sent(torch.from_numpy(rows), device), _sent(jobs, device)))
-            )
+            jobs = np.stack([owners, ramps(counts)], axis=1).astype(np.int32)
+            self._begun.append((same, digest.digest(kind, sent(rows, device), sent(jobs, device))))
 
     def sums(self) -> PartSums:
         """Return the digest sums; waits for the device."""
@@ -538,11 +540,6 @@ def digested(table: PartTable, held: Parent, device: torch.device) -> PartSums:
     digesting = _Digesting(table, device)
     digesting.begin(np.arange(len(table.parts)), held)
     return digesting.sums()
-
-
-def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy from host memory to the device, without waiting for what that does already."""
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def _regions(numbers: Array, table: PartTable, parent: Parent, *, runs: bool) -> tuple[Array, int]:

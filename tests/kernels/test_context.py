@@ -1,6 +1,7 @@
 """The kernels of the encoding `context` against its CPU form: the same bytes, and the same changes."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -145,6 +146,7 @@ def encoded(
         [np.zeros(shift, dtype=np.uint16), *(each.new.astype(np.uint16) for each in changes)]
     )
     every, row_sets = np.arange(len(changes)), RowSets()
+    choosing = ThreadPoolExecutor(1)
     encoder = encoding.Encoder(
         tables.geometry(Cuts.of(each.tiling for each in changes)),
         np.array([tables.FORMATS[each.spec.dtype] for each in changes]),
@@ -154,8 +156,10 @@ def encoded(
         np.concatenate([[0], np.cumsum([len(each.at) for each in changes])]),
         (every, np.array([0, len(every)]) if together else np.arange(len(every) + 1)),
         row_sets,
+        choosing,
     )
     encoder.order()
+    choosing.shutdown()
     return encoder.finish(), row_sets.sets
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from patchstore.bucket.records import Schema, TensorSpec
+from patchstore.kernels import pinned
 from tests.support.interpreted import DEVICE, kernels
 from tests.support.stated import listed
 from vllm_plugin.gpu import upload
 from vllm_plugin.gpu.upload import send, send_memory, tables_on
-from vllm_plugin.live.copies import pinned
 
 
 def test_memory_arrives_with_its_elements_aligned() -> None:

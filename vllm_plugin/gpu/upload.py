@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_plugin.live.copies import memory_of, pinned
+from patchstore.kernels import pinned
+from vllm_plugin.live.copies import memory_of
 
 UPLOAD = 1 << 25
 """Bytes of each of the two pinned buffers through which host memory goes to the device."""

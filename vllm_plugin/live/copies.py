@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from patchstore.bucket.records import TensorSpec
-from patchstore.kernels import new_stream
+from patchstore.kernels import new_stream, pinned
 from patchstore.tensors.bits import TORCH_DTYPES, bits
 from patchstore.tensors.state_digest import Sums
 from vllm_plugin.map.provenance import Runtime
@@ -262,17 +262,6 @@ class _PinnedLane(Lane):
     def _record(self) -> None:
         self._events[self._turn] = torch.cuda.current_stream().record_event()
         self._turn = 1 - self._turn
-
-
-def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return host memory, uint8, which a GPU copies from without a buffer in between.
-
-    Torch keeps it for the next time. Where no more can be pinned it is other memory.
-    """
-    if device.type == "cuda":
-        with suppress(RuntimeError):
-            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 class Piece(NamedTuple):

@@ -33,6 +33,7 @@ from patchstore.errors import (
     VersionRetired,
     WrongSignature,
 )
+from patchstore.kernels import pinned
 from patchstore.read import host_cache
 from patchstore.read.anchors import open_anchor
 from patchstore.read.deltas import Deltas, open_deltas
@@ -41,7 +42,7 @@ from patchstore.read.run import Run
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TensorPatch, bits
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.live.copies import Batch, Comparison, Piece, pinned
+from vllm_plugin.live.copies import Batch, Comparison, Piece
 from vllm_plugin.live.identify import (
     Contents,
     find_version,
