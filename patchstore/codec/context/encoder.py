@@ -32,7 +32,6 @@ from patchstore.codec.context.rows import (
     Totals,
     bin_of,
     first_exponent,
-    told_apart,
 )
 from patchstore.codec.context.tiles import Cuts, Layout, TileSet, split
 from patchstore.tensors.columns import ramps
@@ -40,7 +39,6 @@ from patchstore.tensors.columns import ramps
 WRITTEN_TOGETHER = 1 << 21
 """Elements. Temporaries of a few times this stay in the cache: twice as fast as all of 4096 x 4096."""
 _COUNTED_TOGETHER = 1 << 16
-_PARTS_TOGETHER = 256
 _U = np.uint64
 _NO_ROW = np.zeros(3, dtype=np.uint8)
 
@@ -93,39 +91,40 @@ def encode_all(
 
 def _totals(dtype: str, old: Array, ends: Array, owner: Array, replaced: Array, by: Array) -> Totals:
     """Count what decides on the rows of parts."""
-    num = len(ends) - 1
-    counts = np.zeros((num, 256), dtype=np.int64)
+    num, exponent = len(ends) - 1, exponents(replaced, dtype).astype(np.int64)
+    lowest = int(exponent.min())
+    width = int(exponent.max()) + 1 - lowest
+    changed = np.bincount(owner * width + (exponent - lowest), minlength=num * width).reshape(num, width)
+    base = first_exponent(changed, lowest)
+    num_elements = np.zeros((num, MAX_CLASSES), dtype=np.int64)
     for first, last in _counted_together(ends):
-        its = np.diff(ends[first : last + 1])
+        its_base, place = base[first:last, None].astype(np.uint8), np.arange(last - first)[:, None]
         for start in range(int(ends[first]), int(ends[last]), _COUNTED_TOGETHER):
             end = min(start + _COUNTED_TOGETHER, int(ends[last]))
-            exponent = exponents(old[start:end], dtype)
-            if last == first + 1:
-                counts[first] += np.bincount(exponent, minlength=256)
-            else:
-                of_part = np.repeat(np.arange(last - first) * 256, its) + exponent
-                counts[first:last] = np.bincount(of_part, minlength=256 * (last - first)).reshape(-1, 256)
-    exponent = exponents(replaced, dtype).astype(np.int64)
-    changed = np.bincount(owner * 256 + exponent, minlength=256 * num).reshape(num, 256)
-    base = first_exponent(changed)
+            each = exponents(old[start:end], dtype).reshape(last - first, -1)
+            among = np.minimum(np.maximum(each, its_base) - its_base, np.uint8(MAX_CLASSES - 1))
+            keys = (among + place * MAX_CLASSES).reshape(-1)
+            found = np.bincount(keys, minlength=(last - first) * MAX_CLASSES)
+            num_elements[first:last] += found.reshape(-1, MAX_CLASSES)
     among = np.clip(exponent - base[owner], 0, MAX_CLASSES - 1)
     bins = bin_of(np.abs(by))
     num_bins = int(bins.max(initial=0)) + 1
     key = (owner * MAX_CLASSES + among) * num_bins + bins
     changes = np.bincount(key, minlength=num * MAX_CLASSES * num_bins).reshape(num, MAX_CLASSES, num_bins)
     return Totals(
-        changed=changed, num_elements=told_apart(counts, base), changes=changes, width=WIDTHS[dtype]
+        changed=changed, num_elements=num_elements, changes=changes, width=WIDTHS[dtype], lowest=lowest
     )
 
 
 def _counted_together(ends: Array) -> Iterator[tuple[int, int]]:
-    """Yield ranges of parts: a large one alone, and of small ones as many as one count takes."""
-    first, num = 0, len(ends) - 1
-    while first < num:
-        last = int(np.searchsorted(ends, ends[first] + _COUNTED_TOGETHER, side="right")) - 1
-        last = min(max(last, first + 1), first + _PARTS_TOGETHER, num)
-        yield first, last
-        first = last
+    """Yield ranges of parts: a large one alone, and of small ones of one size as many as one count takes."""
+    sizes = np.diff(ends)
+    cuts = [*(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
+    first = 0
+    for last in cuts:
+        while first < last:
+            num = max(1, _COUNTED_TOGETHER // int(sizes[first]))
+            yield first, (first := min(first + num, last))
 
 
 def _streams(

@@ -64,16 +64,22 @@ def used_bins(changes: Array) -> int:
     return 1 + int(used[-1]) if len(used) else 1
 
 
-def choose_classes(changed: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def choose_classes(changed: Array, lowest: int = 0) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the lowest class's exponent, int64 [T], and the number of classes, 2 to 16, of tensors.
 
-    The last class has no changes. `changed` is int64 [T, 256], by the old exponent; at least one a tensor.
+    The last class has no changes. `changed` and `lowest` are as `Totals` has them.
     """
     below = changed.cumsum(axis=1)
-    highest = 255 - np.argmax(changed[:, ::-1] > 0, axis=1)
-    lo = np.where(below[:, -1] >= _FEWEST, np.argmax(below >= _FEWEST, axis=1), highest)
+    highest = _highest(changed, lowest)
+    lo = np.where(below[:, -1] >= _FEWEST, lowest + np.argmax(below >= _FEWEST, axis=1), highest)
     lo = np.maximum(lo, highest - (MAX_CLASSES - 2))
     return lo, highest - lo + 2
+
+
+def _highest(changed: Array, lowest: int) -> Array:
+    """Return the largest exponent of changes, int64 [T]."""
+    highest: Array = lowest + changed.shape[1] - 1 - np.argmax(changed[:, ::-1] > 0, axis=1)
+    return highest
 
 
 def choose_rows(
@@ -94,13 +100,14 @@ def choose_rows(
     width = np.broadcast_to(width, num_tensors)
     used = changes.any(axis=2)
     owner, number = np.nonzero(used)
-    rows = np.zeros((num_tensors, MAX_CLASSES, 3), dtype=np.uint8)
-    rows[:, :, 0] = SILENT
+    silent = np.zeros((MAX_CLASSES, 3), dtype=np.uint8)
+    silent[:, 0] = SILENT
+    rows = np.tile(silent, (num_tensors, 1, 1))
     rows[owner, number], costs = _best(num_elements[owner, number], changes[owner, number], width[owner])
     apart = np.bincount(owner, weights=costs, minlength=num_tensors)
     joined, cost = _best(num_elements.sum(axis=1), changes.sum(axis=1), width)
     one = cost + ROW_BITS <= apart + ROW_BITS * num_classes
-    rows[one] = (SILENT, 0, 0)
+    rows[one] = silent
     rows[one, 0] = joined[one]
     return np.where(one, 1, num_classes), rows, np.where(one, cost, apart)
 
@@ -295,7 +302,7 @@ class Totals:
     """What of the elements of T parts of one dtype decides on their rows."""
 
     changed: npt.NDArray[np.int64]
-    """[T, 256], changes by the old exponent; at least one a part."""
+    """[T, exponents], changes by the old exponent; at least one a part."""
     num_elements: npt.NDArray[np.int64]
     """[T, 16], elements by old exponent: of `first_exponent` and below, of the next ones, of the last and
     above."""
@@ -303,11 +310,13 @@ class Totals:
     """[T, 16, num_bins], changes in the same way, by the bin of |d|; see `used_bins`."""
     width: int
     """Bytes of an element."""
+    lowest: int = 0
+    """The first exponent of `changed`: those of most models are a tenth of all that there are."""
 
     @cached_property
     def base(self) -> npt.NDArray[np.int64]:
         """[T], `first_exponent` of each part."""
-        return first_exponent(self.changed)
+        return first_exponent(self.changed, self.lowest)
 
     def of(self, some: Array) -> "Totals":
         """Return those of some parts, by number."""
@@ -318,6 +327,7 @@ class Totals:
             num_elements=self.num_elements[some],
             changes=self.changes[some],
             width=self.width,
+            lowest=self.lowest,
         )
 
 
@@ -333,19 +343,9 @@ class BestRows(NamedTuple):
         return BestRows(self.sets.at(some), self.bits[some])
 
 
-def first_exponent(changed: Array) -> npt.NDArray[np.int64]:
+def first_exponent(changed: Array, lowest: int = 0) -> npt.NDArray[np.int64]:
     """Return the first of 16 exponents that `Totals` tell apart: the last has no changes."""
-    highest = 255 - np.argmax(changed[:, ::-1] > 0, axis=1)
-    found: npt.NDArray[np.int64] = np.maximum(highest - (MAX_CLASSES - 2), 0)
-    return found
-
-
-def told_apart(counts: Array, base: Array) -> npt.NDArray[np.int64]:
-    """Return what `Totals` hold of counts by exponent, int64 [T, 256]: int64 [T, 16]."""
-    before = _before(counts)
-    edges = np.clip(base[:, None] + np.arange(MAX_CLASSES + 1), 0, 256)
-    edges[:, 0], edges[:, MAX_CLASSES] = 0, 256
-    found: npt.NDArray[np.int64] = np.diff(np.take_along_axis(before, edges, axis=1), axis=1)
+    found: npt.NDArray[np.int64] = np.maximum(_highest(changed, lowest) - (MAX_CLASSES - 2), 0)
     return found
 
 
@@ -465,10 +465,12 @@ class RowSets:
 
 def best_rows(totals: Totals) -> BestRows:
     """Return the best rows of each part; the same for a part in whatever company it is looked at."""
-    lo, nums = choose_classes(totals.changed)
-    at = _classes(totals.base, lo, nums)
+    lo, nums = choose_classes(totals.changed, totals.lowest)
     # Classes ascend with exponents, so each has those from its first one on.
-    begins = np.sum(at[:, None, :] < np.arange(MAX_CLASSES + 1)[:, None], axis=2)
+    number = np.arange(MAX_CLASSES + 1)
+    begins = np.clip(number + (lo - totals.base)[:, None], 0, MAX_CLASSES)
+    begins[:, 0] = 0
+    begins[number >= nums[:, None]] = MAX_CLASSES
     num_elements = np.diff(np.take_along_axis(_before(totals.num_elements), begins, axis=1), axis=1)
     changes, num_first = np.zeros_like(totals.changes), begins[:, 1]
     for num in np.unique(num_first).tolist():
@@ -483,22 +485,23 @@ def best_rows(totals: Totals) -> BestRows:
 
 def _joint(totals: Totals) -> Sets:
     """Return the best rows of several parts together."""
-    num, changed = len(totals.changed), totals.changed.sum(axis=0, keepdims=True)
-    at = _classes(totals.base, first_exponent(changed).repeat(num), np.full(num, MAX_CLASSES))
+    changed = totals.changed.sum(axis=0, keepdims=True)
+    base = first_exponent(changed, totals.lowest)
+    # The class of each of the 16 exponents from a part's own first one on.
+    at = np.clip(totals.base[:, None] + np.arange(MAX_CLASSES) - base, 0, MAX_CLASSES - 1)
     changes = np.zeros_like(totals.changes[:1])
     num_elements = np.zeros_like(totals.num_elements[:1])
     np.add.at(changes[0], at, totals.changes)
     np.add.at(num_elements[0], at, totals.num_elements)
     found, _ = best_rows(
-        Totals(changed=changed, num_elements=num_elements, changes=changes, width=totals.width)
+        Totals(
+            changed=changed,
+            num_elements=num_elements,
+            changes=changes,
+            width=totals.width,
+            lowest=totals.lowest,
+        )
     )
-    return found
-
-
-def _classes(base: Array, lo: Array, nums: Array) -> npt.NDArray[np.int64]:
-    """Return the class of each of the 16 exponents from `base` on, int64 [T, 16]."""
-    exponents = base[:, None] + np.arange(MAX_CLASSES)
-    found: npt.NDArray[np.int64] = np.clip(exponents - lo[:, None], 0, nums[:, None] - 1)
     return found
 
 
@@ -508,7 +511,7 @@ class Costs:
     def __init__(self, totals: Totals) -> None:
         self._totals = totals
         self._base = totals.base
-        self._lowest = np.argmax(totals.changed > 0, axis=1)
+        self._lowest = totals.lowest + np.argmax(totals.changed > 0, axis=1)
         num = totals.changes.sum(axis=2)
         # Behind the sums of classes from the first on: that of no class.
         self._elements = _before(totals.num_elements)
@@ -661,7 +664,7 @@ def choose_by_group(
 
     Args:
         row_sets: those of the payload so far, which grow by what these parts need.
-        changed: as `Totals` has it; so are the other two, of parts of any width.
+        changed: int64 [T, 256], as `Totals` has it; so are the other two, of parts of any width.
         found: int64 [T, 16, 1 + BINS], `num_elements` and then `changes`.
         widths: int [T], bytes of an element.
         order: int64 [T], the parts, group after group.
@@ -673,6 +676,9 @@ def choose_by_group(
     first, numbers = row_sets.num_parts, np.zeros(len(changed), dtype=np.int64)
     row_sets.num_parts += len(changed)
     num_elements, changes = found[:, :, 0], found[:, :, 1 : 1 + used_bins(found[:, :, 1:])]
+    used = np.flatnonzero(changed.any(axis=0))
+    lowest = int(used[0]) if len(used) else 0
+    changed = changed[:, lowest : int(used[-1]) + 1 if len(used) else 1]
     every, mine, best = dict[int, Totals](), dict[int, Array](), list[BestRows]()
     place = np.zeros(len(changed), dtype=np.int64)
     for width in np.unique(widths).tolist():
@@ -680,7 +686,11 @@ def choose_by_group(
         place[alike] = np.arange(len(alike))
         every[width], mine[width] = (
             Totals(
-                changed=changed[alike], num_elements=num_elements[alike], changes=changes[alike], width=width
+                changed=changed[alike],
+                num_elements=num_elements[alike],
+                changes=changes[alike],
+                width=width,
+                lowest=lowest,
             ),
             alike,
         )
