@@ -33,7 +33,7 @@ from patchstore.support import host
 from patchstore.support.arguments import version_number
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import bits
-from patchstore.tensors.columns import Group, Scattered
+from patchstore.tensors.columns import Group, Located, Scattered
 
 logger = logging.getLogger(__name__)
 
@@ -148,18 +148,19 @@ class TensorWeights:
                     full |= zip((spec.name for spec in specs), tensors, strict=True)
             else:
                 with reading():
-                    self._check_parents(deltas.relative, plan)
+                    held = self._live.located(deltas.numbers)
+                    self._check_parents(held.of(deltas.relative), plan)
                     # The mapped files are closed with this block; what is staged must outlive it.
                     changes = [
                         Group(*(each if each.flags.owndata else each.copy() for each in group))
-                        for group in deltas.merged_groups(deltas.numbers, self._live.tensor)
+                        for group in deltas.merged_groups(deltas.numbers, held.of)
                     ]
             decoded = time.monotonic()
         if plan.anchor is None:
             assert self._sums is not None
             sums = self._sums.copy()
             for group in changes:
-                before = group._replace(values=self._live.at(group))
+                before = group._replace(values=held.at(group))
                 sums[group.numbers] += state_digest.of_group(group) - state_digest.of_group(before)
         timings = {
             "fetch": fetched - began,
@@ -168,11 +169,11 @@ class TensorWeights:
         }
         return Staged(plan=plan, changes=changes, full=full, sums=sums, timings=timings)
 
-    def _check_parents(self, numbers: SumsArray, plan: Plan) -> None:
+    def _check_parents(self, held: Located, plan: Plan) -> None:
         """Check the tensors that deltas are decoded against, by place in the schema."""
         assert self._sums is not None
-        found = state_digest.of_each([self._live.tensor(number) for number in numbers.tolist()])
-        for number in numbers[(found != self._sums[numbers]).any(axis=1)][:1]:
+        found = state_digest.of_each(held.tensors)
+        for number in held.numbers[(found != self._sums[held.numbers]).any(axis=1)][:1]:
             raise StateMismatch(
                 f"{self._schema.tensors[number].name!r} is no longer that of version {plan.held}: something "
                 "else wrote to it"
@@ -195,8 +196,9 @@ class TensorWeights:
         self.replaced = Replaced(self._sums)
         with writing_to(self.tensors):
             for group in staged.changes:
-                self.replaced.old.append(group._replace(values=self._live.at(group)))
-                self._live.write(group)
+                live = self._live.located(group.numbers)
+                self.replaced.old.append(group._replace(values=live.at(group)))
+                live.write(group)
             for name, tensor in staged.full.items():
                 if name in self.tensors:
                     self.replaced.old.append((name, self.tensors[name].clone()))
@@ -214,7 +216,7 @@ class TensorWeights:
         with writing_to(self.tensors):
             for each in reversed(replaced.old):
                 if isinstance(each, Group):
-                    self._live.write(each)
+                    self._live.located(each.numbers).write(each)
                     continue
                 name, old = each
                 if old is None:

@@ -284,9 +284,11 @@ class Schema:
         return sum(spec.num_bytes for spec in self.tensors)
 
     @cached_property
-    def line_beginnings(self) -> Sequence[str]:
-        """What of each tensor's line in the state digest stays the same; see `digests.state_total`."""
-        return [f"{each.name}\t{each.dtype}\t{_sides(each)[1:-1]}\t" for each in self.tensors]
+    def lines(self) -> bytes:
+        """Each tensor's line in the state digest, with zeros for digits; see `state_sums.state_total`."""
+        zeros = "0" * 32
+        lines = [f"{each.name}\t{each.dtype}\t{_sides(each)[1:-1]}\t{zeros}\n" for each in self.tensors]
+        return "".join(lines).encode()
 
     @cached_property
     def listed(self) -> Sequence[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -94,9 +95,10 @@ def least_bytes(schema: Schema, num_changed: int, encoding: Encoding) -> int:
     """
     may_code = isinstance(encoding, Context)
     sizes = Counter[int]()
-    for spec in schema.tensors:
-        is_listed = not (may_code and is_coded(spec.dtype))
-        sizes[2 + DTYPE_BYTES[spec.dtype] if is_listed else 0] += spec.num_elements
+    kinds, of = schema.kinds
+    for (dtype, shape), num in zip(kinds, np.bincount(np.array(of, dtype=np.int64)).tolist(), strict=True):
+        is_listed = not (may_code and is_coded(dtype))
+        sizes[2 + DTYPE_BYTES[dtype] if is_listed else 0] += num * prod(shape)
     num_bytes = 0
     for each, num in sorted(sizes.items()):
         num_bytes += each * min(num, num_changed)

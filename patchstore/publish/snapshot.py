@@ -299,7 +299,7 @@ class PlainSnapshot:
         self._blocks: list[Block] = []
         """Those of one dtype and device side by side."""
         self._plan: tuple[object, list[Array]] | None = None
-        """Tensors that are compared together, while the trainer's are what they were."""
+        """Tensors that are compared together, while `InPlace.where` is what it was."""
         self.tensors = {}
         with allocating(place, sum(spec.num_bytes for spec in specs)):
             for (dtype, device), some in sorted(alike.items(), key=lambda each: each[0][0]):
@@ -323,9 +323,9 @@ class PlainSnapshot:
             yield from self._ascending(self._compare(run, ranges) for run in self._streamed(current))
             return
         given = [current[name] for name in self._names]
-        kinds = [(each.dtype, each.device) for each in given]
-        if self._plan is None or self._plan[0] != kinds:
-            self._plan = kinds, list(self._runs(kinds))
+        where = current.where if isinstance(current, InPlace) else None
+        if where is None or self._plan is None or self._plan[0] is not where:
+            self._plan = where, list(self._runs([(each.dtype, each.device) for each in given]))
         for numbers in self._plan[1]:
             yield self._compare((numbers, [given[number] for number in numbers.tolist()]), ranges)
 
@@ -337,7 +337,7 @@ class PlainSnapshot:
                 size if device.type == "cpu" else TOGETHER
                 for size, (_, device) in zip(block.sizes.tolist(), its, strict=True)
             ]
-            for first, end in columns.runs(its, sizes, TOGETHER):
+            for first, end in columns.runs(sizes, TOGETHER, its):
                 yield block.numbers[first:end]
 
     def _streamed(self, stream: Stream) -> Iterator[_Given]:
@@ -395,9 +395,9 @@ class PlainSnapshot:
         found = []
         for number, some in sorted(by_block.items()):
             joined, block = columns.in_order(some), self._blocks[number]
-            sizes = block.sizes[block.places(joined.numbers)].tolist()
+            sizes = block.sizes[block.places(joined.numbers)]
             ends = np.concatenate([[0], joined.counts.cumsum()]).tolist()
-            for first, end in columns.runs([0] * len(sizes), sizes, TOGETHER):
+            for first, end in columns.runs(sizes, TOGETHER):
                 mine = slice(ends[first], ends[end])
                 found.append(
                     Group(
@@ -414,7 +414,7 @@ class PlainSnapshot:
             if len(group.numbers):
                 self._block(group.numbers).write(group)
         self._finite = self._found_finite
-        self._wait(self.tensors)
+        self._wait({block.memory.device for block in self._blocks})
 
     # The tensors before a change: see `delta.Parents`.
 
@@ -427,11 +427,11 @@ class PlainSnapshot:
     def replace(self, current: Tensors) -> None:
         self._finite = np.zeros(len(self._names), dtype=np.bool_)
         self._finite = copy_each(current, self._specs, self.tensors)
-        self._wait(current)
+        self._wait({*devices_of(current).values()})
 
-    def _wait(self, tensors: Tensors) -> None:
+    def _wait(self, devices: Iterable[torch.device]) -> None:
         # Other threads, and so other streams, read the snapshot next.
-        for device in set(devices_of(tensors).values()):
+        for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 

@@ -32,7 +32,7 @@ from patchstore.stores.base import Store
 from patchstore.support import host
 from patchstore.support.threads import Threads
 from patchstore.tensors.bits import TOGETHER, TORCH_DTYPES, TensorPatch, unsigned
-from patchstore.tensors.columns import Group, Scattered, flattened, in_order, last_of, patches, runs
+from patchstore.tensors.columns import Group, Located, in_order, last_of, patches, runs
 from patchstore.tensors.state_digest import of_group
 
 if TYPE_CHECKING:
@@ -296,8 +296,8 @@ OWN_BYTES = 1 << 30
 """The most that is read into a process's own memory, of all deltas of a plan."""
 
 
-Held = Callable[[int], torch.Tensor]
-"""Returns the parent's tensor by its place in the schema."""
+Held = Callable[[Array], Located]
+"""Returns the parent's tensors by their places in the schema, in that order; some may be there twice."""
 CutOf = Callable[[int], Chosen | None]
 """Returns which tiles of the parts of a tensor are wanted; None for all. What is held need be right there
 alone."""
@@ -322,8 +322,7 @@ class Deltas:
 
     def apply(self, tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> None:
         """Write the changes of all deltas into tensors that have the version before the first delta."""
-        held, numbers = self._by_number(tensors)
-        for _ in self._written(held, numbers):
+        for _ in self._written(self._by_number(tensors)):
             pass
 
     def counted(
@@ -335,22 +334,22 @@ class Deltas:
             is_written: `apply` too. Otherwise the tensors stay as they are, and there must be one delta.
         """
         assert is_written or len(self._versions) == 1
-        held, numbers = self._by_number(tensors)
-        for group in self._written(held, numbers, is_written=is_written):
+        held = self._by_number(tensors)
+        for group in self._written(held, is_written=is_written):
             growth[group.numbers] += of_group(group) - of_group(group._replace(values=held.at(group)))
 
-    def _by_number(self, tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> tuple[Scattered, Array]:
-        """Return those of these tensors that any delta states, and their places."""
+    def _by_number(self, tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> Located:
+        """Return those of these tensors that any delta states, by their places."""
         its = {self._schema.places[spec.name]: tensor for spec, tensor in tensors if spec.name in self.names}
-        return Scattered(its.__getitem__), np.array(sorted(its), dtype=np.int64)
+        return Located(np.array(sorted(its), dtype=np.int64), [its[number] for number in sorted(its)])
 
-    def _written(self, held: Scattered, numbers: Array, *, is_written: bool = True) -> Iterator[Group]:
+    def _written(self, held: Located, *, is_written: bool = True) -> Iterator[Group]:
         """Yield all that the deltas state of tensors, delta by delta; each is written when the next is
         taken.
         """
-        for some in self._runs(numbers):
+        for some in self._runs(held.numbers):
             for number in range(len(self._versions)):
-                group = self._stated(number, some, held.tensor)
+                group = self._stated(number, some, held.of)
                 if group is not None:
                     yield group
                     if is_written:
@@ -364,15 +363,14 @@ class Deltas:
 
     def _runs(self, numbers: Array) -> Iterator[Array]:
         """Cut tensors, ascending, into runs that are decoded together."""
-        specs, sizes = self._schema.tensors, self._sizes[np.searchsorted(self.numbers, numbers)].tolist()
-        by_dtype: dict[str, tuple[list[int], list[int]]] = {}
-        for number, size in zip(numbers.tolist(), sizes, strict=True):
-            its, nums = by_dtype.setdefault(specs[number].dtype, ([], []))
-            its.append(number)
-            nums.append(size)
-        for its, nums in by_dtype.values():
-            for first, end in runs([0] * len(its), nums, TOGETHER):
-                yield np.array(its[first:end], dtype=np.int64)
+        kinds, of = self._schema.kinds
+        dtypes = [dtype for dtype, _ in kinds]
+        dtype = np.array([dtypes.index(each) for each in dtypes], dtype=np.int64)[np.array(of)[numbers]]
+        sizes = self._sizes[np.searchsorted(self.numbers, numbers)]
+        for each in dict.fromkeys(dtype.tolist()):
+            its = np.flatnonzero(dtype == each)
+            for first, end in runs(sizes[its], TOGETHER):
+                yield numbers[its[first:end]]
 
     @cached_property
     def _sizes(self) -> Array:
@@ -425,9 +423,9 @@ class Deltas:
             tiles: which tiles of a part are wanted; None for all.
         """
 
-        def given(_: int) -> torch.Tensor:
-            assert held is not None
-            return held
+        def given(places: Array) -> Located:
+            assert held is not None or not len(places)
+            return Located(places, [] if held is None else [held] * len(places))
 
         numbers = [self._schema.places[spec.name]] if spec.name in self.names else []
         for group in self.merged_groups(np.array(numbers, dtype=np.int64), given, lambda _: tiles):
@@ -446,11 +444,10 @@ class Deltas:
                     yield group
                 continue
             relative = some[np.isin(some, self.relative)]
-            copies = {number: held(number).clone() for number in relative.tolist()}
-            before = Scattered(copies.__getitem__)
+            before = Located(relative, [each.clone() for each in held(relative).tensors])
             found = []
             for version in range(len(self._versions)):
-                if (group := self._stated(version, some, copies.__getitem__, cut)) is not None:
+                if (group := self._stated(version, some, before.of, cut)) is not None:
                     before.write(group.of(relative))
                     found.append(group)
             if found:
@@ -471,14 +468,12 @@ def _decoded(coded: Coded, schema: Schema, held: Held, cut: CutOf | None) -> Ite
     if not len(order):
         return
     parts = coded.at(order)
-    tensors = [held(number).cpu() for number in parts.numbers.tolist()]
-    if parts.cuts.each(
+    olds = held(parts.numbers).whole()
+    if not parts.cuts.each(
         lambda kind: kind.num_elements == prod((kind.whole_levels, kind.rows, kind.cols))
     ).all():
-        old = unsigned(flattened(tensors))
-    else:
-        olds = [cut.of_whole(unsigned(tensor)) for cut, tensor in zip(parts.cuts, tensors, strict=True)]
-        old = olds[0] if len(olds) == 1 else np.concatenate(olds)
+        olds = [cut.of_whole(each) for cut, each in zip(parts.cuts, olds, strict=True)]
+    old = olds[0] if len(olds) == 1 else np.concatenate(olds)
     counts, positions, new = decode_all(schema.tensors, parts, old, tiles)
     some_change = counts > 0
     if len(positions) and positions.max() < 2**31:

@@ -45,7 +45,7 @@ def load(run: Run, version: int | str | None, into: Into | None, progress: Progr
 
 def writing_to(tensors: Mapping[str, torch.Tensor]) -> torch.inference_mode:
     """Tensors that were made in inference mode can only be written to in it."""
-    return torch.inference_mode(any(tensor.is_inference() for tensor in tensors.values()))
+    return torch.inference_mode(any(map(torch.Tensor.is_inference, tensors.values())))
 
 
 def _targets(run: Run, into: Into) -> Tensors:

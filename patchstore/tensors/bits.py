@@ -3,9 +3,9 @@
 Bits are compared and copied, never numbers: -0.0 and 0.0 differ, and a NaN equals itself.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -41,8 +41,6 @@ TOGETHER = 1 << 21
 """Elements of small tensors that one call works on: temporaries of a few times this size stay in the cache,
 and the fixed cost of a call is small beside the work."""
 
-_Item = TypeVar("_Item")
-
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -69,31 +67,6 @@ def unsigned(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """Return the bit patterns of a tensor on the CPU, flat, as unsigned integers, in the same memory."""
     flat = bits(tensor)
     return flat.numpy().view(f"u{flat.element_size()}")
-
-
-def grouped(
-    items: Iterable[_Item], kind: Callable[[_Item], object], size: Callable[[_Item], int]
-) -> Iterator[list[_Item]]:
-    """Put items into groups of one kind for one call each: large ones alone, small ones together.
-
-    Groups have about `TOGETHER` elements, and items keep their order in them; at most one group of each kind
-    is kept back meanwhile.
-    """
-    open_groups: dict[object, tuple[list[_Item], int]] = {}
-    for item in items:
-        num = size(item)
-        if num > TOGETHER // 2:
-            yield [item]
-            continue
-        key = kind(item)
-        group, so_far = open_groups.pop(key, ([], 0))
-        group.append(item)
-        if so_far + num < TOGETHER:
-            open_groups[key] = group, so_far + num
-        else:
-            yield group
-    for group, _ in open_groups.values():
-        yield group
 
 
 def batches(

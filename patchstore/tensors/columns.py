@@ -7,7 +7,7 @@ Bit patterns are compared, not values: 0.0 and -0.0 differ and a NaN equals itse
 because replay promises the trainer's bytes, not its numbers.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -21,6 +21,9 @@ from patchstore.tensors import elements
 from patchstore.tensors.bits import INTEGERS, TORCH_DTYPES, TensorPatch, bits, unsigned
 
 Array = npt.NDArray[Any]
+
+_below_autograd = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", torch.no_grad)
+"""Without what autograd notes of each view: a third of the time of `flattened`."""
 
 
 class Group(NamedTuple):
@@ -171,22 +174,24 @@ def _order(numbers: Array, counts: Array, positions: Array) -> tuple[Array, Arra
     return keys.argsort(kind="stable"), distinct, ranks
 
 
-def runs(keys: Iterable[object], sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+def runs(sizes: Sequence[int] | Array, most: int, keys: Sequence[Hashable] = ()) -> Iterator[tuple[int, int]]:
     """Cut what lies side by side into runs of one key: large items alone, small ones together.
 
-    Yields the first of each run, and one more than its last; a run has about `most` elements.
+    Yields the first of each run, and one more than its last; a run has about `most` elements. Without keys
+    all have the same.
     """
-    first, num, before = 0, 0, None
-    place = -1
-    for place, (key, size) in enumerate(zip(keys, sizes, strict=True)):
-        is_large = size > most // 2
-        if place > first and (key != before or num >= most or is_large):
-            yield first, place
-            first, num = place, 0
-        before = key
-        num += most if is_large else size
-    if place >= first:
-        yield first, place + 1
+    each = np.array(sizes, dtype=np.int64)
+    ends, is_first = each.cumsum(), np.zeros(len(each) + 1, dtype=np.bool_)
+    is_large = each > most // 2
+    is_first[:-1], is_first[-1:] = is_large, len(each) > 0
+    is_first[1:] |= is_large
+    known: dict[Hashable, int] = {}
+    is_first[1:-1] |= np.diff([known.setdefault(key, len(known)) for key in keys or (0,) * len(each)]) != 0
+    first = 0
+    for stop in np.flatnonzero(is_first).tolist():
+        while first < stop:
+            enough = int(np.searchsorted(ends, ends[first] - each[first] + most)) + 1
+            yield first, (first := min(max(enough, first + 1), stop))
 
 
 class Block:
@@ -250,32 +255,51 @@ def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return tensors of one dtype and device one after the other; one alone without a copy."""
     if len(tensors) == 1:
         return tensors[0].detach().reshape(-1)
-    with torch.no_grad():
+    with _below_autograd():
         # One call in C++, where views of thousands of tensors would take as long as comparing them.
         flat: torch.Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
         return flat
 
 
-class Scattered:
+Flat = Array | torch.Tensor
+"""The bit patterns of a tensor: unsigned integers on the CPU, and a tensor of integers elsewhere."""
+
+
+def _flat(tensor: torch.Tensor) -> Flat:
+    """Return the bits of a tensor, in its memory."""
+    return unsigned(tensor) if tensor.device.type == "cpu" else bits(tensor)
+
+
+class Located:
     """Tensors that lie anywhere, on any devices; all are contiguous."""
 
-    def __init__(self, tensors: Callable[[int], torch.Tensor]) -> None:
-        """Take a function that returns a tensor by its number; it is asked each time."""
-        self.tensor = tensors
-        self._known: dict[int, tuple[ref[torch.Tensor], int, Flat]] = {}
-        """By number the tensor, where it was, and its bits; a tensor is kept only while other code has it."""
+    def __init__(
+        self, numbers: Array, tensors: Sequence[torch.Tensor], flats: Sequence[Flat] | None = None
+    ) -> None:
+        """Take tensors by number, which ascend where some of them are asked for; and their bits, if known."""
+        self.numbers, self.tensors = numbers, tensors
+        self._flats = [*map(_flat, tensors)] if flats is None else flats
+
+    def of(self, numbers: Array) -> "Located":
+        """Return some of them, in this order."""
+        if np.array_equal(numbers, self.numbers):
+            return self
+        at = np.searchsorted(self.numbers, numbers).tolist()
+        return Located(numbers, [self.tensors[each] for each in at], [self._flats[each] for each in at])
+
+    def whole(self) -> list[Array]:
+        """Return all bit patterns of each, in host memory."""
+        return [each if isinstance(each, np.ndarray) else unsigned(each.cpu()) for each in self._flats]
 
     def at(self, group: Group) -> Array:
         """Return the bit patterns at a group's positions, in host memory."""
-        positions = _Sent(group.positions)
-        flats = self._flats(group.numbers)[1]
-        found: list[Any] = [
-            flat[positions.of(flat)[mine]] for flat, mine in zip(flats, _cuts(group), strict=True)
-        ]
+        flats = self.of(group.numbers)._flats
+        each = zip(flats, _sent(group.positions, flats), _cuts(group), strict=True)
+        found: list[Any] = [flat[positions[mine]] for flat, positions, mine in each]
         elsewhere: dict[torch.device, list[int]] = {}
-        for place, each in enumerate(found):
-            if isinstance(each, torch.Tensor):
-                elsewhere.setdefault(each.device, []).append(place)
+        for place, its in enumerate(found):
+            if isinstance(its, torch.Tensor):
+                elsewhere.setdefault(its.device, []).append(place)
         for places in elsewhere.values():
             ends = group.counts[places].cumsum()[:-1]
             joined = unsigned(torch.cat([found[place] for place in places]).cpu())
@@ -285,33 +309,39 @@ class Scattered:
 
     def write(self, group: Group) -> None:
         """Write a group's values. If this raises, some of them may be written."""
-        positions, values = _Sent(group.positions), _Sent(group.values)
-        tensors, flats = self._flats(group.numbers)
-        for flat, mine in zip(flats, _cuts(group), strict=True):
-            flat[positions.of(flat)[mine]] = values.of(flat)[mine]
+        its = self.of(group.numbers)
+        columns = _sent(group.positions, its._flats), _sent(group.values, its._flats)
+        for flat, positions, values, mine in zip(its._flats, *columns, _cuts(group), strict=True):
+            flat[positions[mine]] = values[mine]
         # numpy does not tell autograd, which refuses to go back through what was overwritten.
-        torch.autograd.graph.increment_version([each for each in tensors if each.device.type == "cpu"])
+        here = zip(its.tensors, its._flats, strict=True)
+        torch.autograd.graph.increment_version([each for each, flat in here if isinstance(flat, np.ndarray)])
 
-    def _flats(self, numbers: Array) -> tuple[list[torch.Tensor], list["Flat"]]:
-        """Return tensors, and the bits of each in its memory."""
-        tensors, flats = [self.tensor(number) for number in numbers.tolist()], list[Flat]()
+
+class Scattered:
+    """Tensors that are looked up again and again: where their bits are is known from one time to the next."""
+
+    def __init__(self, tensors: Callable[[int], torch.Tensor]) -> None:
+        """Take a function that returns a tensor by its number; it is asked each time."""
+        self._tensor = tensors
+        self._known: dict[int, tuple[ref[torch.Tensor], int, Flat]] = {}
+        """By number the tensor, where it was, and its bits; a tensor is kept only while other code has it."""
+
+    def located(self, numbers: Array) -> Located:
+        """Return tensors as they are now."""
+        tensors, flats = [*map(self._tensor, numbers.tolist())], list[Flat]()
         for number, tensor in zip(numbers.tolist(), tensors, strict=True):
             known = self._known.get(number)
             is_known = known is not None and known[0]() is tensor and known[1] == tensor.data_ptr()
             flats.append(known[2] if known is not None and is_known else self._learn(number, tensor))
-        return tensors, flats
+        return Located(numbers, tensors, flats)
 
-    def _learn(self, number: int, tensor: torch.Tensor) -> "Flat":
+    def _learn(self, number: int, tensor: torch.Tensor) -> Flat:
         """Return the bits of a tensor, in its memory: to make them takes longer than a few changes do."""
-        flat: Flat = unsigned(tensor) if tensor.device.type == "cpu" else bits(tensor)
-        known = self._known
+        flat, known = _flat(tensor), self._known
         # The function may never return it again, so with the tensor its memory is free.
         known[number] = ref(tensor, lambda _: known.pop(number, None)), tensor.data_ptr(), flat
         return flat
-
-
-Flat = Array | torch.Tensor
-"""The bit patterns of a tensor: unsigned integers on the CPU, and a tensor of integers elsewhere."""
 
 
 def _cuts(group: Group) -> Iterator[slice]:
@@ -320,19 +350,10 @@ def _cuts(group: Group) -> Iterator[slice]:
     return map(slice, [0, *ends[:-1]], ends)
 
 
-class _Sent:
-    """A column of a group, on each device where it is asked for."""
-
-    def __init__(self, column: Array) -> None:
-        # numpy indexes by 64 bits: of each of thousands of tensors, to convert a few took longer.
-        self._here = column.astype(np.int64) if column.dtype == np.int32 else column
-        self._column = column
-        self._sent: dict[torch.device, torch.Tensor] = {}
-
-    def of(self, flat: "Flat") -> Any:
-        """Return it where a tensor is."""
-        if isinstance(flat, np.ndarray):
-            return self._here
-        if flat.device not in self._sent:
-            self._sent[flat.device] = signed_of(self._column).to(flat.device)
-        return self._sent[flat.device]
+def _sent(column: Array, flats: Sequence[Flat]) -> list[Any]:
+    """Return for each tensor a column of a group where the tensor is."""
+    # numpy indexes by 64 bits: of each of thousands of tensors, to convert a few took longer.
+    here = column.astype(np.int64) if column.dtype == np.int32 else column
+    devices = {flat.device for flat in flats if not isinstance(flat, np.ndarray)}
+    sent = {device: signed_of(column).to(device) for device in devices}
+    return [here if isinstance(flat, np.ndarray) else sent[flat.device] for flat in flats]

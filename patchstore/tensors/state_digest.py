@@ -17,8 +17,8 @@ from patchstore.bucket.state_sums import AllSums, Sums, SumsArray, as_array, rea
 from patchstore.errors import SchemaMismatch, StateMismatch
 from patchstore.stores.base import Store
 from patchstore.tensors import elements
-from patchstore.tensors.bits import TOGETHER, bits, grouped, spec_of, unsigned
-from patchstore.tensors.columns import Group, flattened
+from patchstore.tensors.bits import TOGETHER, bits, spec_of, unsigned
+from patchstore.tensors.columns import Group, flattened, runs
 
 Array = npt.NDArray[Any]
 
@@ -57,10 +57,13 @@ def of_each(tensors: Sequence[torch.Tensor]) -> SumsArray:
             here.append(number)
         else:
             found[number] = of_tensor(tensor)
-    for group in grouped(here, lambda number: tensors[number].dtype, lambda number: tensors[number].numel()):
-        its = [tensors[number] for number in group]
-        counts = np.array([tensor.numel() for tensor in its])
-        found[group] = np.stack(elements.sum_each(unsigned(flattened(its)), counts), axis=1)
+    dtypes = [tensors[number].dtype for number in here]
+    for each in dict.fromkeys(dtypes):
+        its = [number for number, dtype in zip(here, dtypes, strict=True) if dtype == each]
+        counts = np.array([tensors[number].numel() for number in its], dtype=np.int64)
+        for first, end in runs(counts, TOGETHER):
+            flat = unsigned(flattened([tensors[number] for number in its[first:end]]))
+            found[its[first:end]] = np.stack(elements.sum_each(flat, counts[first:end]), axis=1)
     return found
 
 

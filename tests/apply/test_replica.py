@@ -20,6 +20,7 @@ from patchstore.errors import (
 )
 from patchstore.stores import layout
 from patchstore.stores.memory import MemoryStore
+from patchstore.tensors.columns import Group, Located
 from patchstore.testing.faults import Fault, FaultyStore
 from tests.support.weights import Run, State, assert_same_bits, lie, small_model
 
@@ -137,8 +138,32 @@ def test_a_write_that_fails_midway_is_undone(run: Run) -> None:
         tensors.left = -1
         assert replica.held == int(is_done)
         assert_same_bits(tensors, run.history[int(is_done)])
-    # While it reads what it replaces, and while it writes.
-    assert num_failed > staged.num_tensors
+    assert num_failed == staged.num_tensors
+
+
+def test_of_a_write_that_fails_within_a_group_nothing_is_left(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.publish_versions(2)
+    tensors = copies(run.history[0])
+    replica = Replica(run.store, tensors, held=0)
+    write, written = Located.write, list[Group]()
+
+    def first_alone(self: Located, group: Group) -> None:
+        written.append(group)
+        if len(written) > 1:
+            write(self, group)
+            return
+        write(self, group.of(group.numbers[:1]))
+        raise MemoryError
+
+    monkeypatch.setattr(Located, "write", first_alone)
+    with pytest.raises(MemoryError):
+        replica.update(1)
+    assert len(written) == 2
+    assert_same_bits(tensors, run.history[0])
+    replica.update(1)
+    assert_same_bits(tensors, run.history[1])
 
 
 def test_an_update_staged_on_another_version_is_refused(run: Run) -> None:

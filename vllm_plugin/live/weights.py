@@ -22,7 +22,7 @@ from patchstore.errors import LoadFailed
 from patchstore.read.deltas import Deltas
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits
-from patchstore.tensors.columns import patches, runs
+from patchstore.tensors.columns import Array, Located, patches, runs
 from patchstore.tensors.state_digest import Sums
 from vllm_plugin.live.copies import (
     BLOCK_BYTES,
@@ -367,9 +367,9 @@ class LiveWeights:
         schema = self.map.schema
         served = [schema.places[name] for name in names if self.map.regions.get(name)]
 
-        def held(number: int) -> torch.Tensor:
-            name = schema.tensors[number].name
-            return base[name] if name in base else self.gathered(name)
+        def held(places: Array) -> Located:
+            its = [schema.tensors[number].name for number in places.tolist()]
+            return Located(places, [base[name] if name in base else self.gathered(name) for name in its])
 
         def cut(number: int) -> Chosen | None:
             boxes = self._boxes[schema.tensors[number].name]
@@ -478,7 +478,7 @@ class LiveWeights:
         named = [*tensors.items()]
         is_far = [tied.get(name, name) in computed or each.nbytes > room for name, each in named]
         sizes = [0 if far else each.nbytes for (_, each), far in zip(named, is_far, strict=True)]
-        parts = [slice(*each) for each in runs([0] * len(sizes), sizes, room // 4)]
+        parts = [slice(*each) for each in runs(sizes, room // 4)]
         ahead: _Brought | None = None
         try:
             for part, following in zip_longest(parts, parts[1:]):

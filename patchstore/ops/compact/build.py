@@ -300,7 +300,7 @@ class Builder:
         for some in alike.values():
             some.sort(key=lambda each: each[0])
             # A large tensor alone, as it is not copied then.
-            for first, end in columns.runs([0] * len(some), [new.numel() for _, new, _ in some], TOGETHER):
+            for first, end in columns.runs([new.numel() for _, new, _ in some], TOGETHER):
                 numbers, news, olds = zip(*some[first:end], strict=True)
                 held = Block.of(numbers, olds)
                 encoder.add(held.changed(flattened(news), held.numbers), held)
