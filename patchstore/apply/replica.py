@@ -109,8 +109,7 @@ class TensorWeights:
         """What the last update replaced."""
         self._store, self._schema, self._specs = run.store, run.schema, run.schema.by_name()
         self._scratch, self._cache = scratch, cache
-        names = [spec.name for spec in run.schema.tensors]
-        self._live = Scattered(lambda number: tensors[names[number]])
+        self._live = Scattered(tensors, [spec.name for spec in run.schema.tensors])
         self._sums: SumsArray | None = None
         """Digest sums of every tensor of the held version; None while that is unknown."""
         if tensors:

@@ -315,10 +315,14 @@ class Deltas:
         every = [content.numbers[0] for _, content in versions]
         self.numbers: Array = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *every]))
         """int64 [T], places in the schema of tensors that any of the deltas states; ascending."""
-        self.names = {schema.tensors[number].name for number in self.numbers.tolist()}
         coded = [content.coded.numbers for _, content in versions]
         self.relative: Array = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *coded]))
         """Those of which any of them is relative: to decode it takes the tensor that it changes."""
+
+    @cached_property
+    def names(self) -> set[str]:
+        """Of `numbers`."""
+        return {self._schema.tensors[number].name for number in self.numbers.tolist()}
 
     def apply(self, tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> None:
         """Write the changes of all deltas into tensors that have the version before the first delta."""

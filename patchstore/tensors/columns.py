@@ -7,7 +7,7 @@ Bit patterns are compared, not values: 0.0 and -0.0 differ and a NaN equals itse
 because replay promises the trainer's bytes, not its numbers.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -321,15 +321,15 @@ class Located:
 class Scattered:
     """Tensors that are looked up again and again: where their bits are is known from one time to the next."""
 
-    def __init__(self, tensors: Callable[[int], torch.Tensor]) -> None:
-        """Take a function that returns a tensor by its number; it is asked each time."""
-        self._tensor = tensors
+    def __init__(self, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
+        """Take tensors by name, which may be others each time; names are numbered."""
+        self._tensors, self._names = tensors, names
         self._known: dict[int, tuple[ref[torch.Tensor], int, Flat]] = {}
         """By number the tensor, where it was, and its bits; a tensor is kept only while other code has it."""
 
     def located(self, numbers: Array) -> Located:
         """Return tensors as they are now."""
-        tensors, flats = [*map(self._tensor, numbers.tolist())], list[Flat]()
+        tensors, flats = [self._tensors[self._names[each]] for each in numbers.tolist()], list[Flat]()
         for number, tensor in zip(numbers.tolist(), tensors, strict=True):
             known = self._known.get(number)
             is_known = known is not None and known[0]() is tensor and known[1] == tensor.data_ptr()
@@ -339,7 +339,7 @@ class Scattered:
     def _learn(self, number: int, tensor: torch.Tensor) -> Flat:
         """Return the bits of a tensor, in its memory: to make them takes longer than a few changes do."""
         flat, known = _flat(tensor), self._known
-        # The function may never return it again, so with the tensor its memory is free.
+        # There may be another in its place, so with the tensor its memory is free.
         known[number] = ref(tensor, lambda _: known.pop(number, None)), tensor.data_ptr(), flat
         return flat
 
@@ -354,6 +354,8 @@ def _sent(column: Array, flats: Sequence[Flat]) -> list[Any]:
     """Return for each tensor a column of a group where the tensor is."""
     # numpy indexes by 64 bits: of each of thousands of tensors, to convert a few took longer.
     here = column.astype(np.int64) if column.dtype == np.int32 else column
+    if {*map(type, flats)} <= {np.ndarray}:
+        return [here] * len(flats)
     devices = {flat.device for flat in flats if not isinstance(flat, np.ndarray)}
     sent = {device: signed_of(column).to(device) for device in devices}
     return [here if isinstance(flat, np.ndarray) else sent[flat.device] for flat in flats]

@@ -53,7 +53,7 @@ def of_each(tensors: Sequence[torch.Tensor]) -> SumsArray:
     found = np.empty((len(tensors), 2), dtype=np.uint64)
     here: list[int] = []
     for number, tensor in enumerate(tensors):
-        if tensor.device.type == "cpu":
+        if tensor.is_cpu:
             here.append(number)
         else:
             found[number] = of_tensor(tensor)

@@ -19,7 +19,6 @@ from patchstore.codec.context.coded import Coded, ascend
 from patchstore.codec.context.rows import Sets, valid_rows
 from patchstore.codec.context.tiles import SLICES, Cuts, Tiling, slices_of, tiling
 from patchstore.errors import CorruptObject
-from patchstore.tensors.columns import ramps
 
 _FRONT = 12
 _COLUMNS = (
@@ -68,12 +67,12 @@ def pack(coded: Coded) -> bytes:
     front = np.array([len(coded), len(sets), len(squeezed)], dtype="<u4").tobytes()
     num_bytes = -(-num_tiles * bits // 8)
     packed, begins = np.empty(int(num_bytes.sum()), dtype=np.uint8), num_bytes.cumsum() - num_bytes
-    for width, parts in _alike(num_tiles, bits):
-        of_fields, of_bytes, num_octets = _octets(num_tiles[parts], num_bytes[parts], width)
-        more = lengths[ramps(num_tiles[parts], starts[parts])] - np.repeat(least[parts], num_tiles[parts])
-        fields = np.zeros(8 * num_octets, dtype=field_dtype(width))
-        fields[of_fields] = more
-        packed[ramps(num_bytes[parts], begins[parts])] = joined_fields(fields, width)[of_bytes]
+    for width, num, parts in _alike(num_tiles, bits):
+        fields = np.zeros((len(parts), -(-num // 8) * 8), dtype=field_dtype(width))
+        its = _items(lengths, num)[starts[parts]].view(lengths.dtype).reshape(-1, num)
+        np.subtract(its, least[parts, None], out=fields[:, :num], casting="unsafe")
+        octets = joined_fields(fields.reshape(-1), width).reshape(len(parts), -1)
+        _put_items(packed, begins[parts], octets[:, : -(-num * width // 8)])
     return b"".join([front, squeezed, packed.tobytes()])
 
 
@@ -118,12 +117,12 @@ def unpack(where: str, table: npt.NDArray[np.uint8], tiles: npt.NDArray[np.uint8
     longest = int(least.max()) + (1 << int(bits.max()))
     lengths = np.repeat(least.astype(np.int32 if longest < 2**31 else np.int64), num_tiles)
     begins, starts = num_bytes.cumsum() - num_bytes, num_tiles.cumsum() - num_tiles
-    for width, parts in _alike(num_tiles, bits):
-        of_fields, of_bytes, num_octets = _octets(num_tiles[parts], num_bytes[parts], width)
-        octets = np.zeros(num_octets * width, dtype=np.uint8)
-        octets[of_bytes] = packed[ramps(num_bytes[parts], begins[parts])]
-        fields = fields_of(octets, width)[of_fields]
-        lengths[ramps(num_tiles[parts], starts[parts])] += fields.astype(lengths.dtype)
+    for width, num, parts in _alike(num_tiles, bits):
+        size = -(-num * width // 8)
+        octets = np.zeros((len(parts), -(-num // 8) * width), dtype=np.uint8)
+        octets[:, :size] = _items(packed, size)[begins[parts]].view(np.uint8).reshape(-1, size)
+        fields = fields_of(octets.reshape(-1), width).reshape(len(parts), -1)[:, :num]
+        _put_items(lengths, starts[parts], fields + least.astype(lengths.dtype)[parts, None])
     if (num := int(lengths.sum())) != len(tiles):
         raise CorruptObject(f"{where}: streams of {num} bytes, but {len(tiles)} bytes of tiles")
     return Coded(indices, cuts, sets, row_sets, lengths, tiles, [where])
@@ -149,6 +148,8 @@ def _code_of(cut: Tiling) -> int:
 
 def _planes(column: Array) -> bytes:
     """Return numbers as their lowest bytes, then their second lowest, and so on."""
+    if not column.any():
+        return bytes(column.nbytes)
     return column.view(np.uint8).reshape(len(column), -1).T.tobytes()
 
 
@@ -237,24 +238,31 @@ def _take(where: str, data: Array, num: int) -> tuple[Array, Array]:
     return data[:num], data[num:]
 
 
-def _alike(num_tiles: Array, bits: Array) -> Iterator[tuple[int, Array]]:
-    """Yield parts whose lengths have as many bits, and how many: of so many tiles that columns stay in the
-    cache. Those whose lengths have none are left out.
+def _alike(num_tiles: Array, bits: Array) -> Iterator[tuple[int, int, Array]]:
+    """Yield the bits of lengths, the tiles of a part, and parts that have both: some, so that their lengths
+    stay in the cache. Those whose lengths have no bits are left out.
     """
-    keys = num_tiles.cumsum() // _TOGETHER * (_MAX_BITS + 1) + bits
+    keys = num_tiles * (_MAX_BITS + 1) + bits
     some = np.flatnonzero(bits)
     some = some[keys[some].argsort(kind="stable")]
     for parts in np.split(some, np.flatnonzero(np.diff(keys[some])) + 1) if len(some) else ():
-        yield int(bits[parts[0]]), parts
+        num = int(num_tiles[parts[0]])
+        step = max(1, _TOGETHER // num)
+        for first in range(0, len(parts), step):
+            yield int(bits[parts[0]]), num, parts[first : first + step]
 
 
-def _octets(num_tiles: Array, num_bytes: Array, width: int) -> tuple[Array, Array, int]:
-    """Return where the lengths of parts are, where their bytes are, and how many octets of lengths there are:
-    each part has octets of its own.
-    """
-    octets = -(-num_tiles // 8)
-    firsts = octets.cumsum() - octets
-    return ramps(num_tiles, 8 * firsts), ramps(num_bytes, width * firsts), int(octets.sum())
+def _items(flat: Array, num: int) -> Array:
+    """Return a view of so many numbers from each place on, each as one item, which is copied as a whole."""
+    dtype = f"V{num * flat.itemsize}"
+    return np.ndarray((max(len(flat) - num + 1, 0),), dtype, flat, strides=(flat.itemsize,))
+
+
+def _put_items(flat: Array, at: Array, rows: Array) -> None:
+    """Write rows of numbers, each from a place on."""
+    num = rows.shape[1]
+    its = np.ascontiguousarray(rows, dtype=flat.dtype)
+    _items(flat, num)[at] = its.view(f"V{num * flat.itemsize}").reshape(-1)
 
 
 def pays(num_changed: Array, num_tiles: Array) -> Array:
