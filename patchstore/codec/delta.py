@@ -14,12 +14,14 @@ from patchstore.bucket.records import DTYPE_BYTES, Schema
 from patchstore.bucket.state_sums import SumsArray
 from patchstore.codec import Encoding, IndexEncoding, delta_file
 from patchstore.codec.context import Coded, Context, Cuts, RowSets, encode_all, packed
+from patchstore.codec.context.bits import bounds_of
 from patchstore.codec.context.classes import is_coded
+from patchstore.codec.context.coded import runs_of
 from patchstore.codec.index import Gap
 from patchstore.codec.listing import Listing, Stated, bridged, listing
 from patchstore.codec.part_table import PartSums, PartTable
 from patchstore.stores.base import Chunk
-from patchstore.tensors.columns import Group, ramps
+from patchstore.tensors.columns import Group
 from patchstore.tensors.elements import sum_each
 
 Array = npt.NDArray[Any]
@@ -173,8 +175,7 @@ class DeltaEncoder:
         # Parts that are cut alike, beside each other, are cut into tiles together.
         order = self._table.alike[group.numbers].argsort(kind="stable")
         if (order[1:] < order[:-1]).any():
-            sizes = cuts.num_elements
-            old = old[ramps(sizes[order], (sizes.cumsum() - sizes)[order])]
+            old = np.concatenate([old[i:end] for i, end in runs_of(order, bounds_of(cuts.num_elements))])
             group, cuts = group.at(order), cuts.at(order)
         owners = self._table.owners[group.numbers]
         dtype = self._table.parts[group.numbers[0]].spec.dtype

@@ -271,7 +271,7 @@ def as_written(data: bytes | bytearray) -> _Told | None:
         else:
             text = f",{text[1:]}" if text.startswith("{") else ""
         entries = _ENTRY.findall(text, 0, len(text) - 1)
-        names, kinds, offsets = zip(*entries, strict=True) if entries else ((), (), ())
+        names, kinds, offsets = ([entry[at] for entry in entries] for at in range(3))
         # That the text is entries and nothing else.
         if len("".join([*names, *kinds, *offsets])) + _BETWEEN * len(names) != len(text) - 1:
             return None
@@ -300,12 +300,9 @@ def _parsed(where: str, data: bytes | bytearray) -> _Told:
 
 def _kinds(where: str, told: _Told) -> tuple[list[TensorSpec], Array]:
     """Return a spec of each dtype and shape, and which each tensor has; refuse those of none."""
-    places: dict[str, int] = {}
-    specs: list[TensorSpec] = []
-    for name, kind in zip(told.names, told.kinds, strict=True):
-        if kind not in places:
-            places[kind] = len(specs)
-            specs.append(listed_spec(where, name, told.values[kind]))
+    places = {kind: place for place, kind in enumerate(dict.fromkeys(told.kinds))}
+    # Of each the first tensor that has it is named.
+    specs = [listed_spec(where, told.names[told.kinds.index(kind)], told.values[kind]) for kind in places]
     names = told.names
     if names and not (all(names) and is_printable("".join(names))):
         wrong = next(name for name in names if not is_printable(name))

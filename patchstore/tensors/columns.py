@@ -18,7 +18,7 @@ from torch._utils import _flatten_dense_tensors
 
 from patchstore.bucket.records import Schema
 from patchstore.tensors import elements
-from patchstore.tensors.bits import INTEGERS, TORCH_DTYPES, TensorPatch, bits, unsigned
+from patchstore.tensors.bits import INTEGERS, TOGETHER, TORCH_DTYPES, TensorPatch, bits, unsigned
 
 Array = npt.NDArray[Any]
 
@@ -290,6 +290,23 @@ class Located:
     def whole(self) -> list[Array]:
         """Return all bit patterns of each, in host memory."""
         return [each if isinstance(each, np.ndarray) else unsigned(each.cpu()) for each in self._flats]
+
+    def sums(self) -> Array:
+        """Return the digest sums of all elements of each, uint64 [T, 2]: of small tensors on the CPU many at
+        a time.
+        """
+        flats, found = self._flats, np.empty((len(self._flats), 2), dtype=np.uint64)
+        widths = np.array([each.itemsize if isinstance(each, np.ndarray) else 0 for each in flats])
+        for place in np.flatnonzero(widths == 0).tolist():
+            found[place] = elements.sum_of(flats[place])
+        for width in np.unique(widths[widths > 0]):
+            some = np.flatnonzero(widths == width)
+            sizes = np.array([len(flats[place]) for place in some.tolist()], dtype=np.int64)
+            for first, end in runs(sizes, TOGETHER):
+                its = [flats[place] for place in some[first:end].tolist()]
+                flat = its[0] if len(its) == 1 else np.concatenate(its)
+                found[some[first:end]] = np.stack(elements.sum_each(flat, sizes[first:end]), axis=1)
+        return found
 
     def at(self, group: Group) -> Array:
         """Return the bit patterns at a group's positions, in host memory."""
