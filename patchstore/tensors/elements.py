@@ -152,11 +152,17 @@ def sum_each(bits: Array, counts: Array, indices: Array | None = None) -> tuple[
     # longer than the work where threads of the process do it beside each other.
     ramp, room, rest = np.empty((3, min(NUMPY_CHUNK, len(bits))), dtype=np.uint64)
     np.multiply(np.arange(1, len(ramp) + 1, dtype=np.uint64), np.uint64(A), out=ramp)
-    for start in range(0, len(bits), NUMPY_CHUNK):
+    end = 0
+    while (start := end) < len(bits):
         end = min(start + NUMPY_CHUNK, len(bits))
+        first, last = np.searchsorted(ends, (start, end), side="right").tolist()
+        if last > first:
+            # No tensor is cut that need not be: those of one size are counted as rows, in half the time.
+            end = int(ends[last - 1])
+        else:
+            last += 1
         u, high = room[: end - start], rest[: end - start]
-        first, last = np.searchsorted(ends, (start, end - 1), side="right")
-        cuts = np.concatenate([[0], ends[first:last] - start])
+        cuts = np.concatenate([[0], ends[first : last - 1] - start])
         np.copyto(u, bits[start:end])
         u *= np.uint64(B)
         if indices is not None:
@@ -165,15 +171,24 @@ def sum_each(bits: Array, counts: Array, indices: Array | None = None) -> tuple[
             high *= np.uint64(A)
             u += high
         else:
-            u += ramp[: end - start]
-            behind = np.uint64(start * A % 2**64) - before[first : last + 1]
-            u += behind if first == last else np.repeat(behind, np.diff(cuts, append=end - start))
+            sizes = np.diff(cuts, append=end - start)
+            behind = np.uint64(start * A % 2**64) - before[first:last]
+            if (sizes == sizes[0]).all():
+                rows = u.reshape(len(sizes), -1)
+                rows += ramp[: sizes[0]]
+                # None of those that begin in this chunk.
+                behind += cuts.astype(np.uint64) * np.uint64(A)
+                if behind.any():
+                    rows += behind[:, None]
+            else:
+                u += ramp[: end - start]
+                u += np.repeat(behind, sizes)
         np.right_shift(u, np.uint64(32), out=high)
         u ^= high
         u *= np.uint64(M)
         np.right_shift(u, np.uint64(32), out=high)
         u ^= high
-        parts = some[first : last + 1]
+        parts = some[first:last]
         firsts[parts] += np.add.reduceat(u, cuts)
         u &= np.uint64(LOW)
         u *= high
