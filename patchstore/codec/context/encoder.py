@@ -98,14 +98,23 @@ def _totals(dtype: str, old: Array, ends: Array, owner: Array, replaced: Array, 
     base = first_exponent(changed, lowest)
     num_elements = np.zeros((num, MAX_CLASSES), dtype=np.int64)
     for first, last in _counted_together(ends):
+        if last == first + 1:
+            counts, among = (
+                np.zeros(256, dtype=np.int64),
+                np.clip(np.arange(256) - base[first], 0, MAX_CLASSES - 1),
+            )
+            for start in range(int(ends[first]), int(ends[last]), _COUNTED_TOGETHER):
+                each = exponents(old[start : min(start + _COUNTED_TOGETHER, int(ends[last]))], dtype)
+                counts += np.bincount(each, minlength=256)
+            np.add.at(num_elements[first], among, counts)
+            continue
+        # By the class that decides: of many parts, counts by exponent would not stay in the cache.
         its_base, place = base[first:last, None].astype(np.uint8), np.arange(last - first)[:, None]
-        for start in range(int(ends[first]), int(ends[last]), _COUNTED_TOGETHER):
-            end = min(start + _COUNTED_TOGETHER, int(ends[last]))
-            each = exponents(old[start:end], dtype).reshape(last - first, -1)
-            among = np.minimum(np.maximum(each, its_base) - its_base, np.uint8(MAX_CLASSES - 1))
-            keys = (among + place * MAX_CLASSES).reshape(-1)
-            found = np.bincount(keys, minlength=(last - first) * MAX_CLASSES)
-            num_elements[first:last] += found.reshape(-1, MAX_CLASSES)
+        each = exponents(old[ends[first] : ends[last]], dtype).reshape(last - first, -1)
+        among = np.minimum(np.maximum(each, its_base) - its_base, np.uint8(MAX_CLASSES - 1))
+        keys = (among + place * MAX_CLASSES).reshape(-1)
+        found = np.bincount(keys, minlength=(last - first) * MAX_CLASSES)
+        num_elements[first:last] = found.reshape(-1, MAX_CLASSES)
     among = np.clip(exponent - base[owner], 0, MAX_CLASSES - 1)
     bins = bin_of(np.abs(by))
     num_bins = int(bins.max(initial=0)) + 1
