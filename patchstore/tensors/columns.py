@@ -22,9 +22,6 @@ from patchstore.tensors.bits import INTEGERS, TOGETHER, TORCH_DTYPES, TensorPatc
 
 Array = npt.NDArray[Any]
 
-_below_autograd = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", torch.no_grad)
-"""Without what autograd notes of each view: a third of the time of `flattened`."""
-
 
 class Group(NamedTuple):
     """What changed of some tensors, or parts of tensors, of one element width: tensor after tensor.
@@ -255,7 +252,7 @@ def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return tensors of one dtype and device one after the other; one alone without a copy."""
     if len(tensors) == 1:
         return tensors[0].detach().reshape(-1)
-    with _below_autograd():
+    with torch.no_grad():
         # One call in C++, where views of thousands of tensors would take as long as comparing them.
         flat: torch.Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
         return flat

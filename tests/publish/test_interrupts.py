@@ -68,7 +68,6 @@ class Interrupter:
         """Make a call; return whether it was interrupted, which must leave gradients on."""
         is_interrupted = next(self._during(call, *arguments))
         assert torch.is_grad_enabled()
-        assert (2 * torch.zeros(1, requires_grad=True)).requires_grad
         return is_interrupted
 
     def _during(self, call: Callable[..., object], *arguments: object) -> Iterator[bool]:
@@ -135,7 +134,7 @@ def test_an_interrupt_in_no_grad_leaves_gradients_on(store: MemoryStore) -> None
         ):
             model["w"][step] = step
     assert next(openings) > 12
-    assert next(publishings) > 6
+    assert next(publishings) > 12
     assert_same_bits(newest(store), served(model))
 
 
