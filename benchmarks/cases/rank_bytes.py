@@ -85,7 +85,7 @@ def _row(
     for number, part in enumerate(held):
         old, new = _change(part, args.step, generator)
         block = Block.of([number], [old])
-        encoder.add(block.changed(new.reshape(-1), block.numbers), block)
+        encoder.add(block.changed([new], block.numbers), block)
     delta = encoder.delta()
     num_elements = sum(part.num_elements for part in held)
     num_bytes = _size(whole, delta)

@@ -198,7 +198,7 @@ def _expected(trained: Trained) -> dict[int, tuple[torch.Tensor, torch.Tensor, l
     found = {}
     for index in sample_of(len(trained.sizes), trained.sizes):
         new, old = (trained.tensor(memory, index) for memory in (trained.weights, trained.snapshot))
-        stated = gaps_of.bridge(elements.differing(new, old))
+        stated = gaps_of.bridge(torch.tensor(elements.differing([new], old)[0], device=new.device))
         after, before = elements.sum_of(new[stated], stated), elements.sum_of(old[stated], stated)
         grown = [(a - b) % 2**64 for a, b in zip(after, before, strict=True)]
         found[index] = gaps_of.to_gaps(stated).view(torch.int16), new[stated], grown

@@ -128,7 +128,8 @@ class DeltaEncoder:
         """Encode what changed of tensors, or parts, of one dtype. Groups of a dtype ascend by number."""
         if not len(group.numbers):
             return
-        replaced, at = parents.at(group), self._table.positions(group)
+        replaced = parents.at(group) if group.replaced is None else group.replaced
+        at = self._table.positions(group)
         self._growth.append(
             PartSums(
                 group.numbers,
@@ -238,7 +239,7 @@ class _Coding(NamedTuple):
 def _joined(some: Sequence[_Coding]) -> tuple[Group, Array, Cuts]:
     if len(some) == 1:
         return some[0].group, some[0].old, some[0].cuts
-    columns = zip(*(each.group for each in some), strict=True)
+    columns = zip(*(each.group[:4] for each in some), strict=True)
     group = Group(*(np.concatenate(column) for column in columns))
     return group, np.concatenate([each.old for each in some]), Cuts.joined([each.cuts for each in some])
 

@@ -20,7 +20,7 @@ from patchstore.support.threads import Worker
 from patchstore.tensors import columns, state_digest
 from patchstore.tensors import parts as part_sums
 from patchstore.tensors.bits import TOGETHER, TORCH_DTYPES
-from patchstore.tensors.columns import Block, Changes, Group, flattened, signed_of
+from patchstore.tensors.columns import Block, Changes, Group, signed_of
 from patchstore.tensors.parts import name_of
 from patchstore.tensors.state_digest import Sums
 
@@ -360,26 +360,18 @@ class PlainSnapshot:
 
     def _compare(self, given: _Given, ranges: Ranges) -> Group:
         numbers, tensors = given
-        block, flat = self._block(numbers), flattened(tensors)
-        new = flat.to(block.memory.dtype)
-        found = block.changed(new, numbers)
-        if len(tensors) > 1 and new is not flat and _has_nan(found, new.dtype):
+        block, given_dtype = self._block(numbers), tensors[0].dtype
+        dtype = block.memory.dtype
+        found = block.changed(tensors, numbers)
+        if len(tensors) > 1 and dtype != given_dtype and _has_nan(found, dtype):
             # Which NaN a conversion makes depends on the place in the tensor, so each is converted alone.
-            new = flattened([each.detach().to(new.dtype) for each in tensors])
-            found = block.changed(new, numbers)
-        if not is_narrowed(flat.dtype, new.dtype):
+            found = block.changed([each.detach().to(dtype) for each in tensors], numbers)
+        if not is_narrowed(given_dtype, dtype):
             ranges.finite[numbers] = False
-        else:
-            if not ranges.finite[numbers].all():
-                is_finite = bool(new.isfinite().all())
-            else:
-                is_finite = bool(signed_of(found.values).view(new.dtype).isfinite().all())
-            if is_finite:
-                ranges.finite[numbers] = True
-            else:
-                names = [self._names[number] for number in numbers.tolist()]
-                served = torch.split(new, block.sizes[block.places(numbers)].tolist())
-                ranges.look(list(zip(numbers.tolist(), names, tensors, served, strict=True)))
+        elif not ranges.finite[numbers].all() or not signed_of(found.values).view(dtype).isfinite().all():
+            names = [self._names[number] for number in numbers.tolist()]
+            served = [each.detach().to(dtype) for each in tensors]
+            ranges.look(list(zip(numbers.tolist(), names, tensors, served, strict=True)))
         return found
 
     def _block(self, numbers: Array) -> Block:

@@ -8,6 +8,7 @@ because replay promises the trainer's bytes, not its numbers.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -37,6 +38,8 @@ class Group(NamedTuple):
     """[num], in the flattened tensor, or part, that each is of; ascending in each. int32 where all fit."""
     values: Array
     """[num], new bit patterns, unsigned integers."""
+    replaced: Array | None = None
+    """[num], the bit patterns before, where the comparison has read them."""
 
     def of(self, numbers: Array) -> "Group":
         """Return what changed of some tensors, ascending; neighbours without a copy."""
@@ -52,7 +55,8 @@ class Group(NamedTuple):
             mine: slice | Array = slice(int(starts[0]), int(starts[-1] + counts[-1]))
         else:
             mine = ramps(counts, starts)
-        return Group(its, counts, self.positions[mine], self.values[mine])
+        replaced = None if self.replaced is None else self.replaced[mine]
+        return Group(its, counts, self.positions[mine], self.values[mine], replaced)
 
     @property
     def owner(self) -> Array:
@@ -76,21 +80,18 @@ def ramps(counts: Array, firsts: Array | None = None) -> Array:
     return found
 
 
-def changed(new: torch.Tensor, old: torch.Tensor, sizes: Array, numbers: Array) -> Group:
+def changed(new: Sequence[torch.Tensor], old: torch.Tensor, sizes: Array, numbers: Array) -> Group:
     """Compare tensors that lie side by side, on any device; returns what differs, in host memory.
 
-    Reads both once, a few million elements at a time; changes nothing.
+    Reads both once, a few hundred thousand elements at a time; changes nothing.
 
     Args:
-        new: [num], of any dtype; so is `old`.
+        new: flat, of any dtype, [num] together; so many as there are pieces.
+        old: [num], of the same dtype.
         sizes: int64 [T], elements of each tensor.
         numbers: int64 [T], what each is called.
     """
-    new, old = bits(new), bits(old)
-    at = elements.differing(new, old)
-    found = at.cpu().numpy()
-    # numpy picks elements faster than torch does in host memory; so it is below.
-    values = unsigned(new)[found] if new.device.type == "cpu" else unsigned(new[at].cpu())
+    found, values, replaced = elements.differing([bits(each) for each in new], bits(old))
     ends = sizes.cumsum()
     counts = np.diff(np.searchsorted(found, ends), prepend=0)
     some = np.flatnonzero(counts)
@@ -99,7 +100,7 @@ def changed(new: torch.Tensor, old: torch.Tensor, sizes: Array, numbers: Array) 
     positions = found - np.repeat(starts, counts)
     if sizes.max(initial=0) < 2**31:
         positions = positions.astype(np.int32)
-    return Group(numbers[some], counts, positions, values)
+    return Group(numbers[some], counts, positions, values, replaced)
 
 
 def signed_of(flat: Array) -> torch.Tensor:
@@ -109,10 +110,7 @@ def signed_of(flat: Array) -> torch.Tensor:
 
 
 class Changes:
-    """The elements whose bits differ from the state before: positions and new bits, in host memory.
-
-    The old bits are not in it: a caller that needs them reads the tensors of the state before.
-    """
+    """The elements whose bits differ from the state before, in host memory."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         """Take what changed, tensors of each element width and dtype apart."""
@@ -137,7 +135,8 @@ def patches(group: Group, schema: Schema) -> Iterator[TensorPatch]:
 def in_order(groups: Sequence[Group]) -> Group:
     """Join groups of tensors of one dtype; the result ascends by tensor, and in each by position."""
     numbers, counts, positions, values = (
-        each[0] if len(each) == 1 else np.concatenate(each) for each in zip(*groups, strict=True)
+        each[0] if len(each) == 1 else np.concatenate(each)
+        for each in zip(*(group[:4] for group in groups), strict=True)
     )
     if (numbers[1:] > numbers[:-1]).all():
         return Group(numbers, counts, positions, values)
@@ -150,7 +149,8 @@ def last_of(groups: Sequence[Group]) -> Group:
     """Join groups of tensors of one dtype, oldest first; of values at one position the last counts."""
     if len(groups) == 1:
         return groups[0]
-    numbers, counts, positions, values = (np.concatenate(each) for each in zip(*groups, strict=True))
+    each = zip(*(group[:4] for group in groups), strict=True)
+    numbers, counts, positions, values = map(np.concatenate, each)
     order, distinct, ranks = _order(numbers, counts, positions)
     owners, positions = np.repeat(ranks, counts)[order], positions[order]
     is_last = np.ones(len(order), dtype=np.bool_)
@@ -219,9 +219,14 @@ class Block:
         found = [self.memory[start:end] for start, end in zip(starts, ends, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def changed(self, new: torch.Tensor, numbers: Array) -> Group:
-        """Compare tensors with new ones, which lie one after the other on any device; see `changed`."""
-        return changed(new, self.held(numbers).to(new.device), self.sizes[self.places(numbers)], numbers)
+    def changed(self, new: Sequence[torch.Tensor], numbers: Array) -> Group:
+        """Compare tensors with new ones of any dtype on one device, which are converted; see `changed`."""
+        sizes, dtype = self.sizes[self.places(numbers)], self.memory.dtype
+        # Small ones in one piece. Large ones are not copied, which would take a third of the comparison.
+        is_large = sizes > elements.HOST_CHUNK // 4
+        cuts = [0, *(np.flatnonzero(is_large[1:] | is_large[:-1]) + 1).tolist(), len(new)]
+        pieces = [flattened(new[first:end]).to(dtype) for first, end in pairwise(cuts)]
+        return changed(pieces, self.held(numbers).to(new[0].device), sizes, numbers)
 
     def at(self, group: Group) -> Array:
         """Return the bit patterns at a group's positions, in host memory."""

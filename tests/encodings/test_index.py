@@ -19,9 +19,9 @@ from patchstore.codec import encoding as encoding_named
 from patchstore.codec.index import Gap, Listed, Raw
 from patchstore.codec.listing import Stated, listing
 from patchstore.errors import CorruptObject, UnsupportedFormat
-from patchstore.tensors import columns
+from patchstore.tensors import columns, elements
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, index_dtype, spec_of, unsigned
-from patchstore.tensors.columns import Block, flattened, in_order
+from patchstore.tensors.columns import Block, in_order
 from tests.support.stated import content_of, encoded, from_file, group_of, listed, with_bridges
 from tests.support.stated import decoded as decoded_of
 from tests.support.weights import random_bits
@@ -379,7 +379,7 @@ def test_a_patch_turns_the_old_tensor_into_the_new_one(
     at = torch.tensor(sorted(touched), dtype=torch.int64)
     bits(new)[at] = bits(random_bits(TORCH_DTYPES[dtype], (len(at),), seed + 1))
     encoding, spec = INDEX_ENCODINGS[name], TensorSpec(name="w", dtype=dtype, shape=(NUM,))
-    changed = torch.from_numpy(columns.changed(new, old, np.array([NUM]), np.array([0])).positions)
+    changed = torch.from_numpy(columns.changed([new], old, np.array([NUM]), np.array([0])).positions)
     stated = with_bridges(encoding, changed)
     patch = TensorPatch(name="w", indices=stated, values=bits(new)[stated].view(new.dtype))
     decoded = decoded_of(encoding, encoded(encoding, patch, spec), spec)
@@ -402,6 +402,20 @@ def test_an_unknown_encoding_names_the_known_ones() -> None:
     assert all(name in str(caught.value) for name in ENCODINGS)
 
 
+@pytest.mark.parametrize("num", [0, 7, 2000, 20_000, 300_000, 700_001])
+@pytest.mark.parametrize("dtype", ["F8_E5M2", "BF16", "F32", "I64"])
+def test_few_and_many_differences_are_found_in_pieces_that_begin_anywhere(dtype: str, num: int) -> None:
+    old = bits(random_bits(TORCH_DTYPES[dtype], (700_001,), 1))
+    at = torch.randperm(len(old), generator=torch.Generator().manual_seed(num))[:num].sort().values
+    new = old.clone()
+    new[at] ^= 1
+
+    found = elements.differing([new[:300_001], new[300_001:300_001], new[300_001:]], old)
+
+    expected = at.numpy(), unsigned(new[at]), unsigned(old[at])
+    assert all(np.array_equal(each, other) for each, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("dtype", ["BOOL", "F8_E5M2", "BF16", "F32", "I64"])
 def test_tensors_compared_together_differ_where_each_does(dtype: str) -> None:
     olds, news = [], []
@@ -414,7 +428,7 @@ def test_tensors_compared_together_differ_where_each_does(dtype: str) -> None:
         news.append(new)
     block = Block.of(range(len(olds)), olds)
 
-    found = block.changed(flattened(news), block.numbers)
+    found = block.changed(news, block.numbers)
 
     ends = np.concatenate([[0], found.counts.cumsum()])
     said = {

@@ -107,9 +107,9 @@ class Comparison:
         head = block[: index_encode.head_bytes(num_tensors)].view(torch.int64).tolist()
         expected, total = {}, 0
         for i, (new, old) in enumerate(zip(self.new, self.old, strict=True)):
-            changed = elements.differing(new, old)
+            changed = torch.tensor(elements.differing([new], old)[0].tolist(), dtype=torch.int64)
             total += changed.numel()
-            stated = with_bridges(encoding("gap" if gaps else "raw").index, changed.cpu()).to(DEVICE)
+            stated = with_bridges(encoding("gap" if gaps else "raw").index, changed).to(DEVICE)
             assert head[i] == stated.numel()
             before, after = (elements.sum_of(tensor[stated], stated) for tensor in (old, new))
             grown = head[num_tensors + 2 * i : num_tensors + 2 * i + 2]

@@ -16,7 +16,7 @@ from patchstore.codec.part_table import PartSums, PartTable
 from patchstore.publish.ownership import told_sums, total_sums
 from patchstore.stores import layout
 from patchstore.stores.base import Chunk, Store
-from patchstore.tensors.columns import Block, flattened
+from patchstore.tensors.columns import Block
 from patchstore.tensors.parts import of_whole
 
 State = Mapping[str, torch.Tensor]
@@ -50,7 +50,7 @@ def encoded(schema: Schema, held: Sequence[Part], old: State, new: State, encodi
             for state in (old, new)
         )
         block = Block.of(numbers, before)
-        encoder.add(block.changed(flattened(after), block.numbers), block)
+        encoder.add(block.changed(after, block.numbers), block)
     return encoder.delta()
 
 

@@ -44,7 +44,7 @@ from patchstore.read.run import Run
 from patchstore.stores import layout
 from patchstore.tensors import columns, state_digest
 from patchstore.tensors.bits import TOGETHER, batches
-from patchstore.tensors.columns import Block, flattened
+from patchstore.tensors.columns import Block
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +303,7 @@ class Builder:
             for first, end in columns.runs([new.numel() for _, new, _ in some], TOGETHER):
                 numbers, news, olds = zip(*some[first:end], strict=True)
                 held = Block.of(numbers, olds)
-                encoder.add(held.changed(flattened(news), held.numbers), held)
+                encoder.add(held.changed(news, held.numbers), held)
 
     def _flush(self, rollup: _Rollup, folder: Path) -> None:
         """Write what was encoded of a rollup so far to a temporary file."""
