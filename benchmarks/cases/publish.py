@@ -3,6 +3,7 @@
 Each step adds noise to weights whose masters are anywhere in the interval that rounds to them, so small
 weights are likelier to change, as with AdamW. `blocking_ms` is what the trainer waits for in `publish_patch`,
 `stored_s` the time until the version exists. Calls after an anchor are told apart: they may wait for it.
+`bus_gb_per_s` is what a snapshot in host memory is compared at, at most.
 """
 
 import argparse
@@ -23,6 +24,8 @@ from benchmarks.support.software import software
 from benchmarks.support.trainer import PART, RATE, STANDARD_DEVIATION, take_step
 from patchstore import Publisher, open_store
 from patchstore.quantization import CHOICES
+
+BUS_BYTES = 1 << 30
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +115,22 @@ def _publish(args: argparse.Namespace, device: torch.device, store: Any, form: s
         "payload_bytes": int(median(sizes)),
         "num_changed": num_changed,
         "density": num_changed / num_elements,
+        **(_bus(device) if args.snapshot == "host" else {}),
     }
+
+
+def _bus(device: torch.device) -> dict[str, float]:
+    """Measure how fast pinned memory reaches a GPU: no comparison with a snapshot there can be faster."""
+    if device.type != "cuda":
+        return {}
+    here = torch.empty(BUS_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+    there = here.to(device)
+    _wait(device)
+    began = time.perf_counter()
+    for _ in range(8):
+        there.copy_(here, non_blocking=True)
+    _wait(device)
+    return {"bus_gb_per_s": 8 * BUS_BYTES / (time.perf_counter() - began) / 1e9}
 
 
 def _wait(device: torch.device) -> None:
