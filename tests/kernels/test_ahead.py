@@ -117,13 +117,14 @@ def test_an_interrupt_between_pieces_loses_no_change(
     assert check(publisher, store, tensors, 3).kind == "delta"
 
 
+@pytest.mark.parametrize("where", ["Encoder.order", "choose_by_group"])
 def test_where_a_piece_cannot_be_encoded_the_next_version_is_whole(
-    publisher: Publisher, store: MemoryStore, tensors: State, monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher, store: MemoryStore, tensors: State, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     train(tensors)
     broken = Mock(side_effect=torch.OutOfMemoryError("no memory for rows"))
     with monkeypatch.context() as patched:
-        patched.setattr(encoder.Encoder, "order", broken)
+        patched.setattr(f"{encoder.__name__}.{where}", broken)
         with pytest.raises(PublishFailed, match="no memory for rows"):
             publisher.publish_patch(1).result()
     assert check(publisher, store, tensors, 2).kind == "anchor"
