@@ -151,7 +151,7 @@ class TensorWeights:
                     self._check_parents(held.of(deltas.relative), plan)
                     # The mapped files are closed with this block; what is staged must outlive it.
                     changes = [
-                        Group(*(each if each.flags.owndata else each.copy() for each in group[:4]))
+                        Group(*(each if each.flags.owndata else each.copy() for each in group.stated))
                         for group in deltas.merged_groups(deltas.numbers, held.of)
                     ]
             decoded = time.monotonic()

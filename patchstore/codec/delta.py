@@ -239,7 +239,7 @@ class _Coding(NamedTuple):
 def _joined(some: Sequence[_Coding]) -> tuple[Group, Array, Cuts]:
     if len(some) == 1:
         return some[0].group, some[0].old, some[0].cuts
-    columns = zip(*(each.group[:4] for each in some), strict=True)
+    columns = zip(*(each.group.stated for each in some), strict=True)
     group = Group(*(np.concatenate(column) for column in columns))
     return group, np.concatenate([each.old for each in some]), Cuts.joined([each.cuts for each in some])
 

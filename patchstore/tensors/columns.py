@@ -41,6 +41,11 @@ class Group(NamedTuple):
     replaced: Array | None = None
     """[num], the bit patterns before, where the comparison has read them."""
 
+    @property
+    def stated(self) -> tuple[Array, Array, Array, Array]:
+        """All columns but `replaced`."""
+        return self.numbers, self.counts, self.positions, self.values
+
     def of(self, numbers: Array) -> "Group":
         """Return what changed of some tensors, ascending; neighbours without a copy."""
         return self.at(within(self.numbers, numbers))
@@ -136,7 +141,7 @@ def in_order(groups: Sequence[Group]) -> Group:
     """Join groups of tensors of one dtype; the result ascends by tensor, and in each by position."""
     numbers, counts, positions, values = (
         each[0] if len(each) == 1 else np.concatenate(each)
-        for each in zip(*(group[:4] for group in groups), strict=True)
+        for each in zip(*(group.stated for group in groups), strict=True)
     )
     if (numbers[1:] > numbers[:-1]).all():
         return Group(numbers, counts, positions, values)
@@ -149,8 +154,8 @@ def last_of(groups: Sequence[Group]) -> Group:
     """Join groups of tensors of one dtype, oldest first; of values at one position the last counts."""
     if len(groups) == 1:
         return groups[0]
-    each = zip(*(group[:4] for group in groups), strict=True)
-    numbers, counts, positions, values = map(np.concatenate, each)
+    every = zip(*(group.stated for group in groups), strict=True)
+    numbers, counts, positions, values = map(np.concatenate, every)
     order, distinct, ranks = _order(numbers, counts, positions)
     owners, positions = np.repeat(ranks, counts)[order], positions[order]
     is_last = np.ones(len(order), dtype=np.bool_)

@@ -99,14 +99,12 @@ def _totals(dtype: str, old: Array, ends: Array, owner: Array, replaced: Array, 
     num_elements = np.zeros((num, MAX_CLASSES), dtype=np.int64)
     for first, last in _counted_together(ends):
         if last == first + 1:
-            counts, among = (
-                np.zeros(256, dtype=np.int64),
-                np.clip(np.arange(256) - base[first], 0, MAX_CLASSES - 1),
-            )
+            counts = np.zeros(256, dtype=np.int64)
+            of_exponent = np.clip(np.arange(256) - base[first], 0, MAX_CLASSES - 1)
             for start in range(int(ends[first]), int(ends[last]), _COUNTED_TOGETHER):
                 each = exponents(old[start : min(start + _COUNTED_TOGETHER, int(ends[last]))], dtype)
                 counts += np.bincount(each, minlength=256)
-            np.add.at(num_elements[first], among, counts)
+            np.add.at(num_elements[first], of_exponent, counts)
             continue
         # By the class that decides: of many parts, counts by exponent would not stay in the cache.
         its_base, place = base[first:last, None].astype(np.uint8), np.arange(last - first)[:, None]
