@@ -47,6 +47,8 @@ _TIE = 1e-9
 """Of two sums of the same bits in different orders."""
 _ON_ONE_THREAD = 1 << 18
 """Products of a matrix for which OpenBLAS starts no other threads, which would take seconds of CPU time."""
+_PARTS_TOGETHER = 512
+"""Parts whose best rows are worked out at a time, in the processor's caches."""
 _TERMS_TOGETHER = 1 << 19
 """Classes of parts and sets whose bits are worked out at a time."""
 
@@ -322,6 +324,13 @@ class Totals:
         """Return those of some parts, by number."""
         if len(some) == len(self.changed) and (some[1:] > some[:-1]).all():
             return self
+        return self._at(some)
+
+    def between(self, first: int, end: int) -> "Totals":
+        """Return those of neighbours, without a copy."""
+        return self if first == 0 and end >= len(self.changed) else self._at(slice(first, end))
+
+    def _at(self, some: Array | slice) -> "Totals":
         return Totals(
             changed=self.changed[some],
             num_elements=self.num_elements[some],
@@ -465,6 +474,15 @@ class RowSets:
 
 def best_rows(totals: Totals) -> BestRows:
     """Return the best rows of each part; the same for a part in whatever company it is looked at."""
+    num_parts = len(totals.changed)
+    firsts = range(0, max(num_parts, 1), _PARTS_TOGETHER)
+    many = [_best_of_some(totals.between(first, first + _PARTS_TOGETHER)) for first in firsts]
+    if len(many) == 1:
+        return many[0]
+    return BestRows(Sets.joined([each.sets for each in many]), np.concatenate([each.bits for each in many]))
+
+
+def _best_of_some(totals: Totals) -> BestRows:
     lo, nums = choose_classes(totals.changed, totals.lowest)
     # Classes ascend with exponents, so each has those from its first one on.
     number = np.arange(MAX_CLASSES + 1)
