@@ -110,6 +110,11 @@ class PartTable:
         return cls([Part.whole(spec) for spec in schema.tensors], range(len(schema.tensors)))
 
     @property
+    def largest_tile(self) -> int:
+        """Elements of the largest tile of any part, at most."""
+        return max((kind.largest for kind in self._ways.kinds), default=1)
+
+    @property
     def is_scattered(self) -> npt.NDArray[np.bool_]:
         """Bool [P], whether each is cut in three dimensions, so that `positions` follow no one rule."""
         scattered: npt.NDArray[np.bool_] = self.lines[:, 0] < 0

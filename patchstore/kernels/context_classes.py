@@ -298,7 +298,7 @@ def count(
             _count[len(picked),](
                 *(tensors.table, segments.table, segments.owners, segments.tiles, picked),
                 *(counts if starts is None else starts, counts, counts if totals is None else totals),
-                VECTORS=VECTORS,
+                VECTORS=min(VECTORS, 8 * segments.blocks),
                 ALL=starts is None,
                 num_warps=2,
                 **kind.constants(),
@@ -317,19 +317,19 @@ def each_tile(
 ) -> None:
     """Run a kernel that indexes classes; one launch a kind. Its programs take one tile after the other.
 
-    `per_processor` of them run at a time, and each has `scratch_words` words of 8 bytes for each of the
-    blocks that its kind has room for.
+    `per_processor` of them run at a time, and each has `scratch_words` words of 8 bytes for each `BLOCK`
+    elements of the largest tile.
     """
     device, programs = segments.table.device, 4
     if device.type == "cuda":
         programs = per_processor * torch.cuda.get_device_properties(device).multi_processor_count
+    scratch = torch.empty(programs * scratch_words * segments.blocks, dtype=torch.int64, device=device)
     for kind, picked in segments.kinds:
         if len(picked):
-            scratch = torch.empty(programs * scratch_words * kind.blocks, dtype=torch.int64, device=device)
             kernel[min(programs, len(picked)),](
                 *(tensors.table, segments.table, segments.owners, picked, *arguments, scratch, len(picked)),
-                LOG_BLOCKS=kind.blocks.bit_length() - 1,
-                VECTORS=vectors,
+                BLOCKS=segments.blocks,
+                VECTORS=min(vectors, 8 * segments.blocks),
                 **kind.constants(),
                 **constants,
             )

@@ -258,7 +258,7 @@ def as_words(streams: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _block_of(sums, rank, num_blocks, mine, LOG_BLOCKS: tl.constexpr):
+def _block_of(sums, rank, num_blocks, mine, BLOCKS: tl.constexpr, LOG_BLOCKS: tl.constexpr):
     """Find the last block with at most `rank` elements of a class before it, and how many these are.
 
     Looks at three places at once, since it is the waiting for one look after the other that takes long.
@@ -268,7 +268,7 @@ def _block_of(sums, rank, num_blocks, mine, LOG_BLOCKS: tl.constexpr):
     for k in tl.static_range(LOG_BLOCKS // 2):
         next_block = block
         for nth in tl.static_range(1, 4):
-            at = block + nth * (1 << LOG_BLOCKS >> (2 * k + 2))
+            at = block + nth * (BLOCKS >> (2 * k + 2))
             before = tl.load(sums + at * 16, mask=mine & (at < num_blocks), other=65535).to(tl.int32)
             is_later = (at < num_blocks) & (before <= rank)
             next_block = tl.where(is_later, at, next_block)
@@ -286,13 +286,12 @@ def _block_of(sums, rank, num_blocks, mine, LOG_BLOCKS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_jobs"], do_not_specialize_on_alignment=["scratch"])
 def _place(
     tensors, segments, owners, picked, counts, nums, places, changes, positions, values, scratch, num_jobs,
-    LOG_BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PLACED: tl.constexpr,
+    BLOCKS: tl.constexpr, LOG_BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PLACED: tl.constexpr,
     MEMORY: tl.constexpr, MEMORY_WIDTH: tl.constexpr, WIDENED: tl.constexpr,
 ):  # fmt: skip
     """Find the positions and the new bits of changes, of one tile after the other."""
-    blocks: tl.constexpr = 1 << LOG_BLOCKS
-    scratch += tl.program_id(0).to(tl.int64) * (8 * blocks)
-    listed = (scratch + 4 * blocks).to(tl.pointer_type(tl.uint64))
+    scratch += tl.program_id(0).to(tl.int64) * (8 * BLOCKS)
+    listed = (scratch + 4 * BLOCKS).to(tl.pointer_type(tl.uint64))
     sums = scratch.to(tl.pointer_type(tl.uint16))
     for nth in range(tl.program_id(0), num_jobs, tl.num_programs(0)):
         job = tl.load(picked + nth).to(tl.int64)
@@ -304,7 +303,7 @@ def _place(
             num = num_rows * num_cols
             index_classes(
                 row, address, num, num_cols, row_stride, col_stride, scratch,
-                blocks, VECTORS, MEMORY, MEMORY_WIDTH, WIDENED,
+                BLOCKS, VECTORS, MEMORY, MEMORY_WIDTH, WIDENED,
             )  # fmt: skip
             width = tl.load(row + columns.WIDTH).to(tl.int32)
             cols = tl.load(row + columns.COLS)
@@ -325,7 +324,9 @@ def _place(
                     before = tl.where(later, end, before)
                     end += tl.load(counts + job * 16 + k)
                 rank = element - before
-                block, smaller = _block_of(sums + class_place(number), rank, num_blocks, mine, LOG_BLOCKS)
+                block, smaller = _block_of(
+                    sums + class_place(number), rank, num_blocks, mine, BLOCKS, LOG_BLOCKS
+                )
                 rank -= smaller
                 word = tl.zeros((PLACED,), tl.int32)
                 held = tl.zeros((PLACED,), tl.uint64)
@@ -420,6 +421,7 @@ def decode(
             per_processor=PROGRAMS_PER_PROCESSOR,
             scratch_words=8,
             vectors=2 * VECTORS,
+            LOG_BLOCKS=segments.blocks.bit_length() - 1,
             PLACED=PLACED,
             **PLACING,
         )

@@ -364,16 +364,15 @@ def _ones_of(word):
 @triton.jit(do_not_specialize=["num_jobs"], do_not_specialize_on_alignment=["scratch"])
 def _order(
     tensors, segments, owners, picked, counts, nums, places, room, ordered, scratch, num_jobs,
-    LOG_BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ORDERED: tl.constexpr,
+    BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ORDERED: tl.constexpr,
     MEMORY: tl.constexpr, MEMORY_WIDTH: tl.constexpr, WIDENED: tl.constexpr,
 ):  # fmt: skip
     """Turn positions in a tile into the numbers of elements, and put changes in their order."""
-    blocks: tl.constexpr = 1 << LOG_BLOCKS
-    scratch += tl.program_id(0).to(tl.int64) * (10 * blocks)
-    listed = (scratch + 4 * blocks).to(tl.pointer_type(tl.uint64))
-    bitmap = (scratch + 8 * blocks).to(tl.pointer_type(tl.int32))
-    before = (scratch + 9 * blocks).to(tl.pointer_type(tl.int32))
-    words = tl.arange(0, blocks * 2)
+    scratch += tl.program_id(0).to(tl.int64) * (10 * BLOCKS)
+    listed = (scratch + 4 * BLOCKS).to(tl.pointer_type(tl.uint64))
+    bitmap = (scratch + 8 * BLOCKS).to(tl.pointer_type(tl.int32))
+    before = (scratch + 9 * BLOCKS).to(tl.pointer_type(tl.int32))
+    words = tl.arange(0, BLOCKS * 2)
     sums = scratch.to(tl.pointer_type(tl.uint16))
     for nth in range(tl.program_id(0), num_jobs, tl.num_programs(0)):
         job = tl.load(picked + nth).to(tl.int64)
@@ -382,10 +381,10 @@ def _order(
             _, row, address, _, num_rows, num_cols, row_stride, col_stride = box(
                 tensors, segments, owners, job, MEMORY_WIDTH
             )
-            tl.store(bitmap + words, tl.zeros((blocks * 2,), tl.int32))
+            tl.store(bitmap + words, tl.zeros((BLOCKS * 2,), tl.int32))
             index_classes(
                 row, address, num_rows * num_cols, num_cols, row_stride, col_stride, scratch,
-                blocks, VECTORS, MEMORY, MEMORY_WIDTH, WIDENED,
+                BLOCKS, VECTORS, MEMORY, MEMORY_WIDTH, WIDENED,
             )  # fmt: skip
             own = room + tl.load(places + job)
             for begin in range(0, num_changes, ORDERED):
@@ -459,6 +458,8 @@ class Encoder:
         groups: tuple[Array, Array],
         row_sets: RowSets,
         choosing: Executor,
+        *,
+        largest: int = 1,
     ) -> None:
         """Find the tiles of changes, and begin to count what rows are chosen by, and to choose them.
 
@@ -474,13 +475,15 @@ class Encoder:
                 `choose_by_group`.
             row_sets: those of the payload so far, which grow by what these parts need.
             choosing: a thread, which chooses rows beside the caller.
+            largest: elements of the largest tile for which kernels are compiled, if these parts have smaller
+                ones alone.
         """
         device, num, num_tensors = positions.device, len(positions), len(geometry)
         self._geometry, self._formats, self._device = geometry, formats, device
         self._groups, self._row_sets = groups, row_sets
         zeros = np.zeros(num_tensors, dtype=np.int64)
         cut = tensors(geometry, formats, zeros, zeros + 1, device)
-        self._held = held = whole(cut, addresses)
+        self._held = held = whole(cut, addresses, largest)
         num_chunks = -(-np.diff(bounds) // CHUNK)
         firsts = np.cumsum(num_chunks) - num_chunks
         tables = sent(np.concatenate([addresses, bounds, firsts, num_chunks]), device)

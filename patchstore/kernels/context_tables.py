@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from patchstore.codec.context import classes as context_classes
-from patchstore.codec.context.tiles import MAX_ELEMENTS, Cuts, Tiling
+from patchstore.codec.context.tiles import Cuts, Tiling
 from patchstore.kernels import sent
 
 Array = npt.NDArray[Any]
@@ -22,10 +22,6 @@ Array = npt.NDArray[Any]
 FORMATS = context_classes.FORMATS
 BLOCK = 64
 """Elements for which classes are counted together."""
-TILE_BLOCKS = (128, MAX_ELEMENTS // BLOCK)
-"""Kernels are compiled for tiles of at most so many blocks: those of most experts, and all others."""
-SMALL = 1 << 20
-"""Elements of a part that takes no time in the kernels of any tiles, so that fewer have to be compiled."""
 MAX_POSITION = 2**31 - 1
 
 
@@ -88,6 +84,8 @@ class Segments:
     """int32 [num_jobs], their numbers among the tiles of all tensors."""
     kinds: tuple[tuple["Kind", torch.Tensor], ...]
     """Jobs of each kind, int32."""
+    blocks: int
+    """A power of two: of `BLOCK` elements in the largest tile, at most."""
     is_narrow: bool
     """Whether every tensor has fewer than 2**31 elements."""
 
@@ -96,7 +94,7 @@ class Segments:
         return int(self.first_jobs[-1])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """What segments that one launch serves have in common."""
 
@@ -104,8 +102,6 @@ class Kind:
     """Bytes of an element in a checkpoint."""
     memory_width: int
     """And in memory: the same, or 4 for 2, which then is the upper half."""
-    blocks: int
-    """Of `TILE_BLOCKS`: of `BLOCK` elements, for how many the index of a tile has room."""
 
     def constants(self) -> dict[str, Any]:
         integers = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
@@ -114,11 +110,6 @@ class Kind:
             "MEMORY_WIDTH": self.memory_width,
             "WIDENED": self.width != self.memory_width,
         }
-
-
-def blocks_of(largest: Array, num_elements: Array) -> Array:
-    """Return the `Kind.blocks` of parts of so many elements, with tiles of at most so many."""
-    return np.where((largest <= TILE_BLOCKS[0] * BLOCK) & (num_elements > SMALL), *TILE_BLOCKS)
 
 
 def geometry(cuts: Cuts) -> Array:
@@ -175,6 +166,7 @@ def segments(
     addresses: Array,
     strides: Array,
     memory_widths: Array,
+    largest: int = 1,
 ) -> Segments:
     """Describe where tensors lie, in boxes of whole tiles.
 
@@ -184,6 +176,7 @@ def segments(
         addresses: int [num_segments], of the whole tensor's first element, or where it would be.
         strides: int [num_segments, 3], of levels, rows and columns, in elements.
         memory_widths: int [num_segments], bytes of an element in memory.
+        largest: elements of a tile, which `blocks` are enough for too.
     """
     device = tensors.table.device
     host = np.zeros((len(owners), SEGMENT_COLUMNS.value), dtype=np.int64)
@@ -203,13 +196,8 @@ def segments(
         ]
     )
     widths, memory_widths = tensors.host[owners, WIDTH], np.asarray(memory_widths)
-    rows, cols = tensors.host[owners, PART_ROWS], tensors.host[owners, PART_COLS]
-    tile_rows = np.minimum(tensors.host[owners, TILE_ROWS], rows)
-    tile_cols = np.minimum(tensors.host[owners, TILE_COLS], cols)
-    blocks = blocks_of(tile_rows * tile_cols, tensors.tiles[owners, 0] * rows * cols)
-    of_segments = np.stack([widths, memory_widths, blocks], axis=1)
-    found = np.unique(of_segments, axis=0)
-    mine = [(of_segments == kind).all(axis=1) for kind in found]
+    pairs = sorted({*zip(widths.tolist(), memory_widths.tolist(), strict=True)})
+    mine = [(widths == width) & (memory_widths == memory_width) for width, memory_width in pairs]
     of_kinds = [np.stack([host[each, FIRST_JOB], jobs[each]]) for each in mine]
     arrays = [each.reshape(-1) for each in (host, jobs, columns, *of_kinds)]
     # In one copy.
@@ -221,11 +209,15 @@ def segments(
     if num_jobs:
         _number[triton.cdiv(num_jobs, 1024),](rest, of, tiles, num_jobs, len(owners), NUM=1024)
     kinds = []
-    for fields, its_jobs, first in zip(found.tolist(), of_kinds, firsts, strict=True):
+    for (width, memory_width), its_jobs, first in zip(pairs, of_kinds, firsts, strict=True):
         begins, sizes = first.view(2, -1)
         shift, size = begins - (sizes.cumsum(0) - sizes), int(its_jobs[1].sum())
         picked = torch.arange(size, device=device) + torch.repeat_interleave(shift, sizes, output_size=size)
-        kinds.append((Kind(*fields), picked.to(torch.int32)))
+        kinds.append((Kind(width=width, memory_width=memory_width), picked.to(torch.int32)))
+    used = tensors.host[np.unique(owners)]
+    tile_rows = np.minimum(used[:, TILE_ROWS], used[:, PART_ROWS])
+    tile_cols = np.minimum(used[:, TILE_COLS], used[:, PART_COLS])
+    largest = int((tile_rows * tile_cols).max(initial=largest))
     levels = tensors.host[:, LEVEL] + tensors.tiles[:, 0]
     num_elements = levels * tensors.host[:, ROWS] * tensors.host[:, COLS]
     return Segments(
@@ -234,19 +226,23 @@ def segments(
         owners=of,
         tiles=tiles,
         kinds=tuple(kinds),
+        blocks=max(16, triton.next_power_of_2(triton.cdiv(largest, BLOCK))),
         is_narrow=int(num_elements.max(initial=0)) <= MAX_POSITION,
     )
 
 
-def whole(tensors: Tensors, addresses: Array) -> Segments:
-    """Describe parts that lie contiguously, elements in the order of the tensor: a segment each."""
+def whole(tensors: Tensors, addresses: Array, largest: int = 1) -> Segments:
+    """Describe parts that lie contiguously, elements in the order of the tensor: a segment each.
+
+    `largest` is as for `segments`.
+    """
     host = tensors.host
     boxes = np.concatenate([np.zeros_like(tensors.tiles), tensors.tiles], axis=1)
     rows, cols = host[:, PART_ROWS], host[:, PART_COLS]
     strides = np.stack([rows * cols, cols, np.ones_like(cols)], axis=1)
     before = (host[:, [LEVEL.value, ROW.value, COL.value]] * strides).sum(axis=1)
     firsts = addresses - before * host[:, WIDTH]
-    return segments(tensors, np.arange(len(host)), boxes, firsts, strides, host[:, WIDTH])
+    return segments(tensors, np.arange(len(host)), boxes, firsts, strides, host[:, WIDTH], largest)
 
 
 @triton.jit(do_not_specialize=["num_jobs", "num_segments"])

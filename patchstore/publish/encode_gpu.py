@@ -308,15 +308,13 @@ class Coder:
 
 
 def warm_up(table: PartTable, parent: Parent, device: torch.device) -> None:
-    """Compile what codes changes, with one of a part of each dtype and room for tiles; keeps nothing."""
+    """Compile what codes changes, with one change of the largest part of each dtype; keeps nothing."""
     every = np.arange(len(table.parts))
     is_cut, cuts = table.cuts(every, np.ones_like(every))
-    numbers = every[is_cut]
-    blocks = context_tables.blocks_of(cuts.each(lambda kind: kind.largest), table.sizes[numbers])
+    numbers, largest = every[is_cut], cuts.each(lambda kind: kind.largest)
     coding, digesting = _Coding(table), _Digesting(table, device)
-    for its in _by(table.dtype[numbers] + len(table.dtypes) * blocks):
-        # The smallest, as it crosses the bus where the snapshot is in host memory.
-        place = np.flatnonzero(its)[table.sizes[numbers[its]].argmin()][None]
+    for its in _by(table.dtype[numbers]):
+        place = np.flatnonzero(its)[largest[its].argmax()][None]
         (number,) = some = numbers[place]
         held = parent.part(number, table.parts[number]).to(device).view(torch.uint8)
         its_parent = Parent(held, parent.firsts - parent.firsts[number])
@@ -415,6 +413,7 @@ class _Coding:
             (order, np.append(firsts, len(order))),
             self._row_sets[kind],
             self._choosing,
+            largest=table.largest_tile,
         )
         self._steps[0].append(_Begun(table.owners[numbers], cuts, kind, encoder))
 

@@ -55,9 +55,8 @@ COPIED_BYTES = 512 << 20
 """Of a snapshot in host memory, so much at a time is copied to the device to be compared and coded."""
 COPIED_AT_ONCE = 32 << 20
 """Bytes."""
-NEAR_ELEMENTS = 3 << 30
-"""And of one on the device, so many are coded at a time. Rows are chosen for some while the device codes
-others; that takes as long for elements of one byte as of two."""
+NEAR_BYTES = 6 << 30
+"""And of one on the device, so much is coded at a time."""
 ROOMS = 4
 """Copies at a time: one is made, one is compared, and the encoder counts in one and reads one again."""
 DIGEST_BYTES = 256 << 20
@@ -181,10 +180,11 @@ class DeviceSnapshot:
         firsts = np.empty(len(specs), dtype=np.int64)
         firsts[self._numbers] = self._tiles.first_bytes[:-1]
         self._parent = Parent(self._memory, firsts)
+        most = COPIED_BYTES if is_far(self._memory, device) else NEAR_BYTES
         self._whole = self._piece(range(len(specs)), self._tiles)
         self._with_gaps = self._order(BlockLayout.of(self._specs, self._numbers, gaps=True))
         kinds, groups = together.kinds[self._numbers], together.groups[self._numbers]
-        self._pieces = [self._piece(each) for each in self._cut(kinds, groups)]
+        self._pieces = [self._piece(each) for each in self._cut(kinds, groups, most)]
         self._pointers: dict[tuple[int, int], tuple[list[int], torch.Tensor, list[int], torch.Tensor]] = {}
         """Of each piece, by its place: addresses of the trainer's tensors, and tiles that are not aligned."""
         self._places: dict[tuple[int, int], _Located] = {}
@@ -217,18 +217,16 @@ class DeviceSnapshot:
         )
         return layout, order
 
-    def _cut(self, kinds: Array, groups: Array) -> Iterator[range]:
-        """Yield neighbours of one kind: whole groups, and pieces of a kind have about as many bytes each."""
-        starts, is_host = np.array(self._tiles.first_bytes), is_far(self._memory, self.device)
-        firsts = np.flatnonzero(np.diff(groups, prepend=-1))
-        bounds = [*np.flatnonzero(np.diff(kinds, prepend=-1)).tolist(), len(kinds)]
-        for begin, end in pairwise(bounds):
-            most = COPIED_BYTES if is_host else NEAR_ELEMENTS * self._tiles.widths[begin]
-            its = firsts[(begin <= firsts) & (firsts < end)]
-            num_bytes = max(1, int(starts[end] - starts[begin]))
-            nth = (starts[its] - starts[begin]) * -(-num_bytes // most) // num_bytes
-            cuts = its[np.flatnonzero(np.diff(nth, prepend=-1))].tolist()
-            yield from (range(*each) for each in pairwise([*cuts, end]))
+    def _cut(self, kinds: Array, groups: Array, most: int) -> Iterator[range]:
+        """Yield neighbours of one kind: whole groups, of at most so many bytes where one is not larger."""
+        firsts = np.flatnonzero(np.diff(groups, prepend=-1)).tolist()
+        begin, starts = 0, self._tiles.first_bytes
+        for first, end in pairwise([*firsts, len(groups)]):
+            if first > begin and (kinds[first] != kinds[begin] or starts[end] - starts[begin] > most):
+                yield range(begin, first)
+                begin = first
+        if len(groups):
+            yield range(begin, len(groups))
 
     def _piece(self, its: range, tiles: compare.Tiles | None = None) -> _Piece:
         if tiles is None:

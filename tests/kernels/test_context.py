@@ -307,27 +307,6 @@ def test_elements_may_lie_anywhere() -> None:
         assert np.array_equal(values, tensor.new[mine])
 
 
-def test_tiles_of_experts_have_a_smaller_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside large tiles, and small tensors whose tiles are as small, in one call."""
-    monkeypatch.setattr(tables, "SMALL", 20_000)
-    shapes = [(128, 1040), (1 << 18,), (16, 32)]
-    changes = [change("BF16", shape, 60, seed=i) for i, shape in enumerate(shapes)]
-    kinds = tables.whole(tensors_of(changes), np.zeros(3, dtype=np.int64)).kinds
-    tiles = [each.tiling.num_tiles for each in changes]
-    assert {kind.blocks: len(jobs) for kind, jobs in kinds} == {128: tiles[0], 1024: tiles[1] + tiles[2]}
-    assert_encoded_together(changes)
-
-
-def test_as_large_tiles_as_the_smaller_index_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "SMALL", 0)
-    shapes = [(16 * 8192,), (16 * 8256,)]
-    changes = [change("F8_E4M3", shape, 500, seed=i) for i, shape in enumerate(shapes)]
-    assert [each.tiling.largest for each in changes] == [8192, 8256]
-    kinds = tables.whole(tensors_of(changes), np.zeros(2, dtype=np.int64)).kinds
-    assert [kind.blocks for kind, _ in kinds] == [128, 1024]
-    assert_encoded_together(changes)
-
-
 @pytest.mark.exhaustive
 def test_streams_that_mean_nothing_are_refused_as_on_the_cpu() -> None:
     rng = np.random.default_rng(1)

@@ -89,6 +89,8 @@ class Places:
     """int64 [num_boxes, 3], in elements: of levels, rows and columns."""
     memory_widths: Array
     """int64 [num_boxes], bytes of an element."""
+    largest_tile: int
+    """Elements of the largest tile of any tensor of the schema, at most."""
 
     @property
     def firsts(self) -> Array:
@@ -107,6 +109,8 @@ class Places:
         widths = np.array([each.element_size() for each in owners], dtype=np.int64)
         firsts = np.array([each.data_ptr() for each in owners], dtype=np.int64)
         formats = [FORMATS[schema.tensors[number].dtype] for number, _ in order]
+        kinds, _ = schema.kinds
+        shapes = [shape for dtype, shape in kinds if is_coded(dtype) and 0 not in shape]
         return cls(
             numbers=np.array([number for number, _ in order], dtype=np.int64),
             formats=np.array(formats, dtype=np.int64).reshape(-1, 3),
@@ -115,6 +119,7 @@ class Places:
             addresses=firsts + widths * np.array([box.origin for box in every], dtype=np.int64),
             strides=np.array([box.strides for box in every], dtype=np.int64).reshape(-1, 3),
             memory_widths=widths,
+            largest_tile=max((tiling(shape).largest for shape in shapes), default=1),
         )
 
     def copies(self, schema: Schema, numbers: Array, is_whole: Array) -> "Places":
@@ -228,6 +233,8 @@ def decode(coded: Coded, places: Places, schema: Schema, device: torch.device) -
         places.addresses[box],
         places.strides[box],
         places.memory_widths[box],
+        # Of all tensors, so that the same kernels serve each version.
+        places.largest_tile,
     )
     rows = sets.listed.astype(np.int32)
     lengths, codes = tables_on(device, held.lengths, rows[:, 0] | rows[:, 1] << 8 | rows[:, 2] << 16)

@@ -18,7 +18,6 @@ from patchstore.codec.context import Cuts, RowSets, encode_all, tiling
 from patchstore.errors import DeviceMemoryShort, LoadFailed, StateMismatch, UsageError
 from patchstore.kernels import digest, gap_decode, new_stream
 from patchstore.kernels import patch as kernels
-from patchstore.kernels.context_tables import blocks_of
 from patchstore.kernels.digest import BLOCK
 from patchstore.kernels.gap_decode import TILE
 from patchstore.kernels.patch import Exchange, Stated
@@ -211,18 +210,14 @@ class DeviceWeights(LiveWeights):
         self._compile_decoding()
 
     def _compile_decoding(self) -> None:
-        """Decode a change of one element of the smallest tensor of each kind; nothing is written.
-
-        Kernels are compiled for each dtype, in a checkpoint and in memory, and for each room for tiles.
-        """
+        """Decode a change of one element of the smallest tensor of each kind; nothing is written."""
         served, specs = self._served, self.map.schema.tensors
         smallest: dict[object, int] = {}
         ends = (served.firsts + served.num_boxes).tolist()
         for number, first, end in zip(served.numbers.tolist(), served.firsts.tolist(), ends, strict=True):
             spec, widths = specs[number], np.unique(served.memory_widths[first:end]).tolist()
             if spec.num_elements and self._segments.get(spec.name):
-                room = int(blocks_of(np.array(tiling(spec.shape).largest), np.array(spec.num_elements)))
-                kind = spec.dtype, room, len(spec.shape), *widths
+                kind = spec.dtype, len(spec.shape), *widths
                 other = smallest.setdefault(kind, number)
                 if spec.num_elements < specs[other].num_elements:
                     smallest[kind] = number
