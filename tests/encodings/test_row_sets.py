@@ -104,6 +104,16 @@ def test_the_cost_of_a_parts_best_rows_is_what_choosing_them_said() -> None:
         assert costs[part, part] == pytest.approx(own.bits[part], rel=1e-9)
 
 
+def test_best_rows_of_many_parts_are_those_of_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    totals = random_totals(20, 3)
+    together = best_rows(totals)
+    monkeypatch.setattr(rows, "_PARTS_TOGETHER", 3)
+    found = best_rows(totals)
+    assert_same_sets(found.sets, together.sets)
+    assert np.array_equal(found.bits, together.bits)
+    assert len(best_rows(totals.of(np.zeros(0, dtype=np.int64))).sets) == 0
+
+
 def test_known_best_rows_change_no_choice() -> None:
     totals = random_totals(40, 5)
     known, unknown = RowSets(), RowSets()
