@@ -107,7 +107,7 @@ def test_the_cost_of_a_parts_best_rows_is_what_choosing_them_said() -> None:
 def test_best_rows_of_many_parts_are_those_of_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     totals = random_totals(20, 3)
     together = best_rows(totals)
-    monkeypatch.setattr(rows, "_PARTS_TOGETHER", 3)
+    monkeypatch.setattr(rows, "PARTS_TOGETHER", 3)
     found = best_rows(totals)
     assert_same_sets(found.sets, together.sets)
     assert np.array_equal(found.bits, together.bits)

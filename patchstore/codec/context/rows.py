@@ -47,7 +47,7 @@ _TIE = 1e-9
 """Of two sums of the same bits in different orders."""
 _ON_ONE_THREAD = 1 << 18
 """Products of a matrix for which OpenBLAS starts no other threads, which would take seconds of CPU time."""
-_PARTS_TOGETHER = 512
+PARTS_TOGETHER = 512
 """Parts whose best rows are worked out at a time, in the processor's caches."""
 _TERMS_TOGETHER = 1 << 19
 """Classes of parts and sets whose bits are worked out at a time."""
@@ -475,8 +475,8 @@ class RowSets:
 def best_rows(totals: Totals) -> BestRows:
     """Return the best rows of each part; the same for a part in whatever company it is looked at."""
     num_parts = len(totals.changed)
-    firsts = range(0, max(num_parts, 1), _PARTS_TOGETHER)
-    many = [_best_of_some(totals.between(first, first + _PARTS_TOGETHER)) for first in firsts]
+    firsts = range(0, max(num_parts, 1), PARTS_TOGETHER)
+    many = [_best_of_some(totals.between(first, first + PARTS_TOGETHER)) for first in firsts]
     if len(many) == 1:
         return many[0]
     return BestRows(Sets.joined([each.sets for each in many]), np.concatenate([each.bits for each in many]))
