@@ -320,17 +320,10 @@ class Totals:
         """[T], `first_exponent` of each part."""
         return first_exponent(self.changed, self.lowest)
 
-    def of(self, some: Array) -> "Totals":
-        """Return those of some parts, by number."""
-        if len(some) == len(self.changed) and (some[1:] > some[:-1]).all():
+    def of(self, some: Array | slice) -> "Totals":
+        """Return those of some parts, by number; of a slice without a copy."""
+        if not isinstance(some, slice) and len(some) == len(self.changed) and (some[1:] > some[:-1]).all():
             return self
-        return self._at(some)
-
-    def between(self, first: int, end: int) -> "Totals":
-        """Return those of neighbours, without a copy."""
-        return self if first == 0 and end >= len(self.changed) else self._at(slice(first, end))
-
-    def _at(self, some: Array | slice) -> "Totals":
         return Totals(
             changed=self.changed[some],
             num_elements=self.num_elements[some],
@@ -474,11 +467,8 @@ class RowSets:
 
 def best_rows(totals: Totals) -> BestRows:
     """Return the best rows of each part; the same for a part in whatever company it is looked at."""
-    num_parts = len(totals.changed)
-    firsts = range(0, max(num_parts, 1), PARTS_TOGETHER)
-    many = [_best_of_some(totals.between(first, first + PARTS_TOGETHER)) for first in firsts]
-    if len(many) == 1:
-        return many[0]
+    firsts = range(0, max(len(totals.changed), 1), PARTS_TOGETHER)
+    many = [_best_of_some(totals.of(slice(first, first + PARTS_TOGETHER))) for first in firsts]
     return BestRows(Sets.joined([each.sets for each in many]), np.concatenate([each.bits for each in many]))
 
 
