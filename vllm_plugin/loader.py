@@ -20,10 +20,11 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from patchstore.bucket.records import Plan
+from patchstore.bucket.records import Plan, Schema
 from patchstore.errors import UsageError
+from patchstore.kernels import are_usable
 from patchstore.read.anchors import open_anchor
-from patchstore.read.deltas import open_deltas
+from patchstore.read.deltas import Deltas, open_deltas
 from patchstore.read.host_cache import HostCache
 from patchstore.read.rebuild import patched
 from patchstore.read.run import Run
@@ -82,7 +83,8 @@ class VersionLoader(DefaultModelLoader):
     def _load(
         self, model: torch.nn.Module, model_config: ModelConfig, run: Run, cache: HostCache, plan: Plan
     ) -> None:
-        with explained(run.schema, _rebuilt(run, cache, plan)) as weights:
+        device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        with explained(run.schema, _rebuilt(run, cache, plan, device)) as weights:
             # vLLM logs how long it took.
             self._weights, self.counter_before_loading_weights = weights, time.perf_counter()
             try:
@@ -104,7 +106,9 @@ class VersionLoader(DefaultModelLoader):
         return self._weights
 
 
-def _rebuilt(run: Run, cache: HostCache, plan: Plan) -> Generator[tuple[str, torch.Tensor], None, None]:
+def _rebuilt(
+    run: Run, cache: HostCache, plan: Plan, device: torch.device
+) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield the tensors of a version under all their names; they are proved when this ends."""
     assert plan.anchor is not None
     sums = np.zeros((len(run.schema.tensors), 2), dtype=np.uint64)
@@ -113,15 +117,30 @@ def _rebuilt(run: Run, cache: HostCache, plan: Plan) -> Generator[tuple[str, tor
         aliases.setdefault(name, []).append(alias)
     with ExitStack() as held:
         # All files at once, and all proved before the first tensor is handed out.
-        held.enter_context(open_anchor(run.store, plan.anchor, run.schema.by_name(), cache))
+        by_name = run.schema.by_name()
+        anchor = held.enter_context(open_anchor(run.store, plan.anchor, by_name, cache))
         deltas = held.enter_context(open_deltas(run.store, plan.deltas, run.schema, None, cache))
-        for _, specs, tensors in patched(run.store, run.schema, plan.anchor, deltas, sums, cache=cache):
+        on_device = _on_device(deltas, run.schema, device)
+        # A mapped file is not written to: each page that is would be kept twice.
+        given = (tensor if on_device else tensor.clone() for tensor in anchor.values())
+        files = [("", [by_name[name] for name in anchor], given)]
+        for _, specs, tensors in patched(files, run.schema, deltas, sums, **on_device):
             for spec, tensor in zip(specs, tensors, strict=True):
                 for alias in aliases.get(spec.name, ()):
                     # Some loaders write to what they are given.
                     yield alias, tensor.clone()
                 yield spec.name, tensor
         state_digest.check_state(run.store, run.schema, sums, plan.target)
+
+
+def _on_device(deltas: Deltas, schema: Schema, device: torch.device) -> dict[str, Any]:
+    """Return what has `patched` rebuild tensors on a device; nothing where it cannot."""
+    contents = deltas.contents() if are_usable(device) else None
+    if contents is None:
+        return {}
+    from vllm_plugin.gpu.rebuild import BATCH_ELEMENTS, DeviceRebuilder
+
+    return {"elsewhere": DeviceRebuilder(contents, schema, device), "together": BATCH_ELEMENTS}
 
 
 def register() -> None:

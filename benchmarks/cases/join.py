@@ -6,14 +6,15 @@ a copy of the anchor, and a load of it by `safetensors`. `server_cpu_s` is the C
 processes during the join.
 
 `boot` starts at the last version instead (`--load-format patchstore`), and `start` from a checkpoint of it.
-Of both, `start_s` is the time to the first answer, and `peak_mib` the most memory of any of the server's
-processes.
+Of both, `start_s` is the time to the first answer, `load_s` what of it vLLM says that loading took, and
+`peak_mib` the most memory of any of the server's processes.
 """
 
 import argparse
 import dataclasses
 import json
 import os
+import re
 import shlex
 import shutil
 import time
@@ -51,24 +52,39 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each repeat of each way. Every server is verified, bit for bit."""
-    shape, device = SHAPES[args.shape], torch.device("cpu")
+    shape = SHAPES[args.shape]
     if args.layers is not None:
         shape = dataclasses.replace(shape, name=f"{shape.name}-{args.layers}-layers", layers=args.layers)
     args.prompt_tokens, args.max_tokens, args.log = 16, 16, None
-    on = torch.device("cuda:0") if torch.cuda.is_available() else device
-    about: dict[str, Any] = {"shape": shape.name, "engine_args": shlex.join(args.engine_args), **software(on)}
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    about: dict[str, Any] = {"shape": shape.name, "engine_args": shlex.join(args.engine_args)}
+    about |= software(device)
     with work_folder(args.folder, "join") as folder:
-        with Trainer(shape, device, folder / "bucket") as trainer:
-            base = {name: tensor.roll(1, 0) for name, tensor in trainer.tensors.items()}
-            for _ in range(args.deltas):
-                trainer.step(args.density)
-            newest = dict(trainer.tensors)
+        base, newest = _publish(shape, device, folder / "bucket", args)
         anchor = folder / "bucket" / "anchors"
         num_bytes = sum(path.stat().st_size for path in anchor.rglob("*.safetensors"))
         about |= {"num_bytes": num_bytes, "deltas": args.deltas, "density": args.density}
         for _ in range(args.repeats):
             for way in args.ways:
                 yield {"way": way, **about, **_one(way, shape, args, folder, base, newest, anchor)}
+
+
+def _publish(
+    shape: Shape, device: torch.device, bucket: Path, args: argparse.Namespace
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Fill a bucket; return weights that are in no version, and those of the last, in host memory."""
+    base = {}
+    with Trainer(shape, device, bucket) as trainer:
+        if "checkpoint" in args.ways:
+            base = {name: tensor.roll(1, 0).cpu() for name, tensor in trainer.tensors.items()}
+        for _ in range(args.deltas):
+            trainer.step(args.density)
+        newest = {name: tensor.cpu() for name, tensor in trainer.tensors.items()}
+    del trainer
+    if device.type == "cuda":
+        # The servers need it.
+        torch.cuda.empty_cache()
+    return base, newest
 
 
 def _one(
@@ -98,6 +114,7 @@ def _one(
             if way in {"start", "boot"}:
                 _ask(server.url, shape, args)
                 found = {"start_s": time.monotonic() - server.started, "peak_mib": _peak_mib()}
+                found["load_s"] = _load_s(out / "vllm.log")
                 server.init_weight_transfer(store.url, scratch=str(out / "scratch"))
                 verify_server(store, server, args.deltas)
                 return found
@@ -123,6 +140,11 @@ def _timed(work: Callable[[], object]) -> float:
     began = time.monotonic()
     work()
     return time.monotonic() - began
+
+
+def _load_s(log: Path) -> float:
+    """How long the slowest rank loaded weights."""
+    return max(map(float, re.findall(r"Loading weights took ([0-9.]+) seconds", log.read_text())))
 
 
 def _ask(url: str, shape: Shape, args: argparse.Namespace) -> None:

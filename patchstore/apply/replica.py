@@ -22,6 +22,7 @@ from patchstore.bucket import history, kept, notes
 from patchstore.bucket.records import Manifest, Plan
 from patchstore.bucket.state_sums import SumsArray, as_array
 from patchstore.errors import HalfApplied, SchemaMismatch, StateMismatch, UsageError
+from patchstore.read.anchors import stream_anchor
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
 from patchstore.read.load import check_tensors, writing_to
@@ -142,7 +143,8 @@ class TensorWeights:
             changes: list[Group] = []
             full: dict[str, torch.Tensor] = {}
             if plan.anchor is not None:
-                files = patched(self._store, self._schema, plan.anchor, deltas, sums, cache=self._cache)
+                given = stream_anchor(self._store, plan.anchor, self._schema.by_name(), self._cache)
+                files = patched(given, self._schema, deltas, sums)
                 for _, specs, tensors in files:
                     full |= zip((spec.name for spec in specs), tensors, strict=True)
             else:

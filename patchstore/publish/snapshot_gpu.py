@@ -53,7 +53,7 @@ STREAMED_BYTES = 256 << 20
 """Of a stream's tensors so many bytes are held at a time, or one tensor."""
 COPIED_BYTES = 512 << 20
 """Of a snapshot in host memory, so much at a time is copied to the device to be compared and coded."""
-COPIED_AT_ONCE = 32 << 20
+COPIED_AT_ONCE = 16 << 20
 """Bytes."""
 NEAR_BYTES = 6 << 30
 """And of one on the device, so much is coded at a time."""

@@ -8,8 +8,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,11 +26,10 @@ from patchstore.support.threads import Threads
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import batches
 
-if TYPE_CHECKING:
-    from patchstore.read.host_cache import HostCache
-
 T = TypeVar("T")
 Batch = list[tuple[TensorSpec, torch.Tensor]]
+Rebuilt = tuple[Batch, dict[str, Sums]]
+"""A batch as the version has it, and the digest sums of its tensors by name."""
 File = tuple[str, list[TensorSpec], Iterator[torch.Tensor]]
 """The name of a file of an anchor, its tensors, and their values in the same order."""
 
@@ -58,36 +58,51 @@ def rebuild(
         if progress is not None:
             progress(done, run.schema.num_bytes)
 
+    files = stream_anchor(run.store, route.anchor, run.schema.by_name())
     with open_deltas(run.store, route.deltas, run.schema, scratch) as deltas:
-        yield from patched(run.store, run.schema, route.anchor, deltas, sums, advance=advance)
+        yield from patched(files, run.schema, deltas, sums, advance=advance)
     state_digest.check_state(run.store, run.schema, sums, route.target)
 
 
 def patched(
-    store: Store,
+    files: Iterable[File],
     schema: Schema,
-    anchor: Manifest,
     deltas: Deltas,
     sums: SumsArray,
     *,
-    cache: "HostCache | None" = None,
     advance: Callable[[int], None] | None = None,
+    elsewhere: Callable[[Batch], Rebuilt] | None = None,
+    together: int | None = None,
 ) -> Iterator[File]:
-    """`rebuild` with deltas that are open; fills `sums`, which the caller compares with the target's."""
+    """`rebuild` with deltas that are open; fills `sums`, which the caller compares with the target's.
 
-    def work(batch: Batch) -> tuple[Batch, dict[str, Sums]]:
+    Args:
+        files: of an anchor; their tensors are written to, if not `elsewhere`.
+        elsewhere: rebuilds a batch in other memory, and leaves the anchor's tensors as they are. What it has
+            no room for is rebuilt in host memory.
+        together: see `batches`.
+    """
+
+    def here(batch: Batch) -> Rebuilt:
         deltas.apply(batch)
         return batch, state_digest.of_named({spec.name: tensor for spec, tensor in batch})
 
+    def work(batch: Batch) -> Rebuilt:
+        if elsewhere is not None:
+            with suppress(torch.OutOfMemoryError):
+                return elsewhere(batch)
+            batch = [(spec, tensor.clone()) for spec, tensor in batch]
+        return here(batch)
+
     def written(specs: list[TensorSpec], tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-        for batch, found in _beside(work, batches(specs, tensors)):
+        for batch, found in _beside(work, batches(specs, tensors, together)):
             sums[[schema.places[name] for name in found]] = list(found.values())
             for spec, tensor in batch:
                 yield tensor
                 if advance is not None:
                     advance(spec.num_bytes)
 
-    for name, specs, tensors in stream_anchor(store, anchor, schema.by_name(), cache):
+    for name, specs, tensors in files:
         yield name, specs, written(specs, tensors)
 
 

@@ -70,12 +70,12 @@ def unsigned(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def batches(
-    specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor]
+    specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor], together: int | None = None
 ) -> Iterator[list[tuple[TensorSpec, torch.Tensor]]]:
     """Cut a stream of tensors into batches: small ones together, a large one ends its batch.
 
-    A batch has at most a quarter of `TOGETHER` elements before its last tensor, and no tensor is taken from
-    the stream before it is needed.
+    A batch has at most `together` elements before its last tensor, a quarter of `TOGETHER` if not given. No
+    tensor is taken from the stream before it is needed.
     """
     batch: list[tuple[TensorSpec, torch.Tensor]] = []
     num = 0
@@ -83,7 +83,7 @@ def batches(
         # Not the pair of `zip`, which would keep the first one for itself.
         batch.append((spec, tensor))
         num += spec.num_elements
-        if num >= TOGETHER // 4:
+        if num >= (TOGETHER // 4 if together is None else together):
             yield batch
             batch, num = [], 0
     if batch:

@@ -1,0 +1,106 @@
+"""Tensors of a version that are rebuilt on the device, beside those that are rebuilt on the CPU."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from patchstore import Publisher
+from patchstore.bucket.records import Plan
+from patchstore.bucket.state_sums import SumsArray
+from patchstore.read.anchors import open_anchor, stream_anchor
+from patchstore.read.deltas import Deltas, open_deltas
+from patchstore.read.host_cache import HostCache
+from patchstore.read.rebuild import File, patched
+from patchstore.read.run import Run
+from patchstore.stores.memory import MemoryStore
+from patchstore.tensors.bits import bits
+from tests.support.interpreted import DEVICE, kernels
+
+
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    return {
+        "bias": torch.randn(7),
+        "codes": (torch.randn(64, 48)).to(torch.float8_e4m3fn),
+        "empty": torch.zeros(0, 4, dtype=torch.bfloat16),
+        "flags": torch.randint(0, 2, (9,)).bool(),
+        "half": torch.randn(40, 33).to(torch.float16),
+        "matrix": (0.02 * torch.randn(96, 64)).to(torch.bfloat16),
+        "experts": (0.02 * torch.randn(3, 32, 64)).to(torch.bfloat16),
+        "steps": torch.arange(5),
+    }
+
+
+def step(current: dict[str, torch.Tensor], seed: int) -> None:
+    """Change some elements of every tensor, and none of `half` in every second step."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in current.items():
+        if tensor.numel() and not (name == "half" and seed % 2):
+            flat = bits(tensor)
+            some = torch.rand(flat.shape, generator=generator) < 0.03
+            some[seed % len(some)] = True
+            flat[some] ^= 1
+
+
+@pytest.mark.parametrize("encoding", ["context", "gap"])
+@pytest.mark.parametrize("together", [pytest.param(1, marks=pytest.mark.exhaustive), None])
+def test_a_version_is_rebuilt_on_the_device_as_on_the_cpu(encoding: str, together: int | None, tmp_path):
+    rebuilding = kernels("vllm_plugin.gpu.rebuild")
+    store, current = MemoryStore(), weights()
+    with Publisher(store, current, encoding=encoding, anchor_every=100, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+        for seed in range(1, 4):
+            step(current, seed)
+            publisher.publish_patch(seed).result()
+    run, cache = Run.open(store), HostCache(tmp_path)
+    plan = run.plan(3)
+    assert plan.anchor is not None and len(plan.deltas) == 3
+    with open_deltas(store, plan.deltas, run.schema, None, cache) as deltas:
+        contents = deltas.contents()
+        assert contents is not None
+        rebuilder = rebuilding.DeviceRebuilder(contents, run.schema, DEVICE)
+        given = stream_anchor(store, plan.anchor, run.schema.by_name(), cache)
+        expected, expected_sums = rebuilt(given, run, deltas)
+        found, sums = rebuilt(mapped(run, plan, cache), run, deltas, elsewhere=rebuilder, together=together)
+    assert found.keys() == expected.keys() == current.keys()
+    for name, tensor in found.items():
+        assert tensor.device.type == DEVICE.type and tensor.shape == current[name].shape
+        assert torch.equal(bits(tensor.cpu()), bits(current[name])), name
+        assert torch.equal(bits(expected[name]), bits(current[name])), name
+    assert np.array_equal(sums, expected_sums)
+
+
+def mapped(run: Run, plan: Plan, cache: HostCache) -> Iterator[File]:
+    """An anchor as it is in the cache, which stays as it is."""
+    assert plan.anchor is not None
+    by_name = run.schema.by_name()
+    with open_anchor(run.store, plan.anchor, by_name, cache) as anchor:
+        before = {name: tensor.clone() for name, tensor in anchor.items()}
+        yield "", [by_name[name] for name in anchor], iter(anchor.values())
+        assert all(torch.equal(bits(anchor[name]), bits(tensor)) for name, tensor in before.items())
+
+
+def rebuilt(files: Iterable[File], run: Run, deltas: Deltas, **more) -> tuple[dict, SumsArray]:
+    sums = np.zeros((len(run.schema.tensors), 2), dtype=np.uint64)
+    found = {}
+    for _, specs, tensors in patched(files, run.schema, deltas, sums, **more):
+        found.update(zip((spec.name for spec in specs), tensors, strict=True))
+    return found, sums
+
+
+def test_a_batch_without_room_is_rebuilt_on_the_cpu(tmp_path):
+    def no_room(batch):
+        raise torch.OutOfMemoryError("no room")
+
+    store, current = MemoryStore(), weights()
+    with Publisher(store, current, anchor_every=100, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+        step(current, 1)
+        publisher.publish_patch(1).result()
+    run, cache = Run.open(store), HostCache(tmp_path)
+    plan = run.plan(1)
+    with open_deltas(store, plan.deltas, run.schema, None, cache) as deltas:
+        found, _ = rebuilt(mapped(run, plan, cache), run, deltas, elsewhere=no_room)
+    assert all(torch.equal(bits(found[name]), bits(tensor)) for name, tensor in current.items())

@@ -1,0 +1,126 @@
+"""Rebuild the tensors of a version on the device; `read.rebuild` does the same on the CPU.
+
+A server that starts at a version brings every tensor of the anchor to the device anyway. Deltas are decoded
+and written there, and the sums for the digest counted, for many tensors at a time.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from patchstore.bucket.records import Schema
+from patchstore.codec.delta_file import Content
+from patchstore.kernels import digest, sent
+from patchstore.kernels.segments import Kind
+from patchstore.read.rebuild import Batch, Rebuilt
+from patchstore.tensors.bits import INTEGERS
+from patchstore.tensors.state_digest import Sums
+from vllm_plugin.gpu.decode import Places, decode, jobs_of, list_positions
+from vllm_plugin.live.copies import Transfers
+
+Array = npt.NDArray[np.int64]
+
+BATCH_ELEMENTS = 64 << 20
+"""Of tensors that are rebuilt together, at most before the last one: launches take no time beside them."""
+_ALIGNED = 16
+
+
+class DeviceRebuilder:
+    """Brings batches of an anchor's tensors to the device, and to a version. Several threads may call it."""
+
+    def __init__(self, contents: Sequence[Content], schema: Schema, device: torch.device) -> None:
+        """`contents`: what each delta after the anchor states, oldest first, all by gaps; see `Deltas`."""
+        self._contents, self._schema, self._device = contents, schema, device
+        self._places = Places.served(schema, {}, {})
+        self._transfers, self._lock = Transfers(device), Lock()
+
+    def __call__(self, batch: Batch) -> Rebuilt:
+        """Return the tensors as they are in the version, on the device, and their digest sums.
+
+        Raises CorruptObject: a delta is no change of these tensors. torch.OutOfMemoryError: there is no room.
+        """
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            return self._rebuilt(batch)
+
+    def _rebuilt(self, batch: Batch) -> Rebuilt:
+        numbers = np.array([self._schema.places[spec.name] for spec, _ in batch], dtype=np.int64)
+        sizes = np.array([tensor.nbytes for _, tensor in batch], dtype=np.int64)
+        room = -(-sizes // _ALIGNED) * _ALIGNED
+        firsts = room.cumsum() - room
+        memory = torch.empty(int(room.sum()), dtype=torch.uint8, device=self._device)
+        addresses = np.array([tensor.data_ptr() for _, tensor in batch], dtype=np.int64)
+        self._transfers.bring(addresses, sizes, memory, firsts)()
+        found = [
+            (spec, memory[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            for (spec, tensor), first in zip(batch, firsts.tolist(), strict=True)
+        ]
+        widths = np.array([tensor.element_size() for _, tensor in batch], dtype=np.int64)
+        order = numbers.argsort()
+        held = _Held(memory, numbers[order], firsts[order], widths[order], sizes[order] // widths[order])
+        # Triton compiles for one thread at a time. Copies, which take longer, go on beside.
+        with self._lock:
+            for content in self._contents:
+                self._write(content.of(held.numbers), held)
+            sums = held.digested()
+        names = [batch[place][0].name for place in order.tolist()]
+        return found, {name: Sums(*each) for name, each in zip(names, sums.tolist(), strict=True)}
+
+    def _write(self, content: Content, held: "_Held") -> None:
+        """Write what a delta states of these tensors."""
+        if len(content.coded):
+            coded = np.unique(content.coded.numbers)
+            at = np.searchsorted(held.numbers, coded)
+            places = self._places.copies(self._schema, coded, np.ones(len(coded), dtype=np.bool_))
+            places = places.at(coded, held.memory.data_ptr() + held.firsts[at])
+            decoded = decode(content.coded, places, self._schema, self._device)
+            # Of all widths at once; those of one are picked where there are several.
+            begins, nums, widths = held.firsts[at] // decoded.widths, np.diff(decoded.bounds), decoded.widths
+            to = decoded.positions + torch.repeat_interleave(*self._sent(begins, nums))
+            for width in np.unique(widths).tolist():
+                its = torch.repeat_interleave(*self._sent(widths == width, nums))
+                values = decoded.narrow if width == 1 else decoded.values
+                held.memory.view(INTEGERS[width])[to[its]] = values[its]
+        for each in content.listed:
+            width = each.val.element_size()
+            begins = held.firsts // width
+            for to, values in list_positions([each], self._schema, held.numbers, begins, self._device):
+                held.memory.view(INTEGERS[width])[to] = values
+
+    def _sent(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
+        return [sent(each, self._device) for each in arrays]
+
+
+class _Held:
+    """Tensors in one memory of the device, ascending by number."""
+
+    def __init__(
+        self, memory: torch.Tensor, numbers: Array, firsts: Array, widths: Array, sizes: Array
+    ) -> None:
+        """int64 [T] each: places in the schema, at which byte each begins, bytes of an element, elements."""
+        self.memory, self.numbers, self.firsts = memory, numbers, firsts
+        self._widths, self._sizes = widths, sizes
+
+    def digested(self) -> npt.NDArray[np.uint64]:
+        """Return the digest sums of all, uint64 [T, 2]; waits for the device."""
+        device, found = self.memory.device, np.zeros((len(self.numbers), 2), dtype=np.uint64)
+        for width in np.unique(self._widths).tolist():
+            its = np.flatnonzero(self._widths == width)
+            sizes, nothing = self._sizes[its], np.zeros_like(its)
+            addresses = self.memory.data_ptr() + self.firsts[its]
+            rows = np.stack([nothing, nothing, sizes, nothing, addresses, nothing, sizes, nothing], axis=1)
+            kind = Kind(
+                value_width=width,
+                memory_width=width,
+                num_dims=0,
+                is_narrow=bool((sizes < 2**31).all()),
+                is_aligned=True,
+            )
+            jobs = jobs_of(sizes, digest.BLOCK).astype(np.int32)
+            sums = digest.digest(kind, sent(rows, device), sent(jobs, device))
+            found[its] = sums[:, :2].cpu().numpy().view(np.uint64)
+        return found
