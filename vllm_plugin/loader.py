@@ -8,10 +8,11 @@ tensors are not those of the version does not start.
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,13 +25,16 @@ from patchstore.bucket.records import Plan, Schema
 from patchstore.errors import UsageError
 from patchstore.kernels import are_usable
 from patchstore.read.anchors import open_anchor
-from patchstore.read.deltas import Deltas, open_deltas
+from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
 from patchstore.read.rebuild import patched
 from patchstore.read.run import Run
 from patchstore.tensors import state_digest
 from vllm_plugin.boot import LOAD_FORMAT, logger, number_of, opened
 from vllm_plugin.live.models import explained
+
+if TYPE_CHECKING:
+    from vllm_plugin.gpu.rebuild import DeviceRebuilder
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -84,7 +88,7 @@ class VersionLoader(DefaultModelLoader):
         self, model: torch.nn.Module, model_config: ModelConfig, run: Run, cache: HostCache, plan: Plan
     ) -> None:
         device = next((each.device for each in model.parameters()), torch.device("cpu"))
-        with explained(run.schema, _rebuilt(run, cache, plan, device)) as weights:
+        with explained(run.schema, rebuilt(run, cache, plan, device)) as weights:
             # vLLM logs how long it took.
             self._weights, self.counter_before_loading_weights = weights, time.perf_counter()
             try:
@@ -106,7 +110,7 @@ class VersionLoader(DefaultModelLoader):
         return self._weights
 
 
-def _rebuilt(
+def rebuilt(
     run: Run, cache: HostCache, plan: Plan, device: torch.device
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield the tensors of a version under all their names; they are proved when this ends."""
@@ -118,13 +122,21 @@ def _rebuilt(
     with ExitStack() as held:
         # All files at once, and all proved before the first tensor is handed out.
         by_name = run.schema.by_name()
+        beside = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="patchstore-compile"))
+        making = beside.submit(_rebuilder, run.schema, device)
         anchor = held.enter_context(open_anchor(run.store, plan.anchor, by_name, cache))
         deltas = held.enter_context(open_deltas(run.store, plan.deltas, run.schema, None, cache))
-        on_device = _on_device(deltas, run.schema, device)
-        # A mapped file is not written to: each page that is would be kept twice.
-        given = (tensor if on_device else tensor.clone() for tensor in anchor.values())
-        files = [("", [by_name[name] for name in anchor], given)]
-        for _, specs, tensors in patched(files, run.schema, deltas, sums, **on_device):
+        rebuilder, contents = making.result(), deltas.contents()
+        specs = [by_name[name] for name in anchor]
+        if rebuilder is None or contents is None:
+            # A mapped file is not written to: each page that is would be kept twice.
+            copies = (tensor.clone() for tensor in anchor.values())
+            files = patched([("", specs, copies)], run.schema, deltas, sums)
+        else:
+            rebuilder.contents = contents
+            mapped, together = [("", specs, iter(anchor.values()))], rebuilder.together
+            files = patched(mapped, run.schema, deltas, sums, elsewhere=rebuilder, together=together)
+        for _, specs, tensors in files:
             for spec, tensor in zip(specs, tensors, strict=True):
                 for alias in aliases.get(spec.name, ()):
                     # Some loaders write to what they are given.
@@ -133,14 +145,15 @@ def _rebuilt(
         state_digest.check_state(run.store, run.schema, sums, plan.target)
 
 
-def _on_device(deltas: Deltas, schema: Schema, device: torch.device) -> dict[str, Any]:
-    """Return what has `patched` rebuild tensors on a device; nothing where it cannot."""
-    contents = deltas.contents() if are_usable(device) else None
-    if contents is None:
-        return {}
-    from vllm_plugin.gpu.rebuild import BATCH_ELEMENTS, DeviceRebuilder
+def _rebuilder(schema: Schema, device: torch.device) -> "DeviceRebuilder | None":
+    """Return what rebuilds tensors on a device, with its kernels compiled; None where there are none."""
+    if not are_usable(device):
+        return None
+    from vllm_plugin.gpu.rebuild import DeviceRebuilder
 
-    return {"elsewhere": DeviceRebuilder(contents, schema, device), "together": BATCH_ELEMENTS}
+    found = DeviceRebuilder(schema, device)
+    found.warm_up()
+    return found
 
 
 def register() -> None:

@@ -6,7 +6,7 @@ Imports Triton, so only what runs kernels may import it.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -51,8 +51,12 @@ CONVERTED_BYTES = 1 << 30
 """So many bytes of tensors at a time are converted or made contiguous for a comparison."""
 STREAMED_BYTES = 256 << 20
 """Of a stream's tensors so many bytes are held at a time, or one tensor."""
-COPIED_BYTES = 512 << 20
+COPIED_BYTES = 1 << 30
 """Of a snapshot in host memory, so much at a time is copied to the device to be compared and coded."""
+COPIED_SHARE = 20
+"""Copies take at most one in so many bytes of the device's memory."""
+SMALLER = 8
+"""Where there is no memory for that, so many times less, at least."""
 COPIED_AT_ONCE = 16 << 20
 """Bytes."""
 NEAR_BYTES = 6 << 30
@@ -180,11 +184,14 @@ class DeviceSnapshot:
         firsts = np.empty(len(specs), dtype=np.int64)
         firsts[self._numbers] = self._tiles.first_bytes[:-1]
         self._parent = Parent(self._memory, firsts)
-        most = COPIED_BYTES if is_far(self._memory, device) else NEAR_BYTES
         self._whole = self._piece(range(len(specs)), self._tiles)
         self._with_gaps = self._order(BlockLayout.of(self._specs, self._numbers, gaps=True))
         kinds, groups = together.kinds[self._numbers], together.groups[self._numbers]
-        self._pieces = [self._piece(each) for each in self._cut(kinds, groups, most)]
+        self._cut = partial(_cut, kinds, groups, self._tiles.first_bytes)
+        self._most = copied_bytes(device) if is_far(self._memory, device) else NEAR_BYTES
+        """Bytes of a piece, where a group has no more."""
+        self._least = self._most // SMALLER
+        self._pieces = [self._piece(each) for each in self._cut(self._most)]
         self._pointers: dict[tuple[int, int], tuple[list[int], torch.Tensor, list[int], torch.Tensor]] = {}
         """Of each piece, by its place: addresses of the trainer's tensors, and tiles that are not aligned."""
         self._places: dict[tuple[int, int], _Located] = {}
@@ -216,17 +223,6 @@ class DeviceSnapshot:
             wide=table(layout.widths[layout.indices] == 8).to(torch.int32),
         )
         return layout, order
-
-    def _cut(self, kinds: Array, groups: Array, most: int) -> Iterator[range]:
-        """Yield neighbours of one kind: whole groups, of at most so many bytes where one is not larger."""
-        firsts = np.flatnonzero(np.diff(groups, prepend=-1)).tolist()
-        begin, starts = 0, self._tiles.first_bytes
-        for first, end in pairwise([*firsts, len(groups)]):
-            if first > begin and (kinds[first] != kinds[begin] or starts[end] - starts[begin] > most):
-                yield range(begin, first)
-                begin = first
-        if len(groups):
-            yield range(begin, len(groups))
 
     def _piece(self, its: range, tiles: compare.Tiles | None = None) -> _Piece:
         if tiles is None:
@@ -314,11 +310,17 @@ class DeviceSnapshot:
         is_given = not isinstance(current, Stream) and isinstance(encoding, Context)
         if not is_given or not is_far(self._memory, self.device):
             return None
-        try:
-            return rooms_for(self._pieces, self.device)
-        except torch.OutOfMemoryError:
-            # The trainer goes on: the comparison takes no memory, and what is not encoded will be an anchor.
-            return None
+        with suppress(torch.OutOfMemoryError):
+            while True:
+                with suppress(torch.OutOfMemoryError):
+                    return rooms_for(self._pieces, self.device)
+                if self._most < 2 * self._least:
+                    break
+                # Smaller ones take longer, and are all the trainer has left memory for.
+                self._most //= 2
+                self._pieces = [self._piece(each) for each in self._cut(self._most)]
+        # The trainer goes on: the comparison takes no memory, and what is not encoded will be an anchor.
+        return None
 
     def _copied(
         self, pieces: Sequence[_Piece], rooms: torch.Tensor, wait_for: Callable[[int], object]
@@ -597,6 +599,29 @@ class DeviceSnapshot:
         held = self._memory.data_ptr()
         index_encode.encode(found, order, held, memory, gaps=layout.gaps, lines=lines)
         return ChangeBlock(layout, memory, head)
+
+
+def copied_bytes(device: torch.device) -> int:
+    """Return `COPIED_BYTES`, or what the device's memory has room for."""
+    if device.type != "cuda":
+        return COPIED_BYTES
+    return min(COPIED_BYTES, torch.cuda.get_device_properties(device).total_memory // (COPIED_SHARE * ROOMS))
+
+
+def _cut(kinds: Array, groups: Array, starts: Sequence[int], most: int) -> Iterator[range]:
+    """Yield neighbours of one kind: whole groups, of at most so many bytes where one is not larger.
+
+    Args:
+        kinds, groups: int64 [num_tensors], of `Together`.
+        starts: where each begins in the snapshot, and the end.
+    """
+    firsts, begin = np.flatnonzero(np.diff(groups, prepend=-1)).tolist(), 0
+    for first, end in pairwise([*firsts, len(groups)]):
+        if first > begin and (kinds[first] != kinds[begin] or starts[end] - starts[begin] > most):
+            yield range(begin, first)
+            begin = first
+    if len(groups):
+        yield range(begin, len(groups))
 
 
 def rooms_for(pieces: Sequence[_Piece], device: torch.device) -> torch.Tensor:

@@ -132,11 +132,37 @@ def test_where_a_piece_cannot_be_encoded_the_next_version_is_whole(
     assert check(publisher, store, tensors, 3).kind == "delta"
 
 
+def test_with_little_memory_for_copies_pieces_are_smaller(
+    store: MemoryStore, tensors: State, encoders: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces: list[int] = []
+
+    def rooms(given: Any, there: torch.device, rooms: Any = device.rooms_for) -> torch.Tensor:
+        pieces.append(len(given))
+        if len(pieces) == 1:
+            raise torch.OutOfMemoryError("no memory for rooms")
+        return rooms(given, there)
+
+    monkeypatch.setattr(device, "COPIED_BYTES", 3200)
+    with Publisher(store, tensors, dtype="float16", snapshot="host", encoding="context") as opened:
+        opened.publish_patch(0).result()
+        monkeypatch.setattr(device, "rooms_for", rooms)
+        train(tensors)
+        del encoders[:]
+        assert check(opened, store, tensors, 1).kind == "delta"
+        train(tensors)
+        assert check(opened, store, tensors, 2).kind == "delta"
+    assert pieces[0] < pieces[1] == pieces[2]
+    assert len(encoders) >= 2 * pieces[1] > 2 * pieces[0]
+
+
 def test_without_memory_for_copies_the_comparison_goes_over_the_bus(
     publisher: Publisher, store: MemoryStore, tensors: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tensors)
-    short = Mock(wraps=device.rooms_for, side_effect=[torch.OutOfMemoryError("no memory for rooms"), DEFAULT])
+    # Once for each size that is tried.
+    none = [torch.OutOfMemoryError("no memory for rooms")] * device.SMALLER.bit_length()
+    short = Mock(wraps=device.rooms_for, side_effect=[*none, DEFAULT])
     monkeypatch.setattr(device, "rooms_for", short)
     assert check(publisher, store, tensors, 1).kind == "delta"
-    assert short.call_count == 2
+    assert short.call_count == len(none) + 1

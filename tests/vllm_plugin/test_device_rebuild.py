@@ -60,7 +60,9 @@ def test_a_version_is_rebuilt_on_the_device_as_on_the_cpu(encoding: str, togethe
     with open_deltas(store, plan.deltas, run.schema, None, cache) as deltas:
         contents = deltas.contents()
         assert contents is not None
-        rebuilder = rebuilding.DeviceRebuilder(contents, run.schema, DEVICE)
+        rebuilder = rebuilding.DeviceRebuilder(run.schema, DEVICE)
+        rebuilder.warm_up()
+        rebuilder.contents = contents
         given = stream_anchor(store, plan.anchor, run.schema.by_name(), cache)
         expected, expected_sums = rebuilt(given, run, deltas)
         found, sums = rebuilt(mapped(run, plan, cache), run, deltas, elsewhere=rebuilder, together=together)
@@ -104,3 +106,26 @@ def test_a_batch_without_room_is_rebuilt_on_the_cpu(tmp_path):
     with open_deltas(store, plan.deltas, run.schema, None, cache) as deltas:
         found, _ = rebuilt(mapped(run, plan, cache), run, deltas, elsewhere=no_room)
     assert all(torch.equal(bits(found[name]), bits(tensor)) for name, tensor in current.items())
+
+
+def test_a_server_is_given_a_version_that_was_rebuilt_on_its_device(monkeypatch, tmp_path):
+    rebuilding, loader = kernels("vllm_plugin.gpu.rebuild"), pytest.importorskip("vllm_plugin.loader")
+    monkeypatch.setattr(loader, "are_usable", lambda device: True)
+    rebuild, batches = rebuilding.DeviceRebuilder.__call__, []
+
+    def called(self, batch):
+        batches.append(batch)
+        return rebuild(self, batch)
+
+    monkeypatch.setattr(rebuilding.DeviceRebuilder, "__call__", called)
+    store, current = MemoryStore(), weights()
+    with Publisher(store, current | {"tied": current["matrix"]}, anchor_every=100, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+        step(current, 1)
+        publisher.publish_patch(1).result()
+    run, cache = Run.open(store), HostCache(tmp_path)
+    found = dict(loader.rebuilt(run, cache, run.plan(1), DEVICE))
+    assert batches and found.keys() == current.keys() | {"tied"}
+    assert all(torch.equal(bits(found[name].cpu()), bits(tensor)) for name, tensor in current.items())
+    assert torch.equal(bits(found["tied"]), bits(found["matrix"]))
+    assert found["tied"].data_ptr() != found["matrix"].data_ptr()

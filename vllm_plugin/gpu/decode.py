@@ -13,13 +13,13 @@ import torch
 
 from patchstore.bucket import records
 from patchstore.bucket.records import Schema
-from patchstore.codec.context import Coded, is_coded, tiling
+from patchstore.codec.context import Coded, Cuts, RowSets, encode_all, is_coded, tiling
 from patchstore.codec.index import Gap, Listed, check_gaps
 from patchstore.errors import CorruptObject
 from patchstore.kernels import context_decode, context_tables, gap_decode
 from patchstore.kernels.context_tables import FORMATS
 from patchstore.kernels.gap_decode import TILE
-from patchstore.tensors.bits import bits
+from patchstore.tensors.bits import bits, unsigned
 from patchstore.tensors.columns import ramps, signed_of
 from vllm_plugin.gpu.upload import aligned, send, send_memory, tables_on
 from vllm_plugin.map.mapping import Box
@@ -252,6 +252,14 @@ def decode(coded: Coded, places: Places, schema: Schema, device: torch.device) -
     last = np.searchsorted(held.numbers[owners], numbers, side="right")
     bounds = np.concatenate([np.zeros(1, dtype=np.int64), found.bounds[last]])
     return Decoded(numbers, widths, found.positions, found.values, narrow, bounds)
+
+
+def change_of_one(schema: Schema, name: str, tensor: torch.Tensor) -> Coded:
+    """Code another lowest bit of the first element of a tensor on the CPU, of a dtype that can be coded."""
+    first, old = np.zeros(1, dtype=np.int64), unsigned(tensor)
+    spec = schema.tensors[number := schema.places[name]]
+    cuts, changes = Cuts.of([tiling(spec.shape)]), (first + 1, first, old[:1] ^ 1)
+    return encode_all(spec.dtype, first + number, cuts, old, *changes, RowSets())
 
 
 def tiles_within(geometry: Array, boxes: Array) -> tuple[Array, Array]:

@@ -13,29 +13,32 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from patchstore.bucket.records import Schema
+from patchstore.bucket.records import Schema, TensorSpec
+from patchstore.codec.context import is_coded
 from patchstore.codec.delta_file import Content
 from patchstore.kernels import digest, sent
 from patchstore.kernels.segments import Kind
 from patchstore.read.rebuild import Batch, Rebuilt
-from patchstore.tensors.bits import INTEGERS
+from patchstore.tensors.bits import INTEGERS, from_bytes
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.gpu.decode import Places, decode, jobs_of, list_positions
+from vllm_plugin.gpu.decode import Places, change_of_one, decode, jobs_of, list_positions
 from vllm_plugin.live.copies import Transfers
 
 Array = npt.NDArray[np.int64]
 
-BATCH_ELEMENTS = 64 << 20
-"""Of tensors that are rebuilt together, at most before the last one: launches take no time beside them."""
 _ALIGNED = 16
 
 
 class DeviceRebuilder:
     """Brings batches of an anchor's tensors to the device, and to a version. Several threads may call it."""
 
-    def __init__(self, contents: Sequence[Content], schema: Schema, device: torch.device) -> None:
-        """`contents`: what each delta after the anchor states, oldest first, all by gaps; see `Deltas`."""
-        self._contents, self._schema, self._device = contents, schema, device
+    together = 64 << 20
+    """Elements of a batch before its last tensor, at most: launches take no time beside them."""
+
+    def __init__(self, schema: Schema, device: torch.device) -> None:
+        self.contents: Sequence[Content] = ()
+        """What each delta after the anchor states, oldest first, all by gaps; see `Deltas`."""
+        self._schema, self._device = schema, device
         self._places = Places.served(schema, {}, {})
         self._transfers, self._lock = Transfers(device), Lock()
 
@@ -44,10 +47,24 @@ class DeviceRebuilder:
 
         Raises CorruptObject: a delta is no change of these tensors. torch.OutOfMemoryError: there is no room.
         """
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            return self._rebuilt(batch)
+        return self._rebuilt(batch, self.contents)
 
-    def _rebuilt(self, batch: Batch) -> Rebuilt:
+    def warm_up(self) -> None:
+        """Have kernels compiled, by a change of the smallest tensor of each dtype; keeps nothing."""
+        smallest: dict[str, TensorSpec] = {}
+        for spec in sorted(self._schema.tensors, key=lambda spec: spec.num_elements):
+            if spec.num_elements:
+                smallest.setdefault(spec.dtype, spec)
+        for spec in smallest.values():
+            zeros = from_bytes(spec, bytearray(spec.num_bytes))
+            coded = [change_of_one(self._schema, spec.name, zeros)] if is_coded(spec.dtype) else []
+            self._rebuilt([(spec, zeros)], [Content([], each) for each in coded])
+
+    def _rebuilt(self, batch: Batch, contents: Sequence[Content]) -> Rebuilt:
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            return self._rebuilt_here(batch, contents)
+
+    def _rebuilt_here(self, batch: Batch, contents: Sequence[Content]) -> Rebuilt:
         numbers = np.array([self._schema.places[spec.name] for spec, _ in batch], dtype=np.int64)
         sizes = np.array([tensor.nbytes for _, tensor in batch], dtype=np.int64)
         room = -(-sizes // _ALIGNED) * _ALIGNED
@@ -64,7 +81,7 @@ class DeviceRebuilder:
         held = _Held(memory, numbers[order], firsts[order], widths[order], sizes[order] // widths[order])
         # Triton compiles for one thread at a time. Copies, which take longer, go on beside.
         with self._lock:
-            for content in self._contents:
+            for content in contents:
                 self._write(content.of(held.numbers), held)
             sums = held.digested()
         names = [batch[place][0].name for place in order.tolist()]

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 
 from patchstore.bucket.records import Schema, TensorSpec
-from patchstore.codec.context import Cuts, RowSets, encode_all, tiling
 from patchstore.errors import DeviceMemoryShort, LoadFailed, StateMismatch, UsageError
 from patchstore.kernels import digest, gap_decode, new_stream
 from patchstore.kernels import patch as kernels
@@ -23,11 +22,12 @@ from patchstore.kernels.gap_decode import TILE
 from patchstore.kernels.patch import Exchange, Stated
 from patchstore.kernels.segments import Column, Kind
 from patchstore.read.deltas import Deltas
-from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, unsigned
+from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits
 from patchstore.tensors.columns import ramps
 from vllm_plugin.gpu.decode import (
     Patches,
     Places,
+    change_of_one,
     decode,
     has_gaps,
     jobs_of,
@@ -221,12 +221,9 @@ class DeviceWeights(LiveWeights):
                 other = smallest.setdefault(kind, number)
                 if spec.num_elements < specs[other].num_elements:
                     smallest[kind] = number
-        nothing = np.zeros(1, dtype=np.int64)
         for number in smallest.values():
-            spec = specs[number]
-            old, cuts = unsigned(self.gathered(spec.name).cpu()), Cuts.of([tiling(spec.shape)])
-            changes = nothing + 1, nothing, old[:1] ^ 1
-            coded = encode_all(spec.dtype, nothing + number, cuts, old, *changes, RowSets())
+            name = specs[number].name
+            coded = change_of_one(self.map.schema, name, self.gathered(name).cpu())
             decode(coded, served, self.map.schema, self.device)
 
     def _segment(self, spec: TensorSpec, index: int, region: Region) -> Segment:
