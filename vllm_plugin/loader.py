@@ -134,8 +134,8 @@ def rebuilt(
             files = patched([("", specs, copies)], run.schema, deltas, sums)
         else:
             rebuilder.contents = contents
-            mapped, together = [("", specs, iter(anchor.values()))], rebuilder.together
-            files = patched(mapped, run.schema, deltas, sums, elsewhere=rebuilder, together=together)
+            mapped = [("", specs, iter(anchor.values()))]
+            files = patched(mapped, run.schema, deltas, sums, elsewhere=rebuilder)
         for _, specs, tensors in files:
             for spec, tensor in zip(specs, tensors, strict=True):
                 for alias in aliases.get(spec.name, ()):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,18 @@ Progress = Callable[[int, int], None]
 _MAX_THREADS = 8
 UNDER_WAY_BYTES = 256 << 20
 """Of tensors that threads rebuild at a time."""
+
+
+class Elsewhere(Protocol):
+    """Rebuilds batches in other memory than the anchor's, which stays as it is. Several threads call it."""
+
+    together: int
+    """See `batches`."""
+    under_way_bytes: int
+    """Of tensors that are rebuilt at a time."""
+
+    def __call__(self, batch: Batch) -> Rebuilt:
+        """Rebuild a batch. Raises torch.OutOfMemoryError: there is no room for it."""
 
 
 def rebuild(
@@ -71,17 +83,17 @@ def patched(
     sums: SumsArray,
     *,
     advance: Callable[[int], None] | None = None,
-    elsewhere: Callable[[Batch], Rebuilt] | None = None,
-    together: int | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> Iterator[File]:
     """`rebuild` with deltas that are open; fills `sums`, which the caller compares with the target's.
 
     Args:
         files: of an anchor; their tensors are written to, if not `elsewhere`.
-        elsewhere: rebuilds a batch in other memory, and leaves the anchor's tensors as they are. What it has
-            no room for is rebuilt in host memory.
-        together: see `batches`.
+        elsewhere: what it has no room for is rebuilt in host memory.
     """
+    together, most = None, UNDER_WAY_BYTES
+    if elsewhere is not None:
+        together, most = elsewhere.together, elsewhere.under_way_bytes
 
     def here(batch: Batch) -> Rebuilt:
         deltas.apply(batch)
@@ -95,7 +107,7 @@ def patched(
         return here(batch)
 
     def written(specs: list[TensorSpec], tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-        for batch, found in _beside(work, batches(specs, tensors, together)):
+        for batch, found in _beside(work, batches(specs, tensors, together), most):
             sums[[schema.places[name] for name in found]] = list(found.values())
             for spec, tensor in batch:
                 yield tensor
@@ -120,17 +132,17 @@ def check_anchor(store: Store, header: StoreHeader, manifest: Manifest) -> None:
         download.check(store, wanted)
 
 
-def _beside(work: Callable[[Batch], T], given: Iterable[Batch]) -> Iterator[T]:
+def _beside(work: Callable[[Batch], T], given: Iterable[Batch], most: int) -> Iterator[T]:
     """Work on batches on several threads; yield the results in order.
 
-    At most `UNDER_WAY_BYTES` are under way, or one batch.
+    At most so many bytes are under way, or one batch.
     """
     under_way: deque[tuple[int, Future[T]]] = deque()
     held = 0
     with Threads(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="patchstore-rebuild") as pool:
         for batch in given:
             num_bytes = sum(spec.num_bytes for spec, _ in batch)
-            while under_way and held + num_bytes > UNDER_WAY_BYTES:
+            while under_way and held + num_bytes > most:
                 held -= under_way[0][0]
                 # Kept by no name here: the caller may be done with it before the next one is due.
                 yield under_way.popleft()[1].result()

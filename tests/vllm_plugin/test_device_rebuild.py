@@ -63,9 +63,10 @@ def test_a_version_is_rebuilt_on_the_device_as_on_the_cpu(encoding: str, togethe
         rebuilder = rebuilding.DeviceRebuilder(run.schema, DEVICE)
         rebuilder.warm_up()
         rebuilder.contents = contents
+        rebuilder.together = together or rebuilder.together
         given = stream_anchor(store, plan.anchor, run.schema.by_name(), cache)
         expected, expected_sums = rebuilt(given, run, deltas)
-        found, sums = rebuilt(mapped(run, plan, cache), run, deltas, elsewhere=rebuilder, together=together)
+        found, sums = rebuilt(mapped(run, plan, cache), run, deltas, elsewhere=rebuilder)
     assert found.keys() == expected.keys() == current.keys()
     for name, tensor in found.items():
         assert tensor.device.type == DEVICE.type and tensor.shape == current[name].shape
@@ -93,8 +94,11 @@ def rebuilt(files: Iterable[File], run: Run, deltas: Deltas, **more) -> tuple[di
 
 
 def test_a_batch_without_room_is_rebuilt_on_the_cpu(tmp_path):
-    def no_room(batch):
-        raise torch.OutOfMemoryError("no room")
+    class NoRoom:
+        together, under_way_bytes = 1000, 1 << 20
+
+        def __call__(self, batch):
+            raise torch.OutOfMemoryError("no room")
 
     store, current = MemoryStore(), weights()
     with Publisher(store, current, anchor_every=100, dtype=None) as publisher:
@@ -104,7 +108,7 @@ def test_a_batch_without_room_is_rebuilt_on_the_cpu(tmp_path):
     run, cache = Run.open(store), HostCache(tmp_path)
     plan = run.plan(1)
     with open_deltas(store, plan.deltas, run.schema, None, cache) as deltas:
-        found, _ = rebuilt(mapped(run, plan, cache), run, deltas, elsewhere=no_room)
+        found, _ = rebuilt(mapped(run, plan, cache), run, deltas, elsewhere=NoRoom())
     assert all(torch.equal(bits(found[name]), bits(tensor)) for name, tensor in current.items())
 
 

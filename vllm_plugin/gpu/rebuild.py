@@ -32,8 +32,10 @@ _ALIGNED = 16
 class DeviceRebuilder:
     """Brings batches of an anchor's tensors to the device, and to a version. Several threads may call it."""
 
-    together = 64 << 20
-    """Elements of a batch before its last tensor, at most: launches take no time beside them."""
+    together = 256 << 20
+    """Elements of a batch before its last tensor, at most: launches take little time beside them."""
+    under_way_bytes = 1 << 30
+    """One batch is copied while another is decoded. vLLM has only its weights in the device's memory then."""
 
     def __init__(self, schema: Schema, device: torch.device) -> None:
         self.contents: Sequence[Content] = ()
