@@ -15,7 +15,6 @@ known, and the next publication stores the whole model.
 
 import logging
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import Event
 
@@ -27,8 +26,7 @@ from patchstore.codec.part_table import PartTable
 from patchstore.errors import PatchstoreError, PublishFailed, VersionConflict
 from patchstore.publish.commit import Committer, Kind, Wanted
 from patchstore.publish.report import Report
-from patchstore.publish.snapshot import Ahead, Snapshot, Stream, Tensors
-from patchstore.support import collector
+from patchstore.publish.snapshot import Ahead, Snapshot, Tensors
 from patchstore.support.threads import Task, Worker
 from patchstore.support.tracing import Stages
 from patchstore.tensors.columns import Changes
@@ -133,12 +131,6 @@ def _after(since: Since, kind: Kind | None, num_bytes: int = 0) -> Since:
     if kind == "nothing":
         return since
     return Since(num_deltas=since.num_deltas + 1, num_bytes=since.num_bytes + num_bytes)
-
-
-def _without_collections(current: Tensors) -> AbstractContextManager[object]:
-    """Keep the garbage collector away from a comparison, but for a pass through what the caller yields."""
-    is_callers = isinstance(current, Stream) and current.rounded is None
-    return nullcontext() if is_callers else collector.paused()
 
 
 class _Anchors:
@@ -248,10 +240,7 @@ class Pipeline:
         self._wait_until_at_most(self._max_pending - 1)
         self._encoder.wait_until_at_most(0)
         stages.begin("compare")
-        changes = None
-        if self._can_follow():
-            with _without_collections(current):
-                changes = self._snapshot.compare(current, self._ahead)
+        changes = self._snapshot.compare(current, self._ahead) if self._can_follow() else None
         number = self._last + 1
         if changes is None:
             # An anchor that is being uploaded reads the snapshot.
@@ -366,7 +355,6 @@ class Pipeline:
         except Exception as exc:  # noqa: BLE001 -- the first change that is encoded raises it
             logger.info("what encodes changes was not compiled ahead: %s", exc)
 
-    @collector.paused()
     def _encoded(self, job: _Job, changes: Changes) -> EncodedDelta | None:
         try:
             if changes.num_changed == 0:

@@ -38,6 +38,7 @@ from patchstore.publish.snapshot import (
     is_narrowed,
     served,
 )
+from patchstore.support import collector
 from patchstore.support.threads import Task, Worker
 from patchstore.tensors import parts as part_sums
 from patchstore.tensors import state_digest
@@ -236,7 +237,7 @@ class DeviceSnapshot:
 
     def compare(self, current: Tensors, ahead: Ahead | None = None) -> Changes:
         found = self._found
-        with self.here():
+        with self.here(), _without_collections(current):
             if self.side is not None:
                 # After a comparison or an encoding that failed, kernels may still read what was found.
                 torch.cuda.current_stream().wait_stream(self.side)
@@ -430,6 +431,7 @@ class DeviceSnapshot:
                 {part.key: part_sums.digest(part, self.tensors[part.key].cpu()) for part in table.parts}
             )
 
+    @collector.paused()
     def encode(self, schema: Schema, table: PartTable, changes: Changes, encoding: Encoding) -> EncodedDelta:
         assert isinstance(changes, DeviceChanges)
         with self.here(), on(self.side):
@@ -599,6 +601,12 @@ class DeviceSnapshot:
         held = self._memory.data_ptr()
         index_encode.encode(found, order, held, memory, gaps=layout.gaps, lines=lines)
         return ChangeBlock(layout, memory, head)
+
+
+def _without_collections(current: Tensors) -> AbstractContextManager[object]:
+    """Keep the garbage collector away from a comparison, but for a pass through what a caller yields."""
+    is_callers = isinstance(current, Stream) and current.rounded is None
+    return nullcontext() if is_callers else collector.paused()
 
 
 def copied_bytes(device: torch.device) -> int:
