@@ -36,7 +36,7 @@ File = tuple[str, list[TensorSpec], Iterator[torch.Tensor]]
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far and the bytes in all."""
 
-_MAX_THREADS = 8
+MAX_THREADS = 8
 UNDER_WAY_BYTES = 256 << 20
 """Of tensors that threads rebuild at a time."""
 
@@ -139,7 +139,7 @@ def _beside(work: Callable[[Batch], T], given: Iterable[Batch], most: int) -> It
     """
     under_way: deque[tuple[int, Future[T]]] = deque()
     held = 0
-    with Threads(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="patchstore-rebuild") as pool:
+    with Threads(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="patchstore-rebuild") as pool:
         for batch in given:
             num_bytes = sum(spec.num_bytes for spec, _ in batch)
             while under_way and held + num_bytes > most:

@@ -22,6 +22,7 @@ from patchstore.read.rebuild import Batch, Rebuilt
 from patchstore.tensors.bits import INTEGERS, from_bytes
 from patchstore.tensors.state_digest import Sums
 from vllm_plugin.gpu.decode import Places, change_of_one, decode, jobs_of, list_positions
+from vllm_plugin.gpu.upload import room_on
 from vllm_plugin.live.copies import Transfers
 
 Array = npt.NDArray[np.int64]
@@ -43,11 +44,15 @@ class DeviceRebuilder:
         self._schema, self._device = schema, device
         self._places = Places.served(schema, {}, {})
         self._transfers, self._lock = Transfers(device), Lock()
+        self._kept = room_on(device) // 2
+        """Bytes that stay free: some loaders keep what they are given until they have all of it."""
 
     def __call__(self, batch: Batch) -> Rebuilt:
         """Return the tensors as they are in the version, on the device, and their digest sums.
 
-        Raises CorruptObject: a delta is no change of these tensors. torch.OutOfMemoryError: there is no room.
+        Raises:
+            CorruptObject: a delta is no change of these tensors.
+            torch.OutOfMemoryError: less than half of the memory that was free at first would be left.
         """
         return self._rebuilt(batch, self.contents)
 
@@ -71,7 +76,10 @@ class DeviceRebuilder:
         sizes = np.array([tensor.nbytes for _, tensor in batch], dtype=np.int64)
         room = -(-sizes // _ALIGNED) * _ALIGNED
         firsts = room.cumsum() - room
-        memory = torch.empty(int(room.sum()), dtype=torch.uint8, device=self._device)
+        num_bytes = int(room.sum())
+        if room_on(self._device) - num_bytes < self._kept:
+            raise torch.OutOfMemoryError(f"{self._device} has too little memory for {num_bytes:,} bytes more")
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         addresses = np.array([tensor.data_ptr() for _, tensor in batch], dtype=np.int64)
         self._transfers.bring(addresses, sizes, memory, firsts)()
         found = [

@@ -19,6 +19,15 @@ _TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64}
 Array = npt.NDArray[Any]
 
 
+def room_on(device: torch.device) -> int:
+    """Return how many bytes can be allocated on a device."""
+    if device.type != "cuda":
+        return 1 << 62
+    free, _ = torch.cuda.mem_get_info(device)
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + idle
+
+
 def send(lists: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Bring flat tensors to a device: those of the host together, in large parts."""
     sent = [aligned(each.contiguous()) for each in lists]

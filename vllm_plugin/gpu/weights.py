@@ -36,7 +36,7 @@ from vllm_plugin.gpu.decode import (
     table_on,
 )
 from vllm_plugin.gpu.merge import Merger
-from vllm_plugin.gpu.upload import send, tables_on
+from vllm_plugin.gpu.upload import room_on, send, tables_on
 from vllm_plugin.live.weights import BROUGHT_BYTES, LiveWeights, StagedWrite
 from vllm_plugin.map.mapping import SliceSums, StagedSums, WeightMap
 from vllm_plugin.map.regions import Region
@@ -297,20 +297,12 @@ class DeviceWeights(LiveWeights):
             traceback.clear_frames(exc.__traceback__)
             torch.cuda.empty_cache()
             raise DeviceMemoryShort(
-                f"an update needs more than the {self._room() / 2**30:.2f} GiB that are free on "
+                f"an update needs more than the {room_on(self.device) / 2**30:.2f} GiB that are free on "
                 f"{self.device}; go to a version in between first, as `patchstore follow` does, or start "
                 "vllm with a lower --gpu-memory-utilization"
             ) from None
         finally:
             self.staging_bytes = torch.cuda.max_memory_allocated(self.device) - before
-
-    def _room(self) -> int:
-        """Return how many bytes can be allocated on the device."""
-        if self.device.type != "cuda":
-            return 1 << 62
-        free, _ = torch.cuda.mem_get_info(self.device)
-        idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return free + idle
 
     def spare_bytes(self) -> int:
         if self.device.type != "cuda":
@@ -362,7 +354,7 @@ class DeviceWeights(LiveWeights):
             return change
         # Only what is written is kept of a part, and not what says so.
         merger = Merger(schema, self._served, base, self.gathered, self._transfers, self.device)
-        for patches, _memory in merger.merged(versions, numbers, self._room()):
+        for patches, _memory in merger.merged(versions, numbers, room_on(self.device)):
             change.add(self._exchanges(patches, None, keep_old=keep_old))
         return change
 
