@@ -164,5 +164,8 @@ def test_a_loader_that_keeps_all_tensors_is_left_half_of_the_devices_memory(outc
     rooms = iter(range(30_000, 0, -1000))
     monkeypatch.setattr(rebuilding, "room_on", lambda device: next(rooms))
     monkeypatch.setattr(rebuilding.DeviceRebuilder, "warm_up", lambda self: None)
+    said: list[str] = []
+    monkeypatch.setattr(rebuilding.logger, "info", lambda text, *args: said.append(text % args))
     loaded(weights(), HostCache(tmp_path))
     assert True in outcomes and False in outcomes
+    assert said == [f"half of the free memory of {DEVICE} is in use: the CPU rebuilds the rest"]

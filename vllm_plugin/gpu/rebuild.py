@@ -4,6 +4,7 @@ A server that starts at a version brings every tensor of the anchor to the devic
 and written there, and the sums for the digest counted, for many tensors at a time.
 """
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from threading import Lock
@@ -29,6 +30,8 @@ Array = npt.NDArray[np.int64]
 
 _ALIGNED = 16
 
+logger = logging.getLogger("vllm.patchstore")
+
 
 class DeviceRebuilder:
     """Brings batches of an anchor's tensors to the device, and to a version. Several threads may call it."""
@@ -46,6 +49,8 @@ class DeviceRebuilder:
         self._transfers, self._lock = Transfers(device), Lock()
         self._kept = room_on(device) // 2
         """Bytes that stay free: some loaders keep what they are given until they have all of it."""
+        self._is_short = False
+        """Whether that was said."""
 
     def __call__(self, batch: Batch) -> Rebuilt:
         """Return the tensors as they are in the version, on the device, and their digest sums.
@@ -78,6 +83,11 @@ class DeviceRebuilder:
         firsts = room.cumsum() - room
         num_bytes = int(room.sum())
         if room_on(self._device) - num_bytes < self._kept:
+            if not self._is_short:
+                logger.info(
+                    "half of the free memory of %s is in use: the CPU rebuilds the rest", self._device
+                )
+                self._is_short = True
             raise torch.OutOfMemoryError(f"{self._device} has too little memory for {num_bytes:,} bytes more")
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         addresses = np.array([tensor.data_ptr() for _, tensor in batch], dtype=np.int64)
