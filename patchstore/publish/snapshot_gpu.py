@@ -57,7 +57,7 @@ COPIED_BYTES = 1 << 30
 COPIED_SHARE = 20
 """Copies take at most one in so many bytes of the device's memory."""
 SMALLER = 8
-"""Where there is no memory for that, so many times less, at least."""
+"""Where there is no memory for such copies, they are halved, down to this part of their size."""
 COPIED_AT_ONCE = 16 << 20
 """Bytes."""
 NEAR_BYTES = 6 << 30

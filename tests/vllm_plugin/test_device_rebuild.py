@@ -168,4 +168,5 @@ def test_a_loader_that_keeps_all_tensors_is_left_half_of_the_devices_memory(outc
     monkeypatch.setattr(rebuilding.logger, "info", lambda text, *args: said.append(text % args))
     loaded(weights(), HostCache(tmp_path))
     assert True in outcomes and False in outcomes
-    assert said == [f"half of the free memory of {DEVICE} is in use: the CPU rebuilds the rest"]
+    (text,) = said
+    assert "the CPU rebuilds tensors" in text and f"less than half of what was free on {DEVICE}" in text

@@ -59,7 +59,13 @@ class DeviceRebuilder:
             CorruptObject: a delta is no change of these tensors.
             torch.OutOfMemoryError: less than half of the memory that was free at first would be left.
         """
-        return self._rebuilt(batch, self.contents)
+        try:
+            return self._rebuilt(batch, self.contents)
+        except torch.OutOfMemoryError as exc:
+            if not self._is_short:
+                logger.info("the CPU rebuilds tensors that have no room on the device: %s", exc)
+                self._is_short = True
+            raise
 
     def warm_up(self) -> None:
         """Have kernels compiled, by a change of the smallest tensor of each dtype; keeps nothing."""
@@ -83,12 +89,10 @@ class DeviceRebuilder:
         firsts = room.cumsum() - room
         num_bytes = int(room.sum())
         if room_on(self._device) - num_bytes < self._kept:
-            if not self._is_short:
-                logger.info(
-                    "half of the free memory of %s is in use: the CPU rebuilds the rest", self._device
-                )
-                self._is_short = True
-            raise torch.OutOfMemoryError(f"{self._device} has too little memory for {num_bytes:,} bytes more")
+            raise torch.OutOfMemoryError(
+                f"with {num_bytes:,} bytes more, less than half of what was free on {self._device} "
+                "would be left"
+            )
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         addresses = np.array([tensor.data_ptr() for _, tensor in batch], dtype=np.int64)
         self._transfers.bring(addresses, sizes, memory, firsts)()
