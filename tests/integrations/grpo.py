@@ -26,7 +26,8 @@ __all__ = ["AsyncSync", "Dataset", "ServerSync"]
 
 
 def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    return [sum(each % 7 for each in ids) / 10 for ids in completion_ids]
+    """Return another reward for each answer: a group of equal rewards has no gradient, so changes nothing."""
+    return [float(number) for number in range(len(completion_ids))]
 
 
 def config_of(out: Path, url: str, **options: Any) -> GRPOConfig:
