@@ -4,6 +4,7 @@ Imports Triton, so only what runs kernels may import it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 
 from patchstore.kernels import rounded
 from patchstore.kernels.compare import Found
-from patchstore.publish.snapshot import Roundable, Rounded
+from patchstore.publish.snapshot import InPlace, Roundable, Rounded, Unrounded
 from patchstore.quantization import Form
 from patchstore.quantization.forms import Matrix
 
@@ -19,12 +20,35 @@ from patchstore.quantization.forms import Matrix
 class _Begun(NamedTuple):
     """A pass whose matrices were measured."""
 
-    rest: Mapping[str, torch.Tensor]
+    rest: InPlace
     """Scales, flat, and what is published as it is, by key: to be compared like other tensors."""
+    plan: rounded.Rounding
     operands: torch.Tensor
     """See `Form.operands`."""
-    held: Sequence[tuple[int | None, Matrix]]
+    held: object
     """Weights, which must not be freed before they were compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """Where matrices are, and memory for what is measured of them."""
+
+    where: object
+    """See `InPlace`; None where matrices are converted, so are elsewhere in each pass."""
+    places: list[object]
+    plan: rounded.Rounding
+    maxima: torch.Tensor
+    """float32 [num_groups], as `scales`."""
+    scales: torch.Tensor
+    of_whole: dict[str, torch.Tensor]
+    """Views of `scales`, by key."""
+    of_parts: dict[str, tuple[int, tuple[slice, slice]]]
+    """Scales that are no run of `scales`, by key: the number of the matrix, and which of its blocks."""
+
+    def of_matrix(self, flat: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a view, [down, across], of one matrix in what has a number for each block."""
+        first, (down, across) = self.plan.firsts[number], self.plan.shapes[number]
+        return flat[first : first + down * across].view(down, across)
 
 
 class Rounder:
@@ -37,10 +61,8 @@ class Rounder:
     def __init__(self, form: Form, found: Found, numbers: Mapping[str, int]) -> None:
         """Take what differs into `found`; `numbers` are of its tensors, by key."""
         self._form, self._found, self._numbers = form, found, numbers
-        self._places: list[object] | None = None
-        """Of the matrices that `_plan` was made for."""
-        self._plan: rounded.Rounding
-        self._maxima: torch.Tensor
+        self._laid: _Laid | None = None
+        """As the last pass had it."""
 
     def warm_up(self, source: Roundable, snapshot: int) -> None:
         """Compile kernels now, and not while a trainer waits."""
@@ -52,31 +74,67 @@ class Rounder:
 
     def begin(self, source: Roundable) -> _Begun:
         """Begin a pass, and measure the matrices. Raises as `Roundable.read`."""
-        held: list[tuple[int | None, Matrix]] = []
+        given: Unrounded
+        laid: _Laid
+        held: object
 
-        def measure(matrices: Sequence[Rounded]) -> tuple[torch.Tensor, Callable[[int], torch.Tensor]]:
-            held.extend(self._numbered(each) for each in matrices)
-            self._plan_for(held)
-            rounded.measure(self._plan, self._maxima)
-            return self._maxima, partial(self._of_matrix, self._maxima)
+        def measure(found: Unrounded) -> tuple[torch.Tensor, Callable[[int], torch.Tensor]]:
+            nonlocal given, laid, held
+            given = found
+            laid, held = self._laid_out(found)
+            rounded.measure(laid.plan, laid.maxima)
+            return laid.maxima, partial(laid.of_matrix, laid.maxima)
 
-        given = source.read(measure)
-        operands, scales = self._form.operands(self._maxima)
-        rest = dict(given.plain)
+        source.read(measure)
+        operands, scales = self._form.operands(laid.maxima)
+        laid.scales.copy_(scales)
+        rest = given.plain | laid.of_whole
+        for key, (number, owned) in laid.of_parts.items():
+            rest[key] = laid.of_matrix(laid.scales, number)[owned].contiguous()
+        is_in_place = laid.where is not None and not laid.of_parts
+        return _Begun(InPlace(rest, laid if is_in_place else None), laid.plan, operands, (given, held))
+
+    def compare(self, begun: _Begun, snapshot: int) -> None:
+        """Compare the codes of a pass with those in the snapshot; may be repeated."""
+        rounded.compare(begun.plan, self._found, begun.operands, snapshot)
+
+    def _laid_out(self, given: Unrounded) -> tuple[_Laid, object]:
+        """Return where the matrices are, and what holds their memory beside `given`."""
+        where, last = given.plain.where, self._laid
+        if last is not None and where is not None and last.where is where:
+            return last, None
+        listed = given.rounded()
+        held = [self._numbered(each) for each in listed]
+        if any(matrix is not each.matrix for (_, matrix), each in zip(held, listed, strict=True)):
+            where = None
+        places: list[object] = [(number, *matrix.place) for number, matrix in held]
+        if last is not None and last.places == places:
+            laid = replace(last, where=where)
+        else:
+            self._laid = last = None
+            plan = rounded.plan(self._found, held, self._form.block)
+            laid = self._with_memory(where, places, plan, listed)
+        self._laid = laid
+        return laid, held
+
+    def _with_memory(
+        self, where: object, places: list[object], plan: rounded.Rounding, listed: Sequence[Rounded]
+    ) -> _Laid:
+        device = self._found.cursor.device
+        maxima, scales = (torch.zeros(plan.num_groups, dtype=torch.float32, device=device) for _ in range(2))
+        laid = _Laid(where, places, plan, maxima, scales, {}, {})
         # One call for all, as there may be thousands.
-        pieces = torch.split(scales, self._plan.sizes)
-        for number, each in enumerate(given.rounded):
+        pieces = torch.split(scales, plan.sizes)
+        for number, each in enumerate(listed):
             if each.scales is None:
                 continue
             if each.owned is None:
-                rest[each.scales] = pieces[self._plan.pieces[number]]
+                laid.of_whole[each.scales] = pieces[plan.pieces[number]]
+            elif (its := laid.of_matrix(scales, number)[each.owned]).is_contiguous():
+                laid.of_whole[each.scales] = its
             else:
-                rest[each.scales] = self._of_matrix(scales, number)[each.owned].contiguous()
-        return _Begun(rest, operands, held)
-
-    def compare(self, begun: _Begun, snapshot: int) -> None:
-        """Compare the codes of the pass that began last with those in the snapshot; may be repeated."""
-        rounded.compare(self._plan, self._found, begun.operands, snapshot)
+                laid.of_parts[each.scales] = number, each.owned
+        return laid
 
     def _numbered(self, each: Rounded) -> tuple[int | None, Matrix]:
         matrix, device = each.matrix, self._found.cursor.device
@@ -84,18 +142,3 @@ class Rounder:
         if weights.device != device or weights.dtype not in rounded.DTYPES:
             matrix = matrix._replace(weights=weights.to(device, matrix.served))
         return None if each.codes is None else self._numbers[each.codes], matrix
-
-    def _plan_for(self, held: Sequence[tuple[int | None, Matrix]]) -> None:
-        places: list[object] = [(number, *matrix.place) for number, matrix in held]
-        if self._places == places:
-            return
-        self._places = None
-        self._plan = rounded.plan(self._found, held, self._form.block)
-        device = self._found.cursor.device
-        self._maxima = torch.zeros(self._plan.num_groups, dtype=torch.float32, device=device)
-        self._places = places
-
-    def _of_matrix(self, flat: torch.Tensor, number: int) -> torch.Tensor:
-        """Return a view, [down, across], of one matrix in what has a number for each block."""
-        first, (down, across) = self._plan.firsts[number], self._plan.shapes[number]
-        return flat[first : first + down * across].view(down, across)

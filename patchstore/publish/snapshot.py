@@ -53,17 +53,20 @@ class Rounded(NamedTuple):
     """Which scales are published, of those of all blocks that it touches; None for all."""
 
 
-Measure = Callable[[Sequence[Rounded]], tuple[torch.Tensor, Callable[[int], torch.Tensor]]]
-"""Returns the largest magnitudes of the blocks of matrices: all, flat, and what returns a view of those of
-one matrix, [down, across], by its number. They may be written to."""
-
-
 class Unrounded(NamedTuple):
     """All that is published, matrices before they are rounded."""
 
-    plain: Mapping[str, torch.Tensor]
-    """By key."""
-    rounded: Sequence[Rounded]
+    plain: "InPlace"
+    """What is published as it is, by key."""
+    rounded: Callable[[], Sequence[Rounded]]
+    """Lists the matrices, always in one order; they are where others were if `plain` says so."""
+    held: object
+    """All of it: what holds this keeps its memory."""
+
+
+Measure = Callable[[Unrounded], tuple[torch.Tensor, Callable[[int], torch.Tensor]]]
+"""Returns the largest magnitudes of the blocks of matrices: all, flat, and what returns a view of those of
+one matrix, [down, across], by its number. They may be written to."""
 
 
 class Roundable(NamedTuple):
@@ -72,12 +75,12 @@ class Roundable(NamedTuple):
     form: Form
     dtypes: Collection[tuple[torch.dtype, torch.dtype]]
     """Of the matrices: as they are given, and as they are served."""
-    read: Callable[[Measure], Unrounded]
+    read: Callable[[Measure], None]
     """Begins a pass, in the place of `Stream.read`.
 
-    `Measure` is called once, with `Unrounded.rounded`. Maxima of blocks of which several processes have parts
-    are then raised to those of all. Raises SchemaMismatch where tensors are not those of the first time, and
-    UsageError where a weight is not finite."""
+    `Measure` is called once. Maxima of blocks of which several processes have parts are then raised to those
+    of all. Raises SchemaMismatch where tensors are not those of the first time, and UsageError where a weight
+    is not finite."""
 
 
 class Stream(NamedTuple):

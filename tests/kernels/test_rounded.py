@@ -8,6 +8,7 @@ import torch
 from patchstore import Publisher
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.publish import snapshot
+from patchstore.publish.sources import quantized
 from patchstore.quantization import FORMS
 from patchstore.quantization.forms import Matrix
 from patchstore.stores.memory import MemoryStore
@@ -278,6 +279,26 @@ def test_all_matrices_are_compared_at_once(
     # Compared again where there was too little room for what was found.
     assert calls[0] == "measure"
     assert set(calls[1:]) == {"compare"}
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_matrices_are_listed_again_only_where_they_moved(
+    store: MemoryStore, trained: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[object] = []
+    real = quantized.Rounded
+    monkeypatch.setattr(quantized, "Rounded", lambda *given: listed.append(given) or real(*given))
+    found = []
+    with Publisher(store, trained, quantization="fp8-block", encoding="gap") as publisher:
+        for number in range(6):
+            if number == 3:
+                trained.update({name: tensor.clone() for name, tensor in trained.items()})
+            publisher.publish_patch(number).result()
+            assert_served(store, expected(trained, "fp8-block"))
+            found.append(len(listed))
+            step(trained)
+    # The first version is the snapshot's; and of tensors that moved it is known at the next call.
+    assert found == [0, 2, 2, 4, 6, 6]
 
 
 @pytest.mark.usefixtures("_kernels")

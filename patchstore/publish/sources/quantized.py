@@ -6,6 +6,7 @@ Ranks may have parts of one block, which shares a scale. So they compare the lar
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from patchstore.bucket.records import TensorSpec
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.kernels import are_usable
-from patchstore.publish.snapshot import Measure, Rounded, Unrounded
+from patchstore.publish.snapshot import InPlace, Measure, Rounded, Unrounded
 from patchstore.publish.sources.pieces import Given, PieceOf
 from patchstore.quantization import Form, Quantization
 from patchstore.quantization.forms import E4M3, Matrix
@@ -194,8 +195,7 @@ class Rounding:
                 self._entries[key] = _Entry(served, True, form.scale_name(name))
                 self._add(source, key, form.scale_shape(shape), torch.float32, form.scale_name(name))
         self._cuts = cuts
-        self._names: Mapping[str, str] = {key: key for key in self.given.tensors}
-        self._wanted = self._entries
+        self.only({key: key for key in self.given.tensors})
 
     def _add_part(self, source: Given, key: str, served: torch.dtype) -> Region:
         """Add codes and scales of a part of a matrix, and return its blocks."""
@@ -225,11 +225,17 @@ class Rounding:
     def only(self, names: Mapping[str, str]) -> None:
         """Leave out from now on all but these, by key; `names` are what they are published as."""
         self._names = names
+        # In the order of a snapshot, so that neighbours are compared together.
         self._wanted = {
             key: each
-            for key, each in self._entries.items()
+            for key, each in sorted(self._entries.items())
             if key in names or each.scales in names or each.cut
         }
+        self._plain = [(key, names[key]) for key, each in self._wanted.items() if not each.is_rounded]
+        """What is published as it is: its key in the source, and its own."""
+        self._weights = {key: each for key, each in self._wanted.items() if each.is_rounded}
+        self._cut_boxes = [(i, box) for i, each in enumerate(self._weights.values()) for box in each.cut]
+        """Of which matrices blocks are cut, and which, in the order of `_cuts`."""
 
     def codes(self, read: Callable[[], Items]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield codes, scales and other tensors by their keys, in a pass; a tensor is not kept."""
@@ -267,35 +273,33 @@ class Rounding:
             if not bool(found.all()):
                 raise self._not_finite(flags[int((~found).nonzero()[0])][0])
 
-    def matrices(self, read: Callable[[], Items], measure: Measure) -> Unrounded:
+    def matrices(self, read: Callable[[], Given], measure: Measure) -> None:
         """Begin a pass in which weights are not rounded here, instead of `codes`; see `Roundable.read`."""
-        plain: dict[str, torch.Tensor] = {}
-        found: list[Rounded] = []
-        rounded: list[tuple[str, _Entry]] = []
         maxima = torch.zeros(0, device="cpu")
         view: Callable[[int], torch.Tensor]
 
         def local() -> list[torch.Tensor]:
             nonlocal maxima, view
-            for key, tensor in read():
-                entry = self._wanted.get(key)
-                if entry is None:
-                    continue
-                if not entry.is_rounded:
-                    plain[self._names[key]] = tensor.detach()
-                    continue
-                matrix = Matrix(tensor.detach(), entry.served, entry.above, entry.left)
-                scales = None if entry.scales is None else self._names.get(entry.scales)
-                found.append(Rounded(matrix, self._names.get(key), scales, entry.owned))
-                rounded.append((key, entry))
-            maxima, view = measure(found)
-            return [view(number)[box] for number, (_, entry) in enumerate(rounded) for box in entry.cut]
+            given = read()
+            plain = InPlace({own: given.tensors[key].detach() for key, own in self._plain}, given.where)
+            maxima, view = measure(Unrounded(plain, partial(self._listed, given), given))
+            return [view(number)[box] for number, box in self._cut_boxes]
 
         self._share(local)
         if not bool(maxima.isfinite().all()):
-            strange = next(i for i in range(len(found)) if not bool(view(i).isfinite().all()))
-            raise self._not_finite(rounded[strange][0])
-        return Unrounded(plain, found)
+            keys = enumerate(self._weights)
+            raise self._not_finite(next(key for i, key in keys if not bool(view(i).isfinite().all())))
+
+    def _listed(self, given: Given) -> list[Rounded]:
+        return [
+            Rounded(
+                Matrix(given.tensors[key].detach(), entry.served, entry.above, entry.left),
+                self._names.get(key),
+                None if entry.scales is None else self._names.get(entry.scales),
+                entry.owned,
+            )
+            for key, entry in self._weights.items()
+        ]
 
     def _maxima(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the maxima of all blocks of a part, as far as this process has them."""

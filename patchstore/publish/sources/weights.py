@@ -487,7 +487,7 @@ class ServedSource:
         """Return what exists only in a pass, as all of a stream and all codes do; None if nothing does."""
         rounding, rounded = self._rounding, None
         if rounding is not None and not self._weights.is_stream and not self._whole:
-            rounded = Roundable(rounding.form, rounding.dtypes, partial(rounding.matrices, self._items))
+            rounded = Roundable(rounding.form, rounding.dtypes, partial(rounding.matrices, self._read))
         if rounding is None and not self._weights.is_stream:
             return None
 

@@ -2,9 +2,11 @@
 
 import os
 import warnings
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jobs
 import pytest
@@ -18,10 +20,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from patchstore import Publisher, Replica, as_saved
 from patchstore.bucket import history, notes
 from patchstore.errors import PatchstoreError, Unsigned
+from patchstore.publish import snapshot
 from patchstore.quantization import FORMS
 from patchstore.stores import layout, opened
 from patchstore.stores.folder import FolderStore
 from tests.support import saved_models, tied_models
+from tests.support.interpreted import kernels
 from tests.support.keys import key_pair
 from tests.support.model_bits import Bits, Versions, bits_of, check, read
 from tests.support.ranks import Published, RanksOf
@@ -66,6 +70,16 @@ def publish_rounded(rank: int, url: str, form: str) -> Versions:
             _load(tensors, step, mesh)
             versions.append((publisher.publish_patch(step).result().version, rounded(step, form)))
     return versions
+
+
+def publish_rounded_by_kernels(rank: int, url: str, form: str) -> Versions:
+    kernels("patchstore.publish.snapshot_gpu")
+    with ExitStack() as patched:
+        patched.enter_context(patch.object(snapshot, "have_kernels", lambda devices: True))
+        for name in ("compare", "index_encode"):
+            # Larger ones take minutes, where they are interpreted.
+            patched.enter_context(patch.object(kernels(f"patchstore.kernels.{name}"), "BLOCK", 1024))
+        return publish_rounded(rank, url, form)
 
 
 def one_is_not_finite(rank: int, url: str) -> tuple[str, str, int]:
@@ -192,6 +206,8 @@ OTHER = pytest.mark.exhaustive
         (3, publish_rounded, "fp8-block"),
         (2, publish_rounded, "fp8-channel"),
         pytest.param(4, publish_rounded, "fp8-block", marks=OTHER),
+        pytest.param(3, publish_rounded_by_kernels, "fp8-block", marks=OTHER),
+        pytest.param(2, publish_rounded_by_kernels, "fp8-channel", marks=OTHER),
     ],
 )
 def test_each_version_has_the_bits_of_all_ranks(
