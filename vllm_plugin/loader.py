@@ -122,11 +122,14 @@ def rebuilt(
     with ExitStack() as held:
         # All files at once, and all proved before the first tensor is handed out.
         by_name = run.schema.by_name()
+        begun, in_loader = time.perf_counter(), 0.0
         beside = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="patchstore-compile"))
         making = beside.submit(_rebuilder, run.schema, device)
         anchor = held.enter_context(open_anchor(run.store, plan.anchor, by_name, cache))
         deltas = held.enter_context(open_deltas(run.store, plan.deltas, run.schema, None, cache))
+        downloaded = time.perf_counter()
         rebuilder, contents = making.result(), deltas.contents()
+        compiled = time.perf_counter()
         specs = [by_name[name] for name in anchor]
         if rebuilder is None or contents is None:
             # A mapped file is not written to: each page that is would be kept twice.
@@ -138,11 +141,19 @@ def rebuilt(
             files = patched(mapped, run.schema, deltas, sums, elsewhere=rebuilder)
         for _, specs, tensors in files:
             for spec, tensor in zip(specs, tensors, strict=True):
+                handed = time.perf_counter()
                 for alias in aliases.get(spec.name, ()):
                     # Some loaders write to what they are given.
                     yield alias, tensor.clone()
                 yield spec.name, tensor
+                in_loader += time.perf_counter() - handed
         state_digest.check_state(run.store, run.schema, sums, plan.target)
+        logger.info(
+            "version %d: %.1f s to download it, %.1f more until kernels were compiled, %.1f to rebuild it, "
+            "%.1f in the model's own loader",
+            *(plan.target.version, downloaded - begun, compiled - downloaded),
+            *(time.perf_counter() - compiled - in_loader, in_loader),
+        )
 
 
 def _rebuilder(schema: Schema, device: torch.device) -> "DeviceRebuilder | None":

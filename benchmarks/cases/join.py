@@ -7,7 +7,8 @@ processes during the join.
 
 `boot` starts at the last version instead (`--load-format patchstore`), and `start` from a checkpoint of it.
 Of both, `start_s` is the time to the first answer, `load_s` what of it vLLM says that loading took, and
-`peak_mib` the most memory of any of the server's processes.
+`peak_mib` the most memory of any of the server's processes. Of `boot`, `load_download_s`, `load_compile_s`,
+`load_rebuild_s` and `load_loader_s` are its parts, of the slowest rank each, as the server's log says.
 """
 
 import argparse
@@ -115,6 +116,7 @@ def _one(
                 _ask(server.url, shape, args)
                 found = {"start_s": time.monotonic() - server.started, "peak_mib": _peak_mib()}
                 found["load_s"] = _load_s(out / "vllm.log")
+                found |= _parts_of_load(out / "vllm.log") if way == "boot" else {}
                 server.init_weight_transfer(store.url, scratch=str(out / "scratch"))
                 verify_server(store, server, args.deltas)
                 return found
@@ -145,6 +147,17 @@ def _timed(work: Callable[[], object]) -> float:
 def _load_s(log: Path) -> float:
     """How long the slowest rank loaded weights."""
     return max(map(float, re.findall(r"Loading weights took ([0-9.]+) seconds", log.read_text())))
+
+
+def _parts_of_load(log: Path) -> dict[str, float]:
+    """What the slowest rank took for each part of a start at a version."""
+    found = re.findall(
+        r"([0-9.]+) s to download it, ([0-9.]+) more until kernels were compiled, ([0-9.]+) to rebuild it, "
+        r"([0-9.]+) in the model's own loader",
+        log.read_text(),
+    )
+    parts = ("load_download_s", "load_compile_s", "load_rebuild_s", "load_loader_s")
+    return {part: max(map(float, each)) for part, each in zip(parts, zip(*found, strict=True), strict=True)}
 
 
 def _ask(url: str, shape: Shape, args: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
 """Tensors of a version that are rebuilt on the device, beside those that are rebuilt on the CPU."""
 
+import re
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -168,5 +169,8 @@ def test_a_loader_that_keeps_all_tensors_is_left_half_of_the_devices_memory(outc
     monkeypatch.setattr(rebuilding.logger, "info", lambda text, *args: said.append(text % args))
     loaded(weights(), HostCache(tmp_path))
     assert True in outcomes and False in outcomes
-    (text,) = said
+    text, took = said
     assert "the CPU rebuilds tensors" in text and f"less than half of what was free on {DEVICE}" in text
+    # Where the time of a start goes is said too, once.
+    seconds = [float(each) for each in re.findall(r"\d+[.]\d", took)]
+    assert took.startswith("version 1: ") and len(seconds) == 4 and seconds[2] > 0, took
