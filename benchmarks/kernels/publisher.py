@@ -69,14 +69,11 @@ class Comparison:
         self.found = compare.Found(tiles, capacity)
         base = trained.weights.data_ptr()
         addresses = [base + start for start in tiles.first_bytes[:-1]]
-        device, slow = trained.bench.device, tiles.slow(addresses)
-        self._addresses = torch.tensor(addresses, device=device)
-        self._picked = torch.tensor(slow, dtype=torch.int32, device=device)
+        self._given = compare.Given(tiles, addresses)
 
     def compare(self) -> None:
         address = self._snapshot.data_ptr()
-        everything, slow = range(self.tiles.num_tiles), range(len(self._picked))
-        self._kernels.compare(self.found, self._addresses, self._picked, address, everything, slow)
+        self._kernels.compare(self.found, self._given, address, range(self.tiles.num_tiles))
 
     def count(self) -> list[int]:
         """Return the number of changed elements per element width; here there is one width.

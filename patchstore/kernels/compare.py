@@ -4,6 +4,8 @@ Tensors are strings of 8-byte words here, cut into tiles, none of which has part
 takes one tile. The number of launches does not depend on that of the tensors. Addresses are absolute, so a
 tensor may be anywhere, and the snapshot in any memory that the device can address: pinned host memory, too.
 
+Weights in float32 that are served in bfloat16 are rounded as they are read; there is no copy of them.
+
 A word with a change is kept as its place in the tile, its new bits and its old ones. Those of a tile are in
 order and together, wherever the tile found room. Room that is short costs a second comparison. `index_encode`
 writes what was found as a payload holds it.
@@ -14,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -38,6 +41,17 @@ Triton would compile a kernel for each alignment, which takes a second in the mi
 
 _STEP = tl.constexpr(MAX_GAP + 1)
 _WORD = tl.constexpr(WORD)
+_INFINITE = tl.constexpr(0x7F800000)
+"""Bits of float32."""
+_NAN = tl.constexpr(0x7FFF)
+"""Of bfloat16, as the device's own instruction makes of any NaN."""
+
+
+@triton.jit
+def _as_bfloat16(given):
+    """Round bits of float32 to bfloat16, ties to even; int64."""
+    rounded = (given + 0x7FFF + ((given >> 16) & 1)) >> 16
+    return tl.where((given & 0x7FFFFFFF) <= _INFINITE, rounded, _NAN).to(tl.int64) & 0xFFFF
 
 
 @triton.jit
@@ -62,12 +76,13 @@ def keep(tile, words, new, old, places, new_words, old_words, offsets, counts, c
 def _compare(
     tensors, sizes, starts, owners, indices, picked, first_tile, snapshot,
     places, new_words, old_words, offsets, counts, cursor, capacity,
-    TILE: tl.constexpr, WHOLE: tl.constexpr,
+    TILE: tl.constexpr, WHOLE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Compare a tile of TILE words; see `compare`.
 
     Where WHOLE, programs take tiles that are full and aligned and leave the others alone; otherwise they
-    take the tiles in `picked`, putting words together from bytes.
+    take the tiles in `picked`, putting words together from bytes. Where it ROUNDS, they take those of tensors
+    in float32 alone.
     """
     tile = first_tile + tl.program_id(0)
     if not WHOLE:
@@ -77,15 +92,32 @@ def _compare(
     left = tl.load(sizes + owner) - at
     address = tl.load(tensors + owner)
     taken = True
-    if WHOLE:
-        taken = (left >= TILE * _WORD) & (address % _WORD == 0)
+    if ROUNDS:
+        taken = address < 0
+    elif WHOLE:
+        taken = (left >= TILE * _WORD) & (address > 0) & (address % _WORD == 0)
     if taken:
         start = tl.load(starts + owner) + at
         words = tl.arange(0, TILE)
         # Said to be aligned to a word and no more: with wider loads Triton moves both inputs through shared
         # memory, to the layout in which it stores what is scattered.
         held = tl.multiple_of((snapshot + start).to(tl.pointer_type(tl.int64)), _WORD)
-        if WHOLE:
+        if ROUNDS:
+            # A number of the snapshot has two bytes, and four here.
+            given = (2 * at - address).to(tl.pointer_type(tl.int32))
+            if (left >= TILE * _WORD) & (address % 16 == 0):
+                four = tl.arange(0, 4)[None, :]
+                numbers = _as_bfloat16(tl.load(tl.multiple_of(given, 16) + (words[:, None] * 4 + four)))
+                new = tl.sum(numbers << (four * 16), axis=1)
+                old = tl.load(held + words)
+            else:
+                new = tl.zeros((TILE,), tl.int64)
+                for k in tl.static_range(4):
+                    inside = (words * 4 + k) * 2 < left
+                    number = _as_bfloat16(tl.load(given + words * 4 + k, mask=inside, other=0))
+                    new |= number << (16 * k)
+                old = tl.load(held + words, mask=words * _WORD < left, other=0)
+        elif WHOLE:
             source = tl.multiple_of((address + at).to(tl.pointer_type(tl.int64)), _WORD)
             new = tl.load(source + words)
             old = tl.load(held + words)
@@ -156,10 +188,15 @@ class Tiles:
         return self.first_tiles[-1]
 
     def slow(self, addresses: Sequence[int]) -> list[int]:
-        """Return the tiles that must be read a byte at a time, ascending: cut short, or not aligned."""
+        """Return the tiles that must be read a byte at a time, ascending: cut short, or not aligned.
+
+        `addresses` as in `Given`.
+        """
         found: list[int] = []
         tile_bytes = self.words * WORD
         for tensor, (size, address) in enumerate(zip(self.num_bytes, addresses, strict=True)):
+            if address < 0:
+                continue
             if address % WORD:
                 found.extend(range(self.first_tiles[tensor], self.first_tiles[tensor + 1]))
             elif size % tile_bytes:
@@ -213,6 +250,36 @@ def cut(
         by_width=by_width,
         tile_elements=(tile_bytes // torch.tensor(widths, dtype=torch.int64, device="cpu")).to(device),
     )
+
+
+class Given:
+    """Where tensors are that are to be compared with a snapshot."""
+
+    def __init__(self, tiles: Tiles, addresses: Sequence[int]) -> None:
+        """Make the tables, on the device of `tiles`.
+
+        Args:
+            addresses: of each tensor's elements, which are contiguous; 0 of those that will not be compared.
+                Negative of those in float32 whose snapshot is in bfloat16.
+        """
+        device = tiles.owners.device
+        self.addresses = [*addresses]
+        self.slow = tiles.slow(addresses)
+        """Tiles that are read a byte at a time, ascending."""
+        numbers = np.array(addresses, dtype=np.int64)
+        self.tensors = torch.from_numpy(numbers).to(device, non_blocking=True)
+        """int64 [num_tensors]: `addresses`."""
+        self.picked = torch.tensor(self.slow, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
+        """int32: `slow`."""
+        self.same, self.rounded = _around(tiles, numbers > 0), _around(tiles, numbers < 0)
+        """Tiles from the first to the last of those that are read as they are; and of those in float32."""
+
+
+def _around(tiles: Tiles, which: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> range:
+    numbers = np.flatnonzero(which)
+    if not len(numbers):
+        return range(0)
+    return range(tiles.first_tiles[numbers[0]], tiles.first_tiles[numbers[-1] + 1])
 
 
 class Found:
@@ -282,38 +349,30 @@ class Found:
         return found
 
 
-def compare(
-    found: Found,
-    tensors: torch.Tensor,
-    picked: torch.Tensor,
-    snapshot: int,
-    tiles: range,
-    slow: range,
-    *,
-    warps: int = WARPS,
-) -> None:
-    """Add to `found` how tensors differ from the snapshot, which stays as it is; at most two launches.
+def compare(found: Found, given: Given, snapshot: int, tiles: range, *, warps: int = WARPS) -> None:
+    """Add to `found` how tensors differ from the snapshot, which stays as it is; at most three launches.
 
     Where `found.cursor` exceeds `found.capacity` afterwards, some tiles found no room: resize `found`, and
     compare all tensors again.
 
     Args:
-        tensors: int64 [num_tensors], the address of each tensor's elements; they are contiguous.
-        picked: int32, what `Tiles.slow` returns.
+        given: the tensors, of `found.tiles`.
         snapshot: address of the snapshot, laid out as `Tiles.first_bytes` says.
-        tiles: those to compare.
-        slow: the places in `picked` of those among them; see `slow_among`.
+        tiles: those to compare, of tensors that are given.
     """
     cut_up = found.tiles
-    for chosen, whole in ((tiles, True), (slow, False)):
+    same, rounded = _overlap(tiles, given.same), _overlap(tiles, given.rounded)
+    slow = range(bisect_left(given.slow, tiles.start), bisect_left(given.slow, tiles.stop))
+    for chosen, whole, rounds in ((same, True, False), (slow, False, False), (rounded, True, True)):
         if len(chosen) == 0:
             continue
         _compare[(len(chosen),)](
-            *(tensors, cut_up.sizes, cut_up.starts, cut_up.owners, cut_up.indices, picked),
+            *(given.tensors, cut_up.sizes, cut_up.starts, cut_up.owners, cut_up.indices, given.picked),
             *(chosen.start, snapshot, found.places, found.new_words, found.old_words),
             *(found.offsets, found.counts, found.cursor, found.capacity),
             TILE=cut_up.words,
             WHOLE=whole,
+            ROUNDS=rounds,
             num_warps=warps,
         )
 
@@ -331,6 +390,5 @@ def apply(found: Found, snapshot: int) -> None:
         )
 
 
-def slow_among(picked: Sequence[int], tiles: range) -> range:
-    """Return the places in `picked` (ascending) of those tiles that are in `tiles`."""
-    return range(bisect_left(picked, tiles.start), bisect_left(picked, tiles.stop))
+def _overlap(some: range, others: range) -> range:
+    return range(max(some.start, others.start), min(some.stop, others.stop))

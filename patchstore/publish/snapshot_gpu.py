@@ -119,11 +119,13 @@ class _Located(NamedTuple):
     where: object
     """See `InPlace`."""
     addresses: list[int]
-    """0 of those that are not there, or are converted."""
+    """See `compare.Given`; 0 also of those that are converted."""
     runs: list[tuple[int, int]]
     """Those that are there: the first of each run in the piece, and one more than its last."""
     converted: list[int]
-    """Places in the piece of those that are compared in another dtype, or in other memory."""
+    """Places in the piece of those that are converted to be compared, or copied to this device."""
+    narrowed: Array
+    """int64: which of all tensors are served in a dtype of a smaller range."""
 
 
 class DeviceSnapshot:
@@ -170,8 +172,8 @@ class DeviceSnapshot:
         if isinstance(current, Stream) and current.rounded is not None:
             numbers = {spec.name: number for number, spec in enumerate(self._specs)}
             self._rounder = Rounder(current.rounded.form, self._found, numbers)
-        self._watched: set[int] = set()
-        """Tensors that were converted to a dtype of a smaller range."""
+        self._watched = np.zeros(len(specs), dtype=np.bool_)
+        """Of each tensor, whether it was converted to a dtype of a smaller range."""
         self._finite = self._found_finite = np.zeros(len(specs), dtype=np.bool_)
         """`Ranges.finite` of the snapshot's tensors, and as they are after the changes found last."""
         self._num_words = 0
@@ -193,8 +195,8 @@ class DeviceSnapshot:
         """Bytes of a piece, where a group has no more."""
         self._least = self._most // SMALLER
         self._pieces = [self._piece(each) for each in self._cut(self._most)]
-        self._pointers: dict[tuple[int, int], tuple[list[int], torch.Tensor, list[int], torch.Tensor]] = {}
-        """Of each piece, by its place: addresses of the trainer's tensors, and tiles that are not aligned."""
+        self._given: dict[tuple[int, int], compare.Given] = {}
+        """Of each piece, by its place: where the trainer's tensors were when kernels looked last."""
         self._places: dict[tuple[int, int], _Located] = {}
         """The same, as the trainer's tensors were given last."""
         # An anchor is read on another thread, which must not queue behind the caller's work.
@@ -204,13 +206,20 @@ class DeviceSnapshot:
 
     def _compile(self, current: Tensors) -> None:
         """Compare once without changes, so that kernels are compiled here and not while a trainer waits."""
-        found = self.compare(self.tensors if isinstance(current, Stream) else current)
+        found = self.compare(self._like(current) if isinstance(current, Stream) else current)
         with self.here():
             self.block([0] * len(self._tiles.by_width), gaps=False)
         self.apply(found)
         if self._rounder is not None and isinstance(current, Stream) and current.rounded is not None:
             with self.here():
                 self._rounder.warm_up(current.rounded, self._memory.data_ptr())
+
+    def _like(self, stream: Stream) -> Mapping[str, torch.Tensor]:
+        """Return the snapshot's tensors; some in float32 if what a pass has beside matrices may be so."""
+        given = {} if stream.rounded is None else dict(stream.rounded.dtypes)
+        wide = [spec for spec in self._specs if spec.dtype == "BF16" and torch.float32 in given]
+        smallest = sorted(wide, key=lambda spec: spec.num_elements)[:1]
+        return self.tensors | {spec.name: self.tensors[spec.name].float() for spec in smallest}
 
     def _order(self, layout: BlockLayout) -> tuple[BlockLayout, index_encode.Order]:
         def table(values: Any) -> torch.Tensor:
@@ -261,19 +270,19 @@ class DeviceSnapshot:
     ) -> DeviceChanges:
         """Compare pieces of a snapshot, each with what has its parts; hand what was found to the encoder."""
         found, num_words, is_strange = self._found, 0, False
-        nums, narrowed = dict.fromkeys(self._tiles.by_width, 0), dict[int, torch.Tensor]()
+        nums, narrowed = dict.fromkeys(self._tiles.by_width, 0), list[Array]()
         rounder, rounding = self._rounder, None
+        given = current
         if rounder is not None and isinstance(current, Stream) and current.rounded is not None:
             # Once: other processes may wait for this one there.
             rounding = rounder.begin(current.rounded)
+            given = rounding.rest
         for piece, held in pieces:
             before = num_words
             while True:
                 if rounder is not None and rounding is not None:
                     rounder.compare(rounding, self._memory.data_ptr())
-                    narrowed |= self._find_given(rounding.rest, piece, held)
-                else:
-                    narrowed |= self._find(current, piece, held)
+                some_narrowed = self._find(given, piece, held)
                 # Counted also if the buffer was too small: a second question would be a second wait.
                 its = self._among(piece)
                 counted = index_encode.count(its)
@@ -283,6 +292,7 @@ class DeviceSnapshot:
                 if num_words <= found.capacity:
                     break
                 self._grow(num_words + num_words // 4, before, its)
+            narrowed.append(some_narrowed)
             is_strange |= bool(strange)
             for width, num in zip(piece.tiles.by_width, some, strict=True):
                 nums[width] += num
@@ -290,7 +300,9 @@ class DeviceSnapshot:
                 begun.tasks.append(task := Task(partial(self._code, begun.coder, its, piece, held, some)))
                 begun.encoder.hand_over(task)
         self._num_words = num_words
-        self._check_range(narrowed, has_strange=is_strange)
+        if not isinstance(given, Stream):
+            numbers = np.concatenate([np.zeros(0, dtype=np.int64), *narrowed])
+            self._check_range(given, numbers, has_strange=is_strange)
         return DeviceChanges(self, [*nums.values()], begun)
 
     def _grow(self, capacity: int, kept: int, its: Found) -> None:
@@ -364,19 +376,25 @@ class DeviceSnapshot:
         with self.here(), on(self.side):
             coder.add(self._block(found, piece.layout, piece.order, nums, coder.lines(piece.layout)), held)
 
-    def _check_range(self, narrowed: Mapping[int, torch.Tensor], *, has_strange: bool) -> None:
-        """Check those tensors, as the model has them, that have infinities or NaN, or may have some.
+    def _check_range(
+        self, current: Mapping[str, torch.Tensor], narrowed: Array, *, has_strange: bool
+    ) -> None:
+        """Check those of some tensors, as the model has them, that have infinities or NaN, or may have some.
 
-        `has_strange`: whether `count` found some among the changed elements.
+        Args:
+            narrowed: int64, numbers of those that are served in a dtype of a smaller range.
+            has_strange: whether `count` found some among the changed elements.
         """
-        strange = set(self._found.strange.nonzero().view(-1).tolist()) if has_strange else set()
+        doubtful = ~self._finite
+        if has_strange:
+            doubtful[self._found.strange.nonzero().view(-1).cpu().numpy()] = True
         finite = np.zeros(len(self._specs), dtype=np.bool_)
-        finite[list(narrowed)] = True
+        finite[narrowed] = True
         ranges = Ranges(finite)
-        for i, given in narrowed.items():
+        for i in narrowed[doubtful[narrowed]].tolist():
             spec = self._specs[i]
-            if i in strange or not self._finite[i]:
-                ranges.look([(i, spec.name, given, served(given, spec))])
+            given = current[spec.name]
+            ranges.look([(i, spec.name, given, served(given, spec))])
         ranges.end()
         self._found_finite = ranges.finite
 
@@ -472,8 +490,8 @@ class DeviceSnapshot:
     def here(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _find(self, current: Tensors, piece: _Piece, held: Parent) -> Mapping[int, torch.Tensor]:
-        """Compare a piece, and return those tensors whose range is still to be checked, by number."""
+    def _find(self, current: Tensors, piece: _Piece, held: Parent) -> Array:
+        """Compare a piece; return the numbers of those tensors whose range is still to be checked, int64."""
         if not isinstance(current, Stream):
             return self._find_given(current, piece, held)
         ranges = Ranges(np.zeros(len(self._specs), dtype=np.bool_))
@@ -488,19 +506,23 @@ class DeviceSnapshot:
             for i, end in _runs(group):
                 self._find_among(addresses, range(i, end), piece, held)
         ranges.end()
-        return {}
+        return np.zeros(0, dtype=np.int64)
 
-    def _watch(self, narrowed: Iterable[int]) -> None:
+    def _watch(self, narrowed: Array) -> None:
         """Have `count` look for elements of these tensors that are infinite or NaN."""
-        for i in narrowed:
-            if i not in self._watched:
-                self._watched.add(i)
-                infinite = torch.tensor([torch.inf], device="cpu").to(TORCH_DTYPES[self._specs[i].dtype])
-                self._found.masks[i] = int(bits(infinite)[0])
+        new = narrowed[~self._watched[narrowed]]
+        if not len(new):
+            return
+        self._watched[new] = True
+        dtypes = [self._specs[i].dtype for i in new.tolist()]
+        infinite = {
+            dtype: int(bits(torch.tensor([torch.inf], device="cpu").to(TORCH_DTYPES[dtype]))[0])
+            for dtype in {*dtypes}
+        }
+        masks = torch.tensor([infinite[dtype] for dtype in dtypes], dtype=torch.int64, device="cpu")
+        self._found.masks[torch.from_numpy(new).to(self.device)] = masks.to(self.device)
 
-    def _find_given(
-        self, current: Mapping[str, torch.Tensor], piece: _Piece, parent: Parent
-    ) -> Mapping[int, torch.Tensor]:
+    def _find_given(self, current: Mapping[str, torch.Tensor], piece: _Piece, parent: Parent) -> Array:
         """Compare tensors of a piece that are given: at once, but for the memory that converted ones take.
 
         Returns as `_find`.
@@ -509,15 +531,10 @@ class DeviceSnapshot:
         # Converted ones have addresses of their own each time.
         addresses = given.addresses.copy() if given.converted else given.addresses
         held: list[torch.Tensor] = []
-        narrowed: dict[int, torch.Tensor] = {}
         first = num_bytes = 0
         for place in given.converted:
-            i = piece.first_tensor + place
-            spec = self._specs[i]
-            tensor = current[spec.name]
-            if is_narrowed(tensor.dtype, TORCH_DTYPES[spec.dtype]):
-                narrowed[i] = tensor
-            held.append(tensor := served(tensor, spec, self.device))
+            spec = self._specs[piece.first_tensor + place]
+            held.append(tensor := served(current[spec.name], spec, self.device))
             addresses[place] = tensor.data_ptr()
             num_bytes += spec.num_bytes
             if num_bytes >= CONVERTED_BYTES:
@@ -526,8 +543,7 @@ class DeviceSnapshot:
                 held.clear()
                 first, num_bytes = place + 1, 0
         self._find_runs(addresses, given.runs, range(first, len(addresses)), piece, parent)
-        self._watch(narrowed)
-        return narrowed
+        return given.narrowed
 
     def _located(self, current: Mapping[str, torch.Tensor], piece: _Piece) -> _Located:
         """Return where the tensors of a piece are; of tensors that did not move, that is known."""
@@ -536,20 +552,26 @@ class DeviceSnapshot:
         if known is not None and where is not None and known.where is where:
             return known
         addresses, there, converted = [0] * len(piece.tensors), list[int](), list[int]()
+        narrowed: list[int] = []
         for place, spec in enumerate(self._specs[piece.first_tensor : piece.tensors.stop]):
             if (tensor := current.get(spec.name)) is None:
                 continue
             there.append(place)
-            if (
-                tensor.dtype == TORCH_DTYPES[spec.dtype]
-                and tensor.is_contiguous()
-                and tensor.device == self.device
-            ):
-                addresses[place] = tensor.data_ptr()
-                assert addresses[place] or not tensor.numel(), f"{spec.name} has no memory"
+            dtype = TORCH_DTYPES[spec.dtype]
+            is_rounded = tensor.dtype == torch.float32 and dtype == torch.bfloat16
+            if is_narrowed(tensor.dtype, dtype):
+                narrowed.append(piece.first_tensor + place)
+            if not tensor.is_contiguous() or tensor.device != self.device:
+                converted.append(place)
+            elif tensor.dtype == dtype or is_rounded:
+                address = tensor.data_ptr()
+                assert address or not tensor.numel(), f"{spec.name} has no memory"
+                addresses[place] = -address if is_rounded else address
             else:
                 converted.append(place)
-        found = self._places[key] = _Located(where, addresses, _runs(there), converted)
+        numbers = np.array(narrowed, dtype=np.int64)
+        self._watch(numbers)
+        found = self._places[key] = _Located(where, addresses, _runs(there), converted, numbers)
         return found
 
     def _find_runs(
@@ -567,20 +589,12 @@ class DeviceSnapshot:
 
     def _find_among(self, addresses: list[int], some: range, piece: _Piece, parent: Parent) -> None:
         """Compare some tensors of a piece, by their places in it, as `addresses` are."""
-        known = self._pointers.get(key := (piece.begin, piece.num_bytes))
-        if known is None or known[0] != addresses:
-            slow = piece.tiles.slow(addresses)
-            known = self._pointers[key] = (
-                addresses.copy(),
-                torch.tensor(addresses, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True),
-                slow,
-                torch.tensor(slow, dtype=torch.int32, device="cpu").to(self.device, non_blocking=True),
-            )
-        _, tensors, slow, picked = known
+        known = self._given.get(key := (piece.begin, piece.num_bytes))
+        if known is None or known.addresses != addresses:
+            known = self._given[key] = compare.Given(piece.tiles, addresses)
         tiles = range(*(piece.tiles.first_tiles[at] for at in (some.start, some.stop)))
         held = parent.memory.data_ptr() + int(parent.firsts[self._numbers[piece.first_tensor]])
-        among = compare.slow_among(slow, tiles)
-        compare.compare(self._among(piece), tensors, picked, held, tiles, among)
+        compare.compare(self._among(piece), known, held, tiles)
 
     def block(self, nums: Sequence[int], *, gaps: bool) -> ChangeBlock:
         """Encode the last comparison's changes in `gap`, or `raw`, on the current stream, and wait for it."""

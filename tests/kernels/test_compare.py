@@ -59,6 +59,8 @@ class Comparison:
             for seed, (numel, width) in enumerate(shapes)
         ]
         self.new = [tensor.clone() for tensor in self.old]
+        self.addresses: list[int] = []
+        """What is compared, if not `new`; see `compare.Given`."""
         sizes, widths = [tensor.nbytes for tensor in self.old], [width for _, width in shapes]
         self.tiles = compare.cut(sizes, widths, DEVICE, tile_bytes=tile_bytes)
         self.snapshot = torch.zeros(self.tiles.first_bytes[-1], dtype=torch.uint8, device=DEVICE)
@@ -74,16 +76,8 @@ class Comparison:
 
     def launch(self) -> int:
         """Compare all tensors; return how many changed words were counted."""
-        addresses = [tensor.data_ptr() for tensor in self.new]
-        slow = self.tiles.slow(addresses)
-        compare.compare(
-            self.found,
-            torch.tensor(addresses, device=DEVICE),
-            torch.tensor(slow, dtype=torch.int32, device=DEVICE),
-            self.snapshot.data_ptr(),
-            range(self.tiles.num_tiles),
-            range(len(slow)),
-        )
+        given = compare.Given(self.tiles, self.addresses or [tensor.data_ptr() for tensor in self.new])
+        compare.compare(self.found, given, self.snapshot.data_ptr(), range(self.tiles.num_tiles))
         return int(self.found.cursor)
 
     def find(self) -> int:
@@ -140,6 +134,53 @@ class Comparison:
             wide=torch.tensor([numel > 2**31 - 1 for numel, _ in self.shapes], device=DEVICE).to(torch.int32),
         )
         return entries, order
+
+
+def numbers(count: int, seed: int) -> torch.Tensor:
+    """Float32 of all magnitudes, in halves of bfloat16's steps too; finite, also as bfloat16."""
+    found = random_bits(torch.float32, (count,), seed)
+    found.view(torch.int32)[::3] &= ~0x7FFF
+    return torch.where(found.bfloat16().isfinite(), found, torch.ones(()))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 4])
+def test_float32_is_compared_as_the_bfloat16_that_torch_makes_of_it(offset: int) -> None:
+    shapes: list[Shape] = [(3 * 512, 2), (700, 2), (512, 2), (1, 2), (0, 2), (2000, 2)]
+    comparison, held = Comparison(shapes), []
+    for number, (count, _) in enumerate(shapes):
+        given = at_offset(numbers(count, seed=number).to(DEVICE), offset)
+        if number == 2:
+            # Between others, a tensor that the trainer has in bfloat16.
+            comparison.addresses.append(comparison.new[number].data_ptr())
+            flip(comparison.new[number], 0.1)
+            continue
+        held.append(given)
+        comparison.addresses.append(-given.data_ptr())
+        comparison.new[number] = given.to(torch.bfloat16).view(torch.int16)
+        # Most are as they were.
+        is_old = torch.rand(given.shape, device=DEVICE) < 0.9
+        comparison.views()[number][is_old] = comparison.old[number][is_old] = comparison.new[number][is_old]
+    comparison.find()
+    assert comparison.check(gaps=True) > 300
+    comparison.found.clear()
+    assert comparison.launch() == 0
+
+
+def test_float32_that_is_not_finite_is_so_in_bfloat16() -> None:
+    given = torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan, 3.4e38, -3.4e38, -0.0, 1e-45])
+    given = torch.cat([given, numbers(506, 0)]).to(DEVICE)
+    given[8:].view(torch.int32)[:2] = torch.tensor([0x7F800001, -1], dtype=torch.int32)
+    for tensor in (given, given[:10].clone()):
+        comparison = Comparison([(len(tensor), 2)])
+        comparison.addresses = [-tensor.data_ptr()]
+        comparison.find()
+        compare.apply(comparison.found, comparison.snapshot.data_ptr())
+        found = comparison.views()[0].view(torch.bfloat16).float().cpu()
+        expected = tensor.to(torch.bfloat16).float().cpu()
+        assert torch.equal(found.isnan(), tensor.isnan().cpu())
+        assert torch.equal(
+            found[~found.isnan()].view(torch.int32), expected[~found.isnan()].view(torch.int32)
+        )
 
 
 def flip(tensor: torch.Tensor, fraction: float) -> None:
@@ -355,6 +396,31 @@ def test_kernels_publish_what_the_reference_publishes(
         )
 
 
+@pytest.mark.usefixtures("_kernels")
+def test_weights_in_float32_are_rounded_without_a_copy(
+    monkeypatch: pytest.MonkeyPatch, place: snapshot.Place
+) -> None:
+    store, converted = MemoryStore(), []
+    tensors = {f"{i}.weight": torch.randn(40, 9 + i, device=DEVICE) for i in range(5)}
+    tensors["turned"] = torch.randn(9, 40, device=DEVICE).t()
+    tensors["same"] = torch.randn(50, device=DEVICE).to(torch.bfloat16)
+
+    def convert(tensor: torch.Tensor, spec: Any, *more: Any) -> torch.Tensor:
+        converted.append(spec.name)
+        return real(tensor, spec, *more)
+
+    real = snapshot_gpu.served
+    with Publisher(store, tensors, dtype={"*": "bfloat16"}, snapshot=place, encoding=QUICK) as publisher:
+        publisher.publish_patch(0).result()
+        monkeypatch.setattr(snapshot_gpu, "served", convert)
+        for step in range(1, 4):
+            for tensor in tensors.values():
+                tensor[step::11] *= 1.5
+            assert publisher.publish_patch(step).result().kind == "delta"
+            assert_same_bits(newest(store), {name: each.bfloat16().cpu() for name, each in tensors.items()})
+    assert set(converted) == {"turned"}
+
+
 @pytest.mark.usefixtures("_in_parts")
 def test_a_run_goes_on_from_any_snapshot(place: snapshot.Place) -> None:
     store, tensors = (
@@ -495,8 +561,16 @@ def test_everything_may_change_at_once_and_room_is_given_back_later(
 
 @pytest.mark.usefixtures("_in_parts")
 @pytest.mark.parametrize("source", ["mapping", "function"])
+@pytest.mark.parametrize(
+    ("dtype", "infinity", "large", "number"),
+    [
+        (torch.float16, 0x7C00, 7e4, "70000.0"),
+        # This one the kernels round.
+        (torch.bfloat16, 0x7F80, 3.4e38, "3.39"),
+    ],
+)
 def test_kernels_refuse_a_number_beyond_the_range_also_in_the_place_of_an_infinity(
-    place: snapshot.Place, source: str
+    place: snapshot.Place, source: str, dtype: torch.dtype, infinity: int, large: float, number: str
 ) -> None:
     torch.manual_seed(0)
     model = {
@@ -507,10 +581,10 @@ def test_kernels_refuse_a_number_beyond_the_range_also_in_the_place_of_an_infini
     }
     trainer: Any = model if source == "mapping" else lambda: iter(model.items())
     store, inf = MemoryStore(), float("inf")
-    with Publisher(store, trainer, dtype="float16", snapshot=place, encoding=QUICK) as publisher:
+    with Publisher(store, trainer, dtype={"*": dtype}, snapshot=place, encoding=QUICK) as publisher:
 
         def refused(name: str, number: str) -> None:
-            said = rf"'{name}' has 1 number beyond the range of torch\.float16, such as {number}"
+            said = rf"'{name}' has 1 number beyond the range of {dtype}, such as {number}"
             with pytest.raises(SchemaMismatch, match=said):
                 publisher.publish_patch(2)
 
@@ -518,21 +592,24 @@ def test_kernels_refuse_a_number_beyond_the_range_also_in_the_place_of_an_infini
         # These are the trainer's own, and integers with the bits of an infinity are none.
         model["w"][:2] = torch.tensor([inf, float("nan")])
         model["half"][3, 3] = -inf
-        model["flags"][1] = 0x7C00
+        model["flags"][1] = infinity
         model["x"][3] = -inf
         publisher.publish_patch(1).result()
-        model["w"][[9, 4000]] = torch.tensor([3.0, -1e5], device=DEVICE)
-        refused("w", "-1")
+        model["w"][[9, 4000]] = torch.tensor([3.0, -large], device=DEVICE)
+        refused("w", f"-{number}")
         model["w"][4000] = -1
         # What is published as an infinity has the same bits as before.
-        model["w"][0] = 7e4
+        model["w"][0] = large
         for _ in range(2):
-            refused("w", "70000.0")
+            refused("w", number)
         model["w"][0] = inf
-        model["x"][3] = -7e4
-        refused("x", "-70000.0")
+        model["x"][3] = -large
+        refused("x", f"-{number}")
         model["x"][3] = -inf
         manifest = publisher.publish_patch(3).result()
     assert manifest.delta is not None and manifest.delta.num_changed == 2
-    # Converted where they are: a NaN has other bits on another device.
-    assert_same_bits(newest(store), {name: each.cpu() for name, each in served(model, torch.float16).items()})
+    # Converted where they are: a NaN has other bits on another device, and where kernels are interpreted.
+    held, expected = newest(store), {name: each.cpu() for name, each in served(model, dtype).items()}
+    assert held["w"][1].isnan()
+    expected["w"][1] = held["w"][1]
+    assert_same_bits(held, expected)
