@@ -361,8 +361,8 @@ def compare(found: Found, given: Given, snapshot: int, tiles: range, *, warps: i
         tiles: those to compare, of tensors that are given.
     """
     cut_up = found.tiles
-    same, rounded = _overlap(tiles, given.same), _overlap(tiles, given.rounded)
-    slow = range(bisect_left(given.slow, tiles.start), bisect_left(given.slow, tiles.stop))
+    same, rounded = overlap(tiles, given.same), overlap(tiles, given.rounded)
+    slow = within(given.slow, tiles, range(len(given.slow)))
     for chosen, whole, rounds in ((same, True, False), (slow, False, False), (rounded, True, True)):
         if len(chosen) == 0:
             continue
@@ -390,5 +390,11 @@ def apply(found: Found, snapshot: int) -> None:
         )
 
 
-def _overlap(some: range, others: range) -> range:
+def overlap(some: range, others: range) -> range:
     return range(max(some.start, others.start), min(some.stop, others.stop))
+
+
+def within(listed: Sequence[int], tiles: range, places: range) -> range:
+    """Return the places in a list of those of `tiles`; only `places` are looked at, which ascend."""
+    first = bisect_left(listed, tiles.start, places.start, places.stop)
+    return range(first, bisect_left(listed, tiles.stop, first, places.stop))

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from patchstore.kernels.compare import WORD, Found, keep
+from patchstore.kernels.compare import WORD, Found, keep, overlap, within
 from patchstore.kernels.quantize import converts, e4m3, words_of
 from patchstore.quantization.forms import Matrix
 
@@ -181,7 +181,7 @@ class _Launch(NamedTuple):
     fast: tuple[range, ...]
     """Tiles of 8 elements a word, but for those cut short."""
     slow: range
-    """Places in `Rounding.picked` of all the other tiles."""
+    """Places in `Rounding.slow` of all the other tiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,8 +204,10 @@ class Rounding:
     """int32 [num_groups]: the row in the table."""
     matrix_of: torch.Tensor
     """int32 [num_tensors]: the row in the table, of tensors that are codes."""
+    slow: list[int]
+    """Tiles that are read an element at a time, ascending within each of `launches`."""
     picked: torch.Tensor
-    """int32: tiles that are read an element at a time."""
+    """int32: `slow`."""
     launches: tuple[_Launch, ...]
 
 
@@ -287,6 +289,7 @@ def plan(
         table=table(rows, torch.int64).view(len(rows), 9),
         owners=owners.to(device, torch.int32),
         matrix_of=table(matrix_of, torch.int32),
+        slow=picked,
         picked=table(picked, torch.int32),
         launches=tuple(launches),
     )
@@ -323,15 +326,18 @@ def measure(rounding: Rounding, maxima: torch.Tensor) -> None:
             )
 
 
-def compare(rounding: Rounding, found: Found, operands: torch.Tensor, snapshot: int) -> None:
+def compare(rounding: Rounding, found: Found, operands: torch.Tensor, snapshot: int, some: range) -> None:
     """Add to `found` how codes differ from the snapshot, which stays as it is, as `kernels.compare.compare`.
 
-    At most two launches for each kind of matrix; `operands` are those of `Form.operands`.
+    At most two launches for each kind of matrix whose codes follow each other; `operands` are those of
+    `Form.operands`, and `some` the tiles to compare.
     """
     tiles = found.tiles
     rows, columns = rounding.block or (1, 0)
     for each in rounding.launches:
-        for chosen, whole in (*((fast, True) for fast in each.fast), (each.slow, False)):
+        fast = [overlap(its, some) for its in each.fast]
+        slow = within(rounding.slow, some, each.slow)
+        for chosen, whole in (*((its, True) for its in fast), (slow, False)):
             if len(chosen) == 0:
                 continue
             _compare[(len(chosen),)](
@@ -366,10 +372,11 @@ def warm_up(
     (launch,) = rounding.launches
     rounding = replace(
         rounding,
+        slow=[tile],
         picked=torch.full_like(rounding.owners[:1], tile),
         launches=(launch._replace(fast=(range(tile, tile + 1),), slow=range(1)),),
     )
     maxima = torch.zeros(rounding.num_groups, dtype=torch.float32, device=weights.device)
     measure(rounding, maxima)
-    compare(rounding, found, maxima + 1, snapshot)
+    compare(rounding, found, maxima + 1, snapshot, range(found.tiles.num_tiles))
     found.clear()

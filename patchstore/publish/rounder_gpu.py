@@ -94,9 +94,9 @@ class Rounder:
         is_in_place = laid.where is not None and not laid.of_parts
         return _Begun(InPlace(rest, laid if is_in_place else None), laid.plan, operands, (given, held))
 
-    def compare(self, begun: _Begun, snapshot: int) -> None:
-        """Compare the codes of a pass with those in the snapshot; may be repeated."""
-        rounded.compare(begun.plan, self._found, begun.operands, snapshot)
+    def compare(self, begun: _Begun, snapshot: int, tiles: range) -> None:
+        """Compare the codes of a pass, in some tiles, with those in the snapshot; may be repeated."""
+        rounded.compare(begun.plan, self._found, begun.operands, snapshot, tiles)
 
     def _laid_out(self, given: Unrounded) -> tuple[_Laid, object]:
         """Return where the matrices are, and what holds their memory beside `given`."""

@@ -280,8 +280,11 @@ class DeviceSnapshot:
         for piece, held in pieces:
             before = num_words
             while True:
-                if rounder is not None and rounding is not None:
-                    rounder.compare(rounding, self._memory.data_ptr())
+                if rounder is not None and rounding is not None and piece.tensors:
+                    # As if all of the snapshot lay there.
+                    address = self._address(piece, held) - piece.begin
+                    tiles = range(piece.first_tile, piece.first_tile + piece.tiles.num_tiles)
+                    rounder.compare(rounding, address, tiles)
                 some_narrowed = self._find(given, piece, held)
                 # Counted also if the buffer was too small: a second question would be a second wait.
                 its = self._among(piece)
@@ -320,8 +323,8 @@ class DeviceSnapshot:
 
     def _rooms(self, current: Tensors, encoding: Encoding) -> torch.Tensor | None:
         """Return memory for copies of pieces, if they are to be coded while others are compared."""
-        is_given = not isinstance(current, Stream) and isinstance(encoding, Context)
-        if not is_given or not is_far(self._memory, self.device):
+        is_given = not isinstance(current, Stream) or current.rounded is not None
+        if not is_given or not isinstance(encoding, Context) or not is_far(self._memory, self.device):
             return None
         with suppress(torch.OutOfMemoryError):
             while True:
@@ -593,8 +596,11 @@ class DeviceSnapshot:
         if known is None or known.addresses != addresses:
             known = self._given[key] = compare.Given(piece.tiles, addresses)
         tiles = range(*(piece.tiles.first_tiles[at] for at in (some.start, some.stop)))
-        held = parent.memory.data_ptr() + int(parent.firsts[self._numbers[piece.first_tensor]])
-        compare.compare(self._among(piece), known, held, tiles)
+        compare.compare(self._among(piece), known, self._address(piece, parent), tiles)
+
+    def _address(self, piece: _Piece, parent: Parent) -> int:
+        """Return where a piece of the snapshot begins."""
+        return parent.memory.data_ptr() + int(parent.firsts[self._numbers[piece.first_tensor]])
 
     def block(self, nums: Sequence[int], *, gaps: bool) -> ChangeBlock:
         """Encode the last comparison's changes in `gap`, or `raw`, on the current stream, and wait for it."""

@@ -10,6 +10,7 @@ import torch
 from patchstore import Manifest, Publisher
 from patchstore.codec import part_table
 from patchstore.errors import PublishFailed, SchemaMismatch
+from patchstore.quantization import FORMS
 from patchstore.stores.memory import MemoryStore
 from tests.support.interpreted import DEVICE, kernels
 from tests.support.weights import assert_same_bits, newest
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.timeout(1200)
 device = kernels("patchstore.publish.snapshot_gpu")
 encoder = kernels("patchstore.kernels.context_encode")
 comparison = kernels("patchstore.kernels.compare")
+rounded = kernels("patchstore.kernels.rounded")
 
 State = dict[str, torch.Tensor]
 
@@ -88,6 +90,34 @@ def test_each_version_has_the_bits_of_the_trainer(
         assert check(publisher, store, tensors, step).kind == "delta"
     assert len(encoders) > device.ROOMS
     assert check(publisher, store, tensors, 3).num_bytes == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_matrices_in_fp8_are_encoded_while_others_are_compared(
+    store: MemoryStore, encoders: list[Any], monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    begun: list[int] = []
+
+    def compare(*given: Any, compare: Any = rounded.compare) -> None:
+        begun.append(len(encoders))
+        compare(*given)
+
+    monkeypatch.setattr(rounded, "compare", compare)
+    tensors = {f"{number}.up_proj.weight": (0.02 * torch.randn(16, 20)).to(DEVICE) for number in range(7)}
+    tensors["norm.weight"] = torch.ones(9, device=DEVICE)
+    options: Any = {"dtype": "bfloat16", "quantization": form, "snapshot": "host", "encoding": "context"}
+    with Publisher(store, tensors, **options) as publisher:
+        for step in range(3):
+            encoders.clear()
+            begun.clear()
+            publisher.publish_patch(step).result()
+            expected = {"norm.weight": tensors["norm.weight"].bfloat16()}
+            for name in sorted(tensors.keys() - expected.keys()):
+                codes, scales = FORMS[form].quantize(tensors[name].bfloat16())
+                expected |= {name: codes, FORMS[form].scale_name(name): scales}
+            assert_same_bits(newest(store), {name: each.cpu() for name, each in expected.items()})
+            assert step == 0 or begun[-1] > 0
+            train(tensors)
 
 
 def test_a_refused_number_leaves_what_there_was_although_some_is_encoded(

@@ -82,7 +82,9 @@ class Comparison:
         maxima = torch.full((self.plan.num_groups,), -1.0, device=DEVICE)
         rounded.measure(self.plan, maxima)
         operands, scales = FORMS[form].operands(maxima)
-        rounded.compare(self.plan, self.found, operands, self.snapshot.data_ptr())
+        # Two parts of the tiles, which cut matrices.
+        for some in (range(tiles.num_tiles // 2), range(tiles.num_tiles // 2, tiles.num_tiles)):
+            rounded.compare(self.plan, self.found, operands, self.snapshot.data_ptr(), some)
         self.scales = [
             scales[first : first + down * across].view(down, across).cpu()
             for first, (down, across) in zip(self.plan.firsts, self.plan.shapes, strict=True)
@@ -139,7 +141,8 @@ def test_a_part_is_rounded_with_the_maxima_of_whole_blocks(start: tuple[int, int
     # As the other parts' processes tell it.
     own.copy_(form.maxima(whole)[start[0] // 128 :, start[1] // 128 :][:down, :across])
     snapshot_ = torch.zeros(wanted.numel() + 8, dtype=torch.uint8, device=DEVICE)
-    rounded.compare(plan, found, form.operands(maxima)[0], snapshot_.data_ptr())
+    everything = range(found.tiles.num_tiles)
+    rounded.compare(plan, found, form.operands(maxima)[0], snapshot_.data_ptr(), everything)
     compare.apply(found, snapshot_.data_ptr())
 
     assert torch.equal(snapshot_[: wanted.numel()].cpu().view(wanted.shape), wanted)
@@ -181,7 +184,7 @@ def test_there_may_be_no_matrix() -> None:
     plan = rounded.plan(found, [], (128, 128))
     maxima = torch.zeros(plan.num_groups, device=DEVICE)
     rounded.measure(plan, maxima)
-    rounded.compare(plan, found, maxima, 0)
+    rounded.compare(plan, found, maxima, 0, range(0))
     assert int(found.cursor) == 0
 
 
