@@ -1,9 +1,10 @@
 """How long `publish_patch` blocks a trainer, with anchors between the deltas: in bf16 and in FP8.
 
 Each step adds noise to weights whose masters are anywhere in the interval that rounds to them, so small
-weights are likelier to change, as with AdamW. `blocking_ms` is what the trainer waits for in `publish_patch`,
-`stored_s` the time until the version exists. Calls after an anchor are told apart: they may wait for it.
-`bus_gb_per_s` is what a snapshot in host memory is compared at, at most.
+weights are likelier to change, as with AdamW; or to masters, with `--trainer-dtype float32`. `blocking_ms` is
+what the trainer waits for in `publish_patch`, `stored_s` the time until the version exists. Calls after an
+anchor are told apart: they may wait for it. `bus_gb_per_s` is what a snapshot in host memory is compared at,
+at most.
 """
 
 import argparse
@@ -34,6 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--snapshot", choices=["device", "host"], default="device", help="where it is")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--forms", nargs="+", choices=["bf16", *CHOICES], default=["bf16", *CHOICES])
+    parser.add_argument("--trainer-dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--steps", type=int, default=6, help="deltas after the first anchor")
     parser.add_argument("--anchor-at", type=int, default=4, help="the publication that is an anchor too")
     parser.add_argument("--rate", type=float, default=RATE, help="standard deviation of a step's updates")
@@ -53,6 +55,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         about = {"shape": args.shape, "layers": args.layers, "snapshot": args.snapshot, "form": form}
+        about["trainer_dtype"] = args.trainer_dtype
         yield {**about, **software(device), **found}
 
 
@@ -62,7 +65,7 @@ def _publish(args: argparse.Namespace, device: torch.device, store: Any, form: s
         shape = dataclasses.replace(shape, layers=args.layers)
     random = torch.Generator(device).manual_seed(7)
     weights = {
-        name: torch.empty(size, dtype=torch.bfloat16, device=device).normal_(
+        name: torch.empty(size, dtype=getattr(torch, args.trainer_dtype), device=device).normal_(
             0, STANDARD_DEVIATION, generator=random
         )
         for name, size in shape.tensors().items()

@@ -134,9 +134,12 @@ def take_step(weights: torch.Tensor, rate: float, random: torch.Generator) -> No
     """Add noise to weights whose masters are anywhere in the interval that rounds to them.
 
     Args:
-        weights: bf16 [num].
+        weights: bf16 [num], or masters themselves, float32.
         rate: standard deviation of the noise.
     """
+    if weights.dtype == torch.float32:
+        weights += rate * torch.randn(weights.shape, generator=random, device=weights.device)
+        return
     masters = weights.float()
     # It launches its kernel on the current device, wherever its argument is.
     with torch.cuda.device_of(masters):  # type: ignore[no-untyped-call]

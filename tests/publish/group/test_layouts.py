@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from tests.support import saved_models, tied_models
 from tests.support.interpreted import kernels
 from tests.support.keys import key_pair
 from tests.support.model_bits import Bits, Versions, bits_of, check, read
-from tests.support.ranks import Published, RanksOf
+from tests.support.ranks import Published, Ranks, RanksOf
 
 # Ranks wait for each other, and a busy machine is slow.
 pytestmark = pytest.mark.timeout(600)
@@ -61,11 +61,11 @@ def rounded(step: int, form: str) -> Bits:
     return bits_of(found, None)
 
 
-def publish_rounded(rank: int, url: str, form: str) -> Versions:
+def publish_rounded(rank: int, url: str, form: str, **options: Any) -> Versions:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensors = {name: distribute_tensor(each, mesh, [PLACEMENTS[name]]) for name, each in matrices(0).items()}
     versions = []
-    with Publisher(url, tensors, quantization=form, rank_timeout_s=120) as publisher:
+    with Publisher(url, tensors, quantization=form, rank_timeout_s=120, **options) as publisher:
         for step in range(3):
             _load(tensors, step, mesh)
             versions.append((publisher.publish_patch(step).result().version, rounded(step, form)))
@@ -79,7 +79,7 @@ def publish_rounded_by_kernels(rank: int, url: str, form: str) -> Versions:
         for name in ("compare", "index_encode"):
             # Larger ones take minutes, where they are interpreted.
             patched.enter_context(patch.object(kernels(f"patchstore.kernels.{name}"), "BLOCK", 1024))
-        return publish_rounded(rank, url, form)
+        return publish_rounded(rank, url, form, encoding="gap")
 
 
 def one_is_not_finite(rank: int, url: str) -> tuple[str, str, int]:
@@ -206,14 +206,19 @@ OTHER = pytest.mark.exhaustive
         (3, publish_rounded, "fp8-block"),
         (2, publish_rounded, "fp8-channel"),
         pytest.param(4, publish_rounded, "fp8-block", marks=OTHER),
-        pytest.param(3, publish_rounded_by_kernels, "fp8-block", marks=OTHER),
-        pytest.param(2, publish_rounded_by_kernels, "fp8-channel", marks=OTHER),
     ],
 )
 def test_each_version_has_the_bits_of_all_ranks(
     published: Published, num: int, job: Any, argument: Any
 ) -> None:
     published(num, job, argument)
+
+
+@pytest.mark.parametrize(("num", "form"), [(3, "fp8-block"), (2, "fp8-channel")])
+def test_kernels_round_parts_as_the_whole(url: str, num: int, form: str) -> None:
+    # In ranks of their own: those of other tests may have kernels that are not interpreted.
+    with closing(Ranks(num)) as ranks:
+        check(url, ranks.run(publish_rounded_by_kernels, url, form))
 
 
 def test_ranks_that_change_different_shares_publish_in_one_encoding(published: Published) -> None:
