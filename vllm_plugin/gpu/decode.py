@@ -14,9 +14,10 @@ import torch
 from patchstore.bucket import records
 from patchstore.bucket.records import Schema
 from patchstore.codec.context import Coded, Cuts, RowSets, encode_all, is_coded, tiling
+from patchstore.codec.delta_file import Content
 from patchstore.codec.index import Gap, Listed, check_gaps
 from patchstore.errors import CorruptObject
-from patchstore.kernels import context_decode, context_tables, gap_decode
+from patchstore.kernels import context_decode, context_tables, gap_decode, sent
 from patchstore.kernels.context_tables import FORMATS
 from patchstore.kernels.gap_decode import TILE
 from patchstore.tensors.bits import bits, unsigned
@@ -378,6 +379,28 @@ def list_positions(
             at = group.positions + np.repeat(begins, group.counts)
             positions, values = send([torch.from_numpy(at), signed_of(group.values)], device)
             yield positions, values
+
+
+def list_changes(
+    content: Content, numbers: Array, firsts: Array, places: Places, schema: Schema, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield what one version states of tensors of one element width: positions plus the first of each, int64
+    [num], and bits.
+
+    What is yielded last is decoded then: with values that may be written before.
+
+    Args:
+        numbers, firsts: int64 [T]: the tensors, ascending, and where each begins.
+        places: of those that are coded; see `decode`.
+    """
+    yield from list_positions(content.listed, schema, numbers, firsts, device)
+    found = decode(content.coded, places, schema, device)
+    if found.values.numel():
+        begins, nums = firsts[np.searchsorted(numbers, found.numbers)], np.diff(found.bounds)
+        owners = torch.repeat_interleave(
+            sent(begins, device), sent(nums, device), output_size=found.values.numel()
+        )
+        yield found.positions + owners, found.narrow if (found.widths == 1).any() else found.values
 
 
 def has_gaps(listed: Listed) -> bool:

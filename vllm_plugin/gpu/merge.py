@@ -12,7 +12,7 @@ import torch
 from patchstore.bucket.records import Schema
 from patchstore.codec.delta_file import Content
 from patchstore.tensors.bits import INTEGERS, TORCH_DTYPES, bits, index_dtype
-from vllm_plugin.gpu.decode import Array, Patches, Places, decode, list_positions, table_on
+from vllm_plugin.gpu.decode import Array, Patches, Places, list_changes, table_on
 from vllm_plugin.live.copies import PIECE, Transfers
 
 MERGED = 1 << 25
@@ -65,8 +65,8 @@ class Merger:
         """
         # Half of what is free: memory that was used before lies in pieces.
         at_a_time = min(MERGED, free_bytes // 2 // _MERGING_BYTES)
-        stated = [numbers[:0], *(each.coded.numbers for each in versions)]
-        coded = np.intersect1d(numbers, np.concatenate(stated))
+        every = [numbers[:0], *(each.coded.numbers for each in versions)]
+        coded = np.intersect1d(numbers, np.concatenate(every))
         copies = self._served.copies(self._schema, coded, self._addresses[coded] > 0)
         for some, num_stated in self._parts(versions, numbers, at_a_time):
             # Where kernels read whole vectors.
@@ -80,7 +80,8 @@ class Merger:
             places = copies.at(some[is_coded], begins)
             keys, values = [], []
             for content in versions:
-                for where, new in self._listed(content.of(some), some, firsts, places):
+                stated = list_changes(content.of(some), some, firsts, places, self._schema, self._device)
+                for where, new in stated:
                     if relative.any():
                         copy[where] = new
                     if not is_large:
@@ -103,18 +104,6 @@ class Merger:
             owners = table_on(self._device, np.repeat(firsts, np.diff(bounds)))
             positions = (order - owners).to(index_dtype(int(sizes.max())))
             yield Patches.between(some, bounds, positions, chosen), (positions, chosen)
-
-    def _listed(
-        self, content: Content, numbers: Array, firsts: Array, places: Places
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """List one version's changes of tensors of one element width: where, int64 [num], and their bits."""
-        yield from list_positions(content.listed, self._schema, numbers, firsts, self._device)
-        found = decode(content.coded, places, self._schema, self._device)
-        if found.values.numel():
-            begins = firsts[np.searchsorted(numbers, found.numbers)]
-            owners = table_on(self._device, np.repeat(begins, np.diff(found.bounds)))
-            positions = found.positions.to(torch.int64) + owners
-            yield positions, found.narrow if (found.widths == 1).any() else found.values
 
     def _copied(self, numbers: Array, firsts: Array, num_elements: int) -> torch.Tensor:
         """Copy tensors of one element width as checkpoints have them: from `base`, or what is served."""

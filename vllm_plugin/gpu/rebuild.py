@@ -5,10 +5,9 @@ and written there, and the sums for the digest counted, for many tensors at a ti
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ from patchstore.kernels.segments import Kind
 from patchstore.read.rebuild import Batch, Rebuilt
 from patchstore.tensors.bits import INTEGERS, from_bytes
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.gpu.decode import Places, change_of_one, decode, jobs_of, list_positions
+from vllm_plugin.gpu.decode import Places, change_of_one, jobs_of, list_changes
 from vllm_plugin.gpu.upload import room_on
 from vllm_plugin.live.copies import Transfers
 
@@ -106,34 +105,24 @@ class DeviceRebuilder:
         # Triton compiles for one thread at a time. Copies, which take longer, go on beside.
         with self._lock:
             for content in contents:
-                self._write(content.of(held.numbers), held)
+                self._write(content, held)
             sums = held.digested()
         names = [batch[place][0].name for place in order.tolist()]
         return found, {name: Sums(*each) for name, each in zip(names, sums.tolist(), strict=True)}
 
     def _write(self, content: Content, held: "_Held") -> None:
         """Write what a delta states of these tensors."""
-        if len(content.coded):
-            coded = np.unique(content.coded.numbers)
-            at = np.searchsorted(held.numbers, coded)
+        for width, its in held.by_width():
+            numbers, firsts, some = held.numbers[its], held.firsts[its], content.of(held.numbers[its])
+            coded = np.unique(some.coded.numbers)
             places = self._places.copies(self._schema, coded, np.ones(len(coded), dtype=np.bool_))
-            places = places.at(coded, held.memory.data_ptr() + held.firsts[at])
-            decoded = decode(content.coded, places, self._schema, self._device)
-            # Of all widths at once; those of one are picked where there are several.
-            begins, nums, widths = held.firsts[at] // decoded.widths, np.diff(decoded.bounds), decoded.widths
-            to = decoded.positions + torch.repeat_interleave(*self._sent(begins, nums))
-            for width in np.unique(widths).tolist():
-                its = torch.repeat_interleave(*self._sent(widths == width, nums))
-                values = decoded.narrow if width == 1 else decoded.values
-                held.memory.view(INTEGERS[width])[to[its]] = values[its]
-        for each in content.listed:
-            width = each.val.element_size()
-            begins = held.firsts // width
-            for to, values in list_positions([each], self._schema, held.numbers, begins, self._device):
-                held.memory.view(INTEGERS[width])[to] = values
-
-    def _sent(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
-        return [sent(each, self._device) for each in arrays]
+            at = np.searchsorted(numbers, coded)
+            places = places.at(coded, held.memory.data_ptr() + firsts[at])
+            flat = held.memory.view(INTEGERS[width])
+            for to, values in list_changes(
+                some, numbers, firsts // width, places, self._schema, self._device
+            ):
+                flat[to] = values
 
 
 class _Held:
@@ -146,11 +135,15 @@ class _Held:
         self.memory, self.numbers, self.firsts = memory, numbers, firsts
         self._widths, self._sizes = widths, sizes
 
+    def by_width(self) -> Iterator[tuple[int, Array]]:
+        """Yield the bytes of an element, and which tensors have elements of so many."""
+        for width in np.unique(self._widths).tolist():
+            yield width, np.flatnonzero(self._widths == width)
+
     def digested(self) -> npt.NDArray[np.uint64]:
         """Return the digest sums of all, uint64 [T, 2]; waits for the device."""
         device, found = self.memory.device, np.zeros((len(self.numbers), 2), dtype=np.uint64)
-        for width in np.unique(self._widths).tolist():
-            its = np.flatnonzero(self._widths == width)
+        for width, its in self.by_width():
             sizes, nothing = self._sizes[its], np.zeros_like(its)
             addresses = self.memory.data_ptr() + self.firsts[its]
             rows = np.stack([nothing, nothing, sizes, nothing, addresses, nothing, sizes, nothing], axis=1)
