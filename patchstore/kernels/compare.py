@@ -48,10 +48,11 @@ _NAN = tl.constexpr(0x7FFF)
 
 
 @triton.jit
-def _as_bfloat16(given):
-    """Round bits of float32 to bfloat16, ties to even; int64."""
-    rounded = (given + 0x7FFF + ((given >> 16) & 1)) >> 16
-    return tl.where((given & 0x7FFFFFFF) <= _INFINITE, rounded, _NAN).to(tl.int64) & 0xFFFF
+def bfloat16_of(bits):
+    """Round float32 to bfloat16, ties to even; both as bits, int32."""
+    # In whole numbers: Triton's interpreter cuts the rest off.
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where((bits & 0x7FFFFFFF) <= _INFINITE, rounded & 0xFFFF, _NAN)
 
 
 @triton.jit
@@ -107,15 +108,15 @@ def _compare(
             given = (2 * at - address).to(tl.pointer_type(tl.int32))
             if (left >= TILE * _WORD) & (address % 16 == 0):
                 four = tl.arange(0, 4)[None, :]
-                numbers = _as_bfloat16(tl.load(tl.multiple_of(given, 16) + (words[:, None] * 4 + four)))
-                new = tl.sum(numbers << (four * 16), axis=1)
+                numbers = bfloat16_of(tl.load(tl.multiple_of(given, 16) + (words[:, None] * 4 + four)))
+                new = tl.sum(numbers.to(tl.int64) << (four * 16), axis=1)
                 old = tl.load(held + words)
             else:
                 new = tl.zeros((TILE,), tl.int64)
                 for k in tl.static_range(4):
                     inside = (words * 4 + k) * 2 < left
-                    number = _as_bfloat16(tl.load(given + words * 4 + k, mask=inside, other=0))
-                    new |= number << (16 * k)
+                    number = bfloat16_of(tl.load(given + words * 4 + k, mask=inside, other=0))
+                    new |= number.to(tl.int64) << (16 * k)
                 old = tl.load(held + words, mask=words * _WORD < left, other=0)
         elif WHOLE:
             source = tl.multiple_of((address + at).to(tl.pointer_type(tl.int64)), _WORD)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from patchstore.kernels.compare import WORD, Found, keep, overlap, within
+from patchstore.kernels.compare import WORD, Found, bfloat16_of, keep, overlap, within
 from patchstore.kernels.quantize import converts, e4m3, words_of
 from patchstore.quantization.forms import Matrix
 
@@ -34,12 +34,9 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 @triton.jit
 def _as_served(given, GIVEN: tl.constexpr, SERVED: tl.constexpr):
     """Round weights to the dtype in which they would be served; float32."""
-    if GIVEN == tl.float32 and SERVED == tl.bfloat16:  # noqa: SIM300 -- these are no constants
-        # In whole numbers, ties to even: Triton's interpreter cuts the rest off.
-        wide = given.to(tl.int32, bitcast=True)
-        is_number = (wide & 0x7FFFFFFF) <= 0x7F800000
-        wide = (wide + 0x7FFF + ((wide >> 16) & 1)) & -65536
-        found = tl.where(is_number, wide.to(tl.float32, bitcast=True), float("nan"))
+    if GIVEN != SERVED and SERVED == tl.bfloat16:  # noqa: SIM300 -- these are no constants
+        wide = given.to(tl.float32).to(tl.int32, bitcast=True)
+        found = (bfloat16_of(wide) << 16).to(tl.float32, bitcast=True)
     else:
         found = given.to(SERVED).to(tl.float32)
     return found

@@ -47,6 +47,7 @@ MATRICES = {
     "fp32": [Matrix(random(256, 264, torch.float32), torch.float32)],
     "fp32-to-bf16": [Matrix(random(256, 264, torch.float32), torch.bfloat16)],
     "fp32-odd": [Matrix(random(70, 33, torch.float32), torch.bfloat16)],
+    "fp16-to-bf16": [Matrix((torch.randn(130, 128) * 0.02).half().to(DEVICE), torch.bfloat16)],
     "fp16": [Matrix((torch.randn(130, 128) * 0.02).half().to(DEVICE), torch.float16)],
     "many": [
         matrix
