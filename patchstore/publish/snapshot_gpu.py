@@ -219,7 +219,9 @@ class DeviceSnapshot:
         given = {} if stream.rounded is None else dict(stream.rounded.dtypes)
         wide = [spec for spec in self._specs if spec.dtype == "BF16" and torch.float32 in given]
         smallest = sorted(wide, key=lambda spec: spec.num_elements)[:1]
-        return self.tensors | {spec.name: self.tensors[spec.name].float() for spec in smallest}
+        return self.tensors | {
+            spec.name: self.tensors[spec.name].to(self.device, torch.float32) for spec in smallest
+        }
 
     def _order(self, layout: BlockLayout) -> tuple[BlockLayout, index_encode.Order]:
         def table(values: Any) -> torch.Tensor:
@@ -516,7 +518,6 @@ class DeviceSnapshot:
         new = narrowed[~self._watched[narrowed]]
         if not len(new):
             return
-        self._watched[new] = True
         dtypes = [self._specs[i].dtype for i in new.tolist()]
         infinite = {
             dtype: int(bits(torch.tensor([torch.inf], device="cpu").to(TORCH_DTYPES[dtype]))[0])
@@ -524,6 +525,7 @@ class DeviceSnapshot:
         }
         masks = torch.tensor([infinite[dtype] for dtype in dtypes], dtype=torch.int64, device="cpu")
         self._found.masks[torch.from_numpy(new).to(self.device)] = masks.to(self.device)
+        self._watched[new] = True
 
     def _find_given(self, current: Mapping[str, torch.Tensor], piece: _Piece, parent: Parent) -> Array:
         """Compare tensors of a piece that are given: at once, but for the memory that converted ones take.
