@@ -63,8 +63,11 @@ def compiler() -> Iterator[Compiler]:
 def _compiles(compiler: Compiler) -> Iterator[None]:
     """Fail where a kernel that a test interpreted does not compile for a GPU."""
     yield
-    while interpreted.LAUNCHED:
-        compiler.check(interpreted.LAUNCHED.pop())
+    # All at once: what comes after one that fails is not the next test's.
+    launched = sorted(interpreted.LAUNCHED)
+    interpreted.LAUNCHED.clear()
+    for launch in launched:
+        compiler.check(launch)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -215,13 +215,13 @@ class DeviceSnapshot:
                 self._rounder.warm_up(current.rounded, self._memory.data_ptr())
 
     def _like(self, stream: Stream) -> Mapping[str, torch.Tensor]:
-        """Return the snapshot's tensors; some in float32 if what a pass has beside matrices may be so."""
-        given = {} if stream.rounded is None else dict(stream.rounded.dtypes)
-        wide = [spec for spec in self._specs if spec.dtype == "BF16" and torch.float32 in given]
-        smallest = sorted(wide, key=lambda spec: spec.num_elements)[:1]
-        return self.tensors | {
-            spec.name: self.tensors[spec.name].to(self.device, torch.float32) for spec in smallest
-        }
+        """Return the snapshot's tensors; one in float32 if what a pass has beside matrices may be so."""
+        some = [spec for spec in self._specs if spec.dtype == "BF16"]
+        dtypes = () if stream.rounded is None else stream.rounded.dtypes
+        if not some or all(given != torch.float32 for given, _ in dtypes):
+            return self.tensors
+        name = min(some, key=lambda spec: spec.num_elements).name
+        return self.tensors | {name: self.tensors[name].to(self.device, torch.float32)}
 
     def _order(self, layout: BlockLayout) -> tuple[BlockLayout, index_encode.Order]:
         def table(values: Any) -> torch.Tensor:

@@ -376,6 +376,8 @@ class ServedSource:
         """Tensors that this process has in several pieces, by name."""
         self._keys: dict[str, str] = {}
         """The key of what is published, by that of what the source has, or of what is rounded."""
+        self._devices_of_keys: dict[str, torch.device] = {}
+        """Where that was first, by its key."""
 
     @property
     def ranks(self) -> set[int]:
@@ -465,6 +467,7 @@ class ServedSource:
             own = self._whole.get(part.spec.name, part).key
             if own in chosen:
                 self._keys[key] = own
+        self._devices_of_keys = {own: self._devices[key] for key, own in self._keys.items()}
         if self._rounding is not None:
             self._rounding.only(self._keys)
 
@@ -481,7 +484,7 @@ class ServedSource:
     def _tensors(self, given: Given) -> Tensors:
         if not self._whole:
             return InPlace({own: given.tensors[key] for key, own in self._keys.items()}, given.where)
-        return Stream(self._devices_of_keys(), lambda: self._joined(given.tensors.items()))
+        return Stream(self._devices_of_keys, lambda: self._joined(given.tensors.items()))
 
     def _stream(self) -> Stream | None:
         """Return what exists only in a pass, as all of a stream and all codes do; None if nothing does."""
@@ -494,10 +497,7 @@ class ServedSource:
         def begin() -> Iterator[tuple[str, torch.Tensor]]:
             return self._joined(self._items() if rounding is None else rounding.codes(self._items))
 
-        return Stream(self._devices_of_keys(), begin, rounded)
-
-    def _devices_of_keys(self) -> dict[str, torch.device]:
-        return {own: self._devices[key] for key, own in self._keys.items()}
+        return Stream(self._devices_of_keys, begin, rounded)
 
     def _items(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Return keys and tensors of the source as they are now; checked, of a stream while it is read."""
