@@ -10,22 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 TARGET = ("cuda", 90, 32)
 """An H100: backend, compute capability, and threads of a warp."""
-_POINTERS = {
-    torch.bool: "*i1",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-}
 _DTYPE = "dtype "
 
 
@@ -33,21 +19,13 @@ def described(
     kernel: Any, names: Sequence[str], constants: Sequence[str], args: Sequence[Any], named: Mapping[str, Any]
 ) -> str:
     """Return a line that says which kernel is launched, and with arguments of which types."""
+    from triton.runtime.jit import mangle_type
+
     given = dict(zip(names, args, strict=False)) | dict(named)
-    types = {name: "constexpr" if name in constants else _type_of(given[name]) for name in names}
+    types = {name: "constexpr" if name in constants else mangle_type(given[name]) for name in names}
     values = {name: _written(given[name]) for name in names if types[name] == "constexpr"}
     warps = {"num_warps": named["num_warps"]} if "num_warps" in named else {}
     return json.dumps([kernel.__module__, kernel.__name__, types, values, warps])
-
-
-def _type_of(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return _POINTERS[value.dtype]
-    if isinstance(value, bool):
-        return "i1"
-    if isinstance(value, int):
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-    return "fp32" if isinstance(value, float) else "constexpr"
 
 
 def _written(value: Any) -> Any:
