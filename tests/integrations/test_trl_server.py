@@ -131,25 +131,20 @@ def test_an_asynchronous_trainer_learns_from_answers_of_versions_that_a_follow_l
             trainer.train()
         assert server.status().serving == trainer.model_version == 3
         assert [step for step, _ in versions(bucket)] == [0, 1, 2, 3]
-        adapters = [adapter_of(bucket, version, tmp_path) for version in range(4)]
-        # Answers that are all alike have no advantage, and the version of such a step is the one before it.
-        same = [
-            [all(torch.equal(one[name], other[name]) for name in one) for other in adapters]
-            for one in adapters
-        ]
-        assert not all(same[0])
         used = [(each, live) for each, live in taken if each.model_version == live]
-        assert {0, 1} <= {live for _, live in used}
+        # Versions of a policy that is nearly certain of its answer give that answer the same probability.
+        told_apart = set()
         for sample, live in used:
             completed = torch.from_numpy(sample.completion_mask)[1:].bool()
-            found = [
-                torch.tensor(log_probs(server.url, f"policy@{version}", sample.input_ids.tolist()))[completed]
-                for version in range(4)
-            ]
+            found = torch.tensor(
+                [log_probs(server.url, f"policy@{version}", sample.input_ids.tolist()) for version in range(4)]
+            )[:, completed]
             said = torch.from_numpy(sample.old_log_probs)[1:][completed]
-            apart = [float((each - said).abs().max()) for each in found]
-            for version, gap in enumerate(apart):
-                assert gap < 0.1 if same[live][version] else gap > 0.3, (live, version, apart)
+            apart = (found - said).abs().amax(dim=1)
+            assert apart[live] < 0.1, (live, apart)
+            if apart.max() > 1:
+                told_apart.add(live)
+        assert {0, 1} <= told_apart
 
 
 def test_a_follow_brings_the_server_and_the_trainer_waits(
