@@ -60,7 +60,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         choices=["device", "host"],
         help="where the publisher keeps what it compares with; on the device, if not given and it fits there",
     )
-    parser.add_argument("--poll-s", type=float, default=0.02, help="how often the driver looks for a version")
+    parser.add_argument(
+        "--poll-s",
+        type=float,
+        default=0.0,
+        help="how often the driver looks for a version; 0: the trainer tells it, as in the other ways",
+    )
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of the request that ends an update")
     parser.add_argument(
         "--folder",
@@ -142,6 +147,7 @@ def _shape(
         "shape": shape.name,
         **software(torch.device("cuda:0" if num_gpus else "cpu")),
         "store": str(args.folder),
+        "poll_s": args.poll_s,
         "is_eager": args.eager,
         "engine_args": shlex.join(args.engine_args),
     }

@@ -98,7 +98,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quiet-s", type=float, default=2.0, help="seconds before and after each update of the loaded server"
     )
-    parser.add_argument("--poll-s", type=float, default=0.02, help="how often the driver looks for a version")
+    parser.add_argument(
+        "--poll-s",
+        type=float,
+        default=0.02,
+        help="how often the driver looks for a version; 0: the trainer tells it",
+    )
     parser.add_argument(
         "--trainer-device",
         help="of the trainer's weights: cpu, cuda:1; the last GPU, if not given, or the CPU",
@@ -168,6 +173,7 @@ def _serve(args: argparse.Namespace, shape: Shape, form: str | None) -> Iterator
             "trainer_on": str(trains_on),
             "changes": args.changes,
             "snapshot": args.snapshot,
+            "poll_s": args.poll_s,
             "store": store.url.partition("://")[0] if is_url else str(folder.parent),
             "is_eager": args.eager,
             "engine_args": shlex.join(args.engine_args),

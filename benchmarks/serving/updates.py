@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from benchmarks.serving.latency import Span
 from benchmarks.support.trainer import Step, Trainer
 from benchmarks.support.vllm_server import TimedServer
-from patchstore import Manifest, Publisher, Store
+from patchstore import Manifest, Publication, Publisher, Store
 from patchstore.bucket import history
 
 PARTS: Mapping[str, str] = {
@@ -108,6 +108,7 @@ class Bench:
 
         Args:
             question: the request whose answer ends an update.
+            poll_s: how often the driver looks for a version; 0: the trainer drives, and need not look.
             form: of FP8 in which versions are published; None for bf16.
             snapshot: as of `Publisher`.
         """
@@ -211,22 +212,18 @@ class Bench:
         called = time.monotonic()
         publication = self._publisher.publish_patch(self._head.step + 1)
         compared = time.monotonic()
-        while (found := history.following(self._store, self._head)) is None:
-            if publication.done():
-                # Raises if the publication failed.
-                publication.result()
-            time.sleep(self._poll_s)
+        version = self._seen(publication)
         noticed = time.monotonic()
-        self.server.apply(found.version)
+        self.server.apply(version)
         applied = time.monotonic()
         self._answer()
         answered = time.monotonic()
         self._head = publication.result()
-        assert self._head.version == found.version and self._head.delta is not None
+        assert self._head.version == version and self._head.delta is not None
         assert publication.publish_s is not None
         status, spans = self._status(), self.server.spans
         return Update(
-            version=found.version,
+            version=version,
             num_changed=self._head.delta.num_changed,
             payload_bytes=self._head.delta.num_bytes,
             called=called,
@@ -243,6 +240,18 @@ class Bench:
             staging_bytes=status["staging_bytes"],
             timings=status["timings"],
         )
+
+    def _seen(self, publication: Publication) -> int:
+        """Return the number of a version that is being published, once the driver knows that it exists."""
+        assert self._head is not None
+        if not self._poll_s:
+            return publication.result().version
+        while (found := history.following(self._store, self._head)) is None:
+            if publication.done():
+                # Raises if the publication failed.
+                publication.result()
+            time.sleep(self._poll_s)
+        return found.version
 
     def _answer(self) -> None:
         self._http.post("/v1/completions", json=self._question).raise_for_status()

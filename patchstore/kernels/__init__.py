@@ -60,6 +60,11 @@ def sent(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return memory.copy_(given).to(device, non_blocking=True)
 
 
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one while the block runs: Triton compiles for that, and launches there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     """Launch what the block launches on a stream, where there is one."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -21,7 +21,7 @@ from patchstore.codec.context import Context
 from patchstore.codec.delta import EncodedDelta
 from patchstore.codec.index import Gap, Raw
 from patchstore.codec.part_table import PartSums, PartTable, Together
-from patchstore.kernels import compare, index_encode, new_stream, on
+from patchstore.kernels import compare, device_guard, index_encode, new_stream, on
 from patchstore.kernels.compare import Found
 from patchstore.publish import encode_gpu
 from patchstore.publish.encode_gpu import BlockLayout, ChangeBlock, Coder, Parent, as_found
@@ -493,7 +493,7 @@ class DeviceSnapshot:
         return sums
 
     def here(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        return device_guard(self.device)
 
     def _find(self, current: Tensors, piece: _Piece, held: Parent) -> Array:
         """Compare a piece; return the numbers of those tensors whose range is still to be checked, int64."""

@@ -135,10 +135,9 @@ def test_an_asynchronous_trainer_learns_from_answers_of_versions_that_a_follow_l
         # Versions of a policy that is nearly certain of its answer give that answer the same probability.
         told_apart = set()
         for sample, live in used:
-            completed = torch.from_numpy(sample.completion_mask)[1:].bool()
-            found = torch.tensor(
-                [log_probs(server.url, f"policy@{version}", sample.input_ids.tolist()) for version in range(4)]
-            )[:, completed]
+            tokens, completed = sample.input_ids.tolist(), torch.from_numpy(sample.completion_mask)[1:].bool()
+            every = [log_probs(server.url, f"policy@{version}", tokens) for version in range(4)]
+            found = torch.tensor(every)[:, completed]
             said = torch.from_numpy(sample.old_log_probs)[1:][completed]
             apart = (found - said).abs().amax(dim=1)
             assert apart[live] < 0.1, (live, apart)

@@ -6,7 +6,6 @@ and written there, and the sums for the digest counted, for many tensors at a ti
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from threading import Lock
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from patchstore.bucket.records import Schema, TensorSpec
 from patchstore.codec.context import is_coded
 from patchstore.codec.delta_file import Content
-from patchstore.kernels import digest, sent
+from patchstore.kernels import device_guard, digest, sent
 from patchstore.kernels.segments import Kind
 from patchstore.read.rebuild import Batch, Rebuilt
 from patchstore.tensors.bits import INTEGERS, from_bytes
@@ -59,7 +58,8 @@ class DeviceRebuilder:
             torch.OutOfMemoryError: less than half of the memory that was free at first would be left.
         """
         try:
-            return self._rebuilt(batch, self.contents)
+            with device_guard(self._device):
+                return self._rebuilt(batch, self.contents)
         except torch.OutOfMemoryError as exc:
             if not self._is_short:
                 logger.info("the CPU rebuilds tensors that have no room on the device: %s", exc)
@@ -75,13 +75,10 @@ class DeviceRebuilder:
         for spec in smallest.values():
             zeros = from_bytes(spec, bytearray(spec.num_bytes))
             coded = [change_of_one(self._schema, spec.name, zeros)] if is_coded(spec.dtype) else []
-            self._rebuilt([(spec, zeros)], [Content([], each) for each in coded])
+            with device_guard(self._device):
+                self._rebuilt([(spec, zeros)], [Content([], each) for each in coded])
 
     def _rebuilt(self, batch: Batch, contents: Sequence[Content]) -> Rebuilt:
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            return self._rebuilt_here(batch, contents)
-
-    def _rebuilt_here(self, batch: Batch, contents: Sequence[Content]) -> Rebuilt:
         numbers = np.array([self._schema.places[spec.name] for spec, _ in batch], dtype=np.int64)
         sizes = np.array([tensor.nbytes for _, tensor in batch], dtype=np.int64)
         room = -(-sizes // _ALIGNED) * _ALIGNED
