@@ -24,6 +24,8 @@ from tests.support.weights import Run
 
 # Tests count the requests of a store. huggingface_hub reads this when it is imported, which is later.
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+# Once TRL is imported, servers that the process starts log errors alone, unless this is set.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 # What a shell starts in the background ignores Ctrl-C, and so would the processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

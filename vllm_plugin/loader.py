@@ -9,9 +9,10 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from patchstore.bucket.records import Plan, Schema
-from patchstore.errors import UsageError
+from patchstore.errors import DataError, HostError, LoadFailed, UsageError
 from patchstore.kernels import are_usable
 from patchstore.read.anchors import open_anchor
 from patchstore.read.deltas import open_deltas
@@ -87,8 +88,7 @@ class VersionLoader(DefaultModelLoader):
     def _load(
         self, model: torch.nn.Module, model_config: ModelConfig, run: Run, cache: HostCache, plan: Plan
     ) -> None:
-        device = next((each.device for each in model.parameters()), torch.device("cpu"))
-        with explained(run.schema, rebuilt(run, cache, plan, device)) as weights:
+        with explained(run.schema, rebuilt(run, cache, plan, *memory_of(model))) as weights:
             # vLLM logs how long it took.
             self._weights, self.counter_before_loading_weights = weights, time.perf_counter()
             try:
@@ -111,9 +111,16 @@ class VersionLoader(DefaultModelLoader):
 
 
 def rebuilt(
-    run: Run, cache: HostCache, plan: Plan, device: torch.device
+    run: Run, cache: HostCache, plan: Plan, device: torch.device, later_bytes: int = 0
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield the tensors of a version under all their names; they are proved when this ends."""
+    """Yield the tensors of a version under all their names; they are proved when this ends.
+
+    Args:
+        later_bytes: as of `memory_of`. If there are any, a model that took some tensors cannot begin anew.
+
+    Raises:
+        LoadFailed: it would have to. Where it can, this is the DataError that says what is damaged.
+    """
     assert plan.anchor is not None
     sums = np.zeros((len(run.schema.tensors), 2), dtype=np.uint64)
     aliases: dict[str, list[str]] = {}
@@ -124,8 +131,8 @@ def rebuilt(
         by_name = run.schema.by_name()
         begun, in_loader = time.perf_counter(), 0.0
         beside = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="patchstore-compile"))
-        making = beside.submit(_rebuilder, run.schema, device)
-        anchor = held.enter_context(open_anchor(run.store, plan.anchor, by_name, cache))
+        making = beside.submit(_rebuilder, run.schema, device, later_bytes)
+        anchor = dict(held.enter_context(open_anchor(run.store, plan.anchor, by_name, cache)))
         deltas = held.enter_context(open_deltas(run.store, plan.deltas, run.schema, None, cache))
         downloaded = time.perf_counter()
         rebuilder, contents = making.result(), deltas.contents()
@@ -139,31 +146,72 @@ def rebuilt(
             rebuilder.contents = contents
             mapped = [("", specs, iter(anchor.values()))]
             files = patched(mapped, run.schema, deltas, sums, elsewhere=rebuilder)
-        for _, specs, tensors in files:
-            for spec, tensor in zip(specs, tensors, strict=True):
-                handed = time.perf_counter()
-                for alias in aliases.get(spec.name, ()):
-                    # Some loaders write to what they are given.
-                    yield alias, tensor.clone()
-                yield spec.name, tensor
-                in_loader += time.perf_counter() - handed
-        state_digest.check_state(run.store, run.schema, sums, plan.target)
+        with _only_once() if later_bytes else nullcontext():
+            for _, specs, tensors in files:
+                for spec, tensor in zip(specs, tensors, strict=True):
+                    handed = time.perf_counter()
+                    if tensor.is_cuda:
+                        # Made on another stream than the loader may copy from it on.
+                        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                    for alias in aliases.get(spec.name, ()):
+                        # Some loaders write to what they are given.
+                        yield alias, tensor.clone()
+                    yield spec.name, tensor
+                    in_loader += time.perf_counter() - handed
+            state_digest.check_state(run.store, run.schema, sums, plan.target)
         logger.info(
             "version %d: %.1f s to download it, %.1f more until kernels were compiled, %.1f to rebuild it, "
             "%.1f in the model's own loader",
             *(plan.target.version, downloaded - begun, compiled - downloaded),
             *(time.perf_counter() - compiled - in_loader, in_loader),
         )
+        # On a thread: to give back all of a model's memory takes seconds.
+        Thread(target=_let_go, args=(held.pop_all(), anchor), name="patchstore-let-go").start()
 
 
-def _rebuilder(schema: Schema, device: torch.device) -> "DeviceRebuilder | None":
-    """Return what rebuilds tensors on a device, with its kernels compiled; None where there are none."""
+def memory_of(model: torch.nn.Module) -> tuple[torch.device, int]:
+    """Return the device of a model, and how many bytes of parameters are to come.
+
+    Where vLLM quantises what it loads, a layer has no memory (`meta`) until all of it was loaded. Parts of a
+    model on a GPU may be in the host's memory.
+    """
+    devices = {each.device: None for each in model.parameters() if not each.is_meta}
+    device = next((each for each in devices if each.type == "cuda"), next(iter(devices), torch.device("cpu")))
+    return device, sum(each.nbytes for each in model.parameters() if each.is_meta)
+
+
+@contextmanager
+def _only_once() -> Iterator[None]:
+    """Raise what is damaged as an error after which no other way to the version is tried."""
+    try:
+        yield
+    except DataError as exc:
+        raise LoadFailed(
+            f"{exc}; vLLM may have quantised what the model was given before, so no other way to the version "
+            "can be tried: `patchstore verify STORE --all` says what is damaged, and what to do"
+        ) from exc
+
+
+def _let_go(held: ExitStack, anchor: dict[str, torch.Tensor]) -> None:
+    anchor.clear()
+    try:
+        held.close()
+    except HostError as exc:
+        logger.warning("what the server started from may be left on this host: %s", exc)
+
+
+def _rebuilder(schema: Schema, device: torch.device, later_bytes: int) -> "DeviceRebuilder | None":
+    """Return what rebuilds tensors on a device, with its kernels compiled; None where the CPU has to."""
     if not are_usable(device):
         return None
     from vllm_plugin.gpu.rebuild import DeviceRebuilder
 
-    found = DeviceRebuilder(schema, device)
-    found.warm_up()
+    found = DeviceRebuilder(schema, device, later_bytes)
+    try:
+        found.warm_up()
+    except torch.OutOfMemoryError as exc:
+        logger.info("the CPU rebuilds the version, as the device has no room for it: %s", exc)
+        return None
     return found
 
 

@@ -6,6 +6,7 @@ the version is signed by a required key and not given up, and the way leads roun
 
 import logging
 import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
@@ -333,6 +334,8 @@ class Around:
                 if other == way or other.target != way.target:
                     raise self._explained(exc, first) from first
                 if first is None and self.without.shortcuts != before.shortcuts:
+                    # The frames may hold a model, for as long as the error is kept.
+                    traceback.clear_frames(exc.__traceback__)
                     first = exc
                 way = other
 

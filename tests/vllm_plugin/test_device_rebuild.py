@@ -1,7 +1,9 @@
 """Tensors of a version that are rebuilt on the device, beside those that are rebuilt on the CPU."""
 
 import re
+import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +12,10 @@ import torch
 from patchstore import Publisher
 from patchstore.bucket.records import Plan
 from patchstore.bucket.state_sums import SumsArray
+from patchstore.errors import LoadFailed, StateMismatch
 from patchstore.read.anchors import open_anchor, stream_anchor
 from patchstore.read.deltas import Deltas, open_deltas
-from patchstore.read.host_cache import HostCache
+from patchstore.read.host_cache import USES, HostCache
 from patchstore.read.rebuild import File, patched
 from patchstore.read.run import Run
 from patchstore.stores.memory import MemoryStore
@@ -154,6 +157,11 @@ def test_a_server_is_given_a_version_that_was_rebuilt_on_its_device(outcomes, tm
     current["tied"] = current["matrix"]
     found = loaded(current, HostCache(tmp_path))
     assert outcomes == [True]
+    # It lets go of all that it read, in the time that it takes.
+    for thread in threading.enumerate():
+        if thread.name == "patchstore-let-go":
+            thread.join()
+    assert not (tmp_path / USES).exists()
     # Some loaders write to what they are given.
     assert found["tied"].data_ptr() != found["matrix"].data_ptr()
 
@@ -173,3 +181,23 @@ def test_a_loader_that_keeps_all_tensors_is_left_half_of_the_devices_memory(outc
     assert "the CPU rebuilds tensors" in text and f"less than half of what was free on {DEVICE}" in text
     # Where the time of a start goes is said too, once.
     assert took.startswith("version 1: ") and len(re.findall(r"\d+[.]\d", took)) == 4, took
+
+
+def test_a_model_that_is_quantised_as_it_loads_is_given_no_second_version(tmp_path):
+    loader = pytest.importorskip("vllm_plugin.loader")
+    with torch.device("meta"):
+        layer = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    norm = torch.nn.LayerNorm(4)
+    assert loader.memory_of(norm) == loader.memory_of(torch.nn.Module()) == (torch.device("cpu"), 0)
+    assert loader.memory_of(torch.nn.Sequential(layer, norm)) == (torch.device("cpu"), 32)
+    store, current = MemoryStore(), weights()
+    with Publisher(store, current, anchor_every=100, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+        step(current, 1)
+        publisher.publish_patch(1).result()
+    run, cache = Run.open(store), HostCache(tmp_path)
+    leads_elsewhere = replace(run.plan(1), deltas=())
+    # Of the first, `Run.reach` tries another way.
+    for later_bytes, error in (0, StateMismatch), (32, LoadFailed):
+        with pytest.raises(error, match="quantised" if later_bytes else None):
+            list(loader.rebuilt(run, cache, leads_elsewhere, torch.device("cpu"), later_bytes))

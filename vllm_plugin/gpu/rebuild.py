@@ -36,16 +36,18 @@ class DeviceRebuilder:
 
     together = 256 << 20
     """Elements of a batch before its last tensor, at most: launches take little time beside them."""
-    under_way_bytes = 1 << 30
-    """One batch is copied while another is decoded. vLLM has only its weights in the device's memory then."""
+    under_way_bytes = 2 << 30
+    """Two such batches of bf16: one is copied while another is decoded. vLLM has only its weights in the
+    device's memory then."""
 
-    def __init__(self, schema: Schema, device: torch.device) -> None:
+    def __init__(self, schema: Schema, device: torch.device, later_bytes: int = 0) -> None:
+        """Look how much of the device's memory is free; `later_bytes` of it are the model's."""
         self.contents: Sequence[Content] = ()
         """What each delta after the anchor states, oldest first, all by gaps; see `Deltas`."""
         self._schema, self._device = schema, device
         self._places = Places.served(schema, {}, {})
-        self._transfers, self._lock = Transfers(device), Lock()
-        self._kept = room_on(device) // 2
+        self._transfers, self._copying, self._lock = Transfers(device), Lock(), Lock()
+        self._kept = max(room_on(device) - later_bytes, 0) // 2
         """Bytes that stay free: some loaders keep what they are given until they have all of it."""
         self._is_short = False
         """Whether that was said."""
@@ -91,7 +93,9 @@ class DeviceRebuilder:
             )
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         addresses = np.array([tensor.data_ptr() for _, tensor in batch], dtype=np.int64)
-        self._transfers.bring(addresses, sizes, memory, firsts)()
+        # Of one batch at a time, whose buffers are enough to fill the bus.
+        with self._copying:
+            self._transfers.bring(addresses, sizes, memory, firsts)()
         found = [
             (spec, memory[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             for (spec, tensor), first in zip(batch, firsts.tolist(), strict=True)
