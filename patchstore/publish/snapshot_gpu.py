@@ -195,9 +195,9 @@ class DeviceSnapshot:
         """Bytes of a piece, where a group has no more."""
         self._least = self._most // SMALLER
         self._pieces = [self._piece(each) for each in self._cut(self._most)]
-        self._given: dict[tuple[int, int], compare.Given] = {}
-        """Of each piece, by its place: where the trainer's tensors were when kernels looked last."""
-        self._places: dict[tuple[int, int], _Located] = {}
+        self._given: dict[range, compare.Given] = {}
+        """Of each piece, by its tensors: where the trainer's were when kernels looked last."""
+        self._places: dict[range, _Located] = {}
         """The same, as the trainer's tensors were given last."""
         # An anchor is read on another thread, which must not queue behind the caller's work.
         self.side, self._reader, self._copier = (new_stream(device) for _ in range(3))
@@ -208,6 +208,8 @@ class DeviceSnapshot:
         """Compare once without changes, so that kernels are compiled here and not while a trainer waits."""
         found = self.compare(self._like(current) if isinstance(current, Stream) else current)
         with self.here():
+            # Such as a NaN that came back from float32 with other bits, or what a thread has trained already.
+            self._found.clear()
             self.block([0] * len(self._tiles.by_width), gaps=False)
         self.apply(found)
         if self._rounder is not None and isinstance(current, Stream) and current.rounded is not None:
@@ -216,7 +218,7 @@ class DeviceSnapshot:
 
     def _like(self, stream: Stream) -> Mapping[str, torch.Tensor]:
         """Return the snapshot's tensors; one in float32 if what a pass has beside matrices may be so."""
-        some = [spec for spec in self._specs if spec.dtype == "BF16"]
+        some = [spec for spec in self._specs if spec.dtype == "BF16" and spec.num_elements]
         dtypes = () if stream.rounded is None else stream.rounded.dtypes
         if not some or all(given != torch.float32 for given, _ in dtypes):
             return self.tensors
@@ -553,7 +555,7 @@ class DeviceSnapshot:
     def _located(self, current: Mapping[str, torch.Tensor], piece: _Piece) -> _Located:
         """Return where the tensors of a piece are; of tensors that did not move, that is known."""
         where = current.where if isinstance(current, InPlace) else None
-        known = self._places.get(key := (piece.begin, piece.num_bytes))
+        known = self._places.get(piece.tensors)
         if known is not None and where is not None and known.where is where:
             return known
         addresses, there, converted = [0] * len(piece.tensors), list[int](), list[int]()
@@ -576,7 +578,7 @@ class DeviceSnapshot:
                 converted.append(place)
         numbers = np.array(narrowed, dtype=np.int64)
         self._watch(numbers)
-        found = self._places[key] = _Located(where, addresses, _runs(there), converted, numbers)
+        found = self._places[piece.tensors] = _Located(where, addresses, _runs(there), converted, numbers)
         return found
 
     def _find_runs(
@@ -594,9 +596,9 @@ class DeviceSnapshot:
 
     def _find_among(self, addresses: list[int], some: range, piece: _Piece, parent: Parent) -> None:
         """Compare some tensors of a piece, by their places in it, as `addresses` are."""
-        known = self._given.get(key := (piece.begin, piece.num_bytes))
+        known = self._given.get(piece.tensors)
         if known is None or known.addresses != addresses:
-            known = self._given[key] = compare.Given(piece.tiles, addresses)
+            known = self._given[piece.tensors] = compare.Given(piece.tiles, addresses)
         tiles = range(*(piece.tiles.first_tiles[at] for at in (some.start, some.stop)))
         compare.compare(self._among(piece), known, self._address(piece, parent), tiles)
 

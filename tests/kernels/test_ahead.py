@@ -1,5 +1,6 @@
 """Changes that are encoded while others are still looked for, as of a snapshot in host memory on a GPU."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import DEFAULT, Mock
@@ -118,6 +119,33 @@ def test_matrices_in_fp8_are_encoded_while_others_are_compared(
             assert_same_bits(newest(store), {name: each.cpu() for name, each in expected.items()})
             assert step == 0 or begun[-1] > 0
             train(tensors)
+
+
+@pytest.mark.parametrize("kinds", [["int64", "int64", "float32"], ["float32"]])
+def test_tensors_without_elements_are_no_part_of_another_piece(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, kinds: list[str]
+) -> None:
+    tensors = {
+        f"none {number}": torch.empty(0, dtype=getattr(torch, kind), device=DEVICE)
+        for number, kind in enumerate(kinds)
+    }
+    tensors |= {name: torch.full((40,), 2.0, dtype=torch.bfloat16, device=DEVICE) for name in "ab"}
+    trainer, is_short, rooms_for = threading.current_thread(), False, device.rooms_for
+
+    def rooms(*given: Any) -> torch.Tensor:
+        if is_short and threading.current_thread() is trainer:
+            raise torch.OutOfMemoryError("the trainer has all of it")
+        return rooms_for(*given)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(device, "rooms_for", rooms)
+    with Publisher(store, tensors, dtype=None, snapshot="host", encoding="context") as publisher:
+        publisher.publish_patch(0).result()
+        for step in range(1, 5):
+            is_short = step in {1, 3}
+            tensors["b"][step] += 1
+            manifest = publisher.publish_patch(step).result()
+            assert manifest.delta is not None and manifest.delta.num_changed == 1
+            assert_same_bits(newest(store), {name: each.cpu() for name, each in tensors.items()})
 
 
 def test_a_refused_number_leaves_what_there_was_although_some_is_encoded(

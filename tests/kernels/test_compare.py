@@ -13,6 +13,7 @@ from patchstore.codec import encoding
 from patchstore.codec.tensor_file import open_buffer
 from patchstore.errors import SchemaMismatch
 from patchstore.publish import snapshot
+from patchstore.quantization import FORMS
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors import elements
 from patchstore.tensors.bits import bits, index_dtype
@@ -436,6 +437,43 @@ def test_a_run_goes_on_from_any_snapshot(place: snapshot.Place) -> None:
     assert_same_bits(
         newest(store), {name: tensor.to(torch.bfloat16).cpu() for name, tensor in tensors.items()}
     )
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_to_compile_kernels_changes_nothing_also_where_a_number_is_none(place: snapshot.Place) -> None:
+    store, options = MemoryStore(), {"snapshot": place, "encoding": QUICK, "quantization": "fp8-channel"}
+    # The matrix is rounded, and so kernels for float32 are compiled, of which each NaN has one pattern.
+    tensors = {
+        "up_proj.weight": torch.randn(16, 16, device=DEVICE),
+        "norm.weight": torch.ones(500, dtype=torch.bfloat16, device=DEVICE),
+        "unused.weight": torch.ones(0, dtype=torch.bfloat16, device=DEVICE),
+    }
+    bits(tensors["norm.weight"])[:400] = 0x7FC1
+    with Publisher(store, tensors, **options) as publisher:
+        publisher.publish_patch(0).result()
+    with Publisher(store, tensors, resume=True, **options) as publisher:
+        tensors["norm.weight"][450] = 2
+        manifest = publisher.publish_patch(1).result()
+    assert manifest.delta is not None and manifest.delta.num_changed == 1
+    assert_same_bits(
+        {"norm.weight": newest(store)["norm.weight"]}, {"norm.weight": tensors["norm.weight"].cpu()}
+    )
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_a_view_with_opposite_signs_is_compared_as_it_reads(place: snapshot.Place) -> None:
+    store, numbers = MemoryStore(), torch.randn(16, 20, dtype=torch.complex64).to(DEVICE)
+    tensors = {"up_proj.weight": numbers.conj().imag}
+    assert tensors["up_proj.weight"].is_neg()
+    form = FORMS["fp8-channel"]
+    options = {"dtype": "bfloat16", "quantization": form.name, "snapshot": place, "encoding": QUICK}
+    with Publisher(store, tensors, **options) as publisher:
+        for step in range(3):
+            publisher.publish_patch(step).result()
+            codes, scales = form.quantize(-numbers.imag.bfloat16())
+            expected = {"up_proj.weight": codes, form.scale_name("up_proj.weight"): scales}
+            assert_same_bits(newest(store), {name: each.cpu() for name, each in expected.items()})
+            numbers[step] *= 1.5
 
 
 @pytest.mark.usefixtures("_kernels")

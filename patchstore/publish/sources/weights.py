@@ -629,7 +629,7 @@ class SameTensors:
 _SEEN_TOGETHER = 256
 """Tensors: what is looked at of them stays in the cache."""
 _TOLD: tuple[Callable[[Any], Any], ...] = (
-    *(torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, torch.Tensor.is_neg),
+    *(torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride),
     *map(attrgetter, ("dtype", "device")),
 )
 
@@ -659,6 +659,9 @@ def _seen_together(some: list[Any]) -> tuple[list[torch.Tensor], list[Any]] | No
         memory = [kinds, placed, *([*map(tell, some)] for tell in _TOLD)]
     except RuntimeError:
         # One has no memory, or not one of its own.
+        return None
+    if any(map(torch.Tensor.is_neg, some)):
+        # It has not the signs that its memory has.
         return None
     return [each.detach() if each.requires_grad else each for each in some], memory
 
