@@ -189,7 +189,7 @@ class Ranges:
 def _beyond(name: str, given: torch.Tensor, served: torch.Tensor) -> SchemaMismatch | None:
     """Return what is wrong, if not all that is not finite was given so."""
     numbers = given.detach().reshape(-1)
-    lost = numbers.isfinite() & ~served.isfinite().view(-1).to(numbers.device)
+    lost = numbers.isfinite() & ~served.isfinite().reshape(-1).to(numbers.device)
     if not bool(lost.any()):
         return None
     num = int(lost.sum())

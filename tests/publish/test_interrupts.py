@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from patchstore import Publisher, verify
+from patchstore.errors import SchemaMismatch
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors import columns
 from tests.support.weights import Run, assert_same_bits, newest, served
@@ -113,6 +114,23 @@ def test_an_interrupt_at_any_point_loses_nothing_and_stops_nothing(
     assert_same_bits(newest(store), served(model))
     for version in range(0, manifest.version + 1, 10):
         verify(store, version)
+
+
+def test_an_interrupt_admits_no_tensors_that_were_not_checked() -> None:
+    model, interrupts = {"a": torch.ones(3, 4), "b": torch.ones(2)}, 0
+    with Publisher(MemoryStore(), model) as publisher:
+        publisher.publish_patch(0).result()
+        model["a"] = torch.ones(4, 3)
+        while True:
+            at = Interrupter(1 + 2 * interrupts, within="sources/weights.py")
+            try:
+                assert at.during(publisher.publish_patch, 1)
+            except SchemaMismatch:
+                break
+            interrupts += 1
+            with pytest.raises(SchemaMismatch, match=r"'a' was .*, but is"):
+                publisher.publish_patch(1)
+        assert interrupts > 20
 
 
 class Decoded(dict[str, torch.Tensor]):

@@ -12,7 +12,7 @@ from patchstore.errors import SchemaMismatch
 from patchstore.publish.sources.pieces import boxes
 from patchstore.stores.memory import MemoryStore
 from tests.support.small_models import assert_refused, published
-from tests.support.weights import assert_same_bits, served
+from tests.support.weights import assert_same_bits, newest, served
 
 W = torch.arange(24.0).reshape(4, 6)
 
@@ -46,6 +46,24 @@ def test_one_process_may_give_a_tensor_in_parts(store: MemoryStore) -> None:
 def test_several_parts_of_a_tensor_are_a_list(store: MemoryStore) -> None:
     parts = [LocalPart(W[rows], (4, 6), start=(rows.start, 0)) for rows in (slice(2, 4), slice(0, 2))]
     assert_same_bits(published(store, {"w": parts}), served({"w": W}))
+
+
+@pytest.mark.parametrize("dtypes", [("float16", "float32"), ("bfloat16", "float32"), ("float32", "float16")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_of_several_dtypes_are_rounded_once(
+    store: MemoryStore, dtypes: tuple[str, str], dtype: str
+) -> None:
+    upper, lower = (torch.randn(2, 6).to(getattr(torch, each)) for each in dtypes)
+    lower[0, 0] = 60_000.0
+    current = torch.cat([upper.float(), lower.float()])
+    parts = [LocalPart(upper, (4, 6), start=(0, 0)), LocalPart(lower, (4, 6), start=(2, 0))]
+    source = {"w": parts}
+    with Publisher(store, source, dtype={"*": dtype}) as publisher:
+        publisher.publish_patch(0).result()
+        # Another dtype now, in which its numbers are the same.
+        source["w"] = [LocalPart(upper.float(), (4, 6), start=(0, 0)), parts[1]]
+        assert publisher.publish_patch(1).result().num_bytes == 0
+    assert_same_bits(newest(store), {"w": current.to(getattr(torch, dtype))})
 
 
 @pytest.mark.parametrize(

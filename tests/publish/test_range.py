@@ -68,6 +68,23 @@ def test_a_number_that_grows_beyond_the_range_is_refused_and_the_next_call_goes_
     assert_same_bits(newest(store), as_served(tensors, dtype))
 
 
+def test_an_infinity_in_a_transposed_tensor_is_published_again_and_again(store: MemoryStore) -> None:
+    mask = torch.zeros(3, 5)
+    mask[0, 1:], mask[2, 0] = -torch.inf, torch.nan
+    tensors = {"mask": mask.t()}
+    with Publisher(store, tensors, dtype="bfloat16") as publisher:
+        publisher.publish_patch(0).result()
+        mask[1, 2] = torch.inf
+        manifest = publisher.publish_patch(1).result()
+        assert manifest.delta is not None and manifest.delta.num_changed == 1
+        mask[1, 3] = 3.4e38
+        with pytest.raises(SchemaMismatch, match="'mask' has 1 number beyond the range"):
+            publisher.publish_patch(2)
+        mask[1, 3] = 1
+        publisher.publish_patch(3).result()
+    assert_same_bits(newest(store), as_served(tensors, torch.bfloat16))
+
+
 @pytest.mark.parametrize("source", ["mapping", "function"])
 def test_a_number_beyond_the_range_is_refused_before_a_run_is_created(
     store: MemoryStore, source: str

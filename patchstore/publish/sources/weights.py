@@ -114,7 +114,8 @@ class Weights:
         if self._last is not None and (again := self._same.again(items)) is not None:
             return self._last._replace(tensors=again)
         given = self._worked_out(items)
-        self._last = given._replace(tensors={}, where=object())
+        # Not before they are accepted.
+        self._last = None
         if not self._rules:
             keys: dict[str, str | None] = {}
             for name in items:
@@ -138,9 +139,9 @@ class Weights:
         if isinstance(self._source, Merged):
             self._source.served = dtypes
 
-    def forget(self) -> None:
-        """Have the next `read` work out again what tensors are: those of the last one were refused."""
-        self._last = None
+    def accept(self, given: Given) -> None:
+        """Have the next `read` not work out again what tensors are, if they are those of the last one."""
+        self._last = given._replace(tensors={}, where=object())
 
     @collector.paused()
     def _worked_out(self, items: Mapping[str, Any]) -> Given:
@@ -392,6 +393,7 @@ class ServedSource:
                 if rule is not None:
                     self._weights = Weights(Mapped(self._source, rule), self._stored, self._dtype)
                     self._given = self._weights.read()
+            self._weights.accept(self._given)
         except Exception:
             self._weights.look_for_ranks()
             raise
@@ -511,16 +513,13 @@ class ServedSource:
         given = self._weights.read()
         if given.where is not None:
             return given
-        try:
-            if given.tied != self._tied_at_first:
-                raise SchemaMismatch(
-                    f"tensors were tied as {self._tied_at_first}, but are tied as {given.tied} now"
-                )
-            for key in sorted(given.tensors.keys() | self._at_first.keys()):
-                self._check(key, given.tensors.get(key))
-        except SchemaMismatch:
-            self._weights.forget()
-            raise
+        if given.tied != self._tied_at_first:
+            raise SchemaMismatch(
+                f"tensors were tied as {self._tied_at_first}, but are tied as {given.tied} now"
+            )
+        for key in sorted(given.tensors.keys() | self._at_first.keys()):
+            self._check(key, given.tensors.get(key))
+        self._weights.accept(given)
         return given
 
     def _checked(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -570,6 +569,9 @@ class ServedSource:
             place = tuple(
                 slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)
             )
+            if tensor.dtype != joined.dtype:
+                # Rounded once, where all is converted to the served dtype.
+                joined = joined.to(torch.promote_types(joined.dtype, tensor.dtype))
             joined[place] = tensor.detach()
             open_[own] = joined, missing - part.num_elements
             if open_[own][1] == 0:
