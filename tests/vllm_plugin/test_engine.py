@@ -22,7 +22,7 @@ from tests.support.keys import key_pair
 from vllm_plugin import engine as engine_module
 from vllm_plugin import opening
 from vllm_plugin.engine import DeltaWeightTransferEngine, InitInfo
-from vllm_plugin.live.identify import read_contents
+from vllm_plugin.live.identify import Contents, read_contents
 from vllm_plugin.live.weights import PAGE_BYTES
 from vllm_plugin.ranks import Failure, Ranks, RanksLost
 
@@ -112,6 +112,25 @@ def test_weights_that_vllm_reloads_are_no_known_version(engine):
     assert engine.updater.held is None
     update(engine, 1)
     assert engine.updater.held.version == 1
+
+
+def test_what_a_version_needs_is_not_kept_once_another_one_is_staged(engine, trainer, monkeypatch):
+    trainer.step(1.0)
+
+    def read_meanwhile(*args: object) -> Contents:
+        monkeypatch.undo()
+        update(engine, 1)
+        return read_contents(*args)
+
+    # As if one of its tiles were on several ranks.
+    monkeypatch.setattr(engine.live, "cut_by", lambda deltas: {"a"})
+    monkeypatch.setattr("vllm_plugin.live.rank_weights.read_contents", read_meanwhile)
+    before = engine.live.cut
+    with pytest.raises(UsageError, match="version 2 was still being fetched"):
+        engine.updater.stage(2)
+    assert (engine.live.cut, engine.updater.version) == (before, 1)
+    update(engine, 2)
+    assert engine.updater.version == 2
 
 
 def test_files_that_are_gone_already_fail_no_update(engine, tmp_path):

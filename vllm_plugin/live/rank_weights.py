@@ -329,8 +329,10 @@ class RankWeights:
             deltas = leases.enter_context(opened())
             if plan.anchor is None and plan.held is not None and (more := self.live.cut_by(deltas)):
                 held = read_contents(self._run, plan.held, more, cache)
-                self._mirror = {**self._mirror, **held.tensors}
-                self.live.cut |= more
+                with reading():
+                    # Not once this was abandoned: another version may be held by now.
+                    self._mirror = {**self._mirror, **held.tensors}
+                    self.live.cut |= more
                 if needs is not None:
                     # More of them is needed now.
                     deltas = leases.enter_context(opened())
