@@ -114,7 +114,7 @@ class Weights:
         if self._last is not None and (again := self._same.again(items)) is not None:
             return self._last._replace(tensors=again)
         given = self._worked_out(items)
-        # Not before they are accepted.
+        # Worked out again by the next call, unless they are accepted.
         self._last = None
         if not self._rules:
             keys: dict[str, str | None] = {}
