@@ -97,6 +97,16 @@ def rebuilt(files: Iterable[File], run: Run, deltas: Deltas, **more) -> tuple[di
     return found, sums
 
 
+def of_two_versions(current: dict[str, torch.Tensor]) -> Run:
+    """A run whose second version has the bits that `current` has then."""
+    store = MemoryStore()
+    with Publisher(store, current, anchor_every=100, dtype=None) as publisher:
+        publisher.publish_patch(0).result()
+        step(current, 1)
+        publisher.publish_patch(1).result()
+    return Run.open(store)
+
+
 def test_a_batch_without_room_is_rebuilt_on_the_cpu(tmp_path):
     class NoRoom:
         together, under_way_bytes = 1000, 1 << 20
@@ -104,14 +114,10 @@ def test_a_batch_without_room_is_rebuilt_on_the_cpu(tmp_path):
         def __call__(self, batch):
             raise torch.OutOfMemoryError("no room")
 
-    store, current = MemoryStore(), weights()
-    with Publisher(store, current, anchor_every=100, dtype=None) as publisher:
-        publisher.publish_patch(0).result()
-        step(current, 1)
-        publisher.publish_patch(1).result()
-    run, cache = Run.open(store), HostCache(tmp_path)
+    current = weights()
+    run, cache = of_two_versions(current), HostCache(tmp_path)
     plan = run.plan(1)
-    with open_deltas(store, plan.deltas, run.schema, None, cache) as deltas:
+    with open_deltas(run.store, plan.deltas, run.schema, None, cache) as deltas:
         found, _ = rebuilt(mapped(run, plan, cache), run, deltas, elsewhere=NoRoom())
     assert all(torch.equal(bits(found[name]), bits(tensor)) for name, tensor in current.items())
 
@@ -140,12 +146,7 @@ def loaded(current: dict[str, torch.Tensor], cache: HostCache) -> dict[str, torc
     """What a server is given of the second version, whose bits `current` has then."""
     from vllm_plugin import loader
 
-    store = MemoryStore()
-    with Publisher(store, current, anchor_every=100, dtype=None) as publisher:
-        publisher.publish_patch(0).result()
-        step(current, 1)
-        publisher.publish_patch(1).result()
-    run = Run.open(store)
+    run = of_two_versions(current)
     found = dict(loader.rebuilt(run, cache, run.plan(1), DEVICE))
     assert found.keys() == current.keys()
     assert all(torch.equal(bits(found[name].cpu()), bits(tensor)) for name, tensor in current.items())
@@ -190,12 +191,8 @@ def test_a_model_that_is_quantised_as_it_loads_is_given_no_second_version(tmp_pa
     norm = torch.nn.LayerNorm(4)
     assert loader.memory_of(norm) == loader.memory_of(torch.nn.Module()) == (torch.device("cpu"), 0)
     assert loader.memory_of(torch.nn.Sequential(layer, norm)) == (torch.device("cpu"), 32)
-    store, current = MemoryStore(), weights()
-    with Publisher(store, current, anchor_every=100, dtype=None) as publisher:
-        publisher.publish_patch(0).result()
-        step(current, 1)
-        publisher.publish_patch(1).result()
-    run, cache = Run.open(store), HostCache(tmp_path)
+    current = weights()
+    run, cache = of_two_versions(current), HostCache(tmp_path)
     leads_elsewhere = replace(run.plan(1), deltas=())
     # Of the first, `Run.reach` tries another way.
     for later_bytes, error in (0, StateMismatch), (32, LoadFailed):
