@@ -85,6 +85,11 @@ def own(offers: Sequence[Sequence[Part]]) -> list[list[int]]:
     for rank, parts in enumerate(offers):
         for number, part in enumerate(parts):
             first, spec = specs.setdefault(part.spec.name, (rank, part.spec))
+            if spec != part.spec and first == rank:
+                raise SchemaMismatch(
+                    f"parts of tensor {spec.name!r} would be served as {spec.kind} and as {part.spec.kind}; "
+                    f"give them one dtype, or say which: dtype={{{spec.name!r}: 'bfloat16'}}"
+                )
             if spec != part.spec:
                 raise SchemaMismatch(
                     f"ranks differ in tensor {spec.name!r}: {spec} on the {_nth(first)} rank of the group, "

@@ -73,6 +73,10 @@ def test_parts_of_several_dtypes_are_rounded_once(
         ([LocalPart(W, (8, 6), start=(0, 0)), LocalPart(W, (9, 6), start=(4, 0))], "different shapes"),
         ([LocalPart(W[:1], (4, 6), start=(0, 0)), LocalPart(W[:1], (4, 6), start=(2, 0))], "12 of the 24"),
         ([LocalPart(W[:1], (4, 6), start=(0, 0)), W], "is not a tensor but list"),
+        (
+            [LocalPart(W[:2], (4, 6), start=(0, 0)), LocalPart(W[2:].long(), (4, 6), start=(2, 0))],
+            "parts of tensor 'w' would be served as .*BF16.* and as .*I64.*; give them one dtype",
+        ),
         ([], "is not a tensor but list"),
     ],
 )

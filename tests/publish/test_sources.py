@@ -156,6 +156,15 @@ def test_a_view_with_opposite_signs_is_published_as_it_reads(store: MemoryStore)
     assert_same_bits(published(store, {"w": opposite}), served({"w": -numbers.imag}))
 
 
+def test_a_tensor_that_reaches_beyond_its_memory_is_refused(store: MemoryStore) -> None:
+    tensors = {"w": torch.ones(4, 6)[:, 2:]}
+    with Publisher(store, tensors) as publisher:
+        publisher.publish_patch(0).result()
+        tensors["w"].untyped_storage().resize_(64)
+        with pytest.raises(SchemaMismatch, match="'w' has only 64 bytes of its memory at present"):
+            publisher.publish_patch(1)
+
+
 def test_sharded_parameters_that_are_cast_to_float8_are_published_in_bf16(
     torchao: ModuleType, group: None
 ) -> None:

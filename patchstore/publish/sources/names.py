@@ -219,10 +219,9 @@ def each_once(
     """
     sharing: dict[int, list[str]] = {}
     for name, pieces in found.items():
-        for each in pieces:
-            if each.local.numel():
-                sharing.setdefault(storage_of(name, each.local), []).append(name)
-                break
+        storages = [storage_of(name, each.local) for each in pieces if each.local.numel()]
+        if storages:
+            sharing.setdefault(storages[0], []).append(name)
     tied: dict[str, str] = {}
     for names in sharing.values():
         if len(names) > 1:
@@ -236,16 +235,22 @@ def each_once(
 
 
 def storage_of(name: str, tensor: torch.Tensor) -> int:
-    """Return what tells a tensor's storage from all others that exist now."""
+    """Return what tells the storage of a tensor with elements from all others that exist now.
+
+    Raises:
+        SchemaMismatch: it has no storage, or one that ends before the tensor does.
+    """
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError) as exc:
         raise SchemaMismatch(
             f"{name!r} has no memory, as inside of torch.func.vmap; publish outside of that: {exc}"
         ) from exc
-    if not storage.nbytes():
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if (num_bytes := storage.nbytes()) < (tensor.storage_offset() + last + 1) * tensor.itemsize:
+        has = f"only {num_bytes:,} bytes of its" if num_bytes else "no"
         raise SchemaMismatch(
-            f"{name!r} has no memory at present, as parameters that FSDP has sharded; {DISTRIBUTED}"
+            f"{name!r} has {has} memory at present, as parameters that FSDP has sharded; {DISTRIBUTED}"
         )
     return int(storage._cdata)
 
