@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from ray._private import services
 from server_process import HERE, ROOT
 
 from examples.processes import free_port
@@ -32,6 +33,22 @@ def register():
 class RayCpuPlatform(CpuPlatform):
     # What Ray reserves for a worker. It only counts them, so that a node without a GPU can offer one.
     ray_device_key = "GPU"
+"""
+
+
+# `ray start` gives a port of its agent to the agent alone, and the node then waits 15 s for it to say so, which on
+# a busy machine is too little, and ends. The node takes the port too.
+_START = """
+import sys
+
+from ray._private import services
+from ray.scripts.scripts import main
+
+services.RAYLET_EXECUTABLE, sys.argv[1:2] = sys.argv[1], []
+main()
+"""
+_RAYLET = """#!/bin/sh
+exec {raylet} "$@" --dashboard_agent_listen_port={port}
 """
 
 
@@ -74,7 +91,7 @@ class Nodes:
         self._start(self._other, "--address", f"{_HEAD}:{_PORT}")
 
     def _start(self, address: str, *arguments: str) -> None:
-        # On a busy machine a node may give up on its own agent, and end.
+        # On a busy machine `ray start` may give up on a node that is late.
         for _ in range(_ATTEMPTS):
             if self._is_up(address, *arguments):
                 return
@@ -82,17 +99,17 @@ class Nodes:
 
     def _is_up(self, address: str, *arguments: str) -> bool:
         """Start a node; return whether it came up. What is left of one that did not is killed."""
+        listen = free_port()
+        raylet = self._folder / f"raylet-{address}"
+        raylet.write_text(_RAYLET.format(raylet=services.RAYLET_EXECUTABLE, port=listen))
+        raylet.chmod(0o700)
         command = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--node-ip-address", address),
+            *(sys.executable, "-c", _START, str(raylet), "start", "--block", "--node-ip-address", address),
             *("--num-gpus", "1", "--num-cpus", "2", "--object-store-memory", "100000000", *arguments),
+            *("--dashboard-agent-listen-port", str(listen)),
         ]
-        # Ray waits 15 s for an agent that chooses its own port, which is too little on a busy machine.
-        for agent in (
-            "dashboard-agent-grpc",
-            "dashboard-agent-listen",
-            "runtime-env-agent",
-            "metrics-export",
-        ):
+        # A node waits as long for each other agent that chooses its own port.
+        for agent in ("dashboard-agent-grpc", "runtime-env-agent", "metrics-export"):
             command += [f"--{agent}-port", str(free_port())]
         with (self._folder / f"{address}.log").open("wb") as log:
             environment = os.environ | self.environment

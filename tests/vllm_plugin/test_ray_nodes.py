@@ -75,8 +75,8 @@ def test_a_server_over_two_nodes_is_updated_and_brought_back_after_a_node_was_ki
         trainer.step()
         trainer.step()
 
-        nodes.start_other()
         process.stop()
+        nodes.start_other()
         process.start(model)
         assert nodes.workers() == [1, 1]
         follow.wait_for(3)
