@@ -36,8 +36,8 @@ class RayCpuPlatform(CpuPlatform):
 """
 
 
-# `ray start` gives a port of its agent to the agent alone. The node then waits 15 s for the agent to say it, which
-# is too little on a busy machine, and ends. Here the node takes the port too.
+# `ray start` gives a port of its agent to the agent alone. The node then waits 15 s for the agent to say it,
+# which is too little on a busy machine, and ends. Here the node takes the port too.
 _START = """
 import sys
 
