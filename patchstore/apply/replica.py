@@ -22,6 +22,7 @@ from patchstore.bucket import history, kept, notes
 from patchstore.bucket.records import Manifest, Plan
 from patchstore.bucket.state_sums import SumsArray, as_array
 from patchstore.errors import HalfApplied, SchemaMismatch, StateMismatch, UsageError
+from patchstore.kernels import are_usable
 from patchstore.read.anchors import stream_anchor
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
@@ -34,7 +35,7 @@ from patchstore.support import host
 from patchstore.support.arguments import version_number
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import bits
-from patchstore.tensors.columns import Group, Located, Scattered
+from patchstore.tensors.columns import ByAddress, Group, Located, Scattered
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +89,16 @@ class Undo:
         self._restore()
 
 
+def _by_address(device: torch.device) -> ByAddress | None:
+    if not are_usable(device):
+        return None
+    from patchstore.kernels import scattered
+
+    return scattered
+
+
 class TensorWeights:
-    """Tensors by checkpoint name, on any device, written in place."""
+    """Tensors by checkpoint name, on any device, written in place; on a GPU with Triton many by one launch."""
 
     def __init__(
         self,
@@ -110,7 +119,7 @@ class TensorWeights:
         """What the last update replaced."""
         self._store, self._schema, self._specs = run.store, run.schema, run.schema.by_name()
         self._scratch, self._cache = scratch, cache
-        self._live = Scattered(tensors, [spec.name for spec in run.schema.tensors])
+        self._live = Scattered(tensors, [spec.name for spec in run.schema.tensors], _by_address)
         self._sums: SumsArray | None = None
         """Digest sums of every tensor of the held version; None while that is unknown."""
         if tensors:

@@ -448,7 +448,7 @@ class Deltas:
                     yield group
                 continue
             relative = some[np.isin(some, self.relative)]
-            before = Located(relative, [each.clone() for each in held(relative).tensors])
+            before = held(relative).copied()
             found = []
             for version in range(len(self._versions)):
                 if (group := self._stated(version, some, before.of, cut)) is not None:

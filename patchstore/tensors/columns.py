@@ -7,9 +7,9 @@ Bit patterns are compared, not values: 0.0 and -0.0 differ and a NaN equals itse
 because replay promises the trainer's bytes, not its numbers.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import numpy as np
@@ -235,7 +235,7 @@ class Block:
 
     def at(self, group: Group) -> Array:
         """Return the bit patterns at a group's positions, in host memory."""
-        at = self._flat(group)
+        at = self.flat_of(group)
         if self.memory.device.type == "cpu":
             found: Array = unsigned(self.memory)[at]
             return found
@@ -246,13 +246,13 @@ class Block:
         return unsigned(self.held(numbers).cpu())
 
     def write(self, group: Group) -> None:
-        at, held = self._flat(group), bits(self.memory)
+        at, held = self.flat_of(group), bits(self.memory)
         if held.device.type == "cpu":
             unsigned(self.memory)[at] = group.values
         else:
             held[torch.from_numpy(at).to(held.device)] = signed_of(group.values).to(held.device)
 
-    def _flat(self, group: Group) -> Array:
+    def flat_of(self, group: Group) -> Array:
         starts = self._starts[self.places(group.numbers)]
         found: Array = np.repeat(starts, group.counts) + group.positions
         return found
@@ -272,82 +272,121 @@ Flat = Array | torch.Tensor
 """The bit patterns of a tensor: unsigned integers on the CPU, and a tensor of integers elsewhere."""
 
 
-def _flat(tensor: torch.Tensor) -> Flat:
+def flat_of(tensor: torch.Tensor) -> Flat:
     """Return the bits of a tensor, in its memory."""
     return unsigned(tensor) if tensor.device.type == "cpu" else bits(tensor)
+
+
+class ByAddress(Protocol):
+    """Reads and writes elements anywhere in the memory of a GPU by one launch: `kernels.scattered`."""
+
+    def read(self, addresses: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def write(self, addresses: torch.Tensor, values: torch.Tensor) -> None: ...
+
+
+ByAddressOf = Callable[[torch.device], ByAddress | None]
+"""Returns what does so on a device; None where there is nothing, and tensors are gone through one by one."""
 
 
 class Located:
     """Tensors that lie anywhere, on any devices; all are contiguous."""
 
     def __init__(
-        self, numbers: Array, tensors: Sequence[torch.Tensor], flats: Sequence[Flat] | None = None
+        self,
+        numbers: Array,
+        tensors: Sequence[torch.Tensor],
+        flats: Sequence[Flat] | None = None,
+        by_address: ByAddressOf = lambda _: None,
     ) -> None:
         """Take tensors by number, which ascend where some of them are asked for; and their bits, if known."""
         self.numbers, self.tensors = numbers, tensors
-        self._flats = [*map(_flat, tensors)] if flats is None else flats
+        self._flats = [*map(flat_of, tensors)] if flats is None else flats
+        self._by_address = by_address
+
+    def copied(self) -> "Located":
+        """Return copies of all."""
+        return Located(self.numbers, [each.clone() for each in self.tensors], by_address=self._by_address)
 
     def of(self, numbers: Array) -> "Located":
         """Return some of them, in this order."""
         if np.array_equal(numbers, self.numbers):
             return self
         at = np.searchsorted(self.numbers, numbers).tolist()
-        return Located(numbers, [self.tensors[each] for each in at], [self._flats[each] for each in at])
+        tensors, flats = [self.tensors[each] for each in at], [self._flats[each] for each in at]
+        return Located(numbers, tensors, flats, self._by_address)
 
     def whole(self) -> list[Array]:
         """Return all bit patterns of each, in host memory."""
-        return [each if isinstance(each, np.ndarray) else unsigned(each.cpu()) for each in self._flats]
+        return _brought(self._flats)
 
     def sums(self) -> Array:
-        """Return the digest sums of all elements of each, uint64 [T, 2]: of small tensors on the CPU many at
-        a time.
+        """Return the digest sums of all elements of each, uint64 [T, 2]: of small tensors many at a time, on
+        the CPU.
         """
-        flats, found = self._flats, np.empty((len(self._flats), 2), dtype=np.uint64)
-        widths = np.array([each.itemsize if isinstance(each, np.ndarray) else 0 for each in flats])
-        for place in np.flatnonzero(widths == 0).tolist():
-            found[place] = elements.sum_of(flats[place])
-        for width in np.unique(widths[widths > 0]):
-            some = np.flatnonzero(widths == width)
-            sizes = np.array([len(flats[place]) for place in some.tolist()], dtype=np.int64)
-            for first, end in runs(sizes, TOGETHER):
-                its = [flats[place] for place in some[first:end].tolist()]
-                flat = its[0] if len(its) == 1 else np.concatenate(its)
-                found[some[first:end]] = np.stack(elements.sum_each(flat, sizes[first:end]), axis=1)
+        found = np.empty((len(self._flats), 2), dtype=np.uint64)
+        for places, sizes, its in _together(self._flats):
+            if isinstance(its[0], torch.Tensor) and len(its) == 1:
+                found[places] = elements.sum_of(its[0])
+            else:
+                found[places] = np.stack(elements.sum_each(_joined(its), sizes), axis=1)
         return found
 
     def at(self, group: Group) -> Array:
         """Return the bit patterns at a group's positions, in host memory."""
-        flats = self.of(group.numbers)._flats
-        each = zip(flats, _sent(group.positions, flats), _cuts(group), strict=True)
-        found: list[Any] = [flat[positions[mine]] for flat, positions, mine in each]
-        elsewhere: dict[torch.device, list[int]] = {}
-        for place, its in enumerate(found):
-            if isinstance(its, torch.Tensor):
-                elsewhere.setdefault(its.device, []).append(place)
-        for places in elsewhere.values():
-            ends = group.counts[places].cumsum()[:-1]
-            joined = unsigned(torch.cat([found[place] for place in places]).cpu())
-            for place, its in zip(places, np.split(joined, ends), strict=True):
-                found[place] = its
-        return np.concatenate([group.values[:0], *found])
+        its = self.of(group.numbers)
+        if (there := its._there(group)) is not None:
+            kernels, addresses = there
+            return unsigned(kernels.read(addresses, signed_of(group.values[:0]).dtype).cpu())
+        each = zip(its._flats, _sent(group.positions, its._flats), _cuts(group), strict=True)
+        found = [flat[positions[mine]] for flat, positions, mine in each]
+        return np.concatenate([group.values[:0], *_brought(found)])
 
     def write(self, group: Group) -> None:
         """Write a group's values. If this raises, some of them may be written."""
         its = self.of(group.numbers)
-        columns = _sent(group.positions, its._flats), _sent(group.values, its._flats)
-        for flat, positions, values, mine in zip(its._flats, *columns, _cuts(group), strict=True):
-            flat[positions[mine]] = values[mine]
-        # numpy does not tell autograd, which refuses to go back through what was overwritten.
-        here = zip(its.tensors, its._flats, strict=True)
-        torch.autograd.graph.increment_version([each for each, flat in here if isinstance(flat, np.ndarray)])
+        untold = [tensor for tensor, flat in zip(its.tensors, its._flats, strict=True) if _is_here(flat)]
+        if (there := its._there(group)) is not None:
+            kernels, addresses = there
+            kernels.write(addresses, signed_of(group.values).to(addresses.device))
+            untold = [*its.tensors]
+        else:
+            columns = _sent(group.positions, its._flats), _sent(group.values, its._flats)
+            for flat, positions, values, mine in zip(its._flats, *columns, _cuts(group), strict=True):
+                flat[positions[mine]] = values[mine]
+        # Neither numpy nor a kernel tells autograd, which refuses to go back through what was overwritten.
+        torch.autograd.graph.increment_version(untold)
+
+    def _there(self, group: Group) -> tuple[ByAddress, torch.Tensor] | None:
+        """Return the addresses of what a group states, int64 [num], and what reads and writes there, if all
+        of these tensors, and no others, are on one device that has it.
+        """
+        flats = [flat for flat in self._flats if isinstance(flat, torch.Tensor)]
+        if not flats or len(flats) < len(self._flats) or len({flat.device for flat in flats}) > 1:
+            return None
+        device = flats[0].device
+        if (kernels := self._by_address(device)) is None:
+            return None
+        sizes = np.array([tensor.numel() for tensor in self.tensors], dtype=np.int64)
+        ends = group.counts.cumsum()
+        # A kernel would write anywhere. Positions of a tensor ascend.
+        if (group.positions[ends - group.counts] < 0).any() or (group.positions[ends - 1] >= sizes).any():
+            raise IndexError("a change is beyond its tensor")
+        firsts = np.array([flat.data_ptr() for flat in flats], dtype=np.int64)
+        first, count = torch.from_numpy(np.stack([firsts, group.counts])).to(device)
+        addresses = signed_of(group.positions).to(device).to(torch.int64).mul_(group.values.itemsize)
+        addresses += torch.repeat_interleave(first, count, output_size=len(addresses))
+        return kernels, addresses
 
 
 class Scattered:
     """Tensors that are looked up again and again: where their bits are is known from one time to the next."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], names: Sequence[str], by_address: ByAddressOf
+    ) -> None:
         """Take tensors by name, which may be others each time; names are numbered."""
-        self._tensors, self._names = tensors, names
+        self._tensors, self._names, self._by_address = tensors, names, by_address
         self._known: dict[int, tuple[ref[torch.Tensor], int, Flat]] = {}
         """By number the tensor, where it was, and its bits; a tensor is kept only while other code has it."""
 
@@ -358,14 +397,51 @@ class Scattered:
             known = self._known.get(number)
             is_known = known is not None and known[0]() is tensor and known[1] == tensor.data_ptr()
             flats.append(known[2] if known is not None and is_known else self._learn(number, tensor))
-        return Located(numbers, tensors, flats)
+        return Located(numbers, tensors, flats, self._by_address)
 
     def _learn(self, number: int, tensor: torch.Tensor) -> Flat:
         """Return the bits of a tensor, in its memory: to make them takes longer than a few changes do."""
-        flat, known = _flat(tensor), self._known
+        flat, known = flat_of(tensor), self._known
         # There may be another in its place, so with the tensor its memory is free.
         known[number] = ref(tensor, lambda _: known.pop(number, None)), tensor.data_ptr(), flat
         return flat
+
+
+def _is_here(flat: Flat) -> bool:
+    return isinstance(flat, np.ndarray)
+
+
+def _together(flats: Sequence[Flat]) -> Iterator[tuple[Array, Array, list[Flat]]]:
+    """Yield runs of what has one element width and is on one device, small ones together: their places, how
+    many elements each has, and they.
+    """
+    kinds: dict[Hashable, list[int]] = {}
+    for place, flat in enumerate(flats):
+        here = isinstance(flat, np.ndarray)
+        kinds.setdefault(flat.itemsize if here else (flat.device, flat.dtype), []).append(place)
+    for its in map(np.array, kinds.values()):
+        sizes = np.array([len(flats[place]) for place in its.tolist()], dtype=np.int64)
+        for first, end in runs(sizes, TOGETHER):
+            some = its[first:end]
+            yield some, sizes[first:end], [flats[place] for place in some.tolist()]
+
+
+def _joined(flats: Sequence[Flat]) -> Array:
+    """Return bits of one width, all on the CPU or all on one GPU, one after the other in host memory."""
+    elsewhere = [flat for flat in flats if isinstance(flat, torch.Tensor)]
+    if elsewhere:
+        return unsigned((elsewhere[0] if len(elsewhere) == 1 else torch.cat(elsewhere)).cpu())
+    return np.asarray(flats[0]) if len(flats) == 1 else np.concatenate(flats)
+
+
+def _brought(flats: Sequence[Flat]) -> list[Array]:
+    """Return all in host memory; what is on a GPU is joined there, as each copy waits for the device."""
+    elsewhere = [place for place, flat in enumerate(flats) if not _is_here(flat)]
+    found: list[Any] = [*flats]
+    for places, sizes, its in _together([flats[place] for place in elsewhere]):
+        for place, each in zip(places.tolist(), np.split(_joined(its), sizes.cumsum()[:-1]), strict=True):
+            found[elsewhere[place]] = each
+    return found
 
 
 def _cuts(group: Group) -> Iterator[slice]:

@@ -51,19 +51,17 @@ def of_named(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sums]:
 def of_each(tensors: Sequence[torch.Tensor]) -> SumsArray:
     """Sum over all elements of each tensor; reads each once, small ones many at a time."""
     found = np.empty((len(tensors), 2), dtype=np.uint64)
-    here: list[int] = []
-    for number, tensor in enumerate(tensors):
-        if tensor.is_cpu:
-            here.append(number)
-        else:
-            found[number] = of_tensor(tensor)
-    dtypes = [tensors[number].dtype for number in here]
-    for each in dict.fromkeys(dtypes):
-        its = [number for number, dtype in zip(here, dtypes, strict=True) if dtype == each]
+    kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
+    for kind in dict.fromkeys(kinds):
+        its = [number for number, each in enumerate(kinds) if each == kind]
         counts = np.array([tensors[number].numel() for number in its], dtype=np.int64)
         for first, end in runs(counts, TOGETHER):
-            flat = unsigned(flattened([tensors[number] for number in its[first:end]]))
-            found[its[first:end]] = np.stack(elements.sum_each(flat, counts[first:end]), axis=1)
+            some = [tensors[number] for number in its[first:end]]
+            if len(some) == 1 and not some[0].is_cpu:
+                found[its[first]] = of_tensor(some[0])
+            else:
+                flat = unsigned(flattened(some).cpu())
+                found[its[first:end]] = np.stack(elements.sum_each(flat, counts[first:end]), axis=1)
     return found
 
 

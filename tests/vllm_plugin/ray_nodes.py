@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from ray._private import services
 from server_process import HERE, ROOT
 
 from examples.processes import free_port
@@ -33,22 +32,6 @@ def register():
 class RayCpuPlatform(CpuPlatform):
     # What Ray reserves for a worker. It only counts them, so that a node without a GPU can offer one.
     ray_device_key = "GPU"
-"""
-
-
-# `ray start` gives a port of its agent to the agent alone. The node then waits 15 s for the agent to say it,
-# which is too little on a busy machine, and ends. Here the node takes the port too.
-_START = """
-import sys
-
-from ray._private import services
-from ray.scripts.scripts import main
-
-services.RAYLET_EXECUTABLE, sys.argv[1:2] = sys.argv[1], []
-main()
-"""
-_RAYLET = """#!/bin/sh
-exec {raylet} "$@" --dashboard_agent_listen_port={port}
 """
 
 
@@ -99,20 +82,19 @@ class Nodes:
 
     def _is_up(self, address: str, *arguments: str) -> bool:
         """Start a node; return whether it came up. What is left of one that did not is killed."""
-        listen = free_port()
-        raylet = self._folder / f"raylet-{address}"
-        raylet.write_text(_RAYLET.format(raylet=services.RAYLET_EXECUTABLE, port=listen))
-        raylet.chmod(0o700)
         command = [
-            *(sys.executable, "-c", _START, str(raylet), "start", "--block", "--node-ip-address", address),
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--node-ip-address", address),
             *("--num-gpus", "1", "--num-cpus", "2", "--object-store-memory", "100000000", *arguments),
-            *("--dashboard-agent-listen-port", str(listen)),
         ]
-        # A node waits as long for each other agent that chooses its own port.
+        # A node ends if an agent that chooses its own port has not said it after 15 s, which is too little on
+        # a busy machine.
         for agent in ("dashboard-agent-grpc", "runtime-env-agent", "metrics-export"):
             command += [f"--{agent}-port", str(free_port())]
+        # Ray gives this one to the agent alone, so the node is told it where it looks for the agent's answer.
+        listen, node = str(free_port()), secrets.token_hex(28)
+        command += ["--dashboard-agent-listen-port", listen]
         with (self._folder / f"{address}.log").open("wb") as log:
-            environment = os.environ | self.environment
+            environment = os.environ | self.environment | {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": node}
             # To start the head, Ray must not look for one.
             del environment["RAY_ADDRESS"]
             self._running[address] = psutil.Popen(
@@ -123,6 +105,8 @@ class Nodes:
             if _has_failed(self._running[address]) or time.monotonic() > deadline:
                 _kill(self._running.pop(address))
                 return False
+            for session in (self._folder / "t").glob("session_2*"):
+                (session / f"dashboard_agent_listen_port_{node}").write_text(listen)
             time.sleep(0.5)
         return True
 
