@@ -98,7 +98,7 @@ def _by_address(device: torch.device) -> ByAddress | None:
 
 
 class TensorWeights:
-    """Tensors by checkpoint name, on any device, written in place; on a GPU with Triton many by one launch."""
+    """Tensors by checkpoint name, on any device, written in place; many by one launch where Triton runs."""
 
     def __init__(
         self,
