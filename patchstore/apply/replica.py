@@ -26,7 +26,7 @@ from patchstore.kernels import are_usable
 from patchstore.read.anchors import stream_anchor
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
-from patchstore.read.load import check_tensors, writing_to
+from patchstore.read.load import check_tensor, check_tensors, writing_to
 from patchstore.read.rebuild import patched
 from patchstore.read.run import LEFT, Run
 from patchstore.signing.required import Keys, RequiredKeys
@@ -119,11 +119,18 @@ class TensorWeights:
         """What the last update replaced."""
         self._store, self._schema, self._specs = run.store, run.schema, run.schema.by_name()
         self._scratch, self._cache = scratch, cache
-        self._live = Scattered(tensors, [spec.name for spec in run.schema.tensors], _by_address)
+        names = [spec.name for spec in run.schema.tensors]
+        self._live = Scattered(tensors, names, self._check, _by_address)
+        self._found: Sequence[Located] = ()
+        """What the groups that are to be written change, from `check` to `write`."""
         self._sums: SumsArray | None = None
         """Digest sums of every tensor of the held version; None while that is unknown."""
         if tensors:
             check_tensors(run.schema, tensors)
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        """Check a tensor that no update has looked up: it may be in the place of another one."""
+        check_tensor(name, tensor, self._specs[name])
 
     def adopt(self, manifest: Manifest) -> None:
         """Take it that the tensors have a version, after comparing their digest with it."""
@@ -196,7 +203,12 @@ class TensorWeights:
         staged.timings["verify"] += time.monotonic() - began
 
     def check(self, staged: Staged) -> None:
-        """All that can be checked was checked by `stage` and `verify`."""
+        """Look up what is to be written to: tensors that are others than before are checked. The rest was
+        checked by `stage` and `verify`.
+        """
+        full = [self._schema.places[name] for name in staged.full.keys() & self.tensors.keys()]
+        self._live.located(np.array(full, dtype=np.int64))
+        self._found = [self._live.located(group.numbers) for group in staged.changes]
 
     def write(self, staged: Staged) -> None:
         """Write patches and full tensors; `replaced` has what was there, also if this raises.
@@ -204,9 +216,9 @@ class TensorWeights:
         Memory: the replaced values.
         """
         self.replaced = Replaced(self._sums)
+        found, self._found = self._found, []
         with writing_to(self.tensors):
-            for group in staged.changes:
-                live = self._live.located(group.numbers)
+            for group, live in zip(staged.changes, found, strict=True):
                 self.replaced.old.append(group._replace(values=live.at(group)))
                 live.write(group)
             for name, tensor in staged.full.items():
@@ -391,7 +403,8 @@ class Replica:
             CorruptObject, StateMismatch: what it has is wrong; nothing may be applied.
             Unsigned, WrongSignature: keys are required, and none has signed the version.
             StoreReplaced: it has another run than when it was opened, or another version of the held number.
-            SchemaMismatch: one of the followed tensors was taken out of the dict.
+            SchemaMismatch: one of the followed tensors was taken out of the dict, or replaced by one that is
+                not as the run's, or that cannot be written in place.
             HostError: this host is short of memory, disk or open files.
         """
         return self._update.prepare(version_number(version), verify=self._weights.verify)
@@ -403,6 +416,7 @@ class Replica:
 
         Raises:
             UsageError: the tensors moved to another version since it was staged.
+            SchemaMismatch: as `stage`, of tensors that were replaced since then.
             HalfApplied: writing failed, and so did putting back what was written. No version is held.
             Exception: anything else that writing raises, after all that was written has been put back.
         """

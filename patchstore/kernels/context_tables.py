@@ -299,11 +299,12 @@ def _side(
     FIRST: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Where a tile begins along one side, within the part, and how long it is there."""
-    size = tl.load(row + SLICE).to(tl.int32)
-    step = tl.load(row + TILE).to(tl.int32)
+    # A side may have more elements than int32 counts.
+    size = tl.load(row + SLICE)
+    step = tl.load(row + TILE)
     tiles = tl.load(row + TILES).to(tl.int32)
     within = tile % tiles * step
-    begin = (tile // tiles * size + within).to(tl.int64)
+    begin = tile // tiles * size + within
     end = begin + tl.minimum(step, size - within)
     first = tl.load(row + FIRST)
     begin = tl.maximum(begin, first)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from patchstore.bucket.records import Plan, Schema
+from patchstore.bucket.records import Plan, Schema, TensorSpec
 from patchstore.errors import SchemaMismatch, UsageError
 from patchstore.read.rebuild import Progress, rebuild
 from patchstore.read.run import Run
@@ -94,6 +94,26 @@ def _of_model(run: Run, model: torch.nn.Module) -> Tensors:
     return given.tensors
 
 
+def check_tensor(name: str, tensor: torch.Tensor, wanted: TensorSpec) -> None:
+    """Raises SchemaMismatch unless a tensor is as it is in a run, and can be written in place."""
+    if not isinstance(tensor, torch.Tensor):
+        raise SchemaMismatch(f"tensor {name!r} is a {type(tensor).__name__}")
+    _check_kind(name, spec_of(name, tensor), wanted)
+    _check_in_place(name, tensor)
+
+
+def _check_kind(name: str, found: TensorSpec | None, wanted: TensorSpec | None) -> None:
+    if found != wanted:
+        here, there = ("missing" if each is None else each.kind for each in (found, wanted))
+        raise SchemaMismatch(f"tensor {name!r} is {here}, but in the run it is {there}")
+
+
+def _check_in_place(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta or tensor.is_neg() or not tensor.is_contiguous():
+        what = "on the meta device" if tensor.is_meta else "negated" if tensor.is_neg() else "not contiguous"
+        raise SchemaMismatch(f"tensor {name!r} is {what}, so it cannot be written in place")
+
+
 def check_tensors(schema: Schema, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises SchemaMismatch unless tensors are those of a run, and each can be written in place."""
     for name in tensors:
@@ -106,17 +126,8 @@ def check_tensors(schema: Schema, tensors: Mapping[str, torch.Tensor]) -> None:
             del found[alias]
     wanted = schema.by_name()
     for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
-            here, there = (
-                "missing" if each is None else each.kind for each in (found.get(name), wanted.get(name))
-            )
-            raise SchemaMismatch(f"tensor {name!r} is {here}, but in the run it is {there}")
-        tensor = tensors[name]
-        if tensor.is_meta or tensor.is_neg() or not tensor.is_contiguous():
-            what = (
-                "on the meta device" if tensor.is_meta else "negated" if tensor.is_neg() else "not contiguous"
-            )
-            raise SchemaMismatch(f"tensor {name!r} is {what}, so it cannot be written in place")
+        _check_kind(name, found.get(name), wanted.get(name))
+        _check_in_place(name, tensors[name])
     places = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
         for name, tensor in tensors.items()

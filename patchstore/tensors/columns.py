@@ -23,6 +23,9 @@ from patchstore.tensors.bits import INTEGERS, TOGETHER, TORCH_DTYPES, TensorPatc
 
 Array = npt.NDArray[Any]
 
+TOGETHER_FAR = 1 << 16
+"""Elements on a GPU that are digested together, on the CPU: larger tensors take less time where they are."""
+
 
 class Group(NamedTuple):
     """What changed of some tensors, or parts of tensors, of one element width: tensor after tensor.
@@ -325,7 +328,7 @@ class Located:
         the CPU.
         """
         found = np.empty((len(self._flats), 2), dtype=np.uint64)
-        for places, sizes, its in _together(self._flats):
+        for places, sizes, its in _together(self._flats, TOGETHER_FAR):
             if isinstance(its[0], torch.Tensor) and len(its) == 1:
                 found[places] = elements.sum_of(its[0])
             else:
@@ -367,14 +370,15 @@ class Located:
         device = flats[0].device
         if (kernels := self._by_address(device)) is None:
             return None
-        sizes = np.array([tensor.numel() for tensor in self.tensors], dtype=np.int64)
-        ends = group.counts.cumsum()
+        sizes = np.array([len(flat) for flat in flats], dtype=np.int64)
+        ends, width = group.counts.cumsum(), group.values.itemsize
         # A kernel would write anywhere. Positions of a tensor ascend.
-        if (group.positions[ends - group.counts] < 0).any() or (group.positions[ends - 1] >= sizes).any():
+        is_beyond = (group.positions[ends - group.counts] < 0) | (group.positions[ends - 1] >= sizes)
+        if is_beyond.any() or any(flat.element_size() != width for flat in flats):
             raise IndexError("a change is beyond its tensor")
         firsts = np.array([flat.data_ptr() for flat in flats], dtype=np.int64)
         first, count = torch.from_numpy(np.stack([firsts, group.counts])).to(device)
-        addresses = signed_of(group.positions).to(device).to(torch.int64).mul_(group.values.itemsize)
+        addresses = signed_of(group.positions).to(device).to(torch.int64) * width
         addresses += torch.repeat_interleave(first, count, output_size=len(addresses))
         return kernels, addresses
 
@@ -383,10 +387,18 @@ class Scattered:
     """Tensors that are looked up again and again: where their bits are is known from one time to the next."""
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], names: Sequence[str], by_address: ByAddressOf
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        names: Sequence[str],
+        check: Callable[[str, torch.Tensor], None],
+        by_address: ByAddressOf,
     ) -> None:
-        """Take tensors by name, which may be others each time; names are numbered."""
-        self._tensors, self._names, self._by_address = tensors, names, by_address
+        """Take tensors by name, which may be others each time; names are numbered.
+
+        Args:
+            check: is called with each tensor that was not there before, and raises if it cannot be used.
+        """
+        self._tensors, self._names, self._check, self._by_address = tensors, names, check, by_address
         self._known: dict[int, tuple[ref[torch.Tensor], int, Flat]] = {}
         """By number the tensor, where it was, and its bits; a tensor is kept only while other code has it."""
 
@@ -401,6 +413,7 @@ class Scattered:
 
     def _learn(self, number: int, tensor: torch.Tensor) -> Flat:
         """Return the bits of a tensor, in its memory: to make them takes longer than a few changes do."""
+        self._check(self._names[number], tensor)
         flat, known = flat_of(tensor), self._known
         # There may be another in its place, so with the tensor its memory is free.
         known[number] = ref(tensor, lambda _: known.pop(number, None)), tensor.data_ptr(), flat
@@ -411,9 +424,9 @@ def _is_here(flat: Flat) -> bool:
     return isinstance(flat, np.ndarray)
 
 
-def _together(flats: Sequence[Flat]) -> Iterator[tuple[Array, Array, list[Flat]]]:
+def _together(flats: Sequence[Flat], far: int = TOGETHER) -> Iterator[tuple[Array, Array, list[Flat]]]:
     """Yield runs of what has one element width and is on one device, small ones together: their places, how
-    many elements each has, and they.
+    many elements each has, and they. A run has about `TOGETHER` elements, or `far` on a GPU.
     """
     kinds: dict[Hashable, list[int]] = {}
     for place, flat in enumerate(flats):
@@ -421,7 +434,7 @@ def _together(flats: Sequence[Flat]) -> Iterator[tuple[Array, Array, list[Flat]]
         kinds.setdefault(flat.itemsize if here else (flat.device, flat.dtype), []).append(place)
     for its in map(np.array, kinds.values()):
         sizes = np.array([len(flats[place]) for place in its.tolist()], dtype=np.int64)
-        for first, end in runs(sizes, TOGETHER):
+        for first, end in runs(sizes, TOGETHER if _is_here(flats[its[0]]) else far):
             some = its[first:end]
             yield some, sizes[first:end], [flats[place] for place in some.tolist()]
 

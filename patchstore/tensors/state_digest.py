@@ -18,7 +18,7 @@ from patchstore.errors import SchemaMismatch, StateMismatch
 from patchstore.stores.base import Store
 from patchstore.tensors import elements
 from patchstore.tensors.bits import TOGETHER, bits, spec_of, unsigned
-from patchstore.tensors.columns import Group, flattened, runs
+from patchstore.tensors.columns import TOGETHER_FAR, Group, flattened, runs
 
 Array = npt.NDArray[Any]
 
@@ -55,12 +55,14 @@ def of_each(tensors: Sequence[torch.Tensor]) -> SumsArray:
     for kind in dict.fromkeys(kinds):
         its = [number for number, each in enumerate(kinds) if each == kind]
         counts = np.array([tensors[number].numel() for number in its], dtype=np.int64)
-        for first, end in runs(counts, TOGETHER):
+        is_here = kind[0].type == "cpu"
+        for first, end in runs(counts, TOGETHER if is_here else TOGETHER_FAR):
             some = [tensors[number] for number in its[first:end]]
-            if len(some) == 1 and not some[0].is_cpu:
+            if len(some) == 1 and not is_here:
                 found[its[first]] = of_tensor(some[0])
             else:
-                flat = unsigned(flattened(some).cpu())
+                # Not every device joins elements of every dtype.
+                flat = unsigned(flattened(some if is_here else [*map(bits, some)]).cpu())
                 found[its[first:end]] = np.stack(elements.sum_each(flat, counts[first:end]), axis=1)
     return found
 

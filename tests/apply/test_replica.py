@@ -1,6 +1,7 @@
 """Followers: proved before a write, whole afterwards, and undone when something fails."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -444,3 +445,37 @@ def test_a_tensor_that_was_taken_out_is_named(run: Run) -> None:
     del replica.tensors["embed.weight"]
     with pytest.raises(SchemaMismatch, match=r"'embed\.weight' was taken out"):
         replica.update()
+
+
+@pytest.mark.parametrize("anchor_every", [1, 100])
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize(
+    ("replace", "what"),
+    [
+        (lambda held: torch.zeros(8, 8, dtype=torch.float8_e4m3fn), "is F8_E4M3"),
+        (lambda held: held.float(), "is F32"),
+        (lambda held: held.t(), "not contiguous"),
+        (lambda held: held[:4].clone(), r"is BF16 \[4, 8\]"),
+        (lambda held: None, "is a NoneType"),
+    ],
+)
+def test_a_tensor_that_replaced_another_is_checked_before_anything_is_written(
+    anchor_every: int, is_staged: bool, replace: Callable[[torch.Tensor], Any], what: str
+) -> None:
+    store, model = MemoryStore(), {name: torch.ones(8, 8, dtype=torch.bfloat16) for name in ("a", "b", "c")}
+    with Publisher(store, model, dtype=None, anchor_every=anchor_every) as publisher:
+        for version in range(2):
+            publisher.publish_patch(version).result()
+            for tensor in model.values():
+                tensor[0, 1] += 1
+    held = {name: torch.ones(8, 8, dtype=torch.bfloat16) for name in model}
+    replica = Replica(store, held, held=0)
+    staged = replica.stage(1) if is_staged else None
+    before, held["b"] = held["b"], replace(held["b"])
+    with pytest.raises(SchemaMismatch, match=f"'b'.*{what}"):
+        replica.update(1) if staged is None else replica.apply(staged)
+    assert replica.held == 0
+    assert all((held[name] == 1).all() for name in ("a", "c"))
+    held["b"] = before
+    replica.update(1)
+    assert all(tensor[0, 1] == 2 for tensor in held.values())

@@ -257,6 +257,24 @@ def test_parts_are_encoded_and_decoded_as_on_the_cpu(case: str) -> None:
     assert_encoded_together(PARTS[case]())
 
 
+# 2**31 and more; of those that 16 does not divide a slice is as long.
+LONG = 2**31 + 70_001
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "box"),
+    [
+        ("BF16", (LONG,), Box(0, 1, 0, 1, LONG - 6000, 5000)),
+        pytest.param("BF16", (2**32,), Box(0, 1, 0, 1, 2**32 - 6000, 5000), marks=pytest.mark.exhaustive),
+        ("F8_E5M2", (LONG, 3), Box(0, 1, LONG - 900, 700, 0, 3)),
+    ],
+)
+def test_a_side_may_be_longer_than_int32_counts(dtype: str, shape: tuple[int, ...], box: Box) -> None:
+    changed = part(dtype, shape, box, 20)
+    assert_decoded([changed])
+    assert_encoded([changed])
+
+
 def test_some_case_has_many_classes_and_runs_of_small_steps() -> None:
     rows = CASES["many classes"]()[0].coded.rows
     assert len(rows) > 4

@@ -67,6 +67,9 @@ def test_a_change_beyond_its_tensor_is_refused_before_anything_is_written() -> N
         for use in (ours.write, ours.at):
             with pytest.raises(IndexError, match="beyond its tensor"):
                 use(Group(group.numbers, group.counts, wrong, group.values))
+    narrow = located([each.to(torch.uint8) for each in tensors_of(2)], by_launch=True)
+    with pytest.raises(IndexError, match="beyond its tensor"):
+        narrow.write(group)
     assert all(torch.equal(one, other) for one, other in zip(some, tensors_of(2), strict=True))
 
 
