@@ -479,7 +479,10 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Hear that the weights' memory is about to be given away, or is back (None). Level 2 loses the
         weights, so that the next update starts from an anchor.
         """
-        self._drop_opening()
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            # What it reads would not be there any more.
+            opening.leave()
         if level is not None and self.updater is not None:
             self.updater.abandon()
             self.updater.drop()

@@ -7,6 +7,7 @@ only tracing the model and proving single weights run on the worker's own thread
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -69,6 +70,8 @@ class Opening:
         self._steps = self._run()
         self._waits: Future[Any] | None = None
         self._is_done = False
+        self._reading = Lock()
+        """Held while the live weights are read on the thread."""
         self._thread: ThreadPoolExecutor | None = None
 
     def advance(self, all_done: Callable[[bool], bool] | None = None) -> bool:
@@ -104,6 +107,12 @@ class Opening:
             self._let_go()
         else:
             self._waits.add_done_callback(lambda _: self._let_go())
+
+    def leave(self) -> None:
+        """`close`, and return once nothing reads the live weights on the thread; waits for no network."""
+        self.close()
+        with self._reading:
+            pass
 
     def _let_go(self) -> None:
         if self.updater is not None:
@@ -161,7 +170,9 @@ class Opening:
     def _survey(self, shares: Sequence[RankSlices]) -> SliceSums:
         """Use the map that comes of all ranks' shares, and digest what is served."""
         weights = self._weights
-        with torch.no_grad():
+        with self._reading, torch.no_grad():
+            if self._is_done:
+                raise UsageError("the store was being opened when the weights' memory was given away")
             weights.follow(self._traced, shares)
             if self._folder is not None:
                 weights.use_checkpoint(self._folder)

@@ -208,6 +208,10 @@ class Update(Generic[S]):
                 f"undoing a failed update failed too, so the weights are parts of two versions: {exc}; "
                 "update again, which will load an anchor, or restart the server"
             ) from exc
+        except BaseException:
+            # An interrupt may have come between any two writes.
+            self.mark_half_applied()
+            raise
         finally:
             self._is_written = False
             self.drop()

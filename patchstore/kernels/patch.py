@@ -206,6 +206,8 @@ class Exchange:
     new: torch.Tensor
     """Integers [num] of the served element's width."""
     old: torch.Tensor
+    first_wrong: torch.Tensor
+    """int32 [1], memory of what is returned: to write, and to undo, must need no more memory."""
 
 
 def count(stated: Stated) -> torch.Tensor:
@@ -233,6 +235,7 @@ def translate(
         targets=torch.empty(num, dtype=target, device=device),
         new=torch.empty(num, dtype=width, device=device),
         old=torch.empty(num, dtype=width, device=device),
+        first_wrong=torch.empty(1, dtype=torch.int32, device=device),
     )
     sums = torch.zeros(len(stated.table), NUM_SUMS, dtype=torch.int64, device=device)
     if len(counts):
@@ -251,7 +254,8 @@ def translate(
 def exchange(what: Exchange) -> torch.Tensor:
     """Write the new bits, and keep in the place of the old ones what was there.
 
-    Returns int32 [1]: the first segment of which an element was not as expected; `NONE` where all were.
+    Returns int32 [1], until the next call: the first segment of which an element was not as expected; `NONE`
+    where all were.
     """
     # Threads have two changes each, so that many loads are under way.
     return _run(_exchange, what, what.new, what.old, num_warps=8)
@@ -267,7 +271,7 @@ NONE = 2**31 - 1
 
 def _run(kernel: Any, what: Exchange, *values: torch.Tensor, num_warps: int = 4) -> torch.Tensor:
     stated, kind = what.stated, what.stated.kind
-    first_wrong = torch.full((1,), NONE, dtype=torch.int32, device=what.counts.device)
+    first_wrong = what.first_wrong.fill_(NONE)
     if len(what.counts):
         kernel[len(what.counts),](
             *(stated.table, stated.jobs, what.places, what.counts, what.targets, *values, first_wrong),

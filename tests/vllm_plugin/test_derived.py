@@ -56,6 +56,25 @@ class Views(Attention):
         self.made = torch.nn.Parameter(self.projection.weight.data[3:].T, requires_grad=False)
 
 
+class Inverting(Attention):
+    """Is right when it is called once: then it inverts a scale again, and lays a matrix out otherwise."""
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        self.transposes = self.num_calls > 0
+        scale = getattr(self, "scale", torch.full((2,), 3.0))
+        super().process_weights_after_loading(dtype)
+        self.scale = 1 / scale
+
+
+class Failing(Uncounted):
+    """Fails when it is called for the third time: once bits were turned, to see what it writes."""
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        if self.num_calls == 2:
+            raise torch.OutOfMemoryError("made to fail")
+        super().process_weights_after_loading(dtype)
+
+
 class Model(torch.nn.Module):
     def __init__(self, kind: type[Attention] = Attention) -> None:
         super().__init__()
@@ -121,6 +140,18 @@ def test_they_follow_their_weights_without_moving(kind):
         assert now.data_ptr() == place
         assert torch.equal(bits(before), bits(goal))
         assert torch.equal(bits(now), bits(goal))
+
+
+@pytest.mark.parametrize("kind", [Inverting, Failing])
+def test_what_cannot_be_proved_is_left_as_it_was_served(kind):
+    model = Model(kind)
+    served = [each.scale for each in model.attentions] + tensors(model)
+    before = [each.detach().clone() for each in served]
+    with pytest.raises((LoadFailed, torch.OutOfMemoryError)):
+        follow(model)
+    now = [each.scale for each in model.attentions] + tensors(model)
+    assert all(one is other for one, other in zip(now, served, strict=True))
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(now, before, strict=True))
 
 
 def test_another_shape_or_a_failure_halfway_is_refused_and_nothing_has_moved(model):

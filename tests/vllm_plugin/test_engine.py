@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import gettempdir
@@ -13,7 +14,7 @@ from bare_engine import Plain, bare_engine, update
 from trainer import Trainer
 
 from patchstore.bucket import history
-from patchstore.errors import CorruptObject, UsageError
+from patchstore.errors import CorruptObject, LoadFailed, UsageError
 from patchstore.read.host_cache import MAX_BYTES, HostCache
 from patchstore.read.run import Run
 from patchstore.signing import KeySigner, RequiredKeys, statement
@@ -23,7 +24,7 @@ from vllm_plugin import engine as engine_module
 from vllm_plugin import opening
 from vllm_plugin.engine import DeltaWeightTransferEngine, InitInfo
 from vllm_plugin.live.identify import Contents, read_contents
-from vllm_plugin.live.weights import PAGE_BYTES
+from vllm_plugin.live.weights import PAGE_BYTES, LiveWeights
 from vllm_plugin.ranks import Failure, Ranks, RanksLost
 
 
@@ -105,6 +106,47 @@ def test_an_interrupt_between_two_writes_leaves_no_version_behind(engine, monkey
     monkeypatch.undo()
     update(engine, 1)
     assert (engine.updater.held.version, engine.updater.half_applied) == (1, False)
+
+
+def test_an_interrupt_of_an_undo_leaves_no_version_behind(engine, monkeypatch):
+    scatter = engine.live.scatter
+
+    def failing(change) -> None:
+        scatter(change)
+        raise LoadFailed("made to fail")
+
+    def interrupted(change) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.live, "scatter", failing)
+    monkeypatch.setattr(engine.live, "gather_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        update(engine, 1)
+    assert (engine.updater.held, engine.updater.half_applied) == (None, True)
+
+    monkeypatch.undo()
+    update(engine, 1)
+    assert (engine.updater.held.version, engine.updater.half_applied) == (1, False)
+
+
+def test_a_server_sleeps_once_nothing_reads_its_weights(engine, trainer, tmp_path, monkeypatch):
+    reading, go_on, slice_sums = threading.Event(), threading.Event(), LiveWeights.slice_sums
+    ended = []
+
+    def slow(live, names):
+        reading.set()
+        go_on.wait(30)
+        found = slice_sums(live, names)
+        ended.append(True)
+        return found
+
+    monkeypatch.setattr(LiveWeights, "slice_sums", slow)
+    while not reading.is_set():
+        engine.open_ahead({"store": trainer.url, "scratch": str(tmp_path / "again")})
+    threading.Timer(0.5, go_on.set).start()
+    # vLLM unmaps the weights as soon as this returns.
+    engine.sleeping(1)
+    assert ended
 
 
 def test_weights_that_vllm_reloads_are_no_known_version(engine):

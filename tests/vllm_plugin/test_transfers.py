@@ -1,5 +1,10 @@
 """Copies between host memory and a device arrive whole, whatever goes wrong beside them."""
 
+import os
+import signal
+import threading
+import time
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 
@@ -8,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.interpreted import DEVICE
+from vllm_plugin.live import copies
 from vllm_plugin.live.copies import BLOCK_BYTES, Job, Lane, Transfers
 
 MANY = 40
@@ -156,3 +162,33 @@ def test_a_job_that_fails_ends_the_others_and_says_why() -> None:
         [partial(lambda at, lane: lane.write(given[at], held[at]), slice(k, k + 1)) for k in range(MANY)]
     )
     assert torch.equal(held.cpu(), given)
+
+
+class Stream:
+    """Stands for one of a GPU, where there is none."""
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> None: ...
+
+
+def test_an_interrupt_ends_the_copies_before_it_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(copies, "new_stream", lambda device: Stream())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+        for name in ("device", "stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda given: nullcontext())
+    done = count()
+
+    def job(lane: Lane) -> None:
+        time.sleep(0.01)
+        next(done)
+
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        Transfers(torch.device("cuda")).run(job for _ in range(1000))
+    seen = next(done)
+    time.sleep(0.2)
+    assert next(done) == seen + 1 < 1000

@@ -425,7 +425,8 @@ class DeviceWeights(LiveWeights):
 
 def _first_wrong(change: Exchanges, found: Sequence[torch.Tensor]) -> str | None:
     """Name what the first of these flags that is raised is about; waits for the device."""
-    flags: list[int] = torch.cat(list(found)).tolist() if found else []
+    # All of them, so that no kernel is under way any more; one by one, which takes no memory of the device.
+    flags = [int(flag) for flag in found]
     for (segments, _), segment in zip(change.parts, flags, strict=True):
         if segment != kernels.NONE:
             return segments[segment].name

@@ -167,7 +167,14 @@ class Transfers:
             raise
 
         def wait() -> None:
-            pool.shutdown()
+            nonlocal has_failed
+            try:
+                pool.shutdown()
+            except BaseException:
+                # An interrupt: whoever handles it, such as an undo, must be the only one who writes.
+                has_failed = True
+                pool.shutdown()
+                raise
             for each in loops:
                 each.result()
 

@@ -298,12 +298,18 @@ class Derived:
                 continue
             old = {slot: tensor.clone() for slot in left if (tensor := slot.get()) is not None}
             before = {slot: _state(slot) for slot in left}
-            with self._anew(module, left):
-                touched = [slot for slot in old if _state(slot) != before[slot]]
-                wrong = [slot for slot in touched if not _equal(slot.get(), old[slot])]
-            for slot, is_equal in self._uncounted(module, old, left, {*touched}):
-                touched.append(slot)
-                wrong += [] if is_equal else [slot]
+            try:
+                with self._anew(module, left):
+                    touched = [slot for slot in old if _state(slot) != before[slot]]
+                    wrong = [slot for slot in touched if not _equal(slot.get(), old[slot])]
+                for slot, is_equal in self._uncounted(module, old, left, {*touched}):
+                    touched.append(slot)
+                    wrong += [] if is_equal else [slot]
+            except BaseException:
+                # Some may be what the hook made of them, or have a bit turned.
+                for slot, tensor in old.items():
+                    _write(slot.get(), tensor)
+                raise
             for slot in wrong:
                 _write(slot.get(), old[slot])
             found += wrong

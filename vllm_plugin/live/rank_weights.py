@@ -33,7 +33,7 @@ from patchstore.errors import (
     VersionRetired,
     WrongSignature,
 )
-from patchstore.kernels import pinned
+from patchstore.kernels import device_guard, pinned
 from patchstore.read import host_cache
 from patchstore.read.anchors import open_anchor
 from patchstore.read.deltas import Deltas, open_deltas
@@ -341,7 +341,8 @@ class RankWeights:
     @torch.no_grad()
     def _save(self, reading: AbstractContextManager[None]) -> dict[int, torch.Tensor]:
         """Copy all that an anchor will replace, beside an attempt to prove the map."""
-        with reading, self.live.aside():
+        # A thread that leaves a stream of another device than the first makes a context on the first.
+        with device_guard(self.live.device), reading, self.live.aside():
             written = self.live.written()
             comparison = None if self.is_map_proved else self._comparison()
             saved = self.live.save(written, () if comparison is None else comparison.jobs)
@@ -486,6 +487,8 @@ class RankWeights:
 
     def release(self, staged: Staged) -> None:
         """Close the payloads' files, on a thread: generation may be waiting."""
+        # At once: a download that was abandoned may keep the thread busy, and the next update needs the room.
+        staged.change, staged.pieces = StagedWrite(), None
         try:
             self._background.submit(staged.release)
         except RuntimeError:  # The thread was shut down.

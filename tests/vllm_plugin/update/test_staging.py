@@ -1,6 +1,8 @@
 """Staging and prefetching: nothing that is served changes, and what is staged goes away again."""
 
+import gc
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -252,3 +254,25 @@ def test_deltas_of_a_folder_on_this_host_are_not_copied_to_another(ranks, update
     ranks.one.forget()
     with pytest.raises(CorruptObject, match="has 0"):
         ranks.stage(2)
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_what_was_staged_is_let_go_also_while_another_version_is_being_fetched(ranks, updater, is_written):
+    fetched = threading.Event()
+    updater.background.submit(fetched.wait, 60)
+    try:
+        ranks.stage(2)
+        change = updater.staged.change
+        parts = [each for _, each in change.parts] if hasattr(change, "parts") else change.scatters.values()
+        held = [weakref.ref(each.new) for each in parts]
+        assert held
+        del change, parts
+        if is_written:
+            ranks.write()
+            updater.accept()
+        else:
+            updater.drop()
+        gc.collect()
+        assert not any(each() is not None for each in held)
+    finally:
+        fetched.set()

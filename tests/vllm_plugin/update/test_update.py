@@ -8,6 +8,7 @@ from plain_ranks import Fused, equal, fail_scatters, loaded, parameter, publish,
 
 from patchstore.errors import HalfApplied, LoadFailed, SchemaMismatch, UsageError
 from patchstore.tensors.bits import bits
+from vllm_plugin.live import copies
 
 
 def test_a_version_is_served_as_the_loader_lays_it_out(ranks, module, trainer):
@@ -218,3 +219,23 @@ def test_a_failed_undo_is_half_applied_until_an_anchor_is_loaded(ranks, updater,
     ranks.apply(2)
     assert (ranks.held, updater.half_applied) == (2, False)
     assert serves(ranks, trainer.history[2])
+
+
+def test_an_undo_succeeds_where_its_check_finds_no_room_on_the_device(
+    ranks, updater, module, trainer, monkeypatch
+):
+    updater.forget()
+    ranks.stage(3)
+    before = module.state()
+    fail_scatters(ranks.live[0], 1)
+    with pytest.raises(LoadFailed):
+        ranks.write()
+    assert not equal(module.state(), before)
+
+    def full(lane, given):
+        raise torch.OutOfMemoryError("made to fail")
+
+    monkeypatch.setattr(copies.Lane, "to_device", full)
+    ranks.roll_back()
+    assert equal(module.state(), before)
+    assert not updater.half_applied
