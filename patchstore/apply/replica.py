@@ -90,6 +90,7 @@ class Undo:
 
 
 def _by_address(device: torch.device) -> ByAddress | None:
+    """Return what reads and writes many tensors by one launch; None where there is no Triton."""
     if not are_usable(device):
         return None
     from patchstore.kernels import scattered

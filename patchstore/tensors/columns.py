@@ -238,7 +238,7 @@ class Block:
 
     def at(self, group: Group) -> Array:
         """Return the bit patterns at a group's positions, in host memory."""
-        at = self.flat_of(group)
+        at = self._flat(group)
         if self.memory.device.type == "cpu":
             found: Array = unsigned(self.memory)[at]
             return found
@@ -249,13 +249,13 @@ class Block:
         return unsigned(self.held(numbers).cpu())
 
     def write(self, group: Group) -> None:
-        at, held = self.flat_of(group), bits(self.memory)
+        at, held = self._flat(group), bits(self.memory)
         if held.device.type == "cpu":
             unsigned(self.memory)[at] = group.values
         else:
             held[torch.from_numpy(at).to(held.device)] = signed_of(group.values).to(held.device)
 
-    def flat_of(self, group: Group) -> Array:
+    def _flat(self, group: Group) -> Array:
         starts = self._starts[self.places(group.numbers)]
         found: Array = np.repeat(starts, group.counts) + group.positions
         return found
