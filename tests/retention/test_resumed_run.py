@@ -81,11 +81,14 @@ def test_what_is_acknowledged_can_be_rebuilt_wherever_the_publisher_sleeps_for_a
     parents = set()
     # It reads ahead in threads, so how often it asks is known only when it has asked.
     for at in itertools.count(step=every):
-        store, slept = copy_of(before.store), threading.Event()
+        store, slept, woken = copy_of(before.store), threading.Event(), threading.Event()
 
-        def interrupt(store: Store = store, slept: threading.Event = slept) -> None:
+        def interrupt(
+            store: Store = store, slept: threading.Event = slept, woken: threading.Event = woken
+        ) -> None:
             slept.set()
             give_up(store)
+            woken.set()
 
         run = went_back(before, interrupted(store, interrupt, at=at))
         try:
@@ -100,6 +103,8 @@ def test_what_is_acknowledged_can_be_rebuilt_wherever_the_publisher_sleeps_for_a
             continue
         if not slept.is_set():
             break
+        # What is read ahead may be asked for, and not be waited for.
+        assert woken.wait(60)
         assert notes.retirements(store).find(OLD) is not None
         parents.add(history.read_manifest(store, versions[0] - 1).parent)
         (tmp_path / str(at)).mkdir()
