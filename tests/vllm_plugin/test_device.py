@@ -304,6 +304,22 @@ def test_gaps_beyond_a_tensor_are_refused_before_anything_is_written(fast, model
     assert torch.equal(bits(model.again), before["again"])
 
 
+def test_to_write_and_to_undo_need_no_more_memory_of_the_device(fast, model, monkeypatch):
+    staged, before = fast.stage(patches(0.5), keep_old=True), model.state()
+
+    def full(*args, **named):
+        raise torch.OutOfMemoryError("made to fail")
+
+    for name in ("full", "empty", "zeros", "cat", "stack", "tensor"):
+        monkeypatch.setattr(torch, name, full)
+    fast.scatter(staged)
+    is_written = not equal(model.state(), before)
+    fast.gather_back(staged)
+    monkeypatch.undo()
+    assert is_written
+    assert equal(model.state(), before)
+
+
 def test_what_something_else_wrote_is_noticed_and_put_back(fast, model):
     staged = fast.stage(patches(0.5), keep_old=True)
     bits(model.transposed)[:] ^= 1
