@@ -190,7 +190,7 @@ class TensorWeights:
     def _check_parents(self, held: Located, plan: Plan) -> None:
         """Check the tensors that deltas are decoded against, by place in the schema."""
         assert self._sums is not None
-        found = held.sums()
+        found = state_digest.of_each(held.tensors)
         for number in held.numbers[(found != self._sums[held.numbers]).any(axis=1)][:1]:
             raise StateMismatch(
                 f"{self._schema.tensors[number].name!r} is no longer that of version {plan.held}: something "

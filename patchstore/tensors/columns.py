@@ -23,9 +23,6 @@ from patchstore.tensors.bits import INTEGERS, TOGETHER, TORCH_DTYPES, TensorPatc
 
 Array = npt.NDArray[Any]
 
-TOGETHER_FAR = 1 << 16
-"""Elements on a GPU that are digested together, on the CPU: larger tensors take less time where they are."""
-
 
 class Group(NamedTuple):
     """What changed of some tensors, or parts of tensors, of one element width: tensor after tensor.
@@ -323,18 +320,6 @@ class Located:
         """Return all bit patterns of each, in host memory."""
         return _brought(self._flats)
 
-    def sums(self) -> Array:
-        """Return the digest sums of all elements of each, uint64 [T, 2]: of small tensors many at a time, on
-        the CPU.
-        """
-        found = np.empty((len(self._flats), 2), dtype=np.uint64)
-        for places, sizes, its in _together(self._flats, TOGETHER_FAR):
-            if isinstance(its[0], torch.Tensor) and len(its) == 1:
-                found[places] = elements.sum_of(its[0])
-            else:
-                found[places] = np.stack(elements.sum_each(_joined(its), sizes), axis=1)
-        return found
-
     def at(self, group: Group) -> Array:
         """Return the bit patterns at a group's positions, in host memory."""
         its = self.of(group.numbers)
@@ -348,7 +333,11 @@ class Located:
     def write(self, group: Group) -> None:
         """Write a group's values. If this raises, some of them may be written."""
         its = self.of(group.numbers)
-        untold = [tensor for tensor, flat in zip(its.tensors, its._flats, strict=True) if _is_here(flat)]
+        untold = [
+            tensor
+            for tensor, flat in zip(its.tensors, its._flats, strict=True)
+            if isinstance(flat, np.ndarray)
+        ]
         if (there := its._there(group)) is not None:
             kernels, addresses = there
             kernels.write(addresses, signed_of(group.values).to(addresses.device))
@@ -424,36 +413,20 @@ def _is_here(flat: Flat) -> bool:
     return isinstance(flat, np.ndarray)
 
 
-def _together(flats: Sequence[Flat], far: int = TOGETHER) -> Iterator[tuple[Array, Array, list[Flat]]]:
-    """Yield runs of what has one element width and is on one device, small ones together: their places, how
-    many elements each has, and they. A run has about `TOGETHER` elements, or `far` on a GPU.
-    """
-    kinds: dict[Hashable, list[int]] = {}
-    for place, flat in enumerate(flats):
-        here = isinstance(flat, np.ndarray)
-        kinds.setdefault(flat.itemsize if here else (flat.device, flat.dtype), []).append(place)
-    for its in map(np.array, kinds.values()):
-        sizes = np.array([len(flats[place]) for place in its.tolist()], dtype=np.int64)
-        for first, end in runs(sizes, TOGETHER if _is_here(flats[its[0]]) else far):
-            some = its[first:end]
-            yield some, sizes[first:end], [flats[place] for place in some.tolist()]
-
-
-def _joined(flats: Sequence[Flat]) -> Array:
-    """Return bits of one width, all on the CPU or all on one GPU, one after the other in host memory."""
-    elsewhere = [flat for flat in flats if isinstance(flat, torch.Tensor)]
-    if elsewhere:
-        return unsigned((elsewhere[0] if len(elsewhere) == 1 else torch.cat(elsewhere)).cpu())
-    return np.asarray(flats[0]) if len(flats) == 1 else np.concatenate(flats)
-
-
 def _brought(flats: Sequence[Flat]) -> list[Array]:
     """Return all in host memory; what is on a GPU is joined there, as each copy waits for the device."""
-    elsewhere = [place for place, flat in enumerate(flats) if not _is_here(flat)]
     found: list[Any] = [*flats]
-    for places, sizes, its in _together([flats[place] for place in elsewhere]):
-        for place, each in zip(places.tolist(), np.split(_joined(its), sizes.cumsum()[:-1]), strict=True):
-            found[elsewhere[place]] = each
+    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    for place, flat in enumerate(flats):
+        if isinstance(flat, torch.Tensor):
+            kinds.setdefault((flat.device, flat.dtype), []).append((place, flat))
+    for its in kinds.values():
+        sizes = np.array([len(flat) for _, flat in its], dtype=np.int64)
+        for first, end in runs(sizes, TOGETHER):
+            joined = unsigned(flattened([flat for _, flat in its[first:end]]).cpu())
+            each = np.split(joined, sizes[first : end - 1].cumsum())
+            for (place, _), one in zip(its[first:end], each, strict=True):
+                found[place] = one
     return found
 
 

@@ -18,9 +18,12 @@ from patchstore.errors import SchemaMismatch, StateMismatch
 from patchstore.stores.base import Store
 from patchstore.tensors import elements
 from patchstore.tensors.bits import TOGETHER, bits, spec_of, unsigned
-from patchstore.tensors.columns import TOGETHER_FAR, Group, flattened, runs
+from patchstore.tensors.columns import Group, flattened, runs
 
 Array = npt.NDArray[Any]
+
+_TOGETHER_FAR = 1 << 16
+"""Elements on a GPU that are digested together, on the CPU: larger tensors take less time where they are."""
 
 __all__ = ["Sums", "check_state", "of_elements", "of_run", "of_tensor", "of_tensors"]
 """`Sums` too, for callers of this module; it needs no torch."""
@@ -56,7 +59,7 @@ def of_each(tensors: Sequence[torch.Tensor]) -> SumsArray:
         its = [number for number, each in enumerate(kinds) if each == kind]
         counts = np.array([tensors[number].numel() for number in its], dtype=np.int64)
         is_here = kind[0].type == "cpu"
-        for first, end in runs(counts, TOGETHER if is_here else TOGETHER_FAR):
+        for first, end in runs(counts, TOGETHER if is_here else _TOGETHER_FAR):
             some = [tensors[number] for number in its[first:end]]
             if len(some) == 1 and not is_here:
                 found[its[first]] = of_tensor(some[0])
