@@ -333,11 +333,6 @@ class Located:
     def write(self, group: Group) -> None:
         """Write a group's values. If this raises, some of them may be written."""
         its = self.of(group.numbers)
-        untold = [
-            tensor
-            for tensor, flat in zip(its.tensors, its._flats, strict=True)
-            if isinstance(flat, np.ndarray)
-        ]
         if (there := its._there(group)) is not None:
             kernels, addresses = there
             kernels.write(addresses, signed_of(group.values).to(addresses.device))
@@ -346,6 +341,8 @@ class Located:
             columns = _sent(group.positions, its._flats), _sent(group.values, its._flats)
             for flat, positions, values, mine in zip(its._flats, *columns, _cuts(group), strict=True):
                 flat[positions[mine]] = values[mine]
+            here = zip(its.tensors, its._flats, strict=True)
+            untold = [tensor for tensor, flat in here if isinstance(flat, np.ndarray)]
         # Neither numpy nor a kernel tells autograd, which refuses to go back through what was overwritten.
         torch.autograd.graph.increment_version(untold)
 
@@ -407,10 +404,6 @@ class Scattered:
         # There may be another in its place, so with the tensor its memory is free.
         known[number] = ref(tensor, lambda _: known.pop(number, None)), tensor.data_ptr(), flat
         return flat
-
-
-def _is_here(flat: Flat) -> bool:
-    return isinstance(flat, np.ndarray)
 
 
 def _brought(flats: Sequence[Flat]) -> list[Array]:
