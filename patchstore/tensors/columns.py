@@ -289,6 +289,27 @@ ByAddressOf = Callable[[torch.device], ByAddress | None]
 """Returns what does so on a device; None where there is nothing, and tensors are gone through one by one."""
 
 
+class Places(NamedTuple):
+    """Where the bits of some tensors are: int64 [T] each."""
+
+    devices: Array
+    """Indices of devices, -1 where numpy reads and writes."""
+    firsts: Array
+    """Addresses of the first elements, 0 where numpy does."""
+    sizes: Array
+    """Elements."""
+    widths: Array
+    """Bytes of an element."""
+
+    @classmethod
+    def of(cls, flats: Sequence[Flat]) -> "Places":
+        each = [_place(flat) for flat in flats]
+        return cls(*np.array(each, dtype=np.int64).reshape(-1, 4).T)
+
+    def at(self, some: Array) -> "Places":
+        return Places(*(column[some] for column in self))
+
+
 class Located:
     """Tensors that lie anywhere, on any devices; all are contiguous."""
 
@@ -298,11 +319,15 @@ class Located:
         tensors: Sequence[torch.Tensor],
         flats: Sequence[Flat] | None = None,
         by_address: ByAddressOf = lambda _: None,
+        places: Places | None = None,
     ) -> None:
-        """Take tensors by number, which ascend where some of them are asked for; and their bits, if known."""
+        """Take tensors by number, which ascend where some of them are asked for; their bits, and where these
+        are, if known.
+        """
         self.numbers, self.tensors = numbers, tensors
         self._flats = [*map(flat_of, tensors)] if flats is None else flats
         self._by_address = by_address
+        self._places = places
 
     def copied(self) -> "Located":
         """Return copies of all."""
@@ -312,9 +337,10 @@ class Located:
         """Return some of them, in this order."""
         if np.array_equal(numbers, self.numbers):
             return self
-        at = np.searchsorted(self.numbers, numbers).tolist()
-        tensors, flats = [self.tensors[each] for each in at], [self._flats[each] for each in at]
-        return Located(numbers, tensors, flats, self._by_address)
+        at = np.searchsorted(self.numbers, numbers)
+        its = at.tolist()
+        tensors, flats = [self.tensors[each] for each in its], [self._flats[each] for each in its]
+        return Located(numbers, tensors, flats, self._by_address, self._places and self._places.at(at))
 
     def whole(self) -> list[Array]:
         """Return all bit patterns of each, in host memory."""
@@ -350,19 +376,17 @@ class Located:
         """Return the addresses of what a group states, int64 [num], and what reads and writes there, if all
         of these tensors, and no others, are on one device that has it.
         """
-        flats = [flat for flat in self._flats if isinstance(flat, torch.Tensor)]
-        if not flats or len(flats) < len(self._flats) or len({flat.device for flat in flats}) > 1:
+        devices, firsts, sizes, widths = self._places or Places.of(self._flats)
+        if not len(devices) or devices[0] < 0 or (devices != devices[0]).any():
             return None
-        device = flats[0].device
+        device = self.tensors[0].device
         if (kernels := self._by_address(device)) is None:
             return None
-        sizes = np.array([len(flat) for flat in flats], dtype=np.int64)
         ends, width = group.counts.cumsum(), group.values.itemsize
         # A kernel would write anywhere. Positions of a tensor ascend.
         is_beyond = (group.positions[ends - group.counts] < 0) | (group.positions[ends - 1] >= sizes)
-        if is_beyond.any() or any(flat.element_size() != width for flat in flats):
+        if is_beyond.any() or (widths != width).any():
             raise IndexError("a change is beyond its tensor")
-        firsts = np.array([flat.data_ptr() for flat in flats], dtype=np.int64)
         first, count = torch.from_numpy(np.stack([firsts, group.counts])).to(device)
         addresses = signed_of(group.positions).to(device).to(torch.int64) * width
         addresses += torch.repeat_interleave(first, count, output_size=len(addresses))
@@ -387,6 +411,8 @@ class Scattered:
         self._tensors, self._names, self._check, self._by_address = tensors, names, check, by_address
         self._known: dict[int, tuple[ref[torch.Tensor], int, Flat]] = {}
         """By number the tensor, where it was, and its bits; a tensor is kept only while other code has it."""
+        self._places = Places(*np.zeros((4, len(names)), dtype=np.int64))
+        """Of each that is known."""
 
     def located(self, numbers: Array) -> Located:
         """Return tensors as they are now."""
@@ -395,15 +421,24 @@ class Scattered:
             known = self._known.get(number)
             is_known = known is not None and known[0]() is tensor and known[1] == tensor.data_ptr()
             flats.append(known[2] if known is not None and is_known else self._learn(number, tensor))
-        return Located(numbers, tensors, flats, self._by_address)
+        return Located(numbers, tensors, flats, self._by_address, self._places.at(numbers))
 
     def _learn(self, number: int, tensor: torch.Tensor) -> Flat:
         """Return the bits of a tensor, in its memory: to make them takes longer than a few changes do."""
         self._check(self._names[number], tensor)
         flat, known = flat_of(tensor), self._known
+        for column, value in zip(self._places, _place(flat), strict=True):
+            column[number] = value
         # There may be another in its place, so with the tensor its memory is free.
         known[number] = ref(tensor, lambda _: known.pop(number, None)), tensor.data_ptr(), flat
         return flat
+
+
+def _place(flat: Flat) -> tuple[int, int, int, int]:
+    """Return a row of `Places`."""
+    if isinstance(flat, torch.Tensor):
+        return flat.device.index or 0, flat.data_ptr(), flat.numel(), flat.element_size()
+    return -1, 0, flat.size, flat.itemsize
 
 
 def _brought(flats: Sequence[Flat]) -> list[Array]:
@@ -414,12 +449,12 @@ def _brought(flats: Sequence[Flat]) -> list[Array]:
         if isinstance(flat, torch.Tensor):
             kinds.setdefault((flat.device, flat.dtype), []).append((place, flat))
     for its in kinds.values():
-        sizes = np.array([len(flat) for _, flat in its], dtype=np.int64)
+        sizes = np.array([flat.numel() for _, flat in its], dtype=np.int64)
         for first, end in runs(sizes, TOGETHER):
             joined = unsigned(flattened([flat for _, flat in its[first:end]]).cpu())
-            each = np.split(joined, sizes[first : end - 1].cumsum())
-            for (place, _), one in zip(its[first:end], each, strict=True):
-                found[place] = one
+            ends = sizes[first:end].cumsum().tolist()
+            for (place, _), start, stop in zip(its[first:end], [0, *ends], ends, strict=False):
+                found[place] = joined[start:stop]
     return found
 
 

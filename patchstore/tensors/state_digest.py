@@ -22,8 +22,8 @@ from patchstore.tensors.columns import Group, flattened, runs
 
 Array = npt.NDArray[Any]
 
-_TOGETHER_FAR = 1 << 16
-"""Elements on a GPU that are digested together, on the CPU: larger tensors take less time where they are."""
+_ALONE_FAR = 1 << 15
+"""Elements of a tensor on a GPU that is digested there; smaller ones take less time together on the CPU."""
 
 __all__ = ["Sums", "check_state", "of_elements", "of_run", "of_tensor", "of_tensors"]
 """`Sums` too, for callers of this module; it needs no torch."""
@@ -59,7 +59,9 @@ def of_each(tensors: Sequence[torch.Tensor]) -> SumsArray:
         its = [number for number, each in enumerate(kinds) if each == kind]
         counts = np.array([tensors[number].numel() for number in its], dtype=np.int64)
         is_here = kind[0].type == "cpu"
-        for first, end in runs(counts, TOGETHER if is_here else _TOGETHER_FAR):
+        is_alone = (counts > _ALONE_FAR) & (not is_here)
+        keys = [*np.where(is_alone, np.arange(1, len(its) + 1), 0).tolist()]
+        for first, end in runs(counts, TOGETHER, keys):
             some = [tensors[number] for number in its[first:end]]
             if len(some) == 1 and not is_here:
                 found[its[first]] = of_tensor(some[0])
