@@ -1,7 +1,6 @@
 """Kernels and plain torch do the same to the same weights, on a GPU or in Triton's interpreter."""
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits, index_dtype
 from tests.support.interpreted import DEVICE, kernels
 from tests.support.stated import content_of, with_bridges
 from vllm_plugin.live import copies
-from vllm_plugin.live.copies import Batch, Comparison, Job, Transfers
+from vllm_plugin.live.copies import Batch, Comparison, Transfers
 from vllm_plugin.live.weights import LiveWeights, StagedWrite
 
 pytestmark = pytest.mark.timeout(1200)
@@ -394,32 +393,15 @@ def test_pieces_are_written_wherever_they_wait(fast, model, limit, monkeypatch):
     assert fast.serves(checkpoint)
 
 
-class Late:
-    """Copies nothing before it is waited for."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_begun = self.num_ended = 0
-        begin = Transfers.begin
-
-        def late(transfers: Transfers, jobs: Iterable[Job]) -> Callable[[], None]:
-            self.num_begun += 1
-            return partial(end, transfers, list(jobs))
-
-        def end(transfers: Transfers, jobs: list[Job]) -> None:
-            begin(transfers, jobs)()
-            self.num_ended += 1
-
-        monkeypatch.setattr(Transfers, "begin", late)
-
-
 @pytest.mark.parametrize(("limit", "is_kept"), [(0, False), (3000, True), (200_000, False), (1 << 20, True)])
-def test_a_loader_is_handed_copies_that_have_arrived(fast, model, limit, is_kept, monkeypatch):
+def test_a_loader_is_handed_copies_of_its_own(fast, model, limit, is_kept, monkeypatch):
     monkeypatch.setattr(kernels("vllm_plugin.gpu.weights"), "BROUGHT_BYTES", limit)
     checkpoint = in_one_file()
     fast.models.load(SCHEMA, checkpoint)
     expected, given = model.state(), {name: bits(each).clone() for name, each in checkpoint.items()}
     fast.models.load(SCHEMA, {name: torch.zeros_like(each) for name, each in checkpoint.items()})
-    load_weights, late, handed = model.load_weights, Late(monkeypatch), dict[str, torch.Tensor]()
+    load_weights, handed = model.load_weights, dict[str, torch.Tensor]()
+    brought = brought_from_here(monkeypatch)
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in list(weights) if is_kept else weights:
@@ -433,17 +415,16 @@ def test_a_loader_is_handed_copies_that_have_arrived(fast, model, limit, is_kept
     assert list(handed) == list(checkpoint)
     assert equal(model.state(), expected)
     assert all(torch.equal(bits(each), given[name]) for name, each in checkpoint.items())
-    assert late.num_ended == late.num_begun
-    assert (late.num_begun > 1) == (limit > 0)
+    assert bool(brought) == (limit > 0)
 
 
 def brought_from_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Will have the bytes of every tensor that is brought to the device."""
     bring, found = Transfers.bring, list[int]()
 
-    def noted(transfers: Transfers, addresses: Any, sizes: Any, *args: Any) -> Callable[[], object]:
+    def noted(transfers: Transfers, addresses: Any, sizes: Any, *args: Any) -> None:
         found.extend(size for size in sizes.tolist() if size)
-        return bring(transfers, addresses, sizes, *args)
+        bring(transfers, addresses, sizes, *args)
 
     monkeypatch.setattr(Transfers, "bring", noted)
     return found
@@ -466,21 +447,6 @@ def test_a_loader_that_keeps_all_leaves_room_on_the_device(fast, model, monkeypa
     # The largest, and no more after that.
     assert brought[-1] == max(brought) == checkpoint["long"].nbytes
     assert len(brought) < len(checkpoint) - 1
-
-
-def test_copies_for_a_loader_that_fails_are_waited_for(fast, model, monkeypatch):
-    checkpoint, late, before = in_one_file(), Late(monkeypatch), model.state()
-    monkeypatch.setattr(kernels("vllm_plugin.gpu.weights"), "BROUGHT_BYTES", 200_000)
-
-    def fail(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        next(iter(weights))
-        raise OSError("made to fail")
-
-    model.load_weights = fail
-    with pytest.raises(LoadFailed, match=f"'{min(SPECS)}'.*made to fail"):
-        fast.load(checkpoint)
-    assert late.num_ended == late.num_begun == 2
-    assert equal(model.state(), before)
 
 
 def test_neighbours_in_a_file_are_one_batch(fast, monkeypatch):

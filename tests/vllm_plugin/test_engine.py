@@ -23,8 +23,9 @@ from tests.support.keys import key_pair
 from vllm_plugin import engine as engine_module
 from vllm_plugin import opening
 from vllm_plugin.engine import DeltaWeightTransferEngine, InitInfo
+from vllm_plugin.live.copies import PAGE_BYTES
 from vllm_plugin.live.identify import Contents, read_contents
-from vllm_plugin.live.weights import PAGE_BYTES, LiveWeights
+from vllm_plugin.live.weights import LiveWeights
 from vllm_plugin.ranks import Failure, Ranks, RanksLost
 
 

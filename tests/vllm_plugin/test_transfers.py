@@ -1,12 +1,15 @@
 """Copies between host memory and a device arrive whole, whatever goes wrong beside them."""
 
+import mmap
 import os
+import re
 import signal
 import threading
 import time
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ import torch
 
 from tests.support.interpreted import DEVICE
 from vllm_plugin.live import copies
-from vllm_plugin.live.copies import BLOCK_BYTES, Job, Lane, Transfers
+from vllm_plugin.live.copies import BLOCK_BYTES, PAGE_BYTES, Job, Lane, Transfers, touch
 
 MANY = 40
 """Jobs: more than threads have buffers."""
@@ -89,9 +92,9 @@ def test_memory_that_lies_side_by_side_goes_to_a_block_in_one_copy(monkeypatch: 
     places = sizes.cumsum() - sizes + np.array([0, 0, 0, 0, 56, 100, 100, 100])
     block = torch.full((len(given),), 77, dtype=torch.uint8, device=DEVICE)
     transfers, jobs = Transfers(DEVICE), list[Job]()
-    begin = transfers.begin
-    monkeypatch.setattr(transfers, "begin", lambda some: begin(jobs.extend(some) or jobs))
-    transfers.bring(given.ctypes.data + starts, sizes, block, places)()
+    run = transfers.run
+    monkeypatch.setattr(transfers, "run", lambda some: run(jobs.extend(some) or jobs))
+    transfers.bring(given.ctypes.data + starts, sizes, block, places)
     expected = np.full_like(given, 77)
     for start, size, place in zip(starts, sizes, places, strict=True):
         expected[place : place + size] = given[start : start + size]
@@ -102,28 +105,7 @@ def test_memory_that_lies_side_by_side_goes_to_a_block_in_one_copy(monkeypatch: 
 def test_nothing_to_do_takes_nothing() -> None:
     Transfers(DEVICE).run([])
     nothing = np.zeros(0, dtype=np.int64)
-    Transfers(DEVICE).bring(nothing, nothing, torch.empty(0, dtype=torch.uint8, device=DEVICE), nothing)()
-
-
-def test_what_is_begun_has_ended_when_it_was_waited_for() -> None:
-    given = numbers(BLOCK_BYTES // 2 * 5)
-    held = torch.zeros_like(given, device=DEVICE)
-    transfers = Transfers(DEVICE)
-
-    def write(part: torch.Tensor, target: torch.Tensor, lane: Lane) -> None:
-        lane.write(part, target)
-
-    def fail(lane: Lane) -> None:
-        raise ValueError("a job")
-
-    wait = transfers.begin(
-        partial(write, *both) for both in zip(given.chunk(10), held.chunk(10), strict=True)
-    )
-    transfers.begin([])()
-    with pytest.raises(ValueError, match="a job"):
-        transfers.begin([fail])()
-    wait()
-    assert torch.equal(held.cpu(), given)
+    Transfers(DEVICE).bring(nothing, nothing, torch.empty(0, dtype=torch.uint8, device=DEVICE), nothing)
 
 
 def test_writes_wait_for_what_the_device_was_told_before() -> None:
@@ -192,3 +174,25 @@ def test_an_interrupt_ends_the_copies_before_it_is_raised(monkeypatch: pytest.Mo
     seen = next(done)
     time.sleep(0.2)
     assert next(done) == seen + 1 < 1000
+
+
+def resident_bytes(path: Path) -> int:
+    """Of a file that this process has mapped once, what has a page in its memory."""
+    _, _, its = Path("/proc/self/smaps").read_text().partition(str(path))
+    rss = re.search(r"^Rss: +(\d+) kB$", its, re.MULTILINE)
+    assert rss is not None
+    return 1024 * int(rss[1])
+
+
+def test_what_is_touched_is_mapped_when_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 * PAGE_BYTES * 64))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
+        numbers = torch.frombuffer(memory, dtype=torch.int16)
+        parts = [part.view(torch.bfloat16) for part in torch.split(numbers, 10_001)]
+        before = resident_bytes(path)
+        Transfers(DEVICE).run(touch([*parts[:-1], torch.zeros(0), parts[-1]]))
+        assert before < len(memory) == resident_bytes(path)
+        strided = numbers.view(512, -1).t()[3:]
+        Transfers(DEVICE).run(touch([strided, torch.tensor(1.0)]))
+        del numbers, parts, strided

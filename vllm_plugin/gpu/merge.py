@@ -114,7 +114,7 @@ class Merger:
         is_near = self._addresses[numbers] > 0
         near = numbers[is_near]
         num_bytes, places = self._sizes[near] * width, firsts[is_near] * width
-        self._transfers.bring(self._addresses[near], num_bytes, copy.view(torch.uint8), places)()
+        self._transfers.bring(self._addresses[near], num_bytes, copy.view(torch.uint8), places)
         for number, first in zip(numbers[~is_near].tolist(), firsts[~is_near].tolist(), strict=True):
             held = bits(self._gathered(self._schema.tensors[number].name))
             copy[first : first + len(held)] = held
@@ -132,7 +132,7 @@ class Merger:
         for start in range(0, num_elements, COMPARED):
             num = min(COMPARED, num_elements - start)
             if held is None:
-                self._transfers.bring(address + start * width, np.array([num * width]), near, nothing)()
+                self._transfers.bring(address + start * width, np.array([num * width]), near, nothing)
             before = near[: num * width].view(copy.dtype) if held is None else held[start : start + num]
             differs = before != copy[start : start + num]
             found.append((differs.nonzero()[:, 0] + start).to(index_dtype(num_elements)))

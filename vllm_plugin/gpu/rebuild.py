@@ -95,7 +95,7 @@ class DeviceRebuilder:
         addresses = np.array([tensor.data_ptr() for _, tensor in batch], dtype=np.int64)
         # Of one batch at a time, whose buffers are enough to fill the bus.
         with self._copying:
-            self._transfers.bring(addresses, sizes, memory, firsts)()
+            self._transfers.bring(addresses, sizes, memory, firsts)
         found = [
             (spec, memory[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             for (spec, tensor), first in zip(batch, firsts.tolist(), strict=True)

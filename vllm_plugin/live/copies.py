@@ -13,8 +13,8 @@ import ctypes
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -75,6 +75,8 @@ def narrowed(held: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return (held >> 16).to(torch.int16)
 
 
+PAGE_BYTES = 4096
+"""No page of memory is smaller."""
 BLOCK_BYTES = 16 << 20
 """The most that one call copies. Each thread has two buffers of so many bytes in pinned memory."""
 MAX_THREADS = 16
@@ -114,23 +116,17 @@ class Transfers:
     def run(self, jobs: Iterable[Job]) -> None:
         """Do jobs in any order, several at a time; no copy is under way any more when this ends.
 
-        After a job that raises none begins; others may be done.
-        """
-        self.begin(jobs)()
-
-    def begin(self, jobs: Iterable[Job]) -> Callable[[], object]:
-        """Begin to `run` jobs. Returns what waits until all have ended, and raises what went wrong.
-
-        It must be called, and what jobs copy to must stay until then: they do so on streams of their own.
+        After a job that raises none begins; others may be done. They take Python's lock many times for each
+        block: what else runs in Python beside them takes several times as long.
         """
         if not self._streams:
             for job in jobs:
                 job(Lane())
-            return bool
+            return
         # Made first: threads that wait for each other's turn to make the next one copy half as fast.
         work, has_failed = deque(jobs), False
         if not work:
-            return bool
+            return
         before = torch.cuda.current_stream(self._device).record_event()
         is_inference = torch.is_inference_mode_enabled()
 
@@ -158,32 +154,24 @@ class Transfers:
                 with suppress(Exception):
                     stream.synchronize()
 
-        pool = ThreadPoolExecutor(len(self._streams), thread_name_prefix="patchstore-transfer")
-        try:
-            loops = [pool.submit(loop, stream) for stream in self._streams[: len(work)] if stream is not None]
-        except BaseException:
-            has_failed = True
-            pool.shutdown()
-            raise
-
-        def wait() -> None:
-            nonlocal has_failed
+        loops = list[Future[None]]()
+        with ThreadPoolExecutor(len(self._streams), thread_name_prefix="patchstore-transfer") as pool:
             try:
-                pool.shutdown()
+                loops.extend(
+                    pool.submit(loop, each) for each in self._streams[: len(work)] if each is not None
+                )
+                wait(loops)
             except BaseException:
-                # An interrupt: whoever handles it, such as an undo, must be the only one who writes.
+                # Such as an interrupt: whoever handles it, such as an undo, must be the only one who writes.
+                # Not by the threads: Python takes one for ended if an interrupt meets who waits for it.
                 has_failed = True
-                pool.shutdown()
+                wait(loops)
                 raise
-            for each in loops:
-                each.result()
+        for each in loops:
+            each.result()
 
-        return wait
-
-    def bring(
-        self, addresses: Array, sizes: Array, block: torch.Tensor, places: Array
-    ) -> Callable[[], object]:
-        """`begin` to copy memory of the host, which the caller keeps, to a block, uint8, on the device.
+    def bring(self, addresses: Array, sizes: Array, block: torch.Tensor, places: Array) -> None:
+        """Copy memory of the host, which the caller keeps, to a block, uint8, on the device.
 
         Takes int64 [num] each: where what is copied lies, how many bytes, and where in the block it goes.
         What lies side by side in both is copied at once.
@@ -195,7 +183,7 @@ class Transfers:
         def one(address: int, size: int, place: int, lane: Lane) -> None:
             lane.write(memory_of(address, size), block[place : place + size])
 
-        return self.begin(
+        self.run(
             partial(one, address + at, min(BLOCK_BYTES, size - at), place + at)
             for address, size, place in runs.tolist()
             for at in range(0, size, BLOCK_BYTES)
@@ -292,6 +280,22 @@ class Batch(NamedTuple):
     """Keep the memory."""
 
 
+def touch(tensors: Sequence[torch.Tensor]) -> Iterator[Job]:
+    """Yield jobs that read from each page of tensors of the CPU, of which strided ones have integers: what is
+    mapped is in memory then. Mapping takes as long as copying.
+    """
+    flats = [bits(each) for each in tensors if each.numel() and each.is_contiguous()]
+
+    def one(memory: Array, _: Lane) -> None:
+        memory[..., :: PAGE_BYTES // memory.itemsize].max()
+
+    for run in neighbours(flats):
+        yield partial(one, _between(flats[run[0]], flats[run[-1]]).numpy())
+    for each in tensors:
+        if not each.is_contiguous():
+            yield partial(one, each.numpy())
+
+
 def batched(pieces: Iterable[Piece]) -> tuple[list[Batch], list[Piece]]:
     """Join pieces on the CPU that lie side by side into batches. Pieces and batches have at most
     `BLOCK_BYTES`.
@@ -314,7 +318,7 @@ def batched(pieces: Iterable[Piece]) -> tuple[list[Batch], list[Piece]]:
 def _joined(run: Sequence[Piece]) -> Batch:
     start = run[0].given.data_ptr()
     return Batch(
-        given=memory_of(start, memory_end(run[-1].given) - start),
+        given=_between(run[0].given, run[-1].given),
         parts=tuple(
             (piece.given.data_ptr() - start, piece.held.reshape(-1).view(torch.uint8)) for piece in run
         ),
@@ -383,6 +387,11 @@ def neighbours(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 def memory_of(address: int, num_bytes: int) -> torch.Tensor:
     """Bytes of this process's memory, which the caller keeps alive, as a tensor."""
     return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address)))
+
+
+def _between(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Return the memory from one tensor to the end of another, as `memory_of` does."""
+    return memory_of(first.data_ptr(), memory_end(last) - first.data_ptr())
 
 
 def memory_end(tensor: torch.Tensor) -> int:

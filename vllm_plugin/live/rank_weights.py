@@ -388,9 +388,12 @@ class RankWeights:
         cut = {name: deltas.after(specs[name], base[name]) for name in sorted(changed)}
         partly = {name: deltas.after(specs[name], anchor[name]) for name in sorted(mapped.partial) if anchor}
         pieces: Sequence[Batch | Piece] | None = None
-        if anchor and self.is_map_proved:
-            copied_names = anchor.keys() - computed.keys()
-            pieces = self.live.bring(self.live.pieces({name: anchor[name] for name in copied_names}))
+        if anchor:
+            whole = {name: anchor[name] for name in anchor.keys() - computed.keys()}
+            if self.is_map_proved:
+                pieces = self.live.bring(self.live.pieces(whole))
+            else:
+                self.live.touch([*whole.values()])
         return Staged(
             plan=plan,
             anchor=anchor,

@@ -5,7 +5,7 @@ Addresses never change: captured CUDA graphs read from them. Bits are moved, nev
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +39,7 @@ from vllm_plugin.live.copies import (
     is_widened,
     narrowed,
     scatter,
+    touch,
     widened,
 )
 from vllm_plugin.live.models import ServedModels
@@ -56,8 +57,6 @@ from vllm_plugin.map.regions import Region, locate, pieces, positions
 
 NUM_SAMPLES = 64
 """Elements of each tensor that are compared with the checkpoint when a map is new."""
-PAGE_BYTES = 4096
-"""No page of memory is smaller."""
 BROUGHT_BYTES = 2 << 30
 """The most that an anchor takes of a device's memory before it is written."""
 _ALIGNMENT = 16
@@ -415,10 +414,7 @@ class LiveWeights:
         return 0
 
     def bring(self, pieces: Iterable[Piece]) -> list[Batch | Piece]:
-        """Have pieces where `write` copies them fast: some in the device's memory, the others mapped.
-
-        Mapping takes as long as copying.
-        """
+        """Have pieces where `write` copies them fast: some in the device's memory, the others mapped."""
         batches, others = batched(pieces)
         ends = list(accumulate(-(-each.given.nbytes // _ALIGNMENT) * _ALIGNMENT for each in batches))
         num = bisect_right(ends, self.spare_bytes())
@@ -433,21 +429,15 @@ class LiveWeights:
         def copy(given: torch.Tensor, place: torch.Tensor, lane: Lane) -> None:
             lane.write(given, place)
 
-        def touch(given: torch.Tensor, _: Lane) -> None:
-            memory = given.numpy()
-            if memory.ndim and memory.size:
-                memory[..., :: PAGE_BYTES // memory.itemsize].max()
-
         near = zip(batches, places, strict=False)
         far = [each.given for each in batches[num:]] + [each.given for each in others]
-        self._transfers.run(
-            chain(
-                (partial(copy, each.given, place) for each, place in near),
-                (partial(touch, given) for given in far),
-            )
-        )
+        self._transfers.run(chain((partial(copy, each.given, place) for each, place in near), touch(far)))
         brought = [each._replace(given=place) for each, place in zip(batches, places, strict=False)]
         return [*brought, *batches[num:], *others]
+
+    def touch(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have tensors mapped that `load` will take."""
+        self._transfers.run(touch(tensors))
 
     def write(self, brought: Iterable[Batch | Piece]) -> None:
         self._transfers.run(partial(self._write, each) for each in brought)
@@ -468,48 +458,49 @@ class LiveWeights:
         self.models.load(self.map.schema, tensors, self._handed)
 
     def _handed(self, tensors: Mapping[str, torch.Tensor]) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield copies of contiguous tensors for a loader. Some are brought to the device ahead of it.
+        """Yield copies of contiguous tensors for a loader, which it may write to and keep.
 
         Generation waits for it, and from other memory than pinned one it copies at a tenth of the bus's
-        speed. What is calculated stays on the CPU, as devices may round otherwise. Takes `spare_bytes` of
-        the device's memory beside the last tensor; a loader that keeps all leaves an eighth as much free.
+        speed: so they are brought to the device, as many at a time as `spare_bytes` has room for twice. Not
+        beside the loader: the threads that copy would take Python's lock from it at every step. What is
+        calculated stays on the CPU, as devices may round otherwise. A loader that keeps all leaves half as
+        much free.
         """
         room, tied, computed = self.spare_bytes(), self.map.schema.tied, self.map.computed
         named = [*tensors.items()]
         is_far = [tied.get(name, name) in computed or each.nbytes > room for name, each in named]
-        sizes = [0 if far else each.nbytes for (_, each), far in zip(named, is_far, strict=True)]
-        parts = [slice(*each) for each in runs(sizes, room // 4)]
-        ahead: _Brought | None = None
-        try:
-            for part, following in zip_longest(parts, parts[1:]):
-                brought = ahead or self._bring(named[part], sizes[part], room)
-                ahead = None
-                brought.wait()
-                if following and sum(sizes[part]) + sum(sizes[following]) <= room:
-                    ahead = self._bring(named[following], sizes[following], room)
-                yield from brought.handed()
-                del brought
-        finally:
-            if ahead is not None:
-                ahead.wait()
+        sizes = np.array([0 if far else each.nbytes for (_, each), far in zip(named, is_far, strict=True)])
+        for part in (slice(*each) for each in runs(sizes, room // 2)):
+            block, places = self._brought([each for _, each in named[part]], sizes[part], room)
+            for (name, given), size, place in zip(named[part], sizes[part].tolist(), places, strict=True):
+                if place is None or not size:
+                    yield name, given.clone()
+                    continue
+                made = block[place : place + size].view(given.dtype).view(given.shape)
+                # A copy, or one tensor that is kept would keep all of them.
+                yield name, made if len(places) == 1 else made.clone()
+            # Before the next one is made.
+            del block
 
-    def _bring(
-        self, named: Sequence[tuple[str, torch.Tensor]], sizes: Sequence[int], room: int
-    ) -> "_Brought":
-        """Begin to copy tensors to the device, so many bytes of each; none unless half of `room` is free."""
-        num_bytes = np.array(sizes, dtype=np.int64)
+    def _brought(
+        self, tensors: Sequence[torch.Tensor], num_bytes: Array, room: int
+    ) -> tuple[torch.Tensor, Sequence[int | None]]:
+        """Copy so many bytes of each tensor to a block of the device; none unless half of `room` is free.
+
+        Returns the block, uint8, and where in it each begins.
+        """
         ends = (-(-num_bytes // _ALIGNMENT) * _ALIGNMENT).cumsum()
         try:
-            has_room = 4 * self.spare_bytes() >= room
+            has_room = 2 * self.spare_bytes() >= room
             block = torch.empty(int(ends[-1]) if has_room else 0, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError:  # Another process was faster.
             block = torch.empty(0, dtype=torch.uint8, device=self.device)
         if not len(block):
-            return _Brought(named, [0] * len(named), sizes, block, bool)
-        addresses = np.array([each.data_ptr() for _, each in named], dtype=np.int64)
+            return block, [None] * len(tensors)
+        addresses = np.array([each.data_ptr() for each in tensors], dtype=np.int64)
         places = np.append(0, ends[:-1])
-        wait = self._transfers.bring(addresses, num_bytes, block, places)
-        return _Brought(named, sizes, places.tolist(), block, wait)
+        self._transfers.bring(addresses, num_bytes, block, places)
+        return block, places.tolist()
 
     def wait(self) -> None:
         """Let what was written arrive, or raise what went wrong with it, while it can still be undone."""
@@ -552,30 +543,6 @@ class LiveWeights:
             step = BLOCK_BYTES // data.element_size()
             for held, part in zip(torch.split(self._flat(index), step), torch.split(data, step), strict=True):
                 yield index, held, part
-
-
-class _Brought(NamedTuple):
-    """Tensors for a loader, some of them on their way to the device."""
-
-    named: Sequence[tuple[str, torch.Tensor]]
-    """On the CPU."""
-    sizes: Sequence[int]
-    """Bytes of each, 0 for those that stay there."""
-    places: Sequence[int]
-    """Where they begin in the block."""
-    block: torch.Tensor
-    """uint8, on the device."""
-    wait: Callable[[], object]
-    """Until then the block must stay; see `Transfers.begin`."""
-
-    def handed(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield copies, which a loader may write to and keep, without the rest of the block."""
-        for (name, given), size, place in zip(self.named, self.sizes, self.places, strict=True):
-            if size:
-                made = self.block[place : place + size].view(given.dtype).view(given.shape)
-                yield name, made if len(self.named) == 1 else made.clone()
-            else:
-                yield name, given.clone()
 
 
 class _Slot(NamedTuple):
