@@ -458,23 +458,26 @@ class LiveWeights:
         self.models.load(self.map.schema, tensors, self._handed)
 
     def _handed(self, tensors: Mapping[str, torch.Tensor]) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield copies of contiguous tensors for a loader, which it may write to and keep.
+        """Yield contiguous tensors for a loader, which it may write to and keep: copies of what it uses.
 
         Generation waits for it, and from other memory than pinned one it copies at a tenth of the bus's
         speed: so they are brought to the device, as many at a time as `spare_bytes` has room for twice. Not
         beside the loader: the threads that copy would take Python's lock from it at every step. What is
-        calculated stays on the CPU, as devices may round otherwise. A loader that keeps all leaves half as
-        much free.
+        calculated stays on the CPU, as devices may round otherwise; so does what this rank has nothing of,
+        such as the experts of others. A loader that keeps all leaves half as much free.
         """
         room, tied, computed = self.spare_bytes(), self.map.schema.tied, self.map.computed
         named = [*tensors.items()]
-        is_far = [tied.get(name, name) in computed or each.nbytes > room for name, each in named]
-        sizes = np.array([0 if far else each.nbytes for (_, each), far in zip(named, is_far, strict=True)])
+        stored = [tied.get(name, name) for name in tensors]
+        is_served = [bool(self.map.regions.get(name)) for name in stored]
+        is_near = [served and each.nbytes <= room for served, (_, each) in zip(is_served, named, strict=True)]
+        sizes = np.array([each.nbytes if near else 0 for (_, each), near in zip(named, is_near, strict=True)])
         for part in (slice(*each) for each in runs(sizes, room // 2)):
             block, places = self._brought([each for _, each in named[part]], sizes[part], room)
-            for (name, given), size, place in zip(named[part], sizes[part].tolist(), places, strict=True):
+            its = zip(named[part], stored[part], is_served[part], sizes[part].tolist(), places, strict=True)
+            for (name, given), known, served, size, place in its:
                 if place is None or not size:
-                    yield name, given.clone()
+                    yield name, given.clone() if served or known in computed else given
                     continue
                 made = block[place : place + size].view(given.dtype).view(given.shape)
                 # A copy, or one tensor that is kept would keep all of them.
