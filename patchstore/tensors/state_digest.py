@@ -56,19 +56,18 @@ def of_each(tensors: Sequence[torch.Tensor]) -> SumsArray:
     found = np.empty((len(tensors), 2), dtype=np.uint64)
     kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
     for kind in dict.fromkeys(kinds):
-        its = [number for number, each in enumerate(kinds) if each == kind]
-        counts = np.array([tensors[number].numel() for number in its], dtype=np.int64)
+        its = np.array([number for number, each in enumerate(kinds) if each == kind])
+        counts = np.array([tensors[number].numel() for number in its.tolist()], dtype=np.int64)
         is_here = kind[0].type == "cpu"
         is_alone = (counts > _ALONE_FAR) & (not is_here)
-        keys = [*np.where(is_alone, np.arange(1, len(its) + 1), 0).tolist()]
-        for first, end in runs(counts, TOGETHER, keys):
-            some = [tensors[number] for number in its[first:end]]
-            if len(some) == 1 and not is_here:
-                found[its[first]] = of_tensor(some[0])
-            else:
-                # Not every device joins elements of every dtype.
-                flat = unsigned(flattened(some if is_here else [*map(bits, some)]).cpu())
-                found[its[first:end]] = np.stack(elements.sum_each(flat, counts[first:end]), axis=1)
+        for number in its[is_alone].tolist():
+            found[number] = of_tensor(tensors[number])
+        its, counts = its[~is_alone], counts[~is_alone]
+        for first, end in runs(counts, TOGETHER):
+            some = [tensors[number] for number in its[first:end].tolist()]
+            # Not every device joins elements of every dtype.
+            flat = unsigned(flattened(some if is_here else [*map(bits, some)]).cpu())
+            found[its[first:end]] = np.stack(elements.sum_each(flat, counts[first:end]), axis=1)
     return found
 
 
