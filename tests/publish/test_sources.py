@@ -156,6 +156,11 @@ def test_what_is_neither_a_model_nor_a_mapping_is_refused(store: MemoryStore, so
     )
 
 
+def test_a_function_that_returns_one_iterator_again_and_again_is_refused(store: MemoryStore) -> None:
+    once = layers().named_parameters()
+    assert_refused(store, lambda: once, r"a new iterator in each call, such as lambda: model\.named_param")
+
+
 def test_a_tensor_without_elements_beside_others_is_published(store: MemoryStore) -> None:
     found = published(store, {"unused": torch.empty(0, 4), "w": torch.ones(2)})
     assert found["unused"].shape == (0, 4)
