@@ -29,6 +29,15 @@ def threads_start() -> Iterator[None]:
         ) from exc
 
 
+def check_process(what: str, process: int) -> None:
+    """Raise UsageError in a fork of the process in which something began: it has none of the threads."""
+    if (here := os.getpid()) != process:
+        raise UsageError(
+            f"this {what} belongs to process {process}, and this is {here}, a fork of it without its "
+            "threads; publish, and wait for results, in the process that opened the publisher"
+        )
+
+
 @contextmanager
 def on_one_rank() -> Iterator[None]:
     """If another publisher has the run, add to the error which rank should publish."""

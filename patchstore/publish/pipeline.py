@@ -14,6 +14,7 @@ known, and the next publication stores the whole model.
 """
 
 import logging
+import os
 from collections import deque
 from functools import partial
 from threading import Event
@@ -25,6 +26,7 @@ from patchstore.codec.delta import NO_CHANGES, EncodedDelta
 from patchstore.codec.part_table import PartTable
 from patchstore.errors import PatchstoreError, PublishFailed, VersionConflict
 from patchstore.publish.commit import Committer, Kind, Wanted
+from patchstore.publish.options import check_process
 from patchstore.publish.report import Report
 from patchstore.publish.snapshot import Ahead, Snapshot, Tensors
 from patchstore.support.threads import Task, Worker
@@ -54,6 +56,7 @@ class Publication:
         self.is_unchanged = False
         """Whether no bit had changed, so that nothing was committed; known once it is done."""
         self._task: Task[Manifest] | None = None
+        self._process = os.getpid()
 
     def __repr__(self) -> str:
         if not self.done():
@@ -80,8 +83,11 @@ class Publication:
             VersionConflict: another publisher has this run; this one must stop.
             RunLost: the store no longer holds this run; this publisher must stop.
             TimeoutError: not done within `timeout_s`.
+            UsageError: it is not done, and will never be here: this is a fork of the process that published.
         """
         assert self._task is not None
+        if not self._task.is_done:
+            check_process("publication", self._process)
         if not self._task.wait(timeout_s):
             raise TimeoutError(
                 f"step {self.step} was not committed within {timeout_s} s; it is still under way"

@@ -28,6 +28,7 @@ from patchstore.publish.options import (
     Resume,
     anchor_interval,
     check_encoding,
+    check_process,
     chosen_encoding,
     encoding_of_rollups,
     is_distributed,
@@ -392,11 +393,7 @@ class Publisher:
         step = whole_number("step", step, least=-MAX_INTEGER, most=MAX_INTEGER)
         if self._closed:
             raise UsageError("this publisher is closed")
-        if os.getpid() != self._process:
-            raise UsageError(
-                f"this publisher belongs to process {self._process}, and this is {os.getpid()}, a fork of it "
-                "without its thread; publish from the process that opened it"
-            )
+        check_process("publisher", self._process)
         if self._pipeline.conflict is not None:
             raise self._pipeline.conflict
         earlier = self._unreported()

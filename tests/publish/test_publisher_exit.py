@@ -85,6 +85,14 @@ IN_A_CHILD = (
     f"    publisher.close()\n{OPEN}train(publisher, range(2))\n"
 )
 OTHER = pytest.mark.exhaustive
+RESULTS_IN_A_CHILD = (
+    "def work():\n"
+    "    for publication in (stored, under_way):\n"
+    "        try:\n            print(publication.result().step, flush=True)\n"
+    "        except Exception as exc:\n            print(exc.kind, flush=True)\n"
+    f"{OPEN}model['w'][0] = 1.0\nstored = publisher.publish_patch(0)\nstored.result()\n"
+    "model['w'][1] = 1.0\nunder_way = publisher.publish_patch(1)\n"
+)
 ENDS = [
     pytest.param(THREE, 0, "", 3, id="the end"),
     pytest.param(f"{THREE}sys.exit(0)", 0, "", 3, id="exit", marks=OTHER),
@@ -132,6 +140,9 @@ ENDS = [
     *(
         pytest.param(IN_A_CHILD + CHILDREN[way], 0, "usage\n0\n", 2, id=f"forked by {way}")
         for way in CHILDREN
+    ),
+    pytest.param(
+        RESULTS_IN_A_CHILD + CHILDREN["os.fork"], 0, "0\nusage\n0\n", 2, id="a forked child asks for results"
     ),
     pytest.param(
         "def work():\n    train(Publisher(store, model), range(2))\n" + CHILDREN["multiprocessing"],

@@ -125,6 +125,18 @@ def test_what_a_module_keeps_beside_its_weights_is_left_out(store: MemoryStore, 
     assert_same_bits(found, served(weights))
 
 
+def test_a_module_of_torchscript_is_published_as_the_one_that_it_was_made_of(store: MemoryStore) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(layers())
+    with Publisher(store, scripted) as publisher:
+        publisher.publish_patch(0).result()
+        with torch.no_grad():
+            next(scripted.parameters())[0] = 7.0
+        publisher.publish_patch(1).result()
+    assert_same_bits(newest(store), served(dict(scripted.named_parameters())))
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -142,6 +154,11 @@ def test_what_is_neither_a_model_nor_a_mapping_is_refused(store: MemoryStore, so
     assert_refused(
         store, source(layers()), r"a model or a mapping.*dict\(model\.named_parameters", UsageError
     )
+
+
+def test_a_function_that_returns_one_iterator_again_and_again_is_refused(store: MemoryStore) -> None:
+    once = layers().named_parameters()
+    assert_refused(store, lambda: once, r"a new iterator in each call, such as lambda: model\.named_param")
 
 
 def test_a_tensor_without_elements_beside_others_is_published(store: MemoryStore) -> None:

@@ -478,7 +478,9 @@ def is_coded(module: torch.nn.Module) -> bool:
     if callable(getattr(type(module), "dequantize", None)) and not module._modules and module._parameters:
         # A whole model of transformers has such a method too, which changes it.
         return True
-    return any(_decoder(module, name) is not None for name in module._parameters)
+    # A module of TorchScript has them in a class with `keys`, which cannot be iterated over.
+    names = module._parameters.keys()
+    return any(_decoder(module, name) is not None for name in names)
 
 
 def decoded(path: str, module: Any) -> dict[str, torch.Tensor]:

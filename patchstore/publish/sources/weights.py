@@ -528,6 +528,11 @@ class ServedSource:
             self._check(key, tensor)
             del missing[key]
             yield key, tensor
+        if missing and len(missing) == len(self._at_first):
+            raise SchemaMismatch(
+                "the source yields no tensors any more; if it is a function, it must make a new iterator in "
+                "each call, such as lambda: model.named_parameters()"
+            )
         for key in missing:
             self._check(key, None)
 
