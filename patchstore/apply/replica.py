@@ -85,6 +85,7 @@ class Undo:
 
         Raises:
             UsageError: another update came after this one; nothing was changed.
+            Exception: anything else that writing raises. No version is held then.
         """
         self._restore()
 
@@ -210,13 +211,14 @@ class TensorWeights:
         full = [self._schema.places[name] for name in staged.full.keys() & self.tensors.keys()]
         self._live.located(np.array(full, dtype=np.int64))
         self._found = [self._live.located(group.numbers) for group in staged.changes]
+        # Not by `write`: an interrupt before its first line would have the update before undone.
+        self.replaced = Replaced(self._sums)
 
     def write(self, staged: Staged) -> None:
         """Write patches and full tensors; `replaced` has what was there, also if this raises.
 
         Memory: the replaced values.
         """
-        self.replaced = Replaced(self._sums)
         found, self._found = self._found, []
         with writing_to(self.tensors):
             for group, live in zip(staged.changes, found, strict=True):
@@ -243,9 +245,11 @@ class TensorWeights:
                     continue
                 name, old = each
                 if old is None:
-                    del self.tensors[name]
+                    # An interrupt may have come before it was put there.
+                    self.tensors.pop(name, None)
                 else:
-                    bits(self.tensors[name]).copy_(bits(old))
+                    (tensor,) = self._live.located(np.array([self._schema.places[name]])).tensors
+                    bits(tensor).copy_(bits(old))
         replaced.old.clear()
         self._sums = replaced.sums
 
@@ -425,6 +429,7 @@ class Replica:
         update.put(staged)
         try:
             update.apply()
+            update.accept()
         except BaseException:
             try:
                 update.roll_back()
@@ -432,7 +437,7 @@ class Replica:
                 update.mark_half_applied()
                 raise
             raise
-        update.accept()
+        after, replaced = update.held, weights.replaced
         logger.info(
             "applied version %d: %d tensors, %.1f MiB, fetch %.2f s, decode %.2f s, verify %.2f s",
             staged.manifest.version,
@@ -440,14 +445,18 @@ class Replica:
             staged.plan.num_bytes / 2**20,
             *(staged.timings[part] for part in ("fetch", "decode", "verify")),
         )
-        after, replaced = update.held, weights.replaced
 
         def restore() -> None:
             if update.held is not after:
                 raise UsageError(
                     f"the tensors are at version {self.held} by now: what this replaced cannot return"
                 )
-            weights.restore(replaced)
-            update.held = before
+            try:
+                weights.restore(replaced)
+                update.held = before
+            except BaseException:
+                # Some of it may be back.
+                update.mark_half_applied()
+                raise
 
         return Undo(restore)

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from patchstore.stores import layout
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.columns import Group, Located
 from patchstore.testing.faults import Fault, FaultyStore
+from tests.support.interrupts import Interrupter
 from tests.support.weights import Run, State, assert_same_bits, lie, small_model
 
 
@@ -165,6 +167,65 @@ def test_of_a_write_that_fails_within_a_group_nothing_is_left(
     assert_same_bits(tensors, run.history[0])
     replica.update(1)
     assert_same_bits(tensors, run.history[1])
+
+
+@pytest.mark.parametrize(
+    ("anchor_every", "start"), [(100, 1), (1, 1), pytest.param(1, None, id="tensors are made")]
+)
+def test_after_an_interrupt_at_any_point_the_version_that_is_held_is_there(
+    anchor_every: int, start: int | None
+) -> None:
+    model, states = {"a": torch.ones(8).bfloat16(), "b": torch.ones(4)}, list[State]()
+    store = MemoryStore()
+    with Publisher(store, model, dtype=None, anchor_every=anchor_every) as publisher:
+        for version in range(3):
+            publisher.publish_patch(version).result()
+            states.append(copies(model))
+            for tensor in model.values():
+                tensor[0] += 1
+    for point in count(1):
+        # With an update before, whose undo is another one.
+        replica = Replica(
+            store, {} if start is None else copies(states[0]), held=None if start is None else 0
+        )
+        if start is not None:
+            replica.update(start)
+        at = Interrupter(point, within=("apply/replica.py", "apply/update.py"))
+        is_interrupted = at.during(replica.apply, replica.stage(2))
+        assert replica.held in {start, 2}
+        assert_same_bits(dict(replica.tensors), {} if replica.held is None else states[replica.held])
+        if not is_interrupted:
+            break
+    assert point > 30
+    assert replica.held == 2
+
+
+def test_of_an_undo_that_fails_no_version_is_held(run: Run) -> None:
+    run.publish_versions(2)
+    replica = Replica(run.store, tensors := copies(run.history[0]), held=0)
+    for name in ("embed.weight", "position_ids"):
+        undo = replica.apply(replica.stage(1 - (replica.held or 0)))
+        before, tensors[name] = tensors[name], torch.zeros(3)
+        with pytest.raises(SchemaMismatch, match=name):
+            undo.rollback()
+        assert replica.held is None
+        tensors[name] = before
+        replica.update(1)
+        assert_same_bits(tensors, run.history[1])
+
+
+def test_an_anchor_is_not_put_back_into_what_is_no_longer_contiguous() -> None:
+    store, model = MemoryStore(), {"a": torch.ones(8, 8).bfloat16()}
+    with Publisher(store, model, anchor_every=1) as publisher:
+        for version in range(2):
+            publisher.publish_patch(version).result()
+            model["a"][0, 1] += 1
+    replica = Replica(store, held := {"a": torch.ones(8, 8).bfloat16()}, held=0)
+    undo = replica.apply(replica.stage(1))
+    held["a"] = held["a"].t()
+    with pytest.raises(SchemaMismatch, match="not contiguous"):
+        undo.rollback()
+    assert replica.held is None
 
 
 def test_an_update_staged_on_another_version_is_refused(run: Run) -> None:
