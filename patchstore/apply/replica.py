@@ -437,7 +437,9 @@ class Replica:
                 update.mark_half_applied()
                 raise
             raise
+        # What it replaced is kept for as long as the caller may want it back.
         after, replaced = update.held, weights.replaced
+        weights.replaced = Replaced(None)
         logger.info(
             "applied version %d: %d tensors, %.1f MiB, fetch %.2f s, decode %.2f s, verify %.2f s",
             staged.manifest.version,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from patchstore import Publisher, Replica, replay
+from patchstore.apply import replica as replicas
 from patchstore.bucket import history
 from patchstore.errors import (
     CorruptObject,
@@ -212,6 +213,32 @@ def test_of_an_undo_that_fails_no_version_is_held(run: Run) -> None:
         tensors[name] = before
         replica.update(1)
         assert_same_bits(tensors, run.history[1])
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_what_an_update_replaced_is_free_once_nothing_can_put_it_back(
+    run: Run, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.publish_versions(3)
+    replica = Replica(run.store, copies(run.history[1]), held=1)
+    kept = list[weakref.ref[replicas.Replaced]]()
+
+    class Noted(replicas.Replaced):
+        __slots__ = ("__weakref__",)
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            kept.append(weakref.ref(self))
+
+    monkeypatch.setattr(replicas, "Replaced", Noted)
+
+    def is_kept() -> bool:
+        return any(each is not None and each.old for each in [it() for it in kept])
+
+    undo = replica.apply(replica.stage(version))
+    assert is_kept()
+    del undo
+    assert not is_kept()
 
 
 def test_an_anchor_is_not_put_back_into_what_is_no_longer_contiguous() -> None:
