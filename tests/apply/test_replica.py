@@ -567,3 +567,28 @@ def test_a_tensor_that_replaced_another_is_checked_before_anything_is_written(
     held["b"] = before
     replica.update(1)
     assert all(tensor[0, 1] == 2 for tensor in held.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda held: held.t_(), r"is BF16 \[8, 4\]"),
+        (lambda held: setattr(held, "data", held.data.view(torch.float16)), "is F16"),
+        (lambda held: held.resize_(2, 8), r"is BF16 \[2, 8\]"),
+    ],
+)
+def test_a_tensor_that_became_another_in_its_memory_is_refused(
+    change: Callable[[torch.Tensor], Any], what: str
+) -> None:
+    store, model = MemoryStore(), {"a": torch.ones(4, 8, dtype=torch.bfloat16)}
+    with Publisher(store, model, dtype=None) as publisher:
+        for version in range(3):
+            publisher.publish_patch(version).result()
+            model["a"][0, 1] += 1
+    held = {"a": torch.ones(4, 8, dtype=torch.bfloat16)}
+    replica = Replica(store, held, held=0)
+    replica.update(1)
+    change(held["a"])
+    with pytest.raises(SchemaMismatch, match=what):
+        replica.update(2)
+    assert replica.held == 1
