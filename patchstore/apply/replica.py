@@ -26,7 +26,7 @@ from patchstore.kernels import are_usable
 from patchstore.read.anchors import stream_anchor
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
-from patchstore.read.load import check_tensor, check_tensors, writing_to
+from patchstore.read.load import check_apart, check_tensor, check_tensors, writing_to
 from patchstore.read.rebuild import patched
 from patchstore.read.run import LEFT, Run
 from patchstore.signing.required import Keys, RequiredKeys
@@ -129,10 +129,18 @@ class TensorWeights:
         """Digest sums of every tensor of the held version; None while that is unknown."""
         if tensors:
             check_tensors(run.schema, tensors)
+        self._apart: dict[str, tuple[torch.device, int]] | None = self._places()
+        """Where tensors are that share no memory; None once one is elsewhere."""
+
+    def _places(self) -> dict[str, tuple[torch.device, int]]:
+        named = ((name, self.tensors[name]) for name in self._specs.keys() & self.tensors.keys())
+        return {name: (tensor.device, tensor.data_ptr()) for name, tensor in named}
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         """Check a tensor that no update has looked up: it may be in the place of another one."""
         check_tensor(name, tensor, self._specs[name])
+        if self._apart is not None and self._apart.get(name) != (tensor.device, tensor.data_ptr()):
+            self._apart = None
 
     def adopt(self, manifest: Manifest) -> None:
         """Take it that the tensors have a version, after comparing their digest with it."""
@@ -211,6 +219,9 @@ class TensorWeights:
         full = [self._schema.places[name] for name in staged.full.keys() & self.tensors.keys()]
         self._live.located(np.array(full, dtype=np.int64))
         self._found = [self._live.located(group.numbers) for group in staged.changes]
+        if self._apart is None:
+            check_apart({name: self.tensors[name] for name in self._specs.keys() & self.tensors.keys()})
+            self._apart = self._places()
         # Not by `write`: an interrupt before its first line would have the update before undone.
         self.replaced = Replaced(self._sums)
 

@@ -592,3 +592,25 @@ def test_a_tensor_that_became_another_in_its_memory_is_refused(
     with pytest.raises(SchemaMismatch, match=what):
         replica.update(2)
     assert replica.held == 1
+
+
+@pytest.mark.parametrize("anchor_every", [1, 100])
+def test_a_tensor_that_took_anothers_memory_is_refused(anchor_every: int) -> None:
+    store, model = MemoryStore(), {name: torch.ones(4, 8, dtype=torch.bfloat16) for name in ("a", "b")}
+    with Publisher(store, model, anchor_every=anchor_every) as publisher:
+        for version in range(3):
+            publisher.publish_patch(version).result()
+            model["a"][0, 1] += 1
+            model["b"][0, 1] += 2
+    held = {name: torch.ones(4, 8, dtype=torch.bfloat16) for name in model}
+    replica = Replica(store, held, held=0)
+    replica.update(1)
+    before = {name: tensor.clone() for name, tensor in held.items()}
+    own, held["b"] = held["b"], held["a"]
+    for _ in range(2):
+        with pytest.raises(SchemaMismatch, match="share memory"):
+            replica.update(2)
+        assert_same_bits({"a": held["a"], "b": own}, before)
+    held["b"] = own
+    replica.update(2)
+    assert (held["a"][0, 1], held["b"][0, 1]) == (3, 5)
