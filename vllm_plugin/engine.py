@@ -222,6 +222,12 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self.updater.mark_half_applied()
             self._fail(failed.failures)
             return
+        except BaseException:
+            # What was loaded to be compared may be there still.
+            opening.close()
+            if self.updater is not None:
+                self.updater.mark_half_applied()
+            raise
         updater.half_applied = self.updater is not None and self.updater.half_applied and updater.held is None
         self.shutdown()
         self.updater, self.live, self.is_open = updater, live, True
