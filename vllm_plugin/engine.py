@@ -423,6 +423,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 # Only the weights as written can verify what starts from an anchor.
                 slice_sums = self._together(updater.weights.slice_sums)
                 self._together(partial(self._verify_written, staged, slice_sums))
+            updater.accept()
         except RanksFailed as failed:
             failures = failed.failures
             if self.updater is not None:
@@ -445,7 +446,6 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self.updater is not None:
                 self.updater.mark_half_applied()
             raise
-        updater.accept()
         self.update_open = False
         assert updater.held is not None
         if self.required is not None:

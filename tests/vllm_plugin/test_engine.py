@@ -116,6 +116,16 @@ def test_an_interrupt_between_two_writes_leaves_no_version_behind(engine, monkey
     assert (engine.updater.held.version, engine.updater.half_applied) == (1, False)
 
 
+def test_an_interrupt_behind_the_last_write_leaves_no_version_behind(engine, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.updater.weights, "accept", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            update(engine, 1)
+    assert (engine.updater.held, engine.updater.half_applied) == (None, True)
+    update(engine, 1)
+    assert (engine.updater.version, engine.updater.half_applied) == (1, False)
+
+
 def test_a_server_sleeps_once_nothing_reads_its_weights(engine, trainer, tmp_path, monkeypatch):
     reading, go_on, slice_sums = threading.Event(), threading.Event(), LiveWeights.slice_sums
     ended = []
