@@ -427,6 +427,8 @@ class Scattered:
         """Return the bits of a tensor, in its memory: to make them takes longer than a few changes do."""
         self._check(self._names[number], tensor)
         flat, known = flat_of(tensor), self._known
+        # First: after an interrupt the one that is known would be sought where this one is.
+        known.pop(number, None)
         for column, value in zip(self._places, _place(flat), strict=True):
             column[number] = value
         # There may be another in its place, so with the tensor its memory is free.
