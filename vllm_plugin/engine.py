@@ -222,6 +222,12 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self.updater.mark_half_applied()
             self._fail(failed.failures)
             return
+        except BaseException:
+            # What was loaded to be compared may be there still.
+            opening.close()
+            if self.updater is not None:
+                self.updater.mark_half_applied()
+            raise
         updater.half_applied = self.updater is not None and self.updater.half_applied and updater.held is None
         self.shutdown()
         self.updater, self.live, self.is_open = updater, live, True
@@ -417,6 +423,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 # Only the weights as written can verify what starts from an anchor.
                 slice_sums = self._together(updater.weights.slice_sums)
                 self._together(partial(self._verify_written, staged, slice_sums))
+            updater.accept()
         except RanksFailed as failed:
             failures = failed.failures
             if self.updater is not None:
@@ -439,7 +446,6 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self.updater is not None:
                 self.updater.mark_half_applied()
             raise
-        updater.accept()
         self.update_open = False
         assert updater.held is not None
         if self.required is not None:

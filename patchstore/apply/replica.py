@@ -26,7 +26,7 @@ from patchstore.kernels import are_usable
 from patchstore.read.anchors import stream_anchor
 from patchstore.read.deltas import open_deltas
 from patchstore.read.host_cache import HostCache
-from patchstore.read.load import check_tensor, check_tensors, writing_to
+from patchstore.read.load import check_apart, check_tensor, check_tensors, writing_to
 from patchstore.read.rebuild import patched
 from patchstore.read.run import LEFT, Run
 from patchstore.signing.required import Keys, RequiredKeys
@@ -85,6 +85,7 @@ class Undo:
 
         Raises:
             UsageError: another update came after this one; nothing was changed.
+            Exception: anything else that writing raises. No version is held then.
         """
         self._restore()
 
@@ -128,10 +129,18 @@ class TensorWeights:
         """Digest sums of every tensor of the held version; None while that is unknown."""
         if tensors:
             check_tensors(run.schema, tensors)
+        self._apart: dict[str, tuple[torch.device, int]] | None = self._places()
+        """Where tensors are that share no memory; None once one is elsewhere."""
+
+    def _places(self) -> dict[str, tuple[torch.device, int]]:
+        named = ((name, self.tensors[name]) for name in self._specs.keys() & self.tensors.keys())
+        return {name: (tensor.device, tensor.data_ptr()) for name, tensor in named}
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         """Check a tensor that no update has looked up: it may be in the place of another one."""
         check_tensor(name, tensor, self._specs[name])
+        if self._apart is not None and self._apart.get(name) != (tensor.device, tensor.data_ptr()):
+            self._apart = None
 
     def adopt(self, manifest: Manifest) -> None:
         """Take it that the tensors have a version, after comparing their digest with it."""
@@ -210,13 +219,17 @@ class TensorWeights:
         full = [self._schema.places[name] for name in staged.full.keys() & self.tensors.keys()]
         self._live.located(np.array(full, dtype=np.int64))
         self._found = [self._live.located(group.numbers) for group in staged.changes]
+        if self._apart is None:
+            check_apart({name: self.tensors[name] for name in self._specs.keys() & self.tensors.keys()})
+            self._apart = self._places()
+        # Not by `write`: an interrupt before its first line would have the update before undone.
+        self.replaced = Replaced(self._sums)
 
     def write(self, staged: Staged) -> None:
         """Write patches and full tensors; `replaced` has what was there, also if this raises.
 
         Memory: the replaced values.
         """
-        self.replaced = Replaced(self._sums)
         found, self._found = self._found, []
         with writing_to(self.tensors):
             for group, live in zip(staged.changes, found, strict=True):
@@ -243,9 +256,11 @@ class TensorWeights:
                     continue
                 name, old = each
                 if old is None:
-                    del self.tensors[name]
+                    # An interrupt may have come before it was put there.
+                    self.tensors.pop(name, None)
                 else:
-                    bits(self.tensors[name]).copy_(bits(old))
+                    (tensor,) = self._live.located(np.array([self._schema.places[name]])).tensors
+                    bits(tensor).copy_(bits(old))
         replaced.old.clear()
         self._sums = replaced.sums
 
@@ -425,6 +440,7 @@ class Replica:
         update.put(staged)
         try:
             update.apply()
+            update.accept()
         except BaseException:
             try:
                 update.roll_back()
@@ -432,7 +448,9 @@ class Replica:
                 update.mark_half_applied()
                 raise
             raise
-        update.accept()
+        # What it replaced is kept for as long as the caller may want it back.
+        after, replaced = update.held, weights.replaced
+        weights.replaced = Replaced(None)
         logger.info(
             "applied version %d: %d tensors, %.1f MiB, fetch %.2f s, decode %.2f s, verify %.2f s",
             staged.manifest.version,
@@ -440,14 +458,18 @@ class Replica:
             staged.plan.num_bytes / 2**20,
             *(staged.timings[part] for part in ("fetch", "decode", "verify")),
         )
-        after, replaced = update.held, weights.replaced
 
         def restore() -> None:
             if update.held is not after:
                 raise UsageError(
                     f"the tensors are at version {self.held} by now: what this replaced cannot return"
                 )
-            weights.restore(replaced)
-            update.held = before
+            try:
+                weights.restore(replaced)
+                update.held = before
+            except BaseException:
+                # Some of it may be back.
+                update.mark_half_applied()
+                raise
 
         return Undo(restore)

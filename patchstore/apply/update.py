@@ -188,8 +188,9 @@ class Update(Generic[S]):
         """Make the update final: the weights have its version from here on."""
         staged = self._due()
         self._weights.accept(staged)
-        self.held = staged.plan.target
-        self.half_applied = self._is_written = False
+        # In one step: after an interrupt before it `roll_back` undoes what was written, later nothing.
+        self.held, self._is_written = staged.plan.target, False
+        self.half_applied = False
         self.num_applied += 1
         self.around.forget()
         self.drop()

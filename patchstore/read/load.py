@@ -128,10 +128,15 @@ def check_tensors(schema: Schema, tensors: Mapping[str, torch.Tensor]) -> None:
     for name in sorted(found.keys() | wanted.keys()):
         _check_kind(name, found.get(name), wanted.get(name))
         _check_in_place(name, tensors[name])
+    check_apart({name: tensors[name] for name in found})
+
+
+def check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises SchemaMismatch if any of these share memory."""
     places = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
         for name, tensor in tensors.items()
-        if name in found and tensor.numel()
+        if tensor.numel()
     )
     for (device, _, end, name), (other_device, start, _, other) in pairwise(places):
         if device == other_device and start < end:

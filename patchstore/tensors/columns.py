@@ -409,8 +409,8 @@ class Scattered:
             check: is called with each tensor that was not there before, and raises if it cannot be used.
         """
         self._tensors, self._names, self._check, self._by_address = tensors, names, check, by_address
-        self._known: dict[int, tuple[ref[torch.Tensor], int, Flat]] = {}
-        """By number the tensor, where it was, and its bits; a tensor is kept only while other code has it."""
+        self._known: dict[int, tuple[ref[torch.Tensor], Hashable, Flat]] = {}
+        """By number the tensor, what it was, and its bits; a tensor is kept only while other code has it."""
         self._places = Places(*np.zeros((4, len(names)), dtype=np.int64))
         """Of each that is known."""
 
@@ -419,7 +419,7 @@ class Scattered:
         tensors, flats = [self._tensors[self._names[each]] for each in numbers.tolist()], list[Flat]()
         for number, tensor in zip(numbers.tolist(), tensors, strict=True):
             known = self._known.get(number)
-            is_known = known is not None and known[0]() is tensor and known[1] == tensor.data_ptr()
+            is_known = known is not None and known[0]() is tensor and known[1] == _kind(tensor)
             flats.append(known[2] if known is not None and is_known else self._learn(number, tensor))
         return Located(numbers, tensors, flats, self._by_address, self._places.at(numbers))
 
@@ -427,11 +427,18 @@ class Scattered:
         """Return the bits of a tensor, in its memory: to make them takes longer than a few changes do."""
         self._check(self._names[number], tensor)
         flat, known = flat_of(tensor), self._known
+        # First: after an interrupt the one that is known would be sought where this one is.
+        known.pop(number, None)
         for column, value in zip(self._places, _place(flat), strict=True):
             column[number] = value
         # There may be another in its place, so with the tensor its memory is free.
-        known[number] = ref(tensor, lambda _: known.pop(number, None)), tensor.data_ptr(), flat
+        known[number] = ref(tensor, lambda _: known.pop(number, None)), _kind(tensor), flat
         return flat
+
+
+def _kind(tensor: torch.Tensor) -> Hashable:
+    """What may become another in place, so that the bits are no longer where they were."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous()
 
 
 def _place(flat: Flat) -> tuple[int, int, int, int]:

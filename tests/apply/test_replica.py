@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from patchstore import Publisher, Replica, replay
+from patchstore.apply import replica as replicas
 from patchstore.bucket import history
 from patchstore.errors import (
     CorruptObject,
@@ -23,6 +25,7 @@ from patchstore.stores import layout
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.columns import Group, Located
 from patchstore.testing.faults import Fault, FaultyStore
+from tests.support.interrupts import Interrupter
 from tests.support.weights import Run, State, assert_same_bits, lie, small_model
 
 
@@ -165,6 +168,91 @@ def test_of_a_write_that_fails_within_a_group_nothing_is_left(
     assert_same_bits(tensors, run.history[0])
     replica.update(1)
     assert_same_bits(tensors, run.history[1])
+
+
+@pytest.mark.parametrize(
+    ("anchor_every", "start"), [(100, 1), (1, 1), pytest.param(1, None, id="tensors are made")]
+)
+def test_after_an_interrupt_at_any_point_the_version_that_is_held_is_there(
+    anchor_every: int, start: int | None
+) -> None:
+    model, states = {"a": torch.ones(8).bfloat16(), "b": torch.ones(4)}, list[State]()
+    store = MemoryStore()
+    with Publisher(store, model, dtype=None, anchor_every=anchor_every) as publisher:
+        for version in range(3):
+            publisher.publish_patch(version).result()
+            states.append(copies(model))
+            for tensor in model.values():
+                tensor[0] += 1
+    for point in count(1):
+        # With an update before, whose undo is another one.
+        replica = Replica(
+            store, {} if start is None else copies(states[0]), held=None if start is None else 0
+        )
+        if start is not None:
+            replica.update(start)
+        at = Interrupter(point, within=("apply/replica.py", "apply/update.py"))
+        is_interrupted = at.during(replica.apply, replica.stage(2))
+        assert replica.held in {start, 2}
+        assert_same_bits(dict(replica.tensors), {} if replica.held is None else states[replica.held])
+        if not is_interrupted:
+            break
+    assert point > 30
+    assert replica.held == 2
+
+
+def test_of_an_undo_that_fails_no_version_is_held(run: Run) -> None:
+    run.publish_versions(2)
+    replica = Replica(run.store, tensors := copies(run.history[0]), held=0)
+    for name in ("embed.weight", "position_ids"):
+        undo = replica.apply(replica.stage(1 - (replica.held or 0)))
+        before, tensors[name] = tensors[name], torch.zeros(3)
+        with pytest.raises(SchemaMismatch, match=name):
+            undo.rollback()
+        assert replica.held is None
+        tensors[name] = before
+        replica.update(1)
+        assert_same_bits(tensors, run.history[1])
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_what_an_update_replaced_is_free_once_nothing_can_put_it_back(
+    run: Run, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.publish_versions(3)
+    replica = Replica(run.store, copies(run.history[1]), held=1)
+    kept = list[weakref.ref[replicas.Replaced]]()
+
+    class Noted(replicas.Replaced):
+        __slots__ = ("__weakref__",)
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            kept.append(weakref.ref(self))
+
+    monkeypatch.setattr(replicas, "Replaced", Noted)
+
+    def is_kept() -> bool:
+        return any(each is not None and each.old for each in [it() for it in kept])
+
+    undo = replica.apply(replica.stage(version))
+    assert is_kept()
+    del undo
+    assert not is_kept()
+
+
+def test_an_anchor_is_not_put_back_into_what_is_no_longer_contiguous() -> None:
+    store, model = MemoryStore(), {"a": torch.ones(8, 8).bfloat16()}
+    with Publisher(store, model, anchor_every=1) as publisher:
+        for version in range(2):
+            publisher.publish_patch(version).result()
+            model["a"][0, 1] += 1
+    replica = Replica(store, held := {"a": torch.ones(8, 8).bfloat16()}, held=0)
+    undo = replica.apply(replica.stage(1))
+    held["a"] = held["a"].t()
+    with pytest.raises(SchemaMismatch, match="not contiguous"):
+        undo.rollback()
+    assert replica.held is None
 
 
 def test_an_update_staged_on_another_version_is_refused(run: Run) -> None:
@@ -479,3 +567,50 @@ def test_a_tensor_that_replaced_another_is_checked_before_anything_is_written(
     held["b"] = before
     replica.update(1)
     assert all(tensor[0, 1] == 2 for tensor in held.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda held: held.t_(), r"is BF16 \[8, 4\]"),
+        (lambda held: setattr(held, "data", held.data.view(torch.float16)), "is F16"),
+        (lambda held: held.resize_(2, 8), r"is BF16 \[2, 8\]"),
+    ],
+)
+def test_a_tensor_that_became_another_in_its_memory_is_refused(
+    change: Callable[[torch.Tensor], Any], what: str
+) -> None:
+    store, model = MemoryStore(), {"a": torch.ones(4, 8, dtype=torch.bfloat16)}
+    with Publisher(store, model, dtype=None) as publisher:
+        for version in range(3):
+            publisher.publish_patch(version).result()
+            model["a"][0, 1] += 1
+    held = {"a": torch.ones(4, 8, dtype=torch.bfloat16)}
+    replica = Replica(store, held, held=0)
+    replica.update(1)
+    change(held["a"])
+    with pytest.raises(SchemaMismatch, match=what):
+        replica.update(2)
+    assert replica.held == 1
+
+
+@pytest.mark.parametrize("anchor_every", [1, 100])
+def test_a_tensor_that_took_anothers_memory_is_refused(anchor_every: int) -> None:
+    store, model = MemoryStore(), {name: torch.ones(4, 8, dtype=torch.bfloat16) for name in ("a", "b")}
+    with Publisher(store, model, anchor_every=anchor_every) as publisher:
+        for version in range(3):
+            publisher.publish_patch(version).result()
+            model["a"][0, 1] += 1
+            model["b"][0, 1] += 2
+    held = {name: torch.ones(4, 8, dtype=torch.bfloat16) for name in model}
+    replica = Replica(store, held, held=0)
+    replica.update(1)
+    before = {name: tensor.clone() for name, tensor in held.items()}
+    own, held["b"] = held["b"], held["a"]
+    for _ in range(2):
+        with pytest.raises(SchemaMismatch, match="share memory"):
+            replica.update(2)
+        assert_same_bits({"a": held["a"], "b": own}, before)
+    held["b"] = own
+    replica.update(2)
+    assert (held["a"][0, 1], held["b"][0, 1]) == (3, 5)

@@ -1,6 +1,7 @@
 """Elements of many tensors on a GPU, read and written by one launch, beside one tensor after the other."""
 
 from collections.abc import Iterator
+from itertools import count
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from patchstore.tensors import columns, state_digest
 from patchstore.tensors.bits import INTEGERS, bits
 from patchstore.tensors.columns import Group, Located
 from tests.support.interpreted import DEVICE, kernels
+from tests.support.interrupts import Interrupter
 
 scattered = kernels("patchstore.kernels.scattered")
 
@@ -80,6 +82,24 @@ def test_whole_tensors_are_brought_and_digested_together() -> None:
         assert torch.equal(columns.signed_of(one), tensor.cpu())
     expected = [state_digest.of_tensor(tensor) for tensor in tensors]
     assert state_digest.of_each(tensors).tolist() == [[*each] for each in expected]
+
+
+@pytest.mark.usefixtures("_elsewhere")
+def test_after_an_interrupt_no_tensor_is_said_to_be_where_another_one_is() -> None:
+    first, second = torch.zeros(3, dtype=torch.int16, device=DEVICE), torch.ones(3, dtype=torch.int16)
+    second, number = second.to(DEVICE), np.zeros(1, dtype=np.int64)
+    group = Group(number, number + 3, np.arange(3), np.zeros(3, dtype=np.uint16))
+    for point in count(1):
+        held = {"a": first}
+        known = columns.Scattered(held, ["a"], lambda name, tensor: None, lambda device: scattered)
+        known.located(number)
+        held["a"] = second
+        at = Interrupter(point, within="tensors/columns.py")
+        is_interrupted = at.during(known.located, number)
+        for held["a"] in (first, second):
+            assert known.located(number).at(group).tolist() == held["a"].tolist()
+        if not is_interrupted:
+            break
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from mapped import mapped, served
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from patchstore.bucket.records import Schema, TensorSpec
 from patchstore.codec import encoding
@@ -463,6 +464,42 @@ def test_a_loader_that_keeps_all_leaves_room_on_the_device(fast, model, monkeypa
     # The largest, and no more after that.
     assert brought[-1] == max(brought) == checkpoint["long"].nbytes
     assert len(brought) < len(checkpoint) - 1
+
+
+def test_what_was_brought_for_a_loader_is_free_before_more_is_brought(fast, monkeypatch):
+    bring, blocks, kept = Transfers.bring, list[StorageWeakRef](), list[int]()
+
+    def noted(transfers: Transfers, addresses: Any, sizes: Any, block: torch.Tensor, places: Any) -> None:
+        kept.append(sum(not each.expired() for each in blocks))
+        if len(addresses) > 1:  # One alone is handed as it is.
+            blocks.append(StorageWeakRef(block.untyped_storage()))
+        bring(transfers, addresses, sizes, block, places)
+
+    monkeypatch.setattr(Transfers, "bring", noted)
+    monkeypatch.setattr(type(fast), "spare_bytes", lambda _: 8_000)
+    fast.load(in_one_file())
+    assert len(kept) > 2 and blocks
+    assert not any(kept)
+
+
+def test_where_a_copy_for_a_loader_has_no_room_on_the_device_it_stays_on_the_cpu(fast, model, monkeypatch):
+    checkpoint = in_one_file()
+    fast.models.load(SCHEMA, checkpoint)
+    expected, clone, refused = model.state(), torch.Tensor.clone, list[int]()
+    fast.models.load(SCHEMA, {name: torch.zeros_like(each) for name, each in checkpoint.items()})
+    own = {each.data_ptr() for each in checkpoint.values()}
+
+    def short(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() in own:
+            return clone(tensor)
+        refused.append(tensor.nbytes)
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "clone", short)
+        fast.load(checkpoint)
+    assert refused
+    assert equal(model.state(), expected)
 
 
 def test_neighbours_in_a_file_are_one_batch(fast, monkeypatch):

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from patchstore.read.run import Run
 from patchstore.stores.memory import MemoryStore
 from patchstore.tensors.bits import bits
 from tests.support.interpreted import DEVICE, kernels
+from vllm_plugin.live.models import explained
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -198,3 +200,22 @@ def test_a_model_that_is_quantised_as_it_loads_is_given_no_second_version(tmp_pa
     for later_bytes, error in (0, StateMismatch), (32, LoadFailed):
         with pytest.raises(error, match="quantised" if later_bytes else None):
             list(loader.rebuilt(run, cache, leads_elsewhere, torch.device("cpu"), later_bytes))
+
+
+def test_a_version_is_proved_also_where_a_loader_ends_early_what_it_is_given(tmp_path):
+    loader = pytest.importorskip("vllm_plugin.loader")
+
+    def proved(plan) -> None:
+        with explained(run.schema, loader.rebuilt(run, cache, plan, torch.device("cpu"))) as given:
+
+            def each():
+                yield from given
+
+            # What is left of this generator ends with it, and with that what it yields from.
+            next(each())
+            deque(given, maxlen=0)
+
+    run, cache = of_two_versions(weights()), HostCache(tmp_path)
+    proved(run.plan(1))
+    with pytest.raises(StateMismatch):
+        proved(replace(run.plan(1), deltas=()))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import gettempdir
 from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -113,6 +114,16 @@ def test_an_interrupt_between_two_writes_leaves_no_version_behind(engine, monkey
     monkeypatch.undo()
     update(engine, 1)
     assert (engine.updater.held.version, engine.updater.half_applied) == (1, False)
+
+
+def test_an_interrupt_behind_the_last_write_leaves_no_version_behind(engine, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.updater.weights, "accept", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            update(engine, 1)
+    assert (engine.updater.held, engine.updater.half_applied) == (None, True)
+    update(engine, 1)
+    assert (engine.updater.version, engine.updater.half_applied) == (1, False)
 
 
 def test_a_server_sleeps_once_nothing_reads_its_weights(engine, trainer, tmp_path, monkeypatch):
@@ -439,3 +450,22 @@ def test_with_required_keys_the_whole_anchor_of_an_adopted_version_is_verified(t
     read_contents(Run.open(store), 1, ["a"], cache)
     with pytest.raises(CorruptObject):
         read_contents(requiring, 1, ["a"], cache)
+
+
+def test_an_interrupt_while_a_store_is_opened_again_leaves_no_version_behind(trainer, tmp_path, monkeypatch):
+    class Calculated(Plain):
+        def load_weights(self, weights) -> None:
+            for name, tensor in weights:
+                getattr(self, name).data.copy_(-torch.exp(tensor.float()) if name == "b" else tensor)
+
+    engine = bare_engine(trainer.store, Calculated(a=8, b=8), HostCache(tmp_path / "scratch"))
+    monkeypatch.setattr(engine_module, "WORKERS", {Worker(engine)})
+    update(engine, 0)
+    given = {"store": trainer.store.url, "scratch": str(tmp_path / "scratch")}
+    with monkeypatch.context() as patched:
+        patched.setattr(LiveWeights, "restore", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.init_transfer_engine(InitInfo(given=given))
+    assert (engine.updater.held, engine.updater.half_applied) == (None, True)
+    update(engine, 1)
+    assert (engine.updater.version, engine.updater.half_applied) == (1, False)

@@ -56,7 +56,9 @@ def explained(
     try:
         # Closed at once where a loader fails, and not when its error is forgotten.
         with closing(handed):
-            yield told()
+            # No generator: a loader that leaves one which yields from this would end it, and with it the
+            # proof of what was loaded.
+            yield iter(told().__next__, None)
     except PatchstoreError:
         raise
     except Exception as exc:

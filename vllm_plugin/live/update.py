@@ -118,8 +118,13 @@ class Updater(Update[Staged]):
         self.drop()
         found, ahead = None, self._ahead
         if ahead is not None and ahead[0] == version:
+            try:
+                found = ahead[1].result()
+            except BaseException:
+                # After an interrupt it still comes, and nobody would let go of it.
+                self.abandon()
+                raise
             self._ahead = None
-            found = ahead[1].result()
             if found.plan.held != self.version:
                 self.weights.release(found)
                 found = None

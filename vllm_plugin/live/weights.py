@@ -478,10 +478,9 @@ class LiveWeights:
             for (name, given), known, served, size, place in its:
                 if place is None or not size:
                     yield name, given.clone() if served or known in computed else given
-                    continue
-                made = block[place : place + size].view(given.dtype).view(given.shape)
-                # A copy, or one tensor that is kept would keep all of them.
-                yield name, made if len(places) == 1 else made.clone()
+                else:
+                    # No name for it here: that would keep the block while the next one is made.
+                    yield name, _own(block, place, given, len(places))
             # Before the next one is made.
             del block
 
@@ -546,6 +545,18 @@ class LiveWeights:
             step = BLOCK_BYTES // data.element_size()
             for held, part in zip(torch.split(self._flat(index), step), torch.split(data, step), strict=True):
                 yield index, held, part
+
+
+def _own(block: torch.Tensor, place: int, given: torch.Tensor, num: int) -> torch.Tensor:
+    """Return a tensor that was brought to a place in a block of so many, in memory that has no other."""
+    made = block[place : place + given.nbytes].view(given.dtype).view(given.shape)
+    if num == 1:
+        return made
+    try:
+        # A copy, or one tensor that is kept would keep all of them.
+        return made.clone()
+    except torch.OutOfMemoryError:  # As a loader that keeps all was given much.
+        return given.clone()
 
 
 class _Slot(NamedTuple):

@@ -3,8 +3,10 @@
 import gc
 import threading
 import weakref
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -210,6 +212,31 @@ def test_payloads_are_on_disk_while_staged_or_prefetched_and_no_longer(ranks, up
     else:
         getattr(updater, "close" if end == "unused" else end)()
     assert ranks.spooled() == []
+
+
+@pytest.mark.usefixtures("is_elsewhere")
+def test_what_comes_after_its_caller_was_interrupted_is_let_go(ranks, updater, trainer, kept, monkeypatch):
+    is_fetched, gate, prepare = threading.Event(), threading.Event(), updater.prepare
+
+    def late(*args) -> Staged:
+        found = prepare(*args)
+        is_fetched.set()
+        gate.wait(60)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(updater, "prepare", late)
+        updater.prefetch(2)
+        assert is_fetched.wait(60)
+        patched.setattr(Future, "result", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            updater.stage(2)
+    gate.set()
+    # It comes, and is let go after that.
+    ranks.spooled()
+    assert (len(kept), ranks.spooled()) == (1, [])
+    ranks.apply(2)
+    assert serves(ranks, trainer.history[2])
 
 
 @pytest.mark.usefixtures("is_elsewhere")
