@@ -463,21 +463,28 @@ class LiveWeights:
         Generation waits for it, and from other memory than pinned one it copies at a tenth of the bus's
         speed: so they are brought to the device, as many at a time as `spare_bytes` has room for twice. Not
         beside the loader: the threads that copy would take Python's lock from it at every step. What is
-        calculated stays on the CPU, as devices may round otherwise; so does what this rank has nothing of,
-        such as the experts of others. A loader that keeps all leaves half as much free.
+        calculated stays on the CPU, as devices may round otherwise. What this rank has nothing of, such as
+        the experts of others, has any values. A loader that keeps all leaves half as much free.
         """
         room, tied, computed = self.spare_bytes(), self.map.schema.tied, self.map.computed
         named = [*tensors.items()]
         stored = [tied.get(name, name) for name in tensors]
-        is_served = [bool(self.map.regions.get(name)) for name in stored]
-        is_near = [served and each.nbytes <= room for served, (_, each) in zip(is_served, named, strict=True)]
+        is_used = [bool(self.map.regions.get(name)) or name in computed for name in stored]
+        is_near = [
+            used and name not in computed and each.nbytes <= room
+            for used, name, (_, each) in zip(is_used, stored, named, strict=True)
+        ]
         sizes = np.array([each.nbytes if near else 0 for (_, each), near in zip(named, is_near, strict=True)])
         for part in (slice(*each) for each in runs(sizes, room // 2)):
             block, places = self._brought([each for _, each in named[part]], sizes[part], room)
-            its = zip(named[part], stored[part], is_served[part], sizes[part].tolist(), places, strict=True)
-            for (name, given), known, served, size, place in its:
-                if place is None or not size:
-                    yield name, given.clone() if served or known in computed else given
+            is_near_them = len(block) > 0 or not sizes[part].any()
+            its = zip(named[part], is_used[part], sizes[part].tolist(), places, strict=True)
+            for (name, given), used, size, place in its:
+                if not used:
+                    # Where the others are: some loaders join all, and then take what is theirs.
+                    yield name, _blank(given, self.device if is_near_them else given.device)
+                elif place is None or not size:
+                    yield name, given.clone()
                 else:
                     # No name for it here: that would keep the block while the next one is made.
                     yield name, _own(block, place, given, len(places))
@@ -557,6 +564,14 @@ def _own(block: torch.Tensor, place: int, given: torch.Tensor, num: int) -> torc
         return made.clone()
     except torch.OutOfMemoryError:  # As a loader that keeps all was given much.
         return given.clone()
+
+
+def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor like another, of any values."""
+    try:
+        return torch.empty_like(like, device=device)
+    except torch.OutOfMemoryError:
+        return torch.empty_like(like)
 
 
 class _Slot(NamedTuple):
