@@ -431,31 +431,12 @@ def brought_from_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def leave_out(live: LiveWeights, name: str) -> None:
-    """Have no element of a tensor copied to this rank."""
-    live.map.regions = {each: found for each, found in live.map.regions.items() if each != name}
-
-
 def test_what_is_calculated_is_handed_to_a_loader_on_the_cpu(fast, monkeypatch):
     checkpoint, brought = in_one_file(), brought_from_here(monkeypatch)
     fast.map.computed = frozenset({"long"})
-    leave_out(fast, "long")
     fast.load(checkpoint)
     others = [each.nbytes for name, each in checkpoint.items() if name not in {"long", "empty"}]
     assert brought == others
-
-
-def test_what_a_rank_has_nothing_of_is_handed_to_its_loader_beside_the_rest(fast, model, monkeypatch):
-    checkpoint, load_weights, brought = in_one_file(), model.load_weights, brought_from_here(monkeypatch)
-    handed = dict[str, torch.Tensor]()
-    model.load_weights = lambda weights: load_weights((n, handed.setdefault(n, each)) for n, each in weights)
-    leave_out(fast, "long")
-    fast.load(checkpoint)
-    assert {(each.dtype, each.device.type) for each in handed.values()} == {
-        (each.dtype, DEVICE.type) for each in checkpoint.values()
-    }
-    assert all(handed[name].shape == each.shape for name, each in checkpoint.items())
-    assert brought == [each.nbytes for name, each in checkpoint.items() if name not in {"empty", "long"}]
 
 
 def test_a_loader_that_keeps_all_leaves_room_on_the_device(fast, model, monkeypatch):

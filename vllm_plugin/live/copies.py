@@ -162,8 +162,8 @@ class Transfers:
                 )
                 wait(loops)
             except BaseException:
-                # Such as an interrupt: whoever handles it, such as an undo, must be the only one who writes.
-                # Not by the threads: Python takes one for ended if an interrupt meets who waits for it.
+                # Such as an interrupt: its handler, such as an undo, must be the only one that writes.
+                # Futures, not threads: Python takes a running thread for ended if an interrupt meets `join`.
                 has_failed = True
                 wait(loops)
                 raise

@@ -393,7 +393,7 @@ class RankWeights:
             if self.is_map_proved:
                 pieces = self.live.bring(self.live.pieces(whole))
             else:
-                self.live.touch([each for name, each in whole.items() if mapped.regions.get(name)])
+                self.live.touch([*whole.values()])
         return Staged(
             plan=plan,
             anchor=anchor,

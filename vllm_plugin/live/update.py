@@ -121,7 +121,7 @@ class Updater(Update[Staged]):
             try:
                 found = ahead[1].result()
             except BaseException:
-                # After an interrupt it still comes, and nobody would let go of it.
+                # After an interrupt the prefetch still ends, and no other code would release its result.
                 self.abandon()
                 raise
             self._ahead = None

@@ -458,32 +458,22 @@ class LiveWeights:
         self.models.load(self.map.schema, tensors, self._handed)
 
     def _handed(self, tensors: Mapping[str, torch.Tensor]) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield contiguous tensors for a loader, which it may write to and keep: copies of what it uses.
+        """Yield copies of contiguous tensors for a loader, which it may write to and keep.
 
         Generation waits for it, and from other memory than pinned one it copies at a tenth of the bus's
         speed: so they are brought to the device, as many at a time as `spare_bytes` has room for twice. Not
         beside the loader: the threads that copy would take Python's lock from it at every step. What is
-        calculated stays on the CPU, as devices may round otherwise. What this rank has nothing of, such as
-        the experts of others, has any values. A loader that keeps all leaves half as much free.
+        calculated stays on the CPU, as devices may round otherwise. A loader that keeps all leaves half as
+        much free.
         """
         room, tied, computed = self.spare_bytes(), self.map.schema.tied, self.map.computed
         named = [*tensors.items()]
-        stored = [tied.get(name, name) for name in tensors]
-        is_used = [bool(self.map.regions.get(name)) or name in computed for name in stored]
-        is_near = [
-            used and name not in computed and each.nbytes <= room
-            for used, name, (_, each) in zip(is_used, stored, named, strict=True)
-        ]
-        sizes = np.array([each.nbytes if near else 0 for (_, each), near in zip(named, is_near, strict=True)])
+        is_far = [tied.get(name, name) in computed or each.nbytes > room for name, each in named]
+        sizes = np.array([0 if far else each.nbytes for (_, each), far in zip(named, is_far, strict=True)])
         for part in (slice(*each) for each in runs(sizes, room // 2)):
             block, places = self._brought([each for _, each in named[part]], sizes[part], room)
-            is_near_them = len(block) > 0 or not sizes[part].any()
-            its = zip(named[part], is_used[part], sizes[part].tolist(), places, strict=True)
-            for (name, given), used, size, place in its:
-                if not used:
-                    # Where the others are: some loaders join all, and then take what is theirs.
-                    yield name, _blank(given, self.device if is_near_them else given.device)
-                elif place is None or not size:
+            for (name, given), size, place in zip(named[part], sizes[part].tolist(), places, strict=True):
+                if place is None or not size:
                     yield name, given.clone()
                 else:
                     # No name for it here: that would keep the block while the next one is made.
@@ -564,14 +554,6 @@ def _own(block: torch.Tensor, place: int, given: torch.Tensor, num: int) -> torc
         return made.clone()
     except torch.OutOfMemoryError:  # As a loader that keeps all was given much.
         return given.clone()
-
-
-def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor like another, of any values."""
-    try:
-        return torch.empty_like(like, device=device)
-    except torch.OutOfMemoryError:
-        return torch.empty_like(like)
 
 
 class _Slot(NamedTuple):
