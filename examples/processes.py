@@ -1,6 +1,7 @@
 """Programs that run beside an example, each the leader of a process group that ends with the example."""
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -14,6 +15,8 @@ import httpx
 
 _PATIENCE_S = 5.0
 _START_S = 600.0
+_PORTS = range(20_000, 32_000)
+"""Linux gives 32768 and above to who does not ask for a port, macOS and Windows 49152 and above."""
 
 
 class Program:
@@ -94,11 +97,19 @@ def _kill_group(group: int) -> None:
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 on which nothing listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port of 127.0.0.1 on which nothing listens now.
+
+    It is of those that the system gives to nobody who does not ask for them. A server listens seconds after
+    its port was chosen, and until then the system would give any other port to a client that connects.
+    """
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def wait_for(program: Program, url: str) -> None:

@@ -1,12 +1,12 @@
 """What `patchstore doctor` finds of servers."""
 
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from findings import found, wrong
 
+from examples.processes import free_port
 from patchstore.bucket import history
 from patchstore.ops.doctor import Finding, examine
 from patchstore.stores.base import Store
@@ -241,10 +241,7 @@ def test_a_server_is_examined_and_not_touched(run: Run, vllm: StubVllm, case: st
 
 
 def test_a_server_that_is_down_is_unreachable(run: Run) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        findings = of_server(run, url)
+    findings = of_server(run, f"http://127.0.0.1:{free_port()}")
     assert [*findings] == ["server-unreachable"]
     assert "--server" in str(findings["server-unreachable"].advice)
 

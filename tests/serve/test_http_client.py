@@ -16,6 +16,7 @@ import httpx
 import pytest
 import torch
 
+from examples.processes import free_port
 from patchstore import Publisher, open_store, wait_until
 from patchstore.errors import ServerUnavailable, UsageError
 from patchstore.follow.http_api import Listener
@@ -71,13 +72,6 @@ def bucket(tmp_path: Path, stub: StubServer) -> Path:
     return tmp_path / "bucket"
 
 
-def dead() -> int:
-    """A port at which nothing listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @pytest.fixture
 def said(patchstore: Cli) -> Callable[..., tuple[int, str]]:
     """Run a command; returns its exit code, and what it prints, in which there is never a secret."""
@@ -92,7 +86,7 @@ def said(patchstore: Cli) -> Callable[..., tuple[int, str]]:
 
 def followed_once(*options: object, **environment: str) -> str:
     """Follow until the server was asked, and return all that was printed, and what `/healthz` said."""
-    port = dead()
+    port = free_port()
     follow = ["--verbose", "follow", *map(str, options), "--listen", str(port), "--json"]
     process = subprocess.Popen(
         [sys.executable, "-m", "patchstore", *follow],
@@ -204,7 +198,7 @@ def test_an_answer_of_the_proxy_is_not_taken_for_the_servers(opened, said, monke
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_proxy_that_is_gone_is_named_without_its_password(said, monkeypatch, scheme):
-    port = dead()
+    port = free_port()
     monkeypatch.setenv("ALL_PROXY", f"http://me:{SECRET}@127.0.0.1:{port}")
     url = NAMED.replace("http", scheme)
     code, text = said("wait", 0, "--server", url, "--patience", 0)
@@ -403,7 +397,7 @@ def silent_at(url: str) -> str:
 
 
 def test_a_server_that_is_away_is_said_to_be_with_what_to_do(bucket, said):
-    url = f"http://127.0.0.1:{dead()}"
+    url = f"http://127.0.0.1:{free_port()}"
     for words in (
         ("status", bucket, "--server", url),
         ("verify", "--server", url),

@@ -5,6 +5,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from examples.processes import free_port
+
 SECRET = "test-secret"
 STARTED = "Start(ing)? (Seaweed )?S3 API Server"
 """What the program prints once its S3 gateway answers."""
@@ -54,13 +56,10 @@ def _free_ports(count: int) -> list[int]:
     """Ports on which nothing listens, nor on those 10000 above."""
     found: list[int] = []
     while len(found) < count:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
-            # The system gives those of the other to no process.
-            port = port - 20_000 if port >= 40_000 else port - 10_000
+        port = free_port() - 10_000
+        with socket.socket() as probe:
             try:
-                other.bind(("127.0.0.1", port))
+                probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
             found.append(port)

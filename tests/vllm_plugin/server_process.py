@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import httpx
 import torch
 
+from examples.processes import free_port
 from patchstore.follow.vllm_protocol import Connection
 from patchstore.follow.vllm_server import VllmServer
 
@@ -70,9 +70,7 @@ class ServerProcess:
         """
         self._environment = ENVIRONMENT | dict(environment or {})
         self.log = log
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.arguments = (*(["--enforce-eager"] if eager else []), *arguments)
         self._process: subprocess.Popen[bytes] | None = None
