@@ -320,8 +320,8 @@ class DeltaWorkerExtension:
 def _map(updater: Updater) -> dict[str, Any]:
     """Summarise where weights go: number of `runtimes` (pieces of memory), of names that are `mapped`,
     `computed` (loaded in full by vLLM's loader), `partial` (held in part), `absent` (of no use here) and
-    `wider` (served in more bits than the run stores), each with some of those, and whether the map
-    `is_proved` by weights that vLLM itself had loaded. `widened_apart` lists what is wider where most is not.
+    `wider` (served in more bits than the run stores), each with some of those. `widened_apart` lists
+    what is wider where most is not.
     """
     mapped = updater.weights.map
     kinds = {
@@ -336,5 +336,4 @@ def _map(updater: Updater) -> dict[str, Any]:
         **{f"num_{kind}": len(names) for kind, names in kinds.items()},
         **{kind: sorted(names)[:20] for kind, names in kinds.items()},
         "widened_apart": mapped.widened_apart,
-        "is_proved": updater.weights.is_map_proved,
     }

@@ -175,7 +175,7 @@ class Opening:
                 raise UsageError("the store was being opened when the weights' memory was given away")
             weights.follow(self._traced, shares)
             if self._folder is not None:
-                weights.use_checkpoint(self._folder)
+                weights.check_arrangement(self._folder)
             return weights.slice_sums()
 
     def _read(self, version: int | None) -> bool:

@@ -120,7 +120,7 @@ def _one(
                 server.init_weight_transfer(store.url, scratch=str(out / "scratch"))
                 verify_server(store, server, args.deltas)
                 return found
-            server.init_weight_transfer(store.url, scratch=str(out / "scratch"))
+            open_s = _timed(lambda: server.init_weight_transfer(store.url, scratch=str(out / "scratch")))
             # The first forward pass allocates and converts.
             _ask(server.url, shape, args)
             cpu_s = _cpu_s_of_children()
@@ -129,6 +129,7 @@ def _one(
             verify_server(store, server, args.deltas)
             spans, timings = server.spans, server.status().ranks[0]["timings"]
             return {
+                "open_s": open_s,
                 "join_s": join_s,
                 "server_cpu_s": cpu_s,
                 "pause_s": spans["resume"][1] - spans["pause"][0],

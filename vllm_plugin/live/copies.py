@@ -10,7 +10,6 @@ vLLM keeps some bfloat16 weights of a checkpoint as float32. Their bits are wide
 """
 
 import ctypes
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,8 +30,6 @@ from vllm_plugin.map.provenance import Runtime
 
 _APART = 64
 """Bytes between two parts of a file that are brought together."""
-
-logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
@@ -332,33 +329,21 @@ class Comparison:
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self.differs = False
         """Whether a piece is not served; complete once `jobs` are done."""
-        self.shortage: torch.OutOfMemoryError | None = None
-        """What ended the comparison: the device has no room for a batch."""
         batches, others = batched(pieces)
         every: list[Batch | Piece] = [*batches, *others]
         self.jobs: list[Job] = [partial(self._compare, each) for each in every]
 
-    def proves(self) -> bool:
-        """Whether all was compared, and is served. Says why not, if the device had no room."""
-        if self.shortage is not None:
-            logger.warning("weights were not compared with their checkpoint: %s", self.shortage)
-        return self.shortage is None and not self.differs
-
     def _compare(self, each: Batch | Piece, lane: Lane) -> None:
-        if self.differs or self.shortage is not None:
+        if self.differs:
             return
-        try:
-            given = lane.to_device(each.given)
-            if isinstance(each, Piece):
-                is_wrong = not torch.equal(each.held, widened(given, each.spec, each.held))
-            else:
-                wrong = [_differ(given[at : at + held.numel()], held) for at, held in each.parts]
-                # Asked once: each answer has to be waited for.
-                is_wrong = bool(torch.stack(wrong).any())
-        except torch.OutOfMemoryError as exc:
-            self.shortage = exc.with_traceback(None)
+        given = lane.to_device(each.given)
+        if isinstance(each, Piece):
+            is_wrong = not torch.equal(each.held, widened(given, each.spec, each.held))
         else:
-            self.differs |= is_wrong
+            wrong = [_differ(given[at : at + held.numel()], held) for at, held in each.parts]
+            # Asked once: each answer has to be waited for.
+            is_wrong = bool(torch.stack(wrong).any())
+        self.differs |= is_wrong
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

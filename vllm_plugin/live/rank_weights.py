@@ -23,7 +23,6 @@ from patchstore.apply.update import ReadGate
 from patchstore.bucket.records import Manifest, Plan
 from patchstore.bucket.state_sums import SumsArray
 from patchstore.errors import (
-    CorruptObject,
     HalfApplied,
     HostError,
     SchemaMismatch,
@@ -42,7 +41,7 @@ from patchstore.read.run import Run
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TensorPatch, bits
 from patchstore.tensors.state_digest import Sums
-from vllm_plugin.live.copies import Batch, Comparison, Piece
+from vllm_plugin.live.copies import Batch, Piece
 from vllm_plugin.live.identify import (
     Contents,
     find_version,
@@ -78,8 +77,8 @@ class Staged:
     """The target's digest sums, as the store has them."""
     partial: dict[str, torch.Tensor] = field(default_factory=dict)
     """Every name of which only a part is served, in full, where the update starts from an anchor."""
-    pieces: Sequence[Batch | Piece] | None = None
-    """What is written of the anchor; None where vLLM's loader loads it, as the map is not proved."""
+    pieces: Sequence[Batch | Piece] = ()
+    """What is written of the anchor."""
     saved: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """The runtimes that are written as a whole, as they are now."""
     leases: ExitStack = field(default_factory=ExitStack)
@@ -131,10 +130,6 @@ class RankWeights:
         this rank needs is read. `background` removes files, which takes longer than writing weights does.
         """
         self.live = live
-        self.is_map_proved = False
-        """The map agreed, in every element that is copied, with weights that vLLM's own loader had loaded."""
-        self.loaded_from: Path | None = None
-        """The folder that vLLM loaded its weights from, if this host has it."""
         self.cache = cache
         self._run, self._schema = run, run.schema
         self._background, self._is_partial = background, is_partial
@@ -155,11 +150,8 @@ class RankWeights:
     def follow(self, traced: Trace, shares: Sequence[RankSlices]) -> None:
         self.live.follow(WeightMap(self._schema, traced, shares))
 
-    def use_checkpoint(self, folder: Path) -> None:
-        """Take it that vLLM loaded the weights from a folder, after comparing some elements with it.
-
-        Refuses weights that are not where the loader puts them: they were rearranged since.
-        """
+    def check_arrangement(self, folder: Path) -> None:
+        """Refuse weights that vLLM rearranged after it loaded them from a folder; compares some elements."""
         if wrong := self.live.misplaced(read_folder(folder, self._schema)):
             raise UsageError(
                 f"{len(wrong)} tensors are not where vLLM's loader put them, such as {wrong[0]!r}. Either "
@@ -167,7 +159,6 @@ class RankWeights:
                 "(--moe-backend, --attention-backend) that serve bf16 weights as they are loaded. Or the "
                 "checkpoint's files are others than when the server started: start it again"
             )
-        self.loaded_from = folder
 
     def slice_sums(self) -> SliceSums:
         return self.live.slice_sums(sorted(self.map.regions))
@@ -227,14 +218,24 @@ class RankWeights:
     def adopt(self, contents: Contents | None) -> bool:
         """Take it that a version is served. What is calculated is verified by calculating it again.
 
-        Returns whether it is; if not, the live weights are as before, or HalfApplied is raised.
+        Returns whether it is; if not, the map is proved without it, as of `LiveWeights.prove`.
         """
         self._recorded, self._mirror = None, {}
-        if contents is None:
+        if contents is None or not self._serves(contents):
+            self.live.prove()
             return False
+        # Also if an undo failed between the weights and what is made from them.
+        self.live.models.derived.refresh()
+        self._mirror = {name: contents.tensors[name] for name in self.map.computed | self.live.cut}
+        self._recorded = contents.recorded
+        return True
+
+    def _serves(self, contents: Contents) -> bool:
+        """Whether what no digest tells is served as well. The live weights are as before, or HalfApplied is
+        raised.
+        """
         mapped, found = self.map, contents.tensors
         mirror = {name: found[name] for name in mapped.computed}
-        cut = {name: found[name] for name in self.live.cut}
         same = self.live.serves({name: found[name] for name in mapped.partial})
         if mirror and same:
             written = {index for _, indices in mapped.groups for index in indices}
@@ -249,12 +250,6 @@ class RankWeights:
                     raise HalfApplied(
                         f"weights that were loaded to be compared could not be put back: {exc}"
                     ) from exc
-        if same:
-            # Also if an undo failed between the weights and what is made from them.
-            self.live.models.derived.refresh()
-            self._mirror = mirror | cut
-            self._recorded = contents.recorded
-            self.is_map_proved = True
         return same
 
     def check_served(self, slice_sums: Sequence[SliceSums], version: int) -> None:
@@ -340,35 +335,10 @@ class RankWeights:
 
     @torch.no_grad()
     def _save(self, reading: AbstractContextManager[None]) -> dict[int, torch.Tensor]:
-        """Copy all that an anchor will replace, beside an attempt to prove the map."""
+        """Copy all that an anchor will replace."""
         # A thread that leaves a stream of another device than the first makes a context on the first.
         with device_guard(self.live.device), reading, self.live.aside():
-            written = self.live.written()
-            comparison = None if self.is_map_proved else self._comparison()
-            saved = self.live.save(written, () if comparison is None else comparison.jobs)
-            self.is_map_proved |= comparison is not None and comparison.proves()
-            if not self.is_map_proved:
-                # Nor is it proved then that the loader writes nowhere else.
-                saved |= self.live.save(self.live.registered() - written)
-            return saved
-
-    def _comparison(self) -> Comparison | None:
-        """Prepare to prove the map with the checkpoint that vLLM loaded, while generation goes on.
-
-        If it fails, vLLM's loader has to write the anchor, for which generation waits. It fails where other
-        weights were written since the start.
-        """
-        if self.loaded_from is None:
-            return None
-        try:
-            loaded = read_folder(self.loaded_from, self._schema)
-        except (CorruptObject, OSError) as exc:
-            logger.warning("the checkpoint in %s cannot be read again: %s", self.loaded_from, exc)
-            return None
-        names = {name for name, found in self.map.regions.items() if found}
-        if not loaded.keys() >= names:
-            return None
-        return Comparison(self.live.pieces({name: loaded[name] for name in names}))
+            return self.live.save(self.live.written())
 
     def _translate(self, plan: Plan, given: _Fetched) -> Staged:
         """Turn what was fetched into writes to this rank's memory; reads the live weights."""
@@ -387,13 +357,7 @@ class RankWeights:
         changed = self.live.cut if anchor else self.live.cut & deltas.names
         cut = {name: deltas.after(specs[name], base[name]) for name in sorted(changed)}
         partly = {name: deltas.after(specs[name], anchor[name]) for name in sorted(mapped.partial) if anchor}
-        pieces: Sequence[Batch | Piece] | None = None
-        if anchor:
-            whole = {name: anchor[name] for name in anchor.keys() - computed.keys()}
-            if self.is_map_proved:
-                pieces = self.live.bring(self.live.pieces(whole))
-            else:
-                self.live.touch([*whole.values()])
+        whole = {name: anchor[name] for name in anchor.keys() - computed.keys()}
         return Staged(
             plan=plan,
             anchor=anchor,
@@ -404,7 +368,7 @@ class RankWeights:
             after=after,
             recorded=recorded,
             partial=partly,
-            pieces=pieces,
+            pieces=self.live.bring(self.live.pieces(whole)),
             saved=self.live.save({i for _, indices in groups for i in indices}) if saved is None else saved,
         )
 
@@ -448,14 +412,9 @@ class RankWeights:
     def write(self, staged: Staged) -> None:
         """Write what is staged into the live weights. If this raises, `undo` puts back what was there."""
         computed = self._named(staged.computed)
-        if staged.anchor and staged.pieces is None:
-            # vLLM's loader writes, the map reads: if they agree in every bit, the map is right.
-            rest = {name: each for name, each in self._named(staged.anchor).items() if name not in computed}
-            self.live.load(rest | computed)
-        else:
-            self.live.write(staged.pieces or ())
-            if computed:
-                self.live.load(computed)
+        self.live.write(staged.pieces)
+        if computed:
+            self.live.load(computed)
         self.live.scatter(staged.change)
         self.live.models.derived.refresh()
         self.live.wait()
@@ -486,12 +445,11 @@ class RankWeights:
     def accept(self, staged: Staged) -> None:
         self._recorded = staged.recorded
         self._mirror |= staged.computed | staged.cut
-        self.is_map_proved |= bool(staged.anchor)
 
     def release(self, staged: Staged) -> None:
         """Close the payloads' files, on a thread: generation may be waiting."""
         # At once: a download that was abandoned may keep the thread busy, and the next update needs the room.
-        staged.change, staged.pieces = StagedWrite(), None
+        staged.change, staged.pieces = StagedWrite(), ()
         try:
             self._background.submit(staged.release)
         except RuntimeError:  # The thread was shut down.

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, zip_longest
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +18,11 @@ import torch
 from patchstore.bucket import records
 from patchstore.bucket.records import TensorSpec
 from patchstore.codec.context import Chosen, Tiles, Tiling, is_coded
-from patchstore.errors import LoadFailed
+from patchstore.errors import HalfApplied, LoadFailed, UsageError
 from patchstore.read.deltas import Deltas
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits
-from patchstore.tensors.columns import Array, Located, patches, runs
+from patchstore.tensors.columns import Array, Located, patches
 from patchstore.tensors.state_digest import Sums
 from vllm_plugin.live.copies import (
     BLOCK_BYTES,
@@ -30,7 +30,6 @@ from vllm_plugin.live.copies import (
     UNMATCHED,
     Batch,
     Comparison,
-    Job,
     Lane,
     Piece,
     Transfers,
@@ -43,6 +42,7 @@ from vllm_plugin.live.copies import (
     widened,
 )
 from vllm_plugin.live.models import ServedModels
+from vllm_plugin.live.random_checkpoint import RandomCheckpoint
 from vllm_plugin.map.mapping import (
     Box,
     SliceSums,
@@ -226,8 +226,6 @@ class LiveWeights:
         """Whether what this rank holds of copied names is what checkpoint tensors have there."""
         comparison = Comparison(self.pieces(tensors))
         self._transfers.run(comparison.jobs)
-        if comparison.shortage is not None:
-            raise comparison.shortage
         return not comparison.differs
 
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
@@ -266,6 +264,85 @@ class LiveWeights:
                     wrong.append(name)
                     break
         return wrong
+
+    @torch.no_grad()
+    def prove(self) -> None:
+        """Prove the map: loaders load random numbers, and every element that is copied must be where it says.
+
+        Takes as much of the host's memory as what is served has. Afterwards that is as before, but for what
+        loaders themselves choose, such as zeros in rows that no tensor has.
+
+        Raises:
+            UsageError: a loader does otherwise than when it was traced; what is served is as before.
+            HalfApplied: it could not be put back.
+        """
+        if not any(self.map.regions.values()):
+            return
+        drawn = RandomCheckpoint(self.map.schema)
+        saved = self.save(self.registered() | self.written())
+        try:
+            self.models.load(self.map.schema, drawn.shapes(), partial(self._draw, drawn))
+            if wrong := self._misread(drawn):
+                raise UsageError(
+                    f"the model's loader puts {len(wrong)} tensors elsewhere than when it was traced, such "
+                    f"as {wrong[0]!r}, so it cannot be updated in place"
+                )
+            saved = self._with_constants(saved)
+        finally:
+            try:
+                self.restore(saved)
+                self.models.derived.refresh()
+                self.wait()
+            except Exception as exc:
+                raise HalfApplied(
+                    f"weights that were loaded to prove the map could not be put back: {exc}"
+                ) from exc
+
+    def _draw(
+        self, drawn: RandomCheckpoint, shapes: Mapping[str, torch.Tensor]
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield tensors for a loader, which it may write to, and keep as long as there is room for them."""
+        tied, computed, cpu = self.map.schema.tied, self.map.computed, torch.device("cpu")
+        for name, shape in shapes.items():
+            # Loaders calculate on the CPU, as devices may round otherwise.
+            is_far = tied.get(name, name) in computed or shape.nbytes > self.spare_bytes()
+            yield name, drawn.tensor(name, cpu if is_far else self.device)
+
+    def _misread(self, drawn: RandomCheckpoint) -> list[str]:
+        """Return names of copied tensors of which not every element is where the map says, ascending."""
+        specs, found = self.map.schema.by_name(), list[tuple[str, torch.Tensor]]()
+        for name, regions in sorted(self.map.regions.items()):
+            for index, region in regions:
+                flat = self._flat(index)
+                for part in pieces(region, PIECE):
+                    first = part.source.offset
+                    given = bits(drawn.part(name, first, part.source.end, self.device))
+                    given = given.as_strided(part.source.shape, part.source.strides)
+                    held = flat.as_strided(part.target.shape, part.target.strides, part.target.offset)
+                    found.append((name, (held != widened(given, specs[name], held)).any()))
+        # Asked once: each answer has to be waited for.
+        are_wrong = torch.stack([flag for _, flag in found]).tolist()
+        return [
+            *dict.fromkeys(name for (name, _), is_wrong in zip(found, are_wrong, strict=True) if is_wrong)
+        ]
+
+    def _with_constants(self, saved: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return what was saved with what a loader wrote since where no tensor's elements belong."""
+        computed = {index for _, indices in self.map.groups for index in indices}
+        regions: dict[int, list[Region]] = {}
+        for index, region in chain.from_iterable(self.map.regions.values()):
+            regions.setdefault(index, []).append(region)
+        found = {}
+        for index, then in saved.items():
+            reached = regions.get(index, ())
+            if index in computed or sum(each.num_elements for each in reached) == then.numel():
+                found[index] = then
+            elif reached:
+                found[index] = now = self.save([index])[index]
+                for view in (each.target for each in reached):
+                    place = view.shape, view.strides, view.offset
+                    now.as_strided(*place).copy_(then.as_strided(*place))
+        return found
 
     # Coded deltas: the tiles that this rank holds.
 
@@ -435,10 +512,6 @@ class LiveWeights:
         brought = [each._replace(given=place) for each, place in zip(batches, places, strict=False)]
         return [*brought, *batches[num:], *others]
 
-    def touch(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have tensors mapped that `load` will take."""
-        self._transfers.run(touch(tensors))
-
     def write(self, brought: Iterable[Batch | Piece]) -> None:
         self._transfers.run(partial(self._write, each) for each in brought)
 
@@ -455,66 +528,21 @@ class LiveWeights:
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Have the models' own loaders load tensors of the CPU; see `ServedModels.load`."""
-        self.models.load(self.map.schema, tensors, self._handed)
-
-    def _handed(self, tensors: Mapping[str, torch.Tensor]) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield copies of contiguous tensors for a loader, which it may write to and keep.
-
-        Generation waits for it, and from other memory than pinned one it copies at a tenth of the bus's
-        speed: so they are brought to the device, as many at a time as `spare_bytes` has room for twice. Not
-        beside the loader: the threads that copy would take Python's lock from it at every step. What is
-        calculated stays on the CPU, as devices may round otherwise. A loader that keeps all leaves half as
-        much free.
-        """
-        room, tied, computed = self.spare_bytes(), self.map.schema.tied, self.map.computed
-        named = [*tensors.items()]
-        is_far = [tied.get(name, name) in computed or each.nbytes > room for name, each in named]
-        sizes = np.array([0 if far else each.nbytes for (_, each), far in zip(named, is_far, strict=True)])
-        for part in (slice(*each) for each in runs(sizes, room // 2)):
-            block, places = self._brought([each for _, each in named[part]], sizes[part], room)
-            for (name, given), size, place in zip(named[part], sizes[part].tolist(), places, strict=True):
-                if place is None or not size:
-                    yield name, given.clone()
-                else:
-                    # No name for it here: that would keep the block while the next one is made.
-                    yield name, _own(block, place, given, len(places))
-            # Before the next one is made.
-            del block
-
-    def _brought(
-        self, tensors: Sequence[torch.Tensor], num_bytes: Array, room: int
-    ) -> tuple[torch.Tensor, Sequence[int | None]]:
-        """Copy so many bytes of each tensor to a block of the device; none unless half of `room` is free.
-
-        Returns the block, uint8, and where in it each begins.
-        """
-        ends = (-(-num_bytes // _ALIGNMENT) * _ALIGNMENT).cumsum()
-        try:
-            has_room = 2 * self.spare_bytes() >= room
-            block = torch.empty(int(ends[-1]) if has_room else 0, dtype=torch.uint8, device=self.device)
-        except torch.OutOfMemoryError:  # Another process was faster.
-            block = torch.empty(0, dtype=torch.uint8, device=self.device)
-        if not len(block):
-            return block, [None] * len(tensors)
-        addresses = np.array([each.data_ptr() for each in tensors], dtype=np.int64)
-        places = np.append(0, ends[:-1])
-        self._transfers.bring(addresses, num_bytes, block, places)
-        return block, places.tolist()
+        self.models.load(self.map.schema, tensors)
 
     def wait(self) -> None:
         """Let what was written arrive, or raise what went wrong with it, while it can still be undone."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def save(self, indices: Iterable[int], beside: Iterable[Job] = ()) -> dict[int, torch.Tensor]:
-        """Copy runtimes to the CPU, and do other jobs `beside`: a bus has two directions."""
+    def save(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Copy runtimes to the CPU."""
         saved = {index: torch.empty_like(self._flat(index), device="cpu") for index in indices}
 
         def one(held: torch.Tensor, data: torch.Tensor, lane: Lane) -> None:
             lane.read(held, data)
 
-        jobs = (partial(one, held, data) for _, held, data in self._saved_parts(saved))
-        self._transfers.run(job for both in zip_longest(jobs, beside) for job in both if job is not None)
+        self._transfers.run(partial(one, held, data) for _, held, data in self._saved_parts(saved))
         return saved
 
     def restore(self, saved: Mapping[int, torch.Tensor]) -> None:
@@ -542,18 +570,6 @@ class LiveWeights:
             step = BLOCK_BYTES // data.element_size()
             for held, part in zip(torch.split(self._flat(index), step), torch.split(data, step), strict=True):
                 yield index, held, part
-
-
-def _own(block: torch.Tensor, place: int, given: torch.Tensor, num: int) -> torch.Tensor:
-    """Return a tensor that was brought to a place in a block of so many, in memory that has no other."""
-    made = block[place : place + given.nbytes].view(given.dtype).view(given.shape)
-    if num == 1:
-        return made
-    try:
-        # A copy, or one tensor that is kept would keep all of them.
-        return made.clone()
-    except torch.OutOfMemoryError:  # As a loader that keeps all was given much.
-        return given.clone()
 
 
 class _Slot(NamedTuple):

@@ -288,8 +288,7 @@ class Provenance:
     def __init__(self, models: Iterable[torch.nn.Module], schema: Schema) -> None:
         self.at = "before it read a tensor"
         """How far the loader came, for messages."""
-        self._specs = schema.by_name()
-        self._tied = schema.tied
+        self._schema, self._specs = schema, schema.by_name()
         self._current: str | None = None
         self._looked: set[str] = set()
         """Names of which a loader has read an element as a number."""
@@ -324,8 +323,7 @@ class Provenance:
         )
 
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
-        every = {name: name for name in self._specs} | dict(self._tied)
-        for name, stored in sorted(every.items()):
+        for name, stored in handed_names(self._schema):
             spec = self._specs[stored]
             tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
             node = self.new_node(tensor)
@@ -523,6 +521,11 @@ class Provenance:
 
     def result(self) -> Trace:
         return resolve(self.runtimes, self._writes, self._parameters)
+
+
+def handed_names(schema: Schema) -> list[tuple[str, str]]:
+    """Return all names that a loader is handed in a trace, in that order, and what they are stored under."""
+    return sorted(({spec.name: spec.name for spec in schema.tensors} | dict(schema.tied)).items())
 
 
 def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -57,10 +57,10 @@ def test_weights_that_are_not_where_the_loader_puts_them_are_refused(
     save_file(
         {name: each.clone() for name, each in trainer.history[0].items()}, tmp_path / "model.safetensors"
     )
-    updater.weights.use_checkpoint(tmp_path)
+    updater.weights.check_arrangement(tmp_path)
     module.ab.data.copy_(module.ab.data.roll(1, 0))
     with pytest.raises(UsageError, match=r"2 tensors .* such as 'a'"):
-        updater.weights.use_checkpoint(tmp_path)
+        updater.weights.check_arrangement(tmp_path)
 
 
 class TakesAPart(Fused):

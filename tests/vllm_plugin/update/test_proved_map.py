@@ -1,16 +1,16 @@
-"""The checkpoint that vLLM loaded proves the map before generation pauses: no loader runs in the pause."""
+"""Before any version is held, the models' loaders prove the map; then versions are written through it."""
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterable
 from threading import Event
 
 import pytest
 import torch
-from plain_ranks import Fused, Ranks, equal, serves
-from safetensors.torch import save_file
+from plain_ranks import Fused, equal, loaded, parameter, serves
 
-from patchstore.errors import HostError, StateMismatch
+from patchstore.errors import HalfApplied, HostError, LoadFailed, UsageError
+from patchstore.tensors.bits import bits
 from vllm_plugin.live import rank_weights
+from vllm_plugin.live.weights import LiveWeights
 
 
 class Counting(Fused):
@@ -36,97 +36,118 @@ class Swapped(Counting):
         super().load_one(name, tensor)
 
 
-@pytest.fixture
-def checkpoint(tmp_path, tensors) -> Path:
-    """What the server was started from: no version of the run."""
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
+class Padded(Counting):
+    """Has rows for which no checkpoint has numbers: its loader makes them zeros, as vLLM's do."""
+
+    def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
+        super().__init__(rank, num_ranks)
+        self.embed = parameter(11, 4)
+
+    def load_one(self, name: str, tensor: torch.Tensor) -> None:
+        if name in {"embed", "head"}:
+            self.embed.data[8:].fill_(0)
+            self.embed.data[:8].copy_(tensor)
+        else:
+            super().load_one(name, tensor)
 
 
-@pytest.fixture
-def start(checkpoint, tensors, trainer, open_ranks) -> Callable[..., Ranks]:
-    """Open ranks that were loaded from the checkpoint, and forget what their loaders did so far."""
-
-    def start(*modules: Counting) -> Ranks:
-        for module in modules:
-            module.load_weights((name, tensor + 1) for name, tensor in tensors.items())
-        ranks = open_ranks(trainer, *modules)
-        assert ranks.held is None
-        for each in ranks.updaters:
-            each.weights.loaded_from = checkpoint
-        for module in modules:
-            module.loaded.clear()
-        return ranks
-
-    return start
+def as_dummies(module: Fused) -> Fused:
+    """Give a module any bits, as vLLM does with --load-format dummy, NaN among them."""
+    for _, tensor in (*module.named_parameters(), *module.named_buffers()):
+        bits(tensor).random_()
+    return module
 
 
-@pytest.mark.parametrize("has_checkpoint", [True, False])
-def test_a_map_that_is_wrong_is_not_proved_and_noticed_by_the_first_anchor(start, has_checkpoint):
-    module = Swapped()
-    ranks = start(module)
-    if not has_checkpoint:
-        ranks.one.weights.loaded_from = None
+def test_a_map_that_is_wrong_is_refused_and_the_weights_stay(trainer, open_ranks):
+    module = as_dummies(Swapped())
     before = module.state()
-    ranks.stage(0)
-    with pytest.raises(StateMismatch, match="a, b"):
-        ranks.write()
-    assert not equal(module.state(), before)
-    ranks.roll_back()
+    with pytest.raises(UsageError, match="puts 2 tensors elsewhere than when it was traced, such as 'a'"):
+        open_ranks(trainer, module)
     # Also where no name of the map leads.
     assert equal(module.state(), before)
-    assert (ranks.held, ranks.one.weights.is_map_proved) == (None, False)
 
 
-def test_after_the_proof_an_anchor_is_written_through_the_map(start, trainer):
-    modules = [Counting(0, 2), Counting(1, 2)]
-    ranks = start(*modules)
+def test_anchors_are_written_through_the_map(trainer, open_ranks):
+    modules = [as_dummies(Counting(0, 2)), as_dummies(Counting(1, 2))]
     before = [module.state() for module in modules]
-    ranks.stage(2)
-    assert all(each.weights.is_map_proved for each in ranks.updaters)
+    ranks = open_ranks(trainer, *modules)
+    assert ranks.held is None
     assert all(equal(module.state(), was) for module, was in zip(modules, before, strict=True))
+    for module in modules:
+        assert {"a", "b", "cols", "log_rate", "norm"} <= set(module.loaded)
+        module.loaded.clear()
+    ranks.stage(2)
     ranks.write()
-    assert serves(ranks, trainer.history[2])
+    for module in modules:
+        assert torch.equal(module.state()["ab"], loaded(trainer.history[2], module)["ab"])
     # What is calculated has no place to be written to.
     assert all(set(module.loaded) == {"log_rate"} for module in modules)
     ranks.roll_back()
     assert all(equal(module.state(), was) for module, was in zip(modules, before, strict=True))
     ranks.apply(3)
-    assert serves(ranks, trainer.history[3])
+    ranks.check_served()
 
 
-def _write_one_bit(module: Fused, _: Path) -> None:
-    module.ab.data.view(torch.int16)[1, 2] ^= 1
+def test_what_a_loader_itself_chooses_is_served_from_the_proof_on(trainer, open_ranks):
+    module = as_dummies(Padded())
+    before = module.state()
+    ranks = open_ranks(trainer, module)
+    assert torch.equal(module.state()["embed"][:32], before["embed"][:32])
+    assert not module.embed.data[8:].any()
+    module.count.zero_()
+    ranks.apply(1)
+    assert serves(ranks, trainer.history[1])
 
 
-def _remove(_: Fused, folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def _truncate(_: Fused, folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"12345678")
-
-
-def _leave_out(_: Fused, folder: Path) -> None:
-    save_file({"a": torch.zeros(4, 6, dtype=torch.bfloat16)}, folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("change", [_write_one_bit, _remove, _truncate, _leave_out])
-def test_without_a_proof_the_loader_writes_the_anchor(change, start, trainer, checkpoint):
+def test_a_known_version_needs_no_loader(trainer, open_ranks):
     module = Counting()
-    ranks = start(module)
-    change(module, checkpoint)
-    ranks.stage(0)
-    assert not ranks.one.weights.is_map_proved
-    ranks.write()
-    assert {"a", "b", "cols", "norm"} <= set(module.loaded)
+    module.load_weights((name, tensor.clone()) for name, tensor in trainer.history[1].items())
+    module.loaded.clear()
+    assert open_ranks(trainer, module).held == 1
+    # It is calculated again.
+    assert module.loaded == ["log_rate"]
+
+
+@pytest.mark.parametrize("name", ["a", "cols", "rotary"])
+def test_a_loader_that_fails_leaves_the_weights_and_may_be_asked_again(trainer, open_ranks, name):
+    module = as_dummies(Counting())
+    before = module.state()
+    fails_once(module, name)
+    with pytest.raises(LoadFailed, match="made to fail"):
+        open_ranks(trainer, module)
+    assert equal(module.state(), before)
+    module.count.zero_()
+    ranks = open_ranks(trainer, module)
+    ranks.apply(0)
     assert serves(ranks, trainer.history[0])
 
 
-def test_the_weights_are_saved_while_an_anchor_is_fetched(start, trainer, monkeypatch):
-    ranks = start(Counting())
+def fails_once(module: Counting, after: str) -> None:
+    """Have the next load with elements fail when it has loaded a name."""
+    load_weights = module.load_weights
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            load_weights([(name, tensor)])
+            if name == after and not tensor.is_meta:
+                del module.load_weights
+                raise OSError("made to fail")
+
+    module.load_weights = load
+
+
+def test_what_cannot_be_put_back_is_half_applied(trainer, open_ranks, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("made to fail")
+
+    for kind in (LiveWeights, *LiveWeights.__subclasses__()):
+        monkeypatch.setattr(kind, "restore", fail)
+    with pytest.raises(HalfApplied, match="loaded to prove the map could not be put back: made to fail"):
+        open_ranks(trainer, Counting())
+
+
+def test_the_weights_are_saved_while_an_anchor_is_fetched(trainer, open_ranks, monkeypatch):
+    ranks = open_ranks(trainer, Counting())
     saved, save, open_ = Event(), ranks.one.weights.live.save, rank_weights.open_anchor
 
     def saving(*args):
@@ -144,9 +165,9 @@ def test_the_weights_are_saved_while_an_anchor_is_fetched(start, trainer, monkey
     assert serves(ranks, trainer.history[2])
 
 
-def test_weights_that_cannot_be_saved_fail_the_update_and_stay(start, trainer, monkeypatch):
+def test_weights_that_cannot_be_saved_fail_the_update_and_stay(trainer, open_ranks, monkeypatch):
     module = Counting()
-    ranks = start(module)
+    ranks = open_ranks(trainer, module)
     before = module.state()
     with monkeypatch.context() as patched:
         patched.setattr(ranks.one.weights.live, "save", lambda *_: torch.empty(2**60))
