@@ -218,15 +218,13 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 updater.forget()
         except RanksFailed as failed:
             opening.close()
-            if self.updater is not None and any(each.kind == HalfApplied.kind for each in failed.failures):
-                self.updater.mark_half_applied()
+            if any(each.kind == HalfApplied.kind for each in failed.failures):
+                self._mark_half_applied(opening)
             self._fail(failed.failures)
             return
         except BaseException:
-            # What was loaded to be compared may be there still.
             opening.close()
-            if self.updater is not None:
-                self.updater.mark_half_applied()
+            self._mark_half_applied(opening)
             raise
         updater.half_applied = self.updater is not None and self.updater.half_applied and updater.held is None
         self.shutdown()
@@ -253,6 +251,18 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "vLLM quantizes whole layers anew for each version; a run that is published with "
                 "Publisher(..., quantization=) is written in place, by a server of its checkpoint"
             )
+
+    def _mark_half_applied(self, opening: Opening) -> None:
+        """Have the status say that what is served is no version: what was loaded to be compared may be there
+        still.
+        """
+        updater = self.updater
+        if updater is None:
+            assert opening.updater is not None and opening.live is not None
+            # Closed, as its map may be wrong; of a store that is opened again the map is proved again.
+            self.updater = updater = opening.updater
+            self.live = opening.live
+        updater.mark_half_applied()
 
     def _adopt(self, opening: Opening) -> bool:
         self._check_quiet()

@@ -452,6 +452,27 @@ def test_with_required_keys_the_whole_anchor_of_an_adopted_version_is_verified(t
         read_contents(requiring, 1, ["a"], cache)
 
 
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, RuntimeError])
+def test_weights_that_cannot_be_put_back_while_the_first_store_is_opened_are_half_applied(
+    trainer, tmp_path, monkeypatch, fault
+):
+    engine = bare_engine(trainer.store, Plain(a=8, b=8), HostCache(tmp_path / "scratch"))
+    monkeypatch.setattr(engine_module, "WORKERS", {Worker(engine)})
+    engine.updater, engine.live, engine.is_open = None, None, False
+    given = {"store": trainer.store.url, "scratch": str(tmp_path / "scratch")}
+    with monkeypatch.context() as patched:
+        patched.setattr(LiveWeights, "restore", Mock(side_effect=fault))
+        with pytest.raises((KeyboardInterrupt, RuntimeError)):
+            engine.init_transfer_engine(InitInfo(given=given))
+    assert (engine.updater.held, engine.updater.half_applied, engine.is_open) == (None, True, False)
+    with pytest.raises(RuntimeError, match="open"):
+        update(engine, 1)
+    engine.init_transfer_engine(InitInfo(given=given))
+    assert (engine.updater.held, engine.updater.half_applied) == (None, True)
+    update(engine, 1)
+    assert (engine.updater.version, engine.updater.half_applied) == (1, False)
+
+
 def test_an_interrupt_while_a_store_is_opened_again_leaves_no_version_behind(trainer, tmp_path, monkeypatch):
     class Calculated(Plain):
         def load_weights(self, weights) -> None:

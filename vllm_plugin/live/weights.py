@@ -20,6 +20,7 @@ from patchstore.bucket.records import TensorSpec
 from patchstore.codec.context import Chosen, Tiles, Tiling, is_coded
 from patchstore.errors import HalfApplied, LoadFailed, UsageError
 from patchstore.read.deltas import Deltas
+from patchstore.support import host
 from patchstore.tensors import state_digest
 from patchstore.tensors.bits import TORCH_DTYPES, TensorPatch, bits
 from patchstore.tensors.columns import Array, Located, patches
@@ -265,6 +266,7 @@ class LiveWeights:
                     break
         return wrong
 
+    @host.asked("proving where each weight goes", kinds=host.SHORT_OF_MEMORY)
     @torch.no_grad()
     def prove(self) -> None:
         """Prove the map: loaders load random numbers, and every element that is copied must be where it says.
@@ -275,6 +277,7 @@ class LiveWeights:
         Raises:
             UsageError: a loader does otherwise than when it was traced; what is served is as before.
             HalfApplied: it could not be put back.
+            HostError: the host has no memory for it; nothing has changed.
         """
         if not any(self.map.regions.values()):
             return

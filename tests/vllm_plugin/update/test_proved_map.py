@@ -146,6 +146,16 @@ def test_what_cannot_be_put_back_is_half_applied(trainer, open_ranks, monkeypatc
         open_ranks(trainer, Counting())
 
 
+def test_a_host_without_memory_for_a_copy_of_the_weights_is_told_so(trainer, open_ranks, monkeypatch):
+    module = as_dummies(Counting())
+    before = module.state()
+    for kind in (LiveWeights, *LiveWeights.__subclasses__()):
+        monkeypatch.setattr(kind, "save", lambda *_: torch.empty(2**60))
+    with pytest.raises(HostError, match="each weight goes failed on this host: Cannot allocate"):
+        open_ranks(trainer, module)
+    assert equal(module.state(), before)
+
+
 def test_the_weights_are_saved_while_an_anchor_is_fetched(trainer, open_ranks, monkeypatch):
     ranks = open_ranks(trainer, Counting())
     saved, save, open_ = Event(), ranks.one.weights.live.save, rank_weights.open_anchor
