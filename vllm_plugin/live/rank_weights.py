@@ -23,7 +23,6 @@ from patchstore.apply.update import ReadGate
 from patchstore.bucket.records import Manifest, Plan
 from patchstore.bucket.state_sums import SumsArray
 from patchstore.errors import (
-    HalfApplied,
     HostError,
     SchemaMismatch,
     StateMismatch,
@@ -239,17 +238,9 @@ class RankWeights:
         same = self.live.serves({name: found[name] for name in mapped.partial})
         if mirror and same:
             written = {index for _, indices in mapped.groups for index in indices}
-            saved = self.live.save(written)
-            try:
+            with self.live.put_back(written) as saved:
                 self.live.load(self._named(mirror))
                 same = all(torch.equal(saved[index], now) for index, now in self.live.save(written).items())
-            finally:
-                try:
-                    self.live.restore(saved)
-                except Exception as exc:
-                    raise HalfApplied(
-                        f"weights that were loaded to be compared could not be put back: {exc}"
-                    ) from exc
         return same
 
     def check_served(self, slice_sums: Sequence[SliceSums], version: int) -> None:

@@ -6,7 +6,7 @@ Addresses never change: captured CUDA graphs read from them. Bits are moved, nev
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain
@@ -282,24 +282,14 @@ class LiveWeights:
         if not any(self.map.regions.values()):
             return
         drawn = RandomCheckpoint(self.map.schema)
-        saved = self.save(self.registered() | self.written())
-        try:
+        with self.put_back(self.registered() | self.written()) as saved:
             self.models.load(self.map.schema, drawn.shapes(), partial(self._draw, drawn))
             if wrong := self._misread(drawn):
                 raise UsageError(
                     f"the model's loader puts {len(wrong)} tensors elsewhere than when it was traced, such "
                     f"as {wrong[0]!r}, so it cannot be updated in place"
                 )
-            saved = self._with_constants(saved)
-        finally:
-            try:
-                self.restore(saved)
-                self.models.derived.refresh()
-                self.wait()
-            except Exception as exc:
-                raise HalfApplied(
-                    f"weights that were loaded to prove the map could not be put back: {exc}"
-                ) from exc
+            self._keep_constants(saved)
 
     def _draw(
         self, drawn: RandomCheckpoint, shapes: Mapping[str, torch.Tensor]
@@ -329,23 +319,21 @@ class LiveWeights:
             *dict.fromkeys(name for (name, _), is_wrong in zip(found, are_wrong, strict=True) if is_wrong)
         ]
 
-    def _with_constants(self, saved: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return what was saved with what a loader wrote since where no tensor's elements belong."""
+    def _keep_constants(self, saved: dict[int, torch.Tensor]) -> None:
+        """Have put back only elements of tensors, and no others, to which a loader wrote since."""
         computed = {index for _, indices in self.map.groups for index in indices}
         regions: dict[int, list[Region]] = {}
         for index, region in chain.from_iterable(self.map.regions.values()):
             regions.setdefault(index, []).append(region)
-        found = {}
-        for index, then in saved.items():
+        for index, then in [*saved.items()]:
             reached = regions.get(index, ())
             if index in computed or sum(each.num_elements for each in reached) == then.numel():
-                found[index] = then
-            elif reached:
-                found[index] = now = self.save([index])[index]
-                for view in (each.target for each in reached):
-                    place = view.shape, view.strides, view.offset
-                    now.as_strided(*place).copy_(then.as_strided(*place))
-        return found
+                continue
+            (now,) = self.save([index]).values()
+            for view in (each.target for each in reached):
+                place = view.shape, view.strides, view.offset
+                now.as_strided(*place).copy_(then.as_strided(*place))
+            saved[index] = now
 
     # Coded deltas: the tiles that this rank holds.
 
@@ -490,7 +478,7 @@ class LiveWeights:
                 each.new, each.old = each.old, each.new
 
     def spare_bytes(self) -> int:
-        """How many bytes of the device's memory `bring` may take."""
+        """How many bytes of the device's memory may be taken beside what is served."""
         return 0
 
     def bring(self, pieces: Iterable[Piece]) -> list[Batch | Piece]:
@@ -547,6 +535,24 @@ class LiveWeights:
 
         self._transfers.run(partial(one, held, data) for _, held, data in self._saved_parts(saved))
         return saved
+
+    @contextmanager
+    def put_back(self, indices: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
+        """Have a block load something to compare it. Yields copies of runtimes, which are put back behind it,
+        also after an error. HalfApplied says that they could not be.
+        """
+        saved = self.save(indices)
+        try:
+            yield saved
+        finally:
+            try:
+                self.restore(saved)
+                self.models.derived.refresh()
+                self.wait()
+            except Exception as exc:
+                raise HalfApplied(
+                    f"weights that were loaded to be compared could not be put back: {exc}"
+                ) from exc
 
     def restore(self, saved: Mapping[int, torch.Tensor]) -> None:
         """Put back what `save` returned, and check that it is there."""

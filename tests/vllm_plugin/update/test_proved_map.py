@@ -142,7 +142,7 @@ def test_what_cannot_be_put_back_is_half_applied(trainer, open_ranks, monkeypatc
 
     for kind in (LiveWeights, *LiveWeights.__subclasses__()):
         monkeypatch.setattr(kind, "restore", fail)
-    with pytest.raises(HalfApplied, match="loaded to prove the map could not be put back: made to fail"):
+    with pytest.raises(HalfApplied, match="loaded to be compared could not be put back: made to fail"):
         open_ranks(trainer, Counting())
 
 
