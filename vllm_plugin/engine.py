@@ -267,7 +267,7 @@ class DeltaWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _adopt(self, opening: Opening) -> bool:
         self._check_quiet()
         if self.updater is not None:
-            # Weights are loaded to prove some of them.
+            # Weights are loaded to prove the map, or some of them.
             self.updater.abandon()
         assert opening.updater is not None
         return opening.updater.adopt(opening.contents)

@@ -1,7 +1,8 @@
 """Open a store while generation goes on, if the request may have this server open it.
 
 The network, the disk and the compiler of kernels may keep a worker waiting. What needs them runs on a thread;
-only tracing the model and proving single weights run on the worker's own thread, between two batches.
+only tracing the model and proving the map, or single weights, run on the worker's own thread, between two
+batches.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence

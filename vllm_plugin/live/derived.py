@@ -36,9 +36,10 @@ _APART = ("vllm.config", "vllm.compilation", "vllm.distributed")
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
+KV_CACHE = "kv_cache"
 NO_WEIGHTS = frozenset(
     {
-        *("kv_cache", "_q_scale", "_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu"),
+        *(KV_CACHE, "_q_scale", "_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu"),
         # Constants that vLLM 0.26 makes anew in the hook of each attention layer.
         *("q_range", "k_range", "v_range"),
     }

@@ -55,11 +55,13 @@ class RandomCheckpoint:
         if (dtype, device) not in self._numbers:
             random = torch.Generator().manual_seed(0)
             if dtype.is_floating_point and dtype not in _BYTES:
-                made = torch.randn(_PERIOD, generator=random).to(dtype)
+                # vLLM sets another default dtype, and device, for its loaders.
+                made = torch.randn(_PERIOD, generator=random, dtype=torch.float32, device="cpu").to(dtype)
             else:
-                top = 2 if dtype == torch.bool else 128
+                top = 2 if dtype == torch.bool else 128 if dtype.itemsize == 1 else 1 << 15
                 integers = torch.uint8 if dtype in _BYTES else dtype
-                made = torch.randint(top, (_PERIOD,), generator=random, dtype=torch.uint8).to(integers)
+                made = torch.randint(top, (_PERIOD,), generator=random, dtype=torch.int32, device="cpu")
+                made = made.to(integers)
             self._numbers[dtype, device] = made.to(device)
         return self._numbers[dtype, device]
 

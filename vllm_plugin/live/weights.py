@@ -42,6 +42,7 @@ from vllm_plugin.live.copies import (
     touch,
     widened,
 )
+from vllm_plugin.live.derived import KV_CACHE
 from vllm_plugin.live.models import ServedModels
 from vllm_plugin.live.random_checkpoint import RandomCheckpoint
 from vllm_plugin.map.mapping import (
@@ -55,12 +56,14 @@ from vllm_plugin.map.mapping import (
 )
 from vllm_plugin.map.provenance import within
 from vllm_plugin.map.regions import Region, locate, pieces, positions
+from vllm_plugin.map.trace import Attributes
 
 NUM_SAMPLES = 64
 """Elements of each tensor that are compared with the checkpoint when a map is new."""
 BROUGHT_BYTES = 2 << 30
 """The most that an anchor takes of a device's memory before it is written."""
 _ALIGNMENT = 16
+_PROVING = "proving where each weight goes"
 
 
 @dataclass(slots=True)
@@ -266,7 +269,7 @@ class LiveWeights:
                     break
         return wrong
 
-    @host.asked("proving where each weight goes", kinds=host.SHORT_OF_MEMORY)
+    @host.asked(_PROVING, kinds=host.SHORT_OF_MEMORY)
     @torch.no_grad()
     def prove(self) -> None:
         """Prove the map: loaders load random numbers, and every element that is copied must be where it says.
@@ -276,30 +279,60 @@ class LiveWeights:
 
         Raises:
             UsageError: a loader does otherwise than when it was traced; what is served is as before.
+            SchemaMismatch, LoadFailed: it failed; what is served is as before.
             HalfApplied: it could not be put back.
             HostError: the host has no memory for it; nothing has changed.
         """
-        if not any(self.map.regions.values()):
+        if not any(self.map.regions.values()) and not self.map.filled:
             return
         drawn = RandomCheckpoint(self.map.schema)
-        with self.put_back(self.registered() | self.written()) as saved:
-            self.models.load(self.map.schema, drawn.shapes(), partial(self._draw, drawn))
-            if wrong := self._misread(drawn):
-                raise UsageError(
-                    f"the model's loader puts {len(wrong)} tensors elsewhere than when it was traced, such "
-                    f"as {wrong[0]!r}, so it cannot be updated in place"
-                )
-            self._keep_constants(saved)
+        attributes = [Attributes(each) for each in self.models.every]
+        with self.put_back(self._loadable()) as saved:
+            try:
+                self._load_drawn(drawn)
+                if wrong := self._misread(drawn):
+                    raise UsageError(
+                        f"the model's loader puts {len(wrong)} tensors elsewhere than when it was traced, "
+                        f"such as {wrong[0]!r}, so it cannot be updated in place"
+                    )
+                self._keep_constants(saved)
+            except BaseException:
+                for each in attributes:
+                    each.restore()
+                raise
+
+    def _load_drawn(self, drawn: RandomCheckpoint) -> None:
+        # A tensor that nothing is made of may still be checked, as scales of a cache are: they are positive.
+        unused = self.map.absent
+        shapes = {name: each for name, each in drawn.shapes().items() if self._stored(name) not in unused}
+        try:
+            self.models.load(self.map.schema, shapes, partial(self._draw, drawn, self.device))
+        except LoadFailed:
+            if self.device.type == "cpu":
+                raise
+            # As vLLM itself loads: on the device there may be no room, or not for all that is joined.
+            self.models.load(self.map.schema, shapes, partial(self._draw, drawn, torch.device("cpu")))
 
     def _draw(
-        self, drawn: RandomCheckpoint, shapes: Mapping[str, torch.Tensor]
+        self, drawn: RandomCheckpoint, device: torch.device, shapes: Mapping[str, torch.Tensor]
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield tensors for a loader, which it may write to, and keep as long as there is room for them."""
-        tied, computed, cpu = self.map.schema.tied, self.map.computed, torch.device("cpu")
+        """Yield tensors for a loader, which it may write to, and keep.
+
+        They are on the device until half of its room is taken. What is calculated is on the CPU, as devices
+        may round otherwise.
+        """
+        cpu, room, num_bytes, has_room = torch.device("cpu"), self.spare_bytes(), 0, True
         for name, shape in shapes.items():
-            # Loaders calculate on the CPU, as devices may round otherwise.
-            is_far = tied.get(name, name) in computed or shape.nbytes > self.spare_bytes()
-            yield name, drawn.tensor(name, cpu if is_far else self.device)
+            num_bytes += shape.nbytes
+            if num_bytes > room // 16:  # Not for each: the driver is asked.
+                num_bytes, has_room = 0, has_room and 2 * self.spare_bytes() >= room
+            is_near = has_room and 2 * shape.nbytes <= room and self._stored(name) not in self.map.computed
+            with host.asked(_PROVING, kinds=host.SHORT_OF_MEMORY):
+                tensor = drawn.tensor(name, device if is_near else cpu)
+            yield name, tensor
+
+    def _stored(self, name: str) -> str:
+        return self.map.schema.tied.get(name, name)
 
     def _misread(self, drawn: RandomCheckpoint) -> list[str]:
         """Return names of copied tensors of which not every element is where the map says, ascending."""
@@ -314,26 +347,21 @@ class LiveWeights:
                     held = flat.as_strided(part.target.shape, part.target.strides, part.target.offset)
                     found.append((name, (held != widened(given, specs[name], held)).any()))
         # Asked once: each answer has to be waited for.
-        are_wrong = torch.stack([flag for _, flag in found]).tolist()
+        are_wrong = torch.stack([flag for _, flag in found]).tolist() if found else []
         return [
             *dict.fromkeys(name for (name, _), is_wrong in zip(found, are_wrong, strict=True) if is_wrong)
         ]
 
-    def _keep_constants(self, saved: dict[int, torch.Tensor]) -> None:
-        """Have put back only elements of tensors, and no others, to which a loader wrote since."""
-        computed = {index for _, indices in self.map.groups for index in indices}
-        regions: dict[int, list[Region]] = {}
-        for index, region in chain.from_iterable(self.map.regions.values()):
-            regions.setdefault(index, []).append(region)
-        for index, then in [*saved.items()]:
-            reached = regions.get(index, ())
-            if index in computed or sum(each.num_elements for each in reached) == then.numel():
+    def _keep_constants(self, saved: Mapping[int, torch.Tensor]) -> None:
+        """Put what a loader set to a constant in the place of what was saved."""
+        for index, writes in self.map.filled.items():
+            if index not in saved:
                 continue
-            (now,) = self.save([index]).values()
-            for view in (each.target for each in reached):
-                place = view.shape, view.strides, view.offset
-                now.as_strided(*place).copy_(then.as_strided(*place))
-            saved[index] = now
+            (now,), then = self.save([index]).values(), saved[index]
+            is_constant = torch.zeros(then.shape, dtype=torch.bool)
+            for view, fills in writes:
+                is_constant.as_strided(view.shape, view.strides, view.offset).fill_(fills)
+            then[is_constant] = now[is_constant]
 
     # Coded deltas: the tiles that this rank holds.
 
@@ -375,10 +403,15 @@ class LiveWeights:
 
     # Memory.
 
-    def registered(self) -> set[int]:
-        """Runtimes of parameters and buffers: all that a loader may write to, but not the KV cache."""
-        names = {name for _, name, _ in self.models.tensors()}
-        return {i for i, each in enumerate(self.map.runtimes) if not names.isdisjoint(each.names)}
+    def _loadable(self) -> set[int]:
+        """Runtimes of all tensors that a loader may write to: of modules' attributes too, but no KV cache."""
+        registered = {name for _, name, _ in self.models.tensors()}
+        return {
+            index
+            for index, each in enumerate(self.map.runtimes)
+            if not registered.isdisjoint(each.names)
+            or not any(name.rpartition(".")[2] == KV_CACHE for name in each.names)
+        }
 
     def written(self) -> set[int]:
         """Runtimes that any name of the checkpoint reaches."""
@@ -562,7 +595,8 @@ class LiveWeights:
 
         def check(index: int, held: torch.Tensor, data: torch.Tensor, lane: Lane) -> None:
             try:
-                is_there = torch.equal(held, lane.to_device(data))
+                # Some attributes are on the CPU.
+                is_there = torch.equal(held, lane.to_device(data) if held.device == self.device else data)
             except torch.OutOfMemoryError:  # Perhaps what is undone had the same.
                 is_there = torch.equal(held.cpu(), data)
             if not is_there:

@@ -76,6 +76,8 @@ class WeightMap:
         """Agree on the shares of all ranks, in the same order everywhere."""
         self.schema = schema
         self.runtimes = trace.runtimes
+        self.filled = trace.filled
+        """See `Trace`."""
         # Ascending by their first names, so that all ranks load in one order.
         groups = joined(group for share in shares for group in share.computed)
         self.computed = frozenset(name for group in groups for name in group)

@@ -41,6 +41,8 @@ class Trace:
     """Names that only the loader itself can load, together -> the runtimes that it writes then. Disjoint."""
     uncovered: Mapping[str, int]
     """Parameter -> how many of its elements neither come from the checkpoint nor are set to a constant."""
+    filled: Mapping[int, tuple[tuple[View, bool], ...]] = field(default_factory=dict)
+    """Index into `runtimes`, where a loader sets constants -> its writes there, in order; True for those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,6 +99,11 @@ def resolve(
             for index, views in enumerate(parameters)
             for name, view in views
             if (missing := _missing(view, kept[index]))
+        },
+        filled={
+            index: tuple((write.target, not write.sources) for write in each)
+            for index, each in enumerate(kept)
+            if not all(write.sources for write in each)
         },
     )
 
@@ -518,6 +525,11 @@ class Provenance:
         if memory(tensor) not in self._unwritten:
             node.parts = [(None, node.whole)]
         return node
+
+    @property
+    def has_read_numbers(self) -> bool:
+        """Whether a loader has read any element as a number."""
+        return bool(self._looked)
 
     def result(self) -> Trace:
         return resolve(self.runtimes, self._writes, self._parameters)

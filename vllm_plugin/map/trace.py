@@ -388,7 +388,7 @@ def trace(
         try:
             with torch.no_grad(), tracer, KnownIndices(), same_parameters(model):
                 load(model, provenance.checkpoint())
-            before.check()
+            before.check(has_read_numbers=provenance.has_read_numbers)
         except (KeyError, ValueError, AttributeError, AssertionError, TypeError) as exc:
             # What vLLM's loaders raise for names and shapes that their model does not have.
             raise SchemaMismatch(
@@ -469,8 +469,10 @@ class Attributes:
         ]
         self._tensors = [(name, tensor, tensor.data) for name, tensor in tensors_of(model)]
 
-    def check(self) -> None:
-        """Refuse a loader that a trace says too little of."""
+    def check(self, *, has_read_numbers: bool) -> None:
+        """Refuse a loader that a trace says too little of. If it has read elements as numbers, those that it
+        keeps may come from them.
+        """
         moved: list[str] = []
         made: list[str] = []
         for name, tensor, data in self._tensors:
@@ -482,12 +484,13 @@ class Attributes:
                     if value is not then.get(name):
                         (moved if then.get(name) is not None else made).append(within(path, name))
             for name, value in vars(module).items():
-                if value is not values.get(name) and _is_unknown(value):
+                is_number = has_read_numbers and isinstance(value, bool | int | float)
+                if value is not values.get(name) and (is_number or _is_unknown(value)):
                     moved.append(within(path, name))
         if moved:
             raise UsageError(
-                f"the model's loader gives {len(moved)} parameters or attributes other memory instead of "
-                f"writing to them, such as {moved[0]!r}, so it cannot be traced"
+                f"the model's loader gives {len(moved)} parameters or attributes other memory, or another "
+                f"value, instead of writing to them, such as {moved[0]!r}, so it cannot be traced"
             )
         if made:
             raise UsageError(
