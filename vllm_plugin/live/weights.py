@@ -18,7 +18,7 @@ import torch
 from patchstore.bucket import records
 from patchstore.bucket.records import TensorSpec
 from patchstore.codec.context import Chosen, Tiles, Tiling, is_coded
-from patchstore.errors import HalfApplied, LoadFailed, UsageError
+from patchstore.errors import DeviceMemoryShort, HalfApplied, LoadFailed, UsageError
 from patchstore.read.deltas import Deltas
 from patchstore.support import host
 from patchstore.tensors import state_digest
@@ -281,7 +281,7 @@ class LiveWeights:
             UsageError: a loader does otherwise than when it was traced; what is served is as before.
             SchemaMismatch, LoadFailed: it failed; what is served is as before.
             HalfApplied: it could not be put back.
-            HostError: the host has no memory for it; nothing has changed.
+            HostError, DeviceMemoryShort: there is no memory for it; what is served is as before.
         """
         if not any(self.map.regions.values()) and not self.map.filled:
             return
@@ -296,9 +296,14 @@ class LiveWeights:
                         f"such as {wrong[0]!r}, so it cannot be updated in place"
                     )
                 self._keep_constants(saved)
-            except BaseException:
+            except BaseException as exc:
                 for each in attributes:
                     each.restore()
+                if isinstance(exc, torch.OutOfMemoryError):
+                    raise DeviceMemoryShort(
+                        f"{_PROVING} needs more memory than is free on {self.device}: start vllm with a "
+                        "lower --gpu-memory-utilization"
+                    ) from None
                 raise
 
     def _load_drawn(self, drawn: RandomCheckpoint) -> None:

@@ -8,7 +8,7 @@ import torch
 from plain_ranks import Fused, equal, loaded, parameter, serves
 
 from patchstore.bucket.records import Schema, TensorSpec
-from patchstore.errors import HalfApplied, HostError, LoadFailed, UsageError
+from patchstore.errors import DeviceMemoryShort, HalfApplied, HostError, LoadFailed, UsageError
 from patchstore.tensors.bits import bits
 from vllm_plugin.live import rank_weights
 from vllm_plugin.live.random_checkpoint import RandomCheckpoint
@@ -260,6 +260,26 @@ def test_a_host_without_memory_for_a_copy_of_the_weights_is_told_so(trainer, ope
     for kind in (LiveWeights, *LiveWeights.__subclasses__()):
         monkeypatch.setattr(kind, "save", lambda *_: torch.empty(2**60))
     with pytest.raises(HostError, match="each weight goes failed on this host: Cannot allocate"):
+        open_ranks(trainer, module)
+    assert equal(module.state(), before)
+
+
+def test_a_device_without_memory_to_compare_is_told_so(trainer, open_ranks, monkeypatch):
+    module = as_dummies(Counting())
+    before = module.state()
+
+    part, handed = RandomCheckpoint.part, len({*trainer.tensors} - {"rotary"})
+
+    def later(*args):
+        """Parts are made to be handed to the loader, and then to be compared."""
+        nonlocal handed
+        handed -= 1
+        if handed < 0:
+            raise torch.OutOfMemoryError("no room for 16 MiB")
+        return part(*args)
+
+    monkeypatch.setattr(RandomCheckpoint, "part", later)
+    with pytest.raises(DeviceMemoryShort, match="start vllm with a lower --gpu-memory-utilization"):
         open_ranks(trainer, module)
     assert equal(module.state(), before)
 
