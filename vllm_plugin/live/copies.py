@@ -323,37 +323,6 @@ def _joined(run: Sequence[Piece]) -> Batch:
     )
 
 
-class Comparison:
-    """Of pieces of a checkpoint with what is served."""
-
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        self.differs = False
-        """Whether a piece is not served; complete once `jobs` are done."""
-        batches, others = batched(pieces)
-        every: list[Batch | Piece] = [*batches, *others]
-        self.jobs: list[Job] = [partial(self._compare, each) for each in every]
-
-    def _compare(self, each: Batch | Piece, lane: Lane) -> None:
-        if self.differs:
-            return
-        given = lane.to_device(each.given)
-        if isinstance(each, Piece):
-            is_wrong = not torch.equal(each.held, widened(given, each.spec, each.held))
-        else:
-            wrong = [_differ(given[at : at + held.numel()], held) for at, held in each.parts]
-            # Asked once: each answer has to be waited for.
-            is_wrong = bool(torch.stack(wrong).any())
-        self.differs |= is_wrong
-
-
-def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Whether bytes differ: eight at a time where they can be, as each comparison takes a byte of memory."""
-    places = (at for each in (one, other) for at in (each.numel(), each.data_ptr(), each.storage_offset()))
-    if all(at % 8 == 0 for at in places):
-        one, other = one.view(torch.int64), other.view(torch.int64)
-    return (one != other).any()
-
-
 def neighbours(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Sort contiguous tensors by address, and join those that lie side by side, as in a file.
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from patchstore.bucket.records import Schema
-from patchstore.tensors.bits import TORCH_DTYPES
+from patchstore.tensors.bits import TORCH_DTYPES, bits
 from vllm_plugin.map.provenance import handed_names
 
 _PERIOD = 4_194_301
@@ -38,17 +38,17 @@ class RandomCheckpoint:
     def tensor(self, name: str, device: torch.device) -> torch.Tensor:
         """Return a tensor, which the caller may write to."""
         spec = self._schema.by_name()[self._stored[name]]
-        return self.part(name, 0, spec.num_elements, device).view(spec.shape)
+        return self.part(name, 0, spec.num_elements, device).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
 
     def part(self, name: str, start: int, end: int, device: torch.device) -> torch.Tensor:
-        """Return elements `start` to `end` of a flattened tensor: [end - start]."""
+        """Return the bits of elements `start` to `end` of a flattened tensor: integers [end - start]."""
         stored = self._stored[name]
         spec, place = self._schema.by_name()[stored], self._schema.places[stored]
         numbers = self._of(TORCH_DTYPES[spec.dtype], device)
         found = torch.empty(end - start, dtype=numbers.dtype, device=device)
         for at, number, count in _runs(place * _STEP + start, end - start):
             found[at : at + count] = numbers[number : number + count]
-        return found.view(TORCH_DTYPES[spec.dtype])
+        return bits(found)
 
     def _of(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The numbers of a dtype, as bytes where torch copies no elements of it."""

@@ -5,7 +5,7 @@ Addresses never change: captured CUDA graphs read from them. Bits are moved, nev
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,6 @@ from vllm_plugin.live.copies import (
     PIECE,
     UNMATCHED,
     Batch,
-    Comparison,
     Lane,
     Piece,
     Transfers,
@@ -228,9 +227,29 @@ class LiveWeights:
 
     def serves(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether what this rank holds of copied names is what checkpoint tensors have there."""
-        comparison = Comparison(self.pieces(tensors))
-        self._transfers.run(comparison.jobs)
-        return not comparison.differs
+
+        def part(name: str, first: int, end: int) -> torch.Tensor:
+            return bits(tensors[name])[first:end].to(self.device)
+
+        return not self._differing(tensors, part)
+
+    def _differing(self, names: Iterable[str], part: Callable[[str, int, int], torch.Tensor]) -> list[str]:
+        """Return names of copied tensors of which this rank holds other elements than `part` says, ascending.
+
+        `part` takes a name, and from where to where in the flattened tensor; integers [num] on the device.
+        """
+        specs, found = self.map.schema.by_name(), list[tuple[str, torch.Tensor]]()
+        for name in sorted(names):
+            for index, region in self.map.regions.get(name, ()):
+                flat = self._flat(index)
+                for each in pieces(region, PIECE):
+                    given = part(name, each.source.offset, each.source.end)
+                    given = given.as_strided(each.source.shape, each.source.strides)
+                    held = flat.as_strided(each.target.shape, each.target.strides, each.target.offset)
+                    found.append((name, (held != widened(given, specs[name], held)).any()))
+        # Asked once: each answer has to be waited for.
+        flags = torch.stack([flag for _, flag in found]).tolist() if found else []
+        return [*dict.fromkeys(name for (name, _), differs in zip(found, flags, strict=True) if differs)]
 
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
         """Cut what this rank holds of copied names, so that each piece can be copied at once.
@@ -290,10 +309,11 @@ class LiveWeights:
         with self.put_back(self._loadable()) as saved:
             try:
                 self._load_drawn(drawn)
-                if wrong := self._misread(drawn):
+                if wrong := self._differing(self.map.regions, partial(drawn.part, device=self.device)):
                     raise UsageError(
                         f"the model's loader puts {len(wrong)} tensors elsewhere than when it was traced, "
-                        f"such as {wrong[0]!r}, so it cannot be updated in place"
+                        f"such as {wrong[0]!r}, so it cannot be updated in place: report it with the model's "
+                        "architecture and vLLM's release"
                     )
                 self._keep_constants(saved)
             except BaseException as exc:
@@ -315,7 +335,8 @@ class LiveWeights:
         except LoadFailed:
             if self.device.type == "cpu":
                 raise
-            # As vLLM itself loads: on the device there may be no room, or not for all that is joined.
+            # As vLLM itself loads: the device may have no room, or not for all that a loader joins. If that
+            # was not why, the second failure says why.
             self.models.load(self.map.schema, shapes, partial(self._draw, drawn, torch.device("cpu")))
 
     def _draw(
@@ -338,24 +359,6 @@ class LiveWeights:
 
     def _stored(self, name: str) -> str:
         return self.map.schema.tied.get(name, name)
-
-    def _misread(self, drawn: RandomCheckpoint) -> list[str]:
-        """Return names of copied tensors of which not every element is where the map says, ascending."""
-        specs, found = self.map.schema.by_name(), list[tuple[str, torch.Tensor]]()
-        for name, regions in sorted(self.map.regions.items()):
-            for index, region in regions:
-                flat = self._flat(index)
-                for part in pieces(region, PIECE):
-                    first = part.source.offset
-                    given = bits(drawn.part(name, first, part.source.end, self.device))
-                    given = given.as_strided(part.source.shape, part.source.strides)
-                    held = flat.as_strided(part.target.shape, part.target.strides, part.target.offset)
-                    found.append((name, (held != widened(given, specs[name], held)).any()))
-        # Asked once: each answer has to be waited for.
-        are_wrong = torch.stack([flag for _, flag in found]).tolist() if found else []
-        return [
-            *dict.fromkeys(name for (name, _), is_wrong in zip(found, are_wrong, strict=True) if is_wrong)
-        ]
 
     def _keep_constants(self, saved: Mapping[int, torch.Tensor]) -> None:
         """Put what a loader set to a constant in the place of what was saved."""

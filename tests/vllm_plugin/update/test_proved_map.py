@@ -270,13 +270,13 @@ def test_a_device_without_memory_to_compare_is_told_so(trainer, open_ranks, monk
 
     part, handed = RandomCheckpoint.part, len({*trainer.tensors} - {"rotary"})
 
-    def later(*args):
+    def later(*args, **options):
         """Parts are made to be handed to the loader, and then to be compared."""
         nonlocal handed
         handed -= 1
         if handed < 0:
             raise torch.OutOfMemoryError("no room for 16 MiB")
-        return part(*args)
+        return part(*args, **options)
 
     monkeypatch.setattr(RandomCheckpoint, "part", later)
     with pytest.raises(DeviceMemoryShort, match="start vllm with a lower --gpu-memory-utilization"):
