@@ -1,9 +1,8 @@
 """Have a fresh `vllm serve` join a run: read an anchor and some deltas, and write them, all of the model.
 
-A server that was started from a checkpoint proves its map with that, while generation goes on. One with dummy
-weights cannot, so vLLM's own loader writes the anchor while generation waits. Beside them, on the same files:
-a copy of the anchor, and a load of it by `safetensors`. `server_cpu_s` is the CPU time of the server's
-processes during the join.
+One server has dummy weights, another those of a checkpoint that no version equals. Either proves its map while
+the store is opened (`open_s`). Beside them, on the same files: a copy of the anchor, and a load of it by
+`safetensors`. `server_cpu_s` is the CPU time of the server's processes during the join.
 
 `boot` starts at the last version instead (`--load-format patchstore`), and `start` from a checkpoint of it.
 Of both, `start_s` is the time to the first answer, `load_s` what of it vLLM says that loading took, and
@@ -31,7 +30,7 @@ from safetensors.torch import load_file
 from benchmarks.support.shapes import SHAPES, Shape
 from benchmarks.support.software import software
 from benchmarks.support.trainer import Trainer
-from benchmarks.support.vllm_server import question, serve
+from benchmarks.support.vllm_server import question, save_weights, serve
 from benchmarks.support.work_folder import work_folder
 from patchstore import open_store
 from patchstore.follow.verify import verify_server
@@ -61,31 +60,29 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     about: dict[str, Any] = {"shape": shape.name, "engine_args": shlex.join(args.engine_args)}
     about |= software(device)
     with work_folder(args.folder, "join") as folder:
-        base, newest = _publish(shape, device, folder / "bucket", args)
+        _publish(shape, device, folder, args)
         anchor = folder / "bucket" / "anchors"
         num_bytes = sum(path.stat().st_size for path in anchor.rglob("*.safetensors"))
         about |= {"num_bytes": num_bytes, "deltas": args.deltas, "density": args.density}
         for _ in range(args.repeats):
             for way in args.ways:
-                yield {"way": way, **about, **_one(way, shape, args, folder, base, newest, anchor)}
+                yield {"way": way, **about, **_one(way, shape, args, folder, anchor)}
 
 
-def _publish(
-    shape: Shape, device: torch.device, bucket: Path, args: argparse.Namespace
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Fill a bucket; return weights that are in no version, and those of the last, in host memory."""
-    base = {}
-    with Trainer(shape, device, bucket) as trainer:
+def _publish(shape: Shape, device: torch.device, folder: Path, args: argparse.Namespace) -> None:
+    """Fill a bucket; for the ways that need them, save weights that are in no version, or the last's."""
+    with Trainer(shape, device, folder / "bucket") as trainer:
         if "checkpoint" in args.ways:
-            base = {name: tensor.roll(1, 0).cpu() for name, tensor in trainer.tensors.items()}
+            others = ((name, tensor.roll(1, 0)) for name, tensor in trainer.tensors.items())
+            save_weights(others, folder / "checkpoint")
         for _ in range(args.deltas):
             trainer.step(args.density)
-        newest = {name: tensor.cpu() for name, tensor in trainer.tensors.items()}
+        if "start" in args.ways:
+            save_weights(trainer.tensors.items(), folder / "start")
     del trainer
     if device.type == "cuda":
         # The servers need it.
         torch.cuda.empty_cache()
-    return base, newest
 
 
 def _one(
@@ -93,8 +90,6 @@ def _one(
     shape: Shape,
     args: argparse.Namespace,
     folder: Path,
-    base: dict[str, torch.Tensor],
-    newest: dict[str, torch.Tensor],
     anchor: Path,
 ) -> dict[str, float]:
     out = folder / "work"
@@ -103,7 +98,7 @@ def _one(
             return {"join_s": _timed(lambda: shutil.copytree(anchor, out))}
         if way == "safetensors":
             return {"join_s": _timed(lambda: _load(anchor))}
-        weights = {"checkpoint": base, "start": newest}.get(way)
+        weights = folder / way if way in {"checkpoint", "start"} else None
         if way == "boot":
             given = {"store": str(folder / "bucket"), "version": args.deltas, "scratch": str(out / "scratch")}
             loads = ["--load-format", "patchstore", "--model-loader-extra-config", json.dumps(given)]

@@ -5,7 +5,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from patchstore.follow.settings import PauseMode, PrefixCache
 from patchstore.follow.vllm_server import VllmServer
 
 _MODEL = "served"
+_FILE_BYTES = 4 << 30
+"""Of a checkpoint's file, about: as it is written, its bytes are in memory once more."""
 _START_S = 420.0
 _LIFE_S = 1800
 """Seconds after which the server ends by itself, in case this process was killed."""
@@ -88,7 +90,7 @@ def serve(
     args: argparse.Namespace,
     folder: Path,
     concurrency: int,
-    weights: Mapping[str, torch.Tensor] | None = None,
+    weights: Mapping[str, torch.Tensor] | Path | None = None,
     form: str | None = None,
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
@@ -97,7 +99,8 @@ def serve(
 
     Args:
         concurrency: the most requests at a time, beside the driver's.
-        weights: that the server is started from; None for dummy weights.
+        weights: that the server is started from, or a folder of their files (`save_weights`); None for dummy
+            weights.
         form: of FP8 in which the weights are; None for bf16.
         environment: in addition to `VLLM_ENVIRONMENT`.
         port: of 127.0.0.1; None for a free one.
@@ -105,8 +108,11 @@ def serve(
     If the server fails, the end of its log is printed. Every error goes on to the caller.
     """
     model = _save_model(shape, folder / "model", form)
-    if weights is not None:
-        save_file(dict(weights), model / "model.safetensors")
+    if isinstance(weights, Path):
+        for path in weights.iterdir():
+            (model / path.name).symlink_to(path.resolve())
+    elif weights is not None:
+        save_weights(weights.items(), model)
     max_model_len = args.prompt_tokens + args.max_tokens
     port = free_port() if port is None else port
     memory = ["--kv-cache-memory-bytes", str(_kv_bytes(shape, concurrency + 2, max_model_len))]
@@ -145,6 +151,20 @@ def serve(
             lines = log_file.read_text(errors="replace").splitlines()[-60:]
             print("the server's log ends with:", *lines, sep="\n", file=sys.stderr)
             raise
+
+
+def save_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write a checkpoint to a folder, which is made if need be, with the memory of one of its files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part, num_bytes, num_files = dict[str, torch.Tensor](), 0, 0
+    for name, tensor in tensors:
+        part[name] = tensor.cpu()
+        num_bytes += tensor.nbytes
+        if num_bytes >= _FILE_BYTES:
+            save_file(part, folder / f"model-{num_files:05}.safetensors")
+            part, num_bytes, num_files = {}, 0, num_files + 1
+    if part:
+        save_file(part, folder / f"model-{num_files:05}.safetensors")
 
 
 def _save_model(shape: Shape, folder: Path, form: str | None) -> Path:
