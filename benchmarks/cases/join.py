@@ -3,6 +3,7 @@
 One server has dummy weights, another those of a checkpoint that no version equals. Either proves its map
 while the store is opened (`open_s`). Beside them, on the same files: a copy of the anchor, and a load of it
 by `safetensors`. `server_cpu_s` is the CPU time of the server's processes during the join.
+
 `boot` starts at the last version instead (`--load-format patchstore`), and `start` from a checkpoint of it.
 Of both, `start_s` is the time to the first answer, `load_s` what of it vLLM says that loading took, and
 `peak_mib` the most memory of any of the server's processes. Of `boot`, `load_download_s`, `load_compile_s`,
