@@ -123,6 +123,34 @@ def test_every_rank_decodes_its_own_part(
         assert_holds(module, started)
 
 
+def test_many_versions_of_few_changes_are_merged_at_once(tmp_path, monkeypatch):
+    """A tensor is copied once for all versions, so its size counts once where memory is bounded."""
+    num_elements = sum(np.prod(shape) for shape in SHAPES.values())
+    # What is stated is little beside the copies: 64 bytes a change, and two an element.
+    monkeypatch.setattr(kernels("vllm_plugin.gpu.merge"), "MERGED", 2 * num_elements // 32)
+    model = {name: torch.full(shape, 0.02, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+    started = {name: tensor.clone() for name, tensor in model.items()}
+    store = MemoryStore()
+    with Publisher(store, model, dtype=None, encoding="context", anchor_every=100) as publisher:
+        publisher.publish_patch(0).result()
+        for step in range(4):
+            for tensor in model.values():
+                bits(tensor)[step] += 1
+            publisher.publish_patch(step + 1).result()
+    header = history.read_header(store)
+    manifests = tuple(history.read_manifest(store, version + 1) for version in range(4))
+    [(module, live)] = live_weights(
+        kernels("vllm_plugin.gpu.weights").DeviceWeights, 1, torch.bfloat16, header.schema
+    )
+    live.models.load(header.schema, started)
+    with open_deltas(store, manifests, header.schema, None, HostCache(tmp_path)) as deltas:
+        change = live.stage_deltas(deltas, sorted(deltas.names), {}, keep_old=True)
+
+    assert len(change.parts) == 1
+    live.scatter(change)
+    assert_holds(module, model)
+
+
 def thirds(spec: TensorSpec, dim: int) -> list[Part]:
     """Three uneven parts."""
     side = spec.shape[dim]

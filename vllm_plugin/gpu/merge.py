@@ -148,13 +148,16 @@ class Merger:
 
         That is at most so many changes at a time, but for a part of one tensor.
         """
-        stated_of = np.zeros(len(self._schema.tensors), dtype=np.int64)
+        stated_of, copied_of = np.zeros((2, len(self._schema.tensors)), dtype=np.int64)
         for each in versions:
             for listed in each.listed:
                 stated_of[listed.numbers] += listed.counts
-            # The tensor is copied, too.
-            coded, num_bytes = each.coded, np.diff(each.coded.bytes_at)
-            np.add.at(stated_of, coded.numbers, 2 * num_bytes + coded.cuts.num_elements // 32)
+            coded, of_this = each.coded, np.zeros_like(copied_of)
+            np.add.at(stated_of, coded.numbers, 2 * np.diff(coded.bytes_at))
+            np.add.at(of_this, coded.numbers, coded.cuts.num_elements)
+            np.maximum(copied_of, of_this, out=copied_of)
+        # Each is copied once, for all versions; two bytes an element are a 32nd of `_MERGING_BYTES`.
+        stated_of += copied_of // 32
         widths = self._widths[numbers]
         for same in (numbers[widths == width] for width in np.unique(widths)):
             ends, first = stated_of[same].cumsum(), 0
